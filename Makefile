@@ -1,0 +1,49 @@
+# Everything from nothing but Python >= 3.11 and make. BACKEND=metal|cuda|cpu overrides the choice.
+
+PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11,\
+  $(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+BACKEND ?= $(shell if [ "$$(uname -s)" = Darwin ]; then echo metal; \
+  elif nvidia-smi -L 2>/dev/null | grep -q GPU; then echo cuda; else echo cpu; fi)
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready-$(BACKEND)
+
+.PHONY: run test lint format bench soak install backend clean
+
+run: install
+	$(BIN)/keepwarm pull smollm2
+	$(BIN)/keepwarm chat
+
+test: install
+	MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: install
+	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff format src tests examples
+	$(BIN)/ruff check --fix src tests examples
+
+bench: install
+	$(BIN)/python -m keepwarm.bench $(ARGS)
+
+soak: install
+	MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest --soak $(ARGS)
+
+install: $(READY)
+
+$(READY): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "keepwarm needs Python 3.11 or newer; none of python3, python3.11 … python3.14 is one. Install it, or name it: make PYTHON=/path/to/python"; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments; install its venv package (Debian: apt install python3-venv)."; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(BACKEND),dev]'
+	@rm -f $(VENV)/.ready-* && touch $@
+
+backend:
+	@echo $(BACKEND)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

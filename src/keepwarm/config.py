@@ -1,0 +1,75 @@
+"""Settings, frozen. The defaults stand here once; file, environment and command line override them.
+
+Order, last wins: defaults, `config.toml` in the home directory, `KEEPWARM_…` variables, arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import platformdirs
+
+from keepwarm.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Settings:
+    home: Path  # everything the program keeps
+    store: Path  # the block store alone
+    model: str = "smollm2"
+    max_tokens: int = 512
+    temperature: float = 0.0
+
+    @property
+    def models(self) -> Path:
+        """Downloaded and converted models."""
+        return self.home / "models"
+
+
+def load(environ: Mapping[str, str] | None = None, **arguments: Any) -> Settings:
+    """Settings from all four sources. Arguments that are None count as not given."""
+    environ = os.environ if environ is None else environ
+    home = Path(environ.get("KEEPWARM_HOME") or platformdirs.user_cache_path("keepwarm"))
+    home = home.expanduser().absolute()
+    settings = Settings(home=home, store=home / "store")
+    settings = _override(settings, _from_file(home / "config.toml"), "config.toml")
+    settings = _override(settings, _from_environment(environ), "the environment")
+    given = {key: value for key, value in arguments.items() if value is not None}
+    return _override(settings, given, "the arguments")
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} is not TOML ({error}); mend or remove it.") from error
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    names = {field.name for field in fields(Settings)} - {"home"}
+    found = {name: environ.get(f"KEEPWARM_{name.upper()}") for name in names}
+    return {name: value for name, value in found.items() if value}
+
+
+def _override(settings: Settings, values: Mapping[str, Any], source: str) -> Settings:
+    kinds = get_type_hints(Settings)
+    changes = {}
+    for name, value in values.items():
+        if name not in kinds:
+            known = ", ".join(sorted(kinds))
+            raise BadInput(f"Unknown setting {name!r} in {source}; known are {known}.")
+        try:
+            changes[name] = kinds[name](value)
+        except (TypeError, ValueError) as error:
+            wanted = kinds[name].__name__
+            raise BadInput(f"Setting {name!r} in {source} is {value!r}, not {wanted}.") from error
+    if "store" in changes:
+        changes["store"] = changes["store"].expanduser().absolute()
+    return replace(settings, **changes)

@@ -1,0 +1,85 @@
+"""Everything that can go wrong, in one tree.
+
+    KeepwarmError                    500
+    ├── BadInput                     400   what was asked for makes no sense
+    │   ├── UnknownModel             404   no model of that name, here or on the hub
+    │   ├── BadModelFile             422   a file or directory that is not a whole model
+    │   ├── UnsupportedModel         422   a whole model, of an architecture MLX does not run
+    │   └── BadCacheFile             422   a prompt-cache file nobody here can read
+    ├── Unreachable                  502   the network or an index does not answer
+    ├── WrongDigest                  502   what arrived is not what was pinned
+    ├── NotEnough                    507   too little disk or memory
+    └── CacheError                   500
+        ├── UnsupportedCache         501   a cache class, or an operation on it, that nobody here knows
+        ├── CacheMismatch            409   shape, dtype, heads or kind differ from what is expected
+        └── CorruptBlock             500   a block without the tensors its layer needs
+
+A message is one sentence: what happened, why, what to do.
+"""
+
+from __future__ import annotations
+
+
+class KeepwarmError(Exception):
+    """Root of the tree; `status` is the HTTP status that stands for it."""
+
+    status = 500
+
+
+class BadInput(KeepwarmError):
+    status = 400
+
+
+class UnknownModel(BadInput):
+    status = 404
+
+
+class BadModelFile(BadInput):
+    status = 422
+
+
+class UnsupportedModel(BadInput):
+    status = 422
+
+
+class BadCacheFile(BadInput):
+    status = 422
+
+
+class Unreachable(KeepwarmError):
+    status = 502
+
+
+class WrongDigest(KeepwarmError):
+    status = 502
+
+
+class NotEnough(KeepwarmError):
+    status = 507
+
+
+class CacheError(KeepwarmError):
+    pass
+
+
+class UnsupportedCache(CacheError):
+    status = 501
+
+
+class CacheMismatch(CacheError):
+    """A tensor or layer that does not fit; names the place, what was expected and what came."""
+
+    status = 409
+
+    def __init__(self, place: str, what: str, expected: object, got: object) -> None:
+        super().__init__(f"{place}: {what} is {got}, expected {expected}.")
+        self.place = place
+        self.expected = expected
+        self.got = got
+
+
+class CorruptBlock(CacheError):
+    def __init__(self, layer: str, block: int, why: str) -> None:
+        super().__init__(f"Layer {layer}, block {block}: {why}.")
+        self.layer = layer
+        self.block = block
