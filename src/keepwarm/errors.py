@@ -10,7 +10,7 @@
     ├── WrongDigest                  502   what arrived is not what was pinned
     ├── NotEnough                    507   too little disk or memory
     └── CacheError                   500
-        ├── UnsupportedCache         501   a cache class, or an operation on it, that nobody here knows
+        ├── UnsupportedCache         501   a cache class, or a use of one, that nobody here knows
         ├── CacheMismatch            409   shape, dtype, heads or kind differ from what is expected
         └── CorruptBlock             500   a block without the tensors its layer needs
 
