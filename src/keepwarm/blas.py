@@ -1,0 +1,288 @@
+"""A fast BLAS for MLX on Linux CPU, loaded before MLX is.
+
+The CPU build of MLX calls `cblas_sgemm` of the reference BLAS, which is 20 to 60 times slower than
+what the processor can do. A library loaded for the whole process before the first `import mlx.core`
+takes its place: MKL (package `mkl`, x86-64), NVPL (package `nvpl-blas`, aarch64) or the system's
+OpenBLAS. Library, threading layer and thread count are chosen by measurement in child processes,
+once a machine; the choice is kept in `blas.json` in the home directory.
+
+Two variables overrule the measurement: `KEEPWARM_BLAS` (`none`, `mkl`, `nvpl` or `openblas`) and
+`KEEPWARM_BLAS_THREADS` (a number). Where both are set nothing is measured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from keepwarm.blas_trial import Setting, Speed, setting_from, trial_command
+from keepwarm.errors import BadInput
+
+LIBRARIES = ("mkl", "nvpl", "openblas")
+TRIAL_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Blas:
+    """The BLAS that this process uses."""
+
+    name: str
+    path: str
+    layer: str
+    threads: int
+
+
+def preload(home: Path) -> None:
+    """Load the best BLAS of this machine for the whole process; remembers its choice in `home`.
+
+    Does nothing on macOS and CUDA, once MLX is imported, when a BLAS is already loaded, and where
+    none is found.
+    """
+    if "mlx.core" in sys.modules or not wanted() or in_use():
+        return
+    found = settings(os.environ)
+    forced = all(
+        os.environ.get(variable) for variable in ("KEEPWARM_BLAS", "KEEPWARM_BLAS_THREADS")
+    )
+    setting = next(iter(found), None) if forced else choose(home, found)
+    if setting:
+        _load(setting)
+
+
+def _load(setting: Setting) -> None:
+    try:
+        setting.load()
+    except OSError as error:
+        hint = "set KEEPWARM_BLAS to another, or to none"
+        raise BadInput(f"The {setting.name} BLAS does not load ({error}); {hint}.") from error
+
+
+def wanted() -> bool:
+    """Whether MLX is the Linux CPU build here, asked of the installed packages."""
+    if sys.platform != "linux":
+        return False
+    builds = "\n".join(importlib.metadata.requires("mlx") or [])
+    cuda = set(re.findall(r"^mlx-cuda[\w-]*", builds, re.MULTILINE))
+    return _installed("mlx-cpu") and not any(map(_installed, cuda))
+
+
+def cpus() -> list[int]:
+    """The processors that this process may use."""
+    if sys.platform == "linux":
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _installed(distribution: str) -> bool:
+    return next(iter(importlib.metadata.distributions(name=distribution)), None) is not None
+
+
+# What there is to choose from.
+
+
+def settings(environ: Mapping[str, str]) -> list[Setting]:
+    """Every setting of every library found here that the environment allows."""
+    asked = environ.get("KEEPWARM_BLAS", "").lower()
+    if asked and asked not in {"none", *LIBRARIES}:
+        raise BadInput(f"KEEPWARM_BLAS is {asked!r}; use none, {', '.join(LIBRARIES)} or unset it.")
+    if asked == "none":
+        return []
+    threads = _asked_threads(environ) or thread_counts(len(cpus()))
+    found = [*_mkl(threads), *_nvpl(threads), *_openblas(threads)]
+    found = [setting for setting in found if asked in {"", setting.name}]
+    if asked and not found:
+        raise BadInput(f"KEEPWARM_BLAS asks for {asked}, which is not installed; unset it.")
+    return found
+
+
+def _asked_threads(environ: Mapping[str, str]) -> list[int]:
+    text = environ.get("KEEPWARM_BLAS_THREADS", "")
+    if not text:
+        return []
+    if not text.isdecimal() or int(text) < 1:
+        raise BadInput(f"KEEPWARM_BLAS_THREADS is {text!r}; use a number from 1 or unset it.")
+    return [int(text)]
+
+
+def thread_counts(n_cpus: int) -> list[int]:
+    """1, 2, 4, … and all of them."""
+    return sorted({2**i for i in range(n_cpus.bit_length())} | {n_cpus})
+
+
+def _mkl(threads: list[int]) -> Iterator[Setting]:
+    """Never the GNU layer, whose threads spin: ten times slower beside a busy process."""
+    openmp = _shipped("intel-openmp", "libiomp5.so")
+    for path in _shipped("mkl", "libmkl_rt.so.*"):
+        for n in threads:
+            if n == 1:
+                yield Setting("mkl", "sequential", 1, (path,))
+            elif openmp:
+                yield Setting("mkl", "intel", n, (openmp[0], path))
+
+
+def _nvpl(threads: list[int]) -> Iterator[Setting]:
+    for core in _shipped("nvpl-blas", "libnvpl_blas_core.so.*"):
+        for n in threads:
+            layer = "seq" if n == 1 else "gomp"
+            for path in _shipped("nvpl-blas", f"libnvpl_blas_lp64_{layer}.so.*"):
+                yield Setting("nvpl", layer, n, (core, path))
+
+
+def _openblas(threads: list[int]) -> Iterator[Setting]:
+    """The system's; the one inside numpy renames its symbols, so MLX cannot find them."""
+    folders = [Path(sys.prefix, "lib"), *Path("/usr/lib").glob("*-linux-gnu"), Path("/usr/lib64")]
+    names = ("libopenblas.so.0", "libopenblasp.so.0")  # Fedora's second one has threads
+    for path in (folder / name for folder in folders for name in names):
+        if path.exists():
+            yield from (Setting("openblas", "built-in", n, (str(path),)) for n in threads)
+            return
+
+
+def _shipped(distribution: str, pattern: str) -> list[str]:
+    """Paths of the files of an installed package whose name matches."""
+    try:
+        files = importlib.metadata.files(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [str(Path(str(f.locate())).resolve()) for f in files if f.match(pattern)]
+
+
+# The choice.
+
+
+def choose(home: Path, found: list[Setting]) -> Setting | None:
+    """The remembered setting, else the fastest one measured, else None where none runs."""
+    if not found:
+        return None
+    depends = _depends(found)
+    kept = _remembered(home, depends)
+    return kept if kept in found else _measured(home, depends, found)
+
+
+def _depends(found: list[Setting]) -> dict[str, Any]:
+    """What a measurement is true for: processor, share of it, and the very files."""
+    files = sorted({path for setting in found for path in setting.libraries})
+    return {
+        "processor": _processor(),
+        "cpus": cpus(),
+        "quota": _text(Path("/sys/fs/cgroup/cpu.max")),
+        "files": [_identity(Path(path)) for path in files],
+        "settings": [[s.name, s.layer, s.threads] for s in found],
+    }
+
+
+def _identity(path: Path) -> list[str | int]:
+    """Path, size and time: an upgraded library is another one."""
+    status = path.stat()
+    return [str(path), status.st_size, status.st_mtime_ns]
+
+
+def _processor() -> str:
+    """Names without hertz, which change; host names are left out, containers invent them."""
+    first = _text(Path("/proc/cpuinfo")).split("\n\n")[0]
+    named = re.findall(r"^(?:model name|CPU implementer|CPU part)\s*: (.*)$", first, re.MULTILINE)
+    return " ".join([platform.machine(), *named])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _remembered(home: Path, depends: dict[str, Any]) -> Setting | None:
+    """The kept choice, unless it is unreadable or was made for something else."""
+    try:
+        kept = json.loads((home / "blas.json").read_text())
+        return setting_from(kept["setting"]) if kept["depends"] == depends else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _measured(home: Path, depends: dict[str, Any], found: list[Setting]) -> Setting | None:
+    trials = [(setting, speed) for setting in found if (speed := trial(setting))]
+    if not trials:
+        return None
+    best, _ = max(trials, key=lambda one: one[1].score)
+    speeds = [[s.name, s.layer, s.threads, speed._asdict()] for s, speed in trials]
+    _keep(home, {"depends": depends, "setting": asdict(best), "gflops": speeds})
+    return best
+
+
+def trial(setting: Setting) -> Speed | None:
+    """Speed of the setting in a process of its own, or None where it does not run."""
+    try:
+        run = subprocess.run(
+            trial_command(setting), capture_output=True, timeout=TRIAL_SECONDS, check=True
+        )
+        return Speed(**json.loads(run.stdout))
+    except (OSError, subprocess.SubprocessError, ValueError, TypeError):
+        return None
+
+
+def _keep(home: Path, choice: dict[str, Any]) -> None:
+    """Written whole or not at all; where it cannot be written the next start measures again."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=home, prefix="blas-", delete=False) as file:
+            json.dump(choice, file, indent=1)
+        Path(file.name).replace(home / "blas.json")
+    except OSError:
+        return
+
+
+# What is really there.
+
+
+class _SymbolInfo(ctypes.Structure):
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def in_use() -> Blas | None:
+    """The library that `cblas_sgemm` resolves to in this process, or None for MLX's own."""
+    if sys.platform != "linux":
+        return None
+    process = ctypes.CDLL(None)
+    if not hasattr(process, "cblas_sgemm"):
+        return None
+    info = _SymbolInfo()
+    process.dladdr(ctypes.cast(process.cblas_sgemm, ctypes.c_void_p), ctypes.byref(info))
+    path = os.fsdecode(info.file)
+    name = next((name for name in LIBRARIES if name in Path(path).name), Path(path).name)
+    return Blas(name, path, *_layer_and_threads(name, path, process))
+
+
+def _layer_and_threads(name: str, path: str, process: ctypes.CDLL) -> tuple[str, int]:
+    """As the library itself tells them; a library nobody here knows is taken for one thread."""
+    if name == "mkl":
+        threads = process.MKL_Get_Max_Threads()  # also makes MKL load its layer
+        layer = re.search(r"libmkl_(intel|sequential|gnu|tbb)", _layers_of_mkl())
+        return (layer[1] if layer else "unknown"), threads
+    if name == "nvpl":
+        return ("seq" if "_seq." in path else "gomp"), process.nvpl_blas_get_max_threads()
+    if name == "openblas":
+        layers = ("sequential", "pthreads", "openmp")
+        return layers[process.openblas_get_parallel()], process.openblas_get_num_threads()
+    return "unknown", 1
+
+
+def _layers_of_mkl() -> str:
+    maps = _text(Path("/proc/self/maps"))
+    return " ".join(re.findall(r"libmkl_\w*(?:thread|sequential)\b", maps))

@@ -1,0 +1,77 @@
+"""`keepwarm doctor`: what this machine is, how fast, and what would make it faster."""
+
+from __future__ import annotations
+
+from json import dumps
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from keepwarm import config
+
+if TYPE_CHECKING:
+    from keepwarm.engine.machine import Machine
+
+
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show backend, BLAS, speed, memory, disk and versions, and what would be faster."""
+    from keepwarm.engine.machine import snapshot  # loads MLX, which other commands may not need
+
+    machine = snapshot(config.load())
+    if json:
+        print(dumps(as_json(machine)))
+    else:
+        Console().print(_table(machine))
+
+
+def as_json(machine: Machine) -> dict[str, Any]:
+    """The snapshot under the names that `--json` promises."""
+    return {
+        "backend": machine.backend,
+        "device": machine.device,
+        "blas": machine.blas and f"{machine.blas.name} ({machine.blas.layer})",
+        "blas_threads": machine.blas and machine.blas.threads,
+        "gemm_gflops": round(machine.gemm_gflops, 1),
+        "memory_total_bytes": machine.memory_total_bytes,
+        "memory_available_bytes": machine.memory_available_bytes,
+        "home": str(machine.home),
+        "store": str(machine.store),
+        "free_disk_bytes": machine.free_disk_bytes,
+        "versions": machine.versions,
+        "advice": machine.advice,
+    }
+
+
+def _table(machine: Machine) -> Table:
+    table = Table("", "", show_header=False, box=None)
+    for name, value in _rows(machine).items():
+        table.add_row(f"[bold]{name}[/bold]", value)
+    return table
+
+
+def _rows(machine: Machine) -> dict[str, str]:
+    used = machine.blas
+    blas = (
+        f"{used.name} ({used.layer}), {used.threads} of {machine.n_cpus} cores"
+        if used
+        else "MLX's own"
+    )
+    free, total = _gib(machine.memory_available_bytes), _gib(machine.memory_total_bytes)
+    return {
+        "Backend": f"{machine.backend}, {machine.device}",
+        "BLAS": blas,
+        "fp32 products": f"{machine.gemm_gflops:.1f} GFLOP/s",
+        "Memory": f"{free} free of {total}",
+        "Home": str(machine.home),
+        "Block store": f"{machine.store}, {_gib(machine.free_disk_bytes)} free",
+        "Versions": ", ".join(f"{name} {version}" for name, version in machine.versions.items()),
+        "Faster": machine.advice,
+    }
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,58 @@
+"""The command line: one verb, one file. Every error of ours is one sentence and exit code 2.
+
+The files of the verbs load MLX inside their functions, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+import keepwarm
+from keepwarm.cli.chat import chat
+from keepwarm.cli.doctor import doctor
+from keepwarm.cli.models import models
+from keepwarm.cli.pull import pull
+from keepwarm.cli.run import run
+from keepwarm.errors import KeepwarmError
+
+app = typer.Typer(
+    name="keepwarm",
+    help=keepwarm.__doc__,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+for command in (run, chat, pull, models, doctor):
+    app.command()(command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(keepwarm.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that cannot show a character shows a question mark; the answer goes on.
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        app()
+    except KeepwarmError as error:
+        typer.echo(str(error), err=True)
+        sys.exit(2)

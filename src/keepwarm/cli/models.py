@@ -1,0 +1,68 @@
+"""`keepwarm models`: the built-in names and every model that is on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from json import dumps
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from keepwarm import config
+
+
+class Listed(NamedTuple):
+    name: str
+    source: str  # built-in or hub
+    path: str | None  # None: not pulled yet
+    n_bytes: int | None
+    architecture: str | None
+    n_context: int | None
+
+
+def models(as_json: bool = False) -> None:
+    """Print what can be loaded by name."""
+    found = list(listed(config.load()))
+    if as_json:
+        print(dumps([model._asdict() for model in found]))
+    else:
+        Console().print(_table(found))
+
+
+def listed(settings: config.Settings) -> Iterator[Listed]:
+    """Built-ins first, pulled or not, then the models in the hub's cache."""
+    from keepwarm.engine import builtin, hub
+
+    for name, known in builtin.BUILTINS.items():
+        path = builtin.directory(known, settings)
+        yield _here(name, "built-in", path) if path.is_dir() else _absent(name)
+    for name, path in hub.all_cached().items():
+        yield _here(name, "hub", path)
+
+
+def _here(name: str, source: str, path: Path) -> Listed:
+    from keepwarm.engine.model import n_context, read_config
+
+    model = read_config(path)
+    n_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return Listed(name, source, str(path), n_bytes, model["model_type"], n_context(model))
+
+
+def _absent(name: str) -> Listed:
+    return Listed(name, "built-in", None, None, None, None)
+
+
+def _table(found: list[Listed]) -> Table:
+    from keepwarm.engine.space import in_words
+
+    table = Table("Model", "From", "Size", "Architecture", "Context", "Path", box=None)
+    for model in found:
+        if model.path is None:
+            table.add_row(model.name, model.source, "", "", "", f"keepwarm pull {model.name}")
+        else:
+            size, context = in_words(model.n_bytes or 0), f"{model.n_context:,}"
+            path = model.path
+            table.add_row(model.name, model.source, size, model.architecture, context, path)
+    return table

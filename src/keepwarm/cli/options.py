@@ -1,0 +1,63 @@
+"""What `run` and `chat` are asked alike, and how the answers are checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+
+from keepwarm import config
+from keepwarm.errors import BadInput
+
+ModelName: TypeAlias = Annotated[
+    str | None, typer.Option("--model", help="Alias, directory, .gguf file or hub id.")
+]
+SystemFile: TypeAlias = Annotated[
+    Path | None, typer.Option("--system", help="File that holds the system prompt.")
+]
+MaxTokens: TypeAlias = Annotated[
+    int | None, typer.Option("--max-tokens", help="Longest answer, in tokens.")
+]
+Temperature: TypeAlias = Annotated[
+    float | None, typer.Option("--temperature", help="0 takes the best token, more draws.")
+]
+Seed: TypeAlias = Annotated[
+    int | None, typer.Option("--seed", help="Makes the draws of a temperature repeatable.")
+]
+
+
+def settings_for(
+    model: str | None, max_tokens: int | None, temperature: float | None, seed: int | None
+) -> config.Settings:
+    """The settings with these arguments on top; numbers that mean nothing are refused."""
+    from keepwarm.engine.generate import check_options
+
+    settings = config.load(model=model, max_tokens=max_tokens, temperature=temperature)
+    check_options(settings.max_tokens, settings.temperature, seed)
+    return settings
+
+
+def opening(system: Path | None) -> list[dict[str, str]]:
+    """The messages that a conversation starts with: the system prompt, or none."""
+    if system is None:
+        return []
+    try:
+        content = system.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"The system prompt {system} is not UTF-8 text; convert it.") from error
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise BadInput(f"The system prompt {system} cannot be read: {why}.") from error
+    return [{"role": "system", "content": content}]
+
+
+def checked(text: str) -> str:
+    """The text as it is, if it says anything and is Unicode; else refused in a sentence."""
+    if not text.strip():
+        raise BadInput("The prompt is empty; say something.")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadInput("The prompt is not UTF-8 text; convert it.") from error
+    return text

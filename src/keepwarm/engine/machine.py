@@ -1,0 +1,165 @@
+"""What this machine is and how fast, as one frozen snapshot."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import platform
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+import psutil
+
+import keepwarm
+from keepwarm import blas
+from keepwarm.config import Settings
+
+# Rows, depth and columns of a prefill; the larger ones only where they end in time.
+GEMM_SHAPES = ((512, 576, 1536), (1024, 2048, 2048), (4096, 4096, 4096))
+GEMM_SECONDS = 0.12  # for each shape
+PACKAGES = ("mlx", "mlx-lm", "transformers")
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    backend: str  # metal, cuda or cpu
+    device: str
+    blas: blas.Blas | None  # None: the backend's own
+    n_cpus: int  # that this process may use
+    gemm_gflops: float  # fp32, through MLX
+    memory_total_bytes: int
+    memory_available_bytes: int
+    home: Path
+    store: Path
+    free_disk_bytes: int  # where the store is, or will be
+    versions: dict[str, str]
+    advice: str = ""  # one line: what would make this machine faster
+
+
+def snapshot(settings: Settings) -> Machine:
+    """Look at the machine and measure it; takes under a second."""
+    memory = psutil.virtual_memory()
+    machine = Machine(
+        backend=backend(),
+        device=_device_name(),
+        blas=blas.in_use(),
+        n_cpus=len(blas.cpus()),
+        gemm_gflops=gemm_gflops(),
+        memory_total_bytes=memory.total,
+        memory_available_bytes=memory.available,
+        home=settings.home,
+        store=settings.store,
+        free_disk_bytes=_free_disk_bytes(settings.store),
+        versions=_versions(),
+    )
+    return replace(machine, advice=_advice(machine))
+
+
+def backend() -> str:
+    """Where MLX computes by default."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def gemm_gflops() -> float:
+    """The best fp32 matrix product that MLX reaches here, in 10⁹ operations a second."""
+    best = 0.0
+    for shape in GEMM_SHAPES:
+        if best == 0 or _gflop(shape) / best < GEMM_SECONDS:
+            best = max(best, _gflop(shape) / _best_seconds(shape))
+    return best
+
+
+def _gflop(shape: tuple[int, int, int]) -> float:
+    return 2e-9 * math.prod(shape)
+
+
+def _best_seconds(shape: tuple[int, int, int]) -> float:
+    rows, depth, columns = shape
+    key = mx.random.key(0)  # a key of our own leaves the global seed alone
+    a, b = mx.random.normal((rows, depth), key=key), mx.random.normal((columns, depth), key=key)
+    mx.eval(a, b)
+    best, end = math.inf, time.perf_counter() + GEMM_SECONDS
+    while (start := time.perf_counter()) < end:
+        mx.eval(a @ b.T)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _device_name() -> str:
+    """MLX's name for it; on Linux CPU that is only the architecture, so the kernel's is better."""
+    name = str(mx.device_info().get("device_name", platform.machine()))
+    return _processor_name() or name if backend() == "cpu" else name
+
+
+def _processor_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
+
+
+def _free_disk_bytes(path: Path) -> int:
+    existing = next(p for p in (path, *path.parents) if p.exists())
+    return shutil.disk_usage(existing).free
+
+
+def _versions() -> dict[str, str]:
+    packages = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"keepwarm": keepwarm.__version__, **packages, "python": platform.python_version()}
+
+
+def _advice(machine: Machine) -> str:
+    if machine.memory_available_bytes < GIB:
+        return "Less than 1 GiB of memory is free: close other programs."
+    if machine.backend != "cpu":
+        return "Nothing obvious."
+    return _advice_on_gpu() or _advice_on_blas(machine) or "On CPU only: use a machine with a GPU."
+
+
+def _advice_on_gpu() -> str:
+    if not _nvidia_gpu_answers():
+        return ""
+    return "An NVIDIA GPU answers, but MLX computes on the CPU: install with `make BACKEND=cuda`."
+
+
+def _nvidia_gpu_answers() -> bool:
+    try:
+        run = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return b"GPU" in run.stdout
+
+
+def _advice_on_blas(machine: Machine) -> str:
+    if not blas.wanted():
+        return ""
+    if machine.blas is None:
+        return _advice_without_blas()
+    used, n_cpus = machine.blas.threads, machine.n_cpus
+    if used >= n_cpus:
+        return ""
+    if os.environ.get("KEEPWARM_BLAS_THREADS"):
+        return f"KEEPWARM_BLAS_THREADS allows {used} of {n_cpus} cores: unset it to have it chosen."
+    file = machine.home / "blas.json"
+    return (
+        f"{used} of {n_cpus} cores are used because more were no faster when measured: "
+        f"on a quieter machine remove {file} to measure again."
+    )
+
+
+def _advice_without_blas() -> str:
+    if os.environ.get("KEEPWARM_BLAS") == "none":
+        return (
+            "KEEPWARM_BLAS=none turns the fast BLAS off: unset it for a many times faster prefill."
+        )
+    return (
+        "No fast BLAS was found, so matrix products run many times slower than they could: "
+        "pip install 'keepwarm[cpu]', or the system's OpenBLAS (Debian: apt install libopenblas0)."
+    )

@@ -1,0 +1,269 @@
+"""Many sequences in one batch: join, leave, pad, take one out again.
+
+mlx-lm's batch caches do the work where they are right. What they take silently and get wrong
+(mixed dtypes, a lost `keep`, other layers than expected) is refused here, with layer and reason.
+Functions take one cache a layer for the whole batch, as a model does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as mlx_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from keepwarm.errors import CacheMismatch, UnsupportedCache
+from keepwarm.kv.codec import encode
+from keepwarm.kv.kinds import Cache, Caches, Kind, is_empty, kind_of, leaves
+from keepwarm.kv.layout import layout_of
+from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
+
+
+@dataclass(frozen=True)
+class Left:
+    """Row i starts with `amounts[i]` padding tokens. Only an empty batch can take it."""
+
+    amounts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Right:
+    """Row i brings `lengths[i]` tokens and is filled up to the longest row behind them."""
+
+    lengths: tuple[int, ...]
+
+    @property
+    def amounts(self) -> tuple[int, ...]:
+        return tuple(max(self.lengths) - n for n in self.lengths)
+
+
+@dataclass(frozen=True)
+class Both:
+    left: Left
+    right: Right
+
+
+Padding = Left | Right | Both
+
+
+def dynamic_roll(x: mx.array, shifts: mx.array, axis: int) -> mx.array:
+    """Roll each row of `x` along `axis` by its own shift, which may be negative or zero.
+
+    `shifts` has one entry a row, and a trailing axis of one for every axis before `axis` but the
+    first: shape (B, 1) rolls axis 2 of (B, heads, tokens, width).
+    """
+    if shifts.ndim != axis:
+        raise CacheMismatch("dynamic_roll", "the number of axes of shifts", axis, shifts.ndim)
+    rolled: mx.array = mlx_cache.dynamic_roll(x, shifts, axis)
+    return rolled
+
+
+def empty_batch(caches: Caches, n_rows: int) -> Caches:
+    """A batch of `n_rows` empty sequences, for a model whose fresh caches are given."""
+    return merge([caches] * n_rows)
+
+
+def merge(rows: Sequence[Caches]) -> Caches:
+    """One batch from single sequences of any lengths, some of them empty. Donors are not changed.
+
+    Right-aligned, so what follows is left padding. Everything is checked before a byte is copied.
+    """
+    if not rows:
+        raise UnsupportedCache("A batch of no sequences cannot be made; pass at least one.")
+    _check_rows_fit(rows)
+    return [_merge_layer([row[i] for row in rows]) for i in range(len(rows[0]))]
+
+
+def batch_size(batch: Caches) -> int:
+    for _, leaf in leaves(batch):
+        return leaf.batch_size if isinstance(leaf, ArraysCache) else leaf.offset.shape[0]
+    raise UnsupportedCache("A model without caches has no batch.")
+
+
+def prepare(batch: Caches, padding: Padding) -> None:
+    """Announce how the next tokens are padded; call `finalize` after they were fed."""
+    left = padding if isinstance(padding, Left) else getattr(padding, "left", None)
+    right = padding if isinstance(padding, Right) else getattr(padding, "right", None)
+    arguments: dict[str, list[int]] = {}
+    if left is not None:
+        _check_rows(batch, left.amounts)
+        arguments["left_padding"] = list(left.amounts)
+    if right is not None:
+        _check_rows(batch, right.lengths)
+        arguments |= {"lengths": list(right.lengths), "right_padding": list(right.amounts)}
+    for path, leaf in leaves(batch):
+        if left is not None and not is_empty(leaf):
+            raise UnsupportedCache(
+                f"Layer {path}: left padding can only be added to an empty batch."
+            )
+        _prepare_leaf(leaf, arguments)
+
+
+def finalize(batch: Caches) -> None:
+    """Turn right padding into left padding, so that every row ends where the batch ends."""
+    for layer in batch:
+        layer.finalize()
+
+
+def filter_rows(batch: Caches, keep: Sequence[int]) -> None:
+    """Keep these rows, in this order, in place; common left padding is dropped."""
+    n_rows = batch_size(batch)
+    if not keep or not all(0 <= i < n_rows for i in keep):
+        raise CacheMismatch("The batch", "the rows to keep", f"some of 0 to {n_rows - 1}", keep)
+    for layer in batch:
+        layer.filter(list(keep))
+
+
+def extend(batch: Caches, other: Caches) -> None:
+    """Append the rows of another batch in place. `other` must not be used afterwards."""
+    _check_same_layers([batch, other])
+    for layer, joining in zip(batch, other, strict=True):
+        layer.extend(joining)
+
+
+def extract(batch: Caches, row: int) -> Caches:
+    """One row as single-sequence caches, without its padding; the batch is not changed."""
+    n_rows = batch_size(batch)
+    if not 0 <= row < n_rows:
+        raise CacheMismatch("The batch", "the row", f"one of 0 to {n_rows - 1}", row)
+    return [_extract_layer(layer, row) for layer in batch]
+
+
+def trim(caches: Caches, n_tokens: int) -> None:
+    """Forget the last `n_tokens` of a single sequence, in place, or raise and change nothing."""
+    for path, leaf in leaves(caches):
+        if not _can_trim(leaf, n_tokens):
+            raise UnsupportedCache(
+                f"Layer {path}: {type(leaf).__name__} cannot forget {n_tokens} tokens; "
+                "restore it from a block or a checkpoint instead."
+            )
+    for _, leaf in leaves(caches):
+        leaf.trim(n_tokens)
+        if isinstance(leaf, mlx_cache.ConcatenateKVCache) and leaf.keys is not None:
+            # mlx-lm moves the offset and keeps the rows, which come back at the next update.
+            leaf.keys, leaf.values = (x[..., : leaf.offset, :] for x in (leaf.keys, leaf.values))
+
+
+def _can_trim(leaf: Cache, n_tokens: int) -> bool:
+    if kind_of(leaf) is Kind.STATE or n_tokens > leaf.offset:
+        return False
+    if isinstance(leaf, mlx_cache.ChunkedKVCache):
+        return leaf.start_position == 0
+    return bool(leaf.is_trimmable())
+
+
+def _merge_layer(caches: list[Cache]) -> Cache:
+    first = caches[0]
+    if isinstance(first, CacheList):
+        parts = zip(*(c.caches for c in caches), strict=True)
+        return CacheList(*(_merge_layer(list(part)) for part in parts))
+    if isinstance(first, QuantizedKVCache):
+        return BatchQuantizedKVCache.merge(caches)
+    return first.merge(caches)
+
+
+def _extract_layer(layer: Cache, row: int) -> Cache:
+    if isinstance(layer, CacheList):
+        return CacheList(*(_extract_layer(part, row) for part in layer.caches))
+    if not is_empty(layer):
+        return layer.extract(row)
+    # mlx-lm raises on an empty batch; the row of one is a fresh cache.
+    if isinstance(layer, ArraysCache):
+        return ArraysCache(len(layer.cache))
+    if isinstance(layer, BatchRotatingKVCache):
+        return RotatingKVCache(layer.max_size)
+    if isinstance(layer, BatchQuantizedKVCache):
+        return QuantKVCache(layer.group_size, layer.bits)
+    return mlx_cache.KVCache()
+
+
+def _prepare_leaf(leaf: Cache, arguments: dict[str, list[int]]) -> None:
+    if not isinstance(leaf, ArraysCache):
+        leaf.prepare(**arguments)
+        return
+    # mlx-lm's ArraysCache forgets left padding given here, so it is set where it is read.
+    if "lengths" in arguments:
+        leaf.prepare(lengths=arguments["lengths"])
+    if "left_padding" in arguments:
+        leaf.left_padding = mx.array(arguments["left_padding"])
+
+
+BATCHES = {
+    "KVCache": BatchKVCache,
+    "QuantizedKVCache": BatchQuantizedKVCache,
+    "RotatingKVCache": BatchRotatingKVCache,
+    "ArraysCache": ArraysCache,
+}
+
+
+def can_batch(caches: Caches) -> bool:
+    """Whether caches of these classes can join a batch; others run alone."""
+    return not any(_why_not(leaf) for _, leaf in leaves(caches))
+
+
+def _why_not(leaf: Cache) -> str | None:
+    if encode(leaf).cls not in BATCHES:
+        return "this class has no batched form"
+    if isinstance(leaf, RotatingKVCache) and leaf.keep:
+        return f"a batch would lose its first {leaf.keep} tokens"
+    return None
+
+
+def _check_rows_fit(rows: Sequence[Caches]) -> None:
+    for path, leaf in leaves(rows[0]):
+        why = _why_not(leaf)
+        if why:
+            raise UnsupportedCache(
+                f"Layer {path}: {type(leaf).__name__} cannot join a batch: {why}; run it alone."
+            )
+    _check_same_layers(rows)
+
+
+def _check_same_layers(rows: Sequence[Caches]) -> None:
+    """Every row has the layers of the first: classes, settings, heads, widths and dtypes."""
+    expected: dict[str, dict[str, Any]] = {}
+    for number, row in enumerate(rows):
+        if len(row) != len(rows[0]):
+            raise CacheMismatch(f"Row {number}", "the number of layers", len(rows[0]), len(row))
+        for spec in layout_of(row).leaves():
+            known = expected.setdefault(spec.path, {})
+            found = {"cls": spec.cls, **spec.scalars}
+            found |= {f"{name} {spec.kind.value}": t for name, t in spec.tensors.items()}
+            for what, value in found.items():
+                if known.setdefault(what, value) != value:
+                    place = f"Row {number}, layer {spec.path}"
+                    raise CacheMismatch(place, what, known[what], value)
+
+
+def _check_rows(batch: Caches, amounts: Sequence[int]) -> None:
+    if len(amounts) != batch_size(batch):
+        raise CacheMismatch("The padding", "the number of rows", batch_size(batch), len(amounts))
+
+
+__all__ = [
+    "Both",
+    "Left",
+    "Padding",
+    "Right",
+    "batch_size",
+    "can_batch",
+    "dynamic_roll",
+    "empty_batch",
+    "extend",
+    "extract",
+    "filter_rows",
+    "finalize",
+    "merge",
+    "prepare",
+    "trim",
+]

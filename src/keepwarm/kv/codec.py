@@ -1,0 +1,289 @@
+"""A cache object as named tensors and scalars, and back.
+
+Only this module looks inside a cache's attributes to save or set them. Tensors hold live tokens
+only, in their native dtype, rotating rows in the order of time. Nothing is de-quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from keepwarm.errors import UnsupportedCache
+from keepwarm.kv.kinds import Cache, Caches, kind_of
+from keepwarm.kv.quant import BatchQuantizedKVCache, QuantizedRows, QuantKVCache
+
+Scalar: TypeAlias = int | bool
+Tensors: TypeAlias = Mapping[str, mx.array]
+
+TRIPLE = QuantizedRows._fields
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One layer's cache as values. An empty cache has no tensors."""
+
+    cls: str
+    tensors: Tensors = field(default_factory=dict)
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    parts: tuple[Encoded, ...] = ()
+
+    def arrays(self) -> list[mx.array]:
+        """All tensors, those of the parts included: what to evaluate."""
+        return [*self.tensors.values(), *(a for part in self.parts for a in part.arrays())]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays())
+
+
+def encode(cache: Cache) -> Encoded:
+    """Tensors and scalars from which `decode` makes an equal cache. Does not change the cache."""
+    kind_of(cache)
+    return CODECS[type(cache)].encode(cache)
+
+
+def decode(encoded: Encoded) -> Cache:
+    """A cache that goes on exactly as the encoded one would have."""
+    codec = _BY_NAME.get(encoded.cls)
+    if codec is None:
+        raise UnsupportedCache(f"{encoded.cls} is not a cache class known to Keepwarm.")
+    return codec.decode(encoded)
+
+
+def rows_in_time(cache: Cache) -> Tensors:
+    """All rows of K and V that are still there, oldest first: after a long slice a rotating cache
+    holds more than its window, and each of those rows is worth a block."""
+    if isinstance(cache, RotatingKVCache) and cache.keys is not None:
+        return {name: cache._temporal_order(getattr(cache, name)) for name in ("keys", "values")}
+    return encode(cache).tensors
+
+
+def copy_of(caches: Caches) -> Caches:
+    """Equal caches in buffers of exactly their live rows; the originals are not touched."""
+    return [decode(encode(cache)) for cache in caches]
+
+
+def live_bytes(caches: Caches) -> int:
+    """Bytes of live tokens; `nbytes` of mlx-lm counts pre-allocated room too."""
+    return sum(encode(cache).n_bytes for cache in caches)
+
+
+def _rows(cache: Cache, end: int | None = None) -> dict[str, mx.array]:
+    """K and V up to row `end`, by name; the triples of a quantised cache under six names."""
+    if cache.keys is None or end == 0:
+        return {}
+    found: dict[str, mx.array] = {}
+    for name, rows in (("keys", cache.keys), ("values", cache.values)):
+        if isinstance(rows, mx.array):
+            found[name] = rows[..., :end, :]
+        else:
+            found |= {f"{name}_{p}": x[..., :end, :] for p, x in zip(TRIPLE, rows, strict=True)}
+    return found
+
+
+def _set_rows(cache: Cache, tensors: Tensors) -> Cache:
+    """Put K and V back under the attributes where every class keeps them."""
+    if "keys" in tensors:
+        cache.keys, cache.values = tensors["keys"], tensors["values"]
+    elif tensors:
+        cache.keys, cache.values = (
+            QuantizedRows(*(tensors[f"{name}_{p}"] for p in TRIPLE)) for name in ("keys", "values")
+        )
+    return cache
+
+
+def _encode_kv(cache: Cache) -> Encoded:
+    return Encoded("KVCache", _rows(cache, cache.offset), {"offset": cache.offset})
+
+
+def _decode_kv(encoded: Encoded) -> KVCache:
+    cache = _set_rows(KVCache(), encoded.tensors)
+    cache.offset = encoded.scalars["offset"]
+    return cache
+
+
+def _encode_concatenate(cache: ConcatenateKVCache) -> Encoded:
+    # After mlx-lm's trim the rows are longer than the offset says; the offset is the truth.
+    return Encoded("ConcatenateKVCache", _rows(cache, cache.offset), {"offset": cache.offset})
+
+
+def _decode_concatenate(encoded: Encoded) -> ConcatenateKVCache:
+    cache = _set_rows(ConcatenateKVCache(), encoded.tensors)
+    cache.offset = encoded.scalars["offset"]
+    return cache
+
+
+def _encode_quantized(cache: QuantizedKVCache) -> Encoded:
+    scalars = {"offset": cache.offset, "group_size": cache.group_size, "bits": cache.bits}
+    return Encoded("QuantizedKVCache", _rows(cache, cache.offset), scalars)
+
+
+def _decode_quantized(encoded: Encoded) -> QuantKVCache:
+    scalars = encoded.scalars
+    cache = QuantKVCache(group_size=scalars["group_size"], bits=scalars["bits"])
+    cache.offset = scalars["offset"]
+    _set_rows(cache, encoded.tensors)
+    return cache
+
+
+def _encode_rotating(cache: RotatingKVCache) -> Encoded:
+    tensors = {}
+    if cache.keys is not None:
+        tensors = {n: _last_window(cache, rows) for n, rows in rows_in_time(cache).items()}
+    scalars = {"offset": cache.offset, "keep": cache.keep, "max_size": cache.max_size}
+    return Encoded("RotatingKVCache", tensors, scalars)
+
+
+def _last_window(cache: RotatingKVCache, rows: mx.array) -> mx.array:
+    """The rows that later tokens can still see; a long prefill leaves more than the window."""
+    surplus = rows.shape[2] - cache.max_size
+    if surplus <= 0:
+        return rows
+    if cache.keep == 0:
+        return rows[..., surplus:, :]
+    kept, rest = rows[..., : cache.keep, :], rows[..., cache.keep + surplus :, :]
+    return mx.concatenate([kept, rest], axis=2)
+
+
+def _decode_rotating(encoded: Encoded) -> RotatingKVCache:
+    scalars = encoded.scalars
+    cache = RotatingKVCache(max_size=scalars["max_size"], keep=scalars["keep"])
+    _set_rows(cache, encoded.tensors)
+    cache.offset = scalars["offset"]
+    cache._idx = 0 if cache.keys is None else cache.keys.shape[2]
+    return cache
+
+
+def _encode_chunked(cache: ChunkedKVCache) -> Encoded:
+    n_rows = cache.offset - cache.start_position
+    scalars = {
+        "offset": cache.offset,
+        "chunk_size": cache.chunk_size,
+        "start_position": cache.start_position,
+    }
+    return Encoded("ChunkedKVCache", _rows(cache, n_rows), scalars)
+
+
+def _decode_chunked(encoded: Encoded) -> ChunkedKVCache:
+    scalars = encoded.scalars
+    cache = _set_rows(ChunkedKVCache(scalars["chunk_size"]), encoded.tensors)
+    cache.offset = scalars["offset"]
+    cache.start_position = scalars["start_position"]
+    return cache
+
+
+def _encode_arrays(cache: ArraysCache) -> Encoded:
+    tensors = {f"state{i}": array for i, array in enumerate(cache.cache) if array is not None}
+    for name in ("left_padding", "lengths"):
+        if getattr(cache, name) is not None:
+            tensors[name] = getattr(cache, name)
+    return Encoded("ArraysCache", tensors, {"size": len(cache.cache)})
+
+
+def _decode_arrays(encoded: Encoded) -> ArraysCache:
+    cache = ArraysCache(encoded.scalars["size"])
+    for i in range(encoded.scalars["size"]):
+        cache[i] = encoded.tensors.get(f"state{i}")
+    cache.left_padding = encoded.tensors.get("left_padding")
+    cache.lengths = encoded.tensors.get("lengths")
+    return cache
+
+
+def _encode_list(cache: CacheList) -> Encoded:
+    return Encoded("CacheList", parts=tuple(encode(part) for part in cache.caches))
+
+
+def _decode_list(encoded: Encoded) -> CacheList:
+    return CacheList(*(decode(part) for part in encoded.parts))
+
+
+def _encode_batch(cache: BatchKVCache | BatchQuantizedKVCache) -> Encoded:
+    _refuse_unfinished(cache._right_padding)
+    tensors = _rows(cache, cache._idx)
+    scalars = {"idx": cache._idx}
+    if isinstance(cache, BatchQuantizedKVCache):
+        scalars |= {"group_size": cache.group_size, "bits": cache.bits}
+    return Encoded(type(cache).__name__, tensors | _row_positions(cache), scalars)
+
+
+def _decode_batch(encoded: Encoded) -> BatchKVCache:
+    return _set_batch(BatchKVCache([0]), encoded)
+
+
+def _decode_batch_quantized(encoded: Encoded) -> BatchQuantizedKVCache:
+    scalars = encoded.scalars
+    cache = BatchQuantizedKVCache([0], scalars["group_size"], scalars["bits"])
+    _set_batch(cache, encoded)
+    return cache
+
+
+def _encode_batch_rotating(cache: BatchRotatingKVCache) -> Encoded:
+    _refuse_unfinished(cache._lengths)
+    scalars = {
+        "max_size": cache.max_size,
+        "idx": cache._idx,
+        "n_fed": cache._offset,
+        "rotated": cache.rotated,
+    }
+    # A ring that has turned is full; one that has not ends at idx.
+    rows = _rows(cache, None if cache.rotated else cache._idx)
+    return Encoded("BatchRotatingKVCache", rows | _row_positions(cache), scalars)
+
+
+def _decode_batch_rotating(encoded: Encoded) -> BatchRotatingKVCache:
+    cache = _set_batch(BatchRotatingKVCache(encoded.scalars["max_size"], [0]), encoded)
+    cache._offset = encoded.scalars["n_fed"]
+    cache.rotated = bool(encoded.scalars["rotated"])
+    return cache
+
+
+def _row_positions(cache: Cache) -> dict[str, mx.array]:
+    return {"offset": cache.offset, "left_padding": cache.left_padding}
+
+
+def _set_batch(cache: Cache, encoded: Encoded) -> Cache:
+    tensors = dict(encoded.tensors)
+    cache.offset, cache.left_padding = tensors.pop("offset"), tensors.pop("left_padding")
+    cache._idx = encoded.scalars["idx"]
+    return _set_rows(cache, tensors)
+
+
+def _refuse_unfinished(padding: object) -> None:
+    if padding is not None:
+        raise UnsupportedCache("A batch between prepare and finalize cannot be saved; finalize it.")
+
+
+class Codec(NamedTuple):
+    encode: Callable[[Cache], Encoded]
+    decode: Callable[[Encoded], Cache]
+
+
+CODECS: dict[type, Codec] = {
+    KVCache: Codec(_encode_kv, _decode_kv),
+    ConcatenateKVCache: Codec(_encode_concatenate, _decode_concatenate),
+    QuantizedKVCache: Codec(_encode_quantized, _decode_quantized),
+    QuantKVCache: Codec(_encode_quantized, _decode_quantized),
+    RotatingKVCache: Codec(_encode_rotating, _decode_rotating),
+    ChunkedKVCache: Codec(_encode_chunked, _decode_chunked),
+    ArraysCache: Codec(_encode_arrays, _decode_arrays),
+    CacheList: Codec(_encode_list, _decode_list),
+    BatchKVCache: Codec(_encode_batch, _decode_batch),
+    BatchQuantizedKVCache: Codec(_encode_batch, _decode_batch_quantized),
+    BatchRotatingKVCache: Codec(_encode_batch_rotating, _decode_batch_rotating),
+}
+_BY_NAME = {cls.__name__: codec for cls, codec in CODECS.items()}

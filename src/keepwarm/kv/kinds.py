@@ -1,0 +1,119 @@
+"""Which kind of cache a layer keeps, asked of the object itself and never guessed.
+
+delta      rows of K and V, one a token; a row depends on its prefix alone, so any slice is a value
+window     the same, but only the last rows are held, and only they are needed to go on
+state      everything so far folded into arrays; good only at the token where it was taken
+composite  several caches in one layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from typing import Any, TypeAlias
+
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from keepwarm.errors import CacheMismatch, UnsupportedCache
+from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
+
+BLOCK_TOKENS = 256
+
+Cache: TypeAlias = Any  # one layer's cache, of a class of mlx-lm or of ours
+Caches: TypeAlias = list[Any]  # one cache a layer
+
+
+class Kind(Enum):
+    DELTA = "delta"
+    WINDOW = "window"
+    STATE = "state"
+    COMPOSITE = "composite"
+
+
+KINDS: dict[type, Kind] = {
+    KVCache: Kind.DELTA,
+    QuantizedKVCache: Kind.DELTA,
+    QuantKVCache: Kind.DELTA,
+    ConcatenateKVCache: Kind.DELTA,
+    BatchKVCache: Kind.DELTA,
+    BatchQuantizedKVCache: Kind.DELTA,
+    RotatingKVCache: Kind.WINDOW,
+    BatchRotatingKVCache: Kind.WINDOW,
+    ChunkedKVCache: Kind.WINDOW,
+    ArraysCache: Kind.STATE,
+    CacheList: Kind.COMPOSITE,
+}
+
+BATCHED = (BatchKVCache, BatchQuantizedKVCache, BatchRotatingKVCache)
+QUANTIZED = (QuantizedKVCache, QuantKVCache, BatchQuantizedKVCache)
+
+UNSUPPORTED: dict[str, str] = {
+    "mlx_lm.models.deepseek_v41.LayerCache": "its compressed groups cannot be set from outside",
+}
+
+
+def kind_of(cache: Cache) -> Kind:
+    """The kind of one layer's cache; a class that nobody here knows is refused by name."""
+    kind = KINDS.get(type(cache))
+    if kind is None:
+        name = f"{type(cache).__module__}.{type(cache).__qualname__}"
+        why = UNSUPPORTED.get(name, "this class is not known to Keepwarm")
+        raise UnsupportedCache(f"{name} cannot be kept: {why}; such a model runs without a cache.")
+    # With keep > 0 the rows a token saw depend on how the prompt was sliced (facts: keep = 4).
+    return Kind.STATE if isinstance(cache, RotatingKVCache) and cache.keep else kind
+
+
+def leaves(caches: Sequence[Cache], prefix: str = "") -> Iterator[tuple[str, Cache]]:
+    """Every cache that holds arrays, with its path: "7", or "7.1" inside a composite."""
+    for index, cache in enumerate(caches):
+        path = f"{prefix}{index}"
+        if kind_of(cache) is Kind.COMPOSITE:
+            yield from leaves(cache.caches, prefix=f"{path}.")
+        else:
+            yield path, cache
+
+
+def is_empty(cache: Cache) -> bool:
+    """Whether nothing has been fed to this layer yet."""
+    if kind_of(cache) is Kind.COMPOSITE:
+        return all(is_empty(part) for part in cache.caches)
+    if isinstance(cache, ArraysCache):
+        return all(array is None for array in cache.cache)
+    return cache.keys is None
+
+
+def is_batched(cache: Cache) -> bool:
+    """Whether rows of several sequences, or padding, are inside."""
+    if kind_of(cache) is Kind.COMPOSITE:
+        return any(is_batched(part) for part in cache.caches)
+    if isinstance(cache, ArraysCache):
+        padded = cache.left_padding is not None or cache.lengths is not None
+        return padded or cache.batch_size > 1
+    return isinstance(cache, BATCHED)
+
+
+def token_count(caches: Sequence[Cache]) -> int | None:
+    """Tokens that single-sequence caches represent; None where no layer can tell.
+
+    mlx-lm's own `size()` answers 0 for half of its classes, so the offsets are asked.
+    """
+    count: int | None = None
+    for path, cache in leaves(caches):
+        if is_batched(cache):
+            raise UnsupportedCache(f"Layer {path} is a batch; extract a row first.")
+        if isinstance(cache, ArraysCache) or cache.keys is None:
+            continue
+        if count is not None and cache.offset != count:
+            raise CacheMismatch(f"Layer {path}", "the token count", count, cache.offset)
+        count = int(cache.offset)
+    return count

@@ -1,0 +1,124 @@
+"""What every layer of a model keeps: its kind, its class, and the shape and dtype of each tensor.
+
+A layout is asked of the model once, by feeding it one token, and then decides whether a block or a
+cache fits. Nothing is assumed from the architecture's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from keepwarm.errors import CacheMismatch
+from keepwarm.kv.codec import Encoded, Scalar, encode
+from keepwarm.kv.kinds import Caches, Kind, kind_of
+
+ROWS = 2  # the axis of K and V that counts tokens
+POSITIONS = frozenset({"offset", "start_position"})  # scalars that move with every token
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor; None stands where rows are counted."""
+
+    shape: tuple[int | None, ...]
+    dtype: mx.Dtype
+
+    def with_rows(self, n_rows: int) -> tuple[int, ...]:
+        return tuple(n_rows if n is None else n for n in self.shape)
+
+    def check(self, array: mx.array, n_rows: int, place: str) -> None:
+        if array.dtype != self.dtype:
+            raise CacheMismatch(place, "the dtype", self.dtype, array.dtype)
+        expected = self.with_rows(n_rows)
+        if array.shape != expected:
+            raise CacheMismatch(place, "the shape", expected, array.shape)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer, or one part of a composite layer. A layer that stays empty has no tensors."""
+
+    path: str
+    kind: Kind
+    cls: str
+    scalars: Mapping[str, Scalar]
+    tensors: Mapping[str, TensorSpec]
+    parts: tuple[LayerSpec, ...] = ()
+
+    @property
+    def window(self) -> int | None:
+        """Rows that must be there to go on; None means all of them."""
+        if self.kind is not Kind.WINDOW:
+            return None
+        return self.scalars.get("max_size") or self.scalars["chunk_size"]
+
+    def first_row_needed(self, n_tokens: int) -> int:
+        return max(0, n_tokens - self.window) if self.window else 0
+
+    def leaves(self) -> Iterator[LayerSpec]:
+        if self.kind is Kind.COMPOSITE:
+            for part in self.parts:
+                yield from part.leaves()
+        else:
+            yield self
+
+
+@dataclass(frozen=True)
+class Layout:
+    layers: tuple[LayerSpec, ...]
+
+    def leaves(self) -> Iterator[LayerSpec]:
+        for layer in self.layers:
+            yield from layer.leaves()
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        return frozenset(leaf.kind for leaf in self.leaves())
+
+    def check(self, caches: Caches) -> None:
+        """Raise where filled caches are not of this layout: layers, classes, shapes, dtypes."""
+        if len(caches) != len(self.layers):
+            raise CacheMismatch("The cache", "the number of layers", len(self.layers), len(caches))
+        for expected, got in zip(self.leaves(), layout_of(caches).leaves(), strict=True):
+            place = f"Layer {expected.path}"
+            for what in ("kind", "cls", "scalars", "tensors"):
+                wanted, found = getattr(expected, what), getattr(got, what)
+                if wanted != found:
+                    raise CacheMismatch(place, f"the {what}", wanted, found)
+
+
+def layout_of(caches: Caches) -> Layout:
+    """The layout of caches that have been fed."""
+    specs = (_spec(str(i), kind_of(c), c, encode(c)) for i, c in enumerate(caches))
+    return Layout(tuple(specs))
+
+
+def probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Layout:
+    """The layout of a model, found by feeding one token to fresh caches."""
+    model(mx.array([[token]]), cache=caches)
+    mx.eval([array for cache in caches for array in encode(cache).arrays()])
+    return layout_of(caches)
+
+
+def _spec(path: str, kind: Kind, cache: Any, encoded: Encoded) -> LayerSpec:
+    parts = tuple(
+        _spec(f"{path}.{i}", kind_of(part), part, encoded.parts[i])
+        for i, part in enumerate(cache.caches if encoded.parts else ())
+    )
+    fixed = {name: value for name, value in encoded.scalars.items() if name not in POSITIONS}
+    tensors = {
+        name: TensorSpec(_shape(name, array), array.dtype)
+        for name, array in encoded.tensors.items()
+    }
+    return LayerSpec(path, kind, encoded.cls, fixed, tensors, parts)
+
+
+def _shape(name: str, array: mx.array) -> tuple[int | None, ...]:
+    """State arrays have one shape for ever; K and V grow along their rows."""
+    if name.startswith("state"):
+        return array.shape
+    return (*array.shape[:ROWS], None, *array.shape[ROWS + 1 :])

@@ -1,0 +1,251 @@
+"""Quantised K and V that can join a batch: what mlx-lm's QuantizedKVCache lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import QuantizedKVCache, dynamic_roll
+
+from keepwarm.errors import UnsupportedCache
+
+
+class QuantizedRows(NamedTuple):
+    """K or V of some tokens as `mx.quantize` gives them."""
+
+    weights: mx.array
+    scales: mx.array
+    biases: mx.array
+
+    def map(self, change: Callable[[mx.array], mx.array]) -> QuantizedRows:
+        return QuantizedRows(*(change(array) for array in self))
+
+    @property
+    def n_rows(self) -> int:
+        return self.weights.shape[2]
+
+
+def quantize_rows(x: mx.array, group_size: int, bits: int) -> QuantizedRows:
+    return QuantizedRows(*mx.quantize(x, group_size=group_size, bits=bits))
+
+
+class QuantKVCache(QuantizedKVCache):
+    """mlx-lm's quantised cache with a true size and a way into a batch."""
+
+    def size(self) -> int:
+        return int(self.offset)
+
+    @classmethod
+    def merge(cls, caches: Sequence[QuantizedKVCache]) -> BatchQuantizedKVCache:
+        return BatchQuantizedKVCache.merge(caches)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.keys is None else int(super().nbytes)
+
+
+class BatchQuantizedKVCache:
+    """Rows of several sequences, left-padded to one length, quantised.
+
+    The batch protocol of mlx-lm's BatchKVCache: `left_padding` and `offset` are arrays with one
+    entry a row, `_idx` is the common end.
+    """
+
+    step = 256
+
+    def __init__(self, left_padding: list[int], group_size: int = 64, bits: int = 8) -> None:
+        self.keys: QuantizedRows | None = None
+        self.values: QuantizedRows | None = None
+        self.group_size = group_size
+        self.bits = bits
+        self.left_padding = mx.array(left_padding)
+        self.offset = mx.array([-n for n in left_padding])
+        self._idx = 0
+        self._right_padding: mx.array | None = None
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[QuantizedRows, QuantizedRows]:
+        start, n_new = self._idx, keys.shape[2]
+        k = quantize_rows(keys, self.group_size, self.bits)
+        v = quantize_rows(values, self.group_size, self.bits)
+        self.keys = self._with_room(self.keys, k, start)
+        self.values = self._with_room(self.values, v, start)
+        self._idx += n_new
+        self.offset = self.offset + n_new
+        for buffer, rows in ((self.keys, k), (self.values, v)):
+            for target, new in zip(buffer, rows, strict=True):
+                target[..., start : self._idx, :] = new
+        return self.keys_and_values()
+
+    def _with_room(
+        self, buffer: QuantizedRows | None, rows: QuantizedRows, n: int
+    ) -> QuantizedRows:
+        """The buffer, grown by whole steps where `rows` would not fit after the first `n`."""
+        if buffer is not None and n + rows.n_rows <= buffer.n_rows:
+            return buffer
+        room = -(-rows.n_rows // self.step) * self.step
+
+        def zeros(x: mx.array) -> mx.array:
+            return mx.zeros((*x.shape[:2], room, x.shape[3]), x.dtype)
+
+        if buffer is None:
+            return rows.map(zeros)
+        return buffer.map(lambda x: mx.concatenate([x[..., :n, :], zeros(x)], axis=2))
+
+    def keys_and_values(self) -> tuple[QuantizedRows, QuantizedRows]:
+        if self.keys is None or self.values is None:
+            raise UnsupportedCache("An empty batch has no keys and values yet; feed it first.")
+        end = self._idx
+        return self.keys.map(lambda x: x[..., :end, :]), self.values.map(lambda x: x[..., :end, :])
+
+    def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array:  # noqa: ARG002, N803
+        mask: mx.array = create_causal_mask(
+            N, offset=self._idx, left_padding=self.left_padding, **kwargs
+        )
+        return mask
+
+    def prepare(
+        self,
+        *,
+        left_padding: list[int] | None = None,
+        lengths: list[int] | None = None,  # noqa: ARG002
+        right_padding: list[int] | None = None,
+    ) -> None:
+        if left_padding is not None:
+            if self.keys is not None:
+                raise UnsupportedCache("Left padding can only be added to an empty batch.")
+            self.left_padding = self.left_padding + mx.array(left_padding)
+            self.offset = self.offset - mx.array(left_padding)
+        if right_padding is not None and max(right_padding) > 0:
+            self._right_padding = mx.array(right_padding)
+
+    def finalize(self) -> None:
+        if self._right_padding is None:
+            return
+        padding = self._right_padding
+        self._change(lambda x: dynamic_roll(x, padding[:, None], axis=2))
+        self.offset = self.offset - padding
+        self.left_padding = self.left_padding + padding
+        self._right_padding = None
+
+    def filter(self, batch_indices: Any) -> None:
+        self._change(lambda x: x[batch_indices])
+        self.offset = self.offset[batch_indices]
+        self.left_padding = self.left_padding[batch_indices]
+        common = min(_ints(self.left_padding))
+        if common > 0:
+            self._change(lambda x: x[..., common:, :])
+            self._idx -= common
+            self.left_padding = self.left_padding - common
+
+    def extend(self, other: BatchQuantizedKVCache) -> None:
+        """Append the rows of `other`, both aligned at their ends."""
+        end = max(self._idx, other._idx)
+        model = self.keys or other.keys
+        if model is not None:
+            values_model = self.values or other.values
+            assert values_model is not None
+            self.keys, self.values = (
+                _stack(self._aligned(mine, end, like), other._aligned(theirs, end, like))
+                for mine, theirs, like in (
+                    (self.keys, other.keys, model),
+                    (self.values, other.values, values_model),
+                )
+            )
+        self.left_padding = mx.concatenate(
+            [self.left_padding + (end - self._idx), other.left_padding + (end - other._idx)]
+        )
+        self.offset = mx.concatenate([self.offset, other.offset])
+        self._idx = end
+
+    def _aligned(self, rows: QuantizedRows | None, end: int, like: QuantizedRows) -> QuantizedRows:
+        left = end - self._idx
+        n_batch = self.offset.shape[0]
+
+        def pad(x: mx.array) -> mx.array:
+            return mx.pad(x[..., : self._idx, :], [(0, 0), (0, 0), (left, 0), (0, 0)])
+
+        if rows is not None:
+            return rows.map(pad)
+        return like.map(lambda x: mx.zeros((n_batch, x.shape[1], end, x.shape[3]), x.dtype))
+
+    def extract(self, idx: int) -> QuantKVCache:
+        cache = QuantKVCache(group_size=self.group_size, bits=self.bits)
+        if self.keys is None or self.values is None:
+            return cache
+        start = max(0, _ints(self.left_padding)[idx])
+
+        def row(x: mx.array) -> mx.array:
+            return mx.contiguous(x[idx : idx + 1, :, start : self._idx])
+
+        cache.keys, cache.values = self.keys.map(row), self.values.map(row)
+        cache.offset = self._idx - start
+        return cache
+
+    @classmethod
+    def merge(cls, caches: Sequence[QuantizedKVCache]) -> Self:
+        lengths = [int(c.offset) for c in caches]
+        end = max(lengths)
+        batch = cls([end - n for n in lengths], caches[0].group_size, caches[0].bits)
+        if end:
+            batch.keys = _merge_rows([c.keys for c in caches], lengths)
+            batch.values = _merge_rows([c.values for c in caches], lengths)
+            batch.offset = batch.offset + end
+            batch._idx = end
+        return batch
+
+    def _change(self, change: Callable[[mx.array], mx.array]) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys.map(change), self.values.map(change)
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, n: int) -> int:
+        n = min(self._idx, n)
+        self._idx -= n
+        self.offset = self.offset - n
+        return n
+
+    def size(self) -> int:
+        return self._idx
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What must be evaluated; the codec, not this tuple, is the saved form."""
+        return self.keys, self.values, self.offset, self.left_padding, self._idx
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for rows in (self.keys, self.values) if rows for x in rows)
+
+
+def _ints(array: mx.array) -> list[int]:
+    values: Any = array.tolist()
+    return list(values)
+
+
+def _stack(a: QuantizedRows, b: QuantizedRows) -> QuantizedRows:
+    return QuantizedRows(*(mx.concatenate(list(pair)) for pair in zip(a, b, strict=True)))
+
+
+def _merge_rows(rows: Sequence[Any], lengths: Sequence[int]) -> QuantizedRows:
+    """One left-padded buffer from the triples of single sequences; None where one is empty."""
+    end = max(lengths)
+    first = next(triple for triple, n in zip(rows, lengths, strict=True) if n)
+
+    def merged(i: int) -> mx.array:
+        _, heads, _, width = first[i].shape
+        out = mx.zeros((len(rows), heads, end, width), first[i].dtype)
+        for row, (triple, n) in enumerate(zip(rows, lengths, strict=True)):
+            if n:
+                out[row : row + 1, :, end - n :] = triple[i][..., :n, :]
+        return out
+
+    return QuantizedRows(*(merged(i) for i in range(3)))

@@ -1,0 +1,308 @@
+"""A live cache as blocks of 256 tokens, and blocks as a cache again, at any token.
+
+Tensors are named `L{layer}_B{block}_K` and `_V` (`_K_weights`, `_K_scales`, `_K_biases` when
+quantised) and `_S{i}` for state arrays; `{layer}` is `3.1` for the second part of a composite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from keepwarm.errors import CacheMismatch, CorruptBlock, UnsupportedCache
+from keepwarm.kv.codec import Encoded, Tensors, decode, encode, rows_in_time
+from keepwarm.kv.kinds import (
+    BLOCK_TOKENS,
+    Cache,
+    Caches,
+    Kind,
+    is_batched,
+    kind_of,
+    leaves,
+    token_count,
+)
+from keepwarm.kv.layout import ROWS, LayerSpec, Layout, TensorSpec
+
+SUFFIXES = {"keys": "K", "values": "V"}
+
+
+def tensor_name(path: str, block: int, tensor: str) -> str:
+    """`keys_scales` of layer 2 in block 7 is `L2_B7_K_scales`; `state0` is `L2_B7_S0`."""
+    stem, _, rest = tensor.partition("_")
+    suffix = SUFFIXES.get(stem) or f"S{stem.removeprefix('state')}"
+    return f"L{path}_B{block}_{suffix}" + (f"_{rest}" if rest else "")
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a cache knows of tokens `start … end`, by kind of layer.
+
+    `window` holds the rows that had not slid out when the block was cut; `first_rows` says, for
+    each window layer by its path, which row of the block comes first. `state` is as of `end`.
+    """
+
+    index: int
+    n_tokens: int
+    delta: Tensors = field(default_factory=dict)
+    window: Tensors = field(default_factory=dict)
+    first_rows: Mapping[str, int] = field(default_factory=dict)
+    state: Tensors = field(default_factory=dict)
+
+    @property
+    def start(self) -> int:
+        return self.index * BLOCK_TOKENS
+
+    @property
+    def end(self) -> int:
+        return self.start + self.n_tokens
+
+    def arrays(self) -> list[mx.array]:
+        return [*self.delta.values(), *self.window.values(), *self.state.values()]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays())
+
+
+class _Rows(NamedTuple):
+    """K and V of one layer in the order of time; the first row belongs to token `first`."""
+
+    first: int
+    tensors: Tensors
+
+    def cut(self, start: int, end: int) -> Tensors:
+        a, b = start - self.first, end - self.first
+        return {name: mx.contiguous(rows[..., a:b, :]) for name, rows in self.tensors.items()}
+
+
+def cut(caches: Caches, n_tokens: int | None = None, first_block: int = 0) -> Iterator[Block]:
+    """Blocks of a single-sequence cache from `first_block` on, evaluated, one at a time.
+
+    `n_tokens` is what the cache represents; only a model of nothing but state layers needs to be
+    told. The last block is as long as the cache is, and carries the state. Copies rows, so a block
+    does not hold the whole cache in memory. Call it on the thread that owns the cache.
+    """
+    total = _agreed_count(caches, n_tokens)
+    rows, states = _rows_and_states(caches, total)
+    for index in range(first_block, -(-total // BLOCK_TOKENS)):
+        block = _cut_one(index, min(BLOCK_TOKENS, total - index * BLOCK_TOKENS), rows)
+        if states and block.end == total:
+            block = Block(**{**vars(block), "state": _name_states(index, states)})
+        mx.eval(block.arrays())
+        yield block
+
+
+def _agreed_count(caches: Caches, n_tokens: int | None) -> int:
+    counted = token_count(caches)
+    if counted is None and n_tokens is None:
+        raise UnsupportedCache(
+            "State layers do not know how many tokens they stand for; pass n_tokens."
+        )
+    if None not in (counted, n_tokens) and counted != n_tokens:
+        raise CacheMismatch("The cache", "the token count", n_tokens, counted)
+    return n_tokens if counted is None and n_tokens is not None else counted or 0
+
+
+def _rows_and_states(
+    caches: Caches, total: int
+) -> tuple[dict[str, tuple[Kind, _Rows]], dict[str, Tensors]]:
+    rows: dict[str, tuple[Kind, _Rows]] = {}
+    states: dict[str, Tensors] = {}
+    for path, cache in leaves(caches):
+        if is_batched(cache):
+            raise UnsupportedCache(f"Layer {path} is a batch; extract a row first.")
+        if kind_of(cache) is Kind.STATE:
+            states[path] = encode(cache).tensors
+        elif tensors := rows_in_time(cache):
+            n_rows = next(iter(tensors.values())).shape[ROWS]
+            rows[path] = (kind_of(cache), _Rows(total - n_rows, tensors))
+    return rows, states
+
+
+def _cut_one(index: int, n_tokens: int, rows: Mapping[str, tuple[Kind, _Rows]]) -> Block:
+    start, end = index * BLOCK_TOKENS, index * BLOCK_TOKENS + n_tokens
+    parts: dict[Kind, dict[str, mx.array]] = {Kind.DELTA: {}, Kind.WINDOW: {}}
+    first_rows = {}
+    for path, (kind, held) in rows.items():
+        first = max(start, held.first)
+        if first >= end:
+            continue
+        if kind is Kind.WINDOW:
+            first_rows[path] = first - start
+        for name, array in held.cut(first, end).items():
+            parts[kind][tensor_name(path, index, name)] = array
+    return Block(index, n_tokens, parts[Kind.DELTA], parts[Kind.WINDOW], first_rows)
+
+
+def _name_states(index: int, states: Mapping[str, Tensors]) -> Tensors:
+    return {
+        tensor_name(path, index, name): mx.contiguous(array)
+        for path, tensors in states.items()
+        for name, array in tensors.items()
+    }
+
+
+class RowBuffer:
+    """K or V of one layer, filled in place, so that a restore holds the rows once."""
+
+    def __init__(self, spec: TensorSpec, n_rows: int, room: int = 0) -> None:
+        self.spec = spec
+        self.array = mx.zeros(spec.with_rows(n_rows + room), spec.dtype)
+
+    def write(self, at: int, rows: mx.array) -> None:
+        self.array[..., at : at + rows.shape[ROWS], :] = rows
+
+
+class _LeafAssembly:
+    """One layer on its way back: which rows it needs, and which have come."""
+
+    def __init__(self, leaf: LayerSpec, n_tokens: int) -> None:
+        self.leaf = leaf
+        self.n_tokens = n_tokens
+        self.first = leaf.first_row_needed(n_tokens)
+        self.next = self.first  # rows up to here are in place
+        self.states: dict[str, mx.array] = {}
+        room = -(n_tokens - self.first) % BLOCK_TOKENS or BLOCK_TOKENS
+        grows = leaf.cls in ("KVCache", "QuantizedKVCache")
+        self.buffers = {
+            name: RowBuffer(spec, n_tokens - self.first, room if grows else 0)
+            for name, spec in leaf.tensors.items()
+            if leaf.kind is not Kind.STATE
+        }
+
+    def add(self, block: Block) -> None:
+        if self.leaf.kind is Kind.STATE:
+            self._add_state(block)
+        elif self.leaf.tensors:
+            self._add_rows(block)
+
+    def _add_rows(self, block: Block) -> None:
+        path, start = self.leaf.path, block.start
+        window = self.leaf.kind is Kind.WINDOW
+        held = start + (block.first_rows.get(path, block.n_tokens) if window else 0)
+        end = min(block.end, self.n_tokens)
+        if start >= self.n_tokens or held >= block.end or end <= self.next:
+            return
+        if held > self.next:
+            raise self._missing(min(held, self.n_tokens))
+        for name, buffer in self.buffers.items():
+            rows = self._tensor(block, block.window if window else block.delta, name)
+            buffer.spec.check(rows, block.end - held, f"Layer {path}, block {block.index}")
+            buffer.write(self.next - self.first, rows[..., self.next - held : end - held, :])
+        self.next = end
+
+    def _add_state(self, block: Block) -> None:
+        if block.end != self.n_tokens or not block.state:
+            return
+        for name, spec in self.leaf.tensors.items():
+            array = self._tensor(block, block.state, name)
+            n_rows = min(self.n_tokens, self.leaf.scalars.get("max_size", 0))
+            spec.check(array, n_rows, f"Layer {self.leaf.path}, block {block.index}")
+            self.states[name] = array
+
+    def _tensor(self, block: Block, tensors: Mapping[str, Any], name: str) -> mx.array:
+        wanted = tensor_name(self.leaf.path, block.index, name)
+        if wanted not in tensors:
+            raise CorruptBlock(self.leaf.path, block.index, f"{wanted} is missing")
+        found = tensors[wanted]
+        return found if isinstance(found, mx.array) else mx.array(found)
+
+    def encoded(self) -> Encoded:
+        """What has come, as the codec wants it; raises where something has not."""
+        leaf, last = self.leaf, max(0, self.n_tokens - 1) // BLOCK_TOKENS
+        scalars = {**leaf.scalars, "offset": self.n_tokens, "start_position": self.first}
+        if self.n_tokens == 0 or not leaf.tensors:
+            return Encoded(leaf.cls, {}, {**scalars, "offset": 0, "start_position": 0})
+        if leaf.kind is Kind.STATE:
+            if not self.states:
+                why = f"there is no state as of token {self.n_tokens}"
+                raise CorruptBlock(leaf.path, last, why)
+            return Encoded(leaf.cls, self.states, scalars)
+        if self.next < self.n_tokens:
+            raise self._missing(self.n_tokens)
+        return Encoded(leaf.cls, {n: b.array for n, b in self.buffers.items()}, scalars)
+
+    def _missing(self, end: int) -> CorruptBlock:
+        why = f"rows {self.next} to {end} are missing"
+        return CorruptBlock(self.leaf.path, self.next // BLOCK_TOKENS, why)
+
+
+class Assembly:
+    """Caches for the first `n_tokens` of a prompt, put together block by block, in order.
+
+    Every tensor is checked against the layout. Rows are copied into place and the block may be
+    dropped at once, so memory peaks at the cache itself plus one block.
+    """
+
+    def __init__(self, layout: Layout, n_tokens: int) -> None:
+        self._layout = layout
+        self._leaves = {leaf.path: _LeafAssembly(leaf, n_tokens) for leaf in layout.leaves()}
+
+    def add(self, block: Block) -> None:
+        for leaf in self._leaves.values():
+            leaf.add(block)
+        buffers = [b.array for leaf in self._leaves.values() for b in leaf.buffers.values()]
+        mx.eval(buffers)
+
+    def finish(self) -> Caches:
+        """The caches, evaluated; raises, naming layer and block, where rows are missing."""
+        encoded = [self._encoded(layer) for layer in self._layout.layers]
+        mx.eval([array for layer in encoded for array in layer.arrays()])
+        return [decode(layer) for layer in encoded]
+
+    def _encoded(self, layer: LayerSpec) -> Encoded:
+        if layer.kind is Kind.COMPOSITE:
+            return Encoded(layer.cls, parts=tuple(self._encoded(part) for part in layer.parts))
+        return self._leaves[layer.path].encoded()
+
+
+def reconstruct_cache(
+    layout: Layout, blocks: Iterable[Block], n_tokens: int | None = None
+) -> Caches:
+    """One cache object a layer from blocks in order, up to `n_tokens` (default: all of them)."""
+    if n_tokens is None:
+        blocks = list(blocks)
+        n_tokens = blocks[-1].end if blocks else 0
+    assembly = Assembly(layout, n_tokens)
+    for block in blocks:
+        assembly.add(block)
+    return assembly.finish()
+
+
+def concatenate_cache_blocks(ks: Iterable[Any], vs: Iterable[Any]) -> tuple[mx.array, mx.array]:
+    """K and V of consecutive blocks as one pair, evaluated; numpy arrays are accepted."""
+    pairs = [(_four_axes(k), _four_axes(v)) for k, v in zip(ks, vs, strict=True)]
+    if not pairs:
+        raise CorruptBlock("?", 0, "there are no blocks to concatenate")
+    n_rows = sum(k.shape[ROWS] for k, _ in pairs)
+    buffers = [RowBuffer(_spec_of(array), n_rows) for array in pairs[0]]
+    at = 0
+    for index, pair in enumerate(pairs):
+        for buffer, array in zip(buffers, pair, strict=True):
+            buffer.spec.check(array, pair[0].shape[ROWS], f"Block {index}")
+            buffer.write(at, array)
+        at += pair[0].shape[ROWS]
+    keys, values = (buffer.array for buffer in buffers)
+    mx.eval(keys, values)
+    return keys, values
+
+
+def create_cache_from_state(k: Any, v: Any) -> Cache:
+    """A KVCache that holds `k` and `v`, shaped [1, heads, tokens, width]."""
+    keys, values = concatenate_cache_blocks([k], [v])
+    cache = KVCache()
+    cache.keys, cache.values, cache.offset = keys, values, keys.shape[ROWS]
+    return cache
+
+
+def _four_axes(array: Any) -> mx.array:
+    rows = array if isinstance(array, mx.array) else mx.array(array)
+    return rows[None] if rows.ndim == 3 else rows
+
+
+def _spec_of(array: mx.array) -> TensorSpec:
+    return TensorSpec((*array.shape[:ROWS], None, *array.shape[ROWS + 1 :]), array.dtype)

@@ -1,0 +1,97 @@
+"""What holds for every test: the machine's fast BLAS, no silent skips, one default model."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from keepwarm import blas, config
+
+# Both must be settled before the first import of mlx: without compilation the suite is much
+# faster, and a BLAS that is loaded later is not used.
+os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
+blas.preload(config.load().home)
+
+from tests.kit.models import tiny  # noqa: E402
+from tests.kit.runs import FedCounter  # noqa: E402
+
+# The default model is slow on two cores: what the whole suite may ask of it in this process.
+MAX_DECODED = 300
+MAX_PREFILLED = 6000
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[[str], Any]:
+    """Tiny models by architecture, each built once; tests must not change them."""
+    return cache(tiny)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Iterator[Any]:
+    """The default model, counting what it is fed; the last test that uses it fails over budget."""
+    import keepwarm
+
+    model = keepwarm.load("smollm2")
+    counter = FedCounter(model.module)
+    yield replace(model, module=counter)
+    used = f"{counter.decoded} tokens decoded, {counter.prefilled} prefilled"
+    allowed = f"the suite may ask {MAX_DECODED} and {MAX_PREFILLED} of the default model"
+    assert counter.decoded <= MAX_DECODED, f"{used}; {allowed}"
+    assert counter.prefilled <= MAX_PREFILLED, f"{used}; {allowed}"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="run the long tests too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "soak: runs for minutes; only with --soak")
+    config.pluginmanager.register(SkipReport(under_ci=bool(os.environ.get("CI"))), "skip-report")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --soak long tests are left out, which is not a skip."""
+    if config.getoption("--soak"):
+        return
+    long = [item for item in items if item.get_closest_marker("soak")]
+    items[:] = [item for item in items if item not in long]
+    if long:
+        config.hook.pytest_deselected(items=long)
+
+
+class SkipReport:
+    """Fails the run for skipped tests: all of them under CI, elsewhere those without a reason.
+
+    A good reason names the missing program in backquotes: "needs `git`".
+    """
+
+    def __init__(self, under_ci: bool) -> None:
+        self.under_ci = under_ci
+        self.wrong: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail"):
+            self._note(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A module that skips itself is never run, so it is seen here."""
+        if report.skipped:
+            self._note(report)
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if self.under_ci or reason.count("`") < 2:
+            self.wrong.append(report.nodeid)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.wrong and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.wrong:
+            why = "under CI nothing may" if self.under_ci else "name the missing `program`"
+            terminalreporter.write_line(f"skipped ({why}): {', '.join(self.wrong)}", red=True)

@@ -1,0 +1,110 @@
+"""Streamed pieces, joined, are byte for byte what decoding all ids at once gives."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from keepwarm.engine.text import Detokenizer
+from tests.kit.checkpoints import write_checkpoint
+
+FAMILY = "👩‍👩‍👧‍👦"  # seven code points, twenty-five bytes
+PAST_VOCABULARY = 5000  # models pad their vocabulary: such an id has no text
+
+
+def byte_fallback() -> TokenizerWrapper:
+    """A tokenizer of the SentencePiece family: spaces as ▁, unknown characters as byte tokens."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "▁▁", "▁the", "▁a", "cat", "é", "\n", "", "<0xZZ>", *"abcdefgh.,'"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    model = models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory) -> TokenizerWrapper:
+    """A tokenizer of the GPT family, in which every byte is a token."""
+    directory: Path = write_checkpoint(tmp_path_factory.mktemp("model"))
+    return load_tokenizer(directory)
+
+
+@pytest.fixture(scope="module", params=["byte level", "byte fallback"])
+def tokenizer(request, byte_level) -> TokenizerWrapper:
+    return byte_level if request.param == "byte level" else byte_fallback()
+
+
+def pieces_of(tokenizer, tokens) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*(detokenizer.add(token) for token in tokens), detokenizer.finish()]
+
+
+ids = st.lists(st.integers(0, 330) | st.just(PAST_VOCABULARY), max_size=40)
+
+
+@given(tokens=ids)
+@example(tokens=[3 + 0xC3, 3 + 0xA9, 3 + 0xFF, 263])  # é, then a byte that spoils the whole run
+@example(tokens=[3 + 0xC3, PAST_VOCABULARY, 3 + 0xA9, 3 + 0xFF])
+@example(tokens=[261, 266, 262])  # an empty token between two words
+def test_any_ids_stream_to_what_decode_gives(tokenizer, tokens):
+    assert "".join(pieces_of(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+@given(text=st.text(max_size=60))
+@example(text=FAMILY)
+@example(text="   two   runs of    spaces  ")
+@example(text=" starts with a space")
+@example(text="a real \N{REPLACEMENT CHARACTER} in the text")
+@example(text="\x00 and \r\n")
+def test_text_survives_the_round_trip(byte_level, text):
+    tokens = byte_level.encode(text, add_special_tokens=False)
+    assert "".join(pieces_of(byte_level, tokens)) == text
+
+
+@given(text=st.text(max_size=60).filter(lambda text: "\N{REPLACEMENT CHARACTER}" not in text))
+def test_no_piece_shows_half_a_character(byte_level, text):
+    tokens = byte_level.encode(text, add_special_tokens=False)
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces_of(byte_level, tokens))
+
+
+def test_an_emoji_appears_with_its_last_byte(byte_level):
+    tokens = byte_level.encode("🦊!", add_special_tokens=False)
+    assert pieces_of(byte_level, tokens) == ["", "", "", "🦊", "!", ""]
+
+
+def test_plain_text_is_not_held_back(tokenizer):
+    tokens = [tokenizer.convert_tokens_to_ids(letter) for letter in "abc"]
+    assert pieces_of(tokenizer, tokens) == ["a", "b", "c", ""]
+
+
+def test_special_tokens_are_shown(byte_level):
+    tokens = byte_level.encode("hi<|im_end|>", add_special_tokens=False)
+    assert pieces_of(byte_level, tokens)[-2] == "<|im_end|>"
+
+
+def test_an_answer_that_ends_inside_a_character_says_so(byte_level):
+    tokens = byte_level.encode("🦊", add_special_tokens=False)[:-1]
+    assert pieces_of(byte_level, tokens) == ["", "", "", "\N{REPLACEMENT CHARACTER}"]
+
+
+def test_mlx_lm_streams_another_text(byte_level):
+    """The reason for a detokenizer of our own; when this fails, it may go."""
+    theirs = byte_level.detokenizer
+    tokens = byte_level.encode(" fox", add_special_tokens=False)
+    for token in tokens:
+        theirs.add_token(token)
+    theirs.finalize()
+    assert theirs.text != byte_level.decode(tokens) == " fox"

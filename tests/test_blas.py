@@ -1,0 +1,216 @@
+"""The fast BLAS: chosen by measurement, remembered, loaded before MLX, and told truthfully."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from keepwarm import blas
+from keepwarm.blas_trial import SLEEP_WHEN_IDLE, Setting, Speed
+from keepwarm.errors import BadInput
+
+linux_cpu = pytest.mark.skipif(not blas.wanted(), reason="needs the Linux CPU build of MLX")
+
+REPORT = """
+import json, os
+from dataclasses import asdict
+from pathlib import Path
+from keepwarm import blas
+blas.preload(Path(os.environ["KEEPWARM_HOME"]))
+import mlx.core
+from keepwarm.engine.machine import gemm_gflops
+used = blas.in_use()
+maps = Path("/proc/self/maps")
+print(json.dumps({
+    "blas": used and asdict(used),
+    "gflops": gemm_gflops(),
+    "maps": maps.read_text() if maps.exists() else "",
+    "environ": dict(os.environ),
+}))
+"""
+
+
+def child(home, code=REPORT, **environ):
+    """What a fresh process reports under these variables."""
+    ours = {variable for values in SLEEP_WHEN_IDLE.values() for variable in values}
+    mine = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("KEEPWARM_")}
+    mine |= {"KEEPWARM_HOME": str(home), **environ}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=mine, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.fixture
+def found():
+    """Every setting this machine offers."""
+    return blas.settings({})
+
+
+def kept(home):
+    return json.loads((home / "blas.json").read_text())
+
+
+def test_thread_counts_double_up_to_all():
+    assert blas.thread_counts(1) == [1]
+    assert blas.thread_counts(2) == [1, 2]
+    assert blas.thread_counts(6) == [1, 2, 4, 6]
+    assert blas.thread_counts(64) == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_score_prefers_a_setting_that_does_not_collapse_beside_a_busy_process():
+    steady = Speed(prefill=35, decode=7, prefill_contended=35, decode_contended=7)
+    collapsing = Speed(prefill=70, decode=14, prefill_contended=3.5, decode_contended=0.7)
+    assert steady.score > collapsing.score
+
+
+def test_none_leaves_no_setting():
+    assert blas.settings({"KEEPWARM_BLAS": "none"}) == []
+
+
+@pytest.mark.parametrize("name", ["atlas", "gnu", "1"])
+def test_an_unknown_library_is_refused(name):
+    with pytest.raises(BadInput, match="KEEPWARM_BLAS is"):
+        blas.settings({"KEEPWARM_BLAS": name})
+
+
+@pytest.mark.parametrize("threads", ["0", "-1", "two", "1.5"])
+def test_a_thread_count_that_is_none_is_refused(threads):
+    with pytest.raises(BadInput, match="KEEPWARM_BLAS_THREADS"):
+        blas.settings({"KEEPWARM_BLAS_THREADS": threads})
+
+
+def test_a_library_that_is_not_here_is_refused(found):
+    missing = next(name for name in blas.LIBRARIES if name not in {s.name for s in found})
+    with pytest.raises(BadInput, match=f"asks for {missing}, which is not installed"):
+        blas.settings({"KEEPWARM_BLAS": missing})
+
+
+@linux_cpu
+def test_settings_cover_one_thread_and_all_and_never_the_gnu_layer_of_mkl(found):
+    assert {1, len(blas.cpus())} <= {setting.threads for setting in found}
+    assert {s.layer for s in found if s.name == "mkl"} <= {"intel", "sequential"}
+    assert all(Path(path).exists() for setting in found for path in setting.libraries)
+
+
+@linux_cpu
+def test_the_fastest_is_chosen_and_kept_with_its_figures(tmp_path, found):
+    choice = blas.choose(tmp_path, found)
+    scores = {tuple(row[:3]): Speed(**row[3]).score for row in kept(tmp_path)["gflops"]}
+    assert (choice.name, choice.layer, choice.threads) == max(scores, key=scores.__getitem__)
+    assert len(scores) == len(found)
+    assert [path.name for path in tmp_path.iterdir()] == ["blas.json"]
+
+
+@linux_cpu
+def test_a_kept_choice_is_used_without_measuring(tmp_path, found):
+    """The file is made to name the loser: only a fresh measurement would name the winner."""
+    found = found[:2]
+    winner = blas.choose(tmp_path, found)
+    loser = next(setting for setting in found if setting != winner)
+    choice = kept(tmp_path)
+    choice["setting"] = asdict(loser)
+    (tmp_path / "blas.json").write_text(json.dumps(choice))
+    assert blas.choose(tmp_path, found) == loser
+
+
+@linux_cpu
+@pytest.mark.parametrize("what", ["processor", "cpus", "quota", "files", "settings"])
+def test_a_choice_made_for_something_else_is_measured_again(tmp_path, found, what):
+    blas.choose(tmp_path, found[:1])
+    choice = kept(tmp_path)
+    true = choice["depends"][what]
+    choice["depends"][what], choice["gflops"] = "another", "old"
+    (tmp_path / "blas.json").write_text(json.dumps(choice))
+    assert blas.choose(tmp_path, found[:1]) == found[0]
+    assert kept(tmp_path)["depends"][what] == true
+    assert kept(tmp_path)["gflops"] != "old"
+
+
+@linux_cpu
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"depends": {}}'])
+def test_a_corrupt_file_is_measured_over(tmp_path, found, content):
+    (tmp_path / "blas.json").write_bytes(content)
+    assert blas.choose(tmp_path, found[:1]) == found[0]
+    assert kept(tmp_path)["setting"]["name"] == found[0].name
+
+
+@linux_cpu
+def test_a_kept_setting_that_is_not_here_any_more_is_not_used(tmp_path, found):
+    blas.choose(tmp_path, found[:1])
+    choice = kept(tmp_path)
+    choice["setting"]["libraries"] = ["/nowhere/libfast.so"]
+    (tmp_path / "blas.json").write_text(json.dumps(choice))
+    assert blas.choose(tmp_path, found[:1]) == found[0]
+
+
+@linux_cpu
+def test_a_home_that_cannot_be_written_is_no_error(tmp_path, found):
+    (tmp_path / "file").touch()
+    assert blas.choose(tmp_path / "file", found[:1]) == found[0]
+
+
+def test_a_file_that_is_no_library_is_never_chosen(tmp_path):
+    broken = tmp_path / "libopenblas.so.0"
+    broken.write_bytes(b"not a library")
+    assert blas.choose(tmp_path, [Setting("openblas", "built-in", 1, (str(broken),))]) is None
+    assert not (tmp_path / "blas.json").exists()
+
+
+def test_a_library_without_products_is_never_chosen():
+    assert blas.trial(Setting("openblas", "built-in", 1, ("libc.so.6",))) is None
+
+
+def test_a_chosen_library_that_does_not_load_is_an_error_that_says_what_to_do():
+    with pytest.raises(BadInput, match=r"does not load .*set KEEPWARM_BLAS to another, or to none"):
+        blas._load(Setting("openblas", "built-in", 1, ("/nowhere/libopenblas.so.0",)))
+
+
+@linux_cpu
+def test_in_use_tells_what_is_loaded(tmp_path, found):
+    for setting in {(s.name, s.threads): s for s in found}.values():
+        asked = {"KEEPWARM_BLAS": setting.name, "KEEPWARM_BLAS_THREADS": str(setting.threads)}
+        report = child(tmp_path, **asked)
+        used = report["blas"]
+        assert (used["name"], used["threads"]) == (setting.name, setting.threads)
+        assert Path(used["path"]).samefile(setting.libraries[-1])
+        assert str(Path(used["path"]).resolve()) in report["maps"]
+        assert SLEEP_WHEN_IDLE[setting.name].items() <= report["environ"].items()
+    assert not (tmp_path / "blas.json").exists()  # nothing was left to measure
+
+
+def test_none_gives_the_slow_path_and_the_default_is_clearly_faster(tmp_path):
+    """Where MLX brings its own fast products (Metal, CUDA) nothing is loaded either way."""
+    slow, fast = child(tmp_path, KEEPWARM_BLAS="none"), child(tmp_path)
+    assert slow["blas"] is None
+    assert (fast["blas"] is not None) == blas.wanted()
+    assert fast["gflops"] > slow["gflops"] * (3 if blas.wanted() else 0.3)
+
+
+def test_preload_after_mlx_does_nothing(tmp_path):
+    late = "import mlx.core\n" + REPORT
+    assert child(tmp_path, late)["blas"] is None
+    assert not (tmp_path / "blas.json").exists()
+
+
+@linux_cpu
+def test_preload_twice_keeps_the_first(tmp_path, found):
+    again = """
+import json, os
+from pathlib import Path
+from keepwarm import blas
+home = Path(os.environ["KEEPWARM_HOME"])
+blas.preload(home)
+before = blas.in_use()
+del os.environ["KEEPWARM_BLAS"], os.environ["KEEPWARM_BLAS_THREADS"]
+blas.preload(home)
+print(json.dumps([before is not None, blas.in_use() == before]))
+"""
+    asked = {"KEEPWARM_BLAS": found[0].name, "KEEPWARM_BLAS_THREADS": "1"}
+    assert child(tmp_path, again, **asked) == [True, True]
+    assert not (tmp_path / "blas.json").exists()
