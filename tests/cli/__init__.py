@@ -1,0 +1,46 @@
+"""The command line as people run it: in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+
+from tests.kit.checkpoints import EOS, make_tokenizer, write_checkpoint
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "keepwarm", *map(str, arguments)]
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    """This process's environment with a home of its own, none of its settings, and UTF-8."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("KEEPWARM_")}
+    fixed = {"KEEPWARM_HOME": str(home), "MLX_DISABLE_COMPILE": "1", "PYTHONUTF8": "1"}
+    return kept | fixed | more
+
+
+def keepwarm(
+    *arguments: object, home: Path, stdin: bytes = b"", **more: str
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a command to its end; output is kept as bytes."""
+    return subprocess.run(
+        command(*arguments),
+        input=stdin,
+        capture_output=True,
+        env=environment(home, **more),
+        timeout=120,
+        check=False,
+    )
+
+
+def write_endless(directory: Path) -> Path:
+    """A tiny model that never says its stop token, with a context too long to fill in a test."""
+    checkpoint = write_checkpoint(directory, n_context=1_000_000)
+    file = str(checkpoint / "model.safetensors")
+    weights = mx.load(file)
+    weights["lm_head.weight"][make_tokenizer().token_to_id(EOS)] = 0
+    mx.eval(weights)
+    mx.save_safetensors(file, weights, {"format": "mlx"})
+    return checkpoint

@@ -1,4 +1,4 @@
-"""Tiny real checkpoints: a Llama of 2 layers with random weights and its own byte-level tokenizer."""
+"""Tiny real checkpoints: a Llama of 2 layers with random weights and a byte-level tokenizer."""
 
 from __future__ import annotations
 

@@ -52,9 +52,7 @@ def assert_same(cold: Run, other: Run, *, bitwise: bool = False) -> Agreement:
                 f"cold picked {cold.tokens[step]}, the other {other.tokens[step]}"
             )
     if cold.tokens[:n_steps] != other.tokens[:n_steps]:
-        raise AssertionError(
-            f"tokens differ within {n_steps} steps: {cold.tokens} {other.tokens}"
-        )
+        raise AssertionError(f"tokens differ within {n_steps} steps: {cold.tokens} {other.tokens}")
     return Agreement(n_steps, tie, max(apart))
 
 

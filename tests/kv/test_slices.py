@@ -110,7 +110,7 @@ def test_window_layers_restore_from_the_last_window_only(tiny_model):
     _, blocks = blocks_of(model, PROMPT, [256, 256, 88])
     bare = [Block(b.index, b.n_tokens, b.delta) for b in blocks[:-1]] + blocks[-1:]
     restored = reconstruct_cache(layout, bare, 600)
-    again = cold(model, PROMPT + [5], N)
+    again = cold(model, [*PROMPT, 5], N)
     assert_same(again, continue_from(model, restored, [5], N))
     with pytest.raises(CorruptBlock, match="Layer 0, block 0: rows 224 to 256 are missing"):
         reconstruct_cache(layout, bare, 256)

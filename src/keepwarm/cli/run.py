@@ -78,4 +78,4 @@ def _as_json(generation: Generation) -> str:
         "finish_reason": steps[-1].finish_reason,
         "usage": generation.usage._asdict(),
     }
-    return json.dumps(answer, ensure_ascii=False)
+    return json.dumps(answer)

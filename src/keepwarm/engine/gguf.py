@@ -260,12 +260,14 @@ def _config(path: Path, header: Header) -> dict[str, Any]:
     need = _Needed(path, header.metadata)
     n_heads = need.count("llama.attention.head_count")
     hidden = need.count("llama.embedding_length")
-    head_dim = header.metadata.get("llama.attention.key_length", hidden // n_heads)
+    head_dim = need.count("llama.attention.key_length", hidden // n_heads)
     if header.metadata.get("llama.rope.dimension_count", head_dim) != head_dim or head_dim % 2:
         raise UnsupportedModel(f"{path} turns only a part of each head (RoPE); MLX's Llama cannot.")
     vocabulary = header.tensors.get("token_embd.weight")
     if vocabulary is None:
         raise broken(path, "tensor token_embd.weight is missing")
+    if len(header.metadata.get("tokenizer.ggml.tokens", [])) > vocabulary.shape[0]:
+        raise broken(path, "it has more tokens than embeddings")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -273,12 +275,12 @@ def _config(path: Path, header: Header) -> dict[str, Any]:
         "intermediate_size": need.count("llama.feed_forward_length"),
         "num_hidden_layers": need.count("llama.block_count"),
         "num_attention_heads": n_heads,
-        "num_key_value_heads": header.metadata.get("llama.attention.head_count_kv", n_heads),
+        "num_key_value_heads": need.count("llama.attention.head_count_kv", n_heads),
         "head_dim": head_dim,
         "vocab_size": vocabulary.shape[0],
         "max_position_embeddings": need.count("llama.context_length"),
         "rms_norm_eps": need.number("llama.attention.layer_norm_rms_epsilon"),
-        "rope_theta": header.metadata.get("llama.rope.freq_base", 10000.0),
+        "rope_theta": need.number("llama.rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_tokens(path, header.metadata),
@@ -286,19 +288,19 @@ def _config(path: Path, header: Header) -> dict[str, Any]:
 
 
 class _Needed(NamedTuple):
-    """Metadata without which there is no model."""
+    """Metadata that must be numbers above 0."""
 
     path: Path
     metadata: dict[str, Any]
 
-    def number(self, name: str) -> float:
-        value = self.metadata.get(name)
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.metadata.get(name, default)
         if isinstance(value, int | float) and value > 0:
             return value
         raise broken(self.path, f"its {name} is {value!r}, not a number above 0")
 
-    def count(self, name: str) -> int:
-        return int(self.number(name))
+    def count(self, name: str, default: int | None = None) -> int:
+        return int(self.number(name, default))
 
 
 def _refuse_variants(path: Path, header: Header) -> None:

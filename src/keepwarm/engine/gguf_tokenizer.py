@@ -62,12 +62,13 @@ def write_tokenizer(path: Path, metadata: dict[str, Any], directory: Path) -> No
 def build_tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
     scheme = _scheme(path, metadata)
     tokens, types = _vocabulary(path, metadata)
-    merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", [])]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     try:
+        merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", [])]
         bpe = models.BPE(vocabulary, merges, ignore_merges=scheme.whole_words_first)
     except Exception as error:  # the Rust library raises nothing more precise
-        raise broken(path, f"its tokenizer does not hold together ({error})") from error
+        reason = str(error).partition("\n")[0]
+        raise broken(path, f"its tokenizer does not hold together ({reason})") from error
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = scheme.cut
     tokenizer.decoder = decoders.ByteLevel()

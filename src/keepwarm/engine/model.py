@@ -67,7 +67,7 @@ def locate(name: str, settings: Settings, *, refresh: bool = False) -> Path:
     if name in builtin.BUILTINS:
         return builtin.fetch(builtin.BUILTINS[name], settings)
     path = Path(name).expanduser()
-    if path.exists():
+    if name and path.exists():
         return path.absolute()
     if hub.is_id(name):
         return (None if refresh else hub.cached(name)) or hub.fetch(name)

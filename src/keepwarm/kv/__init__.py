@@ -6,3 +6,74 @@ The BLAS that MLX will use is fixed by the first import of `mlx.core`, so the fa
 from keepwarm import blas, config
 
 blas.preload(config.load().home)
+
+from keepwarm.kv.batch import (  # noqa: E402
+    Both,
+    Left,
+    Padding,
+    Right,
+    batch_size,
+    can_batch,
+    dynamic_roll,
+    empty_batch,
+    extend,
+    extract,
+    filter_rows,
+    finalize,
+    merge,
+    prepare,
+    trim,
+)
+from keepwarm.kv.codec import Encoded, copy_of, decode, encode, live_bytes  # noqa: E402
+from keepwarm.kv.kinds import BLOCK_TOKENS, Caches, Kind, kind_of, token_count  # noqa: E402
+from keepwarm.kv.layout import Layout, layout_of, probe  # noqa: E402
+from keepwarm.kv.make import make_caches  # noqa: E402
+from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache  # noqa: E402
+from keepwarm.kv.slices import (  # noqa: E402
+    Assembly,
+    Block,
+    concatenate_cache_blocks,
+    create_cache_from_state,
+    cut,
+    reconstruct_cache,
+)
+
+__all__ = [
+    "BLOCK_TOKENS",
+    "Assembly",
+    "BatchQuantizedKVCache",
+    "Block",
+    "Both",
+    "Caches",
+    "Encoded",
+    "Kind",
+    "Layout",
+    "Left",
+    "Padding",
+    "QuantKVCache",
+    "Right",
+    "batch_size",
+    "can_batch",
+    "concatenate_cache_blocks",
+    "copy_of",
+    "create_cache_from_state",
+    "cut",
+    "decode",
+    "dynamic_roll",
+    "empty_batch",
+    "encode",
+    "extend",
+    "extract",
+    "filter_rows",
+    "finalize",
+    "kind_of",
+    "layout_of",
+    "live_bytes",
+    "make_caches",
+    "merge",
+    "prepare",
+    "probe",
+    "reconstruct_cache",
+    "token_count",
+    "trim",
+]

@@ -15,7 +15,6 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
 from mlx_lm.models.cache import (
     ArraysCache,
-    BatchKVCache,
     BatchRotatingKVCache,
     CacheList,
     QuantizedKVCache,
@@ -25,7 +24,6 @@ from mlx_lm.models.cache import (
 from keepwarm.errors import CacheMismatch, UnsupportedCache
 from keepwarm.kv.codec import encode
 from keepwarm.kv.kinds import Cache, Caches, Kind, is_empty, kind_of, leaves
-from keepwarm.kv.layout import layout_of
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
 
 
@@ -54,6 +52,9 @@ class Both:
 
 
 Padding = Left | Right | Both
+
+BATCHABLE = ("KVCache", "QuantizedKVCache", "RotatingKVCache", "ArraysCache")
+SETTINGS = ("group_size", "bits", "max_size", "size")
 
 
 def dynamic_roll(x: mx.array, shifts: mx.array, axis: int) -> mx.array:
@@ -86,7 +87,7 @@ def merge(rows: Sequence[Caches]) -> Caches:
 
 def batch_size(batch: Caches) -> int:
     for _, leaf in leaves(batch):
-        return leaf.batch_size if isinstance(leaf, ArraysCache) else leaf.offset.shape[0]
+        return int(leaf.batch_size if isinstance(leaf, ArraysCache) else leaf.offset.shape[0])
     raise UnsupportedCache("A model without caches has no batch.")
 
 
@@ -158,7 +159,7 @@ def _can_trim(leaf: Cache, n_tokens: int) -> bool:
     if kind_of(leaf) is Kind.STATE or n_tokens > leaf.offset:
         return False
     if isinstance(leaf, mlx_cache.ChunkedKVCache):
-        return leaf.start_position == 0
+        return bool(leaf.start_position == 0)
     return bool(leaf.is_trimmable())
 
 
@@ -198,21 +199,13 @@ def _prepare_leaf(leaf: Cache, arguments: dict[str, list[int]]) -> None:
         leaf.left_padding = mx.array(arguments["left_padding"])
 
 
-BATCHES = {
-    "KVCache": BatchKVCache,
-    "QuantizedKVCache": BatchQuantizedKVCache,
-    "RotatingKVCache": BatchRotatingKVCache,
-    "ArraysCache": ArraysCache,
-}
-
-
 def can_batch(caches: Caches) -> bool:
     """Whether caches of these classes can join a batch; others run alone."""
     return not any(_why_not(leaf) for _, leaf in leaves(caches))
 
 
 def _why_not(leaf: Cache) -> str | None:
-    if encode(leaf).cls not in BATCHES:
+    if encode(leaf).cls not in BATCHABLE:
         return "this class has no batched form"
     if isinstance(leaf, RotatingKVCache) and leaf.keep:
         return f"a batch would lose its first {leaf.keep} tokens"
@@ -235,35 +228,26 @@ def _check_same_layers(rows: Sequence[Caches]) -> None:
     for number, row in enumerate(rows):
         if len(row) != len(rows[0]):
             raise CacheMismatch(f"Row {number}", "the number of layers", len(rows[0]), len(row))
-        for spec in layout_of(row).leaves():
-            known = expected.setdefault(spec.path, {})
-            found = {"cls": spec.cls, **spec.scalars}
-            found |= {f"{name} {spec.kind.value}": t for name, t in spec.tensors.items()}
-            for what, value in found.items():
+        for path, leaf in leaves(row):
+            known = expected.setdefault(path, {})
+            for what, value in _signature(leaf).items():
                 if known.setdefault(what, value) != value:
-                    place = f"Row {number}, layer {spec.path}"
-                    raise CacheMismatch(place, what, known[what], value)
+                    raise CacheMismatch(f"Row {number}, layer {path}", what, known[what], value)
+
+
+def _signature(leaf: Cache) -> dict[str, Any]:
+    """What must be equal among neighbours; an empty cache says nothing of its tensors."""
+    encoded = encode(leaf)
+    same: dict[str, Any] = {"the class": encoded.cls}
+    same |= {f"the {name}": encoded.scalars[name] for name in SETTINGS if name in encoded.scalars}
+    for name, array in encoded.tensors.items():
+        if name.startswith(("keys", "values")):
+            same[f"(dtype, heads, width) of {name}"] = (array.dtype, *array.shape[1::2])
+        elif name.startswith("state"):
+            same[f"(dtype, shape) of {name}"] = (array.dtype, array.shape[1:])
+    return same
 
 
 def _check_rows(batch: Caches, amounts: Sequence[int]) -> None:
     if len(amounts) != batch_size(batch):
         raise CacheMismatch("The padding", "the number of rows", batch_size(batch), len(amounts))
-
-
-__all__ = [
-    "Both",
-    "Left",
-    "Padding",
-    "Right",
-    "batch_size",
-    "can_batch",
-    "dynamic_roll",
-    "empty_batch",
-    "extend",
-    "extract",
-    "filter_rows",
-    "finalize",
-    "merge",
-    "prepare",
-    "trim",
-]

@@ -1,0 +1,47 @@
+"""Fresh caches for a model, with the user's settings applied to the layers they can apply to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
+
+from keepwarm.errors import BadInput
+from keepwarm.kv.kinds import Cache, Caches
+from keepwarm.kv.quant import QuantKVCache
+
+BITS = (2, 3, 4, 5, 6, 8)
+
+
+def make_caches(
+    model: Any,
+    *,
+    max_kv_size: int | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+) -> Caches:
+    """One empty cache a layer, of the class the model asks for.
+
+    `max_kv_size` bounds, and `kv_bits` quantises, the layers that keep every token; layers with a
+    window or a state are bounded already and stay as they are. Unlike mlx-lm, `max_kv_size` keeps
+    no first tokens, so that alone and in a batch the answer is the same.
+    """
+    if max_kv_size is not None and kv_bits is not None:
+        raise BadInput("max_kv_size and kv_bits cannot be combined: a ring is not quantised.")
+    if max_kv_size is not None and max_kv_size < 1:
+        raise BadInput(f"max_kv_size is {max_kv_size}; it must be at least 1.")
+    if kv_bits is not None and kv_bits not in BITS:
+        raise BadInput(f"kv_bits is {kv_bits}; it must be one of {', '.join(map(str, BITS))}.")
+
+    def changed(cache: Cache) -> Cache:
+        if isinstance(cache, CacheList):
+            return CacheList(*(changed(part) for part in cache.caches))
+        if type(cache) is not KVCache:
+            return cache
+        if max_kv_size is not None:
+            return RotatingKVCache(max_size=max_kv_size, keep=0)
+        if kv_bits is not None:
+            return QuantKVCache(group_size=kv_group_size, bits=kv_bits)
+        return cache
+
+    return [changed(cache) for cache in make_prompt_cache(model)]

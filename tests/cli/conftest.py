@@ -1,0 +1,23 @@
+"""The command line inside the test's own process, for what needs no process of its own."""
+
+import io
+import sys
+
+import pytest
+
+from keepwarm.cli.main import main
+
+
+@pytest.fixture
+def main_here(monkeypatch, capsys, tmp_path):
+    """A function: run these arguments; the exit code, standard output and standard error."""
+
+    def run(*arguments: object, stdin: bytes = b"") -> tuple[int, str, str]:
+        monkeypatch.setenv("KEEPWARM_HOME", str(tmp_path))
+        monkeypatch.setattr(sys, "argv", ["keepwarm", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        with pytest.raises(SystemExit) as left:
+            main()
+        return (left.value.code or 0, *capsys.readouterr())
+
+    return run

@@ -1,0 +1,191 @@
+"""`keepwarm chat`: in a real terminal, and with its input piped in."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+
+from keepwarm.cli.chat import Conversation
+from keepwarm.config import Settings
+from keepwarm.engine.model import load
+from keepwarm.engine.prompt import tokenize
+from tests.cli import environment, keepwarm, write_endless
+from tests.kit.checkpoints import write_checkpoint
+
+SUMMARY = re.compile(r"(\d+) tokens · (\d+) of (\d+) already warm · ([\d.]+) tok/s")
+
+# A new session has no terminal of its own until it asks for one; only then does ^C reach it.
+IN_TERMINAL = (
+    "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+    "from keepwarm.cli.main import main; main()"
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"), n_context=400)
+
+
+class Terminal:
+    """A terminal with `keepwarm chat` in it: type keys, wait for what it shows."""
+
+    def __init__(self, checkpoint, home):
+        self._fd, inside = pty.openpty()
+        termios.tcsetwinsize(inside, (40, 200))
+        options = ["chat", "--model", str(checkpoint), "--max-tokens", "500000"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", IN_TERMINAL, *options],
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            env=environment(home, TERM="xterm"),
+            start_new_session=True,
+        )
+        os.close(inside)
+        self.shown = ""
+
+    def type(self, keys):
+        os.write(self._fd, keys)
+
+    def wait_for(self, pattern, timeout=60):
+        """Read until the pattern shows in what is new; then that counts as seen."""
+        end = time.monotonic() + timeout
+        while not (found := re.search(pattern, self.shown, re.DOTALL)):
+            assert time.monotonic() < end, f"{pattern!r} never came, but {self.shown[-500:]!r}"
+            if select.select([self._fd], [], [], 0.5)[0]:
+                self.shown += os.read(self._fd, 65536).decode("utf-8", "replace")
+        self.shown = self.shown[found.end() :]
+        return found
+
+    def close(self):
+        os.close(self._fd)
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def terminal(tmp_path):
+    opened = Terminal(write_endless(tmp_path / "model"), tmp_path)
+    yield opened
+    opened.close()
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(terminal):
+    terminal.wait_for("Ctrl-C stops an answer")
+    terminal.wait_for("> ")
+    terminal.type(b"the fox\n")
+    terminal.wait_for(r"the fox\r\n.{40}")  # in the middle of an answer that has no end
+    terminal.type(b"\x03")
+    first = terminal.wait_for(SUMMARY)
+    terminal.wait_for("> ")
+    terminal.type(b"the dog\n")
+    terminal.wait_for(r"the dog\r\n.{40}")
+    terminal.type(b"\x03")
+    second = terminal.wait_for(SUMMARY)
+    terminal.wait_for("> ")
+    terminal.type(b"\x03")  # where nothing runs there is nothing to stop
+    terminal.wait_for("Ctrl-C stops an answer")
+    assert terminal.process.poll() is None
+    terminal.type(b"\x04")
+    assert terminal.process.wait(timeout=60) == 0
+
+    n_answer, n_warm, n_prompt = (int(n) for n in first.groups()[:3])
+    assert n_answer > 0
+    assert n_warm == 0
+    _, n_warm_then, n_prompt_then = (int(n) for n in second.groups()[:3])
+    assert n_prompt_then > 2 * n_prompt + 10  # both questions and what was said between them
+    assert n_warm_then >= n_prompt  # of which the first question was not read again
+
+
+def test_ctrl_c_while_loading_leaves(terminal):
+    """Before the first prompt there is no answer to stop, and nothing to lose."""
+    time.sleep(0.3)
+    os.killpg(terminal.process.pid, signal.SIGINT)
+    assert terminal.process.wait(timeout=60) in (130, -signal.SIGINT)
+
+
+def test_piped_conversation(checkpoint, tmp_path):
+    """Answers on standard output, everything about them beside it."""
+    options = ("--model", checkpoint, "--max-tokens", 12)
+    lines = "the fox\n\nthe dog\n/clear\nthe fox\n/nonsense\n/exit\nnever read\n"
+    done = keepwarm("chat", *options, home=tmp_path, stdin=lines.encode())
+    assert done.returncode == 0
+    once = keepwarm("run", "the fox", *options, home=tmp_path).stdout
+    assert done.stdout.startswith(once)
+    assert done.stdout.endswith(once)
+    assert len(done.stdout) > 2 * len(once)
+    notes = done.stderr.decode()
+    first, second, third = (tuple(map(float, found)) for found in SUMMARY.findall(notes))
+    assert first[:2] == (12, 0)
+    assert second[1] >= first[2]  # the first turn's prompt was warm
+    assert third[1] == first[2] - 1  # after /clear the same prompt: all but the token to be fed
+    assert "There is no /nonsense." in notes
+
+
+def test_the_end_of_input_leaves(checkpoint, tmp_path):
+    options = ("--model", checkpoint, "--max-tokens", 2)
+    done = keepwarm("chat", *options, home=tmp_path, stdin=b"no newline at the end")
+    assert done.returncode == 0
+    assert len(SUMMARY.findall(done.stderr.decode())) == 1
+
+
+def test_a_turn_that_does_not_fit_is_refused_and_the_next_one_answered(checkpoint, tmp_path):
+    lines = "hi\n" + "far too long " * 100 + "\nhi again\n"
+    options = ("--model", checkpoint, "--max-tokens", 3)
+    done = keepwarm("chat", *options, home=tmp_path, stdin=lines.encode())
+    assert done.returncode == 0
+    assert b"reads at most 399; shorten it. /clear starts over." in done.stderr
+    prompts = [int(found[2]) for found in SUMMARY.findall(done.stderr.decode())]
+    assert len(prompts) == 2
+    assert prompts[1] < 100  # the refused line left no trace
+
+
+@pytest.mark.parametrize("options", [["--system", "no-such-file"], ["--max-tokens", "-1"]])
+def test_bad_options_are_one_sentence(main_here, checkpoint, options):
+    code, out, err = main_here("chat", "--model", checkpoint, *options)
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"[^\n]*\.\n", err)
+
+
+def test_input_that_is_not_text_is_one_sentence(main_here, checkpoint):
+    code, _, err = main_here("chat", "--model", checkpoint, stdin=b"\xff\xfe\n")
+    assert code == 2
+    assert err.endswith("Standard input is not UTF-8 text; convert it.\n")
+
+
+# -- the conversation behind it -------------------------------------------------------------------
+
+
+@pytest.fixture
+def conversation(checkpoint, tmp_path):
+    system = [{"role": "system", "content": "Answer the fox."}]
+    settings = Settings(home=tmp_path, store=tmp_path, max_tokens=6)
+    return Conversation(load(str(checkpoint)), system, settings, seed=None)
+
+
+def test_an_interrupted_answer_stays_in_the_history(conversation):
+    answer = conversation.ask("the dog", lambda: False)
+    said = next(answer).text + next(answer).text
+    conversation.keep("the dog", said)
+    assert [message["role"] for message in conversation.messages] == ["system", "user", "assistant"]
+    assert conversation.messages[-1]["content"] == said
+
+
+def test_clear_keeps_the_system_prompt_warm(conversation, checkpoint):
+    for _ in conversation.ask("the dog", lambda: False):
+        pass
+    conversation.keep("the dog", "said")
+    conversation.clear()
+    assert [message["role"] for message in conversation.messages] == ["system"]
+    again = conversation.ask("a fox", lambda: False)
+    next(again)
+    tokenizer = load(str(checkpoint)).tokenizer
+    opening = tokenize(tokenizer, conversation.messages, add_generation_prompt=False)
+    assert again.usage.cached_tokens >= len(opening)

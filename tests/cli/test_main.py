@@ -1,0 +1,68 @@
+"""The frame of the command line: quick to answer, and never a traceback."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import keepwarm as package
+from tests.cli import keepwarm
+
+HEAVY = "mlx", "mlx_lm", "numpy", "transformers", "huggingface_hub"
+
+
+@pytest.mark.parametrize("module", ["keepwarm", "keepwarm.cli.main"])
+def test_nothing_heavy_is_imported_before_it_is_needed(module):
+    """So that `--help` answers at once: the heavy packages cost seconds."""
+    script = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_public_names_are_sorted_and_there():
+    assert package.__all__ == sorted(package.__all__)
+    assert all(getattr(package, name) is not None for name in package.__all__)
+
+
+def test_load_is_the_engines():
+    from keepwarm.engine.model import load
+
+    assert package.load is load
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = package.nonsense
+
+
+def test_help_names_every_command(main_here):
+    code, out, _ = main_here("--help")
+    assert code == 0
+    assert all(f"  {verb} " in out for verb in ("run", "chat", "pull", "models", "doctor"))
+
+
+def test_version(main_here):
+    assert main_here("--version") == (0, f"{package.__version__}\n", "")
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["run"], ["run", "hi", "--max-tokens", "few"]])
+def test_usage_errors_exit_with_2(main_here, arguments):
+    code, out, err = main_here(*arguments)
+    assert (code, out) == (2, "")
+    assert "Error: " in err
+
+
+def test_an_error_of_ours_is_one_sentence(main_here):
+    code, out, err = main_here("run", "hi", "--model", "no-such-model")
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"[A-Z][^\n]*\.\n", err)
+    assert "no-such-model" in err
+
+
+def test_the_module_is_the_command(tmp_path):
+    """In a process of its own: a setting that cannot be read is a sentence too."""
+    (tmp_path / "config.toml").write_text("model = ")
+    done = keepwarm("run", "hi", home=tmp_path)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert re.fullmatch(rb"[^\n]*config.toml is not TOML[^\n]*\n", done.stderr)

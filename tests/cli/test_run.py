@@ -1,0 +1,135 @@
+"""`keepwarm run`: one prompt in, one answer out."""
+
+import json
+import re
+import signal
+import subprocess
+
+import pytest
+
+from keepwarm.engine.model import load
+from keepwarm.engine.prompt import tokenize
+from tests.cli import command, environment, keepwarm, write_endless
+from tests.kit.checkpoints import EOS, write_checkpoint
+from tests.kit.runs import cold
+
+QUESTION = "What is the answer, 🦊?"
+USAGE = {
+    "prompt_tokens": int,
+    "completion_tokens": int,
+    "cached_tokens": int,
+    "prefilled_tokens": int,
+    "ttft_ms": float,
+    "tokens_per_second": float,
+    "exact": bool,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"), n_context=200)
+
+
+@pytest.fixture
+def ask(checkpoint, tmp_path):
+    """A function: `keepwarm run` on the tiny model, at most 8 tokens."""
+
+    def run(*arguments, stdin=b""):
+        options = ("--model", checkpoint, "--max-tokens", 8)
+        return keepwarm("run", *arguments, *options, home=tmp_path, stdin=stdin)
+
+    return run
+
+
+def expected(checkpoint, messages, n):
+    """The greedy answer, by a plain loop over the model."""
+    model = load(str(checkpoint))
+    tokens = tokenize(model.tokenizer, messages)
+    text = model.tokenizer.decode(cold(model.module, tokens, n).tokens)
+    return text.split(EOS)[0], len(tokens)
+
+
+def test_json_is_one_object_and_nothing_else(ask, checkpoint):
+    done = ask(QUESTION, "--json")
+    assert (done.returncode, done.stderr) == (0, b"")
+    answer = json.loads(done.stdout)
+    text, n_prompt = expected(checkpoint, [{"role": "user", "content": QUESTION}], 8)
+    assert answer["text"] == text
+    assert answer["finish_reason"] == "length"
+    usage = answer["usage"]
+    assert {name: type(value) for name, value in usage.items()} == USAGE
+    assert usage["prompt_tokens"] == usage["prefilled_tokens"] == n_prompt
+    assert (usage["completion_tokens"], usage["cached_tokens"], usage["exact"]) == (8, 0, True)
+
+
+def test_text_from_standard_input_with_a_system_prompt(ask, checkpoint, tmp_path):
+    system = tmp_path / "system.txt"
+    system.write_text("Answer the fox.", encoding="utf-8")
+    done = ask("-", "--system", system, stdin=QUESTION.encode())
+    assert (done.returncode, done.stderr) == (0, b"")
+    messages = [
+        {"role": "system", "content": "Answer the fox."},
+        {"role": "user", "content": QUESTION},
+    ]
+    assert done.stdout.decode() == expected(checkpoint, messages, 8)[0] + "\n"
+
+
+def test_text_streams_and_ctrl_c_leaves_with_130(tmp_path):
+    checkpoint = write_endless(tmp_path / "model")
+    arguments = command("run", "hi", "--model", checkpoint, "--max-tokens", 500_000)
+    with subprocess.Popen(
+        arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(tmp_path),
+    ) as process:
+        assert process.stdout.read(40)  # text, long before the answer can be whole
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+
+
+def test_a_reader_that_leaves_ends_the_answer_quietly(tmp_path):
+    """As in `keepwarm run … | head`."""
+    checkpoint = write_endless(tmp_path / "model")
+    arguments = command("run", "hi", "--model", checkpoint, "--max-tokens", 500_000)
+    with subprocess.Popen(
+        arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(tmp_path),
+    ) as process:
+        assert process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        process.wait(timeout=60)
+    assert process.returncode == 1
+
+
+def test_a_seed_repeats_the_draws(ask):
+    draws = [ask("hi", "--temperature", 1, "--seed", seed).stdout for seed in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "says"),
+    [
+        ([""], b"", "prompt is empty"),
+        (["-"], b" \n", "prompt is empty"),
+        (["-"], b"\xff\xfe", "Standard input is not UTF-8"),
+        (["hi", "--system", "no-such-file"], b"", "no-such-file cannot be read: No such file"),
+        (["hi", "--system", "."], b"", "cannot be read: Is a directory"),
+        (["hi", "--max-tokens", "0"], b"", "max-tokens is 0"),
+        (["hi", "--max-tokens", "-1"], b"", "max-tokens is -1"),
+        (["hi", "--temperature", "-1"], b"", "temperature is -1"),
+        (["hi", "--seed", "-1"], b"", "seed is -1"),
+        (["hi " * 300], b"", "tokens long and .* reads at most 199"),
+        (["\udcff"], b"", "not UTF-8"),
+    ],
+)
+def test_bad_input_is_one_sentence(main_here, checkpoint, arguments, stdin, says):
+    code, out, err = main_here("run", "--model", checkpoint, *arguments, stdin=stdin)
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"[^\n]*\.\n", err)
+    assert re.search(says, err)

@@ -1,0 +1,227 @@
+"""Models from directories: real ones load and run, everything else is refused in one sentence."""
+
+import json
+import shutil
+import struct
+import threading
+from math import prod
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from keepwarm.engine import space
+from keepwarm.engine.model import load, n_context
+from keepwarm.errors import BadModelFile, KeepwarmError, NotEnough, UnknownModel, UnsupportedModel
+from tests.kit.checkpoints import (
+    EOS,
+    make_config,
+    make_tokenizer,
+    make_weights,
+    weight_shapes,
+    write_checkpoint,
+)
+
+TOKENS = mx.array([[5, 17, 230, 9, 44, 301, 12, 8]])
+ON_GPU = mx.default_device() == mx.gpu
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return write_checkpoint(tmp_path / "model")
+
+
+def refuse(name, error, *words):
+    """Loading is refused with that error, in one sentence that has these words."""
+    with pytest.raises(KeepwarmError) as refusal:
+        load(str(name))
+    assert refusal.type is error
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def edit_config(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_directory_loads_as_it_was_written(directory):
+    model = load(str(directory))
+    assert (model.name, model.path, model.n_context) == (str(directory), directory, 4096)
+    written = make_weights(make_config(make_tokenizer()))
+    loaded = dict(tree_flatten(model.module.parameters()))
+    assert loaded.keys() == written.keys()
+    assert all(mx.array_equal(loaded[name], written[name]) for name in written)
+    assert model.tokenizer.eos_token_ids == {make_tokenizer().token_to_id(EOS)}
+
+
+def test_caches_fit_the_model(directory):
+    model = load(str(directory))
+    cache = model.make_cache()
+    whole = model.module(TOKENS)
+    first = model.module(TOKENS[:, :5], cache=cache)
+    rest = model.module(TOKENS[:, 5:], cache=cache)
+    assert len(cache) == 2
+    assert mx.allclose(mx.concatenate([first, rest], axis=1), whole, atol=1e-4)
+
+
+def test_another_thread_may_run_a_loaded_model(directory):
+    """Lazy weights would belong to the thread that loaded them."""
+    model = load(str(directory))
+    sums = []
+    thread = threading.Thread(target=lambda: sums.append(model.module(TOKENS).sum().item()))
+    thread.start()
+    thread.join()
+    assert sums == [pytest.approx(model.module(TOKENS).sum().item(), rel=1e-4)]
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_half_precision_becomes_fp32_on_cpu_alone(tmp_path, dtype):
+    model = load(str(write_checkpoint(tmp_path / "model", dtype=dtype)))
+    wanted = dtype if ON_GPU else mx.float32
+    written = make_weights(make_config(make_tokenizer()))["lm_head.weight"].astype(dtype)
+    assert mx.array_equal(model.module.lm_head.weight, written.astype(wanted))
+    cache = model.make_cache()
+    assert model.module(TOKENS, cache=cache).dtype == wanted
+    assert cache[0].keys.dtype == wanted
+
+
+def test_quantised_weights_become_fp32_on_cpu_alone(directory):
+    model = load(str(directory))
+    nn.quantize(model.module, group_size=32, bits=4)
+    quantised = model.module(TOKENS)
+    weights = dict(tree_flatten(model.module.parameters()))
+    mx.save_safetensors(str(directory / "model.safetensors"), weights)
+    edit_config(directory, quantization={"group_size": 32, "bits": 4})
+    again = load(str(directory))
+    dtypes = {array.dtype for _, array in tree_flatten(again.module.parameters())}
+    assert dtypes == ({mx.float32, mx.uint32} if ON_GPU else {mx.float32})
+    assert mx.allclose(again.module(TOKENS), quantised, atol=1e-3)
+
+
+def test_home_is_understood_in_a_path(directory, monkeypatch):
+    monkeypatch.setenv("HOME", str(directory.parent))
+    assert load("~/model").path == directory
+
+
+@pytest.mark.parametrize("name", ["smolm2", "./nowhere", "/no/such/model", "model.gguf", ""])
+def test_unknown_name_says_which_names_work(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    refuse(name, UnknownModel, repr(name), "smollm2", "directory", ".gguf", "org/name")
+
+
+def test_directory_without_config_is_refused(directory):
+    (directory / "config.json").unlink()
+    refuse(directory, BadModelFile, "config.json")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "\x00"])
+def test_config_that_is_none_is_refused(directory, text):
+    (directory / "config.json").write_text(text)
+    refuse(directory, BadModelFile, "config.json")
+
+
+def test_directory_without_weights_is_refused(directory):
+    (directory / "model.safetensors").unlink()
+    refuse(directory, BadModelFile, "weights")
+
+
+def test_directory_without_tokenizer_is_refused(directory):
+    (directory / "tokenizer.json").unlink()
+    refuse(directory, BadModelFile, "tokenizer.json")
+
+
+def test_broken_tokenizer_is_refused(directory):
+    (directory / "tokenizer.json").write_text('{"model": 5}')
+    refuse(directory, BadModelFile, "tokenizer")
+
+
+def test_unsupported_architecture_is_named(directory):
+    edit_config(directory, model_type="perceiver9000", architectures=["Perceiver9000"])
+    refuse(directory, UnsupportedModel, "perceiver9000")
+
+
+def test_code_of_a_model_is_never_run(directory):
+    (directory / "evil.py").write_text("raise SystemExit('ran')")
+    edit_config(directory, model_file="evil.py")
+    refuse(directory, UnsupportedModel, "llama")
+
+
+def test_config_without_a_needed_field_is_refused(directory):
+    config = json.loads((directory / "config.json").read_text())
+    del config["hidden_size"]
+    (directory / "config.json").write_text(json.dumps(config))
+    refuse(directory, BadModelFile, "hidden_size")
+
+
+def test_truncated_weights_are_refused(directory):
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    refuse(directory, BadModelFile)
+
+
+def test_missing_and_misshapen_weights_are_refused(directory):
+    weights = make_weights(make_config(make_tokenizer()))
+    missing = weights.pop("model.norm.weight")
+    mx.save_safetensors(str(directory / "model.safetensors"), weights)
+    refuse(directory, BadModelFile)
+    weights["model.norm.weight"] = missing[:10]
+    mx.save_safetensors(str(directory / "model.safetensors"), weights)
+    refuse(directory, BadModelFile)
+
+
+def test_context_is_found_where_models_write_it():
+    assert n_context({"max_position_embeddings": 77}) == 77
+    assert n_context({"n_positions": 78}) == 78
+    assert n_context({"text_config": {"max_position_embeddings": 79}}) == 79
+    assert n_context({"model_type": "mamba"}) > 10**9
+
+
+def test_too_little_room_is_said_with_both_numbers():
+    space.require("It", 100, 100, "memory")
+    with pytest.raises(NotEnough, match=r"It needs 2\.5 GB of memory and only 300 MB is free"):
+        space.require("It", 2_500_000_000, 300_000_000, "memory")
+
+
+def test_model_larger_than_memory_is_refused_before_it_is_read(directory):
+    """A sparse file of half a terabyte: to read any of it would take minutes."""
+    rows, columns = 2**31 - 1, 64
+    config = make_config(make_tokenizer()) | {"vocab_size": rows, "tie_word_embeddings": True}
+    (directory / "config.json").write_text(json.dumps(config))
+    shapes = weight_shapes(config)
+    del shapes["lm_head.weight"]
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        file.truncate(8 + len(encoded) + end)
+    refuse(directory, NotEnough, f"{4 * rows * columns / 1e9:.0f}", "GB of memory", "free")
+
+
+def test_disk_and_memory_are_measured(tmp_path):
+    place = tmp_path / "not" / "yet" / "there"
+    space.require_disk("It", 1000, place)
+    space.require_memory("It", 1000)
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(NotEnough, match=f"disk in {place}"):
+        space.require_disk("It", 2 * free + 10**9, place)
+    with pytest.raises(NotEnough, match="memory"):
+        space.require_memory("It", 10**18)
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "words"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1 kB"),
+        (98_362_432, "98 MB"),
+        (5e12, "5000.0 GB"),
+    ],
+)
+def test_sizes_in_words(n_bytes, words):
+    assert space.in_words(n_bytes) == words
