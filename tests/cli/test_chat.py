@@ -19,7 +19,7 @@ from keepwarm.engine.prompt import tokenize
 from tests.cli import environment, keepwarm, write_endless
 from tests.kit.checkpoints import write_checkpoint
 
-SUMMARY = re.compile(r"(\d+) tokens · (\d+) of (\d+) already warm · ([\d.]+) tok/s")
+SUMMARY = r"(\d+) tokens · (\d+) of (\d+) already warm · ([\d.]+) tok/s"
 
 # A new session has no terminal of its own until it asks for one; only then does ^C reach it.
 IN_TERMINAL = (
@@ -122,7 +122,7 @@ def test_piped_conversation(checkpoint, tmp_path):
     assert done.stdout.endswith(once)
     assert len(done.stdout) > 2 * len(once)
     notes = done.stderr.decode()
-    first, second, third = (tuple(map(float, found)) for found in SUMMARY.findall(notes))
+    first, second, third = (tuple(map(float, found)) for found in re.findall(SUMMARY, notes))
     assert first[:2] == (12, 0)
     assert second[1] >= first[2]  # the first turn's prompt was warm
     assert third[1] == first[2] - 1  # after /clear the same prompt: all but the token to be fed
@@ -133,7 +133,7 @@ def test_the_end_of_input_leaves(checkpoint, tmp_path):
     options = ("--model", checkpoint, "--max-tokens", 2)
     done = keepwarm("chat", *options, home=tmp_path, stdin=b"no newline at the end")
     assert done.returncode == 0
-    assert len(SUMMARY.findall(done.stderr.decode())) == 1
+    assert len(re.findall(SUMMARY, done.stderr.decode())) == 1
 
 
 def test_a_turn_that_does_not_fit_is_refused_and_the_next_one_answered(checkpoint, tmp_path):
@@ -142,7 +142,7 @@ def test_a_turn_that_does_not_fit_is_refused_and_the_next_one_answered(checkpoin
     done = keepwarm("chat", *options, home=tmp_path, stdin=lines.encode())
     assert done.returncode == 0
     assert b"reads at most 399; shorten it. /clear starts over." in done.stderr
-    prompts = [int(found[2]) for found in SUMMARY.findall(done.stderr.decode())]
+    prompts = [int(found[2]) for found in re.findall(SUMMARY, done.stderr.decode())]
     assert len(prompts) == 2
     assert prompts[1] < 100  # the refused line left no trace
 

@@ -107,9 +107,11 @@ def test_a_reader_that_leaves_ends_the_answer_quietly(tmp_path):
     assert process.returncode == 1
 
 
-def test_a_seed_repeats_the_draws(ask):
-    draws = [ask("hi", "--temperature", 1, "--seed", seed).stdout for seed in (1, 1, 2)]
+def test_a_seed_repeats_the_draws(main_here, checkpoint):
+    options = ("--model", checkpoint, "--max-tokens", 8, "--temperature", 1)
+    draws = [main_here("run", "hi", *options, "--seed", seed) for seed in (1, 1, 2)]
     assert draws[0] == draws[1] != draws[2]
+    assert [code for code, _, _ in draws] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Every mlx-lm name and fact that Keepwarm builds on, so that a new release breaks here.
 
-A test named `test_defect_…` pins an upstream defect that we work around: when it fails, mlx-lm
-has mended it, and our workaround can go.
+Here: which names we use, single caches and functions. Batches, the generator and known defects
+stand in `test_mlx_lm_batch.py`.
 """
 
 import ast
@@ -12,10 +12,10 @@ import pkgutil
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm.models
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import (
@@ -39,9 +39,8 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
 import keepwarm
+from tests.contract.rows import filled, held, positions, rows
 from tests.kit.checkpoints import write_checkpoint
-from tests.kit.compare import assert_differs, assert_same
-from tests.kit.runs import Job, batched, cold, continue_from, prefill, prompt_of
 
 SOURCE = Path(keepwarm.__file__).parent
 ROOMS_WITH_MLX_LM = {"kv", "engine"}
@@ -87,28 +86,6 @@ CACHE_CLASSES = {
 NOT_IMPORTABLE = {"olmo"}
 
 
-def rows(n, *, batch=1, heads=2, width=64, seed=0):
-    """K and V of n tokens, laid out (batch, heads, tokens, width)."""
-    keys = mx.random.split(mx.random.key(seed), 2)
-    k, v = (mx.random.normal((batch, heads, n, width), key=key) for key in keys)
-    return k, v
-
-
-def filled(cache, n, **how):
-    cache.update_and_fetch(*rows(n, **how))
-    return cache
-
-
-def positions(n, batch=1):
-    """Rows that carry their own position, to see where a cache puts them."""
-    k = mx.broadcast_to(mx.arange(n, dtype=mx.float32)[None, None, :, None], (batch, 1, n, 1))
-    return k, k
-
-
-def held(keys):
-    return [int(x) for x in keys[0, 0, :, 0].tolist()]
-
-
 # --- What we use, and nothing else -----------------------------------------------------------
 
 
@@ -142,8 +119,8 @@ def test_the_names_in_use_are_the_names_listed_here():
 
 
 def test_every_listed_name_is_used_by_a_test_here():
-    tree = ast.parse(Path(__file__).read_text())
-    bodies = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.Assign)]
+    trees = [ast.parse(p.read_text()) for p in Path(__file__).parent.glob("test_mlx_lm*.py")]
+    bodies = [n for t in trees for n in t.body if isinstance(n, ast.FunctionDef | ast.Assign)]
     seen = {n.id for b in bodies for n in ast.walk(b) if isinstance(n, ast.Name)}
     seen |= {n.attr for b in bodies for n in ast.walk(b) if isinstance(n, ast.Attribute)}
     assert set().union(*USED.values()) <= seen
@@ -252,8 +229,8 @@ def test_kv_buffers_grow_by_256_and_hold_more_rows_than_tokens():
     """S3-47: so only the first `offset` rows may be kept."""
     cache = filled(KVCache(), 10)
     assert cache.keys.shape == (1, 2, 256, 64)
-    assert filled(cache, 250).keys.shape[2] == 266 + 246 or cache.keys.shape[2] >= 260
-    assert cache.nbytes == cache.keys.nbytes + cache.values.nbytes
+    assert filled(cache, 250).keys.shape[2] == 10 + 256
+    assert cache.nbytes == 2 * (10 + 256) * 2 * 64 * 4
 
 
 def test_trim_moves_the_offset_and_leaves_the_rows():
@@ -397,18 +374,22 @@ def test_prompt_cache_files_have_three_parts_of_metadata(tmp_path):
     assert (kv.offset, state.cache, user) == (10, [None], {"k": "v"})
 
 
-def test_a_model_and_its_tokenizer_load_from_a_directory(tmp_path):
-    """Weights stay lazy on request; the end tokens given are the tokenizer's."""
+def test_a_model_loads_from_a_directory_and_can_be_quantised_back_and_forth(tmp_path):
+    """`dequantize_model` replaces the layers in place; the file's config is passed on."""
     directory = write_checkpoint(tmp_path / "tiny")
     model, config = load_model(directory, lazy=True)
     assert isinstance(model, llama.Model)
-    assert config["model_type"] == "llama"
+    paths = [path for path, _ in tree_flatten(model.parameters())]
     same = llama.Model(llama.ModelArgs.from_dict(config))
-    assert tree_flatten(same.parameters()).__len__() == len(tree_flatten(model.parameters()))
+    assert paths == [path for path, _ in tree_flatten(same.parameters())]
+    nn.quantize(model, group_size=32, bits=8)
+    assert paths != [path for path, _ in tree_flatten(model.parameters())]
+    dequantize_model(model)
+    assert paths == [path for path, _ in tree_flatten(model.parameters())]
+
+
+def test_given_end_tokens_are_added_to_the_tokenizers_own(tmp_path):
+    directory = write_checkpoint(tmp_path / "tiny")
     tokenizer = load_tokenizer(directory, {"trust_remote_code": False}, eos_token_ids=5)
-    assert tokenizer.eos_token_ids == {5}
+    assert tokenizer.eos_token_ids == {tokenizer.eos_token_id, 5}
     assert tokenizer.decode(tokenizer.encode("the fox")) == "the fox"
-    assert dequantize_model(model) is not None
-
-
-# (continued in test_mlx_lm_batches.py)

@@ -21,7 +21,6 @@ from tests.kit.compare import assert_differs, assert_same
 from tests.kit.models import ARCHITECTURES
 from tests.kit.runs import FedCounter, cold, continue_from, prefill, prompt_of
 
-SLICEABLE = sorted(set(ARCHITECTURES) - {"deepseek_v41"})
 PROMPT = prompt_of(600)
 N = 6
 
@@ -54,7 +53,7 @@ def blocks_of(model, prompt, slices):
     return caches, [kept[i] for i in sorted(kept)]
 
 
-@pytest.mark.parametrize("name", SLICEABLE)
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_restored_at_the_end(name, tiny_model, reference):
     """S0-17, S0-18, S0-44: cut, rebuild, go on; only the last token is fed again."""
     model = tiny_model(name)
@@ -66,7 +65,7 @@ def test_restored_at_the_end(name, tiny_model, reference):
     assert counter.fed == 1 + N
 
 
-@pytest.mark.parametrize("name", SLICEABLE)
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 @pytest.mark.parametrize("at", [41, 256, 257, 511, 555])
 def test_restored_at_any_token(name, at, tiny_model, reference, captured):
     """Delta and window layers restore at every token, state layers where a state was taken."""
@@ -94,7 +93,7 @@ def test_slices_of_any_length(name, tiny_model):
         assert_same(again, run)
 
 
-@pytest.mark.parametrize("name", SLICEABLE)
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_a_wrong_cache_differs(name, tiny_model, reference):
     """The control: blocks of another prompt must not give the same answer."""
     model = tiny_model(name)

@@ -98,19 +98,23 @@ class Conversation:
 
 def _turn(talk: Conversation, line: str) -> None:
     """Answer one line; what was said before Ctrl-C stays, a turn that failed leaves no trace."""
-    pieces: list[str] = []
-    try:
-        with _interruptible() as interrupted:
-            answer = talk.ask(checked(line), interrupted)
-            for step in answer:
-                pieces.append(step.text)
-                print(step.text, end="", flush=True)
-    except KeepwarmError as error:
-        return _note(f"{error} /clear starts over.")
+    with _interruptible() as interrupted:
+        try:
+            _note(_summary(_answer(talk, line, interrupted)))
+        except KeepwarmError as error:
+            _note(f"{error} /clear starts over.")
+
+
+def _answer(talk: Conversation, line: str, should_stop: Callable[[], bool]) -> Usage:
+    pieces = []
+    generation = talk.ask(checked(line), should_stop)
+    for step in generation:
+        pieces.append(step.text)
+        print(step.text, end="", flush=True)
     print(flush=True)
-    if answer.usage.completion_tokens:
+    if generation.usage.completion_tokens:
         talk.keep(line, "".join(pieces))
-    return _note(_summary(answer.usage))
+    return generation.usage
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
 )
+from mlx_lm.models.deepseek_v41 import LayerCache
 
 from keepwarm.errors import UnsupportedCache
 from keepwarm.kv.kinds import Cache, Caches, kind_of
@@ -31,6 +32,7 @@ Scalar: TypeAlias = int | bool
 Tensors: TypeAlias = Mapping[str, mx.array]
 
 TRIPLE = QuantizedRows._fields
+LAYER_ARRAYS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,21 @@ def _decode_arrays(encoded: Encoded) -> ArraysCache:
     return cache
 
 
+def _encode_layer_cache(cache: LayerCache) -> Encoded:
+    arrays = {f"state{i}": getattr(cache, name) for i, name in enumerate(LAYER_ARRAYS)}
+    tensors = {name: array for name, array in arrays.items() if array is not None}
+    scalars = {"offset": cache.offset, "window_size": cache.window_size}
+    return Encoded("LayerCache", tensors, scalars)
+
+
+def _decode_layer_cache(encoded: Encoded) -> LayerCache:
+    cache = LayerCache(encoded.scalars["window_size"])
+    cache.offset = encoded.scalars["offset"]
+    for i, name in enumerate(LAYER_ARRAYS):
+        setattr(cache, name, encoded.tensors.get(f"state{i}"))
+    return cache
+
+
 def _encode_list(cache: CacheList) -> Encoded:
     return Encoded("CacheList", parts=tuple(encode(part) for part in cache.caches))
 
@@ -281,6 +298,7 @@ CODECS: dict[type, Codec] = {
     RotatingKVCache: Codec(_encode_rotating, _decode_rotating),
     ChunkedKVCache: Codec(_encode_chunked, _decode_chunked),
     ArraysCache: Codec(_encode_arrays, _decode_arrays),
+    LayerCache: Codec(_encode_layer_cache, _decode_layer_cache),
     CacheList: Codec(_encode_list, _decode_list),
     BatchKVCache: Codec(_encode_batch, _decode_batch),
     BatchQuantizedKVCache: Codec(_encode_batch, _decode_batch_quantized),

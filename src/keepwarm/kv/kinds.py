@@ -23,6 +23,7 @@ from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
 )
+from mlx_lm.models.deepseek_v41 import LayerCache
 
 from keepwarm.errors import CacheMismatch, UnsupportedCache
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
@@ -51,15 +52,12 @@ KINDS: dict[type, Kind] = {
     BatchRotatingKVCache: Kind.WINDOW,
     ChunkedKVCache: Kind.WINDOW,
     ArraysCache: Kind.STATE,
+    LayerCache: Kind.STATE,
     CacheList: Kind.COMPOSITE,
 }
 
 BATCHED = (BatchKVCache, BatchQuantizedKVCache, BatchRotatingKVCache)
 QUANTIZED = (QuantizedKVCache, QuantKVCache, BatchQuantizedKVCache)
-
-UNSUPPORTED: dict[str, str] = {
-    "mlx_lm.models.deepseek_v41.LayerCache": "its compressed groups cannot be set from outside",
-}
 
 
 def kind_of(cache: Cache) -> Kind:
@@ -67,8 +65,9 @@ def kind_of(cache: Cache) -> Kind:
     kind = KINDS.get(type(cache))
     if kind is None:
         name = f"{type(cache).__module__}.{type(cache).__qualname__}"
-        why = UNSUPPORTED.get(name, "this class is not known to Keepwarm")
-        raise UnsupportedCache(f"{name} cannot be kept: {why}; such a model runs without a cache.")
+        raise UnsupportedCache(
+            f"{name} is not a cache class known to Keepwarm; such a model runs without a cache."
+        )
     # With keep > 0 the rows a token saw depend on how the prompt was sliced (facts: keep = 4).
     return Kind.STATE if isinstance(cache, RotatingKVCache) and cache.keep else kind
 
@@ -89,6 +88,8 @@ def is_empty(cache: Cache) -> bool:
         return all(is_empty(part) for part in cache.caches)
     if isinstance(cache, ArraysCache):
         return all(array is None for array in cache.cache)
+    if isinstance(cache, LayerCache):
+        return bool(cache.empty())
     return cache.keys is None
 
 
@@ -111,7 +112,7 @@ def token_count(caches: Sequence[Cache]) -> int | None:
     for path, cache in leaves(caches):
         if is_batched(cache):
             raise UnsupportedCache(f"Layer {path} is a batch; extract a row first.")
-        if isinstance(cache, ArraysCache) or cache.keys is None:
+        if isinstance(cache, ArraysCache) or is_empty(cache):
             continue
         if count is not None and cache.offset != count:
             raise CacheMismatch(f"Layer {path}", "the token count", count, cache.offset)

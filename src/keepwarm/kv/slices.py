@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from keepwarm.errors import CacheMismatch, CorruptBlock, UnsupportedCache
-from keepwarm.kv.codec import Encoded, Tensors, decode, encode, rows_in_time
+from keepwarm.kv.codec import LAYER_ARRAYS, Encoded, Tensors, decode, encode, rows_in_time
 from keepwarm.kv.kinds import (
     BLOCK_TOKENS,
     Cache,
@@ -198,11 +198,22 @@ class _LeafAssembly:
     def _add_state(self, block: Block) -> None:
         if block.end != self.n_tokens or not block.state:
             return
+        place = f"Layer {self.leaf.path}, block {block.index}"
+        if self.leaf.is_open:
+            self.states = self._open_states(block, place)
+            return
         for name, spec in self.leaf.tensors.items():
             array = self._tensor(block, block.state, name)
-            n_rows = min(self.n_tokens, self.leaf.scalars.get("max_size", 0))
-            spec.check(array, n_rows, f"Layer {self.leaf.path}, block {block.index}")
+            spec.check(array, min(self.n_tokens, self.leaf.scalars.get("max_size", 0)), place)
             self.states[name] = array
+
+    def _open_states(self, block: Block, place: str) -> dict[str, mx.array]:
+        """Arrays that were there when the block was cut; those one token shows are checked."""
+        names = [f"state{i}" for i in range(len(LAYER_ARRAYS))]
+        found = {n: block.state.get(tensor_name(self.leaf.path, block.index, n)) for n in names}
+        for name, spec in self.leaf.tensors.items():
+            spec.check_any_rows(self._tensor(block, block.state, name), place)
+        return {name: array for name, array in found.items() if array is not None}
 
     def _tensor(self, block: Block, tensors: Mapping[str, Any], name: str) -> mx.array:
         wanted = tensor_name(self.leaf.path, block.index, name)

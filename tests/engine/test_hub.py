@@ -1,0 +1,151 @@
+"""Models by hub id, against a server that speaks the hub's file protocol.
+
+Each look runs in a process of its own: the hub's library reads its environment once, on import.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from keepwarm.engine import hub
+from keepwarm.engine.model import load
+from tests.kit.checkpoints import write_checkpoint
+from tests.kit.hub_server import serving
+
+TOKENS = [5, 17, 230, 9, 44]
+PRELUDE = """
+import json, sys
+from keepwarm.errors import KeepwarmError
+def say(**answer):
+    print(json.dumps(answer))
+"""
+LOAD = """
+import mlx.core as mx
+from keepwarm.engine.model import load
+try:
+    model = load(sys.argv[1])
+    logits = model.module(mx.array([json.loads(sys.argv[2])]))
+    say(path=str(model.path), sum=logits.sum().item(), eos=sorted(model.tokenizer.eos_token_ids))
+except KeepwarmError as error:
+    say(error=type(error).__name__, text=str(error))
+"""
+FETCH = """
+from keepwarm.engine import hub
+try:
+    path = str(hub.fetch(sys.argv[1]))
+    say(path=path, all={name: str(path) for name, path in hub.all_cached().items()})
+except KeepwarmError as error:
+    say(error=type(error).__name__, text=str(error), cached=str(hub.cached(sys.argv[1])))
+"""
+
+
+@pytest.fixture
+def repo(tmp_path):
+    """A checkpoint beside files that a text model does not need."""
+    directory = write_checkpoint(tmp_path / "repo")
+    for name in ("README.md", "pytorch_model.bin", "modeling.py", "model.Q4_0.gguf"):
+        (directory / name).write_text("not needed")
+    return directory
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """Runs a program with a hub cache of its own, and gives what it printed."""
+
+    def run(program, name, endpoint):
+        outside = ("HF_", "HUGGING", "KEEPWARM_")
+        mine = {key: value for key, value in os.environ.items() if not key.startswith(outside)}
+        mine |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1"}
+        mine |= {"KEEPWARM_HOME": str(tmp_path / "home")}
+        command = [sys.executable, "-c", PRELUDE + program, name, json.dumps(TOKENS)]
+        done = subprocess.run(command, env=mine, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_load_by_id_then_again_without_network(repo, ask):
+    with serving({"org/tiny": repo}) as server:
+        first = ask(LOAD, "org/tiny", server.url)
+    assert first["sum"] == pytest.approx(load(str(repo)).module(mx.array([TOKENS])).sum().item())
+    needed = {"config.json", "generation_config.json", "model.safetensors"}
+    assert server.downloaded() == needed | {"tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in Path(first["path"]).iterdir()} == server.downloaded()
+    assert ask(LOAD, "org/tiny", server.url) == first  # nobody serves that address any more
+
+
+def test_a_model_that_is_here_is_not_asked_for_again(repo, ask):
+    with serving({"org/tiny": repo}) as server:
+        ask(FETCH, "org/tiny", server.url)
+        server.requests.clear()
+        ask(LOAD, "org/tiny", server.url)
+        assert server.requests == []
+
+
+def test_fetch_brings_the_newest(repo, ask):
+    with serving({"org/tiny": repo}) as server:
+        old = ask(FETCH, "org/tiny", server.url)
+        write_checkpoint(repo, n_context=8192)
+        server.requests.clear()
+        new = ask(FETCH, "org/tiny", server.url)
+    assert old["path"] != new["path"]
+    assert new["all"] == {"org/tiny": new["path"]}
+    assert (
+        json.loads(Path(new["path"], "config.json").read_text())["max_position_embeddings"] == 8192
+    )
+    assert "model.safetensors" not in server.downloaded()  # the same as before
+
+
+def test_unknown_id_is_refused(repo, ask):
+    with serving({"org/tiny": repo}) as server:
+        answer = ask(LOAD, "org/tinny", server.url)
+    assert answer["error"] == "UnknownModel"
+    assert "org/tinny" in answer["text"]
+    assert "\n" not in answer["text"]
+
+
+def test_hub_that_does_not_answer_is_unreachable(ask):
+    with serving({}) as server:
+        pass
+    answer = ask(LOAD, "org/tiny", server.url)
+    assert answer["error"] == "Unreachable"
+    assert "org/tiny" in answer["text"]
+    assert "HF_ENDPOINT" in answer["text"]
+    assert "\n" not in answer["text"]
+
+
+def test_model_larger_than_the_disk_is_refused_before_download(repo, ask):
+    (repo / "model.safetensors").unlink()
+    with (repo / "model.safetensors").open("wb") as sparse:
+        sparse.truncate(2**42)
+    with serving({"org/tiny": repo}) as server:
+        answer = ask(FETCH, "org/tiny", server.url)
+    assert answer["error"] == "NotEnough"
+    assert "4398.0 GB of disk" in answer["text"]
+    assert answer["cached"] == "None"
+    assert server.downloaded() == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("org/name", True),
+        ("Org-1/Name.v2_x-4bit", True),
+        ("name", False),
+        ("./name", False),
+        ("../name", False),
+        ("/org/name", False),
+        ("~/name", False),
+        ("a/b/c", False),
+        ("dir/model.gguf", False),
+        ("org/name\n", False),
+    ],
+)
+def test_what_a_hub_id_looks_like(name, is_one):
+    assert hub.is_id(name) is is_one
