@@ -12,7 +12,8 @@
     └── CacheError                   500
         ├── UnsupportedCache         501   a cache class, or a use of one, that nobody here knows
         ├── CacheMismatch            409   shape, dtype, heads or kind differ from what is expected
-        └── CorruptBlock             500   a block without the tensors its layer needs
+        ├── CorruptBlock             500   a block without the tensors its layer needs
+        └── BadRecord                500   bytes that are not the record they claim to be
 
 A message is one sentence: what happened, why, what to do.
 """
@@ -83,3 +84,7 @@ class CorruptBlock(CacheError):
         super().__init__(f"Layer {layer}, block {block}: {why}.")
         self.layer = layer
         self.block = block
+
+
+class BadRecord(CacheError):
+    pass

@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from keepwarm.errors import CacheMismatch, CorruptBlock, UnsupportedCache
-from keepwarm.kv.kinds import BLOCK_TOKENS, Kind, token_count
+from keepwarm.kv.kinds import Kind, token_count
 from keepwarm.kv.layout import layout_of, probe
 from keepwarm.kv.slices import (
     Block,
@@ -17,6 +17,7 @@ from keepwarm.kv.slices import (
     cut,
     reconstruct_cache,
 )
+from keepwarm.prefix.blocks import BLOCK_TOKENS
 from tests.kit.compare import assert_differs, assert_same
 from tests.kit.models import ARCHITECTURES
 from tests.kit.runs import FedCounter, cold, continue_from, prefill, prompt_of

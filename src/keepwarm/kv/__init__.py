@@ -25,7 +25,7 @@ from keepwarm.kv.batch import (  # noqa: E402
     trim,
 )
 from keepwarm.kv.codec import Encoded, copy_of, decode, encode, live_bytes  # noqa: E402
-from keepwarm.kv.kinds import BLOCK_TOKENS, Caches, Kind, kind_of, token_count  # noqa: E402
+from keepwarm.kv.kinds import Caches, Kind, kind_of, token_count  # noqa: E402
 from keepwarm.kv.layout import Layout, layout_of, probe  # noqa: E402
 from keepwarm.kv.make import make_caches  # noqa: E402
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache  # noqa: E402
@@ -39,7 +39,6 @@ from keepwarm.kv.slices import (  # noqa: E402
 )
 
 __all__ = [
-    "BLOCK_TOKENS",
     "Assembly",
     "BatchQuantizedKVCache",
     "Block",

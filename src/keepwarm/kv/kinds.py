@@ -28,8 +28,6 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 from keepwarm.errors import CacheMismatch, UnsupportedCache
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
 
-BLOCK_TOKENS = 256
-
 Cache: TypeAlias = Any  # one layer's cache, of a class of mlx-lm or of ours
 Caches: TypeAlias = list[Any]  # one cache a layer
 

@@ -16,7 +16,6 @@ from mlx_lm.models.cache import KVCache
 from keepwarm.errors import CacheMismatch, CorruptBlock, UnsupportedCache
 from keepwarm.kv.codec import LAYER_ARRAYS, Encoded, Tensors, decode, encode, rows_in_time
 from keepwarm.kv.kinds import (
-    BLOCK_TOKENS,
     Cache,
     Caches,
     Kind,
@@ -26,6 +25,7 @@ from keepwarm.kv.kinds import (
     token_count,
 )
 from keepwarm.kv.layout import ROWS, LayerSpec, Layout, TensorSpec
+from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 SUFFIXES = {"keys": "K", "values": "V"}
 

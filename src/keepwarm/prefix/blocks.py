@@ -1,0 +1,82 @@
+"""A prompt as a chain of blocks: a key says what a block holds and everything before it.
+
+    key = hash(namespace, parent key, token ids)
+
+So equal keys mean equal prefixes, whoever computed them, and a block is its own name.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import NamedTuple, NewType
+
+BLOCK_TOKENS = 256
+KEY_BYTES = 20
+
+Namespace = NewType("Namespace", bytes)
+BlockKey = NewType("BlockKey", bytes)
+
+class BlockRef(NamedTuple):
+    """One block of a prompt: its place in the chain, and its token ids as `pack` gives them."""
+
+    key: BlockKey
+    parent: BlockKey
+    number: int
+    tokens: bytes
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    """Token ids as big-endian 32-bit words, so that bytes sort as token sequences do."""
+    words = array("I", tokens)
+    if sys.byteorder == "little":
+        words.byteswap()
+    return words.tobytes()
+
+
+def unpack(packed: bytes) -> list[int]:
+    words = array("I", packed)
+    if sys.byteorder == "little":
+        words.byteswap()
+    return words.tolist()
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """How many leading tokens two packed sequences share."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n // 4
+    low, high = 0, n // 4  # a[:low] is shared, a[:high] is not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if a[: 4 * middle] == b[: 4 * middle] else (low, middle)
+    return low
+
+
+def root(namespace: Namespace) -> BlockKey:
+    """The parent of every first block of a namespace."""
+    return BlockKey(
+        blake2b(digest_size=KEY_BYTES, key=namespace, person=b"keepwarm.root.1").digest()
+    )
+
+
+def block_key(namespace: Namespace, parent: BlockKey, tokens: bytes) -> BlockKey:
+    digest = blake2b(tokens, digest_size=KEY_BYTES, key=namespace, person=b"keepwarm.block.1")
+    digest.update(parent)
+    return BlockKey(digest.digest())
+
+
+def chain(namespace: Namespace, tokens: Sequence[int]) -> Iterator[BlockRef]:
+    """The blocks of a prompt in order; the last may be short."""
+    packed, parent = pack(tokens), root(namespace)
+    for number, start in enumerate(range(0, len(packed), 4 * BLOCK_TOKENS)):
+        words = packed[start : start + 4 * BLOCK_TOKENS]
+        key = block_key(namespace, parent, words)
+        yield BlockRef(key, parent, number, words)
+        parent = key

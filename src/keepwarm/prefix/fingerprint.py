@@ -1,0 +1,40 @@
+"""Digests in, namespace out: two caches may share blocks only if everything here is equal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace
+
+NAMESPACE_BYTES = 32
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Everything that changes the numbers in a cache. Digests are hex strings."""
+
+    weights: Mapping[str, str]  # content digest by file
+    config: str
+    tokenizer: str
+    layout: str  # layer kinds, classes, shapes and dtypes
+    adapter: str = ""
+    kv_options: Mapping[str, Any] = field(default_factory=dict)  # bits, group size, start, max size
+    salt: str = ""  # one tenant cannot probe another's prompts
+    block_tokens: int = BLOCK_TOKENS
+    format_version: int = FORMAT_VERSION
+
+
+def namespace(identity: Identity) -> Namespace:
+    """Stable across processes, machines and Python versions."""
+    return Namespace(bytes.fromhex(digest(asdict(identity), NAMESPACE_BYTES)))
+
+
+def digest(value: Any, n_bytes: int = 16) -> str:
+    """A digest of plain data by its canonical JSON, as a hex string."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return blake2b(text.encode(), digest_size=n_bytes, person=b"keepwarm.name.1").hexdigest()

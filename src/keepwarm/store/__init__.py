@@ -1,0 +1,1 @@
+"""Where bytes live: verified block records in memory, on disk and beyond. Knows nothing of MLX."""

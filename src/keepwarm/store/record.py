@@ -1,0 +1,224 @@
+"""The file format of a block record: safetensors that any reader opens, and that proves itself.
+
+    8 bytes   length of the header, little-endian
+    header    JSON: one entry a tensor, and under `__metadata__` two strings:
+                keepwarm   JSON: version, namespace, key, parent, part, number, tokens, extra,
+                           digests
+                digest     xxh3-128 of the string above and of every tensor entry
+    data      the tensors, without gaps, in the order of the header
+
+A tensor's digest covers its name, dtype, shape and bytes. Nothing is believed before it is checked:
+sizes before anything is allocated, the header before a tensor is read, a tensor before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from base64 import b64decode, b64encode
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, BinaryIO, NamedTuple
+
+import xxhash
+
+from keepwarm.errors import BadRecord
+from keepwarm.prefix.blocks import KEY_BYTES, BlockKey, Namespace
+from keepwarm.prefix.fingerprint import FORMAT_VERSION, NAMESPACE_BYTES
+
+MAX_HEADER_BYTES = 32 << 20
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+
+
+class Part(StrEnum):
+    DELTA = "d"
+    WINDOW = "w"
+    STATE = "s"
+
+
+class Tensor(NamedTuple):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    @property
+    def n_bytes(self) -> int:
+        return self.data.nbytes
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a record says of itself. `extra` is for the room that made it, as plain JSON."""
+
+    namespace: Namespace
+    key: BlockKey
+    parent: BlockKey
+    part: Part
+    number: int
+    tokens: bytes
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True)
+class Record:
+    header: Header
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(tensor.n_bytes for tensor in self.tensors)
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies in the data, and what its bytes must hash to."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    digest: str
+
+
+class Opened(NamedTuple):
+    """A verified header, and where the data begins in the file."""
+
+    header: Header
+    entries: tuple[Entry, ...]
+    data_start: int
+
+
+def pieces(record: Record) -> list[bytes | memoryview]:
+    """The file as buffers to be written one after another; tensors are not copied."""
+    table, at = {}, 0
+    for tensor in record.tensors:
+        end = at + tensor.n_bytes
+        table[tensor.name] = _entry_json(tensor.dtype, tensor.shape, at, end)
+        at = end
+    digests = {tensor.name: tensor_digest(tensor) for tensor in record.tensors}
+    said = _dumps({**_header_json(record.header), "digests": digests})
+    head = {"__metadata__": {"keepwarm": said, "digest": _header_digest(said, table)}, **table}
+    text = _dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+    return [struct.pack("<Q", len(text)), text, *(tensor.data for tensor in record.tensors)]
+
+
+def open_record(file: BinaryIO, file_bytes: int) -> Opened:
+    """Read and verify the header; raises BadRecord, with the reason, for anything else."""
+    size = _exactly(file, 8)
+    n_header = struct.unpack("<Q", size)[0]
+    if n_header > min(MAX_HEADER_BYTES, file_bytes - 8):
+        raise BadRecord(f"the header claims {n_header} bytes")
+    try:
+        head = json.loads(_exactly(file, n_header))
+        metadata = head.pop("__metadata__")
+        said, digest = metadata["keepwarm"], metadata["digest"]
+        if _header_digest(said, head) != digest:
+            raise BadRecord("the header does not match its digest")
+        return _parse(json.loads(said), head, 8 + n_header, file_bytes)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadRecord(f"the header cannot be read ({type(error).__name__})") from error
+
+
+def read_tensors(
+    file: BinaryIO, opened: Opened, names: Collection[str] | None = None
+) -> tuple[Tensor, ...]:
+    """The named tensors (default: all), each verified; reads no other bytes of the file."""
+    wanted = [e for e in opened.entries if names is None or e.name in names]
+    return tuple(_read_one(file, opened.data_start, entry) for entry in wanted)
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    label = _dumps([tensor.name, tensor.dtype, list(tensor.shape)])
+    hasher = xxhash.xxh3_128(label.encode())
+    hasher.update(tensor.data)
+    return hasher.hexdigest()
+
+
+def _read_one(file: BinaryIO, data_start: int, entry: Entry) -> Tensor:
+    file.seek(data_start + entry.start)
+    data = bytearray(entry.end - entry.start)
+    if file.readinto(data) != len(data):  # type: ignore[attr-defined]
+        raise BadRecord(f"{entry.name} is cut short")
+    tensor = Tensor(entry.name, entry.dtype, entry.shape, memoryview(data))
+    if tensor_digest(tensor) != entry.digest:
+        raise BadRecord(f"{entry.name} does not match its digest")
+    return tensor
+
+
+def _parse(said: dict[str, Any], table: dict[str, Any], data_start: int, n_file: int) -> Opened:
+    if said["version"] > FORMAT_VERSION:
+        raise BadRecord(f"format version {said['version']} is newer than {FORMAT_VERSION}")
+    header = Header(
+        namespace=Namespace(_hex(said["namespace"], NAMESPACE_BYTES)),
+        key=BlockKey(_hex(said["key"], KEY_BYTES)),
+        parent=BlockKey(_hex(said["parent"], KEY_BYTES)),
+        part=Part(said["part"]),
+        number=int(said["number"]),
+        tokens=b64decode(said["tokens"], validate=True),
+        extra=dict(said["extra"]),
+        version=int(said["version"]),
+    )
+    entries = tuple(_entries(table, said["digests"]))
+    end = entries[-1].end if entries else 0
+    if data_start + end != n_file:
+        raise BadRecord(f"the file has {n_file} bytes, its header says {data_start + end}")
+    return Opened(header, entries, data_start)
+
+
+def _entries(table: Mapping[str, Any], digests: Mapping[str, str]) -> Iterable[Entry]:
+    at = 0
+    for name, entry in table.items():
+        start, end = entry["data_offsets"]
+        shape = tuple(int(n) for n in entry["shape"])
+        n_bytes = math.prod(shape) * ITEM_BYTES[entry["dtype"]]
+        if start != at or end - start != n_bytes or any(n < 0 for n in shape):
+            raise BadRecord(f"{name} does not lie where its shape says")
+        yield Entry(name, entry["dtype"], shape, start, end, digests[name])
+        at = end
+
+
+def _entry_json(dtype: str, shape: tuple[int, ...], start: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+
+
+def _header_json(header: Header) -> dict[str, Any]:
+    return {
+        "version": header.version,
+        "namespace": header.namespace.hex(),
+        "key": header.key.hex(),
+        "parent": header.parent.hex(),
+        "part": header.part.value,
+        "number": header.number,
+        "tokens": b64encode(header.tokens).decode(),
+        "extra": dict(header.extra),
+    }
+
+
+def _header_digest(said: str, table: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128(f"{said}\n{_dumps(table)}".encode()).hexdigest()
+
+
+def _hex(text: str, n_bytes: int) -> bytes:
+    value = bytes.fromhex(text)
+    if len(value) != n_bytes:
+        raise BadRecord(f"a key has {len(value)} bytes instead of {n_bytes}")
+    return value
+
+
+def _exactly(file: BinaryIO, n: int) -> bytes:
+    data = file.read(n)
+    if len(data) != n:
+        raise BadRecord("the file is cut short")
+    return data
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,88 @@
+"""What every place that keeps blocks can do, whatever it is made of.
+
+A tier never fails a look-up: an outage, a torn file or a foreign one is a miss, counted and with
+its reason kept. Records are immutable; putting one that is there already changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from keepwarm.prefix.blocks import BlockKey, Namespace
+from keepwarm.store.record import Part, Record
+
+
+class Child(NamedTuple):
+    """The block after a prefix that shares the most tokens with what is asked for."""
+
+    key: BlockKey
+    n_common: int
+
+
+class Put(NamedTuple):
+    """What became of a put; `durable` is done once the record survives a crash, or says why not."""
+
+    stored: bool  # False: it was there already, or there was no room
+    durable: Future[None]
+
+
+class Stored(NamedTuple):
+    """One block of a tier, as `walk` shows it."""
+
+    key: BlockKey
+    parent: BlockKey
+    namespace: Namespace
+    number: int
+    n_tokens: int
+    n_bytes: dict[Part, int]
+    used: float
+    pinned: bool
+
+
+@dataclass(frozen=True)
+class TierStats:
+    blocks: int = 0
+    n_bytes: int = 0
+    max_bytes: int | None = None
+    hits: int = 0
+    misses: int = 0
+    puts: int = 0
+    evicted: int = 0
+    quarantined: int = 0
+    errors: int = 0
+
+
+class Tier(Protocol):
+    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, frozenset[Part]]:
+        """Which of these blocks are here, and which parts of each. Reads no block."""
+
+    def children(self, parent: BlockKey, tokens: bytes) -> Child | None:
+        """The child of `parent` with the longest common token prefix, if any token is shared."""
+
+    def read(
+        self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
+    ) -> Record | None:
+        """The record, or only the named tensors of it, verified; None is a miss."""
+
+    def put(self, record: Record) -> Put:
+        """Keep a record unless it is there; evicts to make room, never a pinned block."""
+
+    def pin(self, key: BlockKey, owner: str) -> None:
+        """Protect a block from eviction until every owner has let go."""
+
+    def unpin(self, key: BlockKey, owner: str) -> None:
+        """Let go; a pin that is not there is no error."""
+
+    def delete(self, key: BlockKey) -> None:
+        """Remove all parts of a block; nothing of it is found, or left behind, afterwards."""
+
+    def walk(self) -> Iterator[Stored]:
+        """Every block, in no order; safe while others put and delete."""
+
+    def stats(self) -> TierStats: ...
+
+    def close(self) -> None:
+        """Finish what is under way and let go of files."""
