@@ -1,0 +1,328 @@
+"""What is on disk, in SQLite, shared by all processes that use one directory.
+
+The index is a convenience: files are the truth, and it is rebuilt from them when it is lost.
+A write first reserves its bytes, so that several processes together stay under the cap.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from keepwarm.prefix.blocks import BlockKey, Namespace, common_tokens
+from keepwarm.store.record import Header, Part
+from keepwarm.store.tier import Child, Stored
+
+SCHEMA_VERSION = 1
+SCHEMA = """
+CREATE TABLE blocks(
+  key BLOB PRIMARY KEY, parent BLOB NOT NULL, namespace BLOB NOT NULL, number INTEGER NOT NULL,
+  n_tokens INTEGER NOT NULL, d INTEGER NOT NULL DEFAULT 0, w INTEGER NOT NULL DEFAULT 0,
+  s INTEGER NOT NULL DEFAULT 0, w_rows INTEGER NOT NULL DEFAULT 0,
+  used REAL NOT NULL, value REAL NOT NULL DEFAULT 0, children INTEGER NOT NULL DEFAULT 0,
+  pins INTEGER NOT NULL DEFAULT 0, doomed INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+CREATE INDEX by_parent ON blocks(parent);
+CREATE INDEX victims ON blocks(used + value) WHERE children = 0 AND pins = 0 AND doomed = 0;
+CREATE TABLE tokens(
+  parent BLOB, tokens BLOB, key BLOB NOT NULL, PRIMARY KEY(parent, tokens)
+) WITHOUT ROWID;
+CREATE TABLE pins(key BLOB, owner TEXT, PRIMARY KEY(key, owner)) WITHOUT ROWID;
+CREATE TABLE writes(
+  key BLOB, part TEXT, n_bytes INTEGER, writer TEXT, PRIMARY KEY(key, part, writer)
+) WITHOUT ROWID;
+CREATE TABLE counts(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+INSERT INTO counts VALUES ('bytes', 0);
+CREATE TRIGGER child_came AFTER INSERT ON blocks BEGIN
+  UPDATE blocks SET children = children + 1 WHERE key = NEW.parent;
+  UPDATE blocks SET
+    children = (SELECT count(*) FROM blocks c WHERE c.parent = NEW.key),
+    pins = (SELECT count(*) FROM pins p WHERE p.key = NEW.key) WHERE key = NEW.key;
+  UPDATE counts SET value = value + NEW.d + NEW.w + NEW.s WHERE name = 'bytes';
+END;
+CREATE TRIGGER child_went AFTER DELETE ON blocks BEGIN
+  DELETE FROM tokens WHERE parent = OLD.parent AND key = OLD.key;
+  UPDATE blocks SET children = children - 1 WHERE key = OLD.parent;
+  UPDATE counts SET value = value - OLD.d - OLD.w - OLD.s WHERE name = 'bytes';
+END;
+CREATE TRIGGER doomed AFTER UPDATE OF doomed ON blocks WHEN NEW.doomed BEGIN
+  DELETE FROM tokens WHERE parent = OLD.parent AND key = OLD.key;
+END;
+CREATE TRIGGER size_changed AFTER UPDATE OF d, w, s ON blocks BEGIN
+  UPDATE counts SET value = value + NEW.d + NEW.w + NEW.s - OLD.d - OLD.w - OLD.s
+    WHERE name = 'bytes';
+END;
+CREATE TRIGGER pinned AFTER INSERT ON pins BEGIN
+  UPDATE blocks SET pins = pins + 1 WHERE key = NEW.key;
+END;
+CREATE TRIGGER unpinned AFTER DELETE ON pins BEGIN
+  UPDATE blocks SET pins = pins - 1 WHERE key = OLD.key;
+END;
+CREATE TRIGGER write_began AFTER INSERT ON writes BEGIN
+  UPDATE counts SET value = value + NEW.n_bytes WHERE name = 'bytes';
+END;
+CREATE TRIGGER write_ended AFTER DELETE ON writes BEGIN
+  UPDATE counts SET value = value - OLD.n_bytes WHERE name = 'bytes';
+END;
+"""
+
+
+class Known(NamedTuple):
+    parts: frozenset[Part]
+    w_rows: int
+
+
+class Victim(NamedTuple):
+    key: BlockKey
+    n_bytes: int
+
+
+class Index:
+    """One connection, one lock; every method is one transaction."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.RLock()
+        self._db = sqlite3.connect(
+            path, timeout=30, isolation_level=None, check_same_thread=False, cached_statements=64
+        )
+        try:
+            self._prepare()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _prepare(self) -> None:
+        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
+            self._db.execute(f"PRAGMA {pragma}")
+        with self._transaction() as db:
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0:
+                for statement in _statements(SCHEMA):
+                    db.execute(statement)
+                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            elif version != SCHEMA_VERSION:
+                raise sqlite3.DatabaseError(f"index version {version}, not {SCHEMA_VERSION}")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    def _rows(self, query: str, arguments: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
+        with self._lock:
+            return self._db.execute(query, tuple(arguments)).fetchall()
+
+    # Look-ups
+
+    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
+        found: dict[BlockKey, Known] = {}
+        wanted = list(keys)
+        for start in range(0, len(wanted), 30_000):
+            some = wanted[start : start + 30_000]
+            marks = ",".join("?" * len(some))
+            query = f"SELECT key, d, w, s, w_rows FROM blocks WHERE doomed = 0 AND key IN ({marks})"  # noqa: S608
+            for key, d, w, s, w_rows in self._rows(query, some):
+                found[BlockKey(key)] = Known(_parts(d, w, s), w_rows)
+        return found
+
+    def best_child(self, parent: BlockKey, tokens: bytes) -> Child | None:
+        """In the order of token bytes the longest common prefix is a neighbour of the query."""
+        best: Child | None = None
+        for compare, order in (("<=", "DESC"), (">", "ASC")):
+            rows = self._rows(
+                f"SELECT key, tokens FROM tokens WHERE parent = ? AND tokens {compare} ? "  # noqa: S608
+                f"ORDER BY tokens {order} LIMIT 1",
+                (parent, tokens),
+            )
+            for key, held in rows:
+                n_common = common_tokens(held, tokens)
+                if n_common > (best.n_common if best else 0):
+                    best = Child(BlockKey(key), n_common)
+        return best
+
+    def parents(self, key: BlockKey) -> Iterator[BlockKey]:
+        """The chain from a block up to its first, the block itself included."""
+        query = (
+            "WITH RECURSIVE up(key, parent) AS (SELECT key, parent FROM blocks WHERE key = ? "
+            "UNION ALL SELECT b.key, b.parent FROM blocks b JOIN up ON b.key = up.parent) "
+            "SELECT key FROM up"
+        )
+        return (BlockKey(row[0]) for row in self._rows(query, (key,)))
+
+    def descendants(self, key: BlockKey) -> list[BlockKey]:
+        """Everything below a block, deepest first, the block itself left out."""
+        query = (
+            "WITH RECURSIVE down(key, depth) AS (SELECT key, 1 FROM blocks WHERE parent = ? "
+            "UNION ALL SELECT b.key, depth + 1 FROM blocks b JOIN down ON b.parent = down.key) "
+            "SELECT key FROM down ORDER BY depth DESC"
+        )
+        return [BlockKey(row[0]) for row in self._rows(query, (key,))]
+
+    def walk(self) -> Iterator[Stored]:
+        last = b""
+        while True:
+            rows = self._rows(
+                "SELECT key, parent, namespace, number, n_tokens, d, w, s, used, pins "
+                "FROM blocks WHERE doomed = 0 AND key > ? ORDER BY key LIMIT 1000",
+                (last,),
+            )
+            for key, parent, namespace, number, n_tokens, d, w, s, used, pins in rows:
+                sizes = {p: n for p, n in zip(Part, (d, w, s), strict=True) if n}
+                yield Stored(
+                    BlockKey(key), BlockKey(parent), Namespace(namespace),
+                    number, n_tokens, sizes, used, pins > 0,
+                )  # fmt: skip
+            if not rows:
+                return
+            last = rows[-1][0]
+
+    def n_bytes(self) -> int:
+        """Bytes of all records, those being written included."""
+        return int(self._rows("SELECT value FROM counts WHERE name = 'bytes'")[0][0])
+
+    def n_blocks(self) -> int:
+        return int(self._rows("SELECT count(*) FROM blocks WHERE doomed = 0")[0][0])
+
+    # Writes
+
+    def reserve(
+        self, key: BlockKey, part: Part, n_bytes: int, writer: str, limit: int | None
+    ) -> bool:
+        """Claim room for a record about to be written; False if it would pass the limit."""
+        with self._transaction() as db:
+            (used,) = db.execute("SELECT value FROM counts WHERE name = 'bytes'").fetchone()
+            if limit is not None and used + n_bytes > limit:
+                return False
+            db.execute(
+                "INSERT OR REPLACE INTO writes VALUES (?, ?, ?, ?)", (key, part, n_bytes, writer)
+            )
+            return True
+
+    def cancel(self, key: BlockKey, part: Part, writer: str) -> None:
+        with self._transaction() as db:
+            _end_write(db, key, part, writer)
+
+    def add(
+        self, header: Header, n_bytes: int, now: float, writer: str = "", value: float = 0
+    ) -> bool:
+        """Enter a published record and end its reservation; False while it is being deleted."""
+        key, n_tokens = header.key, len(header.tokens) // 4
+        w_rows = int(header.extra.get("w_rows", 0)) if header.part is Part.WINDOW else 0
+        with self._transaction() as db:
+            _end_write(db, key, header.part, writer)
+            if db.execute("SELECT 1 FROM blocks WHERE key = ? AND doomed", (key,)).fetchone():
+                return False
+            db.execute(
+                "INSERT INTO blocks(key, parent, namespace, number, n_tokens, used, value) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+                (key, header.parent, header.namespace, header.number, n_tokens, now, value),
+            )
+            db.execute(
+                "INSERT OR IGNORE INTO tokens VALUES (?, ?, ?)", (header.parent, header.tokens, key)
+            )
+            db.execute(
+                f"UPDATE blocks SET {header.part.value} = ?, w_rows = max(w_rows, ?) WHERE key = ?",  # noqa: S608
+                (n_bytes, w_rows, key),
+            )
+            return True
+
+    def touch(self, keys: Iterable[BlockKey], now: float) -> None:
+        with self._transaction() as db:
+            db.executemany("UPDATE blocks SET used = ? WHERE key = ?", ((now, k) for k in keys))
+
+    def doom(self, keys: Iterable[BlockKey]) -> None:
+        """Mark blocks as being deleted: nobody finds them, and a crash does not bring them back."""
+        with self._transaction() as db:
+            db.executemany("UPDATE blocks SET doomed = 1 WHERE key = ?", ((k,) for k in keys))
+
+    def drop(self, keys: Iterable[BlockKey]) -> None:
+        """Forget blocks whose files are gone."""
+        with self._transaction() as db:
+            db.executemany("DELETE FROM blocks WHERE key = ? AND doomed", ((k,) for k in keys))
+
+    def drop_part(self, key: BlockKey, part: Part) -> None:
+        """Forget one part; a block without parts is forgotten whole."""
+        with self._transaction() as db:
+            db.execute(f"UPDATE blocks SET {part.value} = 0 WHERE key = ?", (key,))  # noqa: S608
+            db.execute("DELETE FROM blocks WHERE key = ? AND d + w + s = 0", (key,))
+
+    def doomed(self) -> list[BlockKey]:
+        return [BlockKey(row[0]) for row in self._rows("SELECT key FROM blocks WHERE doomed = 1")]
+
+    def victims(self, n_bytes: int, spare: Collection[BlockKey] = ()) -> list[Victim]:
+        """Unpinned blocks that nothing descends from, least valuable first, freeing `n_bytes`."""
+        chosen, freed = [], 0
+        rows = self._rows(
+            "SELECT key, d + w + s FROM blocks WHERE children = 0 AND pins = 0 AND doomed = 0 "
+            "ORDER BY used + value LIMIT 512"
+        )
+        for key, size in rows:
+            if freed >= n_bytes:
+                break
+            if key not in spare:
+                chosen.append(Victim(BlockKey(key), size))
+                freed += size
+        return chosen
+
+    def pin(self, key: BlockKey, owner: str) -> None:
+        with self._transaction() as db:
+            db.execute("INSERT OR IGNORE INTO pins VALUES (?, ?)", (key, owner))
+
+    def unpin(self, key: BlockKey, owner: str) -> None:
+        with self._transaction() as db:
+            db.execute("DELETE FROM pins WHERE key = ? AND owner = ?", (key, owner))
+
+    def unpin_owner(self, owner: str) -> None:
+        with self._transaction() as db:
+            db.execute("DELETE FROM pins WHERE owner = ?", (owner,))
+
+    def owners(self, key: BlockKey) -> list[str]:
+        return [row[0] for row in self._rows("SELECT owner FROM pins WHERE key = ?", (key,))]
+
+    def writers(self) -> set[str]:
+        return {row[0] for row in self._rows("SELECT DISTINCT writer FROM writes")}
+
+    def forget_writer(self, writer: str) -> None:
+        with self._transaction() as db:
+            db.execute("DELETE FROM writes WHERE writer = ?", (writer,))
+
+    def parts(self) -> set[tuple[BlockKey, Part]]:
+        """Every record the index knows, doomed ones included."""
+        rows = self._rows("SELECT key, d, w, s FROM blocks")
+        return {(BlockKey(k), p) for k, d, w, s in rows for p in _parts(d, w, s)}
+
+    def checkpoint(self) -> None:
+        """Fold the log into the file and cut it, so that deleted tokens are gone from both."""
+        with self._lock:
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+
+def _end_write(db: sqlite3.Connection, key: BlockKey, part: Part, writer: str) -> None:
+    db.execute("DELETE FROM writes WHERE key = ? AND part = ? AND writer = ?", (key, part, writer))
+
+
+def _parts(d: int, w: int, s: int) -> frozenset[Part]:
+    return frozenset(part for part, size in zip(Part, (d, w, s), strict=True) if size)
+
+
+def _statements(script: str) -> Iterator[str]:
+    statement = ""
+    for line in script.splitlines():
+        statement += line + "\n"
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
