@@ -10,13 +10,10 @@ import pytest
 
 from keepwarm import blas, config
 
-# Both must be settled before the first import of mlx: without compilation the suite is much
-# faster, and a BLAS that is loaded later is not used.
+# Both must be settled before the first import of mlx, so nothing here imports it at the top:
+# without compilation the suite is much faster, and a BLAS that is loaded later is not used.
 os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
 blas.preload(config.load().home)
-
-from tests.kit.models import tiny  # noqa: E402
-from tests.kit.runs import FedCounter  # noqa: E402
 
 # The default model is slow on two cores: what the whole suite may ask of it in this process.
 MAX_DECODED = 300
@@ -26,6 +23,8 @@ MAX_PREFILLED = 6000
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[[str], Any]:
     """Tiny models by architecture, each built once; tests must not change them."""
+    from tests.kit.models import tiny
+
     return cache(tiny)
 
 
@@ -33,6 +32,7 @@ def tiny_model() -> Callable[[str], Any]:
 def smollm2() -> Iterator[Any]:
     """The default model, counting what it is fed; the last test that uses it fails over budget."""
     import keepwarm
+    from tests.kit.runs import FedCounter
 
     model = keepwarm.load("smollm2")
     counter = FedCounter(model.module)

@@ -23,7 +23,7 @@ def positions(n: int, start: int = 0, batch: int = 1) -> tuple[mx.array, mx.arra
 
 def held(keys: mx.array, row: int = 0) -> list[int]:
     """The positions that a cache filled with `positions` holds, in its own order."""
-    return [int(x) for x in keys[row, 0, :, 0].tolist()]  # type: ignore[union-attr, call-overload]
+    return keys[row, 0, :, 0].astype(mx.int32).tolist()  # type: ignore[return-value]
 
 
 def filled(cache: Any, n: int, **how: Any) -> Any:

@@ -73,9 +73,10 @@ def test_a_turn_that_extends_the_last_one_is_fed_only_what_is_new(model_of, arch
     assert (warm.usage.cached_tokens, warm.usage.prefilled_tokens) == (309, 41)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "llama4"])
 @pytest.mark.parametrize("common", [0, 7, 150])
 def test_a_turn_that_parts_from_the_last_one_is_never_wrong(model_of, architecture, common):
+    """Chunked caches (llama4) say that they can be trimmed, and are then wrong."""
     model = model_of(architecture)
     cache = LiveCache(model)
     first = prompt_of(200)
@@ -88,6 +89,7 @@ def test_a_turn_that_parts_from_the_last_one_is_never_wrong(model_of, architectu
 
 
 def test_a_window_that_has_not_slid_is_trimmed(model_of):
+    """S3-37: what can be trimmed is; a window that has slid starts over (the test above)."""
     model = model_of("gemma3_text")
     cache = LiveCache(model)
     first = prompt_of(WINDOW - 10)

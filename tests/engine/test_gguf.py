@@ -1,12 +1,15 @@
 """GGUF files: what is read is exactly what was written; what is not whole is refused in words."""
 
 import struct
+from collections import Counter
+from random import Random
 
 import mlx.core as mx
 import pytest
 from mlx import nn
 
 from keepwarm.engine import gguf
+from keepwarm.engine.gguf_file import read_header
 from keepwarm.engine.gguf_tokenizer import build_tokenizer, schemes
 from keepwarm.engine.model import load
 from keepwarm.errors import BadModelFile, UnsupportedModel
@@ -159,6 +162,23 @@ def test_cut_off_anywhere_is_refused(tmp_path):
         refuse(path, BadModelFile, "cut off")
 
 
+def test_changed_bytes_of_a_header_never_escape_as_another_error(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", *parts())
+    whole = path.read_bytes()
+    n_header = min(tensor.start for tensor in read_header(path).tensors.values())
+    random, outcomes = Random(0), Counter()
+    for _ in range(150):
+        changed = bytearray(whole)
+        changed[random.randrange(4, random.choice([1600, n_header]))] = random.choice([0, 1, 255])
+        path.write_bytes(changed)
+        try:
+            load(str(path))
+            outcomes["loaded"] += 1
+        except (BadModelFile, UnsupportedModel):
+            outcomes["refused"] += 1
+    assert min(outcomes["loaded"], outcomes["refused"]) > 10
+
+
 @pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04" + bytes(100), b"FUGG" + bytes(99)])
 def test_foreign_file_is_refused(tmp_path, content):
     path = tmp_path / "model.gguf"
@@ -221,7 +241,7 @@ def test_broken_header_is_refused(tmp_path, header, error, word):
         ({"general.alignment": U32(0)}, BadModelFile, "alignment"),
         ({"tokenizer.ggml.pre": "qwen2"}, UnsupportedModel, "qwen2"),
         ({"tokenizer.ggml.model": "llama"}, UnsupportedModel, "llama"),
-        ({"tokenizer.ggml.tokens": ["a", "a"]}, BadModelFile, "vocabulary"),
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, BadModelFile, "differ in number"),
         ({"tokenizer.ggml.tokens": ["a"] * 999}, BadModelFile, "more tokens"),
         ({"tokenizer.ggml.merges": ["one"]}, BadModelFile, "tokenizer"),
     ],

@@ -12,7 +12,8 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from keepwarm.engine import space
-from keepwarm.engine.model import load, n_context
+from keepwarm.engine.catalog import n_context
+from keepwarm.engine.model import load
 from keepwarm.errors import BadModelFile, KeepwarmError, NotEnough, UnknownModel, UnsupportedModel
 from tests.kit.checkpoints import (
     EOS,
@@ -67,7 +68,10 @@ def test_caches_fit_the_model(directory):
 
 
 def test_another_thread_may_run_a_loaded_model(directory):
-    """Lazy weights would belong to the thread that loaded them."""
+    """Lazy arrays would belong to the thread that loaded them, the RoPE's table among them."""
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"rope_type": "llama3", "original_max_position_embeddings": 1024}
+    edit_config(directory, rope_scaling=scaling)
     model = load(str(directory))
     sums = []
     thread = threading.Thread(target=lambda: sums.append(model.module(TOKENS).sum().item()))
@@ -105,15 +109,29 @@ def test_home_is_understood_in_a_path(directory, monkeypatch):
     assert load("~/model").path == directory
 
 
-@pytest.mark.parametrize("name", ["smolm2", "./nowhere", "/no/such/model", "model.gguf", ""])
+@pytest.mark.parametrize(
+    "name",
+    ["smolm2", "./nowhere", "/no/such/model", "model.gguf", "", "x" * 5000, "~nobody9/x", "a\0b"],
+)
 def test_unknown_name_says_which_names_work(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     refuse(name, UnknownModel, repr(name), "smollm2", "directory", ".gguf", "org/name")
 
 
+@pytest.mark.parametrize("name", ["org/a--b", "org/" + "x" * 200, "org/name."])
+def test_id_that_no_hub_can_have_is_unknown(name):
+    refuse(name, UnknownModel, name)
+
+
 def test_directory_without_config_is_refused(directory):
     (directory / "config.json").unlink()
     refuse(directory, BadModelFile, "config.json")
+
+
+def test_config_that_cannot_be_read_is_refused(directory):
+    (directory / "config.json").unlink()
+    (directory / "config.json").mkdir()
+    refuse(directory, BadModelFile, "config.json", "directory")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", "\x00"])

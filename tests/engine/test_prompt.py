@@ -3,11 +3,13 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from keepwarm.engine.prompt import common_prefix, render, tokenize
 from keepwarm.errors import BadInput
-from tests.kit.checkpoints import CHATML, write_checkpoint
+from tests.kit.checkpoints import CHATML, EOS, write_checkpoint
 
 TALK = [
     {"role": "system", "content": "Answer the question."},
@@ -55,6 +57,40 @@ def test_cuts_stand_at_the_end_of_each_message(with_template):
     parts = [tokenize(tokenizer, TALK[:n], add_generation_prompt=False) for n in (1, 2, 3, 4)]
     assert prompt.cuts == [len(part) for part in parts]
     assert all(prompt.tokens[:cut] == part for cut, part in zip(prompt.cuts, parts, strict=True))
+
+
+words = st.lists(st.sampled_from(["the", " qu", "ick", "\n", "🦊", " ", EOS, "1984"]), max_size=5)
+talks = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant"]), "content": words.map("".join)}
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML,
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+        "{% for m in messages %}{{ m['content'] if loop.last else '<|im_start|>' }}{% endfor %}!",
+    ],
+)
+def test_a_cut_is_the_common_token_prefix(with_template, template):
+    """Whatever is said, special tokens included: the quick way gives what the plain one gives."""
+    tokenizer = with_template(template)
+
+    @settings(deadline=None, derandomize=True, database=None)
+    @given(messages=talks)
+    def check(messages):
+        prompt = render(tokenizer, messages)
+        ends = range(1, len(messages) + 1)
+        parts = [tokenize(tokenizer, messages[:n], add_generation_prompt=False) for n in ends]
+        assert prompt.tokens == tokenize(tokenizer, messages)
+        assert prompt.cuts == sorted({common_prefix(prompt.tokens, part) for part in parts} - {0})
+
+    check()
 
 
 def test_a_conversation_that_goes_on_otherwise_shares_the_cut(with_template):

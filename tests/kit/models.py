@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
+
+Model = Any  # an mlx.nn.Module, for which mlx has no types
 
 VOCABULARY = 128
 WINDOW = 32
@@ -196,24 +197,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(name: str) -> nn.Module:
+def tiny(name: str) -> Model:
     """A new tiny model of this architecture; two calls give equal weights."""
     return ARCHITECTURES[name]()
 
 
-def _build(name: str) -> nn.Module:
+def _build(name: str) -> Model:
     arch = importlib.import_module(f"mlx_lm.models.{name}")
     config = {"model_type": name, **COMMON, **CONFIGS[name]}
     if name == "llama4":
         config = {"model_type": name, "text_config": config}
-    model: nn.Module = arch.Model(arch.ModelArgs.from_dict(config))
+    model: Model = arch.Model(arch.ModelArgs.from_dict(config))
     _randomise(model)
     return model
 
 
-def _randomise(model: nn.Module) -> None:
+def _randomise(model: Model) -> None:
     """Give every parameter fresh fp32 numbers that depend on the seed and nothing else."""
-    parameters = sorted(tree_flatten(model.parameters()))
+    parameters: Any = sorted(tree_flatten(model.parameters()))
     keys = mx.random.split(mx.random.key(SEED), len(parameters))
     fresh = [
         (path, _random(path, p.shape, k)) for (path, p), k in zip(parameters, keys, strict=True)
@@ -233,6 +234,4 @@ def _random(path: str, shape: tuple[int, ...], key: mx.array) -> mx.array:
     return noise * (GAIN / math.sqrt(shape[-1]))
 
 
-ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
-    name: partial(_build, name) for name in CONFIGS
-}
+ARCHITECTURES: dict[str, Callable[[], Model]] = {name: partial(_build, name) for name in CONFIGS}

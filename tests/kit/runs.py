@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -66,15 +65,15 @@ def continue_from(
     """
     prefill(model, cache, rest[:-1], step)
     logprobs = [_feed(model, cache, rest[-1])]
-    tokens = []
+    tokens: list[Any] = []
     for _ in range(n):
-        tokens.append(int(mx.argmax(logprobs[-1]).item()))
+        tokens.append(logprobs[-1].argmax().item())
         logprobs.append(_feed(model, cache, tokens[-1]))
     return _settled(tokens, logprobs[:n], cache)
 
 
 def _feed(model: Any, cache: Cache, token: int) -> mx.array:
-    logits = model(mx.array([[token]]), cache=cache)[0, -1]
+    logits: mx.array = model(mx.array([[token]]), cache=cache)[0, -1]
     return logits - mx.logsumexp(logits, keepdims=True)
 
 
@@ -84,7 +83,7 @@ def _settled(tokens: list[int], logprobs: list[mx.array], cache: Cache) -> Run:
     return run
 
 
-def batched(model: nn.Module, jobs: Sequence[Job], *, step: int = STEP) -> list[Run]:
+def batched(model: Any, jobs: Sequence[Job], *, step: int = STEP) -> list[Run]:
     """Run all jobs in one BatchGenerator and answer in their order; donor caches stay as given."""
     generator = BatchGenerator(model, prefill_step_size=step)
     waiting = sorted(range(len(jobs)), key=lambda i: jobs[i].joins_at)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-import keepwarm
+from keepwarm import __version__
 from keepwarm.cli.chat import chat
 from keepwarm.cli.doctor import doctor
 from keepwarm.cli.models import models
@@ -21,7 +21,7 @@ from keepwarm.errors import KeepwarmError
 
 app = typer.Typer(
     name="keepwarm",
-    help=keepwarm.__doc__,
+    help="Local LLM agents that never compute the same prompt twice.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -33,7 +33,7 @@ for command in (run, chat, pull, models, doctor):
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(keepwarm.__version__)
+        typer.echo(__version__)
         raise typer.Exit
 
 

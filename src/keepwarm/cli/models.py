@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from json import dumps
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from keepwarm import config
+from keepwarm.errors import BadModelFile
 
 
 class Listed(NamedTuple):
@@ -18,12 +20,14 @@ class Listed(NamedTuple):
     source: str  # built-in or hub
     path: str | None  # None: not pulled yet
     n_bytes: int | None
-    architecture: str | None
+    architecture: str | None  # None, though there is a path: it cannot be read
     n_context: int | None
 
 
-def models(as_json: bool = False) -> None:
-    """Print what can be loaded by name."""
+def models(
+    as_json: Annotated[bool, typer.Option("--json", help="A list of objects.")] = False,
+) -> None:
+    """List the built-in models and those that are on this machine."""
     found = list(listed(config.load()))
     if as_json:
         print(dumps([model._asdict() for model in found]))
@@ -43,10 +47,13 @@ def listed(settings: config.Settings) -> Iterator[Listed]:
 
 
 def _here(name: str, source: str, path: Path) -> Listed:
-    from keepwarm.engine.model import n_context, read_config
+    from keepwarm.engine.catalog import n_context, read_config
 
-    model = read_config(path)
     n_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    try:
+        model = read_config(path)
+    except BadModelFile:  # one broken model does not hide the others
+        return Listed(name, source, str(path), n_bytes, None, None)
     return Listed(name, source, str(path), n_bytes, model["model_type"], n_context(model))
 
 
@@ -62,7 +69,7 @@ def _table(found: list[Listed]) -> Table:
         if model.path is None:
             table.add_row(model.name, model.source, "", "", "", f"keepwarm pull {model.name}")
         else:
-            size, context = in_words(model.n_bytes or 0), f"{model.n_context:,}"
-            path = model.path
-            table.add_row(model.name, model.source, size, model.architecture, context, path)
+            size, context = in_words(model.n_bytes or 0), f"{model.n_context or 0:,}"
+            kind = model.architecture or "unreadable"
+            table.add_row(model.name, model.source, size, kind, context, model.path)
     return table

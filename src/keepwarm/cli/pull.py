@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from keepwarm import config
 
 
-def pull(name: str) -> None:
-    """Download what is not here yet and print where it lies; loads nothing."""
-    from keepwarm.engine.model import locate  # loads MLX, which other commands may not need
+def pull(
+    name: Annotated[str, typer.Argument(help="Built-in name, or hub id (org/name).")],
+) -> None:
+    """Download a model, as far as it is not here yet, and print where it lies."""
+    from keepwarm.engine.catalog import locate
 
     print(locate(name, config.load(), refresh=True))

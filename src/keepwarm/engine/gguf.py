@@ -1,55 +1,20 @@
-"""GGUF files of the Llama architecture, read into the names and layout of the Hugging Face format.
-
-Read here and not by `mx.load`, which opens the file for writing (a read-only one fails) and
-trusts every count and offset in it (a bad one ends the process).
-"""
+"""Llama models in GGUF files, in the names and layout of the Hugging Face format."""
 
 from __future__ import annotations
 
 import json
-import mmap
-import struct
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 from mlx.nn.layers.quantized import quantize
 from mlx_lm.models import llama
 
-from keepwarm.engine.gguf_tokenizer import broken, write_tokenizer
+from keepwarm.engine.gguf_file import Header, arrays, broken, read_header
+from keepwarm.engine.gguf_tokenizer import write_tokenizer
 from keepwarm.engine.space import require_memory
-from keepwarm.errors import BadModelFile, UnsupportedModel
-
-SCALARS = {
-    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
-}  # fmt: skip
-STRING, ARRAY = 8, 9
-LARGEST_RANK = 4
-
-Bytes = npt.NDArray[Any]
-
-
-class TensorType(NamedTuple):
-    name: str
-    block: int  # weights in a block
-    n_bytes: int  # of a block
-    bits: int  # of a quantised weight, or 0
-
-
-TYPES = {
-    0: TensorType("F32", 1, 4, 0),
-    1: TensorType("F16", 1, 2, 0),
-    2: TensorType("Q4_0", 32, 18, 4),
-    3: TensorType("Q4_1", 32, 20, 4),
-    8: TensorType("Q8_0", 32, 34, 8),
-}
-OTHER_TYPES = {
-    6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K",
-    20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4",
-}  # fmt: skip
+from keepwarm.errors import UnsupportedModel
 
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -64,21 +29,6 @@ LAYER = {
 }
 
 
-class Tensor(NamedTuple):
-    shape: tuple[int, ...]  # rows first, as MLX has it
-    type: TensorType
-    start: int  # in the file
-
-    @property
-    def n_bytes(self) -> int:
-        return prod(self.shape) // self.type.block * self.type.n_bytes
-
-
-class Header(NamedTuple):
-    metadata: dict[str, Any]
-    tensors: dict[str, Tensor]
-
-
 class Checkpoint(NamedTuple):
     config: dict[str, Any]
     weights: dict[str, mx.array]
@@ -90,11 +40,13 @@ def read(path: Path) -> Checkpoint:
     header = read_header(path)
     config = _config(path, header)
     names = _names(path, header, config)
+    if quantised := _quantised(header, names):
+        config["quantization"] = {"group_size": 32, "bits": 4, **quantised}
     require_memory(f"Reading {path}", path.stat().st_size)
     data = np.memmap(path, np.uint8, "r")
     weights = {}
     for theirs, ours in names.items():
-        for part, array in _arrays(header.tensors[f"{theirs}.weight"], data).items():
+        for part, array in arrays(header.tensors[f"{theirs}.weight"], data).items():
             weights[f"{ours}.{part}"] = _arranged(ours, array, config)
     return Checkpoint(config, weights, header.metadata)
 
@@ -121,140 +73,6 @@ def convert(path: Path, directory: Path) -> None:
     write_tokenizer(path, checkpoint.metadata, directory)
 
 
-# ---- the header
-
-
-class _Cursor:
-    """Reads forward in a file and never past its end."""
-
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.data, self.at = path, data, 0
-
-    def take(self, n_bytes: int) -> bytes:
-        if n_bytes > len(self.data) - self.at:
-            raise _cut_off(self.path)
-        self.at += n_bytes
-        return self.data[self.at - n_bytes : self.at]
-
-    def numbers(self, code: str, n: int) -> tuple[Any, ...]:
-        # The length is checked before the format is built: n is whatever the file says.
-        return struct.unpack(f"<{n}{code}", self.take(n * struct.calcsize(f"<{code}")))
-
-    def number(self, code: str) -> Any:
-        return self.numbers(code, 1)[0]
-
-    def string(self) -> str:
-        try:
-            return self.take(self.number("Q")).decode()
-        except UnicodeDecodeError as error:
-            raise broken(self.path, "a name in its header is not UTF-8") from error
-
-    def value(self) -> Any:
-        kind = self.number("I")
-        if kind == ARRAY:
-            kind, n = self.number("I"), self.number("Q")
-            if kind in SCALARS:
-                return list(self.numbers(SCALARS[kind], n))
-            if kind == STRING:
-                return [self.string() for _ in range(n)]
-        elif kind == STRING:
-            return self.string()
-        elif kind in SCALARS:
-            return self.number(SCALARS[kind])
-        raise broken(self.path, f"its header has a value of unknown type {kind}")
-
-
-def read_header(path: Path) -> Header:
-    """Metadata and tensor shapes, after checking that all of the file is where it says."""
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise BadModelFile(f"{path} is not a GGUF file: it does not begin with GGUF.")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _read_header(_Cursor(path, data))
-
-
-def _read_header(cursor: _Cursor) -> Header:
-    cursor.take(4)
-    version = cursor.number("I")
-    if version not in (2, 3):
-        raise UnsupportedModel(f"{cursor.path} is GGUF version {version}; 2 and 3 can be read.")
-    n_tensors, n_values = cursor.numbers("Q", 2)
-    metadata = {}
-    for _ in range(n_values):
-        name = cursor.string()
-        metadata[name] = cursor.value()
-    infos = [_read_info(cursor) for _ in range(n_tensors)]
-    alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise broken(cursor.path, f"its alignment is {alignment!r}, not a power of two")
-    base = -(-cursor.at // alignment) * alignment
-    tensors = {name: tensor._replace(start=base + tensor.start) for name, tensor in infos}
-    if len(tensors) < n_tensors:
-        raise broken(cursor.path, "two of its tensors have the same name")
-    if any(tensor.start + tensor.n_bytes > len(cursor.data) for tensor in tensors.values()):
-        raise _cut_off(cursor.path)
-    return Header(metadata, tensors)
-
-
-def _read_info(cursor: _Cursor) -> tuple[str, Tensor]:
-    name, rank = cursor.string(), cursor.number("I")
-    if not 1 <= rank <= LARGEST_RANK:
-        raise broken(cursor.path, f"tensor {name} has {rank} dimensions")
-    shape = cursor.numbers("Q", rank)[::-1]
-    number, offset = cursor.number("I"), cursor.number("Q")
-    if number not in TYPES:
-        kind = OTHER_TYPES.get(number, f"number {number}")
-        raise UnsupportedModel(
-            f"{cursor.path} has tensors of type {kind}; F32, F16, Q4_0, Q4_1 and Q8_0 can be read."
-        )
-    if not all(shape) or shape[-1] % TYPES[number].block:
-        raise broken(cursor.path, f"tensor {name} has the impossible shape {shape}")
-    return name, Tensor(shape, TYPES[number], offset)
-
-
-def _cut_off(path: Path) -> BadModelFile:
-    return BadModelFile(f"{path} is cut off: it ends before its header says; fetch it again.")
-
-
-# ---- tensors
-
-
-def _arrays(tensor: Tensor, data: Bytes) -> dict[str, mx.array]:
-    """The tensor as MLX holds it: packed weights, scales and biases if it is quantised."""
-    raw = data[tensor.start : tensor.start + tensor.n_bytes]
-    if not tensor.type.bits:
-        dtype = np.float32 if tensor.type.name == "F32" else np.float16
-        return {"weight": mx.array(raw.view(dtype).reshape(tensor.shape))}
-    blocks = raw.reshape(-1, tensor.type.n_bytes)
-    scales, biases, values = _dequantising(tensor.type.name, blocks)
-    rows = tensor.shape[:-1]
-    return {
-        "weight": mx.array(values.view(np.uint32).reshape(*rows, -1)),
-        "scales": mx.array(scales.reshape(*rows, -1)),
-        "biases": mx.array(biases.reshape(*rows, -1)),
-    }
-
-
-def _dequantising(kind: str, blocks: Bytes) -> tuple[Bytes, Bytes, Bytes]:
-    """Scale, bias and packed values of each block: a weight is scale * value + bias."""
-    scales = blocks[:, :2].copy().view(np.float16)
-    if kind == "Q8_0":
-        return scales, scales * np.float16(-128), blocks[:, 2:] ^ 0x80
-    if kind == "Q4_0":
-        return scales, scales * np.float16(-8), _in_order(blocks[:, 2:])
-    return scales, blocks[:, 2:4].copy().view(np.float16), _in_order(blocks[:, 4:])
-
-
-def _in_order(packed: Bytes) -> Bytes:
-    """GGUF's byte j holds weights j and j + 16; MLX's holds neighbours."""
-    values = np.concatenate([packed & 15, packed >> 4], axis=1)
-    ordered: Bytes = values[:, 0::2] | values[:, 1::2] << 4
-    return ordered
-
-
-# ---- what the header says of the model
-
-
 def _config(path: Path, header: Header) -> dict[str, Any]:
     _refuse_variants(path, header)
     need = _Needed(path, header.metadata)
@@ -266,7 +84,8 @@ def _config(path: Path, header: Header) -> dict[str, Any]:
     vocabulary = header.tensors.get("token_embd.weight")
     if vocabulary is None:
         raise broken(path, "tensor token_embd.weight is missing")
-    if len(header.metadata.get("tokenizer.ggml.tokens", [])) > vocabulary.shape[0]:
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > vocabulary.shape[0]:
         raise broken(path, "it has more tokens than embeddings")
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -300,7 +119,10 @@ class _Needed(NamedTuple):
         raise broken(self.path, f"its {name} is {value!r}, not a number above 0")
 
     def count(self, name: str, default: int | None = None) -> int:
-        return int(self.number(name, default))
+        value = self.number(name, default)
+        if isinstance(value, int):
+            return value
+        raise broken(self.path, f"its {name} is {value!r}, not a whole number")
 
 
 def _refuse_variants(path: Path, header: Header) -> None:
@@ -322,37 +144,38 @@ def _end_tokens(path: Path, metadata: dict[str, Any]) -> list[int]:
     """End of text and end of turn, whichever are named."""
     names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     found = [metadata[name] for name in names if name in metadata]
-    if not found:
+    if not found or not all(isinstance(token, int) for token in found):
         raise broken(path, "it names no end-of-text token")
     return list(dict.fromkeys(found))
 
 
 def _names(path: Path, header: Header, config: dict[str, Any]) -> dict[str, str]:
-    """GGUF name → our name, without the part; also records what is quantised in `config`."""
-    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-    if config["tie_word_embeddings"]:
-        del names["output"]
+    """GGUF name → our name, for exactly the tensors of such a model in exactly their shapes."""
+    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+    if not config["tie_word_embeddings"]:
+        names["output"] = "lm_head"
     for index in range(min(config["num_hidden_layers"], len(header.tensors))):
-        names |= {
-            f"blk.{index}.{theirs}": f"model.layers.{index}.{ours}"
-            for theirs, ours in LAYER.items()
-        }
+        for theirs, ours in LAYER.items():
+            names[f"blk.{index}.{theirs}"] = f"model.layers.{index}.{ours}"
     shapes = _shapes(config)
-    quantised: dict[str, Any] = {}
-    for theirs, ours in names.items():
-        tensor = header.tensors.get(f"{theirs}.weight")
+    for name in names:
+        tensor, wanted = header.tensors.get(f"{name}.weight"), shapes[name.rpartition(".")[2]]
         if tensor is None:
-            raise broken(path, f"tensor {theirs}.weight is missing")
-        wanted = shapes[theirs.rpartition(".")[2]]
+            raise broken(path, f"tensor {name}.weight is missing")
         if tensor.shape != wanted:
-            raise broken(path, f"tensor {theirs}.weight is {tensor.shape}, not {wanted}")
-        if tensor.type.bits:
-            quantised[ours] = {"group_size": tensor.type.block, "bits": tensor.type.bits}
+            raise broken(path, f"tensor {name}.weight is {tensor.shape}, not {wanted}")
     if extra := header.tensors.keys() - {f"{name}.weight" for name in names}:
         raise UnsupportedModel(f"{path} has a tensor that no Llama has: {min(extra)}.")
-    if quantised:
-        config["quantization"] = {"group_size": 32, "bits": 4, **quantised}
     return names
+
+
+def _quantised(header: Header, names: dict[str, str]) -> dict[str, dict[str, int]]:
+    types = {ours: header.tensors[f"{theirs}.weight"].type for theirs, ours in names.items()}
+    return {
+        name: {"group_size": kind.block, "bits": kind.bits}
+        for name, kind in types.items()
+        if kind.bits
+    }
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

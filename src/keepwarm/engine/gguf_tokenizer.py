@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from keepwarm.errors import BadModelFile, UnsupportedModel
+from keepwarm.engine.gguf_file import broken
+from keepwarm.errors import UnsupportedModel
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 LLAMA3_WORDS = (
@@ -94,10 +95,14 @@ def _scheme(path: Path, metadata: dict[str, Any]) -> Scheme:
 
 
 def _vocabulary(path: Path, metadata: dict[str, Any]) -> tuple[list[str], list[int]]:
-    tokens = metadata.get("tokenizer.ggml.tokens") or []
-    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
-    if not tokens or len(types) != len(tokens) or len(set(tokens)) != len(tokens):
-        raise broken(path, "its vocabulary is missing, or its tokens and their types do not match")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise broken(path, "it has no vocabulary")
+    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise broken(path, "the tokens of its vocabulary and their types differ in number")
+    if not tokens or len(set(tokens)) != len(tokens):
+        raise broken(path, "its vocabulary is empty or has a token twice")
     return tokens, types
 
 
@@ -110,12 +115,6 @@ def _added(
 
 def _token(metadata: dict[str, Any], role: str) -> str | None:
     """The text of the token that plays a role, if the file names one that exists."""
-    index, tokens = (
-        metadata.get(f"tokenizer.ggml.{role}_token_id"),
-        metadata["tokenizer.ggml.tokens"],
-    )
-    return tokens[index] if isinstance(index, int) and index < len(tokens) else None
-
-
-def broken(path: Path, why: str) -> BadModelFile:
-    return BadModelFile(f"{path} is not a whole GGUF model: {why}; fetch it again.")
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    index = metadata.get(f"tokenizer.ggml.{role}_token_id")
+    return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None

@@ -48,7 +48,7 @@ def cached(name: str) -> Path | None:
     """The complete snapshot on this machine, if there is one; asks nobody."""
     try:
         return Path(snapshot_download(name, allow_patterns=FILES, local_files_only=True))
-    except LocalEntryNotFoundError:
+    except (LocalEntryNotFoundError, HFValidationError):
         return None
 
 

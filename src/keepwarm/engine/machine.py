@@ -15,8 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 import psutil
 
-import keepwarm
-from keepwarm import blas
+from keepwarm import __version__, blas
 from keepwarm.config import Settings
 
 # Rows, depth and columns of a prefill; the larger ones only where they end in time.
@@ -112,7 +111,7 @@ def _free_disk_bytes(path: Path) -> int:
 
 def _versions() -> dict[str, str]:
     packages = {name: importlib.metadata.version(name) for name in PACKAGES}
-    return {"keepwarm": keepwarm.__version__, **packages, "python": platform.python_version()}
+    return {"keepwarm": __version__, **packages, "python": platform.python_version()}
 
 
 def _advice(machine: Machine) -> str:

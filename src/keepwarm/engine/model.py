@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,13 +14,13 @@ from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
 from keepwarm import config as configuration
 from keepwarm.config import Settings
-from keepwarm.engine import builtin, gguf, hub
+from keepwarm.engine import gguf
+from keepwarm.engine.catalog import locate, n_context, read_config
 from keepwarm.engine.gguf_tokenizer import write_tokenizer
 from keepwarm.engine.space import require_memory
-from keepwarm.errors import BadModelFile, KeepwarmError, UnknownModel, UnsupportedModel
+from keepwarm.errors import BadModelFile, KeepwarmError, UnsupportedModel
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
-CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
 @dataclass(frozen=True)
@@ -55,48 +53,8 @@ def load(name: str, settings: Settings | None = None) -> Model:
     _settle(parts.module)
     weights: Any = tree_flatten(parts.module.parameters(), destination={})
     require_memory(name, sum(array.nbytes for array in weights.values()))
-    mx.eval(weights)
+    mx.eval(parts.module)  # all of it: some arrays, as of the RoPE, are no parameters
     return Model(name, path, parts.module, parts.tokenizer, parts.config, n_context(parts.config))
-
-
-def locate(name: str, settings: Settings, *, refresh: bool = False) -> Path:
-    """Where the model lies on this machine, downloaded first if need be.
-
-    A hub model that is here is taken as it is; `refresh` asks the hub for a newer one.
-    """
-    if name in builtin.BUILTINS:
-        return builtin.fetch(builtin.BUILTINS[name], settings)
-    path = Path(name).expanduser()
-    if name and path.exists():
-        return path.absolute()
-    if hub.is_id(name):
-        return (None if refresh else hub.cached(name)) or hub.fetch(name)
-    raise UnknownModel(
-        f"There is no model {name!r}; give {' or '.join(builtin.BUILTINS)}, a model directory, "
-        f"a .gguf file or a hub id (org/name)."
-    )
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """A model directory's config.json."""
-    try:
-        config = json.loads((path / "config.json").read_text())
-    except FileNotFoundError as error:
-        raise BadModelFile(f"{path} is no model directory: it has no config.json.") from error
-    except ValueError as error:
-        raise BadModelFile(f"{path}/config.json is not JSON ({error}).") from error
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise BadModelFile(f"{path}/config.json does not say which model_type it is.")
-    return config
-
-
-def n_context(config: dict[str, Any]) -> int:
-    """Longest sequence in tokens; a model that names no limit, as Mamba, has none."""
-    for part in (config, config.get("text_config") or {}):
-        for field in CONTEXT_FIELDS:
-            if isinstance(part.get(field), int):
-                return int(part[field])
-    return sys.maxsize
 
 
 def _read_gguf(path: Path) -> _Parts:

@@ -22,8 +22,8 @@ from mlx_lm.models.cache import (
 )
 
 from keepwarm.errors import CacheMismatch, UnsupportedCache
-from keepwarm.kv.codec import encode
-from keepwarm.kv.kinds import Cache, Caches, Kind, is_empty, kind_of, leaves
+from keepwarm.kv.codec import encode, refuse_unfinished
+from keepwarm.kv.kinds import Cache, Caches, Kind, is_batched, is_empty, kind_of, leaves
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
 
 
@@ -47,6 +47,8 @@ class Right:
 
 @dataclass(frozen=True)
 class Both:
+    """Padding before and behind; `right.lengths` count a row's left padding with its tokens."""
+
     left: Left
     right: Right
 
@@ -54,7 +56,7 @@ class Both:
 Padding = Left | Right | Both
 
 BATCHABLE = ("KVCache", "QuantizedKVCache", "RotatingKVCache", "ArraysCache")
-SETTINGS = ("group_size", "bits", "max_size", "size")
+SETTINGS = ("group_size", "bits", "max_size", "keep", "size")
 
 
 def dynamic_roll(x: mx.array, shifts: mx.array, axis: int) -> mx.array:
@@ -92,7 +94,11 @@ def batch_size(batch: Caches) -> int:
 
 
 def prepare(batch: Caches, padding: Padding) -> None:
-    """Announce how the next tokens are padded; call `finalize` after they were fed."""
+    """Announce how the next slice is padded; feed it at once and whole, then call `finalize`.
+
+    Call it before every slice of more than one token, with equal lengths too: a window's ring is
+    put in order of time here, because mlx-lm masks a slice after a turned ring wrongly.
+    """
     left = padding if isinstance(padding, Left) else getattr(padding, "left", None)
     right = padding if isinstance(padding, Right) else getattr(padding, "right", None)
     arguments: dict[str, list[int]] = {}
@@ -107,11 +113,19 @@ def prepare(batch: Caches, padding: Padding) -> None:
             raise UnsupportedCache(
                 f"Layer {path}: left padding can only be added to an empty batch."
             )
+        if right is not None and kind_of(leaf) is Kind.WINDOW and not min(right.lengths):
+            # mlx-lm would drop the oldest row of its window and keep padding in its place.
+            raise UnsupportedCache(
+                f"Layer {path}: a row without new tokens cannot sit through a padded slice of a "
+                "window layer; filter it out first."
+            )
         _prepare_leaf(leaf, arguments)
 
 
 def finalize(batch: Caches) -> None:
     """Turn right padding into left padding, so that every row ends where the batch ends."""
+    if all(is_empty(layer) for layer in batch):
+        raise UnsupportedCache("Nothing was fed since prepare; feed the padded slice first.")
     for layer in batch:
         layer.finalize()
 
@@ -121,6 +135,10 @@ def filter_rows(batch: Caches, keep: Sequence[int]) -> None:
     n_rows = batch_size(batch)
     if not keep or not all(0 <= i < n_rows for i in keep):
         raise CacheMismatch("The batch", "the rows to keep", f"some of 0 to {n_rows - 1}", keep)
+    for path, leaf in leaves(batch):
+        refuse_unfinished(leaf)
+        if is_empty(leaf) and leaf.left_padding is not None and mx.any(leaf.left_padding > 0):
+            raise UnsupportedCache(f"Layer {path}: feed the announced left padding first.")
     for layer in batch:
         layer.filter(list(keep))
 
@@ -137,6 +155,8 @@ def extract(batch: Caches, row: int) -> Caches:
     n_rows = batch_size(batch)
     if not 0 <= row < n_rows:
         raise CacheMismatch("The batch", "the row", f"one of 0 to {n_rows - 1}", row)
+    for _, leaf in leaves(batch):
+        refuse_unfinished(leaf)
     return [_extract_layer(layer, row) for layer in batch]
 
 
@@ -189,6 +209,8 @@ def _extract_layer(layer: Cache, row: int) -> Cache:
 
 
 def _prepare_leaf(leaf: Cache, arguments: dict[str, list[int]]) -> None:
+    if isinstance(leaf, BatchRotatingKVCache):
+        leaf._temporal_order()
     if not isinstance(leaf, ArraysCache):
         leaf.prepare(**arguments)
         return
@@ -205,21 +227,28 @@ def can_batch(caches: Caches) -> bool:
 
 
 def _why_not(leaf: Cache) -> str | None:
+    if is_batched(leaf):
+        return "it is a batch already, so extract its rows first"
     if encode(leaf).cls not in BATCHABLE:
         return "this class has no batched form"
+    if isinstance(leaf, ArraysCache):
+        missing = [array is None for array in leaf.cache]
+        return "some of its arrays are missing" if any(missing) and not all(missing) else None
     if isinstance(leaf, RotatingKVCache) and leaf.keep:
         return f"a batch would lose its first {leaf.keep} tokens"
+    if isinstance(leaf.keys, mx.array) and leaf.keys.dtype != leaf.values.dtype:
+        return "mlx-lm would turn its values into the dtype of its keys"
     return None
 
 
 def _check_rows_fit(rows: Sequence[Caches]) -> None:
-    for path, leaf in leaves(rows[0]):
-        why = _why_not(leaf)
-        if why:
-            raise UnsupportedCache(
-                f"Layer {path}: {type(leaf).__name__} cannot join a batch: {why}; run it alone."
-            )
     _check_same_layers(rows)
+    for number, row in enumerate(rows):
+        for path, leaf in leaves(row):
+            if why := _why_not(leaf):
+                raise UnsupportedCache(
+                    f"Row {number}, layer {path}: {type(leaf).__name__} cannot join a batch: {why}."
+                )
 
 
 def _check_same_layers(rows: Sequence[Caches]) -> None:

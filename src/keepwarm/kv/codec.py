@@ -190,10 +190,10 @@ def _decode_chunked(encoded: Encoded) -> ChunkedKVCache:
 
 
 def _encode_arrays(cache: ArraysCache) -> Encoded:
+    refuse_unfinished(cache)
     tensors = {f"state{i}": array for i, array in enumerate(cache.cache) if array is not None}
-    for name in ("left_padding", "lengths"):
-        if getattr(cache, name) is not None:
-            tensors[name] = getattr(cache, name)
+    if cache.left_padding is not None:
+        tensors["left_padding"] = cache.left_padding
     return Encoded("ArraysCache", tensors, {"size": len(cache.cache)})
 
 
@@ -202,7 +202,6 @@ def _decode_arrays(encoded: Encoded) -> ArraysCache:
     for i in range(encoded.scalars["size"]):
         cache[i] = encoded.tensors.get(f"state{i}")
     cache.left_padding = encoded.tensors.get("left_padding")
-    cache.lengths = encoded.tensors.get("lengths")
     return cache
 
 
@@ -230,7 +229,7 @@ def _decode_list(encoded: Encoded) -> CacheList:
 
 
 def _encode_batch(cache: BatchKVCache | BatchQuantizedKVCache) -> Encoded:
-    _refuse_unfinished(cache._right_padding)
+    refuse_unfinished(cache)
     tensors = _rows(cache, cache._idx)
     scalars = {"idx": cache._idx}
     if isinstance(cache, BatchQuantizedKVCache):
@@ -250,7 +249,7 @@ def _decode_batch_quantized(encoded: Encoded) -> BatchQuantizedKVCache:
 
 
 def _encode_batch_rotating(cache: BatchRotatingKVCache) -> Encoded:
-    _refuse_unfinished(cache._lengths)
+    refuse_unfinished(cache)
     scalars = {
         "max_size": cache.max_size,
         "idx": cache._idx,
@@ -280,9 +279,10 @@ def _set_batch(cache: Cache, encoded: Encoded) -> Cache:
     return _set_rows(cache, tensors)
 
 
-def _refuse_unfinished(padding: object) -> None:
-    if padding is not None:
-        raise UnsupportedCache("A batch between prepare and finalize cannot be saved; finalize it.")
+def refuse_unfinished(cache: Cache) -> None:
+    """Raise where a batch stands between prepare and finalize, its padding still on the right."""
+    if any(getattr(cache, n, None) is not None for n in ("_right_padding", "_lengths", "lengths")):
+        raise UnsupportedCache("A batch between prepare and finalize cannot be used; finalize it.")
 
 
 class Codec(NamedTuple):

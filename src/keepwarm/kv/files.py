@@ -1,76 +1,25 @@
-"""mlx-lm's prompt-cache files: every layout there has been is read, the current one is written.
-
-A file is safetensors. Each layer's state is flattened into tensors named `3.0.1`; the metadata is
-flattened too, and tells the layout before a tensor is touched:
-
-    mlx-lm ≥ 0.32    [the user's metadata, class names, which tensors stand for plain values]
-    mlx-lm ≤ 0.31    [each layer's numbers, the user's metadata, class names]
-    mlx-swift-lm     as ≤ 0.31, with the numbers of a layer and of its parts in one flat list
-
-Nothing in a file is trusted: class names are looked up in the tables below and nowhere else.
-"""
+"""Prompt-cache files of mlx-lm and of Swift: all are read, mlx-lm's current layout is written."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from enum import Enum
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from safetensors import SafetensorError, safe_open
 
-from keepwarm.errors import BadCacheFile, BadInput, CacheMismatch, UnsupportedCache
-from keepwarm.kv.codec import TRIPLE, Encoded, decode, encode
-from keepwarm.kv.kinds import Caches, is_batched, token_count
+from keepwarm.errors import BadCacheFile, BadInput, CacheMismatch, NotEnough, UnsupportedCache
+from keepwarm.kv import dialects
+from keepwarm.kv.codec import TRIPLE, Encoded, Scalar, decode, encode
+from keepwarm.kv.dialects import STATE, Dialect, Place
+from keepwarm.kv.kinds import Cache, Caches, is_batched, token_count
 from keepwarm.kv.layout import ROWS, Layout
-from keepwarm.kv.make import BITS
+from keepwarm.kv.make import BITS, GROUP_SIZES
 
 SUFFIX = ".safetensors"
-MAX_DEPTH = 16
-MAX_NAME = 64
-GROUP_SIZES = (32, 64, 128)
-
-Tree: TypeAlias = Any  # a leaf, or a dict of trees under "0", "1", …
-
-# The order of a layer's state since 0.32; `idx` is where a rotating cache writes next.
-STATE = {
-    "KVCache": ("keys", "values", "offset"),
-    "ConcatenateKVCache": ("keys", "values"),
-    "QuantizedKVCache": ("keys", "values", "offset", "group_size", "bits"),
-    "RotatingKVCache": ("keys", "values", "offset", "keep", "max_size", "idx"),
-    "ChunkedKVCache": ("keys", "values", "offset", "chunk_size", "start_position"),
-}
-# The numbers that stood beside the tensors before 0.32, by how many there are: early mlx-lm and
-# Swift write `step` too, and newer Swift where the capacity came from.
-EARLY: dict[str, dict[int, tuple[str, ...]]] = {
-    "KVCache": {0: ()},
-    "ConcatenateKVCache": {0: ()},
-    "QuantizedKVCache": {
-        3: ("offset", "group_size", "bits"),
-        4: ("step", "offset", "group_size", "bits"),
-    },
-    "RotatingKVCache": {
-        4: ("keep", "max_size", "offset", "idx"),
-        5: ("keep", "max_size", "step", "offset", "idx"),
-        6: ("keep", "max_size", "step", "offset", "idx", "origin"),
-    },
-    "ChunkedKVCache": {2: ("chunk_size", "start_position")},
-}
-NOT_KEPT = frozenset({"step", "origin", "idx"})
-OLD_NAMES = {"KVCacheSimple": "KVCache", "MambaCache": "ArraysCache"}
-BATCHES = ("BatchKVCache", "BatchRotatingKVCache")
-SWIFT_MODEL_STATE = "__mlx_lm_state_"
-
-
-class Dialect(Enum):
-    MLX_LM = "mlx-lm ≥ 0.32"
-    EARLY_MLX_LM = "mlx-lm ≤ 0.31"
-    SWIFT = "mlx-swift-lm"
 
 
 class PromptCacheFile(NamedTuple):
@@ -79,21 +28,6 @@ class PromptCacheFile(NamedTuple):
     caches: Caches
     metadata: dict[str, str]
     dialect: Dialect
-
-
-class _Place(NamedTuple):
-    """Where in a file we are, for the sentence that says what is wrong there."""
-
-    file: str
-    layer: str
-
-    def part(self, index: int) -> _Place:
-        if self.layer.count(".") >= MAX_DEPTH:
-            raise self.bad(f"composites are nested more than {MAX_DEPTH} deep")
-        return _Place(self.file, f"{self.layer}.{index}")
-
-    def bad(self, why: str) -> BadCacheFile:
-        return BadCacheFile(f"{self.file}, layer {self.layer}: {why}.")
 
 
 def export_prompt_cache(
@@ -108,62 +42,85 @@ def export_prompt_cache(
         raise BadInput(f"{target} must end in {SUFFIX}, because mlx-lm reads no other name.")
     if not caches:
         raise BadInput("A prompt cache of no layers cannot be exported.")
-    encoded = [_exportable(str(i), cache) for i, cache in enumerate(caches)]
-    tensors, kinds = _with_arrays(tree_flatten([_state(layer) for layer in encoded]))
-    classes = [layer.cls for layer in encoded]
-    # mlx-lm skips the first entry: without it the list could be empty and would vanish.
-    header = dict(tree_flatten([_checked(metadata or {}), classes, ["", *kinds]]))
+    layers = [_exportable(str(i), cache) for i, cache in enumerate(caches)]
+    tensors, tags = _as_arrays(dict(tree_flatten([_state(layer) for layer in layers])))
+    classes = [layer.cls for layer in layers]
+    # mlx-lm skips the first tag: without it the list could be empty and would vanish.
+    header = dict(tree_flatten([_checked(metadata or {}), classes, ["", *tags]]))
     _publish(target, tensors, header)
 
 
-def _exportable(path: str, cache: Any) -> Encoded:
+def import_prompt_cache(
+    path: str | os.PathLike[str], layout: Layout | None = None
+) -> PromptCacheFile:
+    """The caches in a prompt-cache file of any layout, evaluated: the file may change afterwards.
+
+    With the `layout` of a model, caches of another model are refused.
+    """
+    file = os.fspath(path)
+    contents = dialects.read(file)
+    n_known = next(_known_counts(contents.layers), None)
+    places = [Place(file, str(i)) for i in range(len(contents.layers))]
+    live = [_live(raw, at, n_known) for raw, at in zip(contents.layers, places, strict=True)]
+    _evaluate(file, live)
+    caches = [decode(layer) for layer in live]
+    try:
+        token_count(caches)
+    except CacheMismatch as error:
+        raise BadCacheFile(f"{file}: its layers disagree: {error}") from error
+    if layout is not None:
+        layout.check(caches)
+    return PromptCacheFile(caches, contents.metadata, contents.dialect)
+
+
+def _exportable(path: str, cache: Cache) -> Encoded:
     if is_batched(cache):
         raise UnsupportedCache(f"Layer {path} is a batch; extract a row first.")
-    encoded = encode(cache)
-    if encoded.cls == "ConcatenateKVCache" and not encoded.tensors:
-        raise UnsupportedCache(f"Layer {path}: mlx-lm cannot load an empty ConcatenateKVCache.")
-    for i, part in enumerate(getattr(cache, "caches", ())):
-        _exportable(f"{path}.{i}", part)
-    return encoded
+    return encode(cache)
 
 
 def _state(layer: Encoded) -> list[Any]:
     """A layer as mlx-lm's own `state` would be, without the rows that no token needs."""
+    if layer.cls in dialects.UNSAVED:
+        raise UnsupportedCache(f"{layer.cls} cannot be exported: {dialects.UNSAVED[layer.cls]}.")
+    if layer.cls in ("CacheList", "ConcatenateKVCache") and not (layer.parts or layer.tensors):
+        raise UnsupportedCache(f"mlx-lm cannot load an empty {layer.cls}; feed it first.")
     if layer.parts:
         return [[_state(part), part.cls] for part in layer.parts]
     if layer.cls == "ArraysCache":
         slots = [layer.tensors.get(f"state{i}") for i in range(layer.scalars["size"])]
         return [slots, None, None]
-    keys = next((n for n in layer.tensors if n.startswith("keys")), None)
-    values: dict[str, Any] = {**layer.scalars, "keys": None, "values": None, "idx": 0}
-    if keys is not None:
-        values["idx"] = layer.tensors[keys].shape[ROWS]
-        values |= {name: _rows_of(layer, name) for name in ("keys", "values")}
+    rows = {"keys": _rows_of(layer, "keys"), "values": _rows_of(layer, "values")}
+    values = {**layer.scalars, **rows, "idx": _n_rows(layer)}
     return [values[name] for name in STATE[layer.cls]]
 
 
-def _rows_of(layer: Encoded, name: str) -> mx.array | list[mx.array]:
-    if name in layer.tensors:
-        return layer.tensors[name]
+def _rows_of(layer: Encoded, name: str) -> mx.array | list[mx.array] | None:
+    if not layer.tensors or name in layer.tensors:
+        return layer.tensors.get(name)
     return [layer.tensors[f"{name}_{part}"] for part in TRIPLE]
 
 
-def _with_arrays(
-    leaves: Sequence[tuple[str, Any]],
+def _n_rows(layer: Encoded) -> int:
+    return next((array.shape[ROWS] for array in layer.tensors.values()), 0)
+
+
+def _as_arrays(
+    leaves: Mapping[str, Any],
 ) -> tuple[dict[str, mx.array], list[tuple[str, str]]]:
-    """Every leaf as an array, and which of them stand for a number, a name or nothing."""
+    """Every leaf as an array, and tags for those that stand for a number, a name or nothing."""
     tensors: dict[str, mx.array] = {}
-    kinds: list[tuple[str, str]] = []
-    for key, leaf in leaves:
+    tags: list[tuple[str, str]] = []
+    for key, leaf in leaves.items():
         if isinstance(leaf, mx.array):
             tensors[key] = leaf
         elif isinstance(leaf, str):
             tensors[key] = mx.array([ord(char) for char in leaf])
-            kinds.append((key, "string"))
+            tags.append((key, "string"))
         else:
-            tensors[key] = mx.array([]) if leaf is None else mx.array(leaf)
-            kinds.append((key, "none" if leaf is None else "scalar"))
-    return tensors, kinds
+            tensors[key] = mx.array([] if leaf is None else leaf)
+            tags.append((key, "none" if leaf is None else "scalar"))
+    return tensors, tags
 
 
 def _checked(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -172,28 +129,33 @@ def _checked(metadata: Mapping[str, str]) -> dict[str, str]:
             raise BadInput(f"Metadata must be text under text; {key!r}: {value!r} is not.")
         if not key or "." in key or key.isdecimal():
             raise BadInput(
-                f"Metadata key {key!r} would come back changed from mlx-lm, which splits keys at "
-                "dots and counts by numbers; use letters, '-' and '_'."
+                f"Metadata key {key!r} would come back changed: mlx-lm splits keys at dots and "
+                "makes lists of numbers; use letters, '-' and '_'."
             )
     return dict(metadata)
 
 
 def _publish(target: Path, tensors: dict[str, mx.array], header: dict[str, str]) -> None:
     """Write beside the target, then rename: a reader sees the old file or the new one."""
+    mx.eval(tensors)
     try:
         handle, name = tempfile.mkstemp(SUFFIX, f".{target.stem}.", target.parent)
+        try:
+            mx.save_safetensors(name, tensors, header)
+            os.fsync(handle)
+            Path(name).replace(target)
+        finally:
+            os.close(handle)
+            Path(name).unlink(missing_ok=True)
+        _sync_directory(target.parent)
     except OSError as error:
         raise BadInput(f"{target} cannot be written: {error.strerror}.") from error
-    try:
-        mx.save_safetensors(name, tensors, header)
-        os.fsync(handle)
-        Path(name).replace(target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(handle)
-    _sync_directory(target.parent)
+    except RuntimeError as error:
+        n_bytes = sum(array.nbytes for array in tensors.values())
+        raise NotEnough(
+            f"{target} could not be written whole and was left as it was; "
+            f"it needs {n_bytes:,} bytes of disk."
+        ) from error
 
 
 def _sync_directory(path: Path) -> None:
@@ -204,27 +166,127 @@ def _sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def import_prompt_cache(
-    path: str | os.PathLike[str], layout: Layout | None = None
-) -> PromptCacheFile:
-    """The caches in a prompt-cache file of any layout, evaluated, so the file may go or change.
-
-    With the `layout` of a model, caches of another model are refused.
-    """
-    file = os.fspath(path)
-    header, tensors = _open(file)
-    dialect = _dialect_of(file, header, tensors)
-    read = _read_current if dialect is Dialect.MLX_LM else _read_early
-    raw = read(file, header, tensors)
-    n_known = next(chain.from_iterable(_known_lengths(layer) for layer in raw), None)
-    encoded = [_live(layer, _Place(file, str(i)), n_known) for i, layer in enumerate(raw)]
-    mx.eval([layer.arrays() for layer in encoded])
-    caches = [decode(layer) for layer in encoded]
+def _evaluate(file: str, layers: Sequence[Encoded]) -> None:
     try:
-        token_count(caches)
-    except CacheMismatch as error:
-        raise BadCacheFile(f"{file}: its layers disagree: {error}") from error
-    if layout is not None:
-        layout.check(caches)
-    metadata = _section(header, "0" if dialect is Dialect.MLX_LM else "1")
-    return PromptCacheFile(caches, metadata, dialect)
+        mx.eval([layer.arrays() for layer in layers])
+    except RuntimeError as error:
+        raise BadCacheFile(f"{file} changed or failed while it was read: {error}.") from error
+
+
+def _known_counts(layers: Sequence[Encoded]) -> Iterator[int]:
+    """Token counts of the layers that say theirs, for those that do not (see `_live_chunk`)."""
+    for raw in layers:
+        yield from _known_counts(raw.parts)
+        if raw.cls == "KVCache":
+            yield raw.scalars.get("offset", _n_rows(raw))
+        elif "offset" in raw.scalars:
+            yield raw.scalars["offset"]
+
+
+def _live(raw: Encoded, place: Place, n_known: int | None) -> Encoded:
+    """What the codec decodes, from what stands in the file; everything is checked on the way."""
+    if raw.cls == "CacheList":
+        if not raw.parts:
+            raise place.bad("a CacheList without parts cannot be used")
+        parts = enumerate(raw.parts)
+        return Encoded(raw.cls, parts=tuple(_live(p, place.part(i), n_known) for i, p in parts))
+    if raw.cls == "ArraysCache":
+        _check_single(raw, place, 1)
+        return raw
+    _check_rows(raw, place)
+    return LIVE[raw.cls](raw, place, n_known)
+
+
+def _check_single(raw: Encoded, place: Place, n_axes: int) -> None:
+    for name, array in raw.tensors.items():
+        if array.ndim < n_axes:
+            raise place.bad(f"{name} has the shape {array.shape}")
+        if array.shape[0] != 1:
+            raise place.bad(
+                f"{name} holds {array.shape[0]} sequences; extract one of them and save that"
+            )
+
+
+def _check_rows(raw: Encoded, place: Place) -> None:
+    """K and V belong together: one sequence, the same heads and rows, dtypes that can be K/V."""
+    _check_single(raw, place, 4)
+    if any(array.ndim != 4 for array in raw.tensors.values()):
+        raise place.bad("keys and values must have four axes")
+    if len({array.shape[1:3] for array in raw.tensors.values()}) > 1:
+        raise place.bad("keys and values differ in heads or rows")
+    quantized = raw.cls == "QuantizedKVCache"
+    for name, array in raw.tensors.items():
+        packed = name.endswith("_weights")
+        if not (array.dtype == mx.uint32 if packed else mx.issubdtype(array.dtype, mx.floating)):
+            raise place.bad(f"{name} cannot be of dtype {array.dtype}")
+        if quantized != (name not in ("keys", "values")):
+            raise place.bad(f"{raw.cls} cannot hold {name}")
+    if quantized:
+        _check_groups(raw, place)
+
+
+def _check_groups(raw: Encoded, place: Place) -> None:
+    group_size, bits = raw.scalars["group_size"], raw.scalars["bits"]
+    if group_size not in GROUP_SIZES or bits not in BITS:
+        raise place.bad(f"{bits} bits in groups of {group_size} cannot be continued")
+    for name in ("keys", "values") if raw.tensors else ():
+        weights, scales, biases = (raw.tensors[f"{name}_{part}"].shape[-1] for part in TRIPLE)
+        if scales != biases or weights * 32 != scales * group_size * bits:
+            raise place.bad(f"{name} are not quantised to {bits} bits in groups of {group_size}")
+
+
+def _cut(raw: Encoded, n_rows: int, scalars: Mapping[str, Scalar]) -> Encoded:
+    tensors = {name: array[..., :n_rows, :] for name, array in raw.tensors.items()}
+    return Encoded(raw.cls, tensors if n_rows else {}, scalars)
+
+
+def _live_delta(raw: Encoded, place: Place, _: int | None) -> Encoded:
+    offset = raw.scalars.get("offset", _n_rows(raw))
+    if not 0 <= offset <= _n_rows(raw):
+        raise place.bad(f"it claims {offset} tokens and holds {_n_rows(raw)} rows")
+    return _cut(raw, offset, {**raw.scalars, "offset": offset})
+
+
+def _live_chunk(raw: Encoded, place: Place, n_known: int | None) -> Encoded:
+    """Before 0.32 the offset was not saved: nothing slid out, or another layer has to know it."""
+    n_rows, start = _n_rows(raw), raw.scalars["start_position"]
+    offset = raw.scalars.get("offset", n_known if start else n_rows)
+    if offset is None:
+        raise place.bad(
+            f"{start} rows have slid out and no layer says how many tokens it stands for, because "
+            "neither mlx-lm before 0.32 nor Swift saves that of a ChunkedKVCache; "
+            "prefill the prompt instead"
+        )
+    if not 0 <= start <= offset <= start + n_rows or raw.scalars["chunk_size"] < 1:
+        raise place.bad(f"it claims tokens {start} to {offset} and holds {n_rows} rows")
+    return _cut(raw, offset - start, {**raw.scalars, "offset": offset})
+
+
+def _live_window(raw: Encoded, place: Place, _: int | None) -> Encoded:
+    """A rotating cache is a line that ends at `idx`, or a full ring that is next written there."""
+    n_rows = _n_rows(raw)
+    scalars = dict(raw.scalars)
+    idx, offset = scalars.pop("idx"), scalars["offset"]
+    keep, max_size = scalars["keep"], scalars["max_size"]
+    if not 0 <= keep < max_size:
+        raise place.bad(f"a window of {max_size} cannot keep {keep} first tokens")
+    is_line = idx == n_rows and min(offset, max_size) <= n_rows <= offset
+    if is_line or 0 <= idx == offset < n_rows:
+        return _cut(raw, idx, scalars)
+    if not (n_rows == max_size <= offset and keep <= idx < n_rows):
+        raise place.bad(f"it claims {offset} tokens up to row {idx} and holds {n_rows} rows")
+    parts = (slice(0, keep), slice(idx, n_rows), slice(keep, idx))
+    tensors = {
+        name: mx.concatenate([rows[..., part, :] for part in parts], axis=ROWS)
+        for name, rows in raw.tensors.items()
+    }
+    return Encoded(raw.cls, tensors, scalars)
+
+
+LIVE: dict[str, Callable[[Encoded, Place, int | None], Encoded]] = {
+    "KVCache": _live_delta,
+    "ConcatenateKVCache": _live_delta,
+    "QuantizedKVCache": _live_delta,
+    "RotatingKVCache": _live_window,
+    "ChunkedKVCache": _live_chunk,
+}

@@ -10,7 +10,8 @@ from keepwarm.errors import BadInput
 from keepwarm.kv.kinds import Cache, Caches
 from keepwarm.kv.quant import QuantKVCache
 
-BITS = (2, 3, 4, 5, 6, 8)
+BITS = (2, 4, 8)  # mlx-lm sizes its buffers wrongly for 3, 5 and 6 bits and wide heads
+GROUP_SIZES = (32, 64, 128)
 
 
 def make_caches(
@@ -32,6 +33,11 @@ def make_caches(
         raise BadInput(f"max_kv_size is {max_kv_size}; it must be at least 1.")
     if kv_bits is not None and kv_bits not in BITS:
         raise BadInput(f"kv_bits is {kv_bits}; it must be one of {', '.join(map(str, BITS))}.")
+    if kv_bits is not None and kv_group_size not in GROUP_SIZES:
+        raise BadInput(
+            f"kv_group_size is {kv_group_size}; "
+            f"it must be one of {', '.join(map(str, GROUP_SIZES))}."
+        )
 
     def changed(cache: Cache) -> Cache:
         if isinstance(cache, CacheList):

@@ -12,7 +12,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from keepwarm.prefix.blocks import BlockKey, block_key
 from keepwarm.store.atomic import DIRECTORY_MODE, Files, Scratch, exclusive, is_alive
 from keepwarm.store.index import Index
 from keepwarm.store.record import Header, Part, Record, open_record, pieces, read_tensors
-from keepwarm.store.tier import Child, Put, Stored, TierStats
+from keepwarm.store.tier import Child, Known, Put, State, Stored, TierStats
 
 SUFFIX = ".safetensors"
 LOG = logging.getLogger(__name__)
@@ -58,11 +58,14 @@ class DiskTier:
 
     # The tier protocol
 
-    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, frozenset[Part]]:
-        return {key: known.parts for key, known in self._index.have(keys).items()}
+    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
+        return self._index.have(keys)
 
     def children(self, parent: BlockKey, tokens: bytes) -> Child | None:
         return self._index.best_child(parent, tokens)
+
+    def states(self, parents: Collection[BlockKey]) -> list[State]:
+        return self._index.states(parents)
 
     def read(
         self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
@@ -107,8 +110,7 @@ class DiskTier:
     def walk(self) -> Iterator[Stored]:
         return self._index.walk()
 
-    def touch(self, keys: Iterable[BlockKey]) -> None:
-        """Say that these blocks were of use now."""
+    def touch(self, keys: Collection[BlockKey]) -> None:
         self._index.touch(keys, self._clock())
 
     def stats(self) -> TierStats:
@@ -153,7 +155,7 @@ class DiskTier:
     def _put(self, record: Record) -> bool:
         header = record.header
         known = self._index.have([header.key]).get(header.key)
-        if known and header.part in known.parts and not _improves(header, known.w_rows):
+        if known and header.part in known.parts and not header.improves_on(known.w_rows):
             return False
         buffers = pieces(record)
         n_bytes = sum(len(memoryview(piece).cast("B")) for piece in buffers)
@@ -294,11 +296,6 @@ def check_identity(header: Header, key: BlockKey, part: Part) -> None:
         raise BadRecord("it is another record under this name")
     if block_key(header.namespace, header.parent, header.tokens) != key:
         raise BadRecord("its key is not the hash of its tokens")
-
-
-def _improves(header: Header, w_rows: int) -> bool:
-    """Window rows slide out while decoding; a later prefill may bring more of them."""
-    return header.part is Part.WINDOW and int(header.extra.get("w_rows", 0)) > w_rows
 
 
 def _parse_name(name: str) -> tuple[BlockKey, Part] | None:

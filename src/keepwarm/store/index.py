@@ -15,9 +15,17 @@ from typing import Any, NamedTuple
 
 from keepwarm.prefix.blocks import BlockKey, Namespace, common_tokens
 from keepwarm.store.record import Header, Part
-from keepwarm.store.tier import Child, Stored
+from keepwarm.store.tier import Child, Known, State, Stored
 
 SCHEMA_VERSION = 1
+MAX_KEYS = 30_000  # of one query
+PRAGMAS = (
+    "journal_mode = WAL",
+    "synchronous = NORMAL",
+    "secure_delete = ON",  # deleted tokens are overwritten
+    "wal_autocheckpoint = 256",  # pages; the log counts towards the cap too
+    "journal_size_limit = 1048576",
+)
 SCHEMA = """
 CREATE TABLE blocks(
   key BLOB PRIMARY KEY, parent BLOB NOT NULL, namespace BLOB NOT NULL, number INTEGER NOT NULL,
@@ -28,6 +36,7 @@ CREATE TABLE blocks(
 ) WITHOUT ROWID;
 CREATE INDEX by_parent ON blocks(parent);
 CREATE INDEX victims ON blocks(used + value) WHERE children = 0 AND pins = 0 AND doomed = 0;
+CREATE INDEX states ON blocks(parent) WHERE s > 0 AND doomed = 0;
 CREATE TABLE tokens(
   parent BLOB, tokens BLOB, key BLOB NOT NULL, PRIMARY KEY(parent, tokens)
 ) WITHOUT ROWID;
@@ -71,20 +80,18 @@ END;
 """
 
 
-class Known(NamedTuple):
-    parts: frozenset[Part]
-    w_rows: int
-
-
 class Victim(NamedTuple):
     key: BlockKey
     n_bytes: int
 
 
 class Index:
-    """One connection, one lock; every method is one transaction."""
+    """One connection, one lock; every method is one transaction.
 
-    def __init__(self, path: Path) -> None:
+    `path` is a file that several processes may share, or ":memory:".
+    """
+
+    def __init__(self, path: Path | str) -> None:
         self._lock = threading.RLock()
         self._db = sqlite3.connect(
             path, timeout=30, isolation_level=None, check_same_thread=False, cached_statements=64
@@ -96,7 +103,7 @@ class Index:
             raise
 
     def _prepare(self) -> None:
-        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
+        for pragma in PRAGMAS:
             self._db.execute(f"PRAGMA {pragma}")
         with self._transaction() as db:
             version = db.execute("PRAGMA user_version").fetchone()[0]
@@ -125,15 +132,26 @@ class Index:
     # Look-ups
 
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
-        found: dict[BlockKey, Known] = {}
-        wanted = list(keys)
-        for start in range(0, len(wanted), 30_000):
-            some = wanted[start : start + 30_000]
+        rows = self._among("SELECT key, d, w, s, n_tokens, w_rows", "doomed = 0 AND key", keys)
+        return {
+            BlockKey(key): Known(_parts(d, w, s), n_tokens, w_rows, d + w + s)
+            for key, d, w, s, n_tokens, w_rows in rows
+        }
+
+    def states(self, parents: Collection[BlockKey]) -> list[State]:
+        rows = self._among(
+            "SELECT key, parent, n_tokens", "s > 0 AND doomed = 0 AND parent", parents
+        )
+        return [State(BlockKey(key), BlockKey(parent), n) for key, parent, n in rows]
+
+    def _among(self, select: str, where: str, keys: Collection[BlockKey]) -> list[tuple[Any, ...]]:
+        """One query for all keys, in as many pieces as SQLite takes."""
+        wanted, rows = list(keys), []
+        for start in range(0, len(wanted), MAX_KEYS):
+            some = wanted[start : start + MAX_KEYS]
             marks = ",".join("?" * len(some))
-            query = f"SELECT key, d, w, s, w_rows FROM blocks WHERE doomed = 0 AND key IN ({marks})"  # noqa: S608
-            for key, d, w, s, w_rows in self._rows(query, some):
-                found[BlockKey(key)] = Known(_parts(d, w, s), w_rows)
-        return found
+            rows += self._rows(f"{select} FROM blocks WHERE {where} IN ({marks})", some)
+        return rows
 
     def best_child(self, parent: BlockKey, tokens: bytes) -> Child | None:
         """In the order of token bytes the longest common prefix is a neighbour of the query."""
@@ -217,7 +235,6 @@ class Index:
     ) -> bool:
         """Enter a published record and end its reservation; False while it is being deleted."""
         key, n_tokens = header.key, len(header.tokens) // 4
-        w_rows = int(header.extra.get("w_rows", 0)) if header.part is Part.WINDOW else 0
         with self._transaction() as db:
             _end_write(db, key, header.part, writer)
             if db.execute("SELECT 1 FROM blocks WHERE key = ? AND doomed", (key,)).fetchone():
@@ -232,11 +249,11 @@ class Index:
             )
             db.execute(
                 f"UPDATE blocks SET {header.part.value} = ?, w_rows = max(w_rows, ?) WHERE key = ?",  # noqa: S608
-                (n_bytes, w_rows, key),
+                (n_bytes, header.w_rows, key),
             )
             return True
 
-    def touch(self, keys: Iterable[BlockKey], now: float) -> None:
+    def touch(self, keys: Collection[BlockKey], now: float) -> None:
         with self._transaction() as db:
             db.executemany("UPDATE blocks SET used = ? WHERE key = ?", ((now, k) for k in keys))
 

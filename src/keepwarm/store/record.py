@@ -65,6 +65,15 @@ class Header:
     extra: Mapping[str, Any] = field(default_factory=dict)
     version: int = FORMAT_VERSION
 
+    @property
+    def w_rows(self) -> int:
+        """How many of the block's last window rows are inside."""
+        return int(self.extra.get("w_rows", 0)) if self.part is Part.WINDOW else 0
+
+    def improves_on(self, w_rows: int) -> bool:
+        """Window rows slide out while decoding; a later prefill may bring more of them."""
+        return self.part is Part.WINDOW and self.w_rows > w_rows
+
 
 @dataclass(frozen=True)
 class Record:

@@ -15,11 +15,28 @@ from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.store.record import Part, Record
 
 
+class Known(NamedTuple):
+    """A block that is there: its parts, and how many of its last window rows are held."""
+
+    parts: frozenset[Part]
+    n_tokens: int
+    w_rows: int
+    n_bytes: int
+
+
 class Child(NamedTuple):
     """The block after a prefix that shares the most tokens with what is asked for."""
 
     key: BlockKey
     n_common: int
+
+
+class State(NamedTuple):
+    """A checkpoint below a block: `key` is good if it is the hash of the asker's own tokens."""
+
+    key: BlockKey
+    parent: BlockKey
+    n_tokens: int
 
 
 class Put(NamedTuple):
@@ -56,11 +73,14 @@ class TierStats:
 
 
 class Tier(Protocol):
-    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, frozenset[Part]]:
-        """Which of these blocks are here, and which parts of each. Reads no block."""
+    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
+        """Which of these blocks are here, and what of each. Reads no block."""
 
     def children(self, parent: BlockKey, tokens: bytes) -> Child | None:
         """The child of `parent` with the longest common token prefix, if any token is shared."""
+
+    def states(self, parents: Collection[BlockKey]) -> list[State]:
+        """Checkpoints among the children of these blocks."""
 
     def read(
         self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
@@ -69,6 +89,9 @@ class Tier(Protocol):
 
     def put(self, record: Record) -> Put:
         """Keep a record unless it is there; evicts to make room, never a pinned block."""
+
+    def touch(self, keys: Collection[BlockKey]) -> None:
+        """Say that these blocks were of use now."""
 
     def pin(self, key: BlockKey, owner: str) -> None:
         """Protect a block from eviction until every owner has let go."""

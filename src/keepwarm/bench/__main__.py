@@ -1,0 +1,85 @@
+"""`python -m keepwarm.bench [kv|batch|all]`: run, show, keep."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from keepwarm.bench import batch, kv
+from keepwarm.bench.measure import Record, Task, describe_machine
+from keepwarm.bench.report import Report, show, write_json
+from keepwarm.errors import BadInput, KeepwarmError
+
+
+class Bench(StrEnum):
+    KV = "kv"
+    BATCH = "batch"
+    ALL = "all"
+
+
+def main(
+    bench: Annotated[Bench, typer.Argument(help="What to measure.")] = Bench.ALL,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small caches: seconds, to see that it works.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option("--json", help="Keep everything here.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=512, help="Leave out longer caches.")
+    ] = None,
+) -> None:
+    """Measure slicing, saving, restoring, merging and batching of KV caches on this machine."""
+    if json is not None and not json.absolute().parent.is_dir():
+        raise BadInput(f"There is no directory for {json}; make it first.")
+    limit = max_tokens or (512 if quick else 32_768)
+    machine = describe_machine()
+    with tempfile.TemporaryDirectory(prefix="keepwarm-bench-") as folder:
+        records = run(list(tasks(bench, Path(folder), limit, quick)))
+    command = command_line(bench, quick, max_tokens)
+    report = Report(command, datetime.now(UTC).date().isoformat(), machine, records)
+    show(report, Console())
+    if json is not None:
+        write_json(report, json)
+
+
+def tasks(bench: Bench, folder: Path, max_tokens: int, quick: bool) -> Iterator[Task]:
+    if bench is not Bench.BATCH:
+        yield from kv.tasks(folder, max_tokens, quick)
+    if bench is not Bench.KV:
+        yield from batch.tasks(folder, max_tokens, quick)
+
+
+def run(todo: list[Task]) -> list[Record]:
+    """One after the other, with a bar on standard error."""
+    records: list[Record] = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=len(todo))
+        for task in todo:
+            progress.update(bar, description=task.label)
+            records += task.run()
+            progress.advance(bar)
+    return records
+
+
+def command_line(bench: Bench, quick: bool, max_tokens: int | None) -> str:
+    """What was typed, without the name of the file it goes to."""
+    words = ["python -m keepwarm.bench", bench.value]
+    words += ["--quick"] * quick
+    words += [f"--max-tokens {max_tokens}"] if max_tokens else []
+    return " ".join(words)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except KeepwarmError as error:
+        typer.echo(str(error), err=True)
+        sys.exit(2)

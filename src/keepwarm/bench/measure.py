@@ -1,0 +1,194 @@
+"""How things are measured: seconds, peak memory, and a line about the machine."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import platform
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import mlx.core as mx
+import psutil
+
+from keepwarm import config
+from keepwarm.engine import machine
+from keepwarm.errors import NotEnough
+
+if sys.platform != "win32":
+    import resource
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MEMORY_BUDGET = 12 * 10**9  # others use this machine too
+BOUND = 1.1  # of the live bytes, plus two blocks: what saving or restoring may need
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Every sample of one operation, in seconds; `n_bytes` are the live bytes it moves."""
+
+    case: str
+    n_tokens: int
+    what: str
+    n_bytes: int
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def gb_per_second(self) -> float:
+        return self.n_bytes / self.median / 1e9
+
+    @property
+    def spread(self) -> float:
+        """How far apart the samples are, as a part of their median."""
+        return (max(self.seconds) - min(self.seconds)) / self.median
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Memory that a process needed while it saved or restored, above what it held before."""
+
+    case: str
+    n_tokens: int
+    what: str
+    live_bytes: int
+    block_bytes: int
+    growth_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Of the live cache, the two blocks that are allowed on top left aside."""
+        return (self.growth_bytes - 2 * self.block_bytes) / self.live_bytes
+
+    @property
+    def holds(self) -> bool:
+        return self.ratio <= BOUND
+
+
+@dataclass(frozen=True)
+class Density:
+    """Memory that a batch holds against what its live tokens need."""
+
+    case: str
+    lengths: tuple[int, ...]
+    when: str
+    live_bytes: int
+    held_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        return self.held_bytes / self.live_bytes
+
+
+@dataclass(frozen=True)
+class Skipped:
+    case: str
+    why: str
+
+
+Record = Speed | Peak | Density | Skipped
+
+
+@dataclass(frozen=True)
+class Task:
+    """One step of a bench: what the progress bar says, and what gives the records."""
+
+    label: str
+    run: Callable[[], list[Record]]
+
+
+def seconds_of(work: Callable[[], object], repeats: int) -> tuple[float, ...]:
+    """Time each call; what it returns is dropped outside the measured time."""
+    return tuple(_once(work) for _ in range(repeats))
+
+
+def _once(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    result = work()
+    seconds = time.perf_counter() - start
+    del result
+    free()
+    return seconds
+
+
+def free() -> None:
+    """Give back what nobody holds any more."""
+    gc.collect()
+    mx.clear_cache()
+
+
+def peak_growth(work: Callable[[], object]) -> int:
+    """Bytes by which the memory of this process rose above where it stood, at its highest."""
+    _forget_peak()
+    before = psutil.Process().memory_info().rss
+    work()
+    return _peak() - before
+
+
+def _forget_peak() -> None:
+    if sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak() -> int:
+    """Highest resident bytes; elsewhere than on Linux since the start of the process.
+
+    `ru_maxrss` is no use on Linux: a child begins with the peak of the process that started it.
+    """
+    if sys.platform == "linux":
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+def in_child(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a function in a new process, so that its memory is its own."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+        try:
+            return pool.submit(work, *args, **kwargs).result()
+        except BrokenProcessPool as error:
+            hint = "most likely for want of memory; try a smaller --max-tokens"
+            raise NotEnough(f"A process of the benchmark was killed, {hint}.") from error
+
+
+def why_no_room(n_memory: int, n_disk: int, folder: Path) -> str:
+    """Why a step of this size must be left out here; nothing where there is room."""
+    memory = min(MEMORY_BUDGET, int(psutil.virtual_memory().available * 0.9))
+    disk = int(shutil.disk_usage(folder).free * 0.9)
+    if n_memory > memory:
+        return f"needs {n_memory / 1e9:.1f} GB of memory, {memory / 1e9:.1f} GB may be used"
+    if n_disk > disk:
+        return f"needs {n_disk / 1e9:.1f} GB of disk, {disk / 1e9:.1f} GB may be used"
+    return ""
+
+
+def describe_machine() -> dict[str, Any]:
+    """The class of machine and what is installed: no name, no path."""
+    found = machine.snapshot(config.load())
+    return {
+        "system": platform.system(),
+        "architecture": platform.machine(),
+        "backend": found.backend,
+        "device": found.device,
+        "n_cpus": found.n_cpus,
+        "load": [round(x, 1) for x in psutil.getloadavg()],
+        "memory_total_bytes": found.memory_total_bytes,
+        "memory_available_bytes": found.memory_available_bytes,
+        "gemm_gflops": round(found.gemm_gflops, 1),
+        "blas": found.blas and f"{found.blas.name} ({found.blas.layer})",
+        "versions": found.versions,
+    }

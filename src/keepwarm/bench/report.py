@@ -1,0 +1,142 @@
+"""What was measured, for people as tables and for programs as one JSON object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from keepwarm.bench.measure import Density, Peak, Record, Skipped, Speed
+
+DERIVED = {
+    Speed: ("median", "spread", "gb_per_second"),
+    Peak: ("ratio", "holds"),
+    Density: ("ratio",),
+    Skipped: (),
+}
+GROUPS = {"speeds": Speed, "peaks": Peak, "densities": Density, "skipped": Skipped}
+# Each operation beside what it is compared with.
+RIVALS = {
+    "slice": ("copy, fresh",),
+    "save": ("write", "mlx-lm save"),
+    "restore": ("copy, fresh", "mlx-lm load"),
+    "merge": ("copy, fresh",),
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    command: str
+    date: str
+    machine: Mapping[str, Any]
+    records: Sequence[Record]
+
+    def of(self, kind: type) -> list[Any]:
+        return [record for record in self.records if isinstance(record, kind)]
+
+    def as_json(self) -> dict[str, Any]:
+        head = {"command": self.command, "date": self.date, "machine": dict(self.machine)}
+        return head | {name: [_plain(r) for r in self.of(kind)] for name, kind in GROUPS.items()}
+
+
+def _plain(record: Record) -> dict[str, Any]:
+    derived = {name: getattr(record, name) for name in DERIVED[type(record)]}
+    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in derived.items()}
+    return asdict(record) | rounded
+
+
+def write_json(report: Report, file: Path) -> None:
+    file.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+
+
+def show(report: Report, console: Console) -> None:
+    console.print(Group(*_parts(report)))
+
+
+def _parts(report: Report) -> Iterator[RenderableType]:
+    machine = report.machine
+    yield (
+        f"{machine['backend']} on {machine['n_cpus']} cores {machine['device']}, "
+        f"load {machine['load'][0]}; medians, ± the spread of the samples"
+    )
+    yield from (f"Left out: {skip.case}: {skip.why}." for skip in report.of(Skipped))
+    single = [speed for speed in report.of(Speed) if "batch" not in speed.case]
+    batch = [speed for speed in report.of(Speed) if "batch" in speed.case]
+    if single:
+        yield _single_table(single)
+        yield _peak_table(report.of(Peak))
+    if batch:
+        yield _batch_table(batch)
+        yield _density_table(report.of(Density))
+
+
+def _single_table(speeds: Iterable[Speed]) -> Table:
+    title = "GB/s of live bytes; in brackets how many times as fast as what follows the word"
+    heads = [f"{what} (÷ {', ÷ '.join(rivals)})" for what, rivals in RIVALS.items()]
+    table = _table(title, "cache", "tokens", "MB", "copy, fresh", "copy, touched", "write", *heads)
+    cases: dict[tuple[str, int], dict[str, Speed]] = {}
+    for speed in speeds:
+        cases.setdefault((speed.case, speed.n_tokens), {})[speed.what] = speed
+    for (case, n_tokens), found in sorted(cases.items()):
+        if "slice" in found:
+            size = f"{found['slice'].n_bytes / 1e6:,.0f}"
+            plain = [_rate(found[what]) for what in ("copy, fresh", "copy, touched", "write")]
+            ours = [_compared(found, what) for what in RIVALS]
+            table.add_row(case, f"{n_tokens:,}", size, *plain, *ours)
+    return table
+
+
+def _rate(speed: Speed) -> str:
+    return f"{speed.gb_per_second:.2f} ±{speed.spread:.0%}"
+
+
+def _compared(found: Mapping[str, Speed], what: str) -> str:
+    ours = found[what]
+    ratios = [
+        f"{ours.gb_per_second / found[rival].gb_per_second:.2f}" if rival in found else "?"
+        for rival in RIVALS[what]
+    ]
+    return f"{_rate(ours)} ({', '.join(ratios)})"
+
+
+def _peak_table(peaks: Iterable[Peak]) -> Table:
+    table = _table(
+        "Peak memory above the start", "cache", "tokens", "what", "of live bytes", "≤ 1.1"
+    )
+    for peak in peaks:
+        verdict = "yes" if peak.holds else "NO"
+        ratio = f"{peak.ratio:.2f} + 2 blocks"
+        table.add_row(peak.case, f"{peak.n_tokens:,}", peak.what, ratio, verdict)
+    return table
+
+
+def _batch_table(speeds: Sequence[Speed]) -> Table:
+    copy = next(speed for speed in speeds if speed.what == "copy, fresh")
+    title = f"{copy.case}, {copy.n_tokens:,} tokens each"
+    table = _table(title, "what", "ms", "GB/s", "÷ copy, fresh")
+    for speed in speeds:
+        ratio = f"{speed.gb_per_second / copy.gb_per_second:.2f}"
+        table.add_row(speed.what, f"{speed.median * 1e3:,.0f}", _rate(speed), ratio)
+    return table
+
+
+def _density_table(densities: Iterable[Density]) -> Table:
+    table = _table("Memory a live token", "layers", "B", "lengths", "when", "of live bytes")
+    for density in densities:
+        low, high = min(density.lengths), max(density.lengths)
+        lengths = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+        n_rows = str(len(density.lengths))
+        table.add_row(density.case, n_rows, lengths, density.when, f"{density.ratio:.2f}")
+    return table
+
+
+def _table(title: str, *heads: str) -> Table:
+    table = Table(*heads, title=title, title_justify="left", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table

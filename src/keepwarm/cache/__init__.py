@@ -1,0 +1,1 @@
+"""Joins what a cache is with where bytes live: look up, restore, capture."""

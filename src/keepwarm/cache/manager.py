@@ -1,0 +1,260 @@
+"""Plan, load, capture: the one place where prompts meet stored blocks.
+
+A manager serves one namespace: one model with one set of KV options. It keeps no request state;
+what is under way lives in the `Capture` that `open` returns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from keepwarm.cache.plan import NOTHING, Forest, Needs, Point, longest, n_matched
+from keepwarm.cache.records import block_of, records_of
+from keepwarm.errors import CacheError
+from keepwarm.kv.kinds import Caches
+from keepwarm.kv.layout import Layout
+from keepwarm.kv.slices import Assembly, Block, cut
+from keepwarm.prefix.blocks import (
+    BLOCK_TOKENS,
+    BlockKey,
+    BlockRef,
+    Namespace,
+    block_key,
+    chain,
+    pack,
+    root,
+)
+from keepwarm.store.record import Record
+from keepwarm.store.tiers import Tiers
+
+
+class Policy(StrEnum):
+    """What a request may do with the cache."""
+
+    READ_WRITE = "read-write"
+    READ_ONLY = "read-only"
+    EPHEMERAL = "ephemeral"
+    NO_STORE = "no-store"
+    DURABLE = "durable"
+
+    @property
+    def reads(self) -> bool:
+        return self is not Policy.NO_STORE
+
+    @property
+    def writes(self) -> bool:
+        return self not in (Policy.NO_STORE, Policy.READ_ONLY)
+
+
+class Sink(Protocol):
+    """Where captured records go: at once findable, on disk in their own time."""
+
+    def put(self, record: Record, policy: Policy) -> None: ...
+
+    def flush(self) -> None:
+        """Return once everything put so far is safe."""
+
+
+@dataclass
+class Rates:
+    """Measured speeds, from which loading and recomputing are compared."""
+
+    load_bytes_per_s: float = 5e8
+    prefill_tokens_per_s: float = 50.0
+
+    def saw_load(self, n_bytes: int, seconds: float) -> None:
+        self.load_bytes_per_s = _blend(self.load_bytes_per_s, n_bytes, seconds)
+
+    def saw_prefill(self, n_tokens: int, seconds: float) -> None:
+        self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, n_tokens, seconds)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would be restored for a prompt, and what that costs against computing it."""
+
+    point: Point
+    n_prompt: int
+    load_s: float
+    prefill_s: float  # of the tokens that the restore spares
+
+    @property
+    def n_tokens(self) -> int:
+        return self.point.n_tokens
+
+    @property
+    def worth_loading(self) -> bool:
+        return self.load_s <= self.prefill_s
+
+
+class Restored(NamedTuple):
+    """Caches that hold exactly the first `n_tokens` of the prompt, and where they came from."""
+
+    caches: Caches | None
+    n_tokens: int
+    tokens_by_tier: dict[str, int]
+
+
+EMPTY = Restored(None, 0, {})
+
+
+@dataclass
+class Manager:
+    namespace: Namespace
+    layout: Layout
+    tiers: Tiers
+    sink: Sink
+    rates: Rates = field(default_factory=Rates)
+    clock: Callable[[], float] = time.perf_counter
+    restore_failures: int = 0
+
+    def plan(self, tokens: Sequence[int]) -> Plan:
+        """The longest known prefix; at least one token is left, because a model must be fed."""
+        point = self._longest(tokens, len(tokens) - 1) if len(tokens) > 1 else NOTHING
+        load_s = point.n_bytes / self.rates.load_bytes_per_s
+        return Plan(point, len(tokens), load_s, point.n_tokens / self.rates.prefill_tokens_per_s)
+
+    def restore(self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE) -> Restored:
+        """Plan and load. A record that turns out bad is a miss: the plan is made again without it.
+
+        Call it on the thread that owns MLX.
+        """
+        while policy.reads:
+            plan = self.plan(tokens)
+            if not plan.n_tokens or not plan.worth_loading:
+                break
+            restored = self._load(plan)
+            if restored is not None:
+                return restored
+            self.restore_failures += 1
+        return EMPTY
+
+    def open(self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE) -> Capture:
+        """Begin keeping what a request computes, from wherever it starts."""
+        return Capture(self, list(tokens), policy)
+
+    def _longest(self, tokens: Sequence[int], limit: int) -> Point:
+        refs = [ref for ref in chain(self.namespace, tokens) if ref.n_tokens == BLOCK_TOKENS]
+        needs = Needs.of(self.layout)
+        known = self.tiers.have([ref.key for ref in refs])
+        matched = n_matched(needs, refs, known)
+        packed = pack(tokens)
+        parent = refs[matched - 1].key if matched else root(self.namespace)
+        rest = packed[4 * BLOCK_TOKENS * matched : 4 * BLOCK_TOKENS * (matched + 1)]
+        child = self.tiers.children(parent, rest) if not needs.state else None
+        states = self._states(refs, packed) if needs.state else {}
+        beside = [child.key] if child else list(states.values())
+        known |= self.tiers.have(beside)
+        return longest(needs, Forest(refs, known, matched, child, states), limit)
+
+    def _states(self, refs: Sequence[BlockRef], packed: bytes) -> dict[int, BlockKey]:
+        """Checkpoints inside blocks of this very prompt, by the token they stand at."""
+        starts = {root(self.namespace): 0}
+        starts |= {ref.key: (ref.number + 1) * BLOCK_TOKENS for ref in refs}
+        found = {}
+        for state in self.tiers.states(list(starts)):
+            start = starts[state.parent]
+            tokens = packed[4 * start : 4 * (start + state.n_tokens)]
+            if block_key(self.namespace, state.parent, tokens) == state.key:
+                found[start + state.n_tokens] = state.key
+        return found
+
+    def _load(self, plan: Plan) -> Restored | None:
+        started = self.clock()
+        assembly = Assembly(self.layout, plan.n_tokens)
+        blocks_by_tier: Counter[str] = Counter()
+        try:
+            for read in plan.point.reads:
+                found = self.tiers.read(read.key, read.part)
+                if found is None:
+                    return None
+                assembly.add(block_of(found.record))
+                blocks_by_tier[found.tier] += 1
+            caches = assembly.finish()
+        except CacheError:
+            return None
+        self.rates.saw_load(plan.point.n_bytes, self.clock() - started)
+        self.tiers.touch([read.key for read in plan.point.reads])
+        return Restored(caches, plan.n_tokens, _shares(blocks_by_tier, plan.n_tokens))
+
+
+class Capture:
+    """Keeps the blocks of one request as they are computed.
+
+    `capture` may be called after any slice; blocks that are whole by then are kept at once.
+    """
+
+    def __init__(self, manager: Manager, tokens: list[int], policy: Policy) -> None:
+        self._manager = manager
+        self._tokens = tokens
+        self._policy = policy
+        self._n_blocks = 0  # whole blocks kept so far
+        self._parent = root(manager.namespace)
+
+    def start_at(self, n_tokens: int) -> None:
+        """Say that the first tokens were restored, so their blocks need not be put again."""
+        for ref in self._refs(n_tokens // BLOCK_TOKENS * BLOCK_TOKENS):
+            self._passed(ref)
+
+    def capture(self, caches: Caches, upto: int, checkpoint: bool = False) -> None:
+        """Keep what the caches, which represent `upto` tokens, hold beyond what was kept before.
+
+        A checkpoint keeps the open block too, so that the very token can be restored.
+        """
+        if not self._policy.writes:
+            return
+        blocks = cut(caches, upto, first_block=self._n_blocks)
+        for ref, block in zip(self._refs(upto), blocks, strict=True):
+            whole = block.n_tokens == BLOCK_TOKENS
+            if whole or checkpoint:
+                self._keep(ref, block if checkpoint or not block.state else _stateless(block))
+            if whole:
+                self._passed(ref)
+
+    def finish(self, all_tokens: Sequence[int], caches: Caches) -> None:
+        """Keep everything, generated tokens and the last open block included."""
+        self._tokens = list(all_tokens)
+        self.capture(caches, len(self._tokens), checkpoint=True)
+        if self._policy is Policy.DURABLE:
+            self._manager.sink.flush()
+
+    def _refs(self, upto: int) -> Iterator[BlockRef]:
+        """The blocks from the first that is not kept yet up to a token."""
+        parent = self._parent
+        for number in range(self._n_blocks, -(-upto // BLOCK_TOKENS)):
+            start = number * BLOCK_TOKENS
+            tokens = pack(self._tokens[start : min(start + BLOCK_TOKENS, upto)])
+            ref = BlockRef(
+                block_key(self._manager.namespace, parent, tokens), parent, number, tokens
+            )
+            yield ref
+            parent = ref.key
+
+    def _passed(self, ref: BlockRef) -> None:
+        self._n_blocks, self._parent = ref.number + 1, ref.key
+
+    def _keep(self, ref: BlockRef, block: Block) -> None:
+        for record in records_of(self._manager.namespace, ref, block):
+            self._manager.sink.put(record, self._policy)
+
+
+def _stateless(block: Block) -> Block:
+    return Block(block.index, block.n_tokens, block.delta, block.window, block.first_rows)
+
+
+def _shares(blocks: Counter[str], n_tokens: int) -> dict[str, int]:
+    """Tokens by tier, in proportion to the records read from each."""
+    total = sum(blocks.values())
+    shares = {name: n * n_tokens // total for name, n in blocks.items()}
+    first = next(iter(shares))
+    shares[first] += n_tokens - sum(shares.values())
+    return shares
+
+
+def _blend(rate: float, amount: float, seconds: float) -> float:
+    return 0.7 * rate + 0.3 * amount / max(seconds, 1e-6)

@@ -1,0 +1,144 @@
+"""The longest prefix that every layer can be restored at, and the records that takes.
+
+    delta    rows of every block from the first on
+    window   rows of the last window before the point
+    state    a checkpoint exactly at the point
+
+Pure: what the tiers hold comes in, what to read goes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from keepwarm.kv.kinds import Kind
+from keepwarm.kv.layout import Layout
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef
+from keepwarm.store.record import Part
+from keepwarm.store.tier import Child, Known
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a model's layers need to go on from a point."""
+
+    delta: bool
+    window: int  # rows before the point; 0 where no layer has a window
+    state: bool
+
+    @classmethod
+    def of(cls, layout: Layout) -> Needs:
+        windows = [leaf.window or 0 for leaf in layout.leaves()]
+        return cls(Kind.DELTA in layout.kinds, max(windows, default=0), Kind.STATE in layout.kinds)
+
+
+class Read(NamedTuple):
+    key: BlockKey
+    part: Part
+    number: int
+
+
+class Point(NamedTuple):
+    """A prefix of `n_tokens` and the records that restore it, in the order they are needed."""
+
+    n_tokens: int
+    reads: tuple[Read, ...]
+    n_bytes: int
+
+
+NOTHING = Point(0, (), 0)
+
+
+@dataclass(frozen=True)
+class Forest:
+    """What is known around one prompt: its own blocks, and what lies beside its last one."""
+
+    refs: Sequence[BlockRef]  # the prompt's whole blocks
+    known: Mapping[BlockKey, Known]
+    n_matched: int  # how many of them to build on
+    child: Child | None = None  # after the last of those
+    states: Mapping[int, BlockKey] = field(default_factory=dict)  # inside blocks, by token
+
+
+def n_matched(needs: Needs, refs: Sequence[BlockRef], known: Mapping[BlockKey, Known]) -> int:
+    """Leading blocks that are there; where no layer needs them all, up to the last that is."""
+    there = [ref.key in known for ref in refs]
+    if needs.delta:
+        return there.index(False) if False in there else len(there)
+    return len(there) - there[::-1].index(True) if True in there else 0
+
+
+def longest(needs: Needs, forest: Forest, limit: int) -> Point:
+    """The furthest point not beyond `limit` tokens."""
+    for n_tokens in _candidates(needs, forest, limit):
+        reads = _reads(needs, forest, n_tokens)
+        if reads is not None:
+            sizes = {r.key: forest.known[r.key].n_bytes for r in reads}
+            return Point(n_tokens, reads, sum(sizes.values()))
+    return NOTHING
+
+
+def _candidates(needs: Needs, forest: Forest, limit: int) -> Iterator[int]:
+    whole = forest.n_matched * BLOCK_TOKENS
+    ends: Iterable[int] = range(whole, 0, -BLOCK_TOKENS)
+    if needs.state:
+        found = {*ends, *forest.states}
+        yield from sorted((n for n in found if n <= limit), reverse=True)
+        return
+    furthest = whole + (forest.child.n_common if forest.child else 0)
+    if min(furthest, limit) > 0:
+        yield min(furthest, limit)
+    yield from (n for n in ends if n < min(furthest, limit))
+
+
+def _reads(needs: Needs, forest: Forest, n_tokens: int) -> tuple[Read, ...] | None:
+    """The records for one point, or None if something is missing."""
+    reads: list[Read] = []
+    n_blocks = -(-n_tokens // BLOCK_TOKENS)
+    first_windowed = max(0, n_tokens - needs.window) // BLOCK_TOKENS if needs.window else n_blocks
+    for number in range(0 if needs.delta else first_windowed, n_blocks):
+        key = _holder(forest, number, n_tokens)
+        known = forest.known.get(key) if key else None
+        if key is None or known is None:
+            return None
+        if needs.delta:
+            if Part.DELTA not in known.parts:
+                return None
+            reads.append(Read(key, Part.DELTA, number))
+        if number >= first_windowed:
+            if not _window_held(known, number, n_tokens, needs.window):
+                return None
+            reads.append(Read(key, Part.WINDOW, number))
+    if needs.state:
+        key = _state_key(forest, n_tokens)
+        known = forest.known.get(key) if key else None
+        if key is None or known is None or Part.STATE not in known.parts:
+            return None
+        reads.append(Read(key, Part.STATE, n_blocks - 1))
+    return tuple(reads)
+
+
+def _holder(forest: Forest, number: int, n_tokens: int) -> BlockKey | None:
+    """The block that has the rows of `number` up to the point."""
+    if number < forest.n_matched:
+        return forest.refs[number].key
+    if n_tokens in forest.states:
+        return forest.states[n_tokens]
+    return forest.child.key if forest.child else None
+
+
+def _state_key(forest: Forest, n_tokens: int) -> BlockKey | None:
+    if n_tokens in forest.states:
+        return forest.states[n_tokens]
+    if n_tokens % BLOCK_TOKENS or n_tokens // BLOCK_TOKENS > forest.n_matched:
+        return None
+    return forest.refs[n_tokens // BLOCK_TOKENS - 1].key
+
+
+def _window_held(known: Known, number: int, n_tokens: int, window: int) -> bool:
+    start = number * BLOCK_TOKENS
+    first_needed = max(0, n_tokens - window - start)
+    first_held = known.n_tokens - known.w_rows
+    return Part.WINDOW in known.parts and first_held <= first_needed

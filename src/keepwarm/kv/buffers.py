@@ -1,0 +1,47 @@
+"""Arrays as bytes that a file can take, and bytes as arrays again.
+
+numpy has no bfloat16, so such an array is looked at as 16-bit words; no number changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from keepwarm.errors import CacheMismatch
+
+NAMES: dict[mx.Dtype, str] = {
+    mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8", mx.uint16: "U16", mx.int16: "I16",
+    mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32", mx.int32: "I32", mx.float32: "F32",
+    mx.uint64: "U64", mx.int64: "I64",
+}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+WORDS = {"BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16,
+         "F16": np.float16, "BF16": np.uint16, "U32": np.uint32, "I32": np.int32,
+         "F32": np.float32, "U64": np.uint64, "I64": np.int64}  # fmt: skip
+
+
+class Buffer(NamedTuple):
+    """The bytes of an array; they stay valid, and the array alive, as long as this does."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+def to_buffer(array: mx.array) -> Buffer:
+    """The bytes of an evaluated array in C order; shared with it where it is contiguous."""
+    name = NAMES.get(array.dtype)
+    if name is None:
+        raise CacheMismatch("The array", "the dtype", "one that safetensors has", array.dtype)
+    words = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    view = np.ascontiguousarray(np.asarray(words))
+    return Buffer(name, array.shape, view.reshape(-1).data.cast("B"))
+
+
+def from_buffer(dtype: str, shape: tuple[int, ...], data: Any) -> mx.array:
+    """An array of these bytes, copied."""
+    words = mx.array(np.frombuffer(data, WORDS[dtype]).reshape(shape))
+    return words.view(mx.bfloat16) if dtype == "BF16" else words

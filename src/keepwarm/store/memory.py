@@ -1,0 +1,108 @@
+"""Blocks in memory, by the same index and the same rules of eviction as on disk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+
+from keepwarm.prefix.blocks import BlockKey
+from keepwarm.store.index import Index
+from keepwarm.store.record import Part, Record
+from keepwarm.store.tier import Child, Known, Put, State, Stored, TierStats
+
+WRITER = "memory"
+
+
+class MemoryTier:
+    """Records as they came, shared and not copied, up to a number of bytes."""
+
+    def __init__(self, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._index = Index(":memory:")
+        self._records: dict[tuple[BlockKey, Part], Record] = {}
+        self._lock = threading.RLock()
+        self._stats = TierStats(max_bytes=max_bytes)
+
+    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
+        return self._index.have(keys)
+
+    def children(self, parent: BlockKey, tokens: bytes) -> Child | None:
+        return self._index.best_child(parent, tokens)
+
+    def states(self, parents: Collection[BlockKey]) -> list[State]:
+        return self._index.states(parents)
+
+    def read(
+        self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
+    ) -> Record | None:
+        with self._lock:
+            record = self._records.get((key, part))
+            self._count(hits=1 if record else 0, misses=0 if record else 1)
+        if record is None or tensors is None:
+            return record
+        return replace(record, tensors=tuple(t for t in record.tensors if t.name in tensors))
+
+    def put(self, record: Record) -> Put:
+        durable: Future[None] = Future()
+        durable.set_result(None)
+        with self._lock:
+            return Put(self._put(record), durable)
+
+    def _put(self, record: Record) -> bool:
+        header = record.header
+        known = self._index.have([header.key]).get(header.key)
+        if known and header.part in known.parts and not header.improves_on(known.w_rows):
+            return False
+        before = self._records.get((header.key, header.part))
+        if not self._make_room(record, record.n_bytes - (before.n_bytes if before else 0)):
+            return False
+        self._records[header.key, header.part] = record
+        self._index.add(header, record.n_bytes, self._clock())
+        self._count(puts=1)
+        return True
+
+    def _make_room(self, record: Record, n_bytes: int) -> bool:
+        spare = {record.header.key, record.header.parent}
+        while (over := self._index.n_bytes() + n_bytes - self._max_bytes) > 0:
+            victims = self._index.victims(over, spare)
+            if not victims:
+                return False
+            for victim in victims:
+                self.delete(victim.key)
+            self._count(evicted=len(victims))
+        return True
+
+    def pin(self, key: BlockKey, owner: str) -> None:
+        self._index.pin(key, owner)
+
+    def unpin(self, key: BlockKey, owner: str) -> None:
+        self._index.unpin(key, owner)
+
+    def touch(self, keys: Collection[BlockKey]) -> None:
+        self._index.touch(keys, self._clock())
+
+    def delete(self, key: BlockKey) -> None:
+        with self._lock:
+            for part in Part:
+                self._records.pop((key, part), None)
+            self._index.doom([key])
+            self._index.drop([key])
+
+    def walk(self) -> Iterator[Stored]:
+        return self._index.walk()
+
+    def stats(self) -> TierStats:
+        return replace(self._stats, blocks=self._index.n_blocks(), n_bytes=self._index.n_bytes())
+
+    def close(self) -> None:
+        with self._lock:
+            self._records.clear()
+            self._index.close()
+
+    def _count(self, **more: int) -> None:
+        sums = {name: getattr(self._stats, name) + n for name, n in more.items()}
+        self._stats = replace(self._stats, **sums)

@@ -1,0 +1,55 @@
+"""Several tiers as one, fastest first: found in any, read from the first that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from keepwarm.prefix.blocks import BlockKey
+from keepwarm.store.record import Part, Record
+from keepwarm.store.tier import Child, Known, State, Tier
+
+
+class Found(NamedTuple):
+    """A record and the name of the tier that had it."""
+
+    record: Record
+    tier: str
+
+
+class Tiers:
+    """Look-ups over all tiers. What a slower tier had is put into the faster ones."""
+
+    def __init__(self, tiers: Sequence[tuple[str, Tier]]) -> None:
+        self._tiers = list(tiers)
+
+    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
+        merged: dict[BlockKey, Known] = {}
+        for _, tier in self._tiers:
+            for key, known in tier.have(keys).items():
+                merged[key] = _union(merged[key], known) if key in merged else known
+        return merged
+
+    def children(self, parent: BlockKey, tokens: bytes) -> Child | None:
+        found = [tier.children(parent, tokens) for _, tier in self._tiers]
+        return max(filter(None, found), key=lambda child: child.n_common, default=None)
+
+    def states(self, parents: Collection[BlockKey]) -> list[State]:
+        return list({state for _, tier in self._tiers for state in tier.states(parents)})
+
+    def read(self, key: BlockKey, part: Part) -> Found | None:
+        for place, (name, tier) in enumerate(self._tiers):
+            record = tier.read(key, part)
+            if record is not None:
+                for _, faster in self._tiers[:place]:
+                    faster.put(record)
+                return Found(record, name)
+        return None
+
+    def touch(self, keys: Collection[BlockKey]) -> None:
+        for _, tier in self._tiers:
+            tier.touch(keys)
+
+
+def _union(a: Known, b: Known) -> Known:
+    return Known(a.parts | b.parts, a.n_tokens, max(a.w_rows, b.w_rows), max(a.n_bytes, b.n_bytes))

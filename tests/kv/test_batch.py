@@ -1,0 +1,409 @@
+"""Batch operations one by one, and everything that a batch refuses."""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from keepwarm.errors import CacheMismatch, UnsupportedCache
+from keepwarm.kv.batch import (
+    Both,
+    Left,
+    Right,
+    batch_size,
+    can_batch,
+    dynamic_roll,
+    empty_batch,
+    extend,
+    extract,
+    filter_rows,
+    finalize,
+    merge,
+    prepare,
+    trim,
+)
+from keepwarm.kv.kinds import is_empty, token_count
+from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
+
+
+def labelled(*rows):
+    """K and V whose rows carry these numbers, one list a sequence."""
+    k = mx.array(rows, mx.float32)[:, None, :, None]
+    return k, -k
+
+
+def kv(*numbers):
+    cache = KVCache()
+    if numbers:
+        cache.update_and_fetch(*labelled(numbers))
+    return cache
+
+
+def filled(cache, n, dtype=mx.float32, values=None, heads=2, width=64):
+    shape = (1, heads, n, width)
+    k, v = (mx.random.normal(shape, key=mx.random.key(i)) for i in (0, 1))
+    cache.update_and_fetch(k.astype(dtype), v.astype(values or dtype))
+    return cache
+
+
+def arrays(*shapes, dtype=mx.float32):
+    cache = ArraysCache(len(shapes))
+    for i, shape in enumerate(shapes):
+        cache[i] = None if shape is None else mx.ones((1, *shape), dtype)
+    return cache
+
+
+def held(cache):
+    keys, values = cache.keys_and_values()
+    assert mx.array_equal(keys, -values)
+    return [int(x) for x in keys[0, 0, :, 0].tolist()]
+
+
+def numbers(array):
+    return array.tolist()
+
+
+def test_dynamic_roll_simple():
+    """S3-66: one row behaves as mx.roll does."""
+    x = mx.arange(8)[None]
+    for shift in (1, 3, 8, 11):
+        rolled = dynamic_roll(x, mx.array([shift]), axis=1)
+        assert mx.array_equal(rolled, mx.roll(x, shift, axis=1))
+
+
+def test_dynamic_roll_batched():
+    """S3-20, S3-39, S3-66: every row by its own shift, on any axis and shape."""
+    x = mx.arange(8).reshape(2, 4)
+    assert dynamic_roll(x, mx.array([1, 2]), axis=1).tolist() == [[3, 0, 1, 2], [6, 7, 4, 5]]
+    x = mx.random.normal((3, 8, 100, 64))
+    rolled = dynamic_roll(x, mx.array([5, 10, 0])[:, None], axis=2)
+    for row, shift in enumerate((5, 10, 0)):
+        assert mx.array_equal(rolled[row], mx.roll(x[row], shift, axis=1))
+
+
+def test_dynamic_roll_negative_shifts():
+    """S3-66."""
+    x = mx.arange(8).reshape(2, 4)
+    assert dynamic_roll(x, mx.array([-1, 0]), axis=1).tolist() == [[1, 2, 3, 0], [4, 5, 6, 7]]
+    assert dynamic_roll(x, mx.array([-5, -4]), axis=1).tolist() == [[1, 2, 3, 0], [4, 5, 6, 7]]
+
+
+def test_dynamic_roll_zero_shifts():
+    """S3-66: nothing moves, in whatever dtype."""
+    for dtype in (mx.float32, mx.bfloat16, mx.uint32):
+        x = mx.arange(24).reshape(2, 3, 4, 1).astype(dtype)
+        assert mx.array_equal(dynamic_roll(x, mx.array([[0], [0]]), axis=2), x)
+
+
+def test_dynamic_roll_refuses_shifts_that_do_not_fit():
+    """S3-40: mlx-lm would broadcast them over heads or fail without a word about shifts."""
+    with pytest.raises(CacheMismatch, match="axes of shifts is 1, expected 2"):
+        dynamic_roll(mx.zeros((2, 1, 4, 1)), mx.array([1, 2]), axis=2)
+
+
+def test_batch_cache_with_left_padding():
+    """S3-12, S3-13, S3-14, S3-21, S3-22, S3-46: the source's prompts of 3, 1 and 4 tokens."""
+    batch = empty_batch([KVCache()], 3)
+    prepare(batch, Left((1, 3, 0)))
+    (cache,) = batch
+    mask = cache.make_mask(4)
+    cache.update_and_fetch(*labelled([-1, 1, 3, 5], [-1, -1, -1, 7], [2, 6, 8, 9]))
+    assert numbers(cache.offset) == [3, 1, 4]
+    assert numbers(cache.left_padding) == [1, 3, 0]
+    assert mask[:, 0, 3].tolist() == [
+        [False, True, True, True],
+        [False, False, False, True],
+        [True, True, True, True],
+    ]
+    assert [held(extract(batch, i)[0]) for i in range(3)] == [[1, 3, 5], [7], [2, 6, 8, 9]]
+    with pytest.raises(UnsupportedCache, match="Layer 0: left padding can only be added to an emp"):
+        prepare(batch, Left((0, 0, 1)))
+
+
+def test_batch_cache_prepare_finalize():
+    """S3-15, S3-22: right padding [0, 1, 2] becomes left padding; what came before stays put."""
+    batch = merge([[kv(1)], [kv(2)], [kv(3)]])
+    prepare(batch, Right((3, 2, 1)))
+    (cache,) = batch
+    cache.update_and_fetch(*labelled([11, 12, 13], [21, 22, -1], [31, -1, -1]))
+    with pytest.raises(UnsupportedCache, match="between prepare and finalize"):
+        extract(batch, 0)
+    finalize(batch)
+    assert numbers(cache.left_padding) == [0, 1, 2]
+    assert numbers(cache.offset) == [4, 3, 2]
+    rows = [held(extract(batch, i)[0]) for i in range(3)]
+    assert rows == [[1, 11, 12, 13], [2, 21, 22], [3, 31]]
+
+
+def test_batch_cache_filter():
+    """S3-16, S3-22: rows leave and change places; padding that all have in common goes too."""
+    batch = merge([[kv(1, 2)], [kv(3, 4, 5, 6)], [kv(7, 8, 9)]])
+    assert batch[0].size() == 4
+    filter_rows(batch, [2, 0])
+    assert (batch_size(batch), batch[0].size()) == (2, 3)
+    assert numbers(batch[0].left_padding) == [0, 1]
+    assert [held(extract(batch, i)[0]) for i in range(2)] == [[7, 8, 9], [1, 2]]
+    filter_rows(batch, [1, 1])
+    batch[0].update_and_fetch(*labelled([10], [20]))
+    assert [held(extract(batch, i)[0]) for i in range(2)] == [[1, 2, 10], [1, 2, 20]]
+
+
+def test_batch_cache_extend():
+    """S3-17: two batches of different lengths end at one place and go on together."""
+    batch, other = merge([[kv(1, 2)], [kv(3)]]), merge([[kv(4, 5, 6)], [kv()]])
+    extend(batch, other)
+    assert numbers(batch[0].offset) == [2, 1, 3, 0]
+    batch[0].update_and_fetch(*labelled([10], [20], [30], [40]))
+    rows = [held(extract(batch, i)[0]) for i in range(4)]
+    assert rows == [[1, 2, 10], [3, 20], [4, 5, 6, 30], [40]]
+
+
+def test_batch_cache_extract():
+    """S3-18: a plain cache of its own, without padding; the batch goes on untouched."""
+    batch = merge([[kv(1, 2, 3)], [kv(4)]])
+    (row,) = extract(batch, 1)
+    assert type(row) is KVCache
+    assert (row.offset, row.size(), row.keys.shape) == (1, 1, (1, 1, 1, 1))
+    row.update_and_fetch(*labelled([5]))
+    batch[0].update_and_fetch(*labelled([6], [7]))
+    assert held(row) == [4, 5]
+    assert [held(extract(batch, i)[0]) for i in range(2)] == [[1, 2, 3, 6], [4, 7]]
+
+
+@pytest.mark.parametrize(
+    "fresh",
+    [
+        KVCache(),
+        RotatingKVCache(8),
+        ArraysCache(2),
+        QuantKVCache(32, 4),
+        CacheList(ArraysCache(3), KVCache()),
+    ],
+)
+def test_a_row_of_an_empty_batch_is_a_fresh_cache(fresh):
+    """S3-18: mlx-lm raises TypeError there."""
+    batch = empty_batch([fresh], 3)
+    assert batch_size(batch) == 3
+    (row,) = extract(batch, 2)
+    assert type(row) is type(fresh)
+    assert is_empty(row)
+    for name in ("max_size", "keep", "group_size", "bits"):
+        assert getattr(row, name, None) == getattr(fresh, name, None)
+
+
+def test_batch_cache_merge():
+    """S3-19: singles of any lengths, empty ones too; the donors stay as they were."""
+    donors = [[kv(1, 2)], [kv()], [kv(3, 4, 5)]]
+    batch = merge(donors)
+    assert type(batch[0]) is BatchKVCache
+    assert numbers(batch[0].offset) == [2, 0, 3]
+    batch[0].update_and_fetch(*labelled([10], [20], [30]))
+    rows = [held(extract(batch, i)[0]) for i in range(3)]
+    assert rows == [[1, 2, 10], [20], [3, 4, 5, 30]]
+    assert [held(donors[i][0]) for i in (0, 2)] == [[1, 2], [3, 4, 5]]
+    assert is_empty(donors[1][0])
+    assert token_count(donors[1]) is None
+
+
+def test_a_trimmed_row_joins_with_the_tokens_it_still_has():
+    """S3-19, S3-37: the rows of forgotten tokens are still in the donor's buffer."""
+    donor = [kv(1, 2, 3, 4)]
+    trim(donor, 2)
+    assert held(extract(merge([donor, [kv(5, 6, 7)]]), 0)[0]) == [1, 2]
+
+
+UNLIKE = [
+    (KVCache, {}, {"dtype": mx.bfloat16}, r"\(dtype, heads, width\) of keys is .*bfloat16"),
+    (KVCache, {}, {"heads": 1}, r"\(dtype, heads, width\) of keys is .*1, 64.*2, 64"),
+    (KVCache, {}, {"width": 32}, r"\(dtype, heads, width\) of keys is .*2, 32.*2, 64"),
+    (RotatingKVCache, {"max_size": 8}, {"max_size": 9}, "the max_size is 9, expected 8"),
+    (QuantKVCache, {"group_size": 32}, {"group_size": 64}, "the group_size is 64, expected 32"),
+    (QuantKVCache, {"bits": 4}, {"bits": 8}, "the bits is 8, expected 4"),
+]
+SETTINGS = ("max_size", "group_size", "bits")
+
+
+@pytest.mark.parametrize(("cls", "first", "second", "message"), UNLIKE)
+def test_neighbours_must_be_alike(cls, first, second, message):
+    """S3-19, S3-32: mlx-lm takes the first row's dtype for all, and says nothing."""
+    rows = [
+        [kv(1), filled(cls(**_settings(how)), 3, **_filling(how))]
+        for how in (first, {**first, **second})
+    ]
+    with pytest.raises(CacheMismatch, match=f"Row 1, layer 1: {message}"):
+        merge(rows)
+    with pytest.raises(CacheMismatch, match=f"Row 1, layer 1: {message}"):
+        extend(merge(rows[:1]), merge(rows[1:]))
+
+
+def _settings(how):
+    return {name: value for name, value in how.items() if name in SETTINGS}
+
+
+def _filling(how):
+    return {name: value for name, value in how.items() if name not in SETTINGS}
+
+
+@pytest.mark.parametrize("second", [RotatingKVCache(8), QuantKVCache()])
+def test_neighbours_must_be_of_one_class(second):
+    name = {RotatingKVCache: "RotatingKVCache", QuantKVCache: "QuantizedKVCache"}[type(second)]
+    with pytest.raises(CacheMismatch, match=f"Row 1, layer 0: the class is {name}, expected KVC"):
+        merge([[kv(1)], [second]])
+
+
+def test_a_neighbour_with_keep_is_refused():
+    """S3-31: mlx-lm loses `keep` on the way."""
+    rows = [[kv(1), filled(RotatingKVCache(8, keep=keep), 3)] for keep in (0, 4)]
+    with pytest.raises(CacheMismatch, match="Row 1, layer 1: the keep is 4, expected 0"):
+        merge(rows)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (arrays((2,)), arrays((3,)), r"\(dtype, shape\) of state0 is .*\(3,\).*\(2,\)"),
+        (arrays((2,)), arrays((2,), dtype=mx.float16), r"\(dtype, shape\) of state0 is .*float16"),
+        (arrays((2,)), arrays((2,), (2,)), "the size is 2, expected 1"),
+    ],
+)
+def test_states_of_neighbours_must_be_alike(first, second, message):
+    rows = [[CacheList(kv(1), first)], [CacheList(kv(1), second)]]
+    with pytest.raises(CacheMismatch, match=f"Row 1, layer 0.1: {message}"):
+        merge(rows)
+    with pytest.raises(CacheMismatch, match=f"Row 1, layer 0.1: {message}"):
+        extend(merge(rows[:1]), merge(rows[1:]))
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        (ChunkedKVCache(8), "ChunkedKVCache cannot join a batch: this class has no batched form"),
+        (ConcatenateKVCache(), "ConcatenateKVCache cannot join a batch: this class has no"),
+        (RotatingKVCache(8, keep=4), "RotatingKVCache .* would lose its first 4 tokens"),
+        (filled(KVCache(), 2, values=mx.float16), "turn its values into the dtype of its keys"),
+        (arrays((2,), None), "some of its arrays are missing"),
+        (arrays(None, (2,)), "some of its arrays are missing"),
+        (BatchKVCache([0]), "BatchKVCache cannot join a batch: it is a batch already"),
+        (merge([[arrays((2,))], [arrays((2,))]])[0], "ArraysCache .* it is a batch already"),
+    ],
+)
+def test_what_cannot_join_a_batch_is_refused_by_name(cache, message):
+    """S3-31: what mlx-lm would lose, turn or drop in silence."""
+    assert not can_batch([kv(1), cache])
+    with pytest.raises(UnsupportedCache, match=f"Row 0, layer 1: .*{message}"):
+        merge([[kv(1), cache], [kv(1), cache]])
+
+
+def test_what_can_join_a_batch():
+    fresh = [KVCache(), RotatingKVCache(8), QuantKVCache(), ArraysCache(2)]
+    assert can_batch([*fresh, CacheList(*fresh)])
+    assert not can_batch([CacheList(KVCache(), ChunkedKVCache(8))])
+
+
+def test_batches_of_different_models_do_not_join():
+    with pytest.raises(CacheMismatch, match="Row 1: the number of layers is 2, expected 1"):
+        merge([[kv(1)], [kv(1), kv(1)]])
+    with pytest.raises(CacheMismatch, match="Row 1: the number of layers is 1, expected 2"):
+        extend(merge([[kv(1), kv(1)]]), merge([[kv(1)]]))
+    with pytest.raises(CacheMismatch, match="Row 1, layer 0: the class is KVCache"):
+        extend(merge([[kv(1)]]), [kv(1)])
+    with pytest.raises(UnsupportedCache, match="no sequences"):
+        merge([])
+
+
+def test_rows_that_are_not_there_are_refused():
+    batch = merge([[kv(1)], [kv(2)]])
+    for wanted in ([], [2], [0, -1]):
+        with pytest.raises(CacheMismatch, match="some of 0 to 1"):
+            filter_rows(batch, wanted)
+    for row in (2, -1):
+        with pytest.raises(CacheMismatch, match="one of 0 to 1"):
+            extract(batch, row)
+    with pytest.raises(CacheMismatch, match="The padding: the number of rows is 3, expected 2"):
+        prepare(batch, Right((1, 2, 3)))
+    with pytest.raises(CacheMismatch, match="The padding: the number of rows is 1, expected 2"):
+        prepare(empty_batch([KVCache()], 2), Left((1,)))
+    assert [held(extract(batch, i)[0]) for i in range(2)] == [[1], [2]]
+
+
+@pytest.mark.parametrize("fresh", [KVCache(), RotatingKVCache(8), ArraysCache(1), QuantKVCache(32)])
+def test_between_prepare_and_finalize_a_batch_can_only_be_fed(fresh):
+    """S3-15: its padding stands on the right, and every other operation would take it for real."""
+    batch, other = empty_batch([fresh], 2), empty_batch([fresh], 2)
+    prepare(batch, Right((2, 1)))
+    for operation in (
+        lambda: filter_rows(batch, [0]),
+        lambda: extend(batch, other),
+        lambda: extend(other, batch),
+        lambda: extract(batch, 0),
+    ):
+        with pytest.raises(UnsupportedCache, match="between prepare and finalize"):
+            operation()
+    with pytest.raises(UnsupportedCache, match="Nothing was fed since prepare"):
+        finalize(batch)
+
+
+@pytest.mark.parametrize("fresh", [KVCache(), RotatingKVCache(8), ArraysCache(1), QuantKVCache(32)])
+def test_rows_do_not_leave_before_announced_left_padding_was_fed(fresh):
+    """mlx-lm's common end would become negative."""
+    batch = empty_batch([fresh], 2)
+    prepare(batch, Left((1, 3)))
+    with pytest.raises(UnsupportedCache, match="Layer 0: feed the announced left padding first"):
+        filter_rows(batch, [0])
+
+
+def test_padding_is_a_typed_value():
+    """S3-69."""
+    assert Right((3, 2, 1)).amounts == (0, 1, 2)
+    both = Both(Left((1, 0)), Right((3, 1)))
+    assert (both.left.amounts, both.right.amounts) == ((1, 0), (0, 2))
+    assert both == Both(Left((1, 0)), Right((3, 1)))
+
+
+@pytest.mark.parametrize("cls", [KVCache, ConcatenateKVCache, QuantKVCache])
+def test_trim_forgets_for_good(cls):
+    """S3-08, S3-37, S3-43: the next token stands where the forgotten ones stood."""
+    cache, straight = filled(cls(), 10), cls()
+    trim([cache], 4)
+    assert cache.offset == 6
+    filled(straight, 6)
+    for c in (cache, straight):
+        keys, _ = filled(c, 1).keys_and_values()
+        rows = keys if isinstance(keys, mx.array) else keys[0]
+        assert rows.shape[2] == 7
+    assert token_count([cache]) == 7
+
+
+def test_trim_changes_all_layers_or_none():
+    """S3-37: mlx-lm answers 0 instead; a full window, a state and a slid chunk cannot forget."""
+    chunked = ChunkedKVCache(4)
+    filled(chunked, 6).maybe_trim_front()
+    for stubborn, n in [
+        (filled(RotatingKVCache(8), 9), 2),
+        (filled(RotatingKVCache(16, keep=4), 9), 2),
+        (arrays((2,)), 2),
+        (chunked, 2),
+        (kv(1, 2), 3),
+    ]:
+        first = kv(1, 2, 3, 4)
+        with pytest.raises(UnsupportedCache, match=f"Layer 1: .* cannot forget {n} tokens"):
+            trim([first, stubborn], n)
+        assert first.offset == 4
+    young = [kv(1, 2, 3), filled(RotatingKVCache(8), 3), CacheList(kv(1, 2, 3))]
+    trim(young, 2)
+    assert token_count(young) == 1
+
+
+def test_a_quantised_row_joins_as_what_it_is():
+    """S3-03: mlx-lm's own class too, which has no merge."""
+    batch = merge([[filled(QuantizedKVCache(), 3)], [filled(QuantKVCache(), 5)]])
+    assert type(batch[0]) is BatchQuantizedKVCache
+    assert numbers(batch[0].offset) == [3, 5]

@@ -1,0 +1,130 @@
+"""What `make` does by itself, and what a test run promises about skips."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NVIDIA = "GPU 0: NVIDIA H100 (UUID: GPU-0)"
+
+needs_make = pytest.mark.skipif(not shutil.which("make"), reason="needs `make`")
+
+
+def program(folder: Path, name: str, output: str, status: int = 0) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\necho '{output}'\nexit {status}\n")
+    path.chmod(0o755)
+
+
+def make(*arguments: str, path: Path | None = None, cwd: Path = ROOT) -> str:
+    """Run the real make, with these programs found before the machine's own."""
+    environment = {k: v for k, v in os.environ.items() if k not in {"BACKEND", "MAKEFLAGS"}}
+    environment["PATH"] = f"{path}:{environment['PATH']}" if path else environment["PATH"]
+    command = ["make", "--no-print-directory", *arguments]
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@needs_make
+@pytest.mark.parametrize(
+    ("system", "gpus", "status", "expected"),
+    [
+        ("Darwin", "", 1, "metal"),
+        ("Darwin", NVIDIA, 0, "metal"),
+        ("Linux", NVIDIA, 0, "cuda"),
+        ("Linux", "", 0, "cpu"),
+        ("Linux", "NVIDIA-SMI has failed", 9, "cpu"),
+    ],
+)
+def test_the_backend_is_chosen_by_the_machine(tmp_path, system, gpus, status, expected):
+    program(tmp_path, "uname", system)
+    program(tmp_path, "nvidia-smi", gpus, status)
+    assert make("backend", path=tmp_path) == expected
+
+
+@needs_make
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "metal"])
+def test_the_backend_can_be_named(tmp_path, backend):
+    program(tmp_path, "nvidia-smi", NVIDIA)
+    assert make("backend", f"BACKEND={backend}", path=tmp_path) == backend
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy of the Makefile beside an environment that is installed for `cpu`."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/.ready-cpu").touch()
+    return tmp_path
+
+
+@needs_make
+def test_an_installed_environment_is_not_installed_again(project):
+    once, twice = (make("-n", "test", "BACKEND=cpu", cwd=project) for _ in range(2))
+    assert once == twice
+    (command,) = once.splitlines()
+    assert command.endswith("-m pytest")
+
+
+@needs_make
+@pytest.mark.parametrize("why", ["another backend", "a newer pyproject.toml"])
+def test_what_changed_is_installed(project, why):
+    backend = "cuda" if why == "another backend" else "cpu"
+    if backend == "cpu":
+        os.utime(project / ".venv/.ready-cpu", (0, 0))
+    assert f".[{backend},dev]" in make("-n", "test", f"BACKEND={backend}", cwd=project)
+
+
+SKIPS = """
+import pytest
+
+@pytest.mark.skip(reason="needs `git`")
+def test_named(): pass
+
+@pytest.mark.skip(reason="not today")
+def test_unnamed(): pass
+
+@pytest.mark.soak
+def test_long(): raise RuntimeError
+"""
+
+
+def pytest_on(folder: Path, *arguments: str, ci: bool) -> tuple[int, str]:
+    """A test run of its own with our conftest, as a plugin."""
+    (folder / "test_skips.py").write_text(SKIPS)
+    environment = {k: v for k, v in os.environ.items() if k != "CI"}
+    environment |= {"PYTHONPATH": str(ROOT)} | ({"CI": "true"} if ci else {})
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-rN", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("test", "ci", "status"),
+    [("named", False, 0), ("named", True, 1), ("unnamed", False, 1)],
+)
+def test_a_skip_fails_under_ci_and_elsewhere_without_a_program(tmp_path, test, ci, status):
+    code, output = pytest_on(tmp_path, f"test_skips.py::test_{test}", ci=ci)
+    assert code == status
+    assert "1 skipped" in output
+    assert (f"test_skips.py::test_{test}" in output.rpartition("100%")[2]) == bool(status)
+
+
+def test_long_tests_are_left_out_without_soak(tmp_path):
+    code, output = pytest_on(tmp_path, "-k", "long", ci=True)
+    assert code == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert "3 deselected" in output
+    assert pytest_on(tmp_path, "-k", "long", "--soak", ci=True)[0] == pytest.ExitCode.TESTS_FAILED

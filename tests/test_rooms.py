@@ -1,0 +1,203 @@
+"""The shape of the source: rooms import one way, files and functions stay small."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import keepwarm
+
+SOURCE = Path(keepwarm.__file__).parent
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+# A room imports rooms of a lower level. Rooms of one level are siblings and never meet, except
+# on the ground floor. The package itself and `python -m` stand above everything.
+GROUND = 0
+LEVELS = {
+    **dict.fromkeys(("errors", "config", "blas", "blas_trial"), GROUND),
+    "prefix": 1,
+    **dict.fromkeys(("kv", "store"), 2),
+    "cache": 3,
+    "engine": 4,
+    "server": 5,
+    **dict.fromkeys(("cli", "bench"), 6),
+    **dict.fromkeys(("__init__", "__main__"), 7),
+}
+
+# `prefix` is pure: it computes, and reads and writes nothing.
+IMPURE = {
+    *("mlx", "mlx_lm", "numpy", "os", "io", "pathlib", "shutil", "tempfile", "sqlite3", "socket"),
+    *("subprocess", "threading", "asyncio", "time", "random", "logging", "urllib", "httpx"),
+}
+IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "__import__"}
+
+Trees = dict[str, ast.Module]
+
+
+def read_source() -> Trees:
+    """Every module by its dotted name; a package is its `__init__`."""
+    trees = {}
+    for path in SOURCE.rglob("*.py"):
+        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+        trees[".".join(parts)] = ast.parse(path.read_text())
+    return trees
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of everything a module imports, wherever it does."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def module_of(name: str, trees: Trees) -> str:
+    """The module that a dotted name lies in: itself, its parent, or a package's `__init__`."""
+    parent = name.rpartition(".")[0]
+    candidates = (name, f"{name}.__init__", parent, f"{parent}.__init__")
+    return next((c for c in candidates if c in trees), name)
+
+
+def dependencies(trees: Trees) -> dict[str, set[str]]:
+    """Which modules of ours each module of ours imports; the version is nobody's secret."""
+    return {
+        module: {
+            module_of(name, trees)
+            for name in imported(tree)
+            if name.split(".")[0] == "keepwarm" and name != "keepwarm.__version__"
+        }
+        for module, tree in trees.items()
+    }
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def wrong_ways(trees: Trees) -> list[str]:
+    """Imports that go up, or sideways above the ground floor."""
+    return [
+        f"{module} imports {other}"
+        for module, others in dependencies(trees).items()
+        for other in sorted(others)
+        if room(module) != room(other) and not _allowed(room(module), room(other))
+    ]
+
+
+def _allowed(importer: str, other: str) -> bool:
+    return LEVELS[other] < LEVELS[importer] or LEVELS[importer] == LEVELS[other] == GROUND
+
+
+def impurities(trees: Trees) -> list[str]:
+    found = []
+    for module, tree in trees.items():
+        found += [f"{module}: {n}" for n in imported(tree) if n.split(".")[0] in IMPURE]
+        calls = (n.func for n in ast.walk(tree) if isinstance(n, ast.Call))
+        names = (f.id for f in calls if isinstance(f, ast.Name))
+        found += [f"{module}: {name}()" for name in names if name in IMPURE_CALLS]
+    return found
+
+
+def long_functions(trees: Trees, limit: int = MAX_FUNCTION_LINES) -> list[str]:
+    return [
+        f"{module}.{node.name}"
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or node.lineno) - node.lineno >= limit
+    ]
+
+
+def unsorted_exports(trees: Trees) -> list[str]:
+    wrong = []
+    for module, tree in trees.items():
+        for node in tree.body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                    names = list(ast.literal_eval(value))
+                    wrong += [module] if names != sorted(set(names)) else []
+    return wrong
+
+
+def globals_of(trees: Trees) -> list[str]:
+    return [m for m, t in trees.items() for n in ast.walk(t) if isinstance(n, ast.Global)]
+
+
+@pytest.fixture(scope="module")
+def trees() -> Trees:
+    return read_source()
+
+
+def test_every_room_has_its_place(trees):
+    assert {room(module) for module in trees} <= LEVELS.keys()
+
+
+def test_rooms_import_one_way(trees):
+    assert wrong_ways(trees) == []
+
+
+def test_modules_import_in_no_circle(trees):
+    TopologicalSorter(dependencies(trees)).prepare()
+
+
+def test_prefix_is_pure(trees):
+    assert impurities({m: t for m, t in trees.items() if room(m) == "prefix"}) == []
+
+
+def test_no_global_statement(trees):
+    assert globals_of(trees) == []
+
+
+def test_exports_are_sorted(trees):
+    assert unsorted_exports(trees) == []
+
+
+def test_functions_are_short(trees):
+    assert long_functions(trees) == []
+
+
+def test_files_are_short():
+    lengths = {p.name: len(p.read_text().splitlines()) for p in SOURCE.rglob("*.py")}
+    assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
+
+
+# Controls: each reader sees what it is there to see.
+
+
+def _parsed(**modules: str) -> Trees:
+    return {f"keepwarm.{name.replace('__', '.')}": ast.parse(c) for name, c in modules.items()}
+
+
+@pytest.mark.parametrize(
+    ("importer", "code"),
+    [
+        ("errors", "from keepwarm.prefix.blocks import key"),
+        ("kv__codec", "def f():\n    from keepwarm.store import disk"),
+        ("store__disk", "import keepwarm.kv.codec"),
+        ("cache__io", "from keepwarm.engine import engine"),
+    ],
+)
+def test_a_wrong_import_is_seen(importer, code):
+    others = dict.fromkeys(("prefix__blocks", "store__disk", "kv__codec", "engine__engine"), "")
+    assert len(wrong_ways(_parsed(**{**others, importer: code}))) == 1
+
+
+def test_a_circle_is_seen():
+    circle = _parsed(kv__a="from keepwarm.kv import b", kv__b="from keepwarm.kv.a import name")
+    with pytest.raises(CycleError):
+        TopologicalSorter(dependencies(circle)).prepare()
+
+
+def test_the_small_readers_see_what_is_wrong():
+    long = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
+    assert long_functions(_parsed(a=long)) == ["keepwarm.a.f"]
+    assert long_functions(_parsed(a=long.replace("    x = 1\n", "", 1))) == []
+    assert unsorted_exports(_parsed(a="__all__ = ['b', 'a']")) == ["keepwarm.a"]
+    assert globals_of(_parsed(a="def f():\n    global x")) == ["keepwarm.a"]
+    pure = _parsed(prefix__a="import hashlib", prefix__b="from mlx import core\nopen('x')")
+    assert impurities(pure) == ["keepwarm.prefix.b: mlx.core", "keepwarm.prefix.b: open()"]
