@@ -15,13 +15,13 @@ from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
 )
-from mlx_lm.models.deepseek_v41 import LayerCache
 
 from keepwarm.errors import UnsupportedCache
 from keepwarm.kv.batch import Left, Right, extract, finalize, merge, prepare
 from keepwarm.kv.codec import CODECS, Encoded, copy_of, decode, encode, live_bytes
-from keepwarm.kv.kinds import BLOCK_TOKENS, KINDS, is_empty, token_count
+from keepwarm.kv.kinds import KINDS, is_empty, token_count
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
+from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 HEADS, K_WIDTH, V_WIDTH = 2, 64, 32
@@ -66,20 +66,23 @@ def flat(keys_and_values):
         yield from [part] if isinstance(part, mx.array) else part
 
 
-def assert_goes_on_alike(original, again, dtype=mx.float32, n_rows=1):
-    """Decode a while and prefill a while: what attention is given stays bit-equal, in any order
-    of rows where all of them are seen (a ring may have been straightened)."""
+def assert_goes_on_alike(original, again, dtype=mx.float32):
+    """Decode a while and prefill a while: what attention is given stays bit-equal."""
     for seed, n in enumerate([1, 1, 1, 5, 1, 20, 1, 1], start=100):
-        a, b = feed(original, n, dtype, n_rows, seed), feed(again, n, dtype, n_rows, seed)
-        for x, y in zip(flat(a), flat(b), strict=True):
+        a, b = (list(flat(feed(cache, n, dtype, 1, seed))) for cache in (original, again))
+        if isinstance(original, RotatingKVCache) and n == 1:
+            a, b = sorted_rows(a), sorted_rows(b)
+        for x, y in zip(a, b, strict=True):
             assert x.dtype == y.dtype
-            assert mx.array_equal(in_any_order(x), in_any_order(y))
-        assert mx.all(mx.array(original.offset == again.offset))
+            assert mx.array_equal(x, y)
+        assert original.offset == again.offset
 
 
-def in_any_order(rows):
-    order = mx.argsort(rows[:, :1, :, :1].astype(mx.float32), axis=2)
-    return mx.take_along_axis(rows, order, axis=2)
+def sorted_rows(keys_and_values):
+    """K and V in one new order: a single token sees its whole ring, wherever that begins."""
+    rows = keys_and_values[0][0, 0].tolist()
+    order = mx.array(sorted(range(len(rows)), key=rows.__getitem__))
+    return [array[:, :, order] for array in keys_and_values]
 
 
 def test_every_known_class_has_a_codec():
@@ -287,14 +290,9 @@ class Derived(KVCache):
 
 def test_unknown_classes_are_refused_by_name():
     """S3-11: a subclass of a known class too, alone and inside a composite."""
-    name = r"test_codec\.Derived cannot be kept: this class is not known"
     for cache in (Derived(), CacheList(KVCache(), Derived())):
-        with pytest.raises(UnsupportedCache, match=name):
+        with pytest.raises(UnsupportedCache, match=r"test_codec\.Derived is not a cache class kno"):
             encode(cache)
-    with pytest.raises(
-        UnsupportedCache, match=r"deepseek_v41\.LayerCache cannot be kept: its comp"
-    ):
-        encode(LayerCache.__new__(LayerCache))
     with pytest.raises(UnsupportedCache, match="MambaCache is not a cache class known"):
         decode(Encoded("MambaCache"))
     with pytest.raises(UnsupportedCache, match="NoneType"):

@@ -3,11 +3,13 @@
 import json
 import resource
 import struct
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
@@ -86,6 +88,7 @@ HOLDS = {
     "kv-trimmed": [KV_5],
     "kv-empty": [("KVCache", {}, {"offset": 0})] * 2,
     "rotating": [WINDOW_5, WINDOW_5],
+    "rotating-padded": [WINDOW_5],
     "rotating-turned": [
         ("RotatingKVCache", kv(range(3, 11)), {"offset": 11, "keep": 0, "max_size": 8})
     ],
@@ -147,7 +150,22 @@ def assert_file_holds(path, expected):
     return found
 
 
-@pytest.mark.parametrize("stem", [s for s in GOLDEN_FILES if not refusal(s)])
+READABLE = [stem for stem in GOLDEN_FILES if not refusal(stem)]
+
+
+@pytest.mark.parametrize("stem", READABLE)
+def test_old_files_become_current_ones(stem, tmp_path):
+    """S0-54: imported and exported, a file of any version holds the same in today's layout."""
+    found, path = import_prompt_cache(GOLDEN / f"{stem}.safetensors"), tmp_path / "c.safetensors"
+    export_prompt_cache(path, found.caches, found.metadata)
+    again = assert_file_holds(path, HOLDS[stem.split("-", 1)[1]])
+    assert (again.metadata, again.dialect) == (METADATA, Dialect.MLX_LM)
+    theirs = load_prompt_cache(str(path))
+    for cache, loaded in zip(found.caches, theirs, strict=True):
+        assert_same_encoding(encode(cache), encode(loaded))
+
+
+@pytest.mark.parametrize("stem", READABLE)
 def test_files_of_every_version(stem):
     """S0-54, S3-36, S3-41: every row, number and name of what each version of mlx-lm saved."""
     version, name = stem.split("-", 1)
@@ -465,7 +483,10 @@ SWIFT = {
             (
                 "CacheList",
                 [*STATES.values(), *pair(range(5))],
-                "2 MambaCache 2 2 2 0,1 RotatingKVCache 2 6 0 8 256 5 5 model".split(),
+                [
+                    *("2", "MambaCache", "2", "2", "2", "0,1"),
+                    *("RotatingKVCache", "2", "6", "0", "8", "256", "5", "5", "model"),
+                ],
             )
         ],
         [[TWO_STATES, WINDOW_5]],
@@ -667,6 +688,8 @@ NEW, RING, OLD, OLD_RING = "0.32.2-kv", "0.32.2-rotating-turned", "0.31.3-kv", "
         ("0.32.2-list", put(t_0_1_1=mx.zeros(10**6, mx.int32)), "'0.1.1' is no string"),
         (OLD, put(m_2_0="Any"), "'Any' is not a cache class"),
         (OLD, put(m_2_0="BatchRotatingKVCache"), "extract one sequence"),
+        (OLD, put(t_0_0=mx.zeros((1, 2)), t_0_1=mx.zeros((1, 2))), "has the shape"),
+        (OLD, put(t_0_0=mx.zeros((1, 1, 1, 1, 1))), "must have four axes"),
         (OLD, put(t_0_1=None), "1 tensors, expected keys and values"),
         (OLD, put(m_2_0="RotatingKVCache"), "has 0 numbers, which no known version writes"),
         (OLD_RING, put(m_0_0_2="-5"), "'-5' is not a count"),
@@ -697,3 +720,22 @@ def test_deep_keys_are_refused(tmp_path):
     path = changed(tmp_path / "bad.safetensors", NEW, deepen)
     with pytest.raises(BadCacheFile, match="does not fit the others"):
         import_prompt_cache(path)
+
+
+FUZZ_FILES = ["0.24.1-quantized", "0.31.3-list", "0.31.3-rotating", "0.32.2-list", "0.32.2-arrays"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    stem=st.sampled_from(FUZZ_FILES),
+    where=st.floats(0, 1, exclude_max=True),
+    what=st.sampled_from(b'019.,:-"{}[]aKL \0\xff'),
+)
+def test_any_byte_of_a_header_may_lie(stem, where, what, tmp_path_factory):
+    """Whatever a header says, the answer is caches or one sentence."""
+    whole = bytearray((GOLDEN / f"{stem}.safetensors").read_bytes())
+    whole[int(where * (8 + struct.unpack("<Q", whole[:8])[0]))] = what
+    path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
+    path.write_bytes(whole)
+    with suppress(BadCacheFile):
+        token_count(import_prompt_cache(path).caches)

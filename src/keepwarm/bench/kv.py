@@ -42,7 +42,7 @@ MERGED = 2  # sequences in one batch
 # mlx-lm's own save and load of the same cache, in a process of their own: this room does not
 # import mlx_lm. Prints the seconds of each save and each load.
 MLX_LM = """
-import json, os, sys
+import json, sys
 import mlx.core as mx
 from keepwarm.bench.caches import SHAPES
 from keepwarm.bench.kv import sync
@@ -232,5 +232,5 @@ def merge(caches: kv.Caches, live: int) -> None:
     """The sequence twice in one batch; as many layers at once as memory allows."""
     room = max(1, (MEMORY_BUDGET - live) * len(caches) // (MERGED * live))
     for start in range(0, len(caches), room):
-        batch = kv.merge([caches[start : start + room]] * MERGED)
-        mx.eval([layer.state for layer in batch])
+        rows = [caches[start : start + room]] * MERGED
+        mx.eval([layer.state for layer in kv.merge(rows)])

@@ -146,11 +146,10 @@ class Manager:
         packed = pack(tokens)
         parent = refs[matched - 1].key if matched else root(self.namespace)
         rest = packed[4 * BLOCK_TOKENS * matched : 4 * BLOCK_TOKENS * (matched + 1)]
-        child = self.tiers.children(parent, rest) if not needs.state else None
+        children = [] if needs.state else self.tiers.children(parent, rest)
         states = self._states(refs, packed) if needs.state else {}
-        beside = [child.key] if child else list(states.values())
-        known |= self.tiers.have(beside)
-        return longest(needs, Forest(refs, known, matched, child, states), limit)
+        known |= self.tiers.have([child.key for child in children] + list(states.values()))
+        return longest(needs, Forest(refs, known, matched, children, states), limit)
 
     def _states(self, refs: Sequence[BlockRef], packed: bytes) -> dict[int, BlockKey]:
         """Checkpoints inside blocks of this very prompt, by the token they stand at."""

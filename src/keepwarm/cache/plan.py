@@ -9,7 +9,7 @@ Pure: what the tiers hold comes in, what to read goes out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -58,8 +58,15 @@ class Forest:
     refs: Sequence[BlockRef]  # the prompt's whole blocks
     known: Mapping[BlockKey, Known]
     n_matched: int  # how many of them to build on
-    child: Child | None = None  # after the last of those
+    children: Sequence[Child] = ()  # after the last of those, the nearest first
     states: Mapping[int, BlockKey] = field(default_factory=dict)  # inside blocks, by token
+
+
+class Candidate(NamedTuple):
+    """A point that might be restored, and the block that would serve the rows past the match."""
+
+    n_tokens: int
+    beside: BlockKey | None
 
 
 def n_matched(needs: Needs, refs: Sequence[BlockRef], known: Mapping[BlockKey, Known]) -> int:
@@ -72,34 +79,36 @@ def n_matched(needs: Needs, refs: Sequence[BlockRef], known: Mapping[BlockKey, K
 
 def longest(needs: Needs, forest: Forest, limit: int) -> Point:
     """The furthest point not beyond `limit` tokens."""
-    for n_tokens in _candidates(needs, forest, limit):
-        reads = _reads(needs, forest, n_tokens)
+    for candidate in sorted(_candidates(needs, forest, limit), key=lambda c: -c.n_tokens):
+        reads = _reads(needs, forest, candidate)
         if reads is not None:
             sizes = {r.key: forest.known[r.key].n_bytes for r in reads}
-            return Point(n_tokens, reads, sum(sizes.values()))
+            return Point(candidate.n_tokens, reads, sum(sizes.values()))
     return NOTHING
 
 
-def _candidates(needs: Needs, forest: Forest, limit: int) -> Iterator[int]:
+def _candidates(needs: Needs, forest: Forest, limit: int) -> Iterator[Candidate]:
     whole = forest.n_matched * BLOCK_TOKENS
-    ends: Iterable[int] = range(whole, 0, -BLOCK_TOKENS)
+    for n_tokens in range(BLOCK_TOKENS, min(whole, limit) + 1, BLOCK_TOKENS):
+        yield Candidate(n_tokens, None)
     if needs.state:
-        found = {*ends, *forest.states}
-        yield from sorted((n for n in found if n <= limit), reverse=True)
+        yield from (Candidate(n, key) for n, key in forest.states.items() if n <= limit)
         return
-    furthest = whole + (forest.child.n_common if forest.child else 0)
-    if min(furthest, limit) > 0:
-        yield min(furthest, limit)
-    yield from (n for n in ends if n < min(furthest, limit))
+    if 0 < limit < whole:
+        yield Candidate(limit, None)
+    for child in forest.children:
+        if whole < limit:
+            yield Candidate(min(whole + child.n_common, limit), child.key)
 
 
-def _reads(needs: Needs, forest: Forest, n_tokens: int) -> tuple[Read, ...] | None:
+def _reads(needs: Needs, forest: Forest, candidate: Candidate) -> tuple[Read, ...] | None:
     """The records for one point, or None if something is missing."""
     reads: list[Read] = []
+    n_tokens = candidate.n_tokens
     n_blocks = -(-n_tokens // BLOCK_TOKENS)
     first_windowed = max(0, n_tokens - needs.window) // BLOCK_TOKENS if needs.window else n_blocks
     for number in range(0 if needs.delta else first_windowed, n_blocks):
-        key = _holder(forest, number, n_tokens)
+        key = forest.refs[number].key if number < forest.n_matched else candidate.beside
         known = forest.known.get(key) if key else None
         if key is None or known is None:
             return None
@@ -112,29 +121,12 @@ def _reads(needs: Needs, forest: Forest, n_tokens: int) -> tuple[Read, ...] | No
                 return None
             reads.append(Read(key, Part.WINDOW, number))
     if needs.state:
-        key = _state_key(forest, n_tokens)
-        known = forest.known.get(key) if key else None
-        if key is None or known is None or Part.STATE not in known.parts:
+        key = candidate.beside or forest.refs[n_blocks - 1].key
+        known = forest.known.get(key)
+        if known is None or Part.STATE not in known.parts:
             return None
         reads.append(Read(key, Part.STATE, n_blocks - 1))
     return tuple(reads)
-
-
-def _holder(forest: Forest, number: int, n_tokens: int) -> BlockKey | None:
-    """The block that has the rows of `number` up to the point."""
-    if number < forest.n_matched:
-        return forest.refs[number].key
-    if n_tokens in forest.states:
-        return forest.states[n_tokens]
-    return forest.child.key if forest.child else None
-
-
-def _state_key(forest: Forest, n_tokens: int) -> BlockKey | None:
-    if n_tokens in forest.states:
-        return forest.states[n_tokens]
-    if n_tokens % BLOCK_TOKENS or n_tokens // BLOCK_TOKENS > forest.n_matched:
-        return None
-    return forest.refs[n_tokens // BLOCK_TOKENS - 1].key
 
 
 def _window_held(known: Known, number: int, n_tokens: int, window: int) -> bool:

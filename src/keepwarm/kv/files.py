@@ -102,7 +102,7 @@ def _rows_of(layer: Encoded, name: str) -> mx.array | list[mx.array] | None:
 
 
 def _n_rows(layer: Encoded) -> int:
-    return next((array.shape[ROWS] for array in layer.tensors.values()), 0)
+    return next((a.shape[ROWS] for a in layer.tensors.values() if a.ndim > ROWS), 0)
 
 
 def _as_arrays(

@@ -61,8 +61,8 @@ class DiskTier:
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
         return self._index.have(keys)
 
-    def children(self, parent: BlockKey, tokens: bytes) -> Child | None:
-        return self._index.best_child(parent, tokens)
+    def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
+        return self._index.children(parent, tokens)
 
     def states(self, parents: Collection[BlockKey]) -> list[State]:
         return self._index.states(parents)

@@ -19,6 +19,7 @@ from keepwarm.store.tier import Child, Known, State, Stored
 
 SCHEMA_VERSION = 1
 MAX_KEYS = 30_000  # of one query
+NEIGHBOURS = 4  # on each side of a query
 PRAGMAS = (
     "journal_mode = WAL",
     "synchronous = NORMAL",
@@ -153,20 +154,17 @@ class Index:
             rows += self._rows(f"{select} FROM blocks WHERE {where} IN ({marks})", some)
         return rows
 
-    def best_child(self, parent: BlockKey, tokens: bytes) -> Child | None:
-        """In the order of token bytes the longest common prefix is a neighbour of the query."""
-        best: Child | None = None
+    def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
+        """In the order of token bytes the longest common prefixes are neighbours of the query."""
+        found = []
         for compare, order in (("<=", "DESC"), (">", "ASC")):
             rows = self._rows(
                 f"SELECT key, tokens FROM tokens WHERE parent = ? AND tokens {compare} ? "  # noqa: S608
-                f"ORDER BY tokens {order} LIMIT 1",
+                f"ORDER BY tokens {order} LIMIT {NEIGHBOURS}",
                 (parent, tokens),
             )
-            for key, held in rows:
-                n_common = common_tokens(held, tokens)
-                if n_common > (best.n_common if best else 0):
-                    best = Child(BlockKey(key), n_common)
-        return best
+            found += [Child(BlockKey(key), common_tokens(held, tokens)) for key, held in rows]
+        return sorted((c for c in found if c.n_common), key=lambda c: -c.n_common)
 
     def parents(self, key: BlockKey) -> Iterator[BlockKey]:
         """The chain from a block up to its first, the block itself included."""

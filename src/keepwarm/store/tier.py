@@ -25,7 +25,7 @@ class Known(NamedTuple):
 
 
 class Child(NamedTuple):
-    """The block after a prefix that shares the most tokens with what is asked for."""
+    """A block after a prefix, and how many tokens it shares with what is asked for."""
 
     key: BlockKey
     n_common: int
@@ -76,8 +76,11 @@ class Tier(Protocol):
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
         """Which of these blocks are here, and what of each. Reads no block."""
 
-    def children(self, parent: BlockKey, tokens: bytes) -> Child | None:
-        """The child of `parent` with the longest common token prefix, if any token is shared."""
+    def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
+        """Children of `parent` that share leading tokens with these, the most first; a few.
+
+        More than one, because the nearest may lack window rows that a neighbour has.
+        """
 
     def states(self, parents: Collection[BlockKey]) -> list[State]:
         """Checkpoints among the children of these blocks."""

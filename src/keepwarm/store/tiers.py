@@ -30,9 +30,9 @@ class Tiers:
                 merged[key] = _union(merged[key], known) if key in merged else known
         return merged
 
-    def children(self, parent: BlockKey, tokens: bytes) -> Child | None:
-        found = [tier.children(parent, tokens) for _, tier in self._tiers]
-        return max(filter(None, found), key=lambda child: child.n_common, default=None)
+    def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
+        found = {child for _, tier in self._tiers for child in tier.children(parent, tokens)}
+        return sorted(found, key=lambda child: -child.n_common)
 
     def states(self, parents: Collection[BlockKey]) -> list[State]:
         return list({state for _, tier in self._tiers for state in tier.states(parents)})

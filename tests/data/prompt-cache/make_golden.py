@@ -57,6 +57,7 @@ def files():
     yield "kv-trimmed", lambda: [trimmed(fed(m.KVCache(), 7), 2)]
     yield "kv-empty", lambda: [m.KVCache(), m.KVCache()]
     yield "rotating", lambda: [fed(m.RotatingKVCache(8), 5), fed(m.RotatingKVCache(8), 2, 3)]
+    yield "rotating-padded", lambda: [fed(m.RotatingKVCache(8), 4, 1)]
     yield "rotating-turned", lambda: [fed(m.RotatingKVCache(8), 5, *decoded(6))]
     yield "rotating-kept", lambda: [fed(m.RotatingKVCache(8, keep=2), 5, *decoded(6))]
     yield "rotating-long", lambda: [fed(m.RotatingKVCache(8), 11)]

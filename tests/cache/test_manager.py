@@ -1,0 +1,146 @@
+"""What was computed once is found again, to the token, on every kind of layer."""
+
+from functools import cache
+
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from keepwarm.cache.manager import Manager, Policy, Rates
+from keepwarm.kv.kinds import Kind
+from keepwarm.kv.layout import probe
+from keepwarm.prefix.blocks import Namespace
+from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.memory import MemoryTier
+from keepwarm.store.tiers import Tiers
+from tests.kit.compare import assert_same
+from tests.kit.models import ARCHITECTURES
+from tests.kit.runs import FedCounter, cold, continue_from, prefill, prompt_of
+
+NAMESPACE = Namespace(bytes(range(32)))
+PROMPT = prompt_of(628)
+N = 5
+
+
+class Direct:
+    """A sink that puts at once."""
+
+    def __init__(self, tier):
+        self.tier = tier
+
+    def put(self, record, policy):
+        self.tier.put(record).durable.result()
+
+    def flush(self):
+        pass
+
+
+def manager(model, tier):
+    layout = probe(model, make_prompt_cache(model))
+    rates = Rates(load_bytes_per_s=1e12, prefill_tokens_per_s=1e-3)
+    return Manager(NAMESPACE, layout, Tiers([("tier", tier)]), Direct(tier), rates)
+
+
+def compute(model, kept, tokens, restored, checkpoints=()):
+    """Prefill what is not restored, block by block, keeping it; answers with the caches."""
+    capture = kept.open(tokens)
+    caches, at = restored.caches or make_prompt_cache(model), restored.n_tokens
+    capture.start_at(at)
+    stops = sorted({*range(256, len(tokens), 256), *checkpoints, len(tokens)})
+    for stop in (s for s in stops if s > at):
+        prefill(model, caches, tokens[at:stop])
+        at = stop
+        capture.capture(caches, at, checkpoint=at in checkpoints)
+    capture.finish(tokens, caches)
+    return caches
+
+
+@pytest.fixture(params=["memory", "disk"])
+def tier(request, tmp_path):
+    made = (
+        MemoryTier(1 << 30)
+        if request.param == "memory"
+        else DiskTier(tmp_path / "store", DiskLimits(min_free_bytes=0))
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model):
+    return cache(lambda name, prompt: cold(tiny_model(name), list(prompt), N, step=256))
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_an_identical_request_reuses_all_but_its_last_token(name, tier, tiny_model, reference):
+    """The second request of the same prompt feeds one token (checkpoint at prompt[:-1])."""
+    model = tiny_model(name)
+    kept = manager(model, tier)
+    compute(model, kept, PROMPT, kept.restore(PROMPT), checkpoints=[len(PROMPT) - 1])
+    restored = kept.restore(PROMPT)
+    assert restored.n_tokens == len(PROMPT) - 1
+    counter = FedCounter(model)
+    run = continue_from(counter, restored.caches, PROMPT[-1:], N)
+    assert_same(reference(name, tuple(PROMPT)), run)
+    assert counter.fed == 1 + N
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_a_sibling_reuses_the_shared_part_to_the_token(name, tier, tiny_model, reference):
+    """Two prompts that share 600 tokens; state layers go back to their last checkpoint."""
+    model = tiny_model(name)
+    kept = manager(model, tier)
+    compute(model, kept, PROMPT, kept.restore(PROMPT), checkpoints=[555])
+    other = PROMPT[:600] + prompt_of(50, seed=4)
+    restored = kept.restore(other)
+    assert restored.n_tokens == (555 if Kind.STATE in kept.layout.kinds else 600)
+    run = continue_from(model, restored.caches, other[restored.n_tokens :], N)
+    assert_same(reference(name, tuple(other)), run)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
+def test_a_growing_conversation_recomputes_only_what_is_new(name, tier, tiny_model, reference):
+    model = tiny_model(name)
+    kept = manager(model, tier)
+    tokens = []
+    for turn in range(4):
+        held = len(tokens)
+        tokens = tokens + prompt_of(150, seed=turn + 20)
+        restored = kept.restore(tokens)
+        assert restored.n_tokens == held
+        compute(model, kept, tokens, restored)
+    assert_same(
+        reference(name, (*tokens, 3)),
+        continue_from(model, kept.restore([*tokens, 3]).caches, [3], N),
+    )
+
+
+def test_policies(tier, tiny_model):
+    model = tiny_model("llama")
+    kept = manager(model, tier)
+    for policy in (Policy.NO_STORE, Policy.READ_ONLY):
+        capture = kept.open(PROMPT, policy)
+        capture.finish(PROMPT, prefill(model, make_prompt_cache(model), PROMPT))
+    assert not list(tier.walk())
+    compute(model, kept, PROMPT, kept.restore(PROMPT))
+    assert kept.restore(PROMPT, Policy.READ_ONLY).n_tokens == len(PROMPT) - 1
+    assert kept.restore(PROMPT, Policy.NO_STORE).n_tokens == 0
+
+
+def test_a_slow_tier_loses_to_recomputing(tier, tiny_model):
+    model = tiny_model("llama")
+    kept = manager(model, tier)
+    compute(model, kept, PROMPT, kept.restore(PROMPT))
+    kept.rates = Rates(load_bytes_per_s=1e3, prefill_tokens_per_s=1e9)
+    plan = kept.plan(PROMPT)
+    assert plan.n_tokens == len(PROMPT) - 1
+    assert plan.point.n_bytes > 600 * 2 * 2 * 2 * 64 * 4
+    assert not plan.worth_loading
+    assert kept.restore(PROMPT).caches is None
+
+
+def test_an_aborted_request_keeps_its_finished_blocks(tier, tiny_model):
+    model = tiny_model("llama")
+    kept = manager(model, tier)
+    capture = kept.open(PROMPT)
+    capture.capture(prefill(model, make_prompt_cache(model), PROMPT[:600]), 600)
+    assert kept.restore(PROMPT).n_tokens == 512
