@@ -5,7 +5,9 @@ from functools import cache
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.manager import Manager, Policy, Rates
+from keepwarm.cache.io import MemoryOnly, Reader
+from keepwarm.cache.manager import Manager, Rates
+from keepwarm.cache.policy import Policy
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import Namespace
@@ -21,23 +23,11 @@ PROMPT = prompt_of(628)
 N = 5
 
 
-class Direct:
-    """A sink that puts at once."""
-
-    def __init__(self, tier):
-        self.tier = tier
-
-    def put(self, record, policy):
-        self.tier.put(record).durable.result()
-
-    def flush(self):
-        pass
-
-
 def manager(model, tier):
     layout = probe(model, make_prompt_cache(model))
     rates = Rates(load_bytes_per_s=1e12, prefill_tokens_per_s=1e-3)
-    return Manager(NAMESPACE, layout, Tiers([("tier", tier)]), Direct(tier), rates)
+    tiers = Tiers([("tier", tier)])
+    return Manager(NAMESPACE, layout, tiers, Reader(tiers, 1), MemoryOnly(tier), rates)
 
 
 def compute(model, kept, tokens, restored, checkpoints=()):

@@ -10,10 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from keepwarm.cache.io import Reader, Saver
 from keepwarm.cache.plan import NOTHING, Forest, Needs, Point, longest, n_matched
+from keepwarm.cache.policy import Policy
 from keepwarm.cache.records import block_of, records_of
 from keepwarm.errors import CacheError
 from keepwarm.kv.kinds import Caches
@@ -29,35 +30,7 @@ from keepwarm.prefix.blocks import (
     pack,
     root,
 )
-from keepwarm.store.record import Record
 from keepwarm.store.tiers import Tiers
-
-
-class Policy(StrEnum):
-    """What a request may do with the cache."""
-
-    READ_WRITE = "read-write"
-    READ_ONLY = "read-only"
-    EPHEMERAL = "ephemeral"
-    NO_STORE = "no-store"
-    DURABLE = "durable"
-
-    @property
-    def reads(self) -> bool:
-        return self is not Policy.NO_STORE
-
-    @property
-    def writes(self) -> bool:
-        return self not in (Policy.NO_STORE, Policy.READ_ONLY)
-
-
-class Sink(Protocol):
-    """Where captured records go: at once findable, on disk in their own time."""
-
-    def put(self, record: Record, policy: Policy) -> None: ...
-
-    def flush(self) -> None:
-        """Return once everything put so far is safe."""
 
 
 @dataclass
@@ -108,7 +81,8 @@ class Manager:
     namespace: Namespace
     layout: Layout
     tiers: Tiers
-    sink: Sink
+    reader: Reader
+    writer: Saver
     rates: Rates = field(default_factory=Rates)
     clock: Callable[[], float] = time.perf_counter
     restore_failures: int = 0
@@ -168,12 +142,12 @@ class Manager:
         assembly = Assembly(self.layout, plan.n_tokens)
         blocks_by_tier: Counter[str] = Counter()
         try:
-            for read in plan.point.reads:
-                found = self.tiers.read(read.key, read.part)
-                if found is None:
-                    return None
-                assembly.add(block_of(found.record))
-                blocks_by_tier[found.tier] += 1
+            with self.writer.restoring():
+                for found in self.reader.read(plan.point.reads):
+                    if found is None:
+                        return None
+                    assembly.add(block_of(found.record))
+                    blocks_by_tier[found.tier] += 1
             caches = assembly.finish()
         except CacheError:
             return None
@@ -220,7 +194,7 @@ class Capture:
         self._tokens = list(all_tokens)
         self.capture(caches, len(self._tokens), checkpoint=True)
         if self._policy is Policy.DURABLE:
-            self._manager.sink.flush()
+            self._manager.writer.flush()
 
     def _refs(self, upto: int) -> Iterator[BlockRef]:
         """The blocks from the first that is not kept yet up to a token."""
@@ -239,7 +213,7 @@ class Capture:
 
     def _keep(self, ref: BlockRef, block: Block) -> None:
         for record in records_of(self._manager.namespace, ref, block):
-            self._manager.sink.put(record, self._policy)
+            self._manager.writer.put(record, self._policy)
 
 
 def _stateless(block: Block) -> Block:

@@ -14,24 +14,15 @@ from time import perf_counter
 from typing import NamedTuple, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import (
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-    can_trim_prompt_cache,
-    trim_prompt_cache,
-)
 
+from keepwarm import kv
 from keepwarm.engine.model import Model
 from keepwarm.engine.prompt import common_prefix
 from keepwarm.engine.sampling import Sampler, make_sampler
 from keepwarm.engine.text import Detokenizer
-from keepwarm.errors import BadInput
+from keepwarm.errors import BadInput, UnsupportedCache
 
 SLICE_TOKENS = 256  # between two slices a prefill can be stopped
-
-# mlx-lm's other classes say they can be trimmed and are then wrong, or cannot.
-_TRIMMABLE = (KVCache, QuantizedKVCache, RotatingKVCache)
 
 
 class Step(NamedTuple):
@@ -60,13 +51,13 @@ class LiveCache:
 
     @property
     def exact(self) -> bool:
-        return not any(isinstance(layer, QuantizedKVCache) for layer in self.layers)
+        return not kv.is_quantized(self.layers)
 
     def feed(self, tokens: Sequence[int]) -> mx.array:
         """Run the model on these tokens; the logits after the last one. A failure empties it."""
         try:
             logits: mx.array = self._model.module(mx.array([tokens]), cache=self.layers)
-            mx.eval([layer.state for layer in self.layers])
+            kv.evaluate(self.layers)
         except BaseException:
             self.clear()  # some layers have the tokens and some have not
             raise
@@ -89,10 +80,10 @@ class LiveCache:
         self.layers = self._model.make_cache()
 
     def _trim(self, n_tokens: int) -> bool:
-        sound = all(isinstance(layer, _TRIMMABLE) for layer in self.layers)
-        if not sound or not can_trim_prompt_cache(self.layers):
+        try:
+            kv.trim(self.layers, n_tokens)
+        except UnsupportedCache:
             return False
-        trim_prompt_cache(self.layers, n_tokens)
         del self.tokens[-n_tokens:]
         return True
 

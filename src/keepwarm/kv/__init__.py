@@ -24,8 +24,8 @@ from keepwarm.kv.batch import (  # noqa: E402
     prepare,
     trim,
 )
-from keepwarm.kv.codec import Encoded, copy_of, decode, encode, live_bytes  # noqa: E402
-from keepwarm.kv.kinds import Caches, Kind, kind_of, token_count  # noqa: E402
+from keepwarm.kv.codec import Encoded, copy_of, decode, encode, evaluate, live_bytes  # noqa: E402
+from keepwarm.kv.kinds import Caches, Kind, is_quantized, kind_of, token_count  # noqa: E402
 from keepwarm.kv.layout import Layout, layout_of, probe  # noqa: E402
 from keepwarm.kv.make import make_caches  # noqa: E402
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache  # noqa: E402
@@ -61,10 +61,12 @@ __all__ = [
     "dynamic_roll",
     "empty_batch",
     "encode",
+    "evaluate",
     "extend",
     "extract",
     "filter_rows",
     "finalize",
+    "is_quantized",
     "kind_of",
     "layout_of",
     "live_bytes",

@@ -75,6 +75,12 @@ def rows_in_time(cache: Cache) -> Tensors:
     return encode(cache).tensors
 
 
+def evaluate(caches: Caches) -> Caches:
+    """Evaluate every array, so that the caches may cross threads; answers with the same caches."""
+    mx.eval([cache.state for cache in caches])
+    return caches
+
+
 def copy_of(caches: Caches) -> Caches:
     """Equal caches in buffers of exactly their live rows; the originals are not touched."""
     return [decode(encode(cache)) for cache in caches]

@@ -19,6 +19,7 @@ KEY_BYTES = 20
 Namespace = NewType("Namespace", bytes)
 BlockKey = NewType("BlockKey", bytes)
 
+
 class BlockRef(NamedTuple):
     """One block of a prompt: its place in the chain, and its token ids as `pack` gives them."""
 

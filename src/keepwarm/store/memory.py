@@ -92,6 +92,12 @@ class MemoryTier:
             self._index.doom([key])
             self._index.drop([key])
 
+    def delete_part(self, key: BlockKey, part: Part) -> None:
+        """Remove one part; the block goes with its last one."""
+        with self._lock:
+            self._records.pop((key, part), None)
+            self._index.drop_part(key, part)
+
     def walk(self) -> Iterator[Stored]:
         return self._index.walk()
 
