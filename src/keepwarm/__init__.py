@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keepwarm.engine.model import load
+    from keepwarm.engine.store import Store
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["__version__", "load"]
+__all__ = ["Store", "__version__", "load"]
 
 # Looked up on first use: `import keepwarm` and `keepwarm --help` must not wait for MLX.
-_HOMES = {"load": "keepwarm.engine.model"}
+_HOMES = {"Store": "keepwarm.engine.store", "load": "keepwarm.engine.model"}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,16 +8,17 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from keepwarm.engine.generate import SLICE_TOKENS, LiveCache, generate
+from keepwarm.engine.generate import LiveCache, generate
 from keepwarm.engine.model import Model
 from keepwarm.engine.sampling import make_sampler
 from keepwarm.errors import BadInput
+from keepwarm.prefix.blocks import BLOCK_TOKENS
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.models import WINDOW
 from tests.kit.runs import FedCounter, cold, prompt_of
 
 ARCHITECTURES = ["llama", "gemma3_text", "mamba2", "qwen3_next"]
-LONG = 2 * SLICE_TOKENS + 70
+LONG = 2 * BLOCK_TOKENS + 70
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def tokens_of(model, prompt, **options):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_tokens_are_those_of_a_plain_loop(model_of, tiny_model, architecture):
     prompt = prompt_of(LONG)
-    plain = cold(tiny_model(architecture), prompt, 20, step=SLICE_TOKENS)
+    plain = cold(tiny_model(architecture), prompt, 20, step=BLOCK_TOKENS)
     assert tokens_of(model_of(architecture), prompt, max_tokens=20) == plain.tokens
 
 
@@ -146,7 +147,7 @@ def test_usage_counts_what_the_model_was_fed(model, n_tokens):
     assert usage.prompt_tokens == usage.prefilled_tokens == n_tokens
     assert (usage.cached_tokens, usage.completion_tokens) == (0, 4)
     assert model.module.fed == n_tokens + 3
-    assert max(length for _, length in model.module.shapes) <= SLICE_TOKENS
+    assert max(length for _, length in model.module.shapes) <= BLOCK_TOKENS
     assert usage.ttft_ms > 0
     assert usage.tokens_per_second > 0
 
@@ -204,8 +205,8 @@ def test_a_prefill_can_be_stopped_between_slices_and_goes_on_where_it_stood(mode
     cache, prompt, asked = LiveCache(model), prompt_of(LONG), count()
     stopped = generate(model, prompt, cache=cache, should_stop=lambda: next(asked) >= 2)
     assert list(stopped) == []
-    assert cache.tokens == prompt[: 2 * SLICE_TOKENS]
-    assert stopped.usage.prefilled_tokens == 2 * SLICE_TOKENS == model.module.fed
+    assert cache.tokens == prompt[: 2 * BLOCK_TOKENS]
+    assert stopped.usage.prefilled_tokens == 2 * BLOCK_TOKENS == model.module.fed
     resumed = generate(model, prompt, cache=cache, max_tokens=5)
     assert [s.token for s in resumed] == tokens_of(model, prompt, max_tokens=5)
     assert (resumed.usage.cached_tokens, resumed.usage.prefilled_tokens) == (512, 70)

@@ -293,7 +293,7 @@ RUN = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(joining=rows, program=st.lists(steps, max_size=7))
 def test_every_row_stays_the_sequence_it_would_be_alone(family, joining, program):
     """S3-12 to S3-19, S3-24 to S3-31, S3-34, S3-44 to S3-46, S3-62."""
@@ -305,7 +305,7 @@ def test_every_row_stays_the_sequence_it_would_be_alone(family, joining, program
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(
     amounts=st.lists(st.tuples(st.integers(0, 10), st.integers(1, 10)), min_size=1, max_size=4),
     program=st.lists(steps, max_size=4),

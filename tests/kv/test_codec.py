@@ -14,6 +14,7 @@ from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
+    make_prompt_cache,
 )
 
 from keepwarm.errors import UnsupportedCache
@@ -22,6 +23,9 @@ from keepwarm.kv.codec import CODECS, Encoded, copy_of, decode, encode, live_byt
 from keepwarm.kv.kinds import KINDS, is_empty, token_count
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
 from keepwarm.prefix.blocks import BLOCK_TOKENS
+from tests.kit.compare import assert_same
+from tests.kit.models import ARCHITECTURES
+from tests.kit.runs import continue_from, prefill, prompt_of
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 HEADS, K_WIDTH, V_WIDTH = 2, 64, 32
@@ -219,6 +223,18 @@ def test_composites_round_trip_with_composites_inside():
     assert mx.array_equal(again[1][0][0], state[0])
     assert_goes_on_alike(original[0], again[0])
     assert_goes_on_alike(original[1][1], again[1][1])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_model_goes_on_from_a_copy_of_its_cache(name, tiny_model):
+    """S0-10, S0-52, S3-01 to S3-08: all classes as models use them, decoded a little."""
+    model, prompt = tiny_model(name), prompt_of(60)
+    live = prefill(model, make_prompt_cache(model), prompt[:45], step=16)
+    prefill(model, live, prompt[45:50], step=1)
+    copies = copy_of(live)
+    assert [type(c) for c in copies] == [type(c) for c in live]
+    run = continue_from(model, copies, prompt[50:], 4)
+    assert_same(continue_from(model, live, prompt[50:], 4), run)
 
 
 BATCHES = {

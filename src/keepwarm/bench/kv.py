@@ -81,9 +81,9 @@ def tasks(folder: Path, max_tokens: int, quick: bool) -> Iterator[Task]:
 
 
 def _if_room(measure: Measure, shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
-    """Each step holds the cache and at most one copy of it, and writes it once."""
+    """Each step holds the cache and at most one copy of it, and writes it at most twice."""
     live = shape.live_bytes(n_tokens)
-    why = why_no_room(2 * (live + shape.block_bytes), live, folder)
+    why = why_no_room(2 * (live + shape.block_bytes), 2 * live, folder)
     if why:
         return [Skipped(f"{shape.name}, {n_tokens:,} tokens", why)]
     try:

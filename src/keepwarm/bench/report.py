@@ -64,7 +64,8 @@ def _parts(report: Report) -> Iterator[RenderableType]:
         f"{machine['backend']} on {machine['n_cpus']} cores {machine['device']}, "
         f"load {machine['load'][0]}; medians, ± the spread of the samples"
     )
-    yield from (f"Left out: {skip.case}: {skip.why}." for skip in report.of(Skipped))
+    for skip in dict.fromkeys(report.of(Skipped)):
+        yield f"Left out: {skip.case}: {skip.why}."
     single = [speed for speed in report.of(Speed) if "batch" not in speed.case]
     batch = [speed for speed in report.of(Speed) if "batch" in speed.case]
     if single:

@@ -87,6 +87,9 @@ class Manager:
     clock: Callable[[], float] = time.perf_counter
     restore_failures: int = 0
 
+    def __post_init__(self) -> None:
+        self.needs = Needs.of(self.layout)
+
     def plan(self, tokens: Sequence[int]) -> Plan:
         """The longest known prefix; at least one token is left, because a model must be fed."""
         point = self._longest(tokens, len(tokens) - 1) if len(tokens) > 1 else NOTHING
@@ -114,7 +117,7 @@ class Manager:
 
     def _longest(self, tokens: Sequence[int], limit: int) -> Point:
         refs = [ref for ref in chain(self.namespace, tokens) if ref.n_tokens == BLOCK_TOKENS]
-        needs = Needs.of(self.layout)
+        needs = self.needs
         known = self.tiers.have([ref.key for ref in refs])
         matched = n_matched(needs, refs, known)
         packed = pack(tokens)
@@ -168,6 +171,10 @@ class Capture:
         self._policy = policy
         self._n_blocks = 0  # whole blocks kept so far
         self._parent = root(manager.namespace)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Say which tokens come next; those named before stay."""
+        self._tokens.extend(tokens)
 
     def start_at(self, n_tokens: int) -> None:
         """Say that the first tokens were restored, so their blocks need not be put again."""

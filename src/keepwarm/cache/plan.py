@@ -28,6 +28,11 @@ class Needs:
     window: int  # rows before the point; 0 where no layer has a window
     state: bool
 
+    @property
+    def checkpoints(self) -> bool:
+        """Whether a place inside a block must be kept on purpose to be restored there."""
+        return self.state or 0 < self.window < BLOCK_TOKENS
+
     @classmethod
     def of(cls, layout: Layout) -> Needs:
         windows = [leaf.window or 0 for leaf in layout.leaves()]

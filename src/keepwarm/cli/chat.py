@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from keepwarm.cli.options import (
+    KVBits,
     MaxTokens,
     ModelName,
+    NoCache,
     Seed,
     SystemFile,
     Temperature,
     checked,
+    live_cache,
     opening,
     settings_for,
 )
@@ -23,7 +26,7 @@ from keepwarm.errors import BadInput, KeepwarmError
 
 if TYPE_CHECKING:
     from keepwarm.config import Settings
-    from keepwarm.engine.generate import Generation, Usage
+    from keepwarm.engine.generate import Generation, LiveCache, Usage
     from keepwarm.engine.model import Model
 
 HELP = "Ctrl-C stops an answer, /clear starts over, /exit or Ctrl-D leaves."
@@ -36,6 +39,8 @@ def chat(
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     seed: Seed = None,
+    kv_bits: KVBits = None,
+    no_cache: NoCache = False,
 ) -> None:
     """Talk with a model in the terminal."""
     from keepwarm.engine.model import load
@@ -44,42 +49,53 @@ def chat(
     settings = settings_for(model, max_tokens, temperature, seed)
     loaded = load(settings.model, settings)
     _note(f"{loaded.name}. {HELP}")
-    talk = Conversation(loaded, first, settings, seed)
-    for line in _lines():
-        if line == "/clear":
-            talk.clear()
-            _note("Forgotten; a new conversation.")
-        elif line.startswith("/"):
-            _note(f"There is no {line.split()[0]}. {HELP}")
-        else:
-            _turn(talk, line)
+    with live_cache(loaded, settings, kv_bits, no_cache) as cache:
+        talk = Conversation(loaded, cache, first, settings, seed)
+        for line in _lines():
+            _obey(talk, line)
+
+
+def _obey(talk: Conversation, line: str) -> None:
+    """A command, or something to answer."""
+    if line == "/clear":
+        talk.clear()
+        _note("Forgotten; a new conversation.")
+    elif line.startswith("/"):
+        _note(f"There is no {line.split(maxsplit=1)[0]}. {HELP}")
+    else:
+        _turn(talk, line)
 
 
 class Conversation:
     """The messages so far and the live cache of what the model has read of them."""
 
     def __init__(
-        self, model: Model, opening: list[dict[str, str]], settings: Settings, seed: int | None
+        self,
+        model: Model,
+        cache: LiveCache,
+        opening: list[dict[str, str]],
+        settings: Settings,
+        seed: int | None,
     ) -> None:
-        from keepwarm.engine.generate import LiveCache
-
         self._model = model
         self._opening = opening
         self._settings = settings
         self._seed = seed
-        self._cache = LiveCache(model)
+        self._cache = cache
         self.messages = list(opening)
 
     def ask(self, text: str, should_stop: Callable[[], bool]) -> Generation:
         """Start the answer to this; `keep` it when it has ended."""
         from keepwarm.engine.generate import generate
-        from keepwarm.engine.prompt import tokenize
+        from keepwarm.engine.prompt import render
 
         messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = render(self._model.tokenizer, messages)
         return generate(
             self._model,
-            tokenize(self._model.tokenizer, messages),
+            prompt.tokens,
             cache=self._cache,
+            cuts=prompt.cuts,
             max_tokens=self._settings.max_tokens,
             temperature=self._settings.temperature,
             seed=self._seed,

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from keepwarm import config
 from keepwarm.errors import BadInput
+
+if TYPE_CHECKING:
+    from keepwarm.engine.generate import LiveCache
+    from keepwarm.engine.model import Model
 
 ModelName: TypeAlias = Annotated[
     str | None, typer.Option("--model", help="Alias, directory, .gguf file or hub id.")
@@ -25,6 +31,12 @@ Temperature: TypeAlias = Annotated[
 Seed: TypeAlias = Annotated[
     int | None, typer.Option("--seed", help="Makes the draws of a temperature repeatable.")
 ]
+KVBits: TypeAlias = Annotated[
+    int | None, typer.Option("--kv-bits", help="Round keys and values to 2, 4 or 8 bits.")
+]
+NoCache: TypeAlias = Annotated[
+    bool, typer.Option("--no-cache", help="Neither look up nor keep blocks.")
+]
 
 
 def settings_for(
@@ -36,6 +48,23 @@ def settings_for(
     settings = config.load(model=model, max_tokens=max_tokens, temperature=temperature)
     check_options(settings.max_tokens, settings.temperature, seed)
     return settings
+
+
+@contextmanager
+def live_cache(
+    model: Model, settings: config.Settings, kv_bits: int | None, no_cache: bool
+) -> Iterator[LiveCache]:
+    """The caches of a conversation, backed by the block store; leaving saves what is queued."""
+    from keepwarm.engine.generate import LiveCache
+    from keepwarm.engine.store import Store
+
+    kv_options = {} if kv_bits is None else {"kv_bits": kv_bits}
+    if no_cache:
+        yield LiveCache(model, kv_options=kv_options)
+        return
+    with Store(settings=settings) as store:
+        attached = store.attach(model.module, model.path, **kv_options)
+        yield LiveCache(model, attached.manager, kv_options)
 
 
 def opening(system: Path | None) -> list[dict[str, str]]:

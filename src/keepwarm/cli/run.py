@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from keepwarm.cli.options import (
+    KVBits,
     MaxTokens,
     ModelName,
+    NoCache,
     Seed,
     SystemFile,
     Temperature,
     checked,
+    live_cache,
     opening,
     settings_for,
 )
@@ -32,6 +35,8 @@ def run(
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     seed: Seed = None,
+    kv_bits: KVBits = None,
+    no_cache: NoCache = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One object: text, finish_reason, usage.")
     ] = False,
@@ -39,23 +44,27 @@ def run(
     """Answer one prompt and leave."""
     from keepwarm.engine.generate import generate
     from keepwarm.engine.model import load
-    from keepwarm.engine.prompt import tokenize
+    from keepwarm.engine.prompt import render
 
     text = checked(_standard_input() if prompt == "-" else prompt)
     messages = [*opening(system), {"role": "user", "content": text}]
     settings = settings_for(model, max_tokens, temperature, seed)
     loaded = load(settings.model, settings)
-    generation = generate(
-        loaded,
-        tokenize(loaded.tokenizer, messages),
-        max_tokens=settings.max_tokens,
-        temperature=settings.temperature,
-        seed=seed,
-    )
-    if as_json:
-        print(_as_json(generation))
-    else:
-        _stream(generation)
+    prompt_tokens, cuts = render(loaded.tokenizer, messages)
+    with live_cache(loaded, settings, kv_bits, no_cache) as cache:
+        generation = generate(
+            loaded,
+            prompt_tokens,
+            cache=cache,
+            cuts=cuts,
+            max_tokens=settings.max_tokens,
+            temperature=settings.temperature,
+            seed=seed,
+        )
+        if as_json:
+            print(_as_json(generation))
+        else:
+            _stream(generation)
 
 
 def _standard_input() -> str:

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from time import perf_counter
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import mlx.core as mx
 
 from keepwarm import kv
+from keepwarm.cache.manager import Capture, Manager
 from keepwarm.engine.model import Model
 from keepwarm.engine.prompt import common_prefix
 from keepwarm.engine.sampling import Sampler, make_sampler
 from keepwarm.engine.text import Detokenizer
 from keepwarm.errors import BadInput, UnsupportedCache
+from keepwarm.prefix.blocks import BLOCK_TOKENS
 
-SLICE_TOKENS = 256  # between two slices a prefill can be stopped
+KVOptions: TypeAlias = dict[str, Any]  # of `keepwarm.kv.make_caches`
 
 
 class Step(NamedTuple):
@@ -42,19 +43,33 @@ class Usage(NamedTuple):
 
 
 class LiveCache:
-    """The caches of one sequence and the exact tokens they were fed."""
+    """The caches of one sequence and the exact tokens they were fed.
 
-    def __init__(self, model: Model) -> None:
+    With a manager, what other sequences computed is restored, and what this one computes is kept.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        manager: Manager | None = None,
+        kv_options: KVOptions | None = None,
+    ) -> None:
         self._model = model
+        self._manager = manager
+        self._kv_options = kv_options or {}
+        self._capture: Capture | None = None
         self.tokens: list[int] = []
-        self.layers = model.make_cache()
+        self.layers = self._fresh()
 
     @property
     def exact(self) -> bool:
         return not kv.is_quantized(self.layers)
 
-    def feed(self, tokens: Sequence[int]) -> mx.array:
-        """Run the model on these tokens; the logits after the last one. A failure empties it."""
+    def feed(self, tokens: Sequence[int], checkpoint: bool = False) -> mx.array:
+        """Run the model on these tokens; the logits after the last one. A failure empties it.
+
+        A checkpoint keeps the very place, for layers that cannot be restored in between.
+        """
         try:
             logits: mx.array = self._model.module(mx.array([tokens]), cache=self.layers)
             kv.evaluate(self.layers)
@@ -62,6 +77,9 @@ class LiveCache:
             self.clear()  # some layers have the tokens and some have not
             raise
         self.tokens.extend(tokens)
+        if self._capture is not None:
+            self._capture.extend(tokens)
+            self._capture.capture(self.layers, len(self.tokens), checkpoint)
         return logits[:, -1, :]
 
     def keep(self, tokens: Sequence[int]) -> int:
@@ -73,11 +91,36 @@ class LiveCache:
         excess = len(self.tokens) - wanted
         if excess and not self._trim(excess):
             self.clear()
+        if self._manager is not None:
+            self._restore(self._manager, tokens)
+            self._capture = self._manager.open(self.tokens)
+            self._capture.start_at(len(self.tokens))
         return len(self.tokens)
 
+    def finish(self) -> None:
+        """Keep the open block too, so that the next turn, or process, goes on from here."""
+        if self._capture is not None and self.tokens:
+            self._capture.finish(self.tokens, self.layers)
+
     def clear(self) -> None:
+        self._capture = None
         self.tokens = []
-        self.layers = self._model.make_cache()
+        self.layers = self._fresh()
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether some layer can be restored only where somebody took a checkpoint."""
+        return self._manager is not None and self._manager.needs.checkpoints
+
+    def _fresh(self) -> kv.Caches:
+        return kv.make_caches(self._model.module, **self._kv_options)
+
+    def _restore(self, manager: Manager, tokens: Sequence[int]) -> None:
+        if manager.plan(tokens).n_tokens <= len(self.tokens):
+            return
+        restored = manager.restore(tokens)
+        if restored.caches is not None:
+            self.layers, self.tokens = restored.caches, list(tokens[: restored.n_tokens])
 
     def _trim(self, n_tokens: int) -> bool:
         try:
@@ -97,6 +140,7 @@ class Generation(Iterator[Step]):
         prompt_tokens: Sequence[int],
         cache: LiveCache,
         *,
+        cuts: Sequence[int],
         max_tokens: int,
         sample: Sampler,
         should_stop: Callable[[], bool],
@@ -108,6 +152,7 @@ class Generation(Iterator[Step]):
         self._text = Detokenizer(model.tokenizer)
         self._sample = sample
         self._should_stop = should_stop
+        self._cuts = {*cuts, len(self._prompt) - 1} if cache.checkpoints else set()
         self._n_cached = 0
         self._n_prefilled = 0
         self._times: list[float] = [perf_counter()]  # the start, then every token
@@ -132,27 +177,38 @@ class Generation(Iterator[Step]):
 
     def _run(self) -> Iterator[Step]:
         self._n_cached = self.cache.keep(self._prompt)
-        logits = self._prefill()
-        while logits is not None:
-            step = self._step(cast("int", self._sample(logits).item()))
-            yield step
-            if step.finish_reason or self._should_stop():
-                return
-            logits = self.cache.feed([step.token])
+        try:
+            logits = self._prefill()
+            while logits is not None:
+                step = self._step(cast("int", self._sample(logits).item()))
+                yield step
+                if step.finish_reason or self._should_stop():
+                    return
+                logits = self.cache.feed([step.token])
+        finally:
+            self.cache.finish()
 
     def _prefill(self) -> mx.array | None:
         """Feed what is new, the last token alone; the logits after it, or None when stopped."""
-        last = len(self._prompt) - 1
-        # Alone, the last token costs one row of the vocabulary's projection instead of a slice's.
-        bounds = [*range(self._n_cached, last, SLICE_TOKENS), last, last + 1]
         logits = None
-        for start, end in pairwise(bounds):
+        start = self._n_cached
+        for end in self._bounds():
             if self._should_stop():
                 return None
-            logits = self.cache.feed(self._prompt[start:end])
+            logits = self.cache.feed(self._prompt[start:end], checkpoint=end in self._cuts)
             self._n_prefilled += end - start
+            start = end
             mx.clear_cache()
         return logits
+
+    def _bounds(self) -> list[int]:
+        """Where slices end: at blocks, at cuts that need a checkpoint, before the last token.
+
+        Alone, the last token costs one row of the vocabulary's projection instead of a slice's.
+        """
+        last = len(self._prompt) - 1
+        ends = {*range(0, last, BLOCK_TOKENS), *self._cuts, last, last + 1}
+        return sorted(end for end in ends if self._n_cached < end <= last + 1)
 
     def _step(self, token: int) -> Step:
         self._times.append(perf_counter())
@@ -169,6 +225,7 @@ def generate(
     prompt_tokens: Sequence[int],
     *,
     cache: LiveCache | None = None,
+    cuts: Sequence[int] = (),
     max_tokens: int = 512,
     temperature: float = 0.0,
     seed: int | None = None,
@@ -177,8 +234,9 @@ def generate(
     """Start an answer to this prompt; nothing runs until it is iterated.
 
     A cache is brought into line first: what it shares with the prompt is kept, only the rest is
-    fed. It is changed in place and serves the next turn. `should_stop` is asked before every slice
-    and every further token; a stopped answer ends without a finish reason.
+    fed. It is changed in place and serves the next turn. `cuts` are tokens of the prompt, ends of
+    messages mostly, at which later prompts may part from this one. `should_stop` is asked before
+    every slice and every further token; a stopped answer ends without a finish reason.
     """
     check_options(max_tokens, temperature, seed)
     _check_length(model, len(prompt_tokens))
@@ -186,6 +244,7 @@ def generate(
         model,
         prompt_tokens,
         cache or LiveCache(model),
+        cuts=cuts,
         max_tokens=max_tokens,
         sample=make_sampler(temperature, seed),
         should_stop=should_stop or (lambda: False),

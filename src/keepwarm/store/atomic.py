@@ -5,13 +5,12 @@ All file operations of the store go through `Files`, so that a test can record o
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO
@@ -19,19 +18,16 @@ from typing import BinaryIO
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 MAX_PIECES = 512  # of one writev call
-NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS)
 
 
 class Files:
     """The operations a store needs of a file system, each as safe as its docstring says."""
 
     def make_directory(self, path: Path) -> None:
-        """Create a directory, and sync its parent if it is new."""
-        try:
-            path.mkdir(mode=DIRECTORY_MODE)
-        except FileExistsError:
-            return
-        self.sync_directory(path.parent)
+        """Create a directory unless it is there. Synced, as whoever made it may have died."""
+        path.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+        with suppress(PermissionError):  # a parent that we may not read was not made by us
+            self.sync_directory(path.parent)
 
     def write(self, path: Path, pieces: Sequence[bytes | memoryview]) -> None:
         """Create a new file from buffers and sync it."""
@@ -39,30 +35,11 @@ class Files:
         fd = os.open(path, flags, FILE_MODE)
         try:
             _write_all(fd, pieces)
-            os.fsync(fd)
+            self.sync(fd)
         finally:
             os.close(fd)
 
-    def publish(self, temp: Path, target: Path) -> bool:
-        """Give a written file its name unless that is taken; says whether it was free. Synced."""
-        try:
-            os.link(temp, target)
-        except FileExistsError:
-            temp.unlink()
-            return False
-        except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise
-            if target.exists():
-                temp.unlink()
-                return False
-            temp.rename(target)
-        else:
-            temp.unlink()
-        self.sync_directory(target.parent)
-        return True
-
-    def replace(self, temp: Path, target: Path) -> None:
+    def publish(self, temp: Path, target: Path) -> None:
         """Give a written file its name, in place of what is there. Synced."""
         temp.replace(target)
         self.sync_directory(target.parent)
@@ -76,15 +53,22 @@ class Files:
         self.sync_directory(path.parent)
         return True
 
+    def discard(self, temp: Path) -> None:
+        """Delete a file that was never published; what a crash leaves of it is cleared anyway."""
+        temp.unlink(missing_ok=True)
+
     def open(self, path: Path) -> BinaryIO:
         return path.open("rb", buffering=0)
 
     def sync_directory(self, path: Path) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(fd)
+            self.sync(fd)
         finally:
             os.close(fd)
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
 
 
 def _write_all(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
@@ -128,13 +112,13 @@ class Scratch:
 
 def is_alive(directory: Path, name: str) -> bool:
     """Whether the process that made this scratch directory still runs."""
-    path = directory / name / "lock"
-    if not path.exists():
-        return False
-    fd = _open_lock(path)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        fd = os.open(directory / name / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that ask do not see each other
+    except BlockingIOError:
         return True
     finally:
         os.close(fd)

@@ -1,7 +1,8 @@
 """Blocks as files: `blocks/ab/<key>.<part>.safetensors`, with an index beside them.
 
 Order of things: file first, name second, row last; deleting marks the row, removes the files and
-then the row. So at every moment a crash leaves only what the next start can finish.
+then the row. So at every moment a crash leaves only what the next start can finish. Names come and
+go under one lock among all processes, so that row and file cannot disagree while all live.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keepwarm.errors import BadRecord
 from keepwarm.prefix.blocks import BlockKey, block_key
-from keepwarm.store.atomic import DIRECTORY_MODE, Files, Scratch, exclusive, is_alive
+from keepwarm.store.atomic import Files, Scratch, exclusive, is_alive
 from keepwarm.store.index import Index
 from keepwarm.store.record import Header, Part, Record, open_record, pieces, read_tensors
 from keepwarm.store.tier import Child, Known, Put, State, Stored, TierStats
 
 SUFFIX = ".safetensors"
+INDEX_SUFFIXES = ("", "-wal", "-shm")
 LOG = logging.getLogger(__name__)
 
 
@@ -50,7 +53,7 @@ class DiskTier:
         self._clock = clock
         self._stats = TierStats(max_bytes=self.limits.max_bytes)
         self._stats_lock = threading.Lock()
-        self._make_directories()
+        self._directories = self._make_directories()
         self._scratch = Scratch(root / "tmp")
         self._index = self._open_index()
         self._reconcile()
@@ -76,7 +79,7 @@ class DiskTier:
         except BadRecord as bad:
             self.quarantine(key, part, str(bad))
         except FileNotFoundError:
-            self._index.drop_part(key, part)
+            self._forget_missing(key, part)
             self._count(misses=1)
         except OSError as error:
             LOG.warning("%s could not be read: %s", path.name, error)
@@ -114,7 +117,7 @@ class DiskTier:
         self._index.touch(keys, self._clock())
 
     def stats(self) -> TierStats:
-        n_bytes = self._index.n_bytes() + self._other_bytes
+        n_bytes = self._index.n_bytes() + self._unrecorded_bytes()
         return replace(self._stats, blocks=self._index.n_blocks(), n_bytes=n_bytes)
 
     def close(self) -> None:
@@ -133,81 +136,143 @@ class DiskTier:
         if path.is_dir():
             raise BadRecord("it is a directory")
         with self._files.open(path) as file:
-            opened = open_record(file, path.stat().st_size)
+            opened = open_record(file, os.fstat(file.fileno()).st_size)
             check_identity(opened.header, key, part)
             return Record(opened.header, read_tensors(file, opened, tensors))
 
     def quarantine(self, key: BlockKey, part: Part, why: str) -> None:
         """Put a bad record out of reach, with the reason beside it; from now on it is a miss."""
         path = self.path_of(key, part)
-        aside = self.root / "quarantine" / f"{path.name}.{time.time_ns()}"
-        try:
-            self._files.replace(path, aside)
-            aside.with_name(f"{aside.name}.why").write_text(f"{why}\n")
-        except OSError as error:
-            LOG.warning("%s could not be set aside: %s", path.name, error)
-        self._index.drop_part(key, part)
+        with self._naming():
+            if not self._is_bad(key, part):  # whoever was asked last may have put it anew
+                self._count(misses=1)
+                return
+            self._set_aside(path, why)
+            self._index.drop_part(key, part)
         LOG.warning("%s is bad and was set aside: %s", path.name, why)
         self._count(quarantined=1, misses=1)
+        self._other_bytes = self._measure_others()
+
+    def _is_bad(self, key: BlockKey, part: Part) -> bool:
+        try:
+            self._read_verified(self.path_of(key, part), key, part, tensors=None)
+        except BadRecord:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def _set_aside(self, path: Path, why: str) -> None:
+        aside = self.root / "quarantine" / f"{path.name}.{time.time_ns()}"
+        try:
+            self._files.write(aside.with_name(f"{aside.name}.why"), [f"{why}\n".encode()])
+            self._files.publish(path, aside)
+        except OSError as error:
+            LOG.warning("%s could not be set aside: %s", path.name, error)
+
+    def _forget_missing(self, key: BlockKey, part: Part) -> None:
+        """A row without a file is dropped, but not one that was put a moment ago."""
+        if not self._knows(key, part):
+            return
+        with self._naming():
+            if not self.path_of(key, part).exists():
+                self._index.drop_part(key, part)
+
+    def _knows(self, key: BlockKey, part: Part) -> bool:
+        known = self._index.have([key]).get(key)
+        return known is not None and part in known.parts
 
     # Writing
 
     def _put(self, record: Record) -> bool:
         header = record.header
-        known = self._index.have([header.key]).get(header.key)
-        if known and header.part in known.parts and not header.improves_on(known.w_rows):
+        if self._has(header):
             return False
         buffers = pieces(record)
-        n_bytes = sum(len(memoryview(piece).cast("B")) for piece in buffers)
-        if not self._make_room(header, n_bytes):
+        n_bytes = sum(memoryview(piece).nbytes for piece in buffers)
+        reservation = self._make_room(header, n_bytes)
+        if reservation is None:
             return False
+        temp = self._scratch.new()
         try:
-            return self._publish(header, buffers, n_bytes, replace_it=known is not None)
-        except BaseException:
-            self._index.cancel(header.key, header.part, self._scratch.name)
-            raise
-
-    def _publish(
-        self, header: Header, buffers: list[bytes | memoryview], n_bytes: int, replace_it: bool
-    ) -> bool:
-        target = self.path_of(header.key, header.part)
-        self._files.make_directory(target.parent)
-        while True:
-            temp = self._scratch.new()
             self._files.write(temp, buffers)
-            if replace_it and target.exists():
-                self._files.replace(temp, target)
-                stored = True
-            else:
-                stored = self._files.publish(temp, target)
-            if self._index.add(header, n_bytes, self._clock(), self._scratch.name):
-                self._count(puts=int(stored))
-                return stored
-            with exclusive(self._delete_lock):  # somebody is deleting this very block
+            stored = self._publish(temp, header, n_bytes, reservation)
+        except BaseException:
+            self._files.discard(temp)
+            self._index.cancel(reservation)
+            raise
+        self._count(puts=int(stored))
+        return stored
+
+    def _has(self, header: Header) -> bool:
+        known = self._index.have([header.key]).get(header.key)
+        if known is None or header.part not in known.parts:
+            return False
+        return not header.improves_on(known.w_rows)
+
+    def _publish(self, temp: Path, header: Header, n_bytes: int, reservation: int) -> bool:
+        target = self.path_of(header.key, header.part)
+        self._need_directory(target.parent)
+        with self._naming():
+            if self._index.is_doomed(header.key):  # by a process that died over it
                 self._finish_deleting([header.key])
-
-    def _make_room(self, header: Header, n_bytes: int) -> bool:
-        """Reserve the bytes, evicting as needed; False if that is not enough."""
-        limit = None if self.limits.max_bytes is None else self.limits.max_bytes - self._other_bytes
-        while True:
-            short = n_bytes + self.limits.min_free_bytes - shutil.disk_usage(self.root).free
-            if short <= 0 and self._index.reserve(
-                header.key, header.part, n_bytes, self._scratch.name, limit
-            ):
-                return True
-            over = self._index.n_bytes() + n_bytes - limit if limit is not None else 0
-            victims = self._index.victims(max(short, over, 1), spare={header.key, header.parent})
-            if not victims or (limit is not None and n_bytes > limit):
+            if self._has(header):  # somebody else was faster
+                self._files.discard(temp)
+                self._index.cancel(reservation)
                 return False
-            self._delete([victim.key for victim in victims])
-            self._count(evicted=len(victims))
+            self._files.publish(temp, target)
+            self._index.add(header, n_bytes, self._clock(), reservation)
+            return True
 
-    @property
-    def _delete_lock(self) -> Path:
-        return self.root / "tmp" / "delete"
+    def _need_directory(self, path: Path) -> None:
+        """Once a process, because one that another has just made may not be synced yet."""
+        if path not in self._directories or not path.is_dir():
+            self._files.make_directory(path)
+            self._directories.add(path)
+
+    def _make_room(self, header: Header, n_bytes: int) -> int | None:
+        """Reserve the bytes, evicting as needed; None if that is not enough."""
+        while True:
+            limit = self._record_limit()
+            if self._missing_bytes(n_bytes) <= 0:
+                reservation = self._index.reserve(
+                    header.key, header.parent, n_bytes, self._scratch.name, limit
+                )
+                if reservation is not None:
+                    return reservation
+            if limit is not None and n_bytes > limit:
+                return None
+            if not self._evict(n_bytes, spare={header.key, header.parent}):
+                return None
+
+    def _evict(self, n_bytes: int, spare: Collection[BlockKey]) -> bool:
+        """Make room for so many bytes; False if nothing could be done."""
+        with self._naming():
+            missing = self._missing_bytes(n_bytes)
+            if missing <= 0:  # another process has just done it
+                return True
+            victims = self._index.condemn(missing, spare)
+            self._finish_deleting(victims)
+        self._count(evicted=len(victims))
+        return bool(victims)
+
+    def _missing_bytes(self, n_bytes: int) -> int:
+        """How many bytes must go before so many can come."""
+        short = n_bytes + self.limits.min_free_bytes - shutil.disk_usage(self.root).free
+        limit = self._record_limit()
+        return short if limit is None else max(short, self._index.n_bytes() + n_bytes - limit)
+
+    def _record_limit(self) -> int | None:
+        if self.limits.max_bytes is None:
+            return None
+        return self.limits.max_bytes - self._unrecorded_bytes()
+
+    def _naming(self) -> AbstractContextManager[None]:
+        """The lock under which files get and lose their names."""
+        return exclusive(self.root / "tmp" / "names")
 
     def _delete(self, keys: Collection[BlockKey]) -> None:
-        with exclusive(self._delete_lock):
+        with self._naming():
             self._index.doom(keys)
             self._finish_deleting(keys)
 
@@ -215,23 +280,34 @@ class DiskTier:
         for key in keys:
             for part in Part:
                 self._files.remove(self.path_of(key, part))
-        self._index.drop(keys)
+        if keys:
+            self._index.drop(keys)
 
     # Start
 
-    def _make_directories(self) -> None:
-        self.root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+    def _make_directories(self) -> set[Path]:
+        """Make what is missing; says which directories of blocks are there to stay."""
+        missing = [path for path in self.root.parents if not path.exists()]
+        for path in (*reversed(missing), self.root):
+            self._files.make_directory(path)
         for name in ("blocks", "agents", "quarantine", "tmp"):
-            (self.root / name).mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+            self._files.make_directory(self.root / name)
+        blocks = self.root / "blocks"
+        found = {path for path in blocks.iterdir() if path.is_dir()}
+        self._files.sync_directory(blocks)
+        return found
 
     def _open_index(self) -> Index:
         """The index, or a new one where the file is lost or damaged; the files fill it again."""
         path = self.root / "index.sqlite"
-        try:
-            return Index(path)
-        except sqlite3.DatabaseError as error:
-            LOG.warning("the index is damaged (%s) and is built anew", error)
-            for suffix in ("", "-wal", "-shm"):
+        with exclusive(self.root / "tmp" / "index"):
+            try:
+                return Index(path)
+            except sqlite3.DatabaseError as error:
+                if is_busy(error):
+                    raise
+                LOG.warning("the index is damaged (%s) and is built anew", error)
+            for suffix in INDEX_SUFFIXES:
                 path.with_name(path.name + suffix).unlink(missing_ok=True)
             return Index(path)
 
@@ -240,43 +316,54 @@ class DiskTier:
         for writer in self._index.writers():
             if not is_alive(self.root / "tmp", writer):
                 self._index.forget_writer(writer)
-        with exclusive(self._delete_lock):
+        with self._naming():
             self._finish_deleting(self._index.doomed())
-        on_disk = set(self._scan())
+        on_disk = dict(self._scan())
         known = self._index.parts()
-        for key, part in on_disk - known:
-            self._adopt(key, part)
-        for key, part in known - on_disk:
-            if not self.path_of(key, part).exists():
-                self._index.drop_part(key, part)
+        for (key, part), n_bytes in on_disk.items():
+            if n_bytes not in (None, known.get((key, part))) or (key, part) not in known:
+                self._adopt(key, part)
+        for key, part in known.keys() - on_disk.keys():
+            self._forget_missing(key, part)
 
-    def _scan(self) -> Iterator[tuple[BlockKey, Part]]:
-        """Every file whose name is that of a record."""
+    def _scan(self) -> Iterator[tuple[tuple[BlockKey, Part], int | None]]:
+        """Every file whose name is that of a record; the size only of those that may change."""
         for directory in os.scandir(self.root / "blocks"):
             if not directory.is_dir():
                 continue
             for entry in os.scandir(directory.path):
                 found = _parse_name(entry.name)
                 if found is not None:
-                    yield found
+                    yield found, _size_of(entry) if found[1] is Part.WINDOW else None
 
     def _adopt(self, key: BlockKey, part: Part) -> None:
         path = self.path_of(key, part)
         try:
-            header = self._read_verified(path, key, part, tensors=()).header
-            self._index.add(header, path.stat().st_size, path.stat().st_mtime)
+            with self._naming():
+                header = self._read_verified(path, key, part, tensors=()).header
+                self._index.add(header, path.stat().st_size, path.stat().st_mtime)
         except BadRecord as bad:
             self.quarantine(key, part, str(bad))
+        except FileNotFoundError:
+            return  # somebody deleted it meanwhile
         except OSError as error:
             LOG.warning("%s could not be adopted: %s", path.name, error)
 
+    def _unrecorded_bytes(self) -> int:
+        """Bytes under the root that are not records; the index grows with every block."""
+        index = self.root / "index.sqlite"
+        files = (index.with_name(index.name + suffix) for suffix in INDEX_SUFFIXES)
+        return self._other_bytes + sum(_size_of(file) for file in files)
+
     def _measure_others(self) -> int:
-        """Bytes under the root that are not records: index, agents, whatever else lies there."""
+        """Bytes of what is neither a record nor on its way, nor the index: agents, quarantine..."""
         total = 0
         for directory, _, names in os.walk(self.root):
             in_blocks = Path(directory).parent.name == "blocks"
             for name in names:
                 if in_blocks and _parse_name(name) is not None:
+                    continue
+                if name.startswith("index.sqlite") or name.endswith(".tmp"):
                     continue
                 try:
                     total += os.lstat(os.path.join(directory, name)).st_size  # noqa: PTH118
@@ -288,6 +375,19 @@ class DiskTier:
         with self._stats_lock:
             sums = {name: getattr(self._stats, name) + n for name, n in more.items()}
             self._stats = replace(self._stats, **sums)
+
+
+def _size_of(file: os.DirEntry[str] | Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def is_busy(error: sqlite3.Error) -> bool:
+    """Whether others kept SQLite waiting for too long, which says nothing against the file."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    return code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def check_identity(header: Header, key: BlockKey, part: Part) -> None:

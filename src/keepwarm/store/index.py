@@ -43,8 +43,9 @@ CREATE TABLE tokens(
 ) WITHOUT ROWID;
 CREATE TABLE pins(key BLOB, owner TEXT, PRIMARY KEY(key, owner)) WITHOUT ROWID;
 CREATE TABLE writes(
-  key BLOB, part TEXT, n_bytes INTEGER, writer TEXT, PRIMARY KEY(key, part, writer)
-) WITHOUT ROWID;
+  id INTEGER PRIMARY KEY, key BLOB NOT NULL, parent BLOB NOT NULL, n_bytes INTEGER NOT NULL,
+  writer TEXT NOT NULL
+);
 CREATE TABLE counts(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 INSERT INTO counts VALUES ('bytes', 0);
 CREATE TRIGGER child_came AFTER INSERT ON blocks BEGIN
@@ -121,10 +122,22 @@ class Index:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
+                self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # SQLite may have rolled back by itself
+                    self._db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
+
+    @contextmanager
+    def _synced_transaction(self) -> Iterator[sqlite3.Connection]:
+        """Survives a power cut, and nobody sees it before it does."""
+        with self._lock:
+            self._db.execute("PRAGMA synchronous = FULL")
+            try:
+                with self._transaction() as db:
+                    yield db
+            finally:
+                self._db.execute("PRAGMA synchronous = NORMAL")
 
     def _rows(self, query: str, arguments: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
         with self._lock:
@@ -212,31 +225,32 @@ class Index:
     # Writes
 
     def reserve(
-        self, key: BlockKey, part: Part, n_bytes: int, writer: str, limit: int | None
-    ) -> bool:
-        """Claim room for a record about to be written; False if it would pass the limit."""
+        self, key: BlockKey, parent: BlockKey, n_bytes: int, writer: str, limit: int | None
+    ) -> int | None:
+        """Claim room for a record about to be written; None if it would pass the limit."""
         with self._transaction() as db:
             (used,) = db.execute("SELECT value FROM counts WHERE name = 'bytes'").fetchone()
             if limit is not None and used + n_bytes > limit:
-                return False
-            db.execute(
-                "INSERT OR REPLACE INTO writes VALUES (?, ?, ?, ?)", (key, part, n_bytes, writer)
-            )
-            return True
+                return None
+            query = "INSERT INTO writes(key, parent, n_bytes, writer) VALUES (?, ?, ?, ?)"
+            return db.execute(query, (key, parent, n_bytes, writer)).lastrowid
 
-    def cancel(self, key: BlockKey, part: Part, writer: str) -> None:
+    def cancel(self, reservation: int) -> None:
         with self._transaction() as db:
-            _end_write(db, key, part, writer)
+            _end_write(db, reservation)
 
     def add(
-        self, header: Header, n_bytes: int, now: float, writer: str = "", value: float = 0
-    ) -> bool:
-        """Enter a published record and end its reservation; False while it is being deleted."""
+        self,
+        header: Header,
+        n_bytes: int,
+        now: float,
+        reservation: int | None = None,
+        value: float = 0,
+    ) -> None:
+        """Enter a published record and end its reservation."""
         key, n_tokens = header.key, len(header.tokens) // 4
         with self._transaction() as db:
-            _end_write(db, key, header.part, writer)
-            if db.execute("SELECT 1 FROM blocks WHERE key = ? AND doomed", (key,)).fetchone():
-                return False
+            _end_write(db, reservation)
             db.execute(
                 "INSERT INTO blocks(key, parent, namespace, number, n_tokens, used, value) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
@@ -245,11 +259,7 @@ class Index:
             db.execute(
                 "INSERT OR IGNORE INTO tokens VALUES (?, ?, ?)", (header.parent, header.tokens, key)
             )
-            db.execute(
-                f"UPDATE blocks SET {header.part.value} = ?, w_rows = max(w_rows, ?) WHERE key = ?",  # noqa: S608
-                (n_bytes, header.w_rows, key),
-            )
-            return True
+            self._set_part(db, key, header.part, n_bytes, header.w_rows)
 
     def touch(self, keys: Collection[BlockKey], now: float) -> None:
         with self._transaction() as db:
@@ -257,28 +267,46 @@ class Index:
 
     def doom(self, keys: Iterable[BlockKey]) -> None:
         """Mark blocks as being deleted: nobody finds them, and a crash does not bring them back."""
-        with self._transaction() as db:
-            db.executemany("UPDATE blocks SET doomed = 1 WHERE key = ?", ((k,) for k in keys))
+        with self._transaction():
+            self._mark(keys)
+
+    def _mark(self, keys: Iterable[BlockKey]) -> None:
+        query = "UPDATE blocks SET doomed = 1 WHERE key = ?"
+        self._db.executemany(query, ((key,) for key in keys))
 
     def drop(self, keys: Iterable[BlockKey]) -> None:
-        """Forget blocks whose files are gone."""
-        with self._transaction() as db:
+        """Forget blocks whose files are gone.
+
+        Synced: a mark that came back after a power cut would delete what was put since.
+        """
+        with self._synced_transaction() as db:
             db.executemany("DELETE FROM blocks WHERE key = ? AND doomed", ((k,) for k in keys))
 
     def drop_part(self, key: BlockKey, part: Part) -> None:
         """Forget one part; a block without parts is forgotten whole."""
         with self._transaction() as db:
-            db.execute(f"UPDATE blocks SET {part.value} = 0 WHERE key = ?", (key,))  # noqa: S608
-            db.execute("DELETE FROM blocks WHERE key = ? AND d + w + s = 0", (key,))
+            self._set_part(db, key, part, 0, 0)
+            db.execute("DELETE FROM blocks WHERE key = ? AND d + w + s = 0 AND NOT doomed", (key,))
+
+    def _set_part(
+        self, db: sqlite3.Connection, key: BlockKey, part: Part, n_bytes: int, w_rows: int
+    ) -> None:
+        rows = f", w_rows = {w_rows:d}" if part is Part.WINDOW else ""
+        query = f"UPDATE blocks SET {part.value} = ?{rows} WHERE key = ? AND NOT doomed"  # noqa: S608
+        db.execute(query, (n_bytes, key))
 
     def doomed(self) -> list[BlockKey]:
         return [BlockKey(row[0]) for row in self._rows("SELECT key FROM blocks WHERE doomed = 1")]
+
+    def is_doomed(self, key: BlockKey) -> bool:
+        return bool(self._rows("SELECT 1 FROM blocks WHERE key = ? AND doomed", (key,)))
 
     def victims(self, n_bytes: int, spare: Collection[BlockKey] = ()) -> list[Victim]:
         """Unpinned blocks that nothing descends from, least valuable first, freeing `n_bytes`."""
         chosen, freed = [], 0
         rows = self._rows(
-            "SELECT key, d + w + s FROM blocks WHERE children = 0 AND pins = 0 AND doomed = 0 "
+            "SELECT key, d + w + s FROM blocks b WHERE children = 0 AND pins = 0 AND doomed = 0 "
+            "AND NOT EXISTS (SELECT 1 FROM writes w WHERE b.key IN (w.key, w.parent)) "
             "ORDER BY used + value LIMIT 512"
         )
         for key, size in rows:
@@ -288,6 +316,13 @@ class Index:
                 chosen.append(Victim(BlockKey(key), size))
                 freed += size
         return chosen
+
+    def condemn(self, n_bytes: int, spare: Collection[BlockKey] = ()) -> list[BlockKey]:
+        """Choose victims and mark them in one step, so that nobody pins one in between."""
+        with self._transaction():
+            keys = [victim.key for victim in self.victims(n_bytes, spare)]
+            self._mark(keys)
+        return keys
 
     def pin(self, key: BlockKey, owner: str) -> None:
         with self._transaction() as db:
@@ -311,10 +346,15 @@ class Index:
         with self._transaction() as db:
             db.execute("DELETE FROM writes WHERE writer = ?", (writer,))
 
-    def parts(self) -> set[tuple[BlockKey, Part]]:
-        """Every record the index knows, doomed ones included."""
+    def parts(self) -> dict[tuple[BlockKey, Part], int]:
+        """Every record the index knows and its bytes, doomed ones included."""
         rows = self._rows("SELECT key, d, w, s FROM blocks")
-        return {(BlockKey(k), p) for k, d, w, s in rows for p in _parts(d, w, s)}
+        return {
+            (BlockKey(key), part): n_bytes
+            for key, *sizes in rows
+            for part, n_bytes in zip(Part, sizes, strict=True)
+            if n_bytes
+        }
 
     def checkpoint(self) -> None:
         """Fold the log into the file and cut it, so that deleted tokens are gone from both."""
@@ -326,8 +366,8 @@ class Index:
             self._db.close()
 
 
-def _end_write(db: sqlite3.Connection, key: BlockKey, part: Part, writer: str) -> None:
-    db.execute("DELETE FROM writes WHERE key = ? AND part = ? AND writer = ?", (key, part, writer))
+def _end_write(db: sqlite3.Connection, reservation: int | None) -> None:
+    db.execute("DELETE FROM writes WHERE id = ?", (reservation,))
 
 
 def _parts(d: int, w: int, s: int) -> frozenset[Part]:

@@ -25,10 +25,11 @@ from typing import Any, BinaryIO, NamedTuple
 import xxhash
 
 from keepwarm.errors import BadRecord
-from keepwarm.prefix.blocks import KEY_BYTES, BlockKey, Namespace
+from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace
 from keepwarm.prefix.fingerprint import FORMAT_VERSION, NAMESPACE_BYTES
 
 MAX_HEADER_BYTES = 32 << 20
+MAX_COUNT = (1 << 47) - 1  # of anything: no file is longer, and no array has more items
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
@@ -114,19 +115,20 @@ def pieces(record: Record) -> list[bytes | memoryview]:
     digests = {tensor.name: tensor_digest(tensor) for tensor in record.tensors}
     said = _dumps({**_header_json(record.header), "digests": digests})
     head = {"__metadata__": {"keepwarm": said, "digest": _header_digest(said, table)}, **table}
-    text = _dumps(head).encode()
-    text += b" " * (-len(text) % 8)
+    text = _header_text(head)
     return [struct.pack("<Q", len(text)), text, *(tensor.data for tensor in record.tensors)]
 
 
 def open_record(file: BinaryIO, file_bytes: int) -> Opened:
     """Read and verify the header; raises BadRecord, with the reason, for anything else."""
-    size = _exactly(file, 8)
-    n_header = struct.unpack("<Q", size)[0]
+    n_header = struct.unpack("<Q", _exactly(file, 8))[0]
     if n_header > min(MAX_HEADER_BYTES, file_bytes - 8):
         raise BadRecord(f"the header claims {n_header} bytes")
+    text = _exactly(file, n_header)
     try:
-        head = json.loads(_exactly(file, n_header))
+        head = json.loads(text)
+        if text != _header_text(head):  # a name given twice, say: readers differ in what they take
+            raise BadRecord("the header is not written as the format says")
         metadata = head.pop("__metadata__")
         said, digest = metadata["keepwarm"], metadata["digest"]
         if _header_digest(said, head) != digest:
@@ -153,9 +155,7 @@ def tensor_digest(tensor: Tensor) -> str:
 
 def _read_one(file: BinaryIO, data_start: int, entry: Entry) -> Tensor:
     file.seek(data_start + entry.start)
-    data = bytearray(entry.end - entry.start)
-    if file.readinto(data) != len(data):  # type: ignore[attr-defined]
-        raise BadRecord(f"{entry.name} is cut short")
+    data = _exactly(file, entry.end - entry.start)
     tensor = Tensor(entry.name, entry.dtype, entry.shape, memoryview(data))
     if tensor_digest(tensor) != entry.digest:
         raise BadRecord(f"{entry.name} does not match its digest")
@@ -163,17 +163,20 @@ def _read_one(file: BinaryIO, data_start: int, entry: Entry) -> Tensor:
 
 
 def _parse(said: dict[str, Any], table: dict[str, Any], data_start: int, n_file: int) -> Opened:
-    if said["version"] > FORMAT_VERSION:
-        raise BadRecord(f"format version {said['version']} is newer than {FORMAT_VERSION}")
+    version = said["version"]
+    if version > FORMAT_VERSION:
+        raise BadRecord(f"format version {version} is newer than {FORMAT_VERSION}")
+    tokens, extra = b64decode(said["tokens"], validate=True), dict(said["extra"])
+    _check_counts(tokens, extra)
     header = Header(
         namespace=Namespace(_hex(said["namespace"], NAMESPACE_BYTES)),
         key=BlockKey(_hex(said["key"], KEY_BYTES)),
         parent=BlockKey(_hex(said["parent"], KEY_BYTES)),
         part=Part(said["part"]),
-        number=int(said["number"]),
-        tokens=b64decode(said["tokens"], validate=True),
-        extra=dict(said["extra"]),
-        version=int(said["version"]),
+        number=_whole(said["number"]),
+        tokens=tokens,
+        extra=extra,
+        version=_whole(version, least=1),
     )
     entries = tuple(_entries(table, said["digests"]))
     end = entries[-1].end if entries else 0
@@ -182,13 +185,21 @@ def _parse(said: dict[str, Any], table: dict[str, Any], data_start: int, n_file:
     return Opened(header, entries, data_start)
 
 
+def _check_counts(tokens: bytes, extra: Mapping[str, Any]) -> None:
+    n_tokens, rest = divmod(len(tokens), 4)
+    if rest or not 0 < n_tokens <= BLOCK_TOKENS:
+        raise BadRecord(f"{len(tokens)} bytes of token ids are no block")
+    if _whole(extra.get("w_rows", 0)) > n_tokens:
+        raise BadRecord("it claims more window rows than tokens")
+
+
 def _entries(table: Mapping[str, Any], digests: Mapping[str, str]) -> Iterable[Entry]:
     at = 0
     for name, entry in table.items():
-        start, end = entry["data_offsets"]
-        shape = tuple(int(n) for n in entry["shape"])
+        start, end = map(_whole, entry["data_offsets"])
+        shape = tuple(map(_whole, entry["shape"]))
         n_bytes = math.prod(shape) * ITEM_BYTES[entry["dtype"]]
-        if start != at or end - start != n_bytes or any(n < 0 for n in shape):
+        if start != at or end - start != n_bytes:
             raise BadRecord(f"{name} does not lie where its shape says")
         yield Entry(name, entry["dtype"], shape, start, end, digests[name])
         at = end
@@ -222,11 +233,27 @@ def _hex(text: str, n_bytes: int) -> bytes:
     return value
 
 
-def _exactly(file: BinaryIO, n: int) -> bytes:
-    data = file.read(n)
-    if len(data) != n:
-        raise BadRecord("the file is cut short")
+def _whole(value: Any, least: int = 0) -> int:
+    """A count that JSON gave; it has other numbers too, and larger ones than any file."""
+    if type(value) is not int or not least <= value <= MAX_COUNT:
+        raise BadRecord("a number in the header is none that can be")
+    return value
+
+
+def _exactly(file: BinaryIO, n: int) -> bytearray:
+    """So many bytes, in as many reads as it takes: one may be short before the end."""
+    data, at = bytearray(n), 0
+    while at < n:
+        n_read = file.readinto(memoryview(data)[at:])  # type: ignore[attr-defined]
+        if not n_read:
+            raise BadRecord("the file is cut short")
+        at += n_read
     return data
+
+
+def _header_text(head: Mapping[str, Any]) -> bytes:
+    text = _dumps(head).encode()
+    return text + b" " * (-len(text) % 8)
 
 
 def _dumps(value: Any) -> str:

@@ -1,0 +1,96 @@
+"""Who made these numbers: digests of weights, tokenizer and layout, as one namespace.
+
+Weights count by content. A file is read once in full; its digest is remembered by path, size,
+mtime and inode, so the next start reads nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keepwarm.errors import BadInput
+from keepwarm.kv.layout import LayerSpec, Layout
+from keepwarm.prefix.blocks import Namespace
+from keepwarm.prefix.fingerprint import Identity, digest, namespace
+
+WEIGHTS = ("*.safetensors", "*.gguf", "*.npz")
+TOKENIZER = ("tokenizer*", "*.tiktoken", "vocab*", "merges.txt", "special_tokens_map.json",
+             "added_tokens.json")  # fmt: skip
+
+
+class Digests:
+    """Content digests of files, remembered in a small file of their own."""
+
+    def __init__(self, memo: Path) -> None:
+        self._memo = memo
+        try:
+            self._known: dict[str, str] = json.loads(memo.read_text())
+        except (OSError, ValueError):
+            self._known = {}
+
+    def of(self, path: Path) -> str:
+        status = path.stat()
+        label = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ino}"
+        if label not in self._known:
+            with path.open("rb") as file:
+                self._known[label] = hashlib.file_digest(file, "sha256").hexdigest()
+            self._remember()
+        return self._known[label]
+
+    def _remember(self) -> None:
+        try:
+            self._memo.parent.mkdir(parents=True, exist_ok=True)
+            temp = self._memo.with_name(f"{self._memo.name}.{os.getpid()}")
+            temp.write_text(json.dumps(self._known))
+            temp.replace(self._memo)
+        except OSError:
+            return  # it is only a memo: the next start reads the weights again
+
+
+def identify(
+    source: Path,
+    layout: Layout,
+    digests: Digests,
+    *,
+    adapter: Path | None = None,
+    kv_options: Mapping[str, Any] | None = None,
+    salt: str = "",
+) -> Namespace:
+    """The namespace of a model that lies in a directory or a single file."""
+    weights = _digests(source, WEIGHTS, digests)
+    if not weights:
+        raise BadInput(f"{source} holds no weights, so its blocks could not be told from others'.")
+    config = source / "config.json"
+    identity = Identity(
+        weights=weights,
+        config=digests.of(config) if config.is_file() else "",
+        tokenizer=digest(_digests(source, TOKENIZER, digests)) if source.is_dir() else "",
+        layout=digest([_layer_json(layer) for layer in layout.layers]),
+        adapter=digest(_digests(adapter, ("*",), digests)) if adapter else "",
+        kv_options=dict(kv_options or {}),
+        salt=salt,
+    )
+    return namespace(identity)
+
+
+def _digests(source: Path, patterns: tuple[str, ...], digests: Digests) -> dict[str, str]:
+    """By name, so that the same files in another directory are the same model."""
+    if source.is_file():
+        return {"": digests.of(source)}
+    files = {path for pattern in patterns for path in source.glob(pattern) if path.is_file()}
+    return {path.name: digests.of(path) for path in sorted(files)}
+
+
+def _layer_json(layer: LayerSpec) -> dict[str, Any]:
+    return {
+        "kind": layer.kind.value,
+        "class": layer.cls,
+        "scalars": dict(layer.scalars),
+        "tensors": {n: [list(t.shape), str(t.dtype)] for n, t in layer.tensors.items()},
+        "parts": [_layer_json(part) for part in layer.parts],
+    }

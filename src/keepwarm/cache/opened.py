@@ -1,0 +1,56 @@
+"""An opened store: its tiers, its writer and its readers, made in one place and closed in one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepwarm.cache.io import MemoryOnly, Reader, Saver, Writer
+from keepwarm.cache.manager import Manager
+from keepwarm.kv.layout import Layout
+from keepwarm.prefix.blocks import Namespace
+from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.memory import MemoryTier
+from keepwarm.store.tier import Tier
+from keepwarm.store.tiers import Tiers
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes each place may take. No disk at all is `disk = False`."""
+
+    memory_bytes: int = 1 << 30
+    queue_bytes: int = 1 << 30
+    disk: bool = True
+    disk_bytes: int | None = 20 << 30
+    min_free_disk_bytes: int = 2 << 30
+
+
+class OpenedStore:
+    """Memory before what is still on its way to disk before disk."""
+
+    def __init__(self, root: Path, budgets: Budgets | None = None) -> None:
+        budgets = budgets or Budgets()
+        self.memory = MemoryTier(budgets.memory_bytes)
+        self.disk: DiskTier | None = None
+        self.saver: Saver = MemoryOnly(self.memory)
+        tiers: list[tuple[str, Tier]] = [("memory", self.memory)]
+        if budgets.disk:
+            self.disk = DiskTier(root, DiskLimits(budgets.disk_bytes, budgets.min_free_disk_bytes))
+            writer = Writer(self.memory, self.disk, budgets.queue_bytes)
+            self.saver = writer
+            tiers += [("memory", writer.queued), ("disk", self.disk)]
+        self.tiers = Tiers(tiers)
+        self.reader = Reader(self.tiers)
+
+    def manager(self, namespace: Namespace, layout: Layout) -> Manager:
+        """What one model with one set of KV options uses of this store."""
+        return Manager(namespace, layout, self.tiers, self.reader, self.saver)
+
+    def close(self) -> None:
+        """Write what is queued and let go of files."""
+        self.saver.close()
+        self.reader.close()
+        self.memory.close()
+        if self.disk is not None:
+            self.disk.close()

@@ -1,0 +1,98 @@
+"""The block store for library users: three lines give a plain mlx-lm script a lasting prompt cache.
+
+kw = keepwarm.Store().attach(model, source=path_or_id)
+cache, rest = kw.restore(tokens)
+kw.commit(tokens, cache)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from keepwarm import config, kv
+from keepwarm.cache.identity import Digests, identify
+from keepwarm.cache.manager import Manager
+from keepwarm.cache.opened import Budgets, OpenedStore
+from keepwarm.engine.catalog import locate
+from keepwarm.errors import BadInput
+
+
+class Restored(NamedTuple):
+    """Caches that hold the first tokens of a prompt, and the tokens still to be fed."""
+
+    cache: kv.Caches
+    rest: list[int]
+
+
+class Store:
+    """Blocks of every model, on disk under `path` and in memory. Close it, or use `with`."""
+
+    def __init__(
+        self,
+        path: Path | str | None = None,
+        budgets: Budgets | None = None,
+        settings: config.Settings | None = None,
+    ) -> None:
+        self.settings = settings or config.load(store=path)
+        self._opened = OpenedStore(self.settings.store, budgets)
+
+    def attach(self, model: Any, source: Path | str, **kv_options: Any) -> Attached:
+        """Keep and find the caches of this mlx-lm model; `source` is where its weights lie.
+
+        `kv_options` are those of `keepwarm.kv.make_caches`, and part of the model's identity.
+        """
+        caches = kv.make_caches(model, **kv_options)
+        layout = kv.probe(model, caches)
+        memo = Digests(self.settings.home / "digests.json")
+        namespace = identify(
+            locate(str(source), self.settings), layout, memo, kv_options=kv_options
+        )
+        return Attached(model, self._opened.manager(namespace, layout), kv_options)
+
+    def flush(self) -> None:
+        """Return once everything committed is on disk."""
+        self._opened.saver.flush()
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Attached:
+    """One model's view of a store."""
+
+    def __init__(self, model: Any, manager: Manager, kv_options: dict[str, Any]) -> None:
+        self._model = model
+        self._kv_options = kv_options
+        self.manager = manager
+
+    def restore(self, tokens: Sequence[int]) -> Restored:
+        """Caches for the longest known prefix, fresh ones where nothing is known."""
+        if not tokens:
+            raise BadInput("There are no tokens to restore; pass a prompt.")
+        found = self.manager.restore(tokens)
+        caches = found.caches or kv.make_caches(self._model, **self._kv_options)
+        return Restored(caches, list(tokens[found.n_tokens :]))
+
+    def commit(self, tokens: Sequence[int], cache: kv.Caches) -> None:
+        """Keep a cache that represents exactly these tokens. It is findable at once."""
+        kv.evaluate(cache)
+        count = kv.token_count(cache)
+        if count is not None and count != len(tokens):
+            raise BadInput(
+                f"The cache holds {count} tokens and {len(tokens)} were named; name those it holds."
+            )
+        self.manager.open(tokens).finish(tokens, cache)

@@ -1,0 +1,169 @@
+"""Quantised caches: alone as mlx-lm's, and in a batch as if each were alone.
+
+The models here have quantised weights. A fast BLAS gives other last bits for several rows than for
+one, and where K or V lies between two steps of its quantisation such a bit becomes a visible step
+(3e-3 was seen). Quantised products do not go through the BLAS, and each row is summed by itself.
+"""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import QuantizedKVCache
+
+from keepwarm.errors import UnsupportedCache
+from keepwarm.kv.batch import empty_batch, extract, merge
+from keepwarm.kv.codec import copy_of
+from keepwarm.kv.layout import probe
+from keepwarm.kv.make import make_caches
+from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
+from keepwarm.kv.slices import cut, reconstruct_cache
+from tests.kit.compare import assert_differs, assert_same
+from tests.kit.models import tiny
+from tests.kit.runs import Job, batched, cold, continue_from, prefill, prompt_of
+from tests.kv.test_batch_models import Rows, held_by, prefilled_rows
+
+N = 5
+PROMPTS = [prompt_of(70, seed=1), prompt_of(20, seed=2), prompt_of(41, seed=3)]
+LATE = prompt_of(50, seed=4)
+every_setting = pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (8, 32), (8, 64)])
+
+
+def with_quantised_weights(name):
+    model = tiny(name)
+    nn.quantize(model, group_size=32, bits=8)
+    mx.eval(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return with_quantised_weights("llama")
+
+
+def quantised(bits, group):
+    return lambda model: make_caches(model, kv_bits=bits, kv_group_size=group)
+
+
+def alone(model, fresh, prompt, n=N):
+    """The quantised cold run, in mlx-lm's own class."""
+    caches = [QuantizedKVCache(c.group_size, c.bits) for c in fresh(model)]
+    return continue_from(model, caches, prompt, n, step=16)
+
+
+def rows_of(n, n_rows=1, seed=0):
+    k = mx.random.normal((n_rows, 2, n, 64), key=mx.random.key(seed))
+    return k, -k
+
+
+@every_setting
+def test_alone_it_is_mlx_lms_cache_bit_for_bit(bits, group, model):
+    """S0-51, S3-03, S3-58: and quantising has an effect at all."""
+    fresh = quantised(bits, group)
+    reference = alone(model, fresh, PROMPTS[0])
+    caches = fresh(model)
+    assert {type(c) for c in caches} == {QuantKVCache}
+    run = continue_from(model, caches, PROMPTS[0], N, step=16)
+    assert_same(reference, run, bitwise=True)
+    for ours, theirs in zip(caches, reference.cache, strict=True):
+        assert (ours.bits, ours.group_size) == (bits, group)
+        for a, b in zip(ours.keys_and_values(), theirs.keys_and_values(), strict=True):
+            assert all(mx.array_equal(x, y) for x, y in zip(a, b, strict=True))
+    with pytest.raises(AssertionError, match="Δlogprob"):
+        assert_same(cold(model, PROMPTS[0], N, step=16), run)
+
+
+@every_setting
+def test_rows_of_a_quantised_batch_are_as_if_alone(bits, group, model):
+    """S3-12, S3-68: merged, joined, left, extracted and saved, against mlx-lm's single runs."""
+    fresh = quantised(bits, group)
+    rows = prefilled_rows(model, PROMPTS, fresh).step(2)
+    rows.join([held_by(model, LATE, fresh)], LATE[-1:])
+    rows.step(1)
+    rows.keep([3, 0, 2])
+    rows.batch = copy_of(rows.batch)
+    rows.step(N)
+    assert {type(c) for c in rows.batch} == {BatchQuantizedKVCache}
+    for row, prompt in enumerate([LATE, PROMPTS[0], PROMPTS[2]]):
+        run = rows.run(row)
+        assert_same(alone(model, fresh, prompt, len(run.tokens)), run)
+    single = extract(rows.batch, 1)
+    rest = [rows.next[1], *LATE[:5]]
+    held = [*PROMPTS[0], *(token for token, _ in rows.seen[1][:-1])]
+    assert {c.offset for c in single} == {len(held)}
+    assert_same(alone(model, fresh, [*held, *rest]), continue_from(model, single, rest, N))
+
+
+@every_setting
+def test_a_generator_takes_quantised_rows(bits, group, model):
+    """S3-03: prompts padded together, a row with history, one that leaves, one that joins late."""
+    fresh = quantised(bits, group)
+    history = held_by(model, PROMPTS[2], fresh)
+    jobs = [
+        Job(PROMPTS[0], 2 * N, cache=fresh(model)),
+        Job(PROMPTS[1], 2, cache=fresh(model)),
+        Job(PROMPTS[2][-1:], N, PROMPTS[2][:-1], history),
+        Job(LATE, N, cache=fresh(model), joins_at=3),
+    ]
+    runs = batched(model, jobs, step=16)
+    for run, job, prompt in zip(runs, jobs, [*PROMPTS, LATE], strict=True):
+        assert_same(alone(model, fresh, prompt, job.n), run)
+        assert {type(c) for c in run.cache} == {QuantKVCache}
+        assert {c.offset for c in run.cache} == {len(prompt) + job.n}
+    assert {c.offset for c in history} == {len(PROMPTS[2]) - 1}
+    wrong = Job(PROMPTS[2][-1:], N, PROMPTS[2][:-1], held_by(model, LATE, fresh))
+    assert_differs(alone(model, fresh, PROMPTS[2]), *batched(model, [wrong]))
+
+
+@every_setting
+def test_quantised_blocks_rebuild_a_cache_for_a_batch(bits, group, model):
+    """S3-03: triples are cut and joined as they are."""
+    fresh = quantised(bits, group)
+    prompt = prompt_of(300, seed=6)
+    live = prefill(model, fresh(model), prompt[:-1], step=100)
+    restored = reconstruct_cache(probe(model, fresh(model)), list(cut(live)))
+    batch = merge([restored, held_by(model, LATE, fresh)])
+    run = Rows(model, batch, [prompt[-1], LATE[-1]]).step(N).run(0)
+    reference = continue_from(model, live, prompt[-1:], N)
+    assert_same(reference, run)
+
+
+def test_a_model_without_make_cache_is_quantised_too():
+    model, fresh = with_quantised_weights("qwen3"), quantised(8, 32)
+    rows = prefilled_rows(model, PROMPTS, fresh).step(N)
+    for row, prompt in enumerate(PROMPTS):
+        assert_same(alone(model, fresh, prompt), rows.run(row))
+
+
+def test_sizes_are_true():
+    """S0-09: mlx-lm answers 0 tokens when full and fails to count bytes when empty."""
+    cache = QuantKVCache(group_size=64, bits=4)
+    assert (cache.size(), cache.nbytes, cache.empty()) == (0, 0, True)
+    cache.update_and_fetch(*rows_of(10))
+    assert (cache.size(), cache.empty()) == (10, False)
+    a_row = 2 * (64 // 8 * 4 + 2 * 4)  # heads x (eight 4-bit weights a word, scale and bias)
+    assert cache.nbytes == 2 * 256 * a_row
+    batch = BatchQuantizedKVCache.merge([cache, QuantKVCache(64, 4)])
+    assert (batch.size(), batch.nbytes) == (10, 2 * 2 * 10 * a_row)
+    assert (batch.trim(3), batch.size(), batch.offset.tolist()) == (3, 7, [7, -3])
+    assert batch.is_trimmable()
+
+
+def test_an_empty_batch_says_that_it_is_empty():
+    (batch,) = empty_batch([QuantKVCache()], 2)
+    assert (batch.empty(), batch.size(), batch.nbytes) == (True, 0, 0)
+    with pytest.raises(UnsupportedCache, match="An empty batch has no keys"):
+        batch.keys_and_values()
+    batch.update_and_fetch(*rows_of(1, n_rows=2))
+    with pytest.raises(UnsupportedCache, match="Left padding can only be added to an empty"):
+        batch.prepare(left_padding=[1, 0])
+
+
+def test_a_batch_grows_by_whole_steps_and_keeps_every_row():
+    """S3-47: over the end of its buffer, by single tokens and by slices."""
+    (batch,) = empty_batch([QuantKVCache(64, 8)], 2)
+    fed = [rows_of(n, n_rows=2, seed=i)[0] for i, n in enumerate([255, 1, 1, 300, 1])]
+    for k in fed:
+        keys, _ = batch.update_and_fetch(k, -k)
+    expected = mx.quantize(mx.concatenate(fed, axis=2), group_size=64, bits=8)
+    assert all(mx.array_equal(a, b) for a, b in zip(keys, expected, strict=True))
+    assert batch.keys.n_rows < 558 + 2 * batch.step

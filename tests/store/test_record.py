@@ -1,0 +1,414 @@
+"""A record proves itself: what is written comes back, and nothing else is taken for a record."""
+
+import json
+import random
+import re
+import struct
+import tracemalloc
+from dataclasses import replace
+from io import BytesIO
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import safetensors
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepwarm.errors import BadRecord
+from keepwarm.prefix.blocks import BlockKey, pack
+from keepwarm.prefix.fingerprint import FORMAT_VERSION
+from keepwarm.store.record import (
+    ITEM_BYTES,
+    MAX_HEADER_BYTES,
+    Header,
+    Part,
+    Record,
+    open_record,
+    pieces,
+    read_tensors,
+    tensor_digest,
+)
+from tests.store.kit import NAMESPACE, content, decode, encode, first_block, record, tensor
+
+REF = first_block(list(range(5)))
+SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+PARTS = {
+    "numpy": {"BOOL", "U8", "I8", "U16", "I16", "F16", "U32", "I32", "F32", "U64", "I64", "F64"},
+    "mlx": set(ITEM_BYTES) - {"F64"},
+}
+
+
+def small(*tensors, **changes):
+    """A record of one or two tiny tensors."""
+    header = Header(NAMESPACE, REF.key, REF.parent, Part.DELTA, 0, REF.tokens)
+    return Record(replace(header, **changes), tensors or (tensor("L0_B0_K", "U8", (3,)),))
+
+
+def split(data):
+    """The header as a dict, what Keepwarm says in it, and the data."""
+    (n_header,) = struct.unpack("<Q", data[:8])
+    head = json.loads(data[8 : 8 + n_header])
+    return head, json.loads(head["__metadata__"]["keepwarm"]), data[8 + n_header :]
+
+
+def dumps(value):
+    return json.dumps(value, separators=(",", ":"))
+
+
+def forge(head, said, data, pad=True):
+    """A file with a digest that fits, whatever it says: as somebody who knows the format would."""
+    table = {name: entry for name, entry in head.items() if name != "__metadata__"}
+    words = said if isinstance(said, str) else dumps(said)
+    digest = xxhash.xxh3_128(f"{words}\n{dumps(table)}".encode()).hexdigest()
+    text = dumps({"__metadata__": {"keepwarm": words, "digest": digest}, **table}).encode()
+    text += b" " * (-len(text) % 8) if pad else b""
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def test_forging_an_honest_record_gives_that_record():
+    """The control of every forged file below."""
+    data = encode(small())
+    assert forge(*split(data)) == data
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), SHAPES), max_size=5))
+def test_every_dtype_and_shape_comes_back(specs):
+    """S0-15, D1: native dtypes, bf16 and empty tensors among them."""
+    made = small(*(tensor(f"L{i}_B0_K", dtype, shape) for i, (dtype, shape) in enumerate(specs)))
+    opened, tensors = decode(encode(made))
+    assert opened.header == made.header
+    assert content(Record(opened.header, tensors)) == content(made)
+
+
+@given(
+    st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=256),
+    st.dictionaries(st.text(), st.text() | st.integers() | st.lists(st.booleans()), max_size=3),
+    st.sampled_from(Part),
+    st.integers(0, 1 << 20),
+)
+def test_every_header_comes_back(tokens, extra, part, number):
+    extra.pop("w_rows", None)
+    made = small(tokens=pack(tokens), extra=extra, part=part, number=number)
+    assert decode(encode(made))[0].header == made.header
+
+
+@pytest.mark.parametrize("dtype", sorted(PARTS["numpy"]))
+def test_numpy_opens_a_record(dtype, tmp_path):
+    """S0-15, S0-25: readable without our code."""
+    made = small(tensor("L0_B0_K", dtype, (2, 3)))
+    with safetensors.safe_open(written(made, tmp_path), "numpy") as file:
+        assert file.metadata().keys() == {"keepwarm", "digest"}
+        found = file.get_tensor("L0_B0_K")
+    assert found.shape == (2, 3)
+    assert found.tobytes() == bytes(made.tensors[0].data)
+
+
+@pytest.mark.parametrize("dtype", sorted(PARTS["mlx"]))
+def test_mlx_opens_a_record(dtype, tmp_path):
+    """S0-15: bf16 too, which numpy has no name for."""
+    made = small(tensor("L0_B0_K", dtype, (2, 3)))
+    found = mx.load(str(written(made, tmp_path)))["L0_B0_K"]
+    bits = found.view(mx.uint16) if dtype == "BF16" else found
+    assert np.asarray(bits).tobytes() == bytes(made.tensors[0].data)
+
+
+def written(made, tmp_path):
+    path = tmp_path / "block.safetensors"
+    path.write_bytes(encode(made))
+    return path
+
+
+def test_names_in_the_file_are_exactly_those_of_the_format():
+    """S0-13: `L{layer}_B{block}_K` and `_V`, in the order of the data, without gaps."""
+    made = record(REF)
+    head, _, data = split(encode(made))
+    names = [name for name in head if name != "__metadata__"]
+    assert names == ["L0_B0_K", "L0_B0_V"]
+    assert all(re.fullmatch(r"L\d+_B\d+_[KV]", name) for name in names)
+    offsets = [head[name]["data_offsets"] for name in names]
+    assert offsets == [[0, 512], [512, 1024]]
+    assert len(data) == 1024
+
+
+def test_data_begins_at_a_multiple_of_eight():
+    """So that a reader may map the file and look at it as words."""
+    for n_tokens in range(1, 9):
+        ref = first_block(list(range(n_tokens)))
+        (n_header,) = struct.unpack("<Q", encode(record(ref))[:8])
+        assert n_header % 8 == 0
+
+
+def test_tensors_are_not_copied_on_their_way_out():
+    made = record(REF, n_bytes=4096)
+    assert [p for p in pieces(made) if isinstance(p, memoryview)] == [t.data for t in made.tensors]
+
+
+def test_only_the_named_tensors_are_read():
+    """A range read: no byte of another tensor is asked for."""
+    made = small(*(tensor(f"L{i}_B0_K", "U8", (100,)) for i in range(5)))
+    data = encode(made)
+    file = Watched(data)
+    opened = open_record(file, len(data))
+    file.asked.clear()
+    (found,) = read_tensors(file, opened, ["L3_B0_K"])
+    assert bytes(found.data) == bytes(made.tensors[3].data)
+    assert file.asked == [(opened.data_start + 300, 100)]
+
+
+def test_a_file_that_gives_its_bytes_in_drops_is_read_whole():
+    """A read may be short without an end: over a network, or beyond 2 GiB."""
+    made = record(REF, n_bytes=64)
+    data = encode(made)
+    file = Drops(data)
+    opened = open_record(file, len(data))
+    assert content(Record(opened.header, read_tensors(file, opened))) == content(made)
+
+
+class Watched(BytesIO):
+    """Notes which bytes are asked for."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.asked = []
+
+    def readinto(self, buffer):
+        self.asked.append((self.tell(), len(buffer)))
+        return super().readinto(buffer)
+
+
+class Drops(BytesIO):
+    def read(self, n=-1):
+        return super().read(min(n, 7) if n >= 0 else 7)
+
+    def readinto(self, buffer):
+        return super().readinto(memoryview(buffer)[:7])
+
+
+# Digests
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        tensor("L0_B0_K", "U8", (3,)),
+        tensor("L0_B0_V", "U8", (4,)),
+        tensor("L0_B0_K", "I8", (4,)),
+        tensor("L0_B0_K", "U8", (4, 1)),
+    ],
+    ids=["bytes", "name", "dtype", "shape"],
+)
+def test_a_digest_covers_name_dtype_shape_and_bytes(other):
+    """S0-62."""
+    ours = tensor("L0_B0_K", "U8", (4,))
+    same = other.data if len(other.data) != len(ours.data) else ours.data
+    assert tensor_digest(other._replace(data=same)) != tensor_digest(ours)
+
+
+@pytest.mark.parametrize("field", ["namespace", "key", "parent", "part", "number", "tokens"])
+def test_the_header_digest_covers_every_word(field):
+    made = small()
+    others = {
+        "namespace": bytes(32),
+        "key": bytes(20),
+        "parent": bytes(20),
+        "part": Part.STATE,
+        "number": 1,
+        "tokens": pack([9] * 5),
+    }
+    ours, theirs = encode(made), encode(small(*made.tensors, **{field: others[field]}))
+    head, _, data = split(ours)
+    head["__metadata__"]["keepwarm"] = split(theirs)[0]["__metadata__"]["keepwarm"]
+    text = dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+    with pytest.raises(BadRecord, match="digest"):
+        decode(struct.pack("<Q", len(text)) + text + data)
+
+
+def test_every_single_byte_flip_is_noticed():
+    """S0-53, S0-62: every position, every one of the 255 other values, nothing believed."""
+    data = encode(small(tensor("L0_B0_K", "U8", (3,))))
+    unseen = [
+        (at, value)
+        for at in range(len(data))
+        for value in range(256)
+        if value != data[at] and passes(data[:at] + bytes([value]) + data[at + 1 :])
+    ]
+    assert not unseen
+
+
+def test_every_truncation_is_noticed():
+    """S0-53: at every single byte, and every lengthening by one."""
+    data = encode(record(REF, n_bytes=16))
+    assert passes(data)
+    assert not [n for n in range(len(data)) if passes(data[:n])]
+    assert not passes(data + b"\0")
+
+
+def passes(data):
+    try:
+        decode(data)
+    except BadRecord:
+        return False
+    return True
+
+
+@given(st.binary(max_size=400))
+def test_no_bytes_raise_anything_but_a_bad_record(data):
+    assert not passes(data)
+
+
+@given(st.data())
+def test_no_forged_json_raises_anything_but_a_bad_record(data):
+    """Digests are no secret: whatever an honest digest covers must still be checked."""
+    leaf = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+    value = data.draw(st.recursive(leaf, lambda v: st.lists(v, max_size=3), max_leaves=5))
+    head, said, body = split(encode(small()))
+    entry = head["L0_B0_K"]
+    where = data.draw(st.sampled_from([(entry, k) for k in entry] + [(said, k) for k in said]))
+    where[0][where[1]] = value
+    try:
+        opened, tensors = decode(forge(head, said, body))
+    except BadRecord:
+        return
+    assert opened.header.w_rows == 0
+    assert [t.n_bytes for t in tensors] == [3]
+
+
+# Files made to hurt
+
+
+def forged(change, data=None):
+    head, said, body = split(encode(small()))
+    change(head, said)
+    return forge(head, said, body if data is None else data)
+
+
+def entry(**words):
+    """Changes the entry of the only tensor."""
+    return lambda head, said: head["L0_B0_K"].update(words)
+
+
+def said(**words):
+    return lambda head, text: text.update(words)
+
+
+def second_tensor(start, end):
+    def change(head, text):
+        head["L1_B0_K"] = {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
+        text["digests"]["L1_B0_K"] = "0" * 32
+
+    return change
+
+
+HUGE = 1 << 40
+HOSTILE = {
+    "a gap before the first tensor": (entry(data_offsets=[1, 4]), "lie"),
+    "overlapping tensors": (second_tensor(2, 4), "lie"),
+    "a gap between tensors": (second_tensor(4, 5), "lie"),
+    "offsets that run backwards": (entry(data_offsets=[3, 0]), "lie"),
+    "a negative offset": (entry(data_offsets=[-3, 0]), "."),
+    "offsets as fractions": (entry(data_offsets=[0.0, 3.0]), "."),
+    "a huge offset": (entry(data_offsets=[0, HUGE]), "lie"),
+    "a negative shape": (entry(shape=[-3]), "."),
+    "two negative shapes": (entry(shape=[-3, -1]), "."),
+    "a shape of fractions": (entry(shape=[3.0]), "."),
+    "a shape of words": (entry(shape="3"), "."),
+    "a shape of truths": (entry(shape=[3, True]), "."),
+    "a huge shape": (entry(shape=[HUGE], data_offsets=[0, HUGE]), "bytes"),
+    "a huge empty shape": (entry(shape=[1 << 62, 0], data_offsets=[0, 0]), "."),
+    "a huge product": (entry(shape=[1 << 62, 1 << 62]), "."),
+    "an unknown dtype": (entry(dtype="F8_E4M3"), "."),
+    "a dtype that is a list": (entry(dtype=["U8"]), "."),
+    "no digest for a tensor": (said(digests={}), "."),
+    "digests as a list": (said(digests=["0"]), "."),
+    "a digest of another": (said(digests={"L0_B0_K": "0" * 32}), "L0_B0_K"),
+    "tokens not base64": (said(tokens="!!!!"), "."),
+    "tokens half a word": (said(tokens="AAAA"), "."),
+    "no tokens": (said(tokens=""), "."),
+    "more tokens than a block has": (said(tokens="AAAA" * 344), "."),
+    "a short key": (said(key="00" * 19), "19 bytes instead of 20"),
+    "a long namespace": (said(namespace="00" * 33), "33 bytes instead of 32"),
+    "a key not in hex": (said(key="zz" * 20), "."),
+    "an unknown part": (said(part="x"), "."),
+    "a number that is none": (said(number="one"), "."),
+    "a negative number": (said(number=-1), "."),
+    "a huge number": (said(number=1 << 70), "."),
+    "an endless number": (said(number=float("inf")), "."),
+    "window rows that are no number": (said(part="w", extra={"w_rows": "x"}), "."),
+    "negative window rows": (said(part="w", extra={"w_rows": -1}), "."),
+    "more window rows than tokens": (said(part="w", extra={"w_rows": 6}), "."),
+    "extra that is a number": (said(extra=7), "."),
+    "a newer version": (said(version=FORMAT_VERSION + 1), "newer"),
+    "version nought": (said(version=0), "number"),
+    "a version in words": (said(version="1"), "."),
+    "a half version": (said(version=0.5), "."),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_forged_record_is_refused_with_a_reason(name):
+    """S0-53: wrong names, wrong places, sizes that would fill the memory."""
+    change, reason = HOSTILE[name]
+    data = forged(change)
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadRecord, match=reason):
+            decode(data)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("n", [MAX_HEADER_BYTES + 1, 1 << 40, (1 << 64) - 1])
+def test_a_huge_header_is_refused_before_it_is_read(n):
+    file = BytesIO(struct.pack("<Q", n) + bytes(64))
+    with pytest.raises(BadRecord, match=f"claims {n} bytes"):
+        open_record(file, 1 << 50)
+    assert file.tell() == 8
+
+
+@pytest.mark.parametrize("depth", [1000, 100_000])
+def test_deep_json_is_refused(depth):
+    for text in (b"[" * depth, b'{"a":' * depth, b"[" * depth + b"]" * depth):
+        with pytest.raises(BadRecord):
+            decode(struct.pack("<Q", len(text)) + text)
+
+
+def test_deep_json_inside_is_refused():
+    head, _, body = split(encode(small()))
+    with pytest.raises(BadRecord):
+        decode(forge(head, "[" * 100_000, body))
+
+
+def test_a_number_of_many_digits_is_refused():
+    head, _, body = split(encode(small()))
+    with pytest.raises(BadRecord):
+        decode(forge(head, "9" * 100_000, body))
+
+
+def test_a_name_given_twice_is_refused():
+    """Readers differ in which of the two they take."""
+    data = encode(small())
+    head, words, body = split(data)
+    text = data[8 : len(data) - len(body)].rstrip()
+    twice = text[:-1] + b',"L0_B0_K":' + dumps(head["L0_B0_K"]).encode() + b"}"
+    with pytest.raises(BadRecord):
+        decode(struct.pack("<Q", len(twice)) + twice + body)
+
+
+def test_a_record_without_tensors_is_a_record():
+    made = Record(small().header, ())
+    assert decode(encode(made)) == (decode(encode(made))[0], ())
+
+
+def test_random_garbage_of_every_length_is_refused():
+    pick = random.Random(3)
+    assert not any(passes(pick.randbytes(n)) for n in range(256))
+
+
+def test_key_types_come_back_as_bytes():
+    header = decode(encode(small()))[0].header
+    assert header.key == BlockKey(REF.key)
+    assert isinstance(header.namespace, bytes)

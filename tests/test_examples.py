@@ -1,0 +1,63 @@
+"""Every example runs as people run it, and what it prints about itself is true."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kit.checkpoints import write_checkpoint
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def output(name: str, *arguments: object) -> str:
+    command = [sys.executable, EXAMPLES / name, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr.decode()) == (0, "")
+    return done.stdout.decode()
+
+
+def claims(text: str) -> list[str]:
+    return re.findall(r"^  (same .*): (?:True|False)$", text, re.MULTILINE)
+
+
+def test_every_example_is_run_here():
+    """S3-76."""
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    assert names == {"batch.py", "beam.py", "dynamic_batching.py"}
+
+
+def test_batch(checkpoint):
+    """S3-59, S3-67: rows of different lengths, padded by nobody but `prepare`."""
+    text = output("batch.py", "--model", checkpoint, "--max-tokens", 6)
+    assert claims(text) == ["same as alone"] * 3
+    assert "False" not in text
+    sums = re.findall(r"(\d+) shared \+ (\d+) of its own \+ 6 made = (\d+) held", text)
+    assert len({own for _, own, _ in sums}) == 3
+    assert all(int(shared) + int(own) + 6 == int(held) for shared, own, held in sums)
+
+
+def test_beam(checkpoint):
+    """S3-54, S3-67: rows taken out, doubled and merged again keep their own history."""
+    text = output("beam.py", "--model", checkpoint, "--max-tokens", 6, "--width", 3)
+    assert claims(text) == ["same score alone"] * 3
+    assert "False" not in text
+    scores = [float(score) for score in re.findall(r"^ *(-\d+\.\d+) '", text, re.MULTILINE)]
+    assert len(set(scores)) == 3
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_dynamic_batching(checkpoint):
+    """S3-54: rows join and leave while others go on."""
+    text = output("dynamic_batching.py", "--model", checkpoint)
+    assert claims(text) == ["same as alone"] * 4
+    assert "False" not in text
+    present = re.findall(r"^step \d+: (.*)$", text, re.MULTILINE)
+    assert present == ["A B", "A B", "A B C", "A C", "A C", "A C", "A D", "A D", "D", "nobody"]
