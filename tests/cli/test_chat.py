@@ -14,6 +14,7 @@ import pytest
 
 from keepwarm.cli.chat import Conversation
 from keepwarm.config import Settings
+from keepwarm.engine.generate import LiveCache
 from keepwarm.engine.model import load
 from keepwarm.engine.prompt import tokenize
 from tests.cli import environment, keepwarm, write_endless
@@ -171,7 +172,8 @@ def test_input_that_is_not_text_is_one_sentence(main_here, checkpoint):
 def conversation(checkpoint, tmp_path):
     system = [{"role": "system", "content": "Answer the fox."}]
     settings = Settings(home=tmp_path, store=tmp_path, max_tokens=6)
-    return Conversation(load(str(checkpoint)), system, settings, seed=None)
+    model = load(str(checkpoint))
+    return Conversation(model, LiveCache(model), system, settings, seed=None)
 
 
 def test_an_interrupted_answer_stays_in_the_history(conversation):

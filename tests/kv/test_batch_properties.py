@@ -114,6 +114,10 @@ class World:
             self.feed_alone(row, tokens)
 
     def check(self):
+        for path, leaf in leaves(self.batch):
+            if not isinstance(leaf, ArraysCache):
+                # Positions of the next tokens: what a model rotates its queries and keys by.
+                assert leaf.offset.tolist() == [len(row.tokens) for row in self.rows], path
         for i, row in enumerate(self.rows):
             alone = extract(self.batch, i)
             for (path, got), (_, expected) in zip(leaves(alone), leaves(row.single), strict=True):

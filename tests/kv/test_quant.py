@@ -144,6 +144,9 @@ def test_sizes_are_true():
     assert cache.nbytes == 2 * 256 * a_row
     batch = BatchQuantizedKVCache.merge([cache, QuantKVCache(64, 4)])
     assert (batch.size(), batch.nbytes) == (10, 2 * 2 * 10 * a_row)
+    batch.update_and_fetch(*rows_of(1, n_rows=2))
+    assert batch.extract(0).nbytes == 2 * 11 * a_row  # live rows only, no room of the batch
+    batch.trim(1)
     assert (batch.trim(3), batch.size(), batch.offset.tolist()) == (3, 7, [7, -3])
     assert batch.is_trimmable()
 

@@ -142,13 +142,9 @@ class BrokenFiles(Files):
         half = b"".join(pieces)
         super().write(path, [half[: len(half) // 2]])
 
-    def publish(self, temp: Path, target: Path) -> bool:
+    def publish(self, temp: Path, target: Path) -> None:
         self._check("publish", target)
-        return super().publish(temp, target)
-
-    def replace(self, temp: Path, target: Path) -> None:
-        self._check("replace", target)
-        super().replace(temp, target)
+        super().publish(temp, target)
 
     def remove(self, path: Path) -> bool:
         self._check("remove", path)

@@ -77,7 +77,7 @@ def _parts(report: Report) -> Iterator[RenderableType]:
 
 
 def _single_table(speeds: Iterable[Speed]) -> Table:
-    title = "GB/s of live bytes; in brackets how many times as fast as what follows the word"
+    title = "GB/s of live bytes; in brackets the ratio to what the heading names"
     heads = [f"{what} (÷ {', ÷ '.join(rivals)})" for what, rivals in RIVALS.items()]
     table = _table(title, "cache", "tokens", "MB", "copy, fresh", "copy, touched", "write", *heads)
     cases: dict[tuple[str, int], dict[str, Speed]] = {}

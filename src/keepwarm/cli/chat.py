@@ -123,11 +123,11 @@ def _turn(talk: Conversation, line: str) -> None:
 
 def _answer(talk: Conversation, line: str, should_stop: Callable[[], bool]) -> Usage:
     pieces = []
-    generation = talk.ask(checked(line), should_stop)
-    for step in generation:
-        pieces.append(step.text)
-        print(step.text, end="", flush=True)
-    print(flush=True)
+    with contextlib.closing(talk.ask(checked(line), should_stop)) as generation:
+        for step in generation:
+            pieces.append(step.text)
+            print(step.text, end="", flush=True)
+        print(flush=True)
     if generation.usage.completion_tokens:
         talk.keep(line, "".join(pieces))
     return generation.usage

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -51,16 +52,20 @@ def run(
     settings = settings_for(model, max_tokens, temperature, seed)
     loaded = load(settings.model, settings)
     prompt_tokens, cuts = render(loaded.tokenizer, messages)
-    with live_cache(loaded, settings, kv_bits, no_cache) as cache:
-        generation = generate(
-            loaded,
-            prompt_tokens,
-            cache=cache,
-            cuts=cuts,
-            max_tokens=settings.max_tokens,
-            temperature=settings.temperature,
-            seed=seed,
-        )
+    with (
+        live_cache(loaded, settings, kv_bits, no_cache) as cache,
+        closing(
+            generate(
+                loaded,
+                prompt_tokens,
+                cache=cache,
+                cuts=cuts,
+                max_tokens=settings.max_tokens,
+                temperature=settings.temperature,
+                seed=seed,
+            )
+        ) as generation,
+    ):
         if as_json:
             print(_as_json(generation))
         else:

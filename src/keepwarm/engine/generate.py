@@ -8,7 +8,7 @@ the next is asked for, so a stop token, or the token at which somebody stopped, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -161,6 +161,10 @@ class Generation(Iterator[Step]):
     def __next__(self) -> Step:
         return next(self._steps)
 
+    def close(self) -> None:
+        """End the answer here and keep what was computed; one that has ended stays ended."""
+        self._steps.close()
+
     @property
     def usage(self) -> Usage:
         start, *made = self._times
@@ -175,7 +179,7 @@ class Generation(Iterator[Step]):
             exact=self.cache.exact,
         )
 
-    def _run(self) -> Iterator[Step]:
+    def _run(self) -> Generator[Step, None, None]:
         self._n_cached = self.cache.keep(self._prompt)
         try:
             logits = self._prefill()

@@ -97,7 +97,7 @@ class Scratch:
                 if not is_alive(directory, name):
                     shutil.rmtree(directory / name, ignore_errors=True)
             self.path.mkdir(mode=DIRECTORY_MODE)
-            self._lock = _open_lock(self.path / "lock")
+            self._lock: int | None = _open_lock(self.path / "lock")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._numbers = count()
 
@@ -107,7 +107,9 @@ class Scratch:
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        lock, self._lock = self._lock, None
+        if lock is not None:  # closing twice would close what got the number since
+            os.close(lock)
 
 
 def is_alive(directory: Path, name: str) -> bool:

@@ -20,11 +20,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keepwarm.errors import BadRecord
-from keepwarm.prefix.blocks import BlockKey, block_key
+from keepwarm.prefix.blocks import KEY_BYTES, BlockKey
 from keepwarm.store.atomic import Files, Scratch, exclusive, is_alive
-from keepwarm.store.index import Index
-from keepwarm.store.record import Header, Part, Record, open_record, pieces, read_tensors
-from keepwarm.store.tier import Child, Known, Put, State, Stored, TierStats
+from keepwarm.store.index import Index, is_busy
+from keepwarm.store.record import (
+    Header,
+    Part,
+    Record,
+    check_identity,
+    open_record,
+    pieces,
+    read_tensors,
+)
+from keepwarm.store.tier import Child, Known, Put, State, Stored, TierStats, outage_is
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIXES = ("", "-wal", "-shm")
@@ -61,12 +69,15 @@ class DiskTier:
 
     # The tier protocol
 
+    @outage_is(dict)
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
         return self._index.have(keys)
 
+    @outage_is(list)
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
         return self._index.children(parent, tokens)
 
+    @outage_is(list)
     def states(self, parents: Collection[BlockKey]) -> list[State]:
         return self._index.states(parents)
 
@@ -80,20 +91,20 @@ class DiskTier:
             self.quarantine(key, part, str(bad))
         except FileNotFoundError:
             self._forget_missing(key, part)
-            self._count(misses=1)
         except OSError as error:
             LOG.warning("%s could not be read: %s", path.name, error)
-            self._count(errors=1, misses=1)
+            self._count(errors=1)
         else:
             self._count(hits=1)
             return record
+        self._count(misses=1)
         return None
 
     def put(self, record: Record) -> Put:
         durable: Future[None] = Future()
         try:
             stored = self._put(record)
-        except OSError as error:
+        except (OSError, sqlite3.Error) as error:
             LOG.warning("a block could not be written: %s", error)
             self._count(errors=1)
             durable.set_exception(error)
@@ -113,6 +124,7 @@ class DiskTier:
     def walk(self) -> Iterator[Stored]:
         return self._index.walk()
 
+    @outage_is(lambda: None)
     def touch(self, keys: Collection[BlockKey]) -> None:
         self._index.touch(keys, self._clock())
 
@@ -140,17 +152,17 @@ class DiskTier:
             check_identity(opened.header, key, part)
             return Record(opened.header, read_tensors(file, opened, tensors))
 
+    @outage_is(lambda: None)
     def quarantine(self, key: BlockKey, part: Part, why: str) -> None:
         """Put a bad record out of reach, with the reason beside it; from now on it is a miss."""
         path = self.path_of(key, part)
         with self._naming():
             if not self._is_bad(key, part):  # whoever was asked last may have put it anew
-                self._count(misses=1)
                 return
             self._set_aside(path, why)
             self._index.drop_part(key, part)
         LOG.warning("%s is bad and was set aside: %s", path.name, why)
-        self._count(quarantined=1, misses=1)
+        self._count(quarantined=1)
         self._other_bytes = self._measure_others()
 
     def _is_bad(self, key: BlockKey, part: Part) -> bool:
@@ -170,6 +182,7 @@ class DiskTier:
         except OSError as error:
             LOG.warning("%s could not be set aside: %s", path.name, error)
 
+    @outage_is(lambda: None)
     def _forget_missing(self, key: BlockKey, part: Part) -> None:
         """A row without a file is dropped, but not one that was put a moment ago."""
         if not self._knows(key, part):
@@ -384,25 +397,11 @@ def _size_of(file: os.DirEntry[str] | Path) -> int:
         return 0
 
 
-def is_busy(error: sqlite3.Error) -> bool:
-    """Whether others kept SQLite waiting for too long, which says nothing against the file."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-    return code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-
-
-def check_identity(header: Header, key: BlockKey, part: Part) -> None:
-    """A record must be the one it was asked for, and its key the hash of what it says."""
-    if header.key != key or header.part is not part:
-        raise BadRecord("it is another record under this name")
-    if block_key(header.namespace, header.parent, header.tokens) != key:
-        raise BadRecord("its key is not the hash of its tokens")
-
-
 def _parse_name(name: str) -> tuple[BlockKey, Part] | None:
     stem, _, suffix = name.partition(".")
     part = suffix.removesuffix(SUFFIX)
     try:
-        key = bytes.fromhex(stem)
-        return (BlockKey(key), Part(part)) if len(key) == 20 else None
+        key = BlockKey(bytes.fromhex(stem))
+        return (key, Part(part)) if len(key) == KEY_BYTES and key.hex() == stem else None
     except ValueError:
         return None

@@ -21,10 +21,11 @@ SCHEMA_VERSION = 1
 MAX_KEYS = 30_000  # of one query
 NEIGHBOURS = 4  # on each side of a query
 PRAGMAS = (
+    "page_size = 8192",  # a row of tokens fits: on smaller pages each takes one of its own
     "journal_mode = WAL",
     "synchronous = NORMAL",
     "secure_delete = ON",  # deleted tokens are overwritten
-    "wal_autocheckpoint = 256",  # pages; the log counts towards the cap too
+    "wal_autocheckpoint = 128",  # pages; the log counts towards the cap too
     "journal_size_limit = 1048576",
 )
 SCHEMA = """
@@ -364,6 +365,12 @@ class Index:
     def close(self) -> None:
         with self._lock:
             self._db.close()
+
+
+def is_busy(error: sqlite3.Error) -> bool:
+    """Whether others kept SQLite waiting for too long, which says nothing against the file."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    return code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def _end_write(db: sqlite3.Connection, reservation: int | None) -> None:

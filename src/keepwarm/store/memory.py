@@ -11,7 +11,7 @@ from dataclasses import replace
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.index import Index
 from keepwarm.store.record import Part, Record
-from keepwarm.store.tier import Child, Known, Put, State, Stored, TierStats
+from keepwarm.store.tier import Child, Known, Put, State, Stored, TierStats, outage_is
 
 WRITER = "memory"
 
@@ -27,12 +27,15 @@ class MemoryTier:
         self._lock = threading.RLock()
         self._stats = TierStats(max_bytes=max_bytes)
 
+    @outage_is(dict)
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
         return self._index.have(keys)
 
+    @outage_is(list)
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
         return self._index.children(parent, tokens)
 
+    @outage_is(list)
     def states(self, parents: Collection[BlockKey]) -> list[State]:
         return self._index.states(parents)
 
@@ -52,27 +55,28 @@ class MemoryTier:
         with self._lock:
             return Put(self._put(record), durable)
 
+    @outage_is(bool)
     def _put(self, record: Record) -> bool:
-        header = record.header
+        header, n_bytes = record.header, max(1, record.n_bytes)  # 0 bytes would mean: not there
         known = self._index.have([header.key]).get(header.key)
         if known and header.part in known.parts and not header.improves_on(known.w_rows):
             return False
         before = self._records.get((header.key, header.part))
-        if not self._make_room(record, record.n_bytes - (before.n_bytes if before else 0)):
+        if not self._make_room(record, n_bytes - (before.n_bytes if before else 0)):
             return False
         self._records[header.key, header.part] = record
-        self._index.add(header, record.n_bytes, self._clock())
+        self._index.add(header, n_bytes, self._clock())
         self._count(puts=1)
         return True
 
     def _make_room(self, record: Record, n_bytes: int) -> bool:
         spare = {record.header.key, record.header.parent}
         while (over := self._index.n_bytes() + n_bytes - self._max_bytes) > 0:
-            victims = self._index.victims(over, spare)
+            victims = [] if n_bytes > self._max_bytes else self._index.condemn(over, spare)
             if not victims:
                 return False
-            for victim in victims:
-                self.delete(victim.key)
+            for key in victims:
+                self.delete(key)
             self._count(evicted=len(victims))
         return True
 
@@ -82,6 +86,7 @@ class MemoryTier:
     def unpin(self, key: BlockKey, owner: str) -> None:
         self._index.unpin(key, owner)
 
+    @outage_is(lambda: None)
     def touch(self, keys: Collection[BlockKey]) -> None:
         self._index.touch(keys, self._clock())
 

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 import xxhash
 
 from keepwarm.errors import BadRecord
-from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace
+from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace, block_key
 from keepwarm.prefix.fingerprint import FORMAT_VERSION, NAMESPACE_BYTES
 
 MAX_HEADER_BYTES = 32 << 20
@@ -136,6 +136,14 @@ def open_record(file: BinaryIO, file_bytes: int) -> Opened:
         return _parse(json.loads(said), head, 8 + n_header, file_bytes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadRecord(f"the header cannot be read ({type(error).__name__})") from error
+
+
+def check_identity(header: Header, key: BlockKey, part: Part) -> None:
+    """A record must be the one it was asked for, and its key the hash of what it says."""
+    if header.key != key or header.part is not part:
+        raise BadRecord("it is another record under this name")
+    if block_key(header.namespace, header.parent, header.tokens) != key:
+        raise BadRecord("its key is not the hash of its tokens")
 
 
 def read_tensors(

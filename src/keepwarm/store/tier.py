@@ -6,13 +6,21 @@ its reason kept. Records are immutable; putting one that is there already change
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import functools
+import logging
+import sqlite3
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.store.record import Part, Record
+
+LOG = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound="Counting")
 
 
 class Known(NamedTuple):
@@ -70,6 +78,31 @@ class TierStats:
     evicted: int = 0
     quarantined: int = 0
     errors: int = 0
+
+
+class Counting(Protocol):
+    def _count(self, **more: int) -> None: ...
+
+
+def outage_is(
+    nothing: Callable[[], Any],
+) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
+    """For look-ups: files or an index out of order are counted and answered with nothing."""
+
+    def decorate(ask: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+        @functools.wraps(ask)
+        def asked(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return ask(self, *args, **kwargs)
+            except (OSError, sqlite3.Error) as error:
+                LOG.warning("%s got no answer: %s", ask.__name__, error)
+                self._count(errors=1)
+                nothing_found: R = nothing()
+                return nothing_found
+
+        return asked
+
+    return decorate
 
 
 class Tier(Protocol):

@@ -1,0 +1,651 @@
+"""What every tier promises, whatever it is made of. A new tier is one more maker here."""
+
+import errno
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from keepwarm.prefix.blocks import Namespace, common_tokens, pack, root
+from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.memory import MemoryTier
+from keepwarm.store.record import Part, Record
+from tests.store.kit import (
+    NAMESPACE,
+    BrokenFiles,
+    chain_of,
+    content,
+    first_block,
+    keys_of,
+    record,
+    refs_of,
+    tensor,
+    tokens_of,
+)
+
+MIB = 1 << 20
+ROOMY = 256 * MIB
+
+
+def memory(directory, max_bytes):
+    return MemoryTier(max_bytes)
+
+
+def disk(directory, max_bytes):
+    return DiskTier(directory / "store", DiskLimits(max_bytes, min_free_bytes=0), BrokenFiles())
+
+
+MAKERS = {"memory": memory, "disk": disk}
+
+
+@pytest.fixture(params=MAKERS)
+def make(request, tmp_path):
+    """Makes the tier under test with a number of bytes it may hold, and closes it."""
+    made = []
+
+    def maker(max_bytes=ROOMY):
+        made.append(MAKERS[request.param](tmp_path, max_bytes))
+        return made[-1]
+
+    yield maker
+    for tier in made:
+        tier.close()
+
+
+@pytest.fixture
+def tier(make):
+    return make()
+
+
+@contextmanager
+def busy(work: Callable[[], None], n_threads: int = 1):
+    """Runs something over and over beside the test; what it raises fails the test."""
+    stop = threading.Event()
+
+    def loop():
+        while not stop.is_set():
+            work()
+
+    with ThreadPoolExecutor(n_threads) as threads:
+        running = [threads.submit(loop) for _ in range(n_threads)]
+        try:
+            yield
+        finally:
+            stop.set()
+        for future in running:
+            future.result()
+
+
+# Put and read
+
+
+def test_what_is_put_is_found_and_read(tier):
+    (made,) = chain_of(1)
+    put = tier.put(made)
+    assert put.stored
+    put.durable.result(timeout=5)
+    known = tier.have(keys_of([made]))[made.header.key]
+    assert known.parts == {Part.DELTA}
+    assert known.n_tokens == 256
+    assert known.n_bytes >= made.n_bytes
+    found = tier.read(made.header.key, Part.DELTA)
+    assert found.header == made.header
+    assert content(found) == content(made)
+
+
+def test_what_was_never_put_is_a_miss(tier):
+    (made,) = chain_of(1)
+    assert tier.have(keys_of([made])) == {}
+    assert tier.read(made.header.key, Part.DELTA) is None
+    assert tier.children(made.header.parent, made.header.tokens) == []
+    assert tier.states([made.header.parent]) == []
+    assert list(tier.walk()) == []
+
+
+def test_a_record_is_put_once(tier):
+    """Immutable: a second put of a key changes nothing, not even with other bytes."""
+    (ref,) = refs_of(1)
+    first, second = record(ref), record(ref)
+    assert tier.put(first).stored
+    again = tier.put(second)
+    assert not again.stored
+    again.durable.result(timeout=5)
+    assert content(tier.read(ref.key, Part.DELTA)) == content(first)
+    assert tier.stats().puts == 1
+
+
+def test_parts_of_a_block_are_put_apart(tier):
+    (ref,) = refs_of(1)
+    for n, part in enumerate(Part):
+        assert tier.put(record(ref, part)).stored
+        assert len(tier.have([ref.key])[ref.key].parts) == n + 1
+    assert all(tier.read(ref.key, part).header.part is part for part in Part)
+    (stored,) = tier.walk()
+    assert set(stored.n_bytes) == set(Part)
+
+
+def test_an_empty_record_is_a_record(tier):
+    """A layer may hold an array without rows."""
+    (ref,) = refs_of(1)
+    made = Record(record(ref).header, (tensor("L0_B0_K", "F32", (1, 0)),))
+    tier.put(made)
+    assert tier.have([ref.key])[ref.key].parts == {Part.DELTA}
+    assert content(tier.read(ref.key, Part.DELTA)) == content(made)
+    assert not tier.put(made).stored
+
+
+def test_more_window_rows_replace_fewer(tier):
+    """Rows slide out while decoding; a later prefill completes the block. Never the reverse."""
+    (ref,) = refs_of(1)
+    few, more, fewer = (record(ref, Part.WINDOW, 64 * n, w_rows=n) for n in (32, 100, 8))
+    assert [tier.put(made).stored for made in (few, more, fewer)] == [True, True, False]
+    known = tier.have([ref.key])[ref.key]
+    assert known.w_rows == 100
+    assert content(tier.read(ref.key, Part.WINDOW)) == content(more)
+    (stored,) = tier.walk()
+    assert stored.n_bytes[Part.WINDOW] < more.n_bytes + few.n_bytes
+
+
+def test_fewer_window_rows_after_a_delete_are_as_few(tier):
+    (ref,) = refs_of(1)
+    tier.put(record(ref, Part.WINDOW, w_rows=200))
+    tier.delete(ref.key)
+    tier.put(record(ref, Part.WINDOW, w_rows=8))
+    assert tier.have([ref.key])[ref.key].w_rows == 8
+
+
+def test_named_tensors_only(tier):
+    (ref,) = refs_of(1)
+    tensors = tuple(tensor(f"L{i}_B0_K", "F16", (3, i)) for i in range(6))
+    tier.put(Record(record(ref).header, tensors))
+    some = tier.read(ref.key, Part.DELTA, ["L4_B0_K", "L1_B0_K", "L9_B0_K"])
+    assert content(some) == content(Record(some.header, (tensors[1], tensors[4])))
+    none = tier.read(ref.key, Part.DELTA, [])
+    assert none.header == some.header
+    assert none.tensors == ()
+
+
+def test_have_on_more_keys_than_one_query_takes(tier):
+    held = [first_block([n]) for n in range(40)]
+    for ref in held:
+        tier.put(record(ref))
+    asked = [first_block([n]).key for n in range(35_000)]
+    assert set(tier.have(asked)) == {ref.key for ref in held}
+    assert tier.have([]) == {}
+
+
+# What lies after a prefix
+
+
+def brute_force(held, tokens):
+    """How many tokens each stored sequence shares with these, the most first."""
+    shared = (common_tokens(pack(h), pack(tokens)) for h in held)
+    return sorted((n for n in shared if n), reverse=True)
+
+
+SEQUENCES = st.lists(st.sampled_from([0, 1, 255, 256, 1 << 24]), min_size=1, max_size=7)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(SEQUENCES, max_size=12, unique_by=tuple),
+    SEQUENCES,
+    st.binary(min_size=32, max_size=32),
+)
+def test_the_nearest_child_is_the_first(tier, held, asked, name):
+    """The longest common prefix at any fan-out, as comparing with every child would find it."""
+    namespace = Namespace(name)
+    keys = {}
+    for tokens in held:
+        ref = first_block(tokens, namespace)
+        keys[ref.key] = tokens
+        tier.put(record(ref, namespace=namespace, n_bytes=16))
+    found = tier.children(root(namespace), pack(asked))
+    expected = brute_force(keys.values(), asked)
+    assert [child.n_common for child in found[:1]] == expected[:1]
+    assert len({child.key for child in found}) == len(found)
+    for child in found:
+        assert child.n_common == common_tokens(pack(keys[child.key]), pack(asked))
+    assert [c.n_common for c in found] == sorted((c.n_common for c in found), reverse=True)
+    for ref in keys:
+        tier.delete(ref)
+
+
+def test_the_nearest_of_many_children(tier):
+    pick = random.Random(5)
+    held = [[pick.randrange(4) for _ in range(8)] for _ in range(250)]
+    for tokens in held:
+        tier.put(record(first_block(tokens), n_bytes=16))
+    for _ in range(50):
+        asked = [pick.randrange(4) for _ in range(8)]
+        found = tier.children(root(NAMESPACE), pack(asked))
+        assert 0 < len(found) < 20
+        assert found[0].n_common == brute_force(held, asked)[0]
+
+
+def test_children_are_those_of_one_parent(tier):
+    """Equal tokens after another prefix, or in another namespace, are no neighbours."""
+    other = Namespace(bytes(32))
+    tier.put(record(first_block([1, 2, 3], other), namespace=other))
+    one, two = refs_of(2)
+    tier.put(record(two))
+    assert tier.children(root(NAMESPACE), pack([1, 2, 3])) == []
+    assert [c.key for c in tier.children(one.key, two.tokens)] == [two.key]
+    assert [c.n_common for c in tier.children(one.key, two.tokens[:40])] == [10]
+
+
+def test_states_are_checkpoints_below_these_parents(tier):
+    one, two = refs_of(2, n_last=77)
+    tier.put(record(one, Part.STATE))
+    tier.put(record(two, Part.STATE))
+    tier.put(record(two, Part.DELTA))
+    tier.put(record(first_block([5]), Part.DELTA))
+    assert set(tier.states([root(NAMESPACE), one.key])) == {
+        (one.key, root(NAMESPACE), 256),
+        (two.key, one.key, 77),
+    }
+    assert [state.key for state in tier.states([one.key])] == [two.key]
+    assert tier.states([two.key]) == []
+
+
+# Deleting, walking, pins
+
+
+def test_delete_takes_every_part(tier):
+    one, two = refs_of(2)
+    for part in Part:
+        tier.put(record(one, part))
+    tier.put(record(two))
+    tier.delete(one.key)
+    assert set(tier.have([one.key, two.key])) == {two.key}
+    assert all(tier.read(one.key, part) is None for part in Part)
+    assert tier.children(root(NAMESPACE), one.tokens) == []
+    assert tier.states([root(NAMESPACE)]) == []
+    assert [stored.key for stored in tier.walk()] == [two.key]
+    tier.delete(one.key)  # what is not there is no error
+    assert tier.put(record(one)).stored
+
+
+def test_walk_shows_every_block(tier):
+    made = chain_of(5)
+    for one in made:
+        tier.put(one)
+    tier.pin(made[2].header.key, "me")
+    seen = {stored.key: stored for stored in tier.walk()}
+    assert seen.keys() == set(keys_of(made))
+    for one in made:
+        stored = seen[one.header.key]
+        assert stored.parent == one.header.parent
+        assert stored.namespace == NAMESPACE
+        assert (stored.number, stored.n_tokens) == (one.header.number, 256)
+        assert stored.pinned == (one is made[2])
+
+
+def test_walk_while_others_put_and_delete(tier):
+    """What stays is shown exactly once; what comes and goes may be shown or not."""
+    stays = [record(first_block([n])) for n in range(60)]
+    moves = [record(first_block([n, n])) for n in range(1000, 1010)]
+    for one in stays:
+        tier.put(one)
+
+    def come_and_go():
+        one = random.choice(moves)
+        tier.put(one)
+        tier.delete(one.header.key)
+
+    with busy(come_and_go, n_threads=2):
+        for _ in range(15):
+            seen = [stored.key for stored in tier.walk()]
+            assert len(seen) == len(set(seen))
+            assert set(seen) >= set(keys_of(stays))
+            assert set(seen) <= set(keys_of(stays)) | set(keys_of(moves))
+
+
+def flood(tier, n, n_bytes=MIB // 4, seed=10_000):
+    """Puts unrelated blocks, one after another."""
+    for i in range(n):
+        tier.put(record(first_block([seed + i]), n_bytes=n_bytes))
+
+
+@pytest.fixture
+def small(make):
+    """A tier with room for some 20 blocks of 256 KiB."""
+    return make(6 * MIB)
+
+
+def test_a_tier_stays_within_its_bytes(small):
+    for i in range(60):
+        flood(small, 1, seed=i)
+        assert small.stats().n_bytes <= small.stats().max_bytes
+    assert small.stats().evicted >= 30
+    assert small.stats().blocks >= 10
+
+
+def test_the_least_recently_used_goes_first(small):
+    old, used = (record(first_block([n]), n_bytes=MIB // 4) for n in (1, 2))
+    small.put(old)
+    small.put(used)
+    for i in range(40):
+        small.touch([used.header.key])
+        flood(small, 1, seed=100 + i)
+    assert set(small.have(keys_of([old, used]))) == {used.header.key}
+
+
+def test_a_record_larger_than_the_tier_is_not_kept_and_evicts_nothing(small):
+    (one,) = chain_of(1)
+    small.put(one)
+    assert not small.put(record(first_block([1]), n_bytes=7 * MIB)).stored
+    assert set(small.have(keys_of([one]))) == set(keys_of([one]))
+    assert small.stats().evicted == 0
+
+
+def test_a_pinned_block_and_its_ancestors_are_never_evicted(small):
+    pinned, loose = chain_of(4, seed=1, n_bytes=MIB // 4), chain_of(4, seed=2, n_bytes=MIB // 4)
+    for one in pinned + loose:
+        small.put(one)
+    small.pin(pinned[-1].header.key, "agent")
+    flood(small, 60)
+    assert set(small.have(keys_of(pinned))) == set(keys_of(pinned))
+    assert small.have(keys_of(loose)) == {}
+
+
+def test_a_block_is_pinned_until_every_owner_lets_go(small):
+    one = record(first_block([1]), n_bytes=MIB // 4)
+    key = one.header.key
+    small.put(one)
+    for owner in ("a", "b", "b"):
+        small.pin(key, owner)
+    small.unpin(key, "a")
+    small.unpin(key, "nobody")
+    flood(small, 40)
+    assert key in small.have([key])
+    small.unpin(key, "b")
+    flood(small, 40, seed=50_000)
+    assert key not in small.have([key])
+
+
+def test_a_pin_may_come_before_its_block(small):
+    one = record(first_block([1]), n_bytes=MIB // 4)
+    small.pin(one.header.key, "agent")
+    small.put(one)
+    flood(small, 40)
+    assert one.header.key in small.have(keys_of([one]))
+
+
+def test_a_tier_full_of_pinned_blocks_takes_no_more(small):
+    for i in range(40):
+        one = record(first_block([i]), n_bytes=MIB // 4)
+        small.pin(one.header.key, "agent")
+        small.put(one)
+    held = {stored.key for stored in small.walk()}
+    assert len(held) < 25
+    last = small.put(record(first_block([999]), n_bytes=MIB // 4))
+    assert not last.stored
+    assert {stored.key for stored in small.walk()} == held
+    assert small.stats().n_bytes <= small.stats().max_bytes
+
+
+def test_eviction_goes_from_the_tail(small):
+    """At every moment what is left of a chain is its beginning."""
+    made = chain_of(16, n_bytes=MIB // 4)
+    for one in made:
+        small.put(one)
+    for i in range(30):
+        flood(small, 1, seed=200 + i)
+        numbers = sorted(s.number for s in small.walk() if s.key in keys_of(made))
+        assert numbers == list(range(len(numbers)))
+    assert len(numbers) < 16
+
+
+def test_a_block_is_not_evicted_for_its_own_child(make):
+    """A chain that outgrows the tier keeps its beginning, and the next block is refused."""
+    tier = make(6 * MIB)
+    made = chain_of(40, n_bytes=MIB // 4)
+    n_stored = next(n for n, one in enumerate(made) if not tier.put(one).stored)
+    assert sorted(stored.number for stored in tier.walk()) == list(range(n_stored))
+    assert n_stored > 10
+    assert tier.stats().evicted == 0
+
+
+# Many at once
+
+
+def test_a_reader_sees_a_whole_record_or_none(tier):
+    """Atomic visibility, with a record that comes, grows and goes."""
+    (ref,) = refs_of(1)
+    made = {n: record(ref, Part.WINDOW, 50_000 * n, w_rows=n) for n in (1, 2, 3)}
+    seen = set()
+
+    def read():
+        found = tier.read(ref.key, Part.WINDOW)
+        if found is not None:
+            assert content(found) == content(made[found.header.w_rows])
+            seen.add(found.header.w_rows)
+
+    with busy(read, n_threads=2):
+        for _ in range(40):
+            for one in made.values():
+                tier.put(one)
+            tier.delete(ref.key)
+    assert tier.stats().quarantined == 0
+    assert seen
+
+
+def test_racing_puts_of_one_record_store_it_once(tier):
+    (made,) = chain_of(1, n_bytes=100_000)
+    with ThreadPoolExecutor(8) as threads:
+        stored = list(threads.map(lambda _: tier.put(made).stored, range(16)))
+    assert stored.count(True) == 1
+    assert tier.stats().puts == 1
+    assert content(tier.read(made.header.key, Part.DELTA)) == content(made)
+
+
+def test_racing_puts_and_deletes_leave_all_or_nothing(tier):
+    made = [record(first_block([n])) for n in range(4)]
+
+    def work(seed):
+        pick = random.Random(seed)
+        for _ in range(40):
+            one = pick.choice(made)
+            if pick.random() < 0.5:
+                tier.put(one)
+            else:
+                tier.delete(one.header.key)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+    for one in made:
+        found = tier.read(one.header.key, Part.DELTA)
+        assert (found is not None) == (one.header.key in tier.have(keys_of([one])))
+        assert found is None or content(found) == content(one)
+        tier.delete(one.header.key)
+    assert list(tier.walk()) == []
+    assert tier.stats().blocks == 0
+
+
+def test_pins_hold_while_others_evict(small):
+    """A pin that was granted is not undone by an eviction already under way."""
+    numbers = iter(range(1_000_000))
+    lock = threading.Lock()
+
+    def crowd():
+        with lock:
+            n = next(numbers)
+        small.put(record(first_block([1000 + n]), n_bytes=MIB // 4))
+
+    with busy(crowd, n_threads=2):
+        for n in range(15):
+            one = record(first_block([n]), n_bytes=MIB // 4)
+            small.put(one)
+            small.pin(one.header.key, "me")
+            if one.header.key in small.have(keys_of([one])):
+                for _ in range(3):
+                    crowd()
+                assert small.read(one.header.key, Part.DELTA) is not None
+            small.unpin(one.header.key, "me")
+
+
+# Counting and closing
+
+
+def test_stats_add_up(tier):
+    made = chain_of(3)
+    for one in made * 2:
+        tier.put(one)
+    for one in made[:2] * 2:
+        tier.read(one.header.key, Part.DELTA)
+    for n in range(5):
+        tier.read(first_block([n]).key, Part.DELTA)
+    tier.delete(made[2].header.key)
+    stats = tier.stats()
+    assert (stats.puts, stats.hits, stats.misses, stats.blocks) == (3, 4, 5, 2)
+    assert (stats.evicted, stats.quarantined, stats.errors) == (0, 0, 0)
+    assert stats.n_bytes >= sum(sum(s.n_bytes.values()) for s in tier.walk()) >= 2 * 1024
+    assert stats.max_bytes == ROOMY
+
+
+def test_counting_is_exact_with_many_readers(tier):
+    (made,) = chain_of(1)
+    tier.put(made)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: tier.read(made.header.key, Part.DELTA), range(200)))
+    assert tier.stats().hits == 200
+
+
+def ask_everything(tier, made):
+    """No look-up raises, whatever is broken."""
+    tier.have(keys_of(made))
+    tier.children(root(NAMESPACE), made[0].header.tokens)
+    tier.states([root(NAMESPACE)])
+    tier.touch(keys_of(made))
+
+
+def test_a_closed_tier_answers_nothing(make):
+    """Requests may still be under way when a process ends."""
+    tier = make()
+    made = chain_of(2)
+    for one in made:
+        tier.put(one)
+    tier.close()
+    ask_everything(tier, made)
+    for one in made:
+        found = tier.read(one.header.key, Part.DELTA)
+        assert found is None or content(found) == content(one)
+    assert tier.have(keys_of(made)) == {}
+    assert not tier.put(record(first_block([1]))).stored
+    tier.close()
+
+
+# Outages: what is broken is a miss, and what is mended is found again
+
+
+def no_open(tier):
+    tier._files.break_(errno.EIO, "open")
+    return tier._files.mend
+
+
+def no_access(tier):
+    tier._files.break_(errno.EACCES, "open", "make_directory", "write", "publish", "remove")
+    return tier._files.mend
+
+
+def directory_away(tier):
+    blocks = tier.root / "blocks"
+    blocks.rename(tier.root / "away")
+
+    def mend():
+        if blocks.exists():
+            blocks.rmdir()
+        (tier.root / "away").rename(blocks)
+
+    return mend
+
+
+def file_for_directory(tier):
+    mend = directory_away(tier)
+    blocks = tier.root / "blocks"
+    blocks.write_bytes(b"")
+
+    def mend_all():
+        blocks.unlink()
+        mend()
+
+    return mend_all
+
+
+OUTAGES = {
+    "EIO": (no_open, True),
+    "EACCES": (no_access, True),
+    "no directory": (directory_away, False),
+    "a file for a directory": (file_for_directory, True),
+}
+
+
+@pytest.mark.parametrize("name", OUTAGES)
+def test_an_outage_is_a_miss(name, tmp_path):
+    """On disk; memory has none but the end. What is only out of reach is kept in the index."""
+    tier = disk(tmp_path, ROOMY)
+    made = chain_of(2)
+    for one in made:
+        tier.put(one)
+    cause, keeps_rows = OUTAGES[name]
+    mend = cause(tier)
+    for one in made:
+        assert tier.read(one.header.key, one.header.part) is None
+    ask_everything(tier, made)
+    before = tier.stats()
+    assert before.hits == 0
+    assert before.quarantined == 0
+    assert before.misses == 2
+    mend()
+    if keeps_rows:
+        assert set(tier.have(keys_of(made))) == set(keys_of(made))
+    tier.close()
+    again = disk(tmp_path, ROOMY)
+    for one in made:
+        assert content(again.read(one.header.key, Part.DELTA)) == content(one)
+    again.close()
+
+
+@pytest.mark.parametrize("operation", ["make_directory", "write", "publish"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_write_that_fails_is_counted_and_leaves_nothing(operation, code, tmp_path):
+    tier = disk(tmp_path, ROOMY)
+    (made,) = chain_of(1, n_bytes=100_000)
+    before = tier.stats().n_bytes
+    tier._files.break_(code, operation)
+    put = tier.put(made)
+    assert not put.stored
+    assert put.durable.exception(timeout=5).errno == code
+    assert tier.have(keys_of([made])) == {}
+    assert tier.read(made.header.key, Part.DELTA) is None
+    assert tier.stats().errors == 1
+    assert tier.stats().n_bytes - before < 50_000
+    assert not list(tmp_path.rglob("*.tmp"))
+    tier._files.mend()
+    assert tier.put(made).stored
+    tier.close()
+
+
+def test_the_same_records_serve_every_tier(tmp_path):
+    """What one tier read is put into another as it is."""
+    slow, fast = disk(tmp_path, ROOMY), memory(tmp_path, ROOMY)
+    for one in chain_of(2):
+        slow.put(one)
+        fast.put(slow.read(one.header.key, Part.DELTA))
+        assert content(fast.read(one.header.key, Part.DELTA)) == content(one)
+        assert fast.read(one.header.key, Part.DELTA).header == replace(one.header)
+    slow.close()
+    fast.close()
+
+
+def test_tokens_of_the_kit_repeat():
+    assert tokens_of(5, 1) == tokens_of(5, 1) != tokens_of(5, 2)

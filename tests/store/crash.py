@@ -1,0 +1,297 @@
+"""The program that the crash tests kill: a store at work, each step of it said aloud.
+
+Run as a program it is a fork server, so that a kill costs no start of Python: a request a line in
+(JSON, the fields of `Request`), the lines of the dead child out (JSON). It never imports MLX.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from keepwarm.prefix.blocks import BlockKey, Namespace, block_key, pack, root
+from keepwarm.store.atomic import Files
+from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.index import Index
+from keepwarm.store.record import Header, Part, Record, Tensor
+
+NAMESPACE = Namespace(bytes(range(32)))
+LIMITS = DiskLimits(max_bytes=2 << 20, min_free_bytes=0)
+N_BYTES = 60_000  # a dozen or two of them reach the cap
+CONVERSATIONS, LENGTH = 6, 8
+PARTS = (Part.DELTA, Part.WINDOW)
+
+
+class Request(NamedTuple):
+    root: str
+    scenario: str  # the name of a function below
+    seed: int = 0
+    kill_at: int = 0  # the number of a step; 0: never
+    kill_after: float = 0.0  # seconds; 0: never
+
+
+class Block(NamedTuple):
+    """One block of the small world that the tests play in: all of it follows from two numbers."""
+
+    conversation: int
+    number: int
+
+    @property
+    def tokens(self) -> bytes:
+        return pack([self.conversation, self.number, 7])
+
+    @property
+    def parent(self) -> BlockKey:
+        if self.number == 0:
+            return root(NAMESPACE)
+        return Block(self.conversation, self.number - 1).key
+
+    @property
+    def key(self) -> BlockKey:
+        return block_key(NAMESPACE, self.parent, self.tokens)
+
+    def record(self, part: Part = Part.DELTA, w_rows: int = 1, n_bytes: int = N_BYTES) -> Record:
+        extra = {"w_rows": w_rows} if part is Part.WINDOW else {}
+        header = Header(NAMESPACE, self.key, self.parent, part, self.number, self.tokens, extra)
+        data = content(self.key, part, w_rows, n_bytes)
+        return Record(header, (Tensor("x", "U8", (len(data),), memoryview(data)),))
+
+
+def content(key: BlockKey, part: Part, w_rows: int, n_bytes: int = N_BYTES) -> bytes:
+    """Bytes that no other record has; more rows are more bytes."""
+    seed = hashlib.sha256(key + part.encode() + bytes([w_rows])).digest()
+    size = n_bytes + 100 * w_rows
+    return (seed * (size // 32 + 1))[:size]
+
+
+def holds_its_content(record: Record) -> bool:
+    header = record.header
+    rows = header.w_rows or 1
+    size = record.tensors[0].n_bytes - 100 * rows
+    return bytes(record.tensors[0].data) == content(header.key, header.part, rows, size)
+
+
+WORLD = [Block(c, n) for c in range(CONVERSATIONS) for n in range(LENGTH)]
+
+
+def say(*words: object) -> None:
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+class Steps:
+    """Counts what the store does, and ends the process at the chosen step."""
+
+    def __init__(self, kill_at: int) -> None:
+        self.n, self._kill_at = 0, kill_at
+
+    def next_kills(self) -> bool:
+        return self.n + 1 == self._kill_at
+
+    def __call__(self, *_: object) -> None:
+        self.n += 1
+        if self.n == self._kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class SteppedFiles(Files):
+    """A step before and after each operation; syncing is one of its own, so also in between."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._step = steps
+
+    def _stepped(self, operation: Callable[..., Any], *arguments: object) -> Any:
+        self._step()
+        done = operation(*arguments)
+        self._step()
+        return done
+
+    def make_directory(self, path: Path) -> None:
+        self._stepped(super().make_directory, path)
+
+    def write(self, path: Path, pieces: Sequence[bytes | memoryview]) -> None:
+        if self._step.next_kills():
+            path.write_bytes(b"".join(pieces)[:-100])
+        self._stepped(super().write, path, pieces)
+
+    def publish(self, temp: Path, target: Path) -> None:
+        self._stepped(super().publish, temp, target)
+
+    def remove(self, path: Path) -> bool:
+        say("gone", path.name)
+        return bool(self._stepped(super().remove, path))
+
+    def discard(self, temp: Path) -> None:
+        self._stepped(super().discard, temp)
+
+    def sync(self, fd: int) -> None:
+        self._stepped(super().sync, fd)
+
+
+class SteppedTier(DiskTier):
+    """Every SQL statement is a step too."""
+
+    def __init__(self, place: Path, steps: Steps) -> None:
+        self._steps = steps
+        super().__init__(place, LIMITS, SteppedFiles(steps))
+
+    def _open_index(self) -> Index:
+        self._steps()
+        index = super()._open_index()
+        index._db.set_trace_callback(self._steps)
+        return index
+
+
+class Player:
+    """Does things to a store and says so before and after."""
+
+    def __init__(self, place: Path, steps: Steps) -> None:
+        self._place, self._steps = place, steps
+        self.open()
+
+    def open(self) -> None:
+        say("begin", "open")
+        self._tier = SteppedTier(self._place, self._steps)
+        say("done", "open")
+
+    def reopen(self) -> None:
+        say("begin", "close")
+        self._tier.close()
+        self.open()
+
+    def put(self, block: Block, part: Part = Part.DELTA, w_rows: int = 1) -> None:
+        say("begin", "put", block.key.hex(), part, w_rows)
+        stored = self._tier.put(block.record(part, w_rows))
+        stored.durable.result()
+        say("done", "put", block.key.hex(), part, w_rows, int(stored.stored))
+
+    def delete(self, block: Block) -> None:
+        say("begin", "delete", block.key.hex())
+        self._tier.delete(block.key)
+        say("done", "delete", block.key.hex())
+
+    def pin(self, block: Block) -> None:
+        say("begin", "pin", block.key.hex())
+        self._tier.pin(block.key, "test")
+        say("done", "pin", block.key.hex())
+
+    def unpin(self, block: Block) -> None:
+        say("begin", "unpin", block.key.hex())
+        self._tier.unpin(block.key, "test")
+        say("done", "unpin", block.key.hex())
+
+    def read(self, block: Block) -> None:
+        say("begin", "read", block.key.hex())
+        for part in PARTS:
+            record = self._tier.read(block.key, part)
+            if record is not None and not holds_its_content(record):
+                say("wrong", block.key.hex(), part)
+        self._tier.touch([block.key])
+        say("done", "read", block.key.hex())
+
+
+def fill(player: Player, seed: int) -> None:
+    """What the stepwise scenarios begin with: close to the cap, a chain of it pinned."""
+    for block in WORLD[:16]:
+        player.put(block)
+    player.put(WORLD[2], Part.WINDOW)
+    player.pin(WORLD[7])
+    player.delete(WORLD[15])
+
+
+def publish(player: Player, seed: int) -> None:
+    player.put(Block(4, 0))
+    player.put(WORLD[2], Part.WINDOW, w_rows=2)  # in place of the one that is there
+    player.put(WORLD[15])  # it was deleted before
+
+
+def delete(player: Player, seed: int) -> None:
+    player.delete(WORLD[14])
+    player.delete(WORLD[2])  # two parts, pinned descendants
+    player.put(WORLD[2])
+
+
+def evict(player: Player, seed: int) -> None:
+    for block in WORLD[16:36]:
+        player.put(block)
+
+
+def restart(player: Player, seed: int) -> None:
+    player.reopen()
+
+
+def play(player: Player, seed: int) -> None:
+    """Anything, until somebody kills us."""
+    chance = random.Random(seed)
+    moves = [player.put] * 6 + [player.delete, player.pin, player.unpin, player.read]
+    while True:
+        block = chance.choice(WORLD)
+        move = chance.choice(moves)
+        if move == player.put:
+            player.put(block, chance.choice(PARTS), chance.randint(1, 5))
+        elif chance.random() < 0.05:
+            player.reopen()
+        elif move != player.pin or block.number < 2:
+            move(block)
+
+
+SCENARIOS = {f.__name__: f for f in (fill, publish, delete, evict, restart, play)}
+
+
+def child(request: Request) -> None:
+    steps = Steps(request.kill_at)
+    player = Player(Path(request.root), steps)
+    SCENARIOS[request.scenario](player, request.seed)
+    say("steps", steps.n)
+
+
+def run(request: Request) -> list[str]:
+    """Fork, work, kill; the lines that the child wrote before its end."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(writing, 1)
+        status = 1
+        try:
+            child(request)
+            status = 0
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    os.close(writing)
+    lines = _read_until_killed(pid, reading, request.kill_after)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return [*lines, f"exit {status}"]
+
+
+def _read_until_killed(pid: int, reading: int, kill_after: float) -> list[str]:
+    deadline = time.monotonic() + kill_after
+    text = b""
+    with os.fdopen(reading, "rb", buffering=0) as pipe:
+        while True:
+            left = max(0.0, deadline - time.monotonic()) if kill_after else None
+            if not select.select([pipe], [], [], left)[0]:
+                os.kill(pid, signal.SIGKILL)
+                kill_after = 0
+                continue
+            piece = pipe.read(65536)
+            if not piece:
+                return text.decode().splitlines()
+            text += piece
+
+
+def main() -> None:
+    for line in sys.stdin:
+        print(json.dumps(run(Request(**json.loads(line)))), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
