@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -121,7 +122,7 @@ def test_commands_exist(page):
 def test_make_targets_exist(page):
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for line in command_lines(page.read_text(), "make"):
-        named = [word for word in line.split()[1:] if "=" not in word]
+        named = [word for word in shlex.split(line)[1:] if "=" not in word]
         assert set(named) <= set(targets), line
 
 

@@ -3,6 +3,7 @@
     KeepwarmError                    500
     ├── BadInput                     400   what was asked for makes no sense
     │   ├── UnknownModel             404   no model of that name, here or on the hub
+    │   ├── UnknownAgent             404   no agent of that id
     │   ├── BadModelFile             422   a file or directory that is not a whole model
     │   ├── UnsupportedModel         422   a whole model, of an architecture MLX does not run
     │   └── BadCacheFile             422   a prompt-cache file nobody here can read
@@ -32,6 +33,10 @@ class BadInput(KeepwarmError):
 
 
 class UnknownModel(BadInput):
+    status = 404
+
+
+class UnknownAgent(BadInput):
     status = 404
 
 

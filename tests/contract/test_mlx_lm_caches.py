@@ -178,10 +178,23 @@ def test_cache_list_joins_its_parts():
     assert (cache[0].offset, cache.size(), cache.is_trimmable()) == (5, 5, False)
 
 
-def test_layer_cache_has_no_way_in_from_outside():
-    """S3-11: why `deepseek_v41` is refused by name."""
+def test_layer_cache_is_five_arrays_and_an_offset():
+    """S3-11: no way in through its own methods, so the codec sets the attributes."""
     assert not any(hasattr(LayerCache, name) for name in ("from_state", "merge", "trim"))
     assert LayerCache.state.fset is None
+    arrays = {"window", "compress_kv", "index_k", "pending_kv", "pending_gate"}
+    assert set(vars(LayerCache(8))) == arrays | {"window_size", "offset"}
+
+
+def test_a_turned_batch_ring_is_put_in_the_order_of_time_in_place():
+    """`kv.batch.prepare` calls it before a slice."""
+    ring = BatchRotatingKVCache(4, [0])
+    for position in range(6):
+        row = mx.full((1, 1, 1, 1), position, mx.float32)
+        ring.update_and_fetch(row, row)
+    assert (ring.keys.flatten().tolist(), ring.rotated) == ([4, 5, 2, 3], True)
+    ring._temporal_order()
+    assert (ring.keys.flatten().tolist(), ring.rotated) == ([2, 3, 4, 5], False)
 
 
 @pytest.mark.parametrize("name", ["__len__", "__bool__"])

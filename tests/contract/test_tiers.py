@@ -221,7 +221,7 @@ def test_the_nearest_child_is_the_first(tier, held, asked, name):
 
 def test_the_nearest_of_many_children(tier):
     pick = random.Random(5)
-    held = [[pick.randrange(4) for _ in range(8)] for _ in range(250)]
+    held = [[pick.randrange(4) for _ in range(8)] for _ in range(120)]
     for tokens in held:
         tier.put(record(first_block(tokens), n_bytes=16))
     for _ in range(50):
@@ -481,8 +481,8 @@ def test_pins_hold_while_others_evict(small):
             n = next(numbers)
         small.put(record(first_block([1000 + n]), n_bytes=MIB // 4))
 
-    with busy(crowd, n_threads=2):
-        for n in range(15):
+    with busy(crowd):
+        for n in range(6):
             one = record(first_block([n]), n_bytes=MIB // 4)
             small.put(one)
             small.pin(one.header.key, "me")

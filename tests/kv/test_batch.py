@@ -67,10 +67,6 @@ def held(cache):
     return [int(x) for x in keys[0, 0, :, 0].tolist()]
 
 
-def numbers(array):
-    return array.tolist()
-
-
 def test_dynamic_roll_simple():
     """S3-66: one row behaves as mx.roll does."""
     x = mx.arange(8)[None]
@@ -116,8 +112,8 @@ def test_batch_cache_with_left_padding():
     (cache,) = batch
     mask = cache.make_mask(4)
     cache.update_and_fetch(*labelled([-1, 1, 3, 5], [-1, -1, -1, 7], [2, 6, 8, 9]))
-    assert numbers(cache.offset) == [3, 1, 4]
-    assert numbers(cache.left_padding) == [1, 3, 0]
+    assert cache.offset.tolist() == [3, 1, 4]
+    assert cache.left_padding.tolist() == [1, 3, 0]
     assert mask[:, 0, 3].tolist() == [
         [False, True, True, True],
         [False, False, False, True],
@@ -137,8 +133,8 @@ def test_batch_cache_prepare_finalize():
     with pytest.raises(UnsupportedCache, match="between prepare and finalize"):
         extract(batch, 0)
     finalize(batch)
-    assert numbers(cache.left_padding) == [0, 1, 2]
-    assert numbers(cache.offset) == [4, 3, 2]
+    assert cache.left_padding.tolist() == [0, 1, 2]
+    assert cache.offset.tolist() == [4, 3, 2]
     rows = [held(extract(batch, i)[0]) for i in range(3)]
     assert rows == [[1, 11, 12, 13], [2, 21, 22], [3, 31]]
 
@@ -149,7 +145,7 @@ def test_batch_cache_filter():
     assert batch[0].size() == 4
     filter_rows(batch, [2, 0])
     assert (batch_size(batch), batch[0].size()) == (2, 3)
-    assert numbers(batch[0].left_padding) == [0, 1]
+    assert batch[0].left_padding.tolist() == [0, 1]
     assert [held(extract(batch, i)[0]) for i in range(2)] == [[7, 8, 9], [1, 2]]
     filter_rows(batch, [1, 1])
     batch[0].update_and_fetch(*labelled([10], [20]))
@@ -160,7 +156,7 @@ def test_batch_cache_extend():
     """S3-17: two batches of different lengths end at one place and go on together."""
     batch, other = merge([[kv(1, 2)], [kv(3)]]), merge([[kv(4, 5, 6)], [kv()]])
     extend(batch, other)
-    assert numbers(batch[0].offset) == [2, 1, 3, 0]
+    assert batch[0].offset.tolist() == [2, 1, 3, 0]
     batch[0].update_and_fetch(*labelled([10], [20], [30], [40]))
     rows = [held(extract(batch, i)[0]) for i in range(4)]
     assert rows == [[1, 2, 10], [3, 20], [4, 5, 6, 30], [40]]
@@ -204,7 +200,7 @@ def test_batch_cache_merge():
     donors = [[kv(1, 2)], [kv()], [kv(3, 4, 5)]]
     batch = merge(donors)
     assert type(batch[0]) is BatchKVCache
-    assert numbers(batch[0].offset) == [2, 0, 3]
+    assert batch[0].offset.tolist() == [2, 0, 3]
     batch[0].update_and_fetch(*labelled([10], [20], [30]))
     rows = [held(extract(batch, i)[0]) for i in range(3)]
     assert rows == [[1, 2, 10], [20], [3, 4, 5, 30]]
@@ -234,22 +230,16 @@ SETTINGS = ("max_size", "group_size", "bits")
 @pytest.mark.parametrize(("cls", "first", "second", "message"), UNLIKE)
 def test_neighbours_must_be_alike(cls, first, second, message):
     """S3-19, S3-32: mlx-lm takes the first row's dtype for all, and says nothing."""
-    rows = [
-        [kv(1), filled(cls(**_settings(how)), 3, **_filling(how))]
-        for how in (first, {**first, **second})
-    ]
+    rows = [[kv(1), built(cls, **how)] for how in (first, {**first, **second})]
     with pytest.raises(CacheMismatch, match=f"Row 1, layer 1: {message}"):
         merge(rows)
     with pytest.raises(CacheMismatch, match=f"Row 1, layer 1: {message}"):
         extend(merge(rows[:1]), merge(rows[1:]))
 
 
-def _settings(how):
-    return {name: value for name, value in how.items() if name in SETTINGS}
-
-
-def _filling(how):
-    return {name: value for name, value in how.items() if name not in SETTINGS}
+def built(cls, **how):
+    settings = {name: how.pop(name) for name in SETTINGS if name in how}
+    return filled(cls(**settings), 3, **how)
 
 
 @pytest.mark.parametrize("second", [RotatingKVCache(8), QuantKVCache()])
@@ -406,4 +396,4 @@ def test_a_quantised_row_joins_as_what_it_is():
     """S3-03: mlx-lm's own class too, which has no merge."""
     batch = merge([[filled(QuantizedKVCache(), 3)], [filled(QuantKVCache(), 5)]])
     assert type(batch[0]) is BatchQuantizedKVCache
-    assert numbers(batch[0].offset) == [3, 5]
+    assert batch[0].offset.tolist() == [3, 5]

@@ -15,17 +15,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from keepwarm.prefix.blocks import BlockKey, Namespace, block_key, pack, root
 from keepwarm.store.atomic import Files
-from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.disk import INDEX_ROOM, DiskLimits, DiskTier
 from keepwarm.store.index import Index
 from keepwarm.store.record import Header, Part, Record, Tensor
 
 NAMESPACE = Namespace(bytes(range(32)))
-LIMITS = DiskLimits(max_bytes=2 << 20, min_free_bytes=0)
+LIMITS = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
 N_BYTES = 60_000  # a dozen or two of them reach the cap
 CONVERSATIONS, LENGTH = 6, 8
 PARTS = (Part.DELTA, Part.WINDOW)
@@ -143,6 +144,10 @@ class SteppedTier(DiskTier):
         self._steps = steps
         super().__init__(place, LIMITS, SteppedFiles(steps))
 
+    def squeeze(self) -> None:
+        """From now on no block more than there are."""
+        self.limits = replace(self.limits, max_bytes=self.stats().n_bytes + INDEX_ROOM)
+
     def _open_index(self) -> Index:
         self._steps()
         index = super()._open_index()
@@ -161,6 +166,9 @@ class Player:
         say("begin", "open")
         self._tier = SteppedTier(self._place, self._steps)
         say("done", "open")
+
+    def squeeze(self) -> None:
+        self._tier.squeeze()
 
     def reopen(self) -> None:
         say("begin", "close")
@@ -220,8 +228,9 @@ def delete(player: Player, seed: int) -> None:
 
 
 def evict(player: Player, seed: int) -> None:
-    for block in WORLD[16:36]:
-        player.put(block)
+    player.squeeze()
+    player.put(WORLD[16])
+    player.put(WORLD[17])
 
 
 def restart(player: Player, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Records and chains of random bytes, a file system that fails on demand, and a look at the disk."""
+"""Records and chains of random bytes, and a file system that fails on demand."""
 
 import errno
 import os
@@ -11,8 +11,17 @@ from typing import BinaryIO
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, chain, root
 from keepwarm.store.atomic import Files
-from keepwarm.store.record import ITEM_BYTES, Header, Opened, Part, Record, Tensor, open_record
-from keepwarm.store.record import pieces, read_tensors
+from keepwarm.store.record import (
+    ITEM_BYTES,
+    Header,
+    Opened,
+    Part,
+    Record,
+    Tensor,
+    open_record,
+    pieces,
+    read_tensors,
+)
 
 NAMESPACE = Namespace(bytes(range(32)))
 VOCABULARY = 1 << 17

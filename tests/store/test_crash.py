@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from keepwarm.prefix.blocks import BlockKey
-from keepwarm.store.disk import DiskTier, _parse_name
+from keepwarm.store.disk import DiskTier
+from keepwarm.store.names import parse_name
 from keepwarm.store.record import Part
 from tests.store import crash
 from tests.store.crash import Request, holds_its_content
@@ -83,7 +84,7 @@ class Expected:
                 self.deleted.discard(block)
 
     def _gone(self, file_name: str) -> None:
-        name = _parse_name(file_name)
+        name = parse_name(file_name)
         assert name
         if self._verb == "put" and name in self.rows and self.cut.get(name[0]) != "delete":
             assert name[0] not in self.pinned, "a pinned block was evicted"
@@ -151,7 +152,7 @@ def check_found(tier: DiskTier, expected: Expected) -> None:
 def check_files(tier: DiskTier) -> None:
     """No orphan, no corrupt record, and the index counts what is really there."""
     files = [path for path in (tier.root / "blocks").rglob("*") if path.is_file()]
-    sizes = {_parse_name(path.name): path.stat().st_size for path in files}
+    sizes = {parse_name(path.name): path.stat().st_size for path in files}
     assert sizes == tier._index.parts()
     assert tier._index.n_bytes() == sum(sizes.values())
     for name in sizes:

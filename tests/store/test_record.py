@@ -391,7 +391,7 @@ def test_a_number_of_many_digits_is_refused():
 def test_a_name_given_twice_is_refused():
     """Readers differ in which of the two they take."""
     data = encode(small())
-    head, words, body = split(data)
+    head, _, body = split(data)
     text = data[8 : len(data) - len(body)].rstrip()
     twice = text[:-1] + b',"L0_B0_K":' + dumps(head["L0_B0_K"]).encode() + b"}"
     with pytest.raises(BadRecord):

@@ -43,9 +43,10 @@ MERGED = 2  # sequences in one batch
 # import mlx_lm. Prints the seconds of each save and each load.
 MLX_LM = """
 import json, sys
+from pathlib import Path
 import mlx.core as mx
 from keepwarm.bench.caches import SHAPES
-from keepwarm.bench.kv import sync
+from keepwarm.bench.kv import clear, sync
 from keepwarm.bench.measure import seconds_of
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
@@ -62,7 +63,7 @@ def load():
     return loaded
 
 repeats = int(repeats)
-saves = seconds_of(save, repeats)
+saves = seconds_of(save, repeats, lambda: clear(Path(file).parent))
 del caches
 print(json.dumps({"mlx-lm save": saves, "mlx-lm load": seconds_of(load, repeats)}))
 """
@@ -81,17 +82,22 @@ def tasks(folder: Path, max_tokens: int, quick: bool) -> Iterator[Task]:
 
 
 def _if_room(measure: Measure, shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
-    """Each step holds the cache and at most one copy of it, and writes it at most twice."""
+    """Each step holds the cache and at most one copy of it, and writes it once."""
     live = shape.live_bytes(n_tokens)
-    why = why_no_room(2 * (live + shape.block_bytes), 2 * live, folder)
+    why = why_no_room(2 * (live + shape.block_bytes), live, folder)
     if why:
         return [Skipped(f"{shape.name}, {n_tokens:,} tokens", why)]
     try:
         return measure(shape, n_tokens, folder)
     finally:
-        for file in folder.iterdir():
-            file.unlink()
+        clear(folder)
         free()
+
+
+def clear(folder: Path) -> None:
+    """Writing over a file costs its removal too, so the last sample's files go first."""
+    for file in folder.iterdir():
+        file.unlink()
 
 
 def repeats_for(n_bytes: int) -> int:
@@ -102,15 +108,19 @@ def speeds(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
     caches, layout = shape.filled(n_tokens), shape.layout()
     live = kv.live_bytes(caches)
 
-    def speed(what: str, work: Work, n_bytes: int = live) -> Speed:
-        return Speed(shape.name, n_tokens, what, n_bytes, seconds_of(work, repeats_for(live)))
+    def speed(what: str, work: Work, n_bytes: int = live, before: Work = free) -> Speed:
+        seconds = seconds_of(work, repeats_for(live), before)
+        return Speed(shape.name, n_tokens, what, n_bytes, seconds)
+
+    def emptied() -> None:
+        clear(folder)
 
     return [
         speed("copy, touched", touched_copy(caches, live)),
         speed("copy, fresh", lambda: copy_into(np.empty(live, np.uint8), arrays_of(caches))),
-        speed("write", lambda: write(caches, folder / "plain")),
+        speed("write", lambda: write(caches, folder / "plain"), before=emptied),
         speed("slice", lambda: slice_all(caches)),
-        speed("save", lambda: save(caches, folder)),
+        speed("save", lambda: save(caches, folder), before=emptied),
         speed("restore", lambda: restore(layout, n_tokens, folder)),
         speed("merge", lambda: merge(caches, live), MERGED * live),
     ]

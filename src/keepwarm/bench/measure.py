@@ -110,24 +110,27 @@ class Task:
     run: Callable[[], list[Record]]
 
 
-def seconds_of(work: Callable[[], object], repeats: int) -> tuple[float, ...]:
-    """Time each call; what it returns is dropped outside the measured time."""
-    return tuple(_once(work) for _ in range(repeats))
+def free() -> None:
+    """Give back what nobody holds any more."""
+    gc.collect()
+    mx.clear_cache()
 
 
-def _once(work: Callable[[], object]) -> float:
+def seconds_of(
+    work: Callable[[], object], repeats: int, before: Callable[[], object] = free
+) -> tuple[float, ...]:
+    """Time each call; `before`, and dropping what it returns, are outside the measured time."""
+    return tuple(_once(work, before) for _ in range(repeats))
+
+
+def _once(work: Callable[[], object], before: Callable[[], object]) -> float:
+    before()
     start = time.perf_counter()
     result = work()
     seconds = time.perf_counter() - start
     del result
     free()
     return seconds
-
-
-def free() -> None:
-    """Give back what nobody holds any more."""
-    gc.collect()
-    mx.clear_cache()
 
 
 def peak_growth(work: Callable[[], object]) -> int:

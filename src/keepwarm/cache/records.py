@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import mlx.core as mx
-
 from keepwarm.kv.buffers import from_buffer, to_buffer
-from keepwarm.kv.slices import Block
+from keepwarm.kv.slices import Block, Rows
 from keepwarm.prefix.blocks import BlockRef, Namespace
 from keepwarm.store.record import Header, Part, Record, Tensor
 
@@ -19,14 +17,14 @@ def records_of(namespace: Namespace, ref: BlockRef, block: Block) -> Iterator[Re
             header = Header(
                 namespace, ref.key, ref.parent, part, ref.number, ref.tokens, _extra(part, block)
             )
-            yield Record(header, tuple(Tensor(n, *to_buffer(a)) for n, a in tensors.items()))
+            buffers = ((name, to_buffer(array)) for name, array in tensors.items())
+            yield Record(header, tuple(Tensor(name, *buffer) for name, buffer in buffers))
 
 
 def block_of(record: Record) -> Block:
-    """What one record knows of its block. Arrays are evaluated, so that they may cross threads."""
+    """What one record knows of its block. Nothing is copied: the bytes stay the record's."""
     header = record.header
     arrays = {t.name: from_buffer(t.dtype, t.shape, t.data) for t in record.tensors}
-    mx.eval(list(arrays.values()))
     return Block(
         index=header.number,
         n_tokens=len(header.tokens) // 4,
@@ -37,7 +35,7 @@ def block_of(record: Record) -> Block:
     )
 
 
-def _parts(block: Block) -> dict[Part, Mapping[str, mx.array]]:
+def _parts(block: Block) -> dict[Part, Mapping[str, Rows]]:
     return {Part.DELTA: block.delta, Part.WINDOW: block.window, Part.STATE: block.state}
 
 

@@ -31,17 +31,54 @@ class Buffer(NamedTuple):
     data: memoryview
 
 
-def to_buffer(array: mx.array) -> Buffer:
+class HostArray(NamedTuple):
+    """An array that still lies in bytes of ours, not of MLX: shape and dtype as MLX would say."""
+
+    words: np.ndarray[Any, Any]
+    dtype: mx.Dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.words.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.words.ndim
+
+    def rows(self, start: int, end: int) -> HostArray:
+        return HostArray(self.words[..., start:end, :], self.dtype)
+
+    def to_mx(self) -> mx.array:
+        """A copy that MLX owns."""
+        words = mx.array(self.words)
+        return words.view(mx.bfloat16) if self.dtype == mx.bfloat16 else words
+
+
+def to_buffer(array: mx.array | HostArray) -> Buffer:
     """The bytes of an evaluated array in C order; shared with it where it is contiguous."""
-    name = NAMES.get(array.dtype)
-    if name is None:
-        raise CacheMismatch("The array", "the dtype", "one that safetensors has", array.dtype)
+    if isinstance(array, HostArray):
+        return _buffer(array.words, array.dtype)
     words = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-    view = np.ascontiguousarray(np.asarray(words))
-    return Buffer(name, array.shape, view.reshape(-1).data.cast("B"))
+    return _buffer(np.asarray(words), array.dtype)
 
 
-def from_buffer(dtype: str, shape: tuple[int, ...], data: Any) -> mx.array:
-    """An array of these bytes, copied."""
-    words = mx.array(np.frombuffer(data, WORDS[dtype]).reshape(shape))
-    return words.view(mx.bfloat16) if dtype == "BF16" else words
+def _buffer(words: np.ndarray[Any, Any], dtype: mx.Dtype) -> Buffer:
+    if dtype not in NAMES:
+        raise CacheMismatch("The array", "the dtype", "one that safetensors has", dtype)
+    flat = np.ascontiguousarray(words).reshape(-1)
+    return Buffer(NAMES[dtype], words.shape, flat.data.cast("B"))
+
+
+def from_buffer(dtype: str, shape: tuple[int, ...], data: Any) -> HostArray:
+    """Look at bytes as an array; nothing is copied."""
+    return HostArray(np.frombuffer(data, WORDS[dtype]).reshape(shape), DTYPES[dtype])
+
+
+def host_view(array: mx.array) -> np.ndarray[Any, Any] | None:
+    """The memory of an evaluated array, to be written to before anybody reads the array.
+
+    None where the memory is not the host's, as on CUDA.
+    """
+    if not (mx.default_device() == mx.cpu or mx.metal.is_available()):
+        return None
+    return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)

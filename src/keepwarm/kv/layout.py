@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -18,6 +18,19 @@ from keepwarm.kv.kinds import Caches, Kind, kind_of
 
 ROWS = 2  # the axis of K and V that counts tokens
 POSITIONS = frozenset({"offset", "start_position"})  # scalars that move with every token
+
+
+class Shaped(Protocol):
+    """An array of MLX, or bytes that will become one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def ndim(self) -> int: ...
+
+    @property
+    def dtype(self) -> mx.Dtype: ...
 
 
 @dataclass(frozen=True)
@@ -30,14 +43,14 @@ class TensorSpec:
     def with_rows(self, n_rows: int) -> tuple[int, ...]:
         return tuple(n_rows if n is None else n for n in self.shape)
 
-    def check(self, array: mx.array, n_rows: int, place: str) -> None:
+    def check(self, array: Shaped, n_rows: int, place: str) -> None:
         if array.dtype != self.dtype:
             raise CacheMismatch(place, "the dtype", self.dtype, array.dtype)
         expected = self.with_rows(n_rows)
         if array.shape != expected:
             raise CacheMismatch(place, "the shape", expected, array.shape)
 
-    def check_any_rows(self, array: mx.array, place: str) -> None:
+    def check_any_rows(self, array: Shaped, place: str) -> None:
         """The same for a tensor whose rows are not counted in tokens."""
         axis = self.shape.index(None)
         self.check(array, array.shape[axis] if axis < array.ndim else 0, place)

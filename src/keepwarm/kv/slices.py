@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from keepwarm.errors import CacheMismatch, CorruptBlock, UnsupportedCache
+from keepwarm.kv.buffers import HostArray, host_view
 from keepwarm.kv.codec import LAYER_ARRAYS, Encoded, Tensors, decode, encode, rows_in_time
 from keepwarm.kv.kinds import (
     Cache,
@@ -26,6 +27,8 @@ from keepwarm.kv.kinds import (
 )
 from keepwarm.kv.layout import ROWS, LayerSpec, Layout, TensorSpec
 from keepwarm.prefix.blocks import BLOCK_TOKENS
+
+Rows: TypeAlias = mx.array | HostArray
 
 SUFFIXES = {"keys": "K", "values": "V"}
 
@@ -47,10 +50,10 @@ class Block:
 
     index: int
     n_tokens: int
-    delta: Tensors = field(default_factory=dict)
-    window: Tensors = field(default_factory=dict)
+    delta: Mapping[str, Rows] = field(default_factory=dict)
+    window: Mapping[str, Rows] = field(default_factory=dict)
     first_rows: Mapping[str, int] = field(default_factory=dict)
-    state: Tensors = field(default_factory=dict)
+    state: Mapping[str, Rows] = field(default_factory=dict)
 
     @property
     def start(self) -> int:
@@ -61,7 +64,9 @@ class Block:
         return self.start + self.n_tokens
 
     def arrays(self) -> list[mx.array]:
-        return [*self.delta.values(), *self.window.values(), *self.state.values()]
+        """Those that MLX holds: what to evaluate."""
+        tensors = (*self.delta.values(), *self.window.values(), *self.state.values())
+        return [array for array in tensors if isinstance(array, mx.array)]
 
     @property
     def n_bytes(self) -> int:
@@ -147,14 +152,26 @@ def _name_states(index: int, states: Mapping[str, Tensors]) -> Tensors:
 
 
 class RowBuffer:
-    """K or V of one layer, filled in place, so that a restore holds the rows once."""
+    """K or V of one layer, filled in place, so that a restore holds the rows once.
+
+    Bytes of ours go straight into MLX's memory where the host can reach it: one copy and no more.
+    """
 
     def __init__(self, spec: TensorSpec, n_rows: int, room: int = 0) -> None:
         self.spec = spec
         self.array = mx.zeros(spec.with_rows(n_rows + room), spec.dtype)
+        mx.eval(self.array)
 
-    def write(self, at: int, rows: mx.array) -> None:
-        self.array[..., at : at + rows.shape[ROWS], :] = rows
+    def write(self, at: int, rows: Rows) -> None:
+        end = at + rows.shape[ROWS]
+        if isinstance(rows, mx.array):
+            self.array[..., at:end, :] = rows
+            return
+        memory = host_view(self.array)
+        if memory is None:
+            self.array[..., at:end, :] = rows.to_mx()
+        else:
+            memory[..., at:end, :] = rows.words
 
 
 class _LeafAssembly:
@@ -192,7 +209,7 @@ class _LeafAssembly:
         for name, buffer in self.buffers.items():
             rows = self._tensor(block, block.window if window else block.delta, name)
             buffer.spec.check(rows, block.end - held, f"Layer {path}, block {block.index}")
-            buffer.write(self.next - self.first, rows[..., self.next - held : end - held, :])
+            buffer.write(self.next - self.first, _between(rows, self.next - held, end - held))
         self.next = end
 
     def _add_state(self, block: Block) -> None:
@@ -205,7 +222,7 @@ class _LeafAssembly:
         for name, spec in self.leaf.tensors.items():
             array = self._tensor(block, block.state, name)
             spec.check(array, min(self.n_tokens, self.leaf.scalars.get("max_size", 0)), place)
-            self.states[name] = array
+            self.states[name] = _to_mx(array)
 
     def _open_states(self, block: Block, place: str) -> dict[str, mx.array]:
         """Arrays that were there when the block was cut; those one token shows are checked."""
@@ -213,14 +230,13 @@ class _LeafAssembly:
         found = {n: block.state.get(tensor_name(self.leaf.path, block.index, n)) for n in names}
         for name, spec in self.leaf.tensors.items():
             spec.check_any_rows(self._tensor(block, block.state, name), place)
-        return {name: array for name, array in found.items() if array is not None}
+        return {name: _to_mx(array) for name, array in found.items() if array is not None}
 
-    def _tensor(self, block: Block, tensors: Mapping[str, Any], name: str) -> mx.array:
+    def _tensor(self, block: Block, tensors: Mapping[str, Rows], name: str) -> Rows:
         wanted = tensor_name(self.leaf.path, block.index, name)
         if wanted not in tensors:
             raise CorruptBlock(self.leaf.path, block.index, f"{wanted} is missing")
-        found = tensors[wanted]
-        return found if isinstance(found, mx.array) else mx.array(found)
+        return tensors[wanted]
 
     def encoded(self) -> Encoded:
         """What has come, as the codec wants it; raises where something has not."""
@@ -269,6 +285,14 @@ class Assembly:
         if layer.kind is Kind.COMPOSITE:
             return Encoded(layer.cls, parts=tuple(self._encoded(part) for part in layer.parts))
         return self._leaves[layer.path].encoded()
+
+
+def _between(rows: Rows, start: int, end: int) -> Rows:
+    return rows[..., start:end, :] if isinstance(rows, mx.array) else rows.rows(start, end)
+
+
+def _to_mx(array: Rows) -> mx.array:
+    return array if isinstance(array, mx.array) else array.to_mx()
 
 
 def reconstruct_cache(

@@ -20,9 +20,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keepwarm.errors import BadRecord
-from keepwarm.prefix.blocks import KEY_BYTES, BlockKey
-from keepwarm.store.atomic import Files, Scratch, exclusive, is_alive
-from keepwarm.store.index import Index, is_busy
+from keepwarm.prefix.blocks import BlockKey
+from keepwarm.store.atomic import FILE_MODE, Files, Scratch, exclusive, is_alive
+from keepwarm.store.index import Index, is_busy, is_damage
+from keepwarm.store.names import (
+    INDEX,
+    Name,
+    entries,
+    other_bytes,
+    path_of,
+    size_of,
+    stray_bytes,
+)
+from keepwarm.store.names import parse_name as _parse_name  # noqa: F401
 from keepwarm.store.record import (
     Header,
     Part,
@@ -34,8 +44,9 @@ from keepwarm.store.record import (
 )
 from keepwarm.store.tier import Child, Known, Put, State, Stored, TierStats, outage_is
 
-SUFFIX = ".safetensors"
-INDEX_SUFFIXES = ("", "-wal", "-shm")
+INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm")
+DAMAGED = f"{INDEX}-damaged"  # a note to the next start
+INDEX_ROOM = 1 << 19  # what index and log may grow by while a record comes or goes
 LOG = logging.getLogger(__name__)
 
 
@@ -64,8 +75,14 @@ class DiskTier:
         self._directories = self._make_directories()
         self._scratch = Scratch(root / "tmp")
         self._index = self._open_index()
-        self._reconcile()
-        self._other_bytes = self._measure_others()
+        try:
+            self._reconcile()
+        except sqlite3.DatabaseError as error:
+            self._failed(error)
+            self._index.close()
+            self._index = self._open_index()
+            self._reconcile()
+        self._stray_bytes = stray_bytes(self.root)
 
     # The tier protocol
 
@@ -106,7 +123,7 @@ class DiskTier:
             stored = self._put(record)
         except (OSError, sqlite3.Error) as error:
             LOG.warning("a block could not be written: %s", error)
-            self._count(errors=1)
+            self._failed(error)
             durable.set_exception(error)
             return Put(False, durable)
         durable.set_result(None)
@@ -139,8 +156,7 @@ class DiskTier:
     # Reading
 
     def path_of(self, key: BlockKey, part: Part) -> Path:
-        name = key.hex()
-        return self.root / "blocks" / name[:2] / f"{name}.{part.value}{SUFFIX}"
+        return path_of(self.root, key, part)
 
     def _read_verified(
         self, path: Path, key: BlockKey, part: Part, tensors: Collection[str] | None
@@ -163,7 +179,6 @@ class DiskTier:
             self._index.drop_part(key, part)
         LOG.warning("%s is bad and was set aside: %s", path.name, why)
         self._count(quarantined=1)
-        self._other_bytes = self._measure_others()
 
     def _is_bad(self, key: BlockKey, part: Part) -> bool:
         try:
@@ -278,7 +293,7 @@ class DiskTier:
     def _record_limit(self) -> int | None:
         if self.limits.max_bytes is None:
             return None
-        return self.limits.max_bytes - self._unrecorded_bytes()
+        return self.limits.max_bytes - self._unrecorded_bytes() - INDEX_ROOM
 
     def _naming(self) -> AbstractContextManager[None]:
         """The lock under which files get and lose their names."""
@@ -296,6 +311,10 @@ class DiskTier:
         if keys:
             self._index.drop(keys)
 
+    @outage_is(lambda: None)
+    def _retry_deleting(self, key: BlockKey) -> None:
+        self._finish_deleting([key])
+
     # Start
 
     def _make_directories(self) -> set[Path]:
@@ -312,16 +331,19 @@ class DiskTier:
 
     def _open_index(self) -> Index:
         """The index, or a new one where the file is lost or damaged; the files fill it again."""
-        path = self.root / "index.sqlite"
+        path = self.root / INDEX
         with exclusive(self.root / "tmp" / "index"):
             try:
-                return Index(path)
+                path.touch(FILE_MODE)
+                if not (self.root / DAMAGED).exists():
+                    return Index(path)
             except sqlite3.DatabaseError as error:
                 if is_busy(error):
                     raise
-                LOG.warning("the index is damaged (%s) and is built anew", error)
-            for suffix in INDEX_SUFFIXES:
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            LOG.warning("the index is damaged and is built anew")
+            for name in (*INDEX_FILES, DAMAGED):
+                (self.root / name).unlink(missing_ok=True)
+            path.touch(FILE_MODE)
             return Index(path)
 
     def _reconcile(self) -> None:
@@ -330,24 +352,15 @@ class DiskTier:
             if not is_alive(self.root / "tmp", writer):
                 self._index.forget_writer(writer)
         with self._naming():
-            self._finish_deleting(self._index.doomed())
-        on_disk = dict(self._scan())
+            for key in self._index.doomed():
+                self._retry_deleting(key)
+        on_disk = {name: _changing_size(name, entry) for name, entry in entries(self.root)}
         known = self._index.parts()
         for (key, part), n_bytes in on_disk.items():
             if n_bytes not in (None, known.get((key, part))) or (key, part) not in known:
                 self._adopt(key, part)
         for key, part in known.keys() - on_disk.keys():
             self._forget_missing(key, part)
-
-    def _scan(self) -> Iterator[tuple[tuple[BlockKey, Part], int | None]]:
-        """Every file whose name is that of a record; the size only of those that may change."""
-        for directory in os.scandir(self.root / "blocks"):
-            if not directory.is_dir():
-                continue
-            for entry in os.scandir(directory.path):
-                found = _parse_name(entry.name)
-                if found is not None:
-                    yield found, _size_of(entry) if found[1] is Part.WINDOW else None
 
     def _adopt(self, key: BlockKey, part: Part) -> None:
         path = self.path_of(key, part)
@@ -364,25 +377,12 @@ class DiskTier:
 
     def _unrecorded_bytes(self) -> int:
         """Bytes under the root that are not records; the index grows with every block."""
-        index = self.root / "index.sqlite"
-        files = (index.with_name(index.name + suffix) for suffix in INDEX_SUFFIXES)
-        return self._other_bytes + sum(_size_of(file) for file in files)
+        return self._stray_bytes + other_bytes(self.root)
 
-    def _measure_others(self) -> int:
-        """Bytes of what is neither a record nor on its way, nor the index: agents, quarantine..."""
-        total = 0
-        for directory, _, names in os.walk(self.root):
-            in_blocks = Path(directory).parent.name == "blocks"
-            for name in names:
-                if in_blocks and _parse_name(name) is not None:
-                    continue
-                if name.startswith("index.sqlite") or name.endswith(".tmp"):
-                    continue
-                try:
-                    total += os.lstat(os.path.join(directory, name)).st_size  # noqa: PTH118
-                except OSError:
-                    continue
-        return total
+    def _failed(self, error: Exception) -> None:
+        self._count(errors=1)
+        if is_damage(error):
+            (self.root / DAMAGED).touch(FILE_MODE)
 
     def _count(self, **more: int) -> None:
         with self._stats_lock:
@@ -390,18 +390,6 @@ class DiskTier:
             self._stats = replace(self._stats, **sums)
 
 
-def _size_of(file: os.DirEntry[str] | Path) -> int:
-    try:
-        return file.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _parse_name(name: str) -> tuple[BlockKey, Part] | None:
-    stem, _, suffix = name.partition(".")
-    part = suffix.removesuffix(SUFFIX)
-    try:
-        key = BlockKey(bytes.fromhex(stem))
-        return (key, Part(part)) if len(key) == KEY_BYTES and key.hex() == stem else None
-    except ValueError:
-        return None
+def _changing_size(name: Name, entry: os.DirEntry[str]) -> int | None:
+    """Bytes of a record that may have grown; others have one size for ever."""
+    return size_of(entry) if name.part is Part.WINDOW else None

@@ -367,6 +367,11 @@ class Index:
             self._db.close()
 
 
+def is_damage(error: Exception) -> bool:
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
 def is_busy(error: sqlite3.Error) -> bool:
     """Whether others kept SQLite waiting for too long, which says nothing against the file."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF

@@ -114,6 +114,9 @@ class MemoryTier:
             self._records.clear()
             self._index.close()
 
+    def _failed(self, error: Exception) -> None:  # noqa: ARG002
+        self._count(errors=1)
+
     def _count(self, **more: int) -> None:
         sums = {name: getattr(self._stats, name) + n for name, n in more.items()}
         self._stats = replace(self._stats, **sums)

@@ -20,7 +20,7 @@ from keepwarm.store.record import Part, Record
 LOG = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
-S = TypeVar("S", bound="Counting")
+S = TypeVar("S", bound="Fallible")
 
 
 class Known(NamedTuple):
@@ -80,8 +80,8 @@ class TierStats:
     errors: int = 0
 
 
-class Counting(Protocol):
-    def _count(self, **more: int) -> None: ...
+class Fallible(Protocol):
+    def _failed(self, error: Exception) -> None: ...
 
 
 def outage_is(
@@ -91,12 +91,12 @@ def outage_is(
 
     def decorate(ask: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         @functools.wraps(ask)
-        def asked(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        def asked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 return ask(self, *args, **kwargs)
             except (OSError, sqlite3.Error) as error:
                 LOG.warning("%s got no answer: %s", ask.__name__, error)
-                self._count(errors=1)
+                self._failed(error)
                 nothing_found: R = nothing()
                 return nothing_found
 

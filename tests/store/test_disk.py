@@ -1,0 +1,582 @@
+"""The disk tier: the cap, the modes of files, an index that is lost, and what eviction frees."""
+
+import os
+import random
+import resource
+import shutil
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import keepwarm
+from keepwarm.errors import BadRecord
+from keepwarm.prefix.blocks import Namespace, root
+from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.record import Header, Part, Record, check_identity
+from tests.store.kit import (
+    NAMESPACE,
+    chain_of,
+    content,
+    disk_use,
+    encode,
+    files_under,
+    first_block,
+    keys_of,
+    record,
+    refs_of,
+)
+
+MIB = 1 << 20
+
+
+def put_all(tier, records):
+    for one in records:
+        assert tier.put(one).stored
+
+
+def assert_all_read(tier, records):
+    for one in records:
+        assert content(tier.read(one.header.key, one.header.part)) == content(one)
+
+
+# The cap
+
+
+@pytest.mark.parametrize(("n_bytes", "n_puts"), [(1_000, 80), (40_000, 80), (300_000, 25)])
+def test_the_cap_holds_after_every_put(n_bytes, n_puts, open_tier, store):
+    """S0-68: every byte under the root, index and log among them."""
+    cap = 3 * MIB
+    tier = open_tier(cap)
+    pick = random.Random(n_bytes)
+    for i in range(n_puts):
+        tier.put(record(first_block([i]), n_bytes=pick.randrange(n_bytes // 2, n_bytes) & ~1))
+        assert disk_use(store) <= cap
+    assert tier.stats().n_bytes == pytest.approx(disk_use(store), rel=0.02)
+    assert tier.stats().blocks > 3
+
+
+def test_what_others_left_counts(open_tier, store):
+    """Files of other versions, other programs or other hands, wherever they lie."""
+    store.mkdir()
+    (store / "notes").write_bytes(bytes(MIB))
+    (store / "blocks" / "00").mkdir(parents=True)
+    (store / "blocks" / "00" / "old.v0").write_bytes(bytes(MIB))
+    # The name of a record, but not where it belongs, and one that is not quite a name.
+    misplaced = f"{first_block([1]).key.hex()}.d.safetensors"
+    (store / "blocks" / "zz").mkdir()
+    (store / "blocks" / "zz" / misplaced).write_bytes(bytes(MIB // 2))
+    (store / "blocks" / "00" / misplaced.upper()).write_bytes(bytes(MIB // 2))
+    tier = open_tier(6 * MIB)
+    for i in range(40):
+        tier.put(record(first_block([i]), n_bytes=200_000))
+        assert disk_use(store) <= 6 * MIB
+    assert (store / "notes").exists()
+    assert tier.stats().blocks > 3
+
+
+def test_what_others_leave_later_counts_too(open_tier, store):
+    """Bundles, agents, what another process has set aside."""
+    tier = open_tier(5 * MIB)
+    for i in range(12):
+        tier.put(record(first_block([i]), n_bytes=200_000))
+    (store / "agents" / "one.json").write_bytes(bytes(2 * MIB))
+    tier.put(record(first_block([99]), n_bytes=200_000))
+    assert disk_use(store) <= 5 * MIB
+    assert tier.stats().evicted > 3
+
+
+def test_quarantined_files_count(open_tier, store):
+    tier = open_tier(6 * MIB)
+    for i in range(30):
+        one = record(first_block([i]), n_bytes=200_000)
+        tier.put(one)
+        path = tier.path_of(one.header.key, Part.DELTA)
+        if i % 3 == 0 and path.exists():
+            path.write_bytes(path.read_bytes()[:-1])
+            assert tier.read(one.header.key, Part.DELTA) is None
+        assert disk_use(store) <= 6 * MIB
+    assert tier.stats().quarantined == 10
+
+
+def test_two_tiers_on_one_directory_share_the_cap(open_tier, store):
+    cap = 4 * MIB
+    tiers = [open_tier(cap), open_tier(cap)]
+    for i in range(40):
+        tiers[i % 2].put(record(first_block([i]), n_bytes=200_000))
+        assert disk_use(store) <= cap
+    assert {s.key for s in tiers[0].walk()} == {s.key for s in tiers[1].walk()}
+
+
+def test_a_cap_smaller_than_before_is_reached_by_the_next_put(open_tier, store):
+    tier = open_tier()
+    put_all(tier, (record(first_block([i]), n_bytes=200_000) for i in range(40)))
+    assert disk_use(store) > 8 * MIB
+    tier.close()
+    open_tier(4 * MIB).put(record(first_block([99]), n_bytes=200_000))
+    assert disk_use(store) <= 4 * MIB
+
+
+def test_the_disk_is_never_filled(open_tier):
+    """S0-68: the free-disk guard; no put while less is free than must be."""
+    tier = open_tier(min_free_bytes=shutil.disk_usage("/").total * 2)
+    put = tier.put(chain_of(1)[0])
+    assert not put.stored
+    put.durable.result(timeout=5)
+    assert tier.stats().blocks == 0
+
+
+def test_eviction_really_frees_the_disk(open_tier, store):
+    tier = open_tier()
+    put_all(tier, (record(first_block([i]), n_bytes=MIB) for i in range(8)))
+    before = disk_use(store / "blocks")
+    for stored in list(tier.walk())[:6]:
+        tier.delete(stored.key)
+    assert before - disk_use(store / "blocks") >= 6 * MIB
+    assert len(list(files_under(store / "blocks"))) == 2
+    assert disk_use(store) < 4 * MIB
+
+
+# Modes
+
+
+def test_files_are_for_their_owner_only(open_tier, store):
+    """0600 and 0700, the index and its log too, whatever the umask and whoever made the root."""
+    store.mkdir(mode=0o755)
+    before = os.umask(0)
+    try:
+        tier = open_tier()
+        put_all(tier, chain_of(2))
+        bad = record(first_block([1]))
+        tier.put(bad)
+        tier.path_of(bad.header.key, Part.DELTA).write_bytes(b"")
+        assert tier.read(bad.header.key, Part.DELTA) is None
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in store.rglob("*")}
+    assert not {p: oct(m) for p, m in modes.items() if m != (0o700 if p.is_dir() else 0o600)}
+    assert any(path.name == "index.sqlite-wal" for path in modes)
+
+
+# An index that is lost or wrong
+
+
+def test_everything_is_found_after_a_restart(open_tier):
+    """S0-24."""
+    made = chain_of(4)
+    tier = open_tier()
+    put_all(tier, made)
+    tier.pin(made[1].header.key, "agent")
+    tier.close()
+    again = open_tier()
+    assert_all_read(again, made)
+    assert {s.number for s in again.walk() if s.pinned} == {1}
+
+
+def lose_everything(index):
+    for path in index.parent.glob("index.sqlite*"):
+        path.unlink()
+
+
+def empty_it(index):
+    lose_everything(index)
+    index.write_bytes(b"")
+
+
+def garbage(index):
+    lose_everything(index)
+    index.write_bytes(random.randbytes(50_000))
+
+
+def halve(index):
+    data = index.read_bytes()
+    index.write_bytes(data[: len(data) // 2])
+
+
+def garble_pages(index):
+    """All but the first page, which still says that this is an index."""
+    data = bytearray(index.read_bytes())
+    for at in range(8192, len(data)):
+        data[at] ^= 0x5A
+    index.write_bytes(bytes(data))
+
+
+def garble_tokens(index):
+    """Only the pages with token ids, so that it is noticed late."""
+    with sqlite3.connect(index) as db:
+        (page,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name='tokens'").fetchone()
+        (size,) = db.execute("PRAGMA page_size").fetchone()
+    db.close()
+    with index.open("r+b") as file:
+        file.seek((page - 1) * size)
+        file.write(random.randbytes(size))
+
+
+def newer(index):
+    with sqlite3.connect(index) as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+
+
+DAMAGE = [lose_everything, empty_it, garbage, halve, garble_pages, newer]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda d: d.__name__)
+def test_a_damaged_index_is_built_anew_from_the_files(damage, open_tier, store):
+    refs = refs_of(3)
+    made = [record(ref, part) for ref in refs for part in Part]
+    tier = open_tier()
+    put_all(tier, made)
+    tier._index.checkpoint()
+    tier.close()
+    damage(store / "index.sqlite")
+    again = open_tier()
+    assert_all_read(again, made)
+    assert {s.key: set(s.n_bytes) for s in again.walk()} == {r.key: set(Part) for r in refs}
+    assert [c.n_common for c in again.children(root(NAMESPACE), refs[0].tokens)] == [256]
+    assert len(again.states([root(NAMESPACE), refs[0].key])) == 2
+    assert again.have([refs[1].key])[refs[1].key].w_rows == 256
+    assert again.put(record(first_block([7]))).stored
+
+
+@pytest.mark.parametrize("damage", [garble_pages, halve], ids=lambda d: d.__name__)
+def test_an_index_damaged_under_way_fails_no_request(damage, open_tier, store):
+    made = chain_of(3)
+    tier = open_tier()
+    put_all(tier, made)
+    tier._index.checkpoint()
+    damage(store / "index.sqlite")
+    other = sqlite3.connect(store / "index.sqlite")  # makes SQLite read it again
+    other.close()
+    tier.have(keys_of(made))
+    tier.children(root(NAMESPACE), made[0].header.tokens)
+    tier.states(keys_of(made))
+    tier.touch(keys_of(made))
+    tier.put(record(first_block([7])))
+    for one in made:
+        found = tier.read(one.header.key, Part.DELTA)
+        assert found is None or content(found) == content(one)
+    tier.close()
+    assert_all_read(open_tier(), made)
+
+
+def test_damage_that_is_noticed_late_is_mended_by_the_next_start(open_tier, store):
+    """Where only a part of the index is bad, start does not see it; the first use notes it down."""
+    refs = refs_of(3)
+    tier = open_tier()
+    put_all(tier, [record(ref) for ref in refs])
+    tier._index.checkpoint()
+    tier.close()
+    garble_tokens(store / "index.sqlite")
+    for expected in ([], [256]):
+        again = open_tier()
+        found = again.children(root(NAMESPACE), refs[0].tokens)
+        assert [child.n_common for child in found] == expected
+        assert set(again.have([ref.key for ref in refs])) == {ref.key for ref in refs}
+        again.close()
+
+
+def test_a_busy_index_is_not_a_damaged_one(store, open_tier):
+    """A process that starts while another writes for long must not throw the index away."""
+    open_tier().put(chain_of(1)[0])
+    inode = (store / "index.sqlite").stat().st_ino
+    blocker = sqlite3.connect(store / "index.sqlite", isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    code = (
+        "import sys; from pathlib import Path; from keepwarm.store.disk import DiskTier;"
+        "DiskTier(Path(sys.argv[1])).close()"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, str(store)])
+    time.sleep(1.5)
+    assert (store / "index.sqlite").stat().st_ino == inode
+    blocker.execute("ROLLBACK")
+    blocker.close()
+    assert child.wait(timeout=30) == 0
+    assert (store / "index.sqlite").stat().st_ino == inode
+
+
+def test_a_file_without_a_row_is_adopted(open_tier, store):
+    """A crash between name and row."""
+    (one,) = made = chain_of(1)
+    tier = open_tier()
+    path = tier.path_of(one.header.key, Part.DELTA)
+    tier.close()
+    path.parent.mkdir()
+    path.write_bytes(encode(one))
+    again = open_tier()
+    assert again.have(keys_of(made))[one.header.key].n_bytes == path.stat().st_size
+    assert_all_read(again, made)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xff" * 100, encode(record(first_block([1])))],
+    ids=["empty", "garbage", "another record"],
+)
+def test_a_bad_file_without_a_row_is_set_aside(data, open_tier, store):
+    (one,) = chain_of(1)
+    tier = open_tier()
+    path = tier.path_of(one.header.key, Part.DELTA)
+    path.parent.mkdir()
+    path.write_bytes(data)
+    again = open_tier()
+    assert list(again.walk()) == []
+    assert not path.exists()
+    assert again.stats().quarantined == 1
+    assert again.put(one).stored
+
+
+HURTFUL = [
+    {"number": 1 << 70},
+    {"extra": {"w_rows": 1 << 70}, "part": Part.WINDOW},
+    {"extra": {"w_rows": "many"}, "part": Part.WINDOW},
+    {"tokens": b"abc"},
+    {"number": -1},
+]
+
+
+@pytest.mark.parametrize("words", HURTFUL, ids=repr)
+def test_no_file_keeps_a_store_from_opening(words, open_tier):
+    """A record that says impossible things of itself, with every digest right."""
+    (ref,) = refs_of(1)
+    made = chain_of(1)
+    fields = {"part": Part.DELTA, "number": 0, "tokens": ref.tokens, "extra": {}, **words}
+    header = Header(NAMESPACE, ref.key, ref.parent, **fields)
+    tier = open_tier()
+    put_all(tier, [record(first_block([1]))])
+    path = tier.path_of(ref.key, fields["part"])
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(encode(Record(header, made[0].tensors)))
+    again = open_tier()
+    assert len(again.have([first_block([1]).key])) == 1
+    assert again.put(made[0]).stored
+
+
+def test_a_row_without_a_file_is_dropped(open_tier):
+    one, two, three = made = chain_of(3)
+    tier = open_tier()
+    put_all(tier, made)
+    tier.path_of(one.header.key, Part.DELTA).unlink()
+    tier.path_of(two.header.key, Part.DELTA).unlink()
+    assert tier.read(one.header.key, Part.DELTA) is None
+    assert set(tier.have(keys_of(made))) == set(keys_of([two, three]))
+    again = open_tier()
+    assert set(again.have(keys_of(made))) == set(keys_of([three]))
+
+
+def test_a_directory_in_place_of_a_file_is_set_aside(open_tier, store):
+    (one,) = chain_of(1)
+    tier = open_tier()
+    put_all(tier, [one])
+    path = tier.path_of(one.header.key, Part.DELTA)
+    path.unlink()
+    (path / "inner").mkdir(parents=True)
+    assert tier.read(one.header.key, Part.DELTA) is None
+    assert tier.put(one).stored
+    assert_all_read(tier, [one])
+
+
+def test_a_directory_in_place_of_a_doomed_file_stops_nothing(open_tier):
+    """Neither the delete that meets it leaves the block findable, nor is the next start barred."""
+    one, two = made = chain_of(2)
+    tier = open_tier()
+    put_all(tier, made)
+    path = tier.path_of(two.header.key, Part.DELTA)
+    path.unlink()
+    path.mkdir()
+    try:
+        tier.delete(two.header.key)
+    except OSError:
+        pass
+    assert set(tier.have(keys_of(made))) == set(keys_of([one]))
+    again = open_tier()
+    assert set(again.have(keys_of(made))) == set(keys_of([one]))
+    assert_all_read(again, [one])
+
+
+# Quarantine and identity
+
+
+def test_a_bad_record_is_set_aside_with_its_reason(open_tier, store):
+    (one,) = chain_of(1)
+    tier = open_tier()
+    put_all(tier, [one])
+    path = tier.path_of(one.header.key, Part.DELTA)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert tier.read(one.header.key, Part.DELTA) is None
+    assert tier.have(keys_of([one])) == {}
+    assert (tier.stats().quarantined, tier.stats().misses, tier.stats().hits) == (1, 1, 0)
+    bad, why = sorted((store / "quarantine").iterdir())
+    assert bad.read_bytes() == bytes(data)
+    assert why.read_text() == "L0_B0_V does not match its digest\n"
+    assert tier.put(one).stored
+    assert_all_read(tier, [one])
+
+
+def test_a_range_read_does_not_judge_other_tensors(open_tier):
+    """Only what is asked for is read, and only what is read is believed."""
+    (one,) = chain_of(1)
+    tier = open_tier()
+    put_all(tier, [one])
+    path = tier.path_of(one.header.key, Part.DELTA)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # the last byte of V
+    path.write_bytes(data)
+    found = tier.read(one.header.key, Part.DELTA, ["L0_B0_K"])
+    assert content(found) == content(one)[:1]
+    assert tier.read(one.header.key, Part.DELTA, ["L0_B0_V"]) is None
+
+
+def test_fewer_window_rows_after_a_bad_record_are_as_few(open_tier):
+    """What was set aside no longer counts, neither do its rows."""
+    (ref,) = refs_of(1)
+    tier = open_tier()
+    put_all(tier, [record(ref), record(ref, Part.WINDOW, w_rows=256)])
+    path = tier.path_of(ref.key, Part.WINDOW)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert tier.read(ref.key, Part.WINDOW) is None
+    assert tier.have([ref.key])[ref.key].parts == {Part.DELTA}
+    put_all(tier, [record(ref, Part.WINDOW, w_rows=32)])
+    assert tier.have([ref.key])[ref.key].w_rows == 32
+
+
+def test_a_record_replaced_while_it_is_opened_is_not_bad(open_tier, monkeypatch):
+    """A window record grows under a reader who has just opened the old one."""
+    (ref,) = refs_of(1)
+    few, more = (record(ref, Part.WINDOW, 100 * n, w_rows=n) for n in (2, 200))
+    tier, other = open_tier(), open_tier()
+    put_all(tier, [few])
+
+    class Slow(type(tier._files)):
+        def open(self, path):
+            file = super().open(path)
+            assert other.put(more).stored
+            return file
+
+    tier._files = Slow()
+    assert content(tier.read(ref.key, Part.WINDOW)) == content(few)
+    assert tier.stats().quarantined == 0
+    assert content(other.read(ref.key, Part.WINDOW)) == content(more)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"key": bytes(20)},
+        {"part": Part.STATE},
+        {"namespace": Namespace(bytes(32))},
+        {"parent": bytes(20)},
+        {"tokens": bytes(4)},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_a_record_must_be_the_one_that_was_asked_for(wrong):
+    """S0-63: its key is the hash of namespace, parent and tokens, so none of them can be another's."""
+    (ref,) = refs_of(1)
+    header = record(ref).header
+    check_identity(header, ref.key, Part.DELTA)
+    with pytest.raises(BadRecord):
+        check_identity(Header(**{**vars(header), **wrong}), ref.key, Part.DELTA)
+
+
+# Writers
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from keepwarm.store.disk import DiskTier
+tier = DiskTier(Path(sys.argv[1]))
+tier._scratch.new().write_bytes(b"half a record")
+print(tier._scratch.name, flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def writer(store):
+    """Another process with a file on its way."""
+    source = Path(keepwarm.__file__).parents[1]
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(store)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(source)},
+    )
+    try:
+        yield child, child.stdout.readline().strip()
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+
+
+def test_temporary_files_of_the_dead_are_removed_and_those_of_the_living_kept(store, open_tier):
+    with writer(store) as (child, name):
+        half = store / "tmp" / name / "0.tmp"
+        open_tier()
+        assert half.read_bytes() == b"half a record"
+        child.kill()
+        child.wait()
+        assert half.exists()
+        open_tier()
+        assert not half.parent.exists()
+
+
+@contextmanager
+def no_file_may_grow():
+    """A disk quota of nothing, for this process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_takes_no_more_fails_no_request(open_tier):
+    """A real limit of the system, so that SQLite meets it too: reads serve, puts are counted."""
+    made = chain_of(3)
+    tier = open_tier()
+    put_all(tier, made)
+    tier._index.checkpoint()
+    with no_file_may_grow():
+        found = [tier.read(one.header.key, Part.DELTA) for one in made]
+        known = tier.have(keys_of(made))
+        tier.touch(keys_of(made))
+        put = tier.put(record(first_block([5])))
+    assert [content(f) for f in found] == [content(one) for one in made]
+    assert set(known) == set(keys_of(made))
+    assert not put.stored
+    assert put.durable.exception(timeout=5) is not None
+    assert tier.stats().errors >= 1
+    assert tier.put(record(first_block([5]))).stored
+
+
+def test_a_bad_record_on_a_disk_that_takes_no_more_is_a_miss(open_tier):
+    """It can neither be set aside nor taken out of the index."""
+    one, two = made = chain_of(2)
+    tier = open_tier()
+    put_all(tier, made)
+    tier._index.checkpoint()
+    path = tier.path_of(one.header.key, Part.DELTA)
+    path.write_bytes(path.read_bytes()[:-1])
+    tier.path_of(two.header.key, Part.DELTA).unlink()
+    with no_file_may_grow():
+        found = [tier.read(one.header.key, Part.DELTA) for one in made]
+    assert found == [None, None]
+    assert tier.stats().misses == 2
+
+
+def test_a_store_of_a_file_is_refused(tmp_path):
+    (tmp_path / "store").write_bytes(b"")
+    with pytest.raises(OSError, match="store"):
+        DiskTier(tmp_path / "store", DiskLimits())

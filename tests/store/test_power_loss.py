@@ -1,0 +1,367 @@
+"""S0-26: what was acknowledged is found after a power cut, whatever the disk had not written yet.
+
+The file operations of a real store are recorded. For every point of the record the states that a
+disk may show after a cut are built: a file without its sync is empty, half or whole, a directory
+shows its entries as of its last sync and any of the later changes, and the index is lost, the
+latest, or any that was there since it was last synced.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from keepwarm.store.atomic import Files
+from keepwarm.store.disk import INDEX_ROOM, DiskLimits, DiskTier
+from keepwarm.store.index import Index
+from keepwarm.store.record import Part
+from tests.store.crash import WORLD, Block, holds_its_content
+
+SMALL = 500  # bytes of a record
+
+
+class Change(NamedTuple):
+    """A name in a directory gets a file, a directory or nothing."""
+
+    directory: Path
+    name: str
+    node: int | None
+
+
+class Synced(NamedTuple):
+    path: Path
+
+
+class Indexed(NamedTuple):
+    """The index after a transaction, as a whole database; `synced`: the disk has it for sure."""
+
+    database: bytes
+    synced: bool
+
+
+class Said(NamedTuple):
+    """What the caller knows: an operation on a block began, or was acknowledged."""
+
+    verb: str
+    block: Block
+    part: Part = Part.DELTA
+    done: bool = False
+
+
+Event = Change | Synced | Indexed | Said
+
+
+class Log:
+    """All that happened, in order, and what was in the files."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.contents: dict[int, bytes | None] = {}  # by node; None: a directory
+        self._nodes: dict[Path, int] = {}
+
+    def create(self, path: Path, content: bytes | None) -> None:
+        node = len(self.contents)
+        self.contents[node], self._nodes[path] = content, node
+        self.events.append(Change(path.parent, path.name, node))
+
+    def rename(self, old: Path, new: Path) -> None:
+        self._nodes[new] = self._nodes.pop(old)
+        self.events.append(Change(new.parent, new.name, self._nodes[new]))
+        self.events.append(Change(old.parent, old.name, None))
+
+    def remove(self, path: Path) -> None:
+        self._nodes.pop(path)
+        self.events.append(Change(path.parent, path.name, None))
+
+    def node_of(self, path: Path) -> int:
+        return self._nodes[path]
+
+
+class RecordedFiles(Files):
+    """Does everything for real; what is synced is seen at the sync itself, not as promised."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    def make_directory(self, path: Path) -> None:
+        if not path.exists():
+            self._log.create(path, None)
+        super().make_directory(path)
+
+    def write(self, path: Path, pieces: Sequence[bytes | memoryview]) -> None:
+        self._log.create(path, b"".join(pieces))
+        super().write(path, pieces)
+
+    def publish(self, temp: Path, target: Path) -> None:
+        self._log.rename(temp, target)
+        super().publish(temp, target)
+
+    def remove(self, path: Path) -> bool:
+        if path.exists():
+            self._log.remove(path)
+        return super().remove(path)
+
+    def discard(self, temp: Path) -> None:
+        if temp.exists():
+            self._log.remove(temp)
+        super().discard(temp)
+
+    def sync(self, fd: int) -> None:
+        super().sync(fd)
+        self._log.events.append(Synced(Path(f"/proc/self/fd/{fd}").readlink()))
+
+
+class RecordedTier(DiskTier):
+    """A tier whose index is photographed after every transaction."""
+
+    def __init__(self, root: Path, log: Log, limits: DiskLimits | None = None) -> None:
+        self._log = log
+        self._full = False
+        super().__init__(root, limits, RecordedFiles(log))
+
+    def _open_index(self) -> Index:
+        index = super()._open_index()
+        index._db.set_trace_callback(self._statement)
+        return index
+
+    def _statement(self, text: str) -> None:
+        """Called before a statement runs, so a commit is photographed at the statement after it."""
+        if "synchronous = FULL" in text:
+            self._full = True
+        elif "synchronous = NORMAL" in text:
+            self.photograph(synced=self._full)
+            self._full = False
+        elif text.startswith("BEGIN") and not self._full:
+            self.photograph(synced=False)
+
+    def photograph(self, synced: bool) -> None:
+        other = sqlite3.connect(self.root / "index.sqlite")
+        try:
+            self._log.events.append(Indexed(other.serialize(), synced))
+        finally:
+            other.close()
+
+
+class Recorder:
+    """Works on a store and keeps the log of it."""
+
+    def __init__(self, root: Path, limits: DiskLimits | None = None) -> None:
+        self.log, self.root = Log(), root
+        self.tier = RecordedTier(root, self.log, limits)
+
+    def put(self, block: Block, part: Part = Part.DELTA, w_rows: int = 1) -> None:
+        self.log.events.append(Said("put", block, part))
+        self.tier.put(block.record(part, w_rows, SMALL)).durable.result()
+        self.log.events.append(Said("put", block, part, done=True))
+
+    def delete(self, block: Block) -> None:
+        self.log.events.append(Said("delete", block))
+        self.tier.delete(block.key)
+        self.log.events.append(Said("delete", block, done=True))
+
+    def restart(self) -> None:
+        self.tier.close()
+        self.tier = RecordedTier(self.root, self.log)
+
+    def finish(self) -> Log:
+        self.tier.photograph(synced=False)
+        self.tier.close()
+        return self.log
+
+
+class Choice(NamedTuple):
+    """How unlucky the cut is: which changes without a sync were made anyway, and which index."""
+
+    keeps: Callable[[], bool]
+    index: Callable[[list[bytes]], bytes | None]
+
+
+def choices(seed: int) -> list[Choice]:
+    chance = random.Random(seed)
+    return [
+        Choice(lambda: False, lambda states: None),
+        Choice(lambda: False, lambda states: states[0]),
+        Choice(lambda: False, lambda states: states[-1]),
+        Choice(lambda: True, lambda states: states[0]),
+        Choice(lambda: chance.random() < 0.5, chance.choice),
+    ]
+
+
+def after_a_cut(log: Log, cut: int, choice: Choice, origin: Path, place: Path) -> None:
+    """Build in `place` what the disk shows of `origin` if the power goes after `cut` events."""
+    entries = surviving_entries(log.events[:cut], choice)
+    synced = {event.path for event in log.events[:cut] if isinstance(event, Synced)}
+    first_names = {e.node: e.directory / e.name for e in reversed(log.events) if is_creation(e)}
+
+    def build(directory: Path, copy: Path) -> None:
+        copy.mkdir(parents=True)
+        for name, node in entries.get(directory, {}).items():
+            content = log.contents[node]
+            if content is None:
+                build(directory / name, copy / name)
+            elif first_names[node] in synced:
+                (copy / name).write_bytes(content)
+            else:
+                half = random.Random(cut).choice((0, len(content) // 2, len(content)))
+                (copy / name).write_bytes(content[:half])
+
+    if origin.name in entries.get(origin.parent, {}):
+        build(origin, place)
+        database = choice.index(possible_indexes(log.events[:cut]))
+        if database:
+            (place / "index.sqlite").write_bytes(database)
+
+
+def is_creation(event: Event) -> bool:
+    return isinstance(event, Change) and event.node is not None
+
+
+def surviving_entries(events: list[Event], choice: Choice) -> dict[Path, dict[str, int]]:
+    last_sync = {e.path: at for at, e in enumerate(events) if isinstance(e, Synced)}
+    entries: dict[Path, dict[str, int]] = {}
+    for at, event in enumerate(events):
+        if not isinstance(event, Change):
+            continue
+        if at < last_sync.get(event.directory, -1) or choice.keeps():
+            names = entries.setdefault(event.directory, {})
+            if event.node is None:
+                names.pop(event.name, None)
+            else:
+                names[event.name] = event.node
+    return entries
+
+
+def possible_indexes(events: list[Event]) -> list[bytes]:
+    states: list[bytes] = [b""]
+    for event in events:
+        if isinstance(event, Indexed):
+            states = [event.database] if event.synced else [*states, event.database]
+    return states
+
+
+def promised(events: list[Event]) -> tuple[set[tuple[Block, Part]], set[Block]]:
+    """Records that must be found, and blocks that must not."""
+    there: set[tuple[Block, Part]] = set()
+    gone: set[Block] = set()
+    for event in events:
+        if isinstance(event, Said):
+            if event.verb == "put":
+                gone.discard(event.block)
+                there |= {(event.block, event.part)} if event.done else set()
+            else:
+                there = {name for name in there if name[0] != event.block}
+                gone |= {event.block} if event.done else set()
+    return there, gone
+
+
+def check(log: Log, cut: int, place: Path) -> None:
+    there, gone = promised(log.events[:cut])
+    removed = removed_names(log.events[:cut])
+    tier = DiskTier(place)
+    try:
+        for block, part in there - removed:
+            assert part in tier.have([block.key])[block.key].parts
+            record = tier.read(block.key, part)
+            assert record is not None
+            assert holds_its_content(record)
+        assert not tier.have([block.key for block in gone])
+        for name in tier._index.parts():
+            assert tier.path_of(*name).stat().st_size == tier._index.parts()[name]
+        assert tier.stats().quarantined == 0
+        assert not tier._index.doomed()
+    finally:
+        tier.close()
+
+
+def removed_names(events: list[Event]) -> set[tuple[Block, Part]]:
+    """What eviction took since it was last put."""
+    names = {f"{b.key.hex()}.{p.value}.safetensors": (b, p) for b in WORLD for p in Part}
+    removed: set[tuple[Block, Part]] = set()
+    for event in events:
+        if isinstance(event, Change) and event.name in names:
+            name = names[event.name]
+            removed = removed | {name} if event.node is None else removed - {name}
+    return removed
+
+
+def cut_everywhere(log: Log, origin: Path, scratch: Path) -> int:
+    n_states = 0
+    for cut in range(len(log.events) + 1):
+        for choice in choices(cut):
+            place = scratch / "after"
+            after_a_cut(log, cut, choice, origin, place)
+            check(log, cut, place)
+            shutil.rmtree(place)
+            n_states += 1
+    return n_states
+
+
+def test_publishing_and_deleting_survive_a_power_cut(tmp_path: Path) -> None:
+    """S0-26: new directories, new blocks, more window rows, a block deleted and put again."""
+    recorder = Recorder(tmp_path / "made" / "store")
+    for block in WORLD[:4]:
+        recorder.put(block)
+    recorder.put(WORLD[0], Part.WINDOW, w_rows=1)
+    recorder.put(WORLD[0], Part.WINDOW, w_rows=3)
+    recorder.delete(WORLD[3])
+    recorder.put(WORLD[3])
+    recorder.delete(WORLD[0])
+    n_states = cut_everywhere(recorder.finish(), recorder.root, tmp_path)
+    assert n_states > 300
+
+
+def test_eviction_and_restart_survive_a_power_cut(tmp_path: Path) -> None:
+    """S0-26: what eviction took and what was put again in its place."""
+    recorder = Recorder(tmp_path / "store")
+    for block in WORLD[:3]:
+        recorder.put(block)
+    recorder.restart()
+    tier = recorder.tier
+    tier.limits = DiskLimits(max_bytes=tier.stats().n_bytes + INDEX_ROOM, min_free_bytes=0)
+    recorder.put(WORLD[8])
+    recorder.put(WORLD[9])
+    recorder.put(WORLD[2])
+    assert tier.stats().evicted
+    n_states = cut_everywhere(recorder.finish(), recorder.root, tmp_path)
+    assert n_states > 300
+
+
+def test_a_mark_that_outlived_its_deletion_would_be_seen(tmp_path: Path) -> None:
+    """The control: with an index from before the deletion was finished, a block put since goes."""
+    recorder = Recorder(tmp_path / "store")
+    recorder.put(WORLD[0])
+    recorder.delete(WORLD[0])
+    recorder.put(WORLD[0])
+    log = recorder.finish()
+    for at, event in enumerate(log.events):
+        if isinstance(event, Indexed):
+            log.events[at] = event._replace(synced=False)
+    with pytest.raises(KeyError):
+        cut_everywhere(log, recorder.root, tmp_path)
+
+
+@pytest.mark.parametrize("left_out", ["make_directory", "write", "publish"])
+def test_a_missing_sync_would_be_seen(tmp_path: Path, left_out: str) -> None:
+    """The control: a store that forgets one kind of sync does lose blocks here."""
+    recorder = Recorder(tmp_path / "store")
+    for block in WORLD[:2]:
+        recorder.put(block)
+    log = recorder.finish()
+    log.events = [event for event in log.events if not is_sync_of(event, left_out, log)]
+    with pytest.raises((AssertionError, KeyError)):
+        cut_everywhere(log, recorder.root, tmp_path)
+
+
+def is_sync_of(event: Event, operation: str, log: Log) -> bool:
+    if not isinstance(event, Synced):
+        return False
+    if event.path.suffix == ".tmp":
+        return operation == "write"
+    in_blocks = event.path.parent.name == "blocks"
+    return operation == ("publish" if in_blocks else "make_directory")
