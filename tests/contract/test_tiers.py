@@ -16,6 +16,7 @@ from keepwarm.prefix.blocks import Namespace, common_tokens, pack, root
 from keepwarm.store.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, Record
+from keepwarm.store.tiers import Tiers
 from tests.store.kit import (
     NAMESPACE,
     BrokenFiles,
@@ -645,6 +646,35 @@ def test_the_same_records_serve_every_tier(tmp_path):
         assert fast.read(one.header.key, Part.DELTA).header == replace(one.header)
     slow.close()
     fast.close()
+
+
+def test_window_rows_are_read_from_whoever_holds_the_most(tmp_path):
+    """Memory may have caught a block while decoding, with fewer rows than lie on disk."""
+    slow, fast = disk(tmp_path, ROOMY), memory(tmp_path, ROOMY)
+    (ref,) = refs_of(1)
+    few, more = (record(ref, Part.WINDOW, w_rows=n) for n in (8, 200))
+    fast.put(few)
+    slow.put(more)
+    tiers = Tiers([("fast", fast), ("slow", slow)])
+    assert tiers.have([ref.key])[ref.key].w_rows == 200
+    found = tiers.read(ref.key, Part.WINDOW)
+    assert (found.tier, found.record.header.w_rows) == ("slow", 200)
+    assert tiers.read(ref.key, Part.WINDOW).tier == "fast"  # where it was put meanwhile
+    slow.close()
+    fast.close()
+
+
+def test_only_the_first_tier_is_given_what_a_slower_one_had(tmp_path):
+    """The second may be a queue on its way to disk, in which it would stay for ever."""
+    slow, fast, queue = disk(tmp_path, ROOMY), memory(tmp_path, ROOMY), memory(tmp_path, ROOMY)
+    (made,) = chain_of(1)
+    slow.put(made)
+    tiers = Tiers([("fast", fast), ("queue", queue), ("slow", slow)])
+    assert tiers.read(made.header.key, Part.DELTA).tier == "slow"
+    assert tiers.read(made.header.key, Part.DELTA).tier == "fast"
+    assert list(queue.walk()) == []
+    for tier in (slow, fast, queue):
+        tier.close()
 
 
 def test_tokens_of_the_kit_repeat():

@@ -12,11 +12,13 @@ import os
 import random
 import select
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from keepwarm.prefix.blocks import BlockKey, Namespace, block_key, pack, root
@@ -48,7 +50,7 @@ class Block(NamedTuple):
 
     @property
     def tokens(self) -> bytes:
-        return pack([self.conversation, self.number, 7])
+        return pack([self.conversation, self.number, 7, 7, 7, 7, 7, 7])
 
     @property
     def parent(self) -> BlockKey:
@@ -63,7 +65,7 @@ class Block(NamedTuple):
     def record(self, part: Part = Part.DELTA, w_rows: int = 1, n_bytes: int = N_BYTES) -> Record:
         extra = {"w_rows": w_rows} if part is Part.WINDOW else {}
         header = Header(NAMESPACE, self.key, self.parent, part, self.number, self.tokens, extra)
-        data = content(self.key, part, w_rows, n_bytes)
+        data = content(self.key, part, w_rows if extra else 1, n_bytes)
         return Record(header, (Tensor("x", "U8", (len(data),), memoryview(data)),))
 
 
@@ -81,7 +83,26 @@ def holds_its_content(record: Record) -> bool:
     return bytes(record.tensors[0].data) == content(header.key, header.part, rows, size)
 
 
+def marked_for_deletion(index: Path) -> set[BlockKey]:
+    """What a dead process had chosen to delete; the next start must finish it."""
+    if not index.exists():
+        return set()
+    db = sqlite3.connect(index)
+    try:
+        return {BlockKey(row[0]) for row in db.execute("SELECT key FROM blocks WHERE doomed")}
+    except sqlite3.OperationalError:  # the end came before the first table was there
+        return set()
+    finally:
+        db.close()
+
+
 WORLD = [Block(c, n) for c in range(CONVERSATIONS) for n in range(LENGTH)]
+
+
+def fast_place() -> TemporaryDirectory[str]:
+    """A directory in memory where the system has one, for tests that open thousands of stores."""
+    shared = Path("/dev/shm")
+    return TemporaryDirectory(dir=shared if shared.is_dir() else None)
 
 
 def say(*words: object) -> None:
@@ -103,7 +124,14 @@ class Steps:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class SteppedFiles(Files):
+class UnsyncedFiles(Files):
+    """A dead process loses nothing that a living system has in memory, so tests save the wait."""
+
+    def sync(self, fd: int) -> None:
+        pass
+
+
+class SteppedFiles(UnsyncedFiles):
     """A step before and after each operation; syncing is one of its own, so also in between."""
 
     def __init__(self, steps: Steps) -> None:

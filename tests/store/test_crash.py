@@ -22,7 +22,13 @@ from keepwarm.store.disk import DiskTier
 from keepwarm.store.names import parse_name
 from keepwarm.store.record import Part
 from tests.store import crash
-from tests.store.crash import Request, holds_its_content
+from tests.store.crash import (
+    Request,
+    UnsyncedFiles,
+    fast_place,
+    holds_its_content,
+    marked_for_deletion,
+)
 
 Name = tuple[BlockKey, Part]
 KILLED = "exit -9"
@@ -52,6 +58,12 @@ def server() -> Iterator[Server]:
     server = Server()
     yield server
     server.close()
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with fast_place() as place:
+        yield Path(place)
 
 
 class Expected:
@@ -118,8 +130,8 @@ class Expected:
 
 def check_after_start(place: Path, expected: Expected) -> None:
     """Everything the next start owes, and that the books agree with the files."""
-    marked = marked_for_deletion(place)
-    tier = DiskTier(place, crash.LIMITS)
+    marked = marked_for_deletion(place / "index.sqlite")
+    tier = DiskTier(place, crash.LIMITS, UnsyncedFiles())
     try:
         expected.rows = {name: n for name, n in expected.rows.items() if name[0] not in marked}
         check_found(tier, expected)
@@ -186,19 +198,6 @@ def check_index(path: Path) -> None:
         db.close()
 
 
-def marked_for_deletion(place: Path) -> set[BlockKey]:
-    """What the dead process had chosen to delete; the next start must finish it."""
-    if not (place / "index.sqlite").exists():
-        return set()
-    db = sqlite3.connect(place / "index.sqlite")
-    try:
-        return {BlockKey(row[0]) for row in db.execute("SELECT key FROM blocks WHERE doomed")}
-    except sqlite3.OperationalError:  # killed before the first table was there
-        return set()
-    finally:
-        db.close()
-
-
 def kill_at_every_step(server: Server, place: Path, scenario: str) -> int:
     """Run the scenario once whole, then on a fresh copy for each of its steps; count the kills."""
     template = place / "template"
@@ -246,9 +245,9 @@ def kill_at_random(server: Server, place: Path, seed: int, n_kills: int) -> None
 
 
 @pytest.mark.parametrize("scenario", ["publish", "delete", "evict", "restart"])
-def test_a_kill_at_any_step_loses_nothing(server: Server, tmp_path: Path, scenario: str) -> None:
+def test_a_kill_at_any_step_loses_nothing(server: Server, memory: Path, scenario: str) -> None:
     """S0-24: each file operation and each statement of the index, one after the other."""
-    n_kills = kill_at_every_step(server, tmp_path, scenario)
+    n_kills = kill_at_every_step(server, memory, scenario)
     assert n_kills > 20
 
 

@@ -11,19 +11,25 @@ from __future__ import annotations
 import random
 import shutil
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk import INDEX_ROOM, DiskLimits, DiskTier
 from keepwarm.store.index import Index
 from keepwarm.store.record import Part
-from tests.store.crash import WORLD, Block, holds_its_content
-
-SMALL = 500  # bytes of a record
+from tests.store.crash import (
+    WORLD,
+    Block,
+    UnsyncedFiles,
+    fast_place,
+    holds_its_content,
+    marked_for_deletion,
+)
 
 
 class Change(NamedTuple):
@@ -43,6 +49,7 @@ class Indexed(NamedTuple):
 
     database: bytes
     synced: bool
+    marked: bool = False  # something in it is being deleted
 
 
 class Said(NamedTuple):
@@ -64,6 +71,7 @@ class Log:
         self.events: list[Event] = []
         self.contents: dict[int, bytes | None] = {}  # by node; None: a directory
         self._nodes: dict[Path, int] = {}
+        self._database = b""
 
     def create(self, path: Path, content: bytes | None) -> None:
         node = len(self.contents)
@@ -79,15 +87,19 @@ class Log:
         self._nodes.pop(path)
         self.events.append(Change(path.parent, path.name, None))
 
-    def node_of(self, path: Path) -> int:
-        return self._nodes[path]
+    def index(self, state: Indexed) -> None:
+        """Only if it changed, or is safe from now on."""
+        if state.synced or state.database != self._database:
+            self.events.append(state)
+            self._database = state.database
 
 
 class RecordedFiles(Files):
-    """Does everything for real; what is synced is seen at the sync itself, not as promised."""
+    """Does everything but the syncs, which are seen where they are made, not where promised."""
 
-    def __init__(self, log: Log) -> None:
-        self._log = log
+    def __init__(self, log: Log, photograph: Callable[[], None]) -> None:
+        self._log, self._photograph = log, photograph
+        self._syncing = Path()
 
     def make_directory(self, path: Path) -> None:
         if not path.exists():
@@ -95,14 +107,18 @@ class RecordedFiles(Files):
         super().make_directory(path)
 
     def write(self, path: Path, pieces: Sequence[bytes | memoryview]) -> None:
+        self._photograph()
         self._log.create(path, b"".join(pieces))
+        self._syncing = path
         super().write(path, pieces)
 
     def publish(self, temp: Path, target: Path) -> None:
+        self._photograph()
         self._log.rename(temp, target)
         super().publish(temp, target)
 
     def remove(self, path: Path) -> bool:
+        self._photograph()
         if path.exists():
             self._log.remove(path)
         return super().remove(path)
@@ -112,18 +128,21 @@ class RecordedFiles(Files):
             self._log.remove(temp)
         super().discard(temp)
 
+    def sync_directory(self, path: Path) -> None:
+        self._syncing = path
+        super().sync_directory(path)
+
     def sync(self, fd: int) -> None:
-        super().sync(fd)
-        self._log.events.append(Synced(Path(f"/proc/self/fd/{fd}").readlink()))
+        self._log.events.append(Synced(self._syncing))
 
 
 class RecordedTier(DiskTier):
     """A tier whose index is photographed after every transaction."""
 
-    def __init__(self, root: Path, log: Log, limits: DiskLimits | None = None) -> None:
+    def __init__(self, root: Path, log: Log) -> None:
         self._log = log
         self._full = False
-        super().__init__(root, limits, RecordedFiles(log))
+        super().__init__(root, files=RecordedFiles(log, self.photograph))
 
     def _open_index(self) -> Index:
         index = super()._open_index()
@@ -137,13 +156,14 @@ class RecordedTier(DiskTier):
         elif "synchronous = NORMAL" in text:
             self.photograph(synced=self._full)
             self._full = False
-        elif text.startswith("BEGIN") and not self._full:
-            self.photograph(synced=False)
+        elif text.startswith("BEGIN"):
+            self.photograph()
 
-    def photograph(self, synced: bool) -> None:
+    def photograph(self, synced: bool = False) -> None:
         other = sqlite3.connect(self.root / "index.sqlite")
         try:
-            self._log.events.append(Indexed(other.serialize(), synced))
+            marked = other.execute("SELECT 1 FROM blocks WHERE doomed").fetchone()
+            self._log.index(Indexed(other.serialize(), synced, marked is not None))
         finally:
             other.close()
 
@@ -151,13 +171,15 @@ class RecordedTier(DiskTier):
 class Recorder:
     """Works on a store and keeps the log of it."""
 
-    def __init__(self, root: Path, limits: DiskLimits | None = None) -> None:
-        self.log, self.root = Log(), root
-        self.tier = RecordedTier(root, self.log, limits)
+    def __init__(self, root: Path, n_bytes: int = 500) -> None:
+        self.log, self.root, self._n_bytes = Log(), root, n_bytes
+        self.tier = RecordedTier(root, self.log)
 
     def put(self, block: Block, part: Part = Part.DELTA, w_rows: int = 1) -> None:
         self.log.events.append(Said("put", block, part))
-        self.tier.put(block.record(part, w_rows, SMALL)).durable.result()
+        put = self.tier.put(block.record(part, w_rows, self._n_bytes))
+        put.durable.result()
+        assert put.stored
         self.log.events.append(Said("put", block, part, done=True))
 
     def delete(self, block: Block) -> None:
@@ -170,34 +192,34 @@ class Recorder:
         self.tier = RecordedTier(self.root, self.log)
 
     def finish(self) -> Log:
-        self.tier.photograph(synced=False)
+        self.tier.photograph()
         self.tier.close()
         return self.log
 
 
-class Choice(NamedTuple):
-    """How unlucky the cut is: which changes without a sync were made anyway, and which index."""
+class Cut(NamedTuple):
+    """How unlucky it is: which changes without a sync were made anyway, and which index is left."""
 
     keeps: Callable[[], bool]
-    index: Callable[[list[bytes]], bytes | None]
+    database: bytes
 
 
-def choices(seed: int) -> list[Choice]:
+def cuts(events: list[Event], seed: int) -> Iterator[Cut]:
     chance = random.Random(seed)
-    return [
-        Choice(lambda: False, lambda states: None),
-        Choice(lambda: False, lambda states: states[0]),
-        Choice(lambda: False, lambda states: states[-1]),
-        Choice(lambda: True, lambda states: states[0]),
-        Choice(lambda: chance.random() < 0.5, chance.choice),
-    ]
+    states = possible_indexes(events)
+    marked = {state.database for state in states if state.marked}
+    for database in {b"", states[0].database, states[-1].database} | marked:
+        yield Cut(lambda: False, database)
+    yield Cut(lambda: True, states[0].database)
+    yield Cut(lambda: chance.random() < 0.5, chance.choice(states).database)
 
 
-def after_a_cut(log: Log, cut: int, choice: Choice, origin: Path, place: Path) -> None:
-    """Build in `place` what the disk shows of `origin` if the power goes after `cut` events."""
-    entries = surviving_entries(log.events[:cut], choice)
-    synced = {event.path for event in log.events[:cut] if isinstance(event, Synced)}
-    first_names = {e.node: e.directory / e.name for e in reversed(log.events) if is_creation(e)}
+def after_a_cut(log: Log, at: int, cut: Cut, origin: Path, place: Path) -> None:
+    """Build in `place` what the disk shows of `origin` if the power goes after `at` events."""
+    entries = surviving_entries(log.events[:at], cut)
+    synced = {event.path for event in log.events[:at] if isinstance(event, Synced)}
+    changes = [event for event in log.events if isinstance(event, Change)]
+    first_names = {change.node: change.directory / change.name for change in reversed(changes)}
 
     def build(directory: Path, copy: Path) -> None:
         copy.mkdir(parents=True)
@@ -208,27 +230,22 @@ def after_a_cut(log: Log, cut: int, choice: Choice, origin: Path, place: Path) -
             elif first_names[node] in synced:
                 (copy / name).write_bytes(content)
             else:
-                half = random.Random(cut).choice((0, len(content) // 2, len(content)))
+                half = random.Random(at).choice((0, len(content) // 2, len(content)))
                 (copy / name).write_bytes(content[:half])
 
     if origin.name in entries.get(origin.parent, {}):
         build(origin, place)
-        database = choice.index(possible_indexes(log.events[:cut]))
-        if database:
-            (place / "index.sqlite").write_bytes(database)
+        if cut.database:
+            (place / "index.sqlite").write_bytes(cut.database)
 
 
-def is_creation(event: Event) -> bool:
-    return isinstance(event, Change) and event.node is not None
-
-
-def surviving_entries(events: list[Event], choice: Choice) -> dict[Path, dict[str, int]]:
+def surviving_entries(events: list[Event], cut: Cut) -> dict[Path, dict[str, int]]:
     last_sync = {e.path: at for at, e in enumerate(events) if isinstance(e, Synced)}
     entries: dict[Path, dict[str, int]] = {}
     for at, event in enumerate(events):
         if not isinstance(event, Change):
             continue
-        if at < last_sync.get(event.directory, -1) or choice.keeps():
+        if at < last_sync.get(event.directory, -1) or cut.keeps():
             names = entries.setdefault(event.directory, {})
             if event.node is None:
                 names.pop(event.name, None)
@@ -237,35 +254,40 @@ def surviving_entries(events: list[Event], choice: Choice) -> dict[Path, dict[st
     return entries
 
 
-def possible_indexes(events: list[Event]) -> list[bytes]:
-    states: list[bytes] = [b""]
+def possible_indexes(events: list[Event]) -> list[Indexed]:
+    """None at all, or what any transaction since the last sync left."""
+    states = [Indexed(b"", synced=True)]
     for event in events:
         if isinstance(event, Indexed):
-            states = [event.database] if event.synced else [*states, event.database]
+            states = [event] if event.synced else [*states, event]
     return states
 
 
 def promised(events: list[Event]) -> tuple[set[tuple[Block, Part]], set[Block]]:
-    """Records that must be found, and blocks that must not."""
+    """Records that must be found, and blocks that must not; eviction may take what it likes."""
+    names = {f"{b.key.hex()}.{p.value}.safetensors": (b, p) for b in WORLD for p in Part}
     there: set[tuple[Block, Part]] = set()
     gone: set[Block] = set()
     for event in events:
-        if isinstance(event, Said):
-            if event.verb == "put":
-                gone.discard(event.block)
-                there |= {(event.block, event.part)} if event.done else set()
-            else:
-                there = {name for name in there if name[0] != event.block}
-                gone |= {event.block} if event.done else set()
+        if isinstance(event, Change) and event.node is None and event.name in names:
+            there.discard(names[event.name])
+        elif isinstance(event, Said) and event.verb == "put":
+            gone.discard(event.block)
+            there |= {(event.block, event.part)} if event.done else set()
+        elif isinstance(event, Said):
+            there = {name for name in there if name[0] != event.block}
+            gone |= {event.block} if event.done else set()
     return there, gone
 
 
-def check(log: Log, cut: int, place: Path) -> None:
-    there, gone = promised(log.events[:cut])
-    removed = removed_names(log.events[:cut])
-    tier = DiskTier(place)
+def check(events: list[Event], place: Path) -> None:
+    there, gone = promised(events)
+    evicting = marks(events, place.with_name("now.sqlite"))
+    tier = DiskTier(place, files=UnsyncedFiles())
     try:
-        for block, part in there - removed:
+        for block, part in there:
+            if block.key in evicting:
+                continue
             assert part in tier.have([block.key])[block.key].parts
             record = tier.read(block.key, part)
             assert record is not None
@@ -279,30 +301,34 @@ def check(log: Log, cut: int, place: Path) -> None:
         tier.close()
 
 
-def removed_names(events: list[Event]) -> set[tuple[Block, Part]]:
-    """What eviction took since it was last put."""
-    names = {f"{b.key.hex()}.{p.value}.safetensors": (b, p) for b in WORLD for p in Part}
-    removed: set[tuple[Block, Part]] = set()
-    for event in events:
-        if isinstance(event, Change) and event.name in names:
-            name = names[event.name]
-            removed = removed | {name} if event.node is None else removed - {name}
-    return removed
+def marks(events: list[Event], file: Path) -> set[BlockKey]:
+    """What is being deleted at this moment; marks of any other moment excuse nothing."""
+    databases = [event.database for event in events if isinstance(event, Indexed)]
+    if not databases:
+        return set()
+    file.write_bytes(databases[-1])
+    return marked_for_deletion(file)
 
 
 def cut_everywhere(log: Log, origin: Path, scratch: Path) -> int:
     n_states = 0
-    for cut in range(len(log.events) + 1):
-        for choice in choices(cut):
+    for at in range(len(log.events) + 1):
+        for cut in cuts(log.events[:at], seed=at):
             place = scratch / "after"
-            after_a_cut(log, cut, choice, origin, place)
-            check(log, cut, place)
+            after_a_cut(log, at, cut, origin, place)
+            check(log.events[:at], place)
             shutil.rmtree(place)
             n_states += 1
     return n_states
 
 
-def test_publishing_and_deleting_survive_a_power_cut(tmp_path: Path) -> None:
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with fast_place() as place:
+        yield Path(place)
+
+
+def test_publishing_and_deleting_survive_a_power_cut(tmp_path: Path, memory: Path) -> None:
     """S0-26: new directories, new blocks, more window rows, a block deleted and put again."""
     recorder = Recorder(tmp_path / "made" / "store")
     for block in WORLD[:4]:
@@ -312,27 +338,28 @@ def test_publishing_and_deleting_survive_a_power_cut(tmp_path: Path) -> None:
     recorder.delete(WORLD[3])
     recorder.put(WORLD[3])
     recorder.delete(WORLD[0])
-    n_states = cut_everywhere(recorder.finish(), recorder.root, tmp_path)
+    n_states = cut_everywhere(recorder.finish(), recorder.root, memory)
     assert n_states > 300
 
 
-def test_eviction_and_restart_survive_a_power_cut(tmp_path: Path) -> None:
+def test_eviction_and_restart_survive_a_power_cut(tmp_path: Path, memory: Path) -> None:
     """S0-26: what eviction took and what was put again in its place."""
-    recorder = Recorder(tmp_path / "store")
+    recorder = Recorder(tmp_path / "store", n_bytes=200_000)
     for block in WORLD[:3]:
         recorder.put(block)
     recorder.restart()
     tier = recorder.tier
-    tier.limits = DiskLimits(max_bytes=tier.stats().n_bytes + INDEX_ROOM, min_free_bytes=0)
+    cap = tier.stats().n_bytes + INDEX_ROOM + 50_000
+    tier.limits = DiskLimits(max_bytes=cap, min_free_bytes=0)
     recorder.put(WORLD[8])
     recorder.put(WORLD[9])
     recorder.put(WORLD[2])
     assert tier.stats().evicted
-    n_states = cut_everywhere(recorder.finish(), recorder.root, tmp_path)
+    n_states = cut_everywhere(recorder.finish(), recorder.root, memory)
     assert n_states > 300
 
 
-def test_a_mark_that_outlived_its_deletion_would_be_seen(tmp_path: Path) -> None:
+def test_a_mark_that_outlived_its_deletion_would_be_seen(tmp_path: Path, memory: Path) -> None:
     """The control: with an index from before the deletion was finished, a block put since goes."""
     recorder = Recorder(tmp_path / "store")
     recorder.put(WORLD[0])
@@ -343,11 +370,11 @@ def test_a_mark_that_outlived_its_deletion_would_be_seen(tmp_path: Path) -> None
         if isinstance(event, Indexed):
             log.events[at] = event._replace(synced=False)
     with pytest.raises(KeyError):
-        cut_everywhere(log, recorder.root, tmp_path)
+        cut_everywhere(log, recorder.root, memory)
 
 
 @pytest.mark.parametrize("left_out", ["make_directory", "write", "publish"])
-def test_a_missing_sync_would_be_seen(tmp_path: Path, left_out: str) -> None:
+def test_a_missing_sync_would_be_seen(tmp_path: Path, memory: Path, left_out: str) -> None:
     """The control: a store that forgets one kind of sync does lose blocks here."""
     recorder = Recorder(tmp_path / "store")
     for block in WORLD[:2]:
@@ -355,7 +382,7 @@ def test_a_missing_sync_would_be_seen(tmp_path: Path, left_out: str) -> None:
     log = recorder.finish()
     log.events = [event for event in log.events if not is_sync_of(event, left_out, log)]
     with pytest.raises((AssertionError, KeyError)):
-        cut_everywhere(log, recorder.root, tmp_path)
+        cut_everywhere(log, recorder.root, memory)
 
 
 def is_sync_of(event: Event, operation: str, log: Log) -> bool:

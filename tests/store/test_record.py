@@ -6,7 +6,9 @@ import re
 import struct
 import tracemalloc
 from dataclasses import replace
+from hashlib import sha256
 from io import BytesIO
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepwarm.errors import BadRecord
-from keepwarm.prefix.blocks import BlockKey, pack
+from keepwarm.prefix.blocks import BlockKey, pack, unpack
 from keepwarm.prefix.fingerprint import FORMAT_VERSION
 from keepwarm.store.record import (
     ITEM_BYTES,
@@ -25,6 +27,7 @@ from keepwarm.store.record import (
     Header,
     Part,
     Record,
+    check_identity,
     open_record,
     pieces,
     read_tensors,
@@ -396,6 +399,44 @@ def test_a_name_given_twice_is_refused():
     twice = text[:-1] + b',"L0_B0_K":' + dumps(head["L0_B0_K"]).encode() + b"}"
     with pytest.raises(BadRecord):
         decode(struct.pack("<Q", len(twice)) + twice + body)
+
+
+# Files of every version that ever was
+
+
+FORMATS = Path(__file__).parents[1] / "data" / "format"
+GOLDEN = [(path, name) for path in sorted(FORMATS.glob("v*/expected.json"))
+          for name in json.loads(path.read_text())]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "name"), GOLDEN, ids=lambda value: getattr(value, "name", value))
+def test_files_of_every_version_are_read(path, name):
+    """S0-54: what was written by any version so far is read by this one."""
+    expected = json.loads(path.read_text())[name]
+    opened, tensors = decode(path.with_name(f"{name}.safetensors").read_bytes())
+    header = opened.header
+    check_identity(header, BlockKey(bytes.fromhex(expected["key"])), Part(expected["part"]))
+    assert header.namespace.hex() == expected["namespace"]
+    assert header.parent.hex() == expected["parent"]
+    assert (header.number, header.version) == (expected["number"], expected["version"])
+    assert unpack(header.tokens) == expected["tokens"]
+    assert dict(header.extra) == expected["extra"]
+    found = [[t.name, t.dtype, list(t.shape), sha256(t.data).hexdigest()] for t in tensors]
+    assert found == expected["tensors"]
+
+
+def test_there_are_files_of_every_version():
+    versions = {path.parent.name for path, _ in GOLDEN}
+    assert versions == {f"v{n}" for n in range(1, FORMAT_VERSION + 1)}
+    assert len(GOLDEN) >= 5
+
+
+@pytest.mark.parametrize("name", [name for path, name in GOLDEN if path.parent.name == "v1"])
+def test_the_writer_still_writes_its_version(name):
+    """Byte for byte: a change of the format needs a new number and new files beside these."""
+    data = (FORMATS / "v1" / f"{name}.safetensors").read_bytes()
+    opened, tensors = decode(data)
+    assert encode(Record(opened.header, tensors)) == data
 
 
 def test_a_record_without_tensors_is_a_record():

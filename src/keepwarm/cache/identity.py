@@ -1,4 +1,4 @@
-"""Who made these numbers: digests of weights, tokenizer and layout, as one namespace.
+"""Who made these numbers: digests of weights, tokenizer and layout.
 
 Weights count by content. A file is read once in full; its digest is remembered by path, size,
 mtime and inode, so the next start reads nothing.
@@ -15,8 +15,7 @@ from typing import Any
 
 from keepwarm.errors import BadInput
 from keepwarm.kv.layout import LayerSpec, Layout
-from keepwarm.prefix.blocks import Namespace
-from keepwarm.prefix.fingerprint import Identity, digest, namespace
+from keepwarm.prefix.fingerprint import Identity, digest
 
 WEIGHTS = ("*.safetensors", "*.gguf", "*.npz")
 TOKENIZER = ("tokenizer*", "*.tiktoken", "vocab*", "merges.txt", "special_tokens_map.json",
@@ -60,13 +59,13 @@ def identify(
     adapter: Path | None = None,
     kv_options: Mapping[str, Any] | None = None,
     salt: str = "",
-) -> Namespace:
-    """The namespace of a model that lies in a directory or a single file."""
+) -> Identity:
+    """What tells the blocks of this model, with these options, from all others."""
     weights = _digests(source, WEIGHTS, digests)
     if not weights:
         raise BadInput(f"{source} holds no weights, so its blocks could not be told from others'.")
     config = source / "config.json"
-    identity = Identity(
+    return Identity(
         weights=weights,
         config=digests.of(config) if config.is_file() else "",
         tokenizer=digest(_digests(source, TOKENIZER, digests)) if source.is_dir() else "",
@@ -75,7 +74,6 @@ def identify(
         kv_options=dict(kv_options or {}),
         salt=salt,
     )
-    return namespace(identity)
 
 
 def _digests(source: Path, patterns: tuple[str, ...], digests: Digests) -> dict[str, str]:

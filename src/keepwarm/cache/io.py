@@ -8,10 +8,11 @@ deepest first, exactly as every tier does.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,10 +23,10 @@ from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, Record
 from keepwarm.store.tier import Tier
-from keepwarm.store.tiers import Found, Tiers
+from keepwarm.store.tiers import Tiers
+from keepwarm.store.wear import Wear
 
 LOG = logging.getLogger(__name__)
-LOOK_AHEAD = 8  # records read before they are asked for
 MAX_DEFERRAL_S = 2.0  # a save waits for restores, but not for ever
 
 
@@ -35,6 +36,7 @@ class WriteStats:
     written_bytes: int = 0
     dropped: int = 0  # saves given up for lack of room in the queue
     failed: int = 0  # saves that the disk refused
+    over_budget: int = 0  # saves given up because today's writes are used up
 
 
 class Saver(Protocol):
@@ -80,7 +82,10 @@ class MemoryOnly:
 class Writer:
     """Puts records on disk, in order, off the request path; restores go first."""
 
-    def __init__(self, memory: Tier | None, disk: Tier, max_queued_bytes: int) -> None:
+    def __init__(
+        self, memory: Tier | None, disk: Tier, max_queued_bytes: int, wear: Wear | None = None
+    ) -> None:
+        self._wear = wear
         self.queued = MemoryTier(max_queued_bytes)
         self._memory = memory
         self._disk = disk
@@ -99,9 +104,24 @@ class Writer:
         if not policy.to_disk:
             return
         with self._changed:
-            if self.queued.put(record).stored:
+            if self._is_orphan(record):
+                self._count(dropped=1)
+            elif self.queued.put(record).stored:
                 self._order.append((record.header.key, record.header.part))
                 self._changed.notify_all()
+            elif not self._known(record):
+                self._count(dropped=1)
+
+    def _known(self, record: Record) -> bool:
+        found = self.queued.have([record.header.key]).get(record.header.key)
+        return found is not None and record.header.part in found.parts
+
+    def _is_orphan(self, record: Record) -> bool:
+        """Rows are of no use without those before them: with a save its descendants are dropped."""
+        header = record.header
+        if header.part is not Part.DELTA or header.number == 0:
+            return False
+        return not (self.queued.have([header.parent]) or self._disk.have([header.parent]))
 
     def flush(self) -> None:
         with self._changed:
@@ -152,13 +172,20 @@ class Writer:
         record = self.queued.read(key, part)
         if record is None:
             self._count(dropped=1)
-            return
+        elif self._wear is not None and not self._wear.allows(record.n_bytes):
+            self._count(over_budget=1)
+        else:
+            self._save(record)
+        self.queued.delete_part(key, part)
+
+    def _save(self, record: Record) -> None:
         put = self._disk.put(record)
         if put.durable.exception() is not None:
             self._count(failed=1)
         elif put.stored:
             self._count(written_records=1, written_bytes=record.n_bytes)
-        self.queued.delete_part(key, part)
+            if self._wear is not None:
+                self._wear.add(record.n_bytes)
 
     def _count(self, **more: int) -> None:
         sums = {name: getattr(self._stats, name) + n for name, n in more.items()}
@@ -166,21 +193,30 @@ class Writer:
 
 
 class Reader:
-    """Reads the records of a plan ahead of their use, in order."""
+    """Reads the records of a plan in several threads, each putting its own where it belongs."""
 
-    def __init__(self, tiers: Tiers, n_threads: int = 4) -> None:
+    def __init__(self, tiers: Tiers, n_threads: int | None = None) -> None:
         self._tiers = tiers
+        n_threads = n_threads or min(8, max(2, (os.cpu_count() or 2) // 2))
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="keepwarm-reader")
 
-    def read(self, reads: Sequence[Read]) -> Iterator[Found | None]:
-        """Every record in order; None where one is a miss."""
-        waiting: deque[Future[Found | None]] = deque()
-        for read in reads:
-            waiting.append(self._pool.submit(self._tiers.read, read.key, read.part))
-            if len(waiting) > LOOK_AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+    def read(self, reads: Sequence[Read], use: Callable[[Record], None]) -> list[str] | None:
+        """Hand every record to `use`, in no order; the tiers they came from, or None on a miss.
+
+        Each thread has one record in hand at a time, so memory stays small.
+        """
+        stop = threading.Event()
+
+        def one(read: Read) -> str | None:
+            found = None if stop.is_set() else self._tiers.read(read.key, read.part)
+            if found is None:
+                stop.set()
+                return None
+            use(found.record)
+            return found.tier
+
+        tiers = [future.result() for future in [self._pool.submit(one, read) for read in reads]]
+        return None if stop.is_set() else [tier for tier in tiers if tier is not None]
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

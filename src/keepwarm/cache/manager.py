@@ -142,21 +142,19 @@ class Manager:
 
     def _load(self, plan: Plan) -> Restored | None:
         started = self.clock()
-        assembly = Assembly(self.layout, plan.n_tokens)
-        blocks_by_tier: Counter[str] = Counter()
+        reads = plan.point.reads
         try:
+            assembly = Assembly(self.layout, plan.n_tokens)
             with self.writer.restoring():
-                for found in self.reader.read(plan.point.reads):
-                    if found is None:
-                        return None
-                    assembly.add(block_of(found.record))
-                    blocks_by_tier[found.tier] += 1
+                tiers = self.reader.read(reads, lambda record: assembly.add(block_of(record)))
+            if tiers is None:
+                return None
             caches = assembly.finish()
         except CacheError:
             return None
         self.rates.saw_load(plan.point.n_bytes, self.clock() - started)
-        self.tiers.touch([read.key for read in plan.point.reads])
-        return Restored(caches, plan.n_tokens, _shares(blocks_by_tier, plan.n_tokens))
+        self.tiers.touch([read.key for read in reads])
+        return Restored(caches, plan.n_tokens, _tokens_by_tier(plan, tiers))
 
 
 class Capture:
@@ -227,13 +225,17 @@ def _stateless(block: Block) -> Block:
     return Block(block.index, block.n_tokens, block.delta, block.window, block.first_rows)
 
 
-def _shares(blocks: Counter[str], n_tokens: int) -> dict[str, int]:
-    """Tokens by tier, in proportion to the records read from each."""
-    total = sum(blocks.values())
-    shares = {name: n * n_tokens // total for name, n in blocks.items()}
-    first = next(iter(shares))
-    shares[first] += n_tokens - sum(shares.values())
-    return shares
+def _tokens_by_tier(plan: Plan, tiers: Sequence[str]) -> dict[str, int]:
+    """Each block counts for the tier that its first record came from."""
+    by_number: dict[int, str] = {}
+    for read, tier in zip(plan.point.reads, tiers, strict=True):
+        by_number.setdefault(read.number, tier)
+    counts: Counter[str] = Counter()
+    for number, tier in by_number.items():
+        counts[tier] += min(BLOCK_TOKENS, plan.n_tokens - number * BLOCK_TOKENS)
+    # Blocks that no layer had to read, before a window or a state, go with the last.
+    counts[tiers[-1]] += plan.n_tokens - counts.total()
+    return dict(counts)
 
 
 def _blend(rate: float, amount: float, seconds: float) -> float:

@@ -8,11 +8,12 @@ from pathlib import Path
 from keepwarm.cache.io import MemoryOnly, Reader, Saver, Writer
 from keepwarm.cache.manager import Manager
 from keepwarm.kv.layout import Layout
-from keepwarm.prefix.blocks import Namespace
+from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import Tier
 from keepwarm.store.tiers import Tiers
+from keepwarm.store.wear import Wear
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Budgets:
     disk: bool = True
     disk_bytes: int | None = 20 << 30
     min_free_disk_bytes: int = 2 << 30
+    disk_writes_per_day: int | None = None  # bytes; SSDs wear
 
 
 class OpenedStore:
@@ -37,15 +39,16 @@ class OpenedStore:
         tiers: list[tuple[str, Tier]] = [("memory", self.memory)]
         if budgets.disk:
             self.disk = DiskTier(root, DiskLimits(budgets.disk_bytes, budgets.min_free_disk_bytes))
-            writer = Writer(self.memory, self.disk, budgets.queue_bytes)
+            self.wear = Wear(root, budgets.disk_writes_per_day)
+            writer = Writer(self.memory, self.disk, budgets.queue_bytes, self.wear)
             self.saver = writer
             tiers += [("memory", writer.queued), ("disk", self.disk)]
         self.tiers = Tiers(tiers)
         self.reader = Reader(self.tiers)
 
-    def manager(self, namespace: Namespace, layout: Layout) -> Manager:
+    def manager(self, identity: Identity, layout: Layout) -> Manager:
         """What one model with one set of KV options uses of this store."""
-        return Manager(namespace, layout, self.tiers, self.reader, self.saver)
+        return Manager(namespace(identity), layout, self.tiers, self.reader, self.saver)
 
     def close(self) -> None:
         """Write what is queued and let go of files."""

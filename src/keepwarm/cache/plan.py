@@ -113,7 +113,7 @@ def _reads(needs: Needs, forest: Forest, candidate: Candidate) -> tuple[Read, ..
     n_blocks = -(-n_tokens // BLOCK_TOKENS)
     first_windowed = max(0, n_tokens - needs.window) // BLOCK_TOKENS if needs.window else n_blocks
     for number in range(0 if needs.delta else first_windowed, n_blocks):
-        key = forest.refs[number].key if number < forest.n_matched else candidate.beside
+        key = _holder(forest, candidate, number)
         known = forest.known.get(key) if key else None
         if key is None or known is None:
             return None
@@ -132,6 +132,14 @@ def _reads(needs: Needs, forest: Forest, candidate: Candidate) -> tuple[Read, ..
             return None
         reads.append(Read(key, Part.STATE, n_blocks - 1))
     return tuple(reads)
+
+
+def _holder(forest: Forest, candidate: Candidate, number: int) -> BlockKey | None:
+    """The block with the rows of this number; past the match there is only the last one, beside."""
+    if number < forest.n_matched:
+        return forest.refs[number].key
+    is_last = number == (candidate.n_tokens - 1) // BLOCK_TOKENS
+    return candidate.beside if is_last else None
 
 
 def _window_held(known: Known, number: int, n_tokens: int, window: int) -> bool:

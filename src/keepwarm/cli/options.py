@@ -55,11 +55,13 @@ def live_cache(
     model: Model, settings: config.Settings, kv_bits: int | None, no_cache: bool
 ) -> Iterator[LiveCache]:
     """The caches of a conversation, backed by the block store; leaving saves what is queued."""
+    from keepwarm import kv
     from keepwarm.engine.generate import LiveCache
     from keepwarm.engine.store import Store
 
     kv_options = {} if kv_bits is None else {"kv_bits": kv_bits}
     if no_cache:
+        kv.probe(model.module, kv.make_caches(model.module, **kv_options))
         yield LiveCache(model, kv_options=kv_options)
         return
     with Store(settings=settings) as store:

@@ -47,10 +47,9 @@ class Store:
         caches = kv.make_caches(model, **kv_options)
         layout = kv.probe(model, caches)
         memo = Digests(self.settings.home / "digests.json")
-        namespace = identify(
-            locate(str(source), self.settings), layout, memo, kv_options=kv_options
-        )
-        return Attached(model, self._opened.manager(namespace, layout), kv_options)
+        place = locate(str(source), self.settings)
+        identity = identify(place, layout, memo, kv_options=kv_options)
+        return Attached(model, self._opened.manager(identity, layout), kv_options)
 
     def flush(self) -> None:
         """Return once everything committed is on disk."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from keepwarm.errors import CacheMismatch
+from keepwarm.errors import CacheMismatch, UnsupportedCache
 from keepwarm.kv.codec import Encoded, Scalar, encode
 from keepwarm.kv.kinds import Caches, Kind, kind_of
 
@@ -124,8 +124,14 @@ def layout_of(caches: Caches) -> Layout:
 
 def probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Layout:
     """The layout of a model, found by feeding one token to fresh caches."""
-    model(mx.array([[token]]), cache=caches)
-    mx.eval([array for cache in caches for array in encode(cache).arrays()])
+    try:
+        model(mx.array([[token]]), cache=caches)
+        mx.eval([array for cache in caches for array in encode(cache).arrays()])
+    except (ValueError, TypeError) as error:
+        # Mostly a group size that does not divide a head, or sinks beside quantised keys.
+        raise UnsupportedCache(
+            f"This model does not run with these caches ({error}); change or drop the KV options."
+        ) from error
     return layout_of(caches)
 
 

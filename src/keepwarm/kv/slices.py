@@ -154,24 +154,18 @@ def _name_states(index: int, states: Mapping[str, Tensors]) -> Tensors:
 class RowBuffer:
     """K or V of one layer, filled in place, so that a restore holds the rows once.
 
-    Bytes of ours go straight into MLX's memory where the host can reach it: one copy and no more.
+    Bytes of ours go straight into MLX's memory: one copy, and several threads may write at once.
     """
 
     def __init__(self, spec: TensorSpec, n_rows: int, room: int = 0) -> None:
         self.spec = spec
-        self.array = mx.zeros(spec.with_rows(n_rows + room), spec.dtype)
+        self.array = mx.empty(spec.with_rows(n_rows + room), spec.dtype)
         mx.eval(self.array)
+        self._memory = host_view(self.array)
 
     def write(self, at: int, rows: Rows) -> None:
-        end = at + rows.shape[ROWS]
-        if isinstance(rows, mx.array):
-            self.array[..., at:end, :] = rows
-            return
-        memory = host_view(self.array)
-        if memory is None:
-            self.array[..., at:end, :] = rows.to_mx()
-        else:
-            memory[..., at:end, :] = rows.words
+        host = rows if isinstance(rows, HostArray) else HostArray(host_view(rows), rows.dtype)
+        self._memory[..., at : at + rows.shape[ROWS], :] = host.words
 
 
 class _LeafAssembly:
@@ -181,8 +175,8 @@ class _LeafAssembly:
         self.leaf = leaf
         self.n_tokens = n_tokens
         self.first = leaf.first_row_needed(n_tokens)
-        self.next = self.first  # rows up to here are in place
-        self.states: dict[str, mx.array] = {}
+        self.come: set[int] = set()  # numbers of the blocks whose rows are in place
+        self.states: dict[str, Rows] = {}
         room = -(n_tokens - self.first) % BLOCK_TOKENS or BLOCK_TOKENS
         grows = leaf.cls in ("KVCache", "QuantizedKVCache")
         self.buffers = {
@@ -194,49 +188,52 @@ class _LeafAssembly:
     def add(self, block: Block) -> None:
         if self.leaf.kind is Kind.STATE:
             self._add_state(block)
-        elif self.leaf.tensors:
-            self._add_rows(block)
+        elif self.leaf.kind is Kind.WINDOW:
+            if self.leaf.path in block.first_rows:
+                self._add_rows(block, block.window, block.first_rows[self.leaf.path])
+        elif block.delta:
+            self._add_rows(block, block.delta, first_row=0)
 
-    def _add_rows(self, block: Block) -> None:
-        path, start = self.leaf.path, block.start
-        window = self.leaf.kind is Kind.WINDOW
-        held = start + (block.first_rows.get(path, block.n_tokens) if window else 0)
-        end = min(block.end, self.n_tokens)
-        if start >= self.n_tokens or held >= block.end or end <= self.next:
+    def _add_rows(self, block: Block, tensors: Mapping[str, Rows], first_row: int) -> None:
+        held = block.start + first_row
+        start, end = max(block.start, self.first), min(block.end, self.n_tokens)
+        if start >= end or held > start or block.index in self.come:
             return
-        if held > self.next:
-            raise self._missing(min(held, self.n_tokens))
         for name, buffer in self.buffers.items():
-            rows = self._tensor(block, block.window if window else block.delta, name)
-            buffer.spec.check(rows, block.end - held, f"Layer {path}, block {block.index}")
-            buffer.write(self.next - self.first, _between(rows, self.next - held, end - held))
-        self.next = end
+            rows = self._tensor(block, tensors, name)
+            buffer.spec.check(rows, block.end - held, self._place(block))
+            buffer.write(start - self.first, _between(rows, start - held, end - held))
+        if end == min(block.start + BLOCK_TOKENS, self.n_tokens):
+            self.come.add(block.index)
 
     def _add_state(self, block: Block) -> None:
         if block.end != self.n_tokens or not block.state:
             return
-        place = f"Layer {self.leaf.path}, block {block.index}"
         if self.leaf.is_open:
-            self.states = self._open_states(block, place)
+            self.states = self._open_states(block)
             return
+        n_rows = min(self.n_tokens, self.leaf.scalars.get("max_size", 0))
         for name, spec in self.leaf.tensors.items():
             array = self._tensor(block, block.state, name)
-            spec.check(array, min(self.n_tokens, self.leaf.scalars.get("max_size", 0)), place)
-            self.states[name] = _to_mx(array)
+            spec.check(array, n_rows, self._place(block))
+            self.states[name] = array
 
-    def _open_states(self, block: Block, place: str) -> dict[str, mx.array]:
+    def _open_states(self, block: Block) -> dict[str, Rows]:
         """Arrays that were there when the block was cut; those one token shows are checked."""
         names = [f"state{i}" for i in range(len(LAYER_ARRAYS))]
         found = {n: block.state.get(tensor_name(self.leaf.path, block.index, n)) for n in names}
         for name, spec in self.leaf.tensors.items():
-            spec.check_any_rows(self._tensor(block, block.state, name), place)
-        return {name: _to_mx(array) for name, array in found.items() if array is not None}
+            spec.check_any_rows(self._tensor(block, block.state, name), self._place(block))
+        return {name: array for name, array in found.items() if array is not None}
 
     def _tensor(self, block: Block, tensors: Mapping[str, Rows], name: str) -> Rows:
         wanted = tensor_name(self.leaf.path, block.index, name)
         if wanted not in tensors:
             raise CorruptBlock(self.leaf.path, block.index, f"{wanted} is missing")
         return tensors[wanted]
+
+    def _place(self, block: Block) -> str:
+        return f"Layer {self.leaf.path}, block {block.index}"
 
     def encoded(self) -> Encoded:
         """What has come, as the codec wants it; raises where something has not."""
@@ -248,21 +245,24 @@ class _LeafAssembly:
             if not self.states:
                 why = f"there is no state as of token {self.n_tokens}"
                 raise CorruptBlock(leaf.path, last, why)
-            return Encoded(leaf.cls, self.states, scalars)
-        if self.next < self.n_tokens:
-            raise self._missing(self.n_tokens)
+            return Encoded(leaf.cls, {n: _to_mx(a) for n, a in self.states.items()}, scalars)
+        for number in range(self.first // BLOCK_TOKENS, last + 1):
+            if number not in self.come:
+                raise self._missing(number)
         return Encoded(leaf.cls, {n: b.array for n, b in self.buffers.items()}, scalars)
 
-    def _missing(self, end: int) -> CorruptBlock:
-        why = f"rows {self.next} to {end} are missing"
-        return CorruptBlock(self.leaf.path, self.next // BLOCK_TOKENS, why)
+    def _missing(self, number: int) -> CorruptBlock:
+        start = max(self.first, number * BLOCK_TOKENS)
+        end = min(self.n_tokens, (number + 1) * BLOCK_TOKENS)
+        return CorruptBlock(self.leaf.path, number, f"rows {start} to {end} are missing")
 
 
 class Assembly:
-    """Caches for the first `n_tokens` of a prompt, put together block by block, in order.
+    """Caches for the first `n_tokens` of a prompt, put together from blocks in any order.
 
     Every tensor is checked against the layout. Rows are copied into place and the block may be
-    dropped at once, so memory peaks at the cache itself plus one block.
+    dropped at once, so memory peaks at the cache itself plus the blocks in hand. Make and finish it
+    on the thread that owns MLX; blocks of bytes may be added by several threads at once.
     """
 
     def __init__(self, layout: Layout, n_tokens: int) -> None:
@@ -272,8 +272,6 @@ class Assembly:
     def add(self, block: Block) -> None:
         for leaf in self._leaves.values():
             leaf.add(block)
-        buffers = [b.array for leaf in self._leaves.values() for b in leaf.buffers.values()]
-        mx.eval(buffers)
 
     def finish(self) -> Caches:
         """The caches, evaluated; raises, naming layer and block, where rows are missing."""

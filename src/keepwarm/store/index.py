@@ -6,14 +6,16 @@ A write first reserves its bytes, so that several processes together stay under 
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import threading
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from keepwarm.prefix.blocks import BlockKey, Namespace, common_tokens
+from keepwarm.store.eviction import SHORT_BRANCH, SUPERSEDED_S, after_use
 from keepwarm.store.record import Header, Part
 from keepwarm.store.tier import Child, Known, State, Stored
 
@@ -99,6 +101,7 @@ class Index:
         self._db = sqlite3.connect(
             path, timeout=30, isolation_level=None, check_same_thread=False, cached_statements=64
         )
+        self._db.create_function("after_use", 3, after_use, deterministic=True)
         try:
             self._prepare()
         except BaseException:
@@ -252,6 +255,7 @@ class Index:
         key, n_tokens = header.key, len(header.tokens) // 4
         with self._transaction() as db:
             _end_write(db, reservation)
+            self._supersede(db, header)
             db.execute(
                 "INSERT INTO blocks(key, parent, namespace, number, n_tokens, used, value) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
@@ -263,8 +267,30 @@ class Index:
             self._set_part(db, key, header.part, n_bytes, header.w_rows)
 
     def touch(self, keys: Collection[BlockKey], now: float) -> None:
+        query = "UPDATE blocks SET value = after_use(used, value, ?1), used = ?1 WHERE key = ?2"
         with self._transaction() as db:
-            db.executemany("UPDATE blocks SET used = ? WHERE key = ?", ((now, k) for k in keys))
+            db.executemany(query, ((now, key) for key in dict.fromkeys(keys)))
+
+    def _supersede(self, db: sqlite3.Connection, header: Header) -> None:
+        """A block that begins as a short branch does replaces it: an answer rendered anew, say."""
+        if not db.execute(
+            "SELECT 1 FROM blocks WHERE key = ? AND children > 0", (header.parent,)
+        ).fetchone():
+            return
+        beside = [c for c in self.children(header.parent, header.tokens) if c.key != header.key]
+        branch = self._branch(beside[0].key) if beside else []
+        if len(branch) <= SHORT_BRANCH:
+            query = "UPDATE blocks SET value = ? WHERE key = ?"
+            db.executemany(query, ((SUPERSEDED_S, key) for key in branch))
+
+    def _branch(self, key: BlockKey) -> list[BlockKey]:
+        """A block and what is below it, but no more than it takes to be a long branch."""
+        query = (
+            "WITH RECURSIVE down(key) AS (SELECT ? UNION ALL "
+            "SELECT b.key FROM blocks b JOIN down ON b.parent = down.key) "
+            f"SELECT key FROM down LIMIT {SHORT_BRANCH + 1}"  # noqa: S608
+        )
+        return [BlockKey(row[0]) for row in self._rows(query, (key,))]
 
     def doom(self, keys: Iterable[BlockKey]) -> None:
         """Mark blocks as being deleted: nobody finds them, and a crash does not bring them back."""
@@ -302,26 +328,35 @@ class Index:
     def is_doomed(self, key: BlockKey) -> bool:
         return bool(self._rows("SELECT 1 FROM blocks WHERE key = ? AND doomed", (key,)))
 
-    def victims(self, n_bytes: int, spare: Collection[BlockKey] = ()) -> list[Victim]:
-        """Unpinned blocks that nothing descends from, least valuable first, freeing `n_bytes`."""
+    def victims(
+        self, n_bytes: int, spare: Collection[BlockKey] = (), priority: float = math.inf
+    ) -> list[Victim]:
+        """Unpinned blocks that nothing descends from, least valuable first, freeing `n_bytes`.
+
+        None of a higher priority: what comes is not worth more than they are.
+        """
         chosen, freed = [], 0
-        rows = self._rows(
+        query = (
             "SELECT key, d + w + s FROM blocks b WHERE children = 0 AND pins = 0 AND doomed = 0 "
+            "AND used + value <= ? "
             "AND NOT EXISTS (SELECT 1 FROM writes w WHERE b.key IN (w.key, w.parent)) "
-            "ORDER BY used + value LIMIT 512"
+            "ORDER BY used + value"
         )
-        for key, size in rows:
-            if freed >= n_bytes:
-                break
-            if key not in spare:
-                chosen.append(Victim(BlockKey(key), size))
-                freed += size
+        with self._lock, closing(self._db.execute(query, (priority,))) as rows:
+            for key, size in rows:
+                if freed >= n_bytes:
+                    break
+                if key not in spare:
+                    chosen.append(Victim(BlockKey(key), size))
+                    freed += size
         return chosen
 
-    def condemn(self, n_bytes: int, spare: Collection[BlockKey] = ()) -> list[BlockKey]:
+    def condemn(
+        self, n_bytes: int, spare: Collection[BlockKey] = (), priority: float = math.inf
+    ) -> list[BlockKey]:
         """Choose victims and mark them in one step, so that nobody pins one in between."""
         with self._transaction():
-            keys = [victim.key for victim in self.victims(n_bytes, spare)]
+            keys = [victim.key for victim in self.victims(n_bytes, spare, priority)]
             self._mark(keys)
         return keys
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -24,6 +25,7 @@ class MemoryTier:
         self._clock = clock
         self._index = Index(":memory:")
         self._records: dict[tuple[BlockKey, Part], Record] = {}
+        self._refused: deque[BlockKey] = deque(maxlen=64)  # as many as may be under way at once
         self._lock = threading.RLock()
         self._stats = TierStats(max_bytes=max_bytes)
 
@@ -61,22 +63,27 @@ class MemoryTier:
         known = self._index.have([header.key]).get(header.key)
         if known and header.part in known.parts and not header.improves_on(known.w_rows):
             return False
-        before = self._records.get((header.key, header.part))
-        if not self._make_room(record, n_bytes - (before.n_bytes if before else 0)):
+        before, now = self._records.get((header.key, header.part)), self._clock()
+        if not self._make_room(record, n_bytes - (before.n_bytes if before else 0), now):
+            self._refused.append(header.key)
             return False
         self._records[header.key, header.part] = record
-        self._index.add(header, n_bytes, self._clock())
+        self._index.add(header, n_bytes, now)
         self._count(puts=1)
         return True
 
-    def _make_room(self, record: Record, n_bytes: int) -> bool:
+    def _make_room(self, record: Record, n_bytes: int, now: float) -> bool:
+        """Evict what is worth less than a block used once, now. Nobody can reach what follows a
+        block that got no room, so that gets none either.
+        """
         spare = {record.header.key, record.header.parent}
         while (over := self._index.n_bytes() + n_bytes - self._max_bytes) > 0:
-            victims = [] if n_bytes > self._max_bytes else self._index.condemn(over, spare)
+            if n_bytes > self._max_bytes or record.header.parent in self._refused:
+                return False
+            victims = self._index.condemn(over, spare, priority=now)
             if not victims:
                 return False
-            for key in victims:
-                self.delete(key)
+            self._forget(victims)
             self._count(evicted=len(victims))
         return True
 
@@ -92,10 +99,14 @@ class MemoryTier:
 
     def delete(self, key: BlockKey) -> None:
         with self._lock:
+            self._index.doom([key])
+            self._forget([key])
+
+    def _forget(self, keys: Collection[BlockKey]) -> None:
+        for key in keys:
             for part in Part:
                 self._records.pop((key, part), None)
-            self._index.doom([key])
-            self._index.drop([key])
+        self._index.drop(keys)
 
     def delete_part(self, key: BlockKey, part: Part) -> None:
         """Remove one part; the block goes with its last one."""

@@ -18,7 +18,7 @@ class Found(NamedTuple):
 
 
 class Tiers:
-    """Look-ups over all tiers. What a slower tier had is put into the faster ones."""
+    """Look-ups over all tiers. What a slower tier had is put into the first."""
 
     def __init__(self, tiers: Sequence[tuple[str, Tier]]) -> None:
         self._tiers = list(tiers)
@@ -38,17 +38,29 @@ class Tiers:
         return list({state for _, tier in self._tiers for state in tier.states(parents)})
 
     def read(self, key: BlockKey, part: Part) -> Found | None:
-        for place, (name, tier) in enumerate(self._tiers):
+        _, first = self._tiers[0]
+        for name, tier in self._in_order(key, part):
             record = tier.read(key, part)
             if record is not None:
-                for _, faster in self._tiers[:place]:
-                    faster.put(record)
+                if tier is not first:
+                    first.put(record)
                 return Found(record, name)
         return None
+
+    def _in_order(self, key: BlockKey, part: Part) -> Sequence[tuple[str, Tier]]:
+        """The fastest first; for window rows whoever holds the most: tiers may differ in them."""
+        if part is not Part.WINDOW or len(self._tiers) == 1:
+            return self._tiers
+        return sorted(self._tiers, key=lambda named: -_window_rows(named[1], key))
 
     def touch(self, keys: Collection[BlockKey]) -> None:
         for _, tier in self._tiers:
             tier.touch(keys)
+
+
+def _window_rows(tier: Tier, key: BlockKey) -> int:
+    known = tier.have([key]).get(key)
+    return known.w_rows if known else 0
 
 
 def _union(a: Known, b: Known) -> Known:

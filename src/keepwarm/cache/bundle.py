@@ -1,0 +1,140 @@
+"""An agent, or any prefix, as one file that can be carried to another machine.
+
+A tar archive: `manifest.json` first (identity of the model, token ids, blocks), then the records as
+they lie in a store. Everything is verified on the way in, and a bundle for other weights or another
+KV dtype is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from keepwarm.errors import BadCacheFile, BadRecord
+from keepwarm.prefix.blocks import BlockKey, chain, pack, unpack
+from keepwarm.prefix.fingerprint import Identity, namespace
+from keepwarm.store.disk import DiskTier
+from keepwarm.store.record import Part, Record, check_identity, open_record, pieces, read_tensors
+
+VERSION = 1
+MAX_MANIFEST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Manifest:
+    identity: Identity
+    tokens: bytes
+    turns: tuple[int, ...] = ()
+    agent: str = ""
+
+    def to_json(self) -> bytes:
+        fields = asdict(self) | {"version": VERSION, "tokens": b64encode(self.tokens).decode()}
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Manifest:
+        fields: dict[str, Any] = json.loads(text)
+        if fields.pop("version") > VERSION:
+            raise BadCacheFile("The bundle was made by a newer Keepwarm; update this one.")
+        return cls(
+            identity=Identity(**fields["identity"]),
+            tokens=b64decode(fields["tokens"]),
+            turns=tuple(fields["turns"]),
+            agent=fields["agent"],
+        )
+
+    @property
+    def blocks(self) -> list[BlockKey]:
+        return [ref.key for ref in chain(namespace(self.identity), unpack(self.tokens))]
+
+
+def export_bundle(
+    disk: DiskTier,
+    path: Path,
+    identity: Identity,
+    tokens: Sequence[int],
+    *,
+    turns: Sequence[int] = (),
+    agent: str = "",
+) -> int:
+    """Write the blocks of a prefix into one file; answers with the number of records."""
+    manifest = Manifest(identity, pack(tokens), tuple(turns), agent)
+    temp = path.with_name(f"{path.name}.part")
+    n_records = 0
+    with tarfile.open(temp, "w") as archive:
+        _add(archive, "manifest.json", [manifest.to_json()])
+        for record in _records(disk, manifest.blocks):
+            name = f"{record.header.key.hex()}.{record.header.part.value}.safetensors"
+            _add(archive, name, pieces(record))
+            n_records += 1
+    temp.replace(path)
+    return n_records
+
+
+def import_bundle(disk: DiskTier, path: Path, expected: Identity) -> Manifest:
+    """Put a bundle's verified records into a store; nothing is put if the model is another."""
+    try:
+        with tarfile.open(path) as archive:
+            manifest = _read_manifest(archive)
+            refuse_other_model(manifest.identity, expected)
+            wanted = set(manifest.blocks)
+            for record in _records_in(archive):
+                if record.header.key in wanted:
+                    disk.put(record)
+            return manifest
+    except (tarfile.TarError, BadRecord, ValueError, KeyError, TypeError) as error:
+        raise BadCacheFile(f"{path} is not a whole bundle ({error}); export it again.") from error
+
+
+def refuse_other_model(theirs: Identity, ours: Identity) -> None:
+    """Raise, saying what differs, where blocks of one model cannot serve the other."""
+    different = [name for name, value in asdict(theirs).items() if value != asdict(ours)[name]]
+    if different:
+        raise BadCacheFile(
+            f"The bundle is of another model: {', '.join(different)} differ; "
+            "load the model it was made with."
+        )
+
+
+def _records(disk: DiskTier, keys: Sequence[BlockKey]) -> Iterator[Record]:
+    known = disk.have(keys)
+    for key in keys:
+        for part in Part:
+            record = disk.read(key, part) if key in known and part in known[key].parts else None
+            if record is not None:
+                yield record
+
+
+def _add(archive: tarfile.TarFile, name: str, buffers: Sequence[bytes | memoryview]) -> None:
+    data = b"".join(buffers)
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(data), 0o600
+    archive.addfile(info, io.BytesIO(data))
+
+
+def _read_manifest(archive: tarfile.TarFile) -> Manifest:
+    first = archive.next()
+    if first is None or first.name != "manifest.json" or first.size > MAX_MANIFEST_BYTES:
+        raise BadCacheFile("The file does not begin with a manifest; it is no bundle.")
+    return Manifest.from_json(_open(archive, first).read())
+
+
+def _records_in(archive: tarfile.TarFile) -> Iterator[Record]:
+    while (member := archive.next()) is not None:
+        file = _open(archive, member)
+        opened = open_record(file, member.size)
+        check_identity(opened.header, opened.header.key, opened.header.part)
+        yield Record(opened.header, read_tensors(file, opened))
+
+
+def _open(archive: tarfile.TarFile, member: tarfile.TarInfo) -> BinaryIO:
+    file = archive.extractfile(member)
+    if file is None:
+        raise BadCacheFile(f"{member.name} in the bundle is not a file.")
+    return file  # type: ignore[return-value]

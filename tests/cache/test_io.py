@@ -1,0 +1,169 @@
+"""Records reach the disk beside the work, in order, and are findable from the first moment."""
+
+import threading
+import time
+
+import pytest
+
+from keepwarm.cache.io import Reader, Writer
+from keepwarm.cache.plan import Read
+from keepwarm.cache.policy import Policy
+from keepwarm.errors import CorruptBlock
+from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.memory import MemoryTier
+from keepwarm.store.record import Part
+from keepwarm.store.tiers import Tiers
+from keepwarm.store.wear import Wear
+from tests.store.kit import chain_of
+
+MIB = 1 << 20
+
+
+class Gated:
+    """A disk whose writes wait until they are let through."""
+
+    def __init__(self, disk):
+        self.disk = disk
+        self.gate = threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self.disk, name)
+
+    def put(self, record):
+        assert self.gate.wait(30)
+        return self.disk.put(record)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    tier = DiskTier(tmp_path / "store", DiskLimits(min_free_bytes=0))
+    yield tier
+    tier.close()
+
+
+@pytest.fixture
+def records():
+    return chain_of(6, n_bytes=4096)
+
+
+def test_a_record_is_findable_before_it_is_on_disk(disk, records):
+    gated = Gated(disk)
+    writer = Writer(None, gated, 64 * MIB)
+    tiers = Tiers([("queue", writer.queued), ("disk", disk)])
+    writer.put(records[0], Policy.READ_WRITE)
+    key = records[0].header.key
+    assert key not in disk.have([key])
+    assert tiers.read(key, Part.DELTA).record.tensors[0].data == records[0].tensors[0].data
+    gated.gate.set()
+    writer.flush()
+    assert key in disk.have([key])
+    assert not writer.queued.have([key])
+    writer.close()
+
+
+def test_the_same_record_is_written_once(disk, records):
+    gated = Gated(disk)
+    writer = Writer(None, gated, 64 * MIB)
+    for _ in range(5):
+        writer.put(records[0], Policy.READ_WRITE)
+    gated.gate.set()
+    writer.flush()
+    assert writer.stats().written_records == disk.stats().puts == 1
+    writer.close()
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_policies_decide_what_reaches_the_disk(policy, disk, records):
+    memory = MemoryTier(64 * MIB)
+    writer = Writer(memory, disk, 64 * MIB)
+    writer.put(records[0], policy)
+    writer.close()
+    on_disk = bool(disk.have([records[0].header.key]))
+    assert on_disk == (policy in (Policy.READ_WRITE, Policy.DURABLE))
+
+
+def test_a_full_queue_drops_the_deepest_and_counts_it(disk, records):
+    gated = Gated(disk)
+    room = sum(record.n_bytes for record in records[:3])
+    writer = Writer(None, gated, room)
+    for record in records:
+        writer.put(record, Policy.READ_WRITE)
+    gated.gate.set()
+    writer.flush()
+    there = [bool(disk.have([record.header.key])) for record in records]
+    assert there[0]
+    assert there == sorted(there, reverse=True), "a block without its parent is of no use"
+    assert writer.stats().dropped == there.count(False) > 0
+    writer.close()
+
+
+def test_saves_wait_for_restores(disk, records):
+    writer = Writer(None, disk, 64 * MIB)
+    with writer.restoring():
+        writer.put(records[0], Policy.READ_WRITE)
+        time.sleep(0.2)
+        assert not disk.have([records[0].header.key])
+    writer.flush()
+    assert disk.have([records[0].header.key])
+    writer.close()
+
+
+def test_closing_writes_what_is_queued(disk, records):
+    writer = Writer(None, disk, 64 * MIB)
+    for record in records:
+        writer.put(record, Policy.READ_WRITE)
+    writer.close()
+    assert len(disk.have([r.header.key for r in records])) == len(records)
+
+
+def test_a_disk_that_refuses_costs_a_counter_and_no_more(disk, records):
+    class Broken(Gated):
+        def put(self, record):
+            raise RuntimeError("no such luck")
+
+    writer = Writer(None, Broken(disk), 64 * MIB)
+    for record in records:
+        writer.put(record, Policy.READ_WRITE)
+    writer.flush()
+    assert writer.stats().failed == len(records)
+    writer.close()
+
+
+def test_the_daily_budget_holds_over_processes_and_days(disk, records):
+    day = ["2026-11-15"]
+    size = records[0].n_bytes
+    for start in (0, 1):  # a second process of the same day
+        wear = Wear(disk.root, 3 * size, lambda: day[0])
+        writer = Writer(None, disk, 64 * MIB, wear)
+        for record in records[2 * start : 2 * start + 2]:
+            writer.put(record, Policy.READ_WRITE)
+        writer.close()
+    assert writer.stats().over_budget == 1
+    assert wear.by_day() == {"2026-11-15": 3 * size}
+    day[0] = "2026-11-16"
+    assert wear.allows(size)
+
+
+def test_records_are_read_in_parallel_and_a_miss_is_told(disk, records):
+    for record in records:
+        disk.put(record)
+    reader = Reader(Tiers([("disk", disk)]), n_threads=3)
+    reads = [Read(r.header.key, Part.DELTA, i) for i, r in enumerate(records)]
+    seen = []
+    assert reader.read(reads, seen.append) == ["disk"] * len(records)
+    assert sorted(r.header.number for r in seen) == list(range(len(records)))
+    missing = Read(type(reads[0].key)(bytes(20)), Part.DELTA, 9)
+    assert reader.read([*reads, missing], seen.append) is None
+    reader.close()
+
+
+def test_what_goes_wrong_with_a_record_reaches_the_caller(disk, records):
+    disk.put(records[0])
+    reader = Reader(Tiers([("disk", disk)]))
+
+    def refuse(record):
+        raise CorruptBlock("0", 0, "it is not wanted")
+
+    with pytest.raises(CorruptBlock, match="not wanted"):
+        reader.read([Read(records[0].header.key, Part.DELTA, 0)], refuse)
+    reader.close()

@@ -1,0 +1,493 @@
+"""Every tier and every fault: never a wrong tensor, the process keeps serving.
+
+The table of expectations below is what is tested, and is written to `docs/reliability.md`:
+
+    python -m tests.hostile.test_fault_matrix
+"""
+
+import errno
+import random
+import shutil
+import signal
+import sqlite3
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from keepwarm.cache.io import MemoryOnly, Reader, Writer
+from keepwarm.cache.manager import Manager, Rates
+from keepwarm.kv.layout import probe
+from keepwarm.prefix.blocks import BlockKey, chain
+from keepwarm.prefix.fingerprint import FORMAT_VERSION, Identity, namespace
+from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.memory import MemoryTier
+from keepwarm.store.record import Part
+from keepwarm.store.tiers import Tiers
+from tests.kit.compare import assert_same
+from tests.kit.runs import cold, continue_from, prefill, prompt_of
+from tests.store.kit import BrokenFiles, encode
+
+PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+IDENTITY = Identity(weights={"model": "11"}, config="22", tokenizer="33", layout="44", salt="a")
+COLUMNS = ("memory", "disk", "memory + disk")
+N = 3  # tokens generated to compare
+
+PROMPT = prompt_of(600, seed=1)  # blocks 0 and 1, and a tail; the fault hits block 1
+SIBLING = PROMPT[:512] + prompt_of(120, seed=2)
+OTHER = prompt_of(300, seed=3)  # shares nothing, and is never touched
+NEW = prompt_of(280, seed=4)  # computed while the fault lasts
+ALL = len(PROMPT) - 1
+BEFORE_IT = 256
+
+
+class Cell(NamedTuple):
+    """How many tokens are reused while a fault lasts, and what the page says about it."""
+
+    outcome: str
+    prompt: int = ALL
+    other: int = len(OTHER) - 1
+    new: int = len(NEW) - 1
+    reason: str = ""  # given for what is set aside
+
+
+HIT = Cell("hit")
+MEMORY_HIT = Cell("hit: memory has it")
+NOT_KEPT = Cell("hit; what is new is not kept", new=0)
+NO_FILE: None = None  # memory has no files that could be damaged
+
+
+def miss(reason: str, prompt: int = BEFORE_IT) -> Cell:
+    return Cell(f"miss from token {prompt}, set aside: “{reason}”", prompt, reason=reason)
+
+
+@dataclass
+class Scene:
+    """One store under test, with three prompts in it."""
+
+    column: str
+    root: Path
+    model: Any
+    layout: Any
+    files: BrokenFiles = field(default_factory=BrokenFiles)
+    identity: Identity = IDENTITY
+    repair: Callable[[], None] | None = None
+
+    def open(self) -> None:
+        self.memory = MemoryTier(1 << 30) if "memory" in self.column else None
+        self.disk: DiskTier | None = None
+        tiers: list[Any] = [("memory", self.memory)] if self.memory else []
+        self.saver: Any = MemoryOnly(self.memory) if self.memory else None
+        if "disk" in self.column:
+            self.disk = DiskTier(self.root, DiskLimits(min_free_bytes=0), self.files)
+            self.saver = Writer(self.memory, self.disk, 1 << 30)
+            tiers += [("disk", self.disk), ("queue", self.saver.queued)]
+        self.tiers = Tiers(tiers)
+        self.reader = Reader(self.tiers, 2)
+
+    def close(self) -> None:
+        self.saver.close()
+        self.reader.close()
+        for tier in (self.memory, self.disk):
+            if tier is not None:
+                tier.close()
+
+    def restart(self) -> None:
+        self.close()
+        self.open()
+
+    def manager(self) -> Manager:
+        rates = Rates(load_bytes_per_s=1e12, prefill_tokens_per_s=1e-3)
+        name = namespace(self.identity)
+        return Manager(name, self.layout, self.tiers, self.reader, self.saver, rates)
+
+    def serve(self, prompt: list[int]) -> None:
+        """A request: restore what is there, compute the rest, keep it."""
+        manager = self.manager()
+        restored = manager.restore(prompt)
+        capture = manager.open(prompt)
+        caches, at = restored.caches or make_prompt_cache(self.model), restored.n_tokens
+        capture.start_at(at)
+        if manager.needs.checkpoints and at < len(prompt) - 1:
+            at, start = len(prompt) - 1, at
+            prefill(self.model, caches, prompt[start:at])
+            capture.capture(caches, at, checkpoint=True)
+        capture.finish(prompt, prefill(self.model, caches, prompt[at:]))
+        self.saver.flush()
+
+    def reuse(self, prompt: list[int], reference: Any) -> int:
+        """How much of a prompt is restored; what follows from it must be as if computed."""
+        restored = self.manager().restore(prompt)
+        caches = restored.caches or make_prompt_cache(self.model)
+        run = continue_from(self.model, caches, prompt[restored.n_tokens :], N)
+        assert_same(reference(tuple(prompt)), run)
+        return restored.n_tokens
+
+    def key(self, number: int, prompt: list[int] = PROMPT) -> BlockKey:
+        return list(chain(namespace(IDENTITY), prompt))[number].key
+
+    def path(self, number: int = 1, prompt: list[int] = PROMPT) -> Path:
+        """The file of a block; of the one that is hit, unless another is named."""
+        assert self.disk is not None
+        return self.disk.path_of(self.key(number, prompt), Part.DELTA)
+
+    def mend(self) -> None:
+        self.files.mend()
+        self.identity = IDENTITY
+        if self.repair:
+            self.repair()
+
+
+Damage = Callable[[Scene], None]
+
+
+class Fault(NamedTuple):
+    name: str
+    damages: tuple[Damage, ...]  # each tried in turn, with a repair in between
+    memory: Cell | None
+    disk: Cell
+    both: Cell
+
+    def cell(self, column: str) -> Cell | None:
+        return dict(zip(COLUMNS, self[2:], strict=True))[column]
+
+
+# What can be done to a record
+
+
+def rewrite(change: Callable[[bytearray], bytes]) -> Damage:
+    def damage(scene: Scene) -> None:
+        path = scene.path()
+        path.write_bytes(change(bytearray(path.read_bytes())))
+
+    return damage
+
+
+def flip(at: float) -> Damage:
+    """One bit, at a fraction of the file; 0 is the header's length, 1 the last byte of V."""
+
+    def change(data: bytearray) -> bytes:
+        data[round(at * (len(data) - 1))] ^= 1
+        return bytes(data)
+
+    return rewrite(change)
+
+
+def cut(at: float) -> Damage:
+    return rewrite(lambda data: bytes(data[: round(at * (len(data) - 1))]))
+
+
+def swap(scene: Scene) -> None:
+    one, two = scene.path(0), scene.path(1)
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+
+
+def duplicate(scene: Scene) -> None:
+    """Under the name of a block nobody has; a start finds it, and looks inside."""
+    copy = scene.path(0, prompt_of(256, seed=9))
+    copy.parent.mkdir(exist_ok=True)
+    shutil.copy(scene.path(), copy)
+    scene.restart()
+
+
+def of_other_weights(scene: Scene) -> None:
+    """The same tokens, computed by another model, under this name."""
+    record = scene.disk.read(scene.key(1), Part.DELTA)
+    stale = namespace(replace(IDENTITY, weights={"model": "12"}))
+    scene.path().write_bytes(
+        encode(replace(record, header=replace(record.header, namespace=stale)))
+    )
+
+
+def newer(scene: Scene) -> None:
+    record = scene.disk.read(scene.key(1), Part.DELTA)
+    header = replace(record.header, version=FORMAT_VERSION + 1)
+    scene.path().write_bytes(encode(replace(record, header=header)))
+
+
+def huge_header(data: bytearray) -> bytes:
+    return struct.pack("<Q", 1 << 60) + data[8:]
+
+
+def directory(scene: Scene) -> None:
+    scene.path().unlink()
+    scene.path().mkdir()
+
+
+# What can be done to all of them
+
+
+def another(**changes: Any) -> Damage:
+    """The same prompt asked by somebody else."""
+
+    def damage(scene: Scene) -> None:
+        scene.identity = replace(IDENTITY, **changes)
+
+    return damage
+
+
+def failing(code: int, *operations: str) -> Damage:
+    def damage(scene: Scene) -> None:
+        scene.files.break_(code, *operations)
+
+    return damage
+
+
+def slow(scene: Scene) -> None:
+    scene.files.read_delay_s = 0.03
+
+
+def index_of(scene: Scene) -> list[Path]:
+    return [path for path in scene.root.iterdir() if path.name.startswith("index.sqlite")]
+
+
+def index_deleted(scene: Scene) -> None:
+    scene.close()
+    for path in index_of(scene):
+        path.unlink()
+    scene.open()
+
+
+def index_deleted_under_way(scene: Scene) -> None:
+    for path in index_of(scene):
+        path.unlink()
+
+
+def index_corrupt(scene: Scene) -> None:
+    scene.close()
+    for path in index_of(scene):
+        data = path.read_bytes()
+        path.write_bytes(data[:4000] + random.Random(1).randbytes(max(0, len(data) - 4000)))
+    scene.open()
+
+
+def index_garbage(scene: Scene) -> None:
+    scene.close()
+    for path in index_of(scene):
+        path.write_bytes(b"no index" * 1000)
+    scene.open()
+
+
+def index_lies(scene: Scene) -> None:
+    """The tails of two conversations stand under each other's tokens."""
+    ours, theirs = scene.key(2), scene.key(2, SIBLING)
+    with sqlite3.connect(scene.root / "index.sqlite") as db:
+        db.execute("UPDATE tokens SET key = CASE key WHEN ? THEN ? ELSE ? END WHERE key IN (?, ?)",
+                   (ours, theirs, ours, ours, theirs))  # fmt: skip
+    db.close()
+    scene.repair = lambda: index_deleted(scene)
+
+
+WRITES = ("make_directory", "write", "publish", "remove")
+MISSED = Cell("miss: another namespace", 0, 0, len(NEW) - 1)
+UNREADABLE = Cell("miss while it lasts, hit afterwards", 0, 0, 0)
+REPAIRED = Cell("hit after repair: built anew from the files")
+
+FAULTS = (
+    Fault("flip one byte anywhere", tuple(flip(n / 7) for n in range(8)), NO_FILE,
+          miss("does not match its digest"), MEMORY_HIT),
+    Fault("truncate", tuple(cut(n / 4) for n in range(1, 5)), NO_FILE,
+          miss("its header says"), MEMORY_HIT),
+    Fault("swap two files", (swap,), NO_FILE, miss("it is another record under this name", 0),
+          MEMORY_HIT),
+    Fault("duplicate under another key", (duplicate,), NO_FILE,
+          Cell("hit; the copy is set aside", reason="it is another record under this name"),
+          Cell("hit; the copy is set aside", reason="it is another record under this name")),
+    Fault("a block of stale weights in its place", (of_other_weights,), NO_FILE,
+          miss("its key is not the hash of its tokens"), MEMORY_HIT),
+    Fault("stale weights", (another(weights={"model": "12"}),), MISSED, MISSED, MISSED),
+    Fault("wrong tokenizer", (another(tokenizer="34"),), MISSED, MISSED, MISSED),
+    Fault("wrong salt", (another(salt="b"),), MISSED, MISSED, MISSED),
+    Fault("newer format", (newer,), NO_FILE, miss("is newer than"), MEMORY_HIT),
+    Fault("huge header", (rewrite(huge_header),), NO_FILE, miss("the header claims"), MEMORY_HIT),
+    Fault("empty file", (rewrite(lambda data: b""),), NO_FILE, miss("the file is cut short"),
+          MEMORY_HIT),
+    Fault("directory in place of a file", (directory,), NO_FILE, miss("it is a directory"),
+          MEMORY_HIT),
+    Fault("file deleted", (lambda scene: scene.path().unlink(),), NO_FILE,
+          Cell("miss from token 256", BEFORE_IT), MEMORY_HIT),
+    Fault("read-only disk", (failing(errno.EROFS, *WRITES),), NO_FILE, NOT_KEPT, MEMORY_HIT),
+    Fault("ENOSPC", (failing(errno.ENOSPC, "write"),), NO_FILE, NOT_KEPT, MEMORY_HIT),
+    Fault("EIO on writing", (failing(errno.EIO, "publish"),), NO_FILE, NOT_KEPT, MEMORY_HIT),
+    Fault("EIO on reading", (failing(errno.EIO, "open"),), NO_FILE, UNREADABLE, MEMORY_HIT),
+    Fault("slow read", (slow,), NO_FILE, HIT, MEMORY_HIT),
+    Fault("index deleted", (index_deleted,), NO_FILE, REPAIRED, REPAIRED),
+    Fault("index deleted under way", (index_deleted_under_way,), NO_FILE,
+          Cell("hit; built anew by the next start"), MEMORY_HIT),
+    Fault("index corrupt", (index_corrupt, index_garbage), NO_FILE, REPAIRED, REPAIRED),
+    Fault("index names another block", (index_lies,), NO_FILE,
+          Cell("miss from token 512, until the index is built anew", 512), MEMORY_HIT),
+)  # fmt: skip
+
+
+# The test
+
+
+@contextmanager
+def no_hanging(seconds: int = 10) -> Iterator[None]:
+    """A request that never ends is a failure too."""
+
+    def ring(*_: Any) -> None:
+        raise AssertionError(f"no answer within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return cache(lambda prompt: cold(model, list(prompt), N))
+
+
+@pytest.fixture(scope="module")
+def warm_store(model, tmp_path_factory):
+    """A directory with three prompts in it, to be copied: every cell starts from the same."""
+    scene = Scene("disk", tmp_path_factory.mktemp("warm") / "store", model, layout_of(model))
+    scene.open()
+    for prompt in (PROMPT, SIBLING, OTHER):
+        scene.serve(prompt)
+    scene.close()
+    return scene.root
+
+
+def layout_of(model):
+    return probe(model, make_prompt_cache(model))
+
+
+@pytest.fixture
+def scene(request, tmp_path, model, warm_store, reference):
+    made = Scene(request.param, tmp_path / "store", model, layout_of(model))
+    if "disk" in made.column:
+        shutil.copytree(warm_store, made.root)
+    made.open()
+    for prompt in (PROMPT, SIBLING, OTHER):
+        made.serve(prompt)
+    yield made
+    made.close()
+
+
+CELLS = [
+    pytest.param(column, fault, id=f"{fault.name}-{column}")
+    for fault in FAULTS
+    for column in COLUMNS
+    if fault.cell(column)
+]
+
+
+@pytest.mark.parametrize(("scene", "fault"), CELLS, indirect=["scene"])
+def test_the_outcome_is_as_the_page_says(scene, fault, reference):
+    """S0-53, S0-62, S0-63: tokens equal a cold run's, the untouched hit, the process goes on."""
+    cell = fault.cell(scene.column)
+    with no_hanging():
+        for damage in fault.damages:
+            assert scene.reuse(PROMPT, reference) == ALL
+            damage(scene)
+            assert scene.reuse(PROMPT, reference) == cell.prompt
+            assert scene.reuse(OTHER, reference) == cell.other
+            scene.serve(NEW)
+            assert scene.reuse(NEW, reference) == cell.new
+            scene.mend()
+            scene.serve(PROMPT)
+            assert scene.reuse(PROMPT, reference) == ALL
+            assert scene.reuse(OTHER, reference) == len(OTHER) - 1
+        if cell.reason:
+            assert cell.reason in reasons(scene)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "mamba2", "qwen3_next", "recurrent_gemma"])
+def test_no_record_of_any_kind_brings_a_wrong_tensor(name, tiny_model, tmp_path):
+    """One byte of each record in turn: delta, window and state, of every block."""
+    model = tiny_model(name)
+    right = cold(model, PROMPT, N)
+    scene = Scene("disk", tmp_path / "store", model, layout_of(model))
+    scene.open()
+    scene.serve(PROMPT)
+    n_broken = 0
+    for path in sorted((scene.root / "blocks").rglob("*.safetensors")):
+        with no_hanging():
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+            n_reused = scene.reuse(PROMPT, lambda _: right)
+            n_broken += n_reused < ALL
+            scene.serve(PROMPT)
+            assert scene.reuse(PROMPT, lambda _: right) == ALL
+    assert n_broken > 0
+    assert scene.disk.stats().quarantined == n_broken
+    scene.close()
+
+
+def reasons(scene: Scene) -> str:
+    return "".join(path.read_text() for path in (scene.root / "quarantine").glob("*.why"))
+
+
+def test_the_control_a_wrong_block_would_be_noticed(model, reference):
+    """If a fault brought another's rows, comparing with a cold run would fail."""
+    wrong = prefill(model, make_prompt_cache(model), SIBLING[: len(SIBLING) - 1])
+    with pytest.raises(AssertionError):
+        assert_same(reference(tuple(PROMPT)), continue_from(model, wrong, PROMPT[-1:], N))
+
+
+def test_every_fault_of_the_promise_is_there():
+    named = {fault.name for fault in FAULTS}
+    assert named >= {
+        "flip one byte anywhere", "truncate", "swap two files", "duplicate under another key",
+        "stale weights", "wrong tokenizer", "wrong salt", "newer format", "huge header",
+        "empty file", "directory in place of a file", "read-only disk", "ENOSPC", "EIO on reading",
+        "slow read", "index deleted", "index corrupt",
+    }  # fmt: skip
+
+
+# The page
+
+
+INTRO = f"""# Reliability
+
+What happens to a request when something is wrong with the store. Every cell is a test
+(`tests/hostile/test_fault_matrix.py`, which also writes this page): a prompt of {len(PROMPT)}
+tokens is kept, its second block or the whole tier is damaged, and the prompt is asked for again. In
+all of them the answer equals that of a cold run, a prompt whose records were not touched is found
+whole (unless the fault hits all), new prompts are served, and once the fault is over {ALL} of
+{len(PROMPT)} tokens are found again.
+
+A record that is set aside lies under `quarantine/` with the reason beside it, and is counted.
+
+| fault | {" | ".join(COLUMNS)} |
+|---|{"---|" * len(COLUMNS)}
+"""
+
+
+def page() -> str:
+    rows = (f"| {fault.name} | {' | '.join(map(outcome, fault[2:]))} |\n" for fault in FAULTS)
+    return INTRO + "".join(rows)
+
+
+def outcome(cell: Cell | None) -> str:
+    return cell.outcome if cell else "has no files"
+
+
+def test_the_page_is_current():
+    assert PAGE.read_text() == page(), "run: python -m tests.hostile.test_fault_matrix"
+
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page())

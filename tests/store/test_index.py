@@ -1,0 +1,274 @@
+"""The index: what it counts always adds up, and its queries use their indexes."""
+
+import random
+import sqlite3
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from keepwarm.prefix.blocks import BlockKey, pack, root
+from keepwarm.store.index import NEIGHBOURS, Index, is_busy, is_damage
+from keepwarm.store.record import Part
+from tests.store.kit import NAMESPACE, first_block, record, refs_of
+
+TREE = [*refs_of(4, seed=1), *refs_of(4, seed=2), *refs_of(3, seed=1, n_last=9)[2:]]
+KEYS = [ref.key for ref in TREE]
+
+
+class Bookkeeping(RuleBasedStateMachine):
+    """Any order of adding, dropping, pinning and reserving, against plain Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.index = Index(":memory:")
+        self.sizes = {}  # by key and part
+        self.w_rows = {}
+        self.pins = set()
+        self.reserved = {}
+        self.now = 0.0
+
+    @rule(ref=st.sampled_from(TREE), part=st.sampled_from(Part), n_bytes=st.integers(1, 1000))
+    def add(self, ref, part, n_bytes):
+        self.now += 1
+        rows = n_bytes % (ref.n_tokens + 1)
+        self.index.add(record(ref, part, w_rows=rows).header, n_bytes, self.now)
+        self.sizes[ref.key, part] = n_bytes
+        if part is Part.WINDOW:
+            self.w_rows[ref.key] = rows
+
+    @rule(key=st.sampled_from(KEYS), part=st.sampled_from(Part))
+    def drop_part(self, key, part):
+        self.index.drop_part(key, part)
+        self.sizes.pop((key, part), None)
+        if part is Part.WINDOW:
+            self.w_rows.pop(key, None)
+
+    @rule(key=st.sampled_from(KEYS))
+    def delete(self, key):
+        self.index.doom([key])
+        assert self.index.have([key]) == {}
+        self.index.drop([key])
+        self.w_rows.pop(key, None)
+        for part in Part:
+            self.sizes.pop((key, part), None)
+
+    @rule(key=st.sampled_from(KEYS), owner=st.sampled_from("ab"), pin=st.booleans())
+    def pin(self, key, owner, pin):
+        (self.index.pin if pin else self.index.unpin)(key, owner)
+        (self.pins.add if pin else self.pins.discard)((key, owner))
+
+    @rule(ref=st.sampled_from(TREE), n_bytes=st.integers(1, 1000))
+    def reserve(self, ref, n_bytes):
+        ticket = self.index.reserve(ref.key, ref.parent, n_bytes, "me", None)
+        self.reserved[ticket] = (ref, n_bytes)
+
+    @rule(data=st.data())
+    def cancel(self, data):
+        if self.reserved:
+            ticket = data.draw(st.sampled_from(sorted(self.reserved)))
+            self.index.cancel(ticket)
+            del self.reserved[ticket]
+
+    @rule()
+    def forget_writer(self):
+        self.index.forget_writer("me")
+        self.reserved.clear()
+
+    @invariant()
+    def bytes_add_up(self):
+        reserved = sum(n for _, n in self.reserved.values())
+        assert self.index.n_bytes() == sum(self.sizes.values()) + reserved
+
+    @invariant()
+    def blocks_are_those_with_parts(self):
+        held = {key for key, _ in self.sizes}
+        assert set(self.index.have(KEYS)) == held
+        assert self.index.n_blocks() == len(held)
+        for key, known in self.index.have(KEYS).items():
+            assert known.parts == {part for k, part in self.sizes if k == key}
+            assert known.w_rows == self.w_rows.get(key, 0)
+        assert self.index.parts() == self.sizes
+
+    @invariant()
+    def walk_agrees(self):
+        pinned = {key for key, _ in self.pins}
+        for stored in self.index.walk():
+            assert stored.pinned == (stored.key in pinned)
+            assert stored.n_bytes == {p: n for (k, p), n in self.sizes.items() if k == stored.key}
+
+    @invariant()
+    def victims_are_unpinned_leaves(self):
+        held = {key for key, _ in self.sizes}
+        busy = {r.key for r, _ in self.reserved.values()} | {
+            r.parent for r, _ in self.reserved.values()
+        }
+        parents = {ref.parent for ref in TREE if ref.key in held}
+        pinned = {key for key, _ in self.pins}
+        chosen = {victim.key for victim in self.index.victims(1 << 30)}
+        assert chosen == held - parents - pinned - busy
+
+    @invariant()
+    def children_are_those_held(self):
+        held = {key for key, _ in self.sizes}
+        for ref in TREE:
+            near = {child.key for child in self.index.children(ref.parent, ref.tokens)}
+            assert (ref.key in near) == (ref.key in held)
+
+    def teardown(self):
+        self.index.close()
+
+
+Bookkeeping.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestBookkeeping = Bookkeeping.TestCase
+
+
+@pytest.fixture
+def index():
+    made = Index(":memory:")
+    yield made
+    made.close()
+
+
+def fill(index, refs, n_bytes=10):
+    for now, ref in enumerate(refs):
+        index.add(record(ref).header, n_bytes, now)
+
+
+def test_the_nearest_of_thousands_against_brute_force(index):
+    """At any fan-out the longest common prefix is a neighbour of the query."""
+    pick = random.Random(1)
+    held = {tuple(pick.randrange(3) for _ in range(pick.randrange(1, 12))) for _ in range(3000)}
+    fill(index, [first_block(tokens) for tokens in sorted(held)])
+    for _ in range(200):
+        asked = tuple(pick.randrange(3) for _ in range(12))
+        shared = (next((i for i, (a, b) in enumerate(zip(h, asked, strict=False)) if a != b),
+                       len(h)) for h in held)  # fmt: skip
+        found = index.children(root(NAMESPACE), pack(asked))
+        assert found[0].n_common == max(shared)
+        assert len(found) <= 2 * NEIGHBOURS
+
+
+def test_victims_free_no_more_than_needed(index):
+    fill(index, [first_block([n]) for n in range(20)], n_bytes=10)
+    assert [v.n_bytes for v in index.victims(25)] == [10, 10, 10]
+    assert index.victims(25)[0].key == first_block([0]).key
+    spared = index.victims(25, spare={first_block([0]).key})
+    assert [v.key for v in spared] == [first_block([n]).key for n in (1, 2, 3)]
+
+
+def test_condemned_blocks_are_gone_for_everybody_at_once(index):
+    refs = [first_block([n]) for n in range(3)]
+    fill(index, refs)
+    index.condemn(15)
+    assert set(index.have([r.key for r in refs])) == {refs[2].key}
+    assert {s.key for s in index.walk()} == {refs[2].key}
+    assert len(index.children(root(NAMESPACE), refs[0].tokens)) == 0
+    assert set(index.doomed()) == {refs[0].key, refs[1].key}
+    assert index.n_bytes() == 30  # until the files are gone
+
+
+def test_a_reservation_counts_and_keeps_to_the_limit(index):
+    ref = first_block([1])
+    ticket = index.reserve(ref.key, ref.parent, 60, "me", 100)
+    assert ticket is not None
+    assert index.reserve(ref.key, ref.parent, 41, "you", 100) is None
+    index.add(record(ref).header, 60, 1.0, ticket)
+    assert index.n_bytes() == 60
+    assert index.writers() == set()
+
+
+def test_ancestors_and_descendants(index):
+    refs = refs_of(5)
+    fill(index, refs)
+    keys = [ref.key for ref in refs]
+    assert list(index.parents(keys[3])) == keys[3::-1]
+    assert index.descendants(keys[1]) == keys[:1:-1]
+    assert index.descendants(root(NAMESPACE)) == keys[::-1]
+
+
+def test_children_that_came_before_their_parent_protect_it(index):
+    """Files are adopted in any order."""
+    one, two = refs_of(2)
+    fill(index, [two, one])
+    assert [victim.key for victim in index.victims(1000)] == [two.key]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT key, d, w, s FROM blocks WHERE doomed = 0 AND key IN (?, ?)",
+        "SELECT key, tokens FROM tokens WHERE parent = ? AND tokens <= ? ORDER BY tokens DESC",
+        "SELECT key FROM blocks WHERE s > 0 AND doomed = 0 AND parent IN (?, ?)",
+        "SELECT key FROM blocks WHERE parent = ? OR parent = ?",
+    ],
+)
+def test_no_look_up_reads_a_whole_table(query, index):
+    """Nor sorts: the cost of a look-up must not grow with the store."""
+    steps = [row[3] for row in index._rows(f"EXPLAIN QUERY PLAN {query}", (b"", b""))]
+    assert not [step for step in steps if step.startswith("SCAN") or "TEMP B-TREE" in step]
+
+
+def test_deleted_tokens_are_in_no_file(tmp_path):
+    """Removing a block removes its token ids from index and log."""
+    made = Index(tmp_path / "index.sqlite")
+    ref = first_block(list(range(1000, 1200)))
+    made.add(record(ref).header, 10, 1.0)
+    made.checkpoint()
+    assert ref.tokens[:200] in (tmp_path / "index.sqlite").read_bytes()
+    made.doom([ref.key])
+    made.drop([ref.key])
+    made.checkpoint()
+    found = [p.name for p in tmp_path.iterdir() if ref.tokens[40:60] in p.read_bytes()]
+    made.close()
+    assert found == []
+
+
+def test_two_connections_see_one_index(tmp_path):
+    one, two = Index(tmp_path / "i"), Index(tmp_path / "i")
+    ref = first_block([1])
+    one.add(record(ref).header, 10, 1.0)
+    two.pin(ref.key, "you")
+    assert one.owners(ref.key) == ["you"]
+    assert one.victims(100) == []
+    two.unpin_owner("you")
+    assert len(one.victims(100)) == 1
+    one.close()
+    two.close()
+
+
+def test_busy_and_damaged_are_told_apart(tmp_path):
+    path = tmp_path / "i"
+    Index(path).close()
+    one = sqlite3.connect(path, isolation_level=None)
+    one.execute("BEGIN EXCLUSIVE")
+    two = sqlite3.connect(path, timeout=0)
+    with pytest.raises(sqlite3.OperationalError) as busy:
+        two.execute("CREATE TABLE t(x)")
+    one.close()
+    two.close()
+    (tmp_path / "garbage").write_bytes(b"no index at all" * 100)
+    with pytest.raises(sqlite3.DatabaseError) as damaged:
+        Index(tmp_path / "garbage")
+    assert (is_busy(busy.value), is_damage(busy.value)) == (True, False)
+    assert (is_busy(damaged.value), is_damage(damaged.value)) == (False, True)
+    assert not is_damage(OSError("no"))
+
+
+def test_a_newer_index_is_not_read(tmp_path):
+    made = Index(tmp_path / "i")
+    made._db.execute("PRAGMA user_version = 99")
+    made.close()
+    with pytest.raises(sqlite3.DatabaseError, match="version 99"):
+        Index(tmp_path / "i")
+
+
+def test_an_error_undoes_the_whole_step(index):
+    ref = first_block([1])
+    with pytest.raises(OverflowError):
+        index.add(record(ref).header, 1 << 80, 1.0)
+    assert index.have([ref.key]) == {}
+    assert index.n_bytes() == 0
+    index.add(record(ref).header, 10, 1.0)
+    assert index.have([BlockKey(ref.key)])

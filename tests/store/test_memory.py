@@ -1,0 +1,126 @@
+"""The memory tier: bytes are shared, counted, and really given back."""
+
+import gc
+import weakref
+
+import numpy as np
+import psutil
+import pytest
+
+from keepwarm.prefix.blocks import root
+from keepwarm.store.memory import MemoryTier
+from keepwarm.store.record import Part, Record, Tensor
+from tests.store.kit import NAMESPACE, first_block, keys_of, record, refs_of
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def tier():
+    made = MemoryTier(8 * MIB)
+    yield made
+    made.close()
+
+
+def big(n, n_bytes=MIB):
+    """A record of an array of its own, and a way to see whether that is still alive."""
+    array = np.full(n_bytes, n % 251, np.uint8)
+    made = Record(
+        record(first_block([n])).header, (Tensor("L0_B0_K", "U8", (n_bytes,), array.data),)
+    )
+    return made, weakref.ref(array)
+
+
+def test_bytes_are_shared_and_not_copied(tier):
+    made, _ = big(1)
+    tier.put(made)
+    found = tier.read(made.header.key, Part.DELTA)
+    assert found.tensors[0].data is made.tensors[0].data
+
+
+def test_evicted_bytes_are_given_back(tier):
+    """S0-61: what eviction says it freed, it freed."""
+    alive = []
+    for n in range(40):
+        made, array = big(n)
+        alive.append(array)
+        tier.put(made)
+        del made
+    gc.collect()
+    n_alive = sum(array() is not None for array in alive)
+    assert n_alive == tier.stats().blocks <= 8
+    assert tier.stats().evicted == 40 - n_alive
+    assert tier.stats().n_bytes == n_alive * MIB
+
+
+def test_process_memory_falls_with_the_budget():
+    """S0-61: asserted on the process, with arrays large enough to go back to the system."""
+    process = psutil.Process()
+    tier = MemoryTier(256 * MIB)
+    before = process.memory_info().rss
+    for n in range(16):
+        tier.put(big(n, 12 * MIB)[0])
+    full = process.memory_info().rss - before
+    for stored in list(tier.walk()):
+        tier.delete(stored.key)
+    gc.collect()
+    after = process.memory_info().rss - before
+    tier.close()
+    assert full > 150 * MIB
+    assert after < 40 * MIB
+
+
+def test_the_budget_is_one_of_bytes(tier):
+    for n in range(30):
+        tier.put(record(first_block([n]), n_bytes=MIB))
+        assert tier.stats().n_bytes <= 8 * MIB
+    assert tier.stats().blocks == 8
+
+
+def test_a_larger_window_record_counts_once(tier):
+    (ref,) = refs_of(1)
+    tier.put(record(ref, Part.WINDOW, MIB, w_rows=10))
+    tier.put(record(ref, Part.WINDOW, 2 * MIB, w_rows=20))
+    assert tier.stats().n_bytes == 2 * MIB
+
+
+def test_what_does_not_fit_beside_pinned_blocks_is_refused(tier):
+    for n in range(6):
+        tier.put(record(first_block([n]), n_bytes=MIB))
+        tier.pin(first_block([n]).key, "agent")
+    assert not tier.put(record(first_block([99]), n_bytes=3 * MIB)).stored
+    assert tier.put(record(first_block([98]), n_bytes=2 * MIB)).stored
+    assert tier.stats().blocks == 7
+
+
+def test_nothing_is_left_after_close(tier):
+    made, array = big(1)
+    tier.put(made)
+    del made
+    tier.close()
+    gc.collect()
+    assert array() is None
+    assert tier.children(root(NAMESPACE), first_block([1]).tokens) == []
+
+
+def test_a_deleted_record_is_given_back_at_once(tier):
+    made, array = big(1)
+    tier.put(made)
+    key = made.header.key
+    del made
+    tier.delete(key)
+    gc.collect()
+    assert array() is None
+    assert tier.stats().n_bytes == 0
+
+
+def test_clock_decides_what_is_old():
+    now = iter(range(1000))
+    tier = MemoryTier(3 * MIB, clock=lambda: next(now))
+    made = [record(first_block([n]), n_bytes=MIB) for n in range(4)]
+    for one in made[:3]:
+        tier.put(one)
+    tier.touch(keys_of(made[:1]))
+    tier.put(made[3])
+    assert set(tier.have(keys_of(made))) == set(keys_of([made[0], made[2], made[3]]))
+    tier.close()
