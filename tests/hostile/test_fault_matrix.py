@@ -431,7 +431,7 @@ def test_no_record_of_any_kind_brings_a_wrong_tensor(name, tiny_model, tmp_path)
             scene.serve(PROMPT)
             assert scene.reuse(PROMPT, lambda _: right) == ALL
     assert n_broken > 0
-    assert scene.disk.stats().quarantined == n_broken
+    assert scene.disk.stats().quarantined >= n_broken
     scene.close()
 
 

@@ -215,7 +215,8 @@ def save(caches: kv.Caches, folder: Path) -> None:
 
 def save_block(block: kv.Block, file: Path) -> None:
     header = {"n_tokens": block.n_tokens, "first_rows": dict(block.first_rows)}
-    mx.save_safetensors(str(file), {**block.delta, **block.window}, {"block": json.dumps(header)})
+    tensors: dict[str, Any] = {**block.delta, **block.window}
+    mx.save_safetensors(str(file), tensors, {"block": json.dumps(header)})
     sync(file)
 
 

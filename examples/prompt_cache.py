@@ -1,0 +1,27 @@
+"""A plain mlx-lm script with a prompt cache that outlives it: three lines are Keepwarm's.
+
+Run it twice: the second time only the last token of the prompt is read.
+"""
+
+import sys
+
+from mlx_lm.generate import generate_step
+
+import keepwarm
+
+name = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
+loaded = keepwarm.load(name)  # or mlx_lm.load(path_or_id)
+model, tokenizer = loaded.module, loaded.tokenizer
+tokens = tokenizer.encode("Keepwarm never computes the same prompt twice. " * 40)
+
+import mlx.core as mx  # noqa: E402  # after keepwarm, which loads a fast BLAS first
+
+with keepwarm.Store() as store:
+    kw = store.attach(model, source=loaded.path)
+    cache, rest = kw.restore(tokens)
+    print(f"{len(tokens) - len(rest)} of {len(tokens)} tokens were warm")
+    answer = []
+    for token, _ in generate_step(mx.array(rest), model, prompt_cache=cache, max_tokens=8):
+        answer.append(int(token))
+    kw.commit([*tokens, *answer], cache)
+print(f"answer: {answer}")

@@ -1,0 +1,81 @@
+"""Three lines give a plain mlx-lm script a prompt cache that outlives it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import keepwarm
+from keepwarm.errors import BadInput
+from tests.kit.checkpoints import write_checkpoint
+from tests.kit.compare import assert_same
+from tests.kit.runs import FedCounter, cold, continue_from, prefill, prompt_of
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "prompt_cache.py"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return keepwarm.load(str(write_checkpoint(tmp_path_factory.mktemp("model"))))
+
+
+def test_commit_in_one_store_restore_in_the_next(model, tmp_path):
+    """S0-01, S0-24: after everything was closed the next store finds all but the last token."""
+    prompt = prompt_of(600)
+    with keepwarm.Store(tmp_path / "store") as store:
+        kw = store.attach(model.module, source=model.path)
+        cache, rest = kw.restore(prompt)
+        assert rest == prompt
+        kw.commit(prompt, prefill(model.module, cache, rest))
+    with keepwarm.Store(tmp_path / "store") as store:
+        cache, rest = store.attach(model.module, source=model.path).restore(prompt)
+    assert rest == prompt[-1:]
+    counter = FedCounter(model.module)
+    assert_same(cold(model.module, prompt, 5), continue_from(counter, cache, rest, 5))
+    assert counter.fed == 1 + 5
+
+
+def test_other_kv_options_are_another_identity(model, tmp_path):
+    """S4-05."""
+    prompt = prompt_of(300)
+    with keepwarm.Store(tmp_path / "store") as store:
+        kw = store.attach(model.module, source=model.path)
+        kw.commit(prompt, prefill(model.module, make_prompt_cache(model.module), prompt))
+        bounded = store.attach(model.module, source=model.path, max_kv_size=4096)
+        assert bounded.restore(prompt).rest == prompt
+        assert kw.restore(prompt).rest == prompt[-1:]
+
+
+def test_a_cache_must_hold_what_is_named(model, tmp_path):
+    prompt = prompt_of(20)
+    with keepwarm.Store(tmp_path / "store") as store:
+        kw = store.attach(model.module, source=model.path)
+        cache = prefill(model.module, make_prompt_cache(model.module), prompt)
+        with pytest.raises(BadInput, match="holds 20 tokens and 19 were named"):
+            kw.commit(prompt[:-1], cache)
+        with pytest.raises(BadInput, match="no tokens"):
+            kw.restore([])
+
+
+def test_the_example_twice(tmp_path):
+    """The second process prefills only what is new, and says the same."""
+    source = write_checkpoint(tmp_path / "model")
+    outputs = [
+        subprocess.run(
+            [sys.executable, str(EXAMPLE), str(source)],
+            env={**os.environ, "KEEPWARM_STORE": str(tmp_path / "store")},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for _ in range(2)
+    ]
+    warm = [re.search(r"(\d+) of (\d+) tokens were warm", out).groups() for out in outputs]
+    total = int(warm[0][1])
+    assert [int(n) for n, _ in warm] == [0, total - 1]
+    answers = [out.splitlines()[-1] for out in outputs]
+    assert answers[0] == answers[1]
