@@ -19,13 +19,13 @@ test: install
 	MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest $(ARGS)
 
 lint: install
-	$(BIN)/ruff format --check src tests examples
-	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples experiments
+	$(BIN)/ruff check src tests examples experiments
 	$(BIN)/mypy
 
 format: install
-	$(BIN)/ruff format src tests examples
-	$(BIN)/ruff check --fix src tests examples
+	$(BIN)/ruff format src tests examples experiments
+	$(BIN)/ruff check --fix src tests examples experiments
 
 bench: install
 	$(BIN)/python -m keepwarm.bench $(ARGS)

@@ -5,23 +5,23 @@ Run it twice: the second time only the last token of the prompt is read.
 
 import sys
 
-from mlx_lm.generate import generate_step
-
 import keepwarm
+from keepwarm import kv  # noqa: F401  # before mlx, because it brings the fast BLAS
+
+# isort: split
+import mlx.core as mx
+from mlx_lm.generate import generate_step
 
 name = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
 loaded = keepwarm.load(name)  # or mlx_lm.load(path_or_id)
 model, tokenizer = loaded.module, loaded.tokenizer
 tokens = tokenizer.encode("Keepwarm never computes the same prompt twice. " * 40)
 
-import mlx.core as mx  # noqa: E402  # after keepwarm, which loads a fast BLAS first
-
 with keepwarm.Store() as store:
     kw = store.attach(model, source=loaded.path)
     cache, rest = kw.restore(tokens)
     print(f"{len(tokens) - len(rest)} of {len(tokens)} tokens were warm")
-    answer = []
-    for token, _ in generate_step(mx.array(rest), model, prompt_cache=cache, max_tokens=8):
-        answer.append(int(token))
+    steps = generate_step(mx.array(rest), model, prompt_cache=cache, max_tokens=8)
+    answer = [int(token) for token, _ in steps]
     kw.commit([*tokens, *answer], cache)
 print(f"answer: {answer}")

@@ -181,11 +181,11 @@ def main() -> int:
     options = parser.parse_args()
     model = keepwarm.load(options.model)
     if options.file:
-        print(json.dumps(continue_file(model, options.max_tokens, options.file)))  # noqa: T201
+        print(json.dumps(continue_file(model, options.max_tokens, options.file)))
         return 0
     with tempfile.TemporaryDirectory() as folder:
         runs = experiment(model, options.max_tokens, Path(folder, "fox.safetensors"))
-    print(page(model, runs))  # noqa: T201
+    print(page(model, runs))
     return 0 if all(checks(runs).values()) else 1
 
 

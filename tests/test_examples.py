@@ -28,10 +28,11 @@ def claims(text: str) -> list[str]:
     return re.findall(r"^  (same .*): (?:True|False)$", text, re.MULTILINE)
 
 
-def test_every_example_is_run_here():
+def test_every_example_is_run_somewhere():
     """S3-76."""
-    names = {path.name for path in EXAMPLES.glob("*.py")}
-    assert names == {"batch.py", "beam.py", "dynamic_batching.py"}
+    tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
+    examples = [path.name for path in EXAMPLES.glob("*.py")]
+    assert [name for name in examples if f'"{name}"' not in tests] == []
 
 
 def test_batch(checkpoint):

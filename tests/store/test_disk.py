@@ -19,6 +19,7 @@ import keepwarm
 from keepwarm.errors import BadRecord
 from keepwarm.prefix.blocks import Namespace, root
 from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.names import MEASURE_EVERY_S
 from keepwarm.store.record import Header, Part, Record, check_identity
 from tests.store.kit import (
     NAMESPACE,
@@ -87,6 +88,7 @@ def test_what_others_leave_later_counts_too(open_tier, store):
     for i in range(12):
         tier.put(record(first_block([i]), n_bytes=200_000))
     (store / "agents" / "one.json").write_bytes(bytes(2 * MIB))
+    time.sleep(MEASURE_EVERY_S)
     tier.put(record(first_block([99]), n_bytes=200_000))
     assert disk_use(store) <= 5 * MIB
     assert tier.stats().evicted > 3

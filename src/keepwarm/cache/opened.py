@@ -7,13 +7,13 @@ from pathlib import Path
 
 from keepwarm.cache.io import MemoryOnly, Reader, Saver, Writer
 from keepwarm.cache.manager import Manager
+from keepwarm.cache.shelf import Shelf
 from keepwarm.kv.layout import Layout
 from keepwarm.prefix.fingerprint import Identity, namespace
-from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.disk import DiskLimits
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import Tier
 from keepwarm.store.tiers import Tiers
-from keepwarm.store.wear import Wear
 
 
 @dataclass(frozen=True)
@@ -34,26 +34,28 @@ class OpenedStore:
     def __init__(self, root: Path, budgets: Budgets | None = None) -> None:
         budgets = budgets or Budgets()
         self.memory = MemoryTier(budgets.memory_bytes)
-        self.disk: DiskTier | None = None
+        self.shelf: Shelf | None = None
         self.saver: Saver = MemoryOnly(self.memory)
         tiers: list[tuple[str, Tier]] = [("memory", self.memory)]
         if budgets.disk:
-            self.disk = DiskTier(root, DiskLimits(budgets.disk_bytes, budgets.min_free_disk_bytes))
-            self.wear = Wear(root, budgets.disk_writes_per_day)
-            writer = Writer(self.memory, self.disk, budgets.queue_bytes, self.wear)
+            limits = DiskLimits(budgets.disk_bytes, budgets.min_free_disk_bytes)
+            self.shelf = Shelf(root, limits, budgets.disk_writes_per_day)
+            disk = self.shelf.disk
+            writer = Writer(self.memory, disk, budgets.queue_bytes, self.shelf.wear)
             self.saver = writer
-            tiers += [("memory", writer.queued), ("disk", self.disk)]
+            tiers += [("memory", writer.queued), ("disk", disk)]
         self.tiers = Tiers(tiers)
         self.reader = Reader(self.tiers)
 
     def manager(self, identity: Identity, layout: Layout) -> Manager:
         """What one model with one set of KV options uses of this store."""
-        return Manager(namespace(identity), layout, self.tiers, self.reader, self.saver)
+        name = namespace(identity) if self.shelf is None else self.shelf.register(identity)
+        return Manager(name, layout, self.tiers, self.reader, self.saver)
 
     def close(self) -> None:
         """Write what is queued and let go of files."""
         self.saver.close()
         self.reader.close()
         self.memory.close()
-        if self.disk is not None:
-            self.disk.close()
+        if self.shelf is not None:
+            self.shelf.close()

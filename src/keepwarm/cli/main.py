@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from keepwarm import __version__
+from keepwarm.cli import cache
 from keepwarm.cli.chat import chat
 from keepwarm.cli.doctor import doctor
 from keepwarm.cli.models import models
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 for command in (run, chat, pull, models, doctor):
     app.command()(command)
+app.add_typer(cache.app, name="cache")
 
 
 def _version(wanted: bool) -> None:

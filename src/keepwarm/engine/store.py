@@ -16,8 +16,10 @@ from keepwarm import config, kv
 from keepwarm.cache.identity import Digests, identify
 from keepwarm.cache.manager import Manager
 from keepwarm.cache.opened import Budgets, OpenedStore
+from keepwarm.cache.shelf import Shelf
 from keepwarm.engine.catalog import locate
 from keepwarm.errors import BadInput
+from keepwarm.prefix.fingerprint import Identity
 
 
 class Restored(NamedTuple):
@@ -39,16 +41,20 @@ class Store:
         self.settings = settings or config.load(store=path)
         self._opened = OpenedStore(self.settings.store, budgets)
 
+    @property
+    def shelf(self) -> Shelf:
+        """Agents and blocks as they lie on disk."""
+        if self._opened.shelf is None:
+            raise BadInput("This store keeps nothing on disk; open it with a disk budget.")
+        return self._opened.shelf
+
     def attach(self, model: Any, source: Path | str, **kv_options: Any) -> Attached:
         """Keep and find the caches of this mlx-lm model; `source` is where its weights lie.
 
         `kv_options` are those of `keepwarm.kv.make_caches`, and part of the model's identity.
         """
-        caches = kv.make_caches(model, **kv_options)
-        layout = kv.probe(model, caches)
-        memo = Digests(self.settings.home / "digests.json")
-        place = locate(str(source), self.settings)
-        identity = identify(place, layout, memo, kv_options=kv_options)
+        layout = kv.probe(model, kv.make_caches(model, **kv_options))
+        identity = identity_of(model, source, self.settings, layout=layout, **kv_options)
         return Attached(model, self._opened.manager(identity, layout), kv_options)
 
     def flush(self) -> None:
@@ -68,6 +74,20 @@ class Store:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def identity_of(
+    model: Any,
+    source: Path | str,
+    settings: config.Settings,
+    *,
+    layout: kv.Layout | None = None,
+    **kv_options: Any,
+) -> Identity:
+    """What tells this model's blocks from all others; reads the weights once in a lifetime."""
+    layout = layout or kv.probe(model, kv.make_caches(model, **kv_options))
+    memo = Digests(settings.home / "digests.json")
+    return identify(locate(str(source), settings), layout, memo, kv_options=kv_options)
 
 
 class Attached:

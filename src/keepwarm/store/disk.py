@@ -25,14 +25,14 @@ from keepwarm.store.atomic import FILE_MODE, Files, Scratch, exclusive, is_alive
 from keepwarm.store.index import Index, is_busy, is_damage
 from keepwarm.store.names import (
     INDEX,
+    INDEX_FILES,
     Name,
+    Others,
+    bytes_of,
     entries,
-    other_bytes,
     path_of,
     size_of,
-    stray_bytes,
 )
-from keepwarm.store.names import parse_name as _parse_name  # noqa: F401
 from keepwarm.store.record import (
     Header,
     Part,
@@ -44,7 +44,6 @@ from keepwarm.store.record import (
 )
 from keepwarm.store.tier import Child, Known, Put, State, Stored, TierStats, outage_is
 
-INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm")
 DAMAGED = f"{INDEX}-damaged"  # a note to the next start
 INDEX_ROOM = 1 << 19  # what index and log may grow by while a record comes or goes
 LOG = logging.getLogger(__name__)
@@ -72,6 +71,7 @@ class DiskTier:
         self._clock = clock
         self._stats = TierStats(max_bytes=self.limits.max_bytes)
         self._stats_lock = threading.Lock()
+        self._others = Others(root)
         self._directories = self._make_directories()
         self._scratch = Scratch(root / "tmp")
         self._index = self._open_index()
@@ -82,7 +82,6 @@ class DiskTier:
             self._index.close()
             self._index = self._open_index()
             self._reconcile()
-        self._stray_bytes = stray_bytes(self.root)
 
     # The tier protocol
 
@@ -146,7 +145,7 @@ class DiskTier:
         self._index.touch(keys, self._clock())
 
     def stats(self) -> TierStats:
-        n_bytes = self._index.n_bytes() + self._unrecorded_bytes()
+        n_bytes = self._index.n_bytes() + self._others.n_bytes()
         return replace(self._stats, blocks=self._index.n_blocks(), n_bytes=n_bytes)
 
     def close(self) -> None:
@@ -178,6 +177,7 @@ class DiskTier:
             self._set_aside(path, why)
             self._index.drop_part(key, part)
         LOG.warning("%s is bad and was set aside: %s", path.name, why)
+        self._others.changed()
         self._count(quarantined=1)
 
     def _is_bad(self, key: BlockKey, part: Part) -> bool:
@@ -293,7 +293,7 @@ class DiskTier:
     def _record_limit(self) -> int | None:
         if self.limits.max_bytes is None:
             return None
-        return self.limits.max_bytes - self._unrecorded_bytes() - INDEX_ROOM
+        return self.limits.max_bytes - self._others.n_bytes() - INDEX_ROOM
 
     def _naming(self) -> AbstractContextManager[None]:
         """The lock under which files get and lose their names."""
@@ -354,7 +354,9 @@ class DiskTier:
         with self._naming():
             for key in self._index.doomed():
                 self._retry_deleting(key)
-        on_disk = {name: _changing_size(name, entry) for name, entry in entries(self.root)}
+        found = list(entries(self.root))
+        self._others.stray_bytes = sum(bytes_of(entry) for name, entry in found if name is None)
+        on_disk = {name: _changing_size(name, entry) for name, entry in found if name is not None}
         known = self._index.parts()
         for (key, part), n_bytes in on_disk.items():
             if n_bytes not in (None, known.get((key, part))) or (key, part) not in known:
@@ -374,10 +376,6 @@ class DiskTier:
             return  # somebody deleted it meanwhile
         except OSError as error:
             LOG.warning("%s could not be adopted: %s", path.name, error)
-
-    def _unrecorded_bytes(self) -> int:
-        """Bytes under the root that are not records; the index grows with every block."""
-        return self._stray_bytes + other_bytes(self.root)
 
     def _failed(self, error: Exception) -> None:
         self._count(errors=1)

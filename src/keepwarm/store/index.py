@@ -253,18 +253,22 @@ class Index:
     ) -> None:
         """Enter a published record and end its reservation."""
         key, n_tokens = header.key, len(header.tokens) // 4
+        sizes = [n_bytes if part is header.part else 0 for part in Part]
         with self._transaction() as db:
-            _end_write(db, reservation)
+            if reservation is not None:
+                _end_write(db, reservation)
             self._supersede(db, header)
-            db.execute(
-                "INSERT INTO blocks(key, parent, namespace, number, n_tokens, used, value) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-                (key, header.parent, header.namespace, header.number, n_tokens, now, value),
+            row = (key, header.parent, header.namespace, header.number, n_tokens, *sizes,
+                   header.w_rows, now, value)  # fmt: skip
+            query = (
+                "INSERT INTO blocks(key, parent, namespace, number, n_tokens, d, w, s, w_rows, "
+                "used, value) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
             )
+            if not db.execute(query, row).rowcount:
+                self._set_part(db, key, header.part, n_bytes, header.w_rows)
             db.execute(
                 "INSERT OR IGNORE INTO tokens VALUES (?, ?, ?)", (header.parent, header.tokens, key)
             )
-            self._set_part(db, key, header.part, n_bytes, header.w_rows)
 
     def touch(self, keys: Collection[BlockKey], now: float) -> None:
         query = "UPDATE blocks SET value = after_use(used, value, ?1), used = ?1 WHERE key = ?2"
@@ -351,13 +355,18 @@ class Index:
                     freed += size
         return chosen
 
-    def condemn(
-        self, n_bytes: int, spare: Collection[BlockKey] = (), priority: float = math.inf
-    ) -> list[BlockKey]:
+    def condemn(self, n_bytes: int, spare: Collection[BlockKey] = ()) -> list[BlockKey]:
         """Choose victims and mark them in one step, so that nobody pins one in between."""
         with self._transaction():
-            keys = [victim.key for victim in self.victims(n_bytes, spare, priority)]
+            keys = [victim.key for victim in self.victims(n_bytes, spare)]
             self._mark(keys)
+        return keys
+
+    def evict(self, n_bytes: int, spare: Collection[BlockKey], priority: float) -> list[BlockKey]:
+        """Choose victims and forget them in one step, where there are no files to remove."""
+        with self._transaction() as db:
+            keys = [victim.key for victim in self.victims(n_bytes, spare, priority)]
+            db.executemany("DELETE FROM blocks WHERE key = ?", ((key,) for key in keys))
         return keys
 
     def pin(self, key: BlockKey, owner: str) -> None:

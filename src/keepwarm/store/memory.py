@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -27,7 +27,7 @@ class MemoryTier:
         self._records: dict[tuple[BlockKey, Part], Record] = {}
         self._refused: deque[BlockKey] = deque(maxlen=64)  # as many as may be under way at once
         self._lock = threading.RLock()
-        self._stats = TierStats(max_bytes=max_bytes)
+        self._counts: Counter[str] = Counter()
 
     @outage_is(dict)
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
@@ -78,14 +78,17 @@ class MemoryTier:
         """
         spare = {record.header.key, record.header.parent}
         while (over := self._index.n_bytes() + n_bytes - self._max_bytes) > 0:
-            if n_bytes > self._max_bytes or record.header.parent in self._refused:
+            if n_bytes > self._max_bytes or self._is_cut_off(record.header.parent):
                 return False
-            victims = self._index.condemn(over, spare, priority=now)
+            victims = self._index.evict(over, spare, priority=now)
             if not victims:
                 return False
-            self._forget(victims)
+            self._let_go(victims)
             self._count(evicted=len(victims))
         return True
+
+    def _is_cut_off(self, parent: BlockKey) -> bool:
+        return parent in self._refused and not self._index.have([parent])
 
     def pin(self, key: BlockKey, owner: str) -> None:
         self._index.pin(key, owner)
@@ -99,14 +102,14 @@ class MemoryTier:
 
     def delete(self, key: BlockKey) -> None:
         with self._lock:
+            self._let_go([key])
             self._index.doom([key])
-            self._forget([key])
+            self._index.drop([key])
 
-    def _forget(self, keys: Collection[BlockKey]) -> None:
+    def _let_go(self, keys: Collection[BlockKey]) -> None:
         for key in keys:
             for part in Part:
                 self._records.pop((key, part), None)
-        self._index.drop(keys)
 
     def delete_part(self, key: BlockKey, part: Part) -> None:
         """Remove one part; the block goes with its last one."""
@@ -118,7 +121,8 @@ class MemoryTier:
         return self._index.walk()
 
     def stats(self) -> TierStats:
-        return replace(self._stats, blocks=self._index.n_blocks(), n_bytes=self._index.n_bytes())
+        n_blocks, n_bytes = self._index.n_blocks(), self._index.n_bytes()
+        return TierStats(n_blocks, n_bytes, self._max_bytes, **self._counts)
 
     def close(self) -> None:
         with self._lock:
@@ -129,5 +133,4 @@ class MemoryTier:
         self._count(errors=1)
 
     def _count(self, **more: int) -> None:
-        sums = {name: getattr(self._stats, name) + n for name, n in more.items()}
-        self._stats = replace(self._stats, **sums)
+        self._counts.update(more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,9 @@ from keepwarm.store.record import Part
 
 SUFFIX = ".safetensors"
 INDEX = "index.sqlite"
+INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm")
 TEMPORARY = ".tmp"
+MEASURE_EVERY_S = 1.0
 
 
 class Name(NamedTuple):
@@ -37,43 +40,52 @@ def parse_name(name: str) -> Name | None:
     return Name(key, part) if exact and len(key) == KEY_BYTES else None
 
 
-def entries(root: Path) -> Iterator[tuple[Name, os.DirEntry[str]]]:
-    """Every entry that has the name of a record and lies where that record belongs."""
+def entries(root: Path) -> Iterator[tuple[Name | None, os.DirEntry[str]]]:
+    """Everything among the blocks, by name where a record belongs; None is anything else."""
     for directory in os.scandir(root / "blocks"):
-        if not directory.is_dir():
+        if not directory.is_dir(follow_symlinks=False):
+            yield None, directory
             continue
         for entry in os.scandir(directory.path):
             name = parse_name(entry.name)
-            if name is not None and name.key.hex().startswith(directory.name):
-                yield name, entry
+            in_place = name is not None and name.key.hex()[:2] == directory.name
+            yield (name if in_place else None), entry
 
 
-def stray_bytes(root: Path) -> int:
-    """Bytes of files among the blocks that are no records; looks at every one of them."""
-    paths = _files(root / "blocks")
-    return sum(size_of(path) for path in paths if not _is_record(root, path))
+class Others:
+    """Bytes under a root that are no records. The index is measured whenever asked, the rest at
+    most once a second, because there may be thousands of agents."""
+
+    def __init__(self, root: Path) -> None:
+        self.stray_bytes = 0  # of what lies among the blocks
+        self._root = root
+        self._rest = 0
+        self._next = 0.0
+
+    def n_bytes(self) -> int:
+        if time.monotonic() >= self._next:
+            self._rest = self._measure()
+            self._next = time.monotonic() + MEASURE_EVERY_S
+        index = sum(size_of(self._root / name) for name in INDEX_FILES)
+        return self.stray_bytes + index + self._rest
+
+    def changed(self) -> None:
+        """Measure again when asked next."""
+        self._next = 0.0
+
+    def _measure(self) -> int:
+        own = ("blocks", *INDEX_FILES)
+        return sum(bytes_of(e) for e in os.scandir(self._root) if e.name not in own)
 
 
-def other_bytes(root: Path) -> int:
-    """Bytes of all files beside the blocks, the index among them; not of records on their way."""
-    on_its_way = root / "tmp"
-    return sum(
-        size_of(path)
-        for path in _files(root, leave_out="blocks")
-        if not (path.suffix == TEMPORARY and path.parent.parent == on_its_way)
-    )
-
-
-def _files(directory: Path, leave_out: str | None = None) -> Iterator[Path]:
-    for where, directories, names in os.walk(directory):
-        if leave_out in directories and Path(where) == directory:
-            directories.remove(leave_out)
-        yield from (Path(where, name) for name in names)
-
-
-def _is_record(root: Path, path: Path) -> bool:
-    name = parse_name(path.name)
-    return name is not None and path == path_of(root, *name)
+def bytes_of(entry: os.DirEntry[str]) -> int:
+    """Of a file or a whole directory; records on their way are counted as reserved already."""
+    if not entry.is_dir(follow_symlinks=False):
+        return 0 if entry.name.endswith(TEMPORARY) else size_of(entry)
+    try:
+        return sum(bytes_of(inner) for inner in os.scandir(entry.path))
+    except FileNotFoundError:  # a writer that has just closed
+        return 0
 
 
 def size_of(file: os.DirEntry[str] | Path) -> int:

@@ -1,0 +1,262 @@
+"""`python -m keepwarm.bench.traces`: real agent traffic through the shipped look-up and eviction.
+
+360 coding-agent conversations (see data/README.md), eight at a time on their own clock; where one
+ends the next begins. Keys, index, plan and eviction are those of the product and run at full size;
+only tensors are stand-ins, which count their true bytes and hold none.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import lzma
+import multiprocessing
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import cache
+from importlib.resources import files
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from keepwarm.bench.rivals import Cache, Fifo, Request, Sessions, TailFirst
+from keepwarm.cache.io import MemoryOnly, Reader
+from keepwarm.cache.manager import Manager, Plan
+from keepwarm.cache.policy import Policy
+from keepwarm.errors import BadInput, KeepwarmError
+from keepwarm.kv.kinds import Kind
+from keepwarm.kv.layout import LayerSpec, Layout
+from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, block_key, pack, root
+from keepwarm.store.memory import MemoryTier
+from keepwarm.store.record import Header, Part, Record, Tensor
+from keepwarm.store.tiers import Tiers
+
+N_SLOTS = 8
+BUDGETS = (128_000, 256_000, 512_000, 1_024_000, 2_048_000)
+TOKEN_BYTES = 2 * 32 * 8 * 128 * 2  # K and V of 32 layers, 8 heads of 128, two bytes: an 8B model
+NAMESPACE = Namespace(b"the traces, whoever made them...")
+DELTA_ONLY = Layout((LayerSpec("0", Kind.DELTA, "KVCache", {}, {}),))
+OURS, TAIL_FIRST, SESSIONS = "keepwarm", "tail-first LRU blocks", "LRU sessions"
+FIFO, FIFO_10 = "FIFO sequences", "mlx-lm: FIFO, 10 sequences"
+
+
+class Conversation(NamedTuple):
+    turns: list[tuple[float, int, int, int]]  # seconds, common, input, output
+
+
+@dataclass(frozen=True)
+class Result:
+    policy: str
+    budget_tokens: int
+    n_requests: int
+    input_tokens: int
+    prefilled_tokens: int
+    seconds: float  # of the replay
+
+    @property
+    def hit_rate(self) -> float:
+        return 1 - self.prefilled_tokens / self.input_tokens
+
+
+@dataclass(frozen=True)
+class Task:
+    policy: str
+    budget_tokens: int
+    n_conversations: int | None = None
+    divisor: int = 1
+
+
+def load(n_conversations: int | None = None, divisor: int = 1) -> list[Conversation]:
+    """The first conversations, all lengths divided."""
+    packed = (files("keepwarm.bench") / "data" / "agent-turns.jsonl.xz").read_bytes()
+    lines = lzma.decompress(packed).splitlines()[:n_conversations]
+    return [
+        Conversation([_scaled(turn, divisor) for turn in json.loads(line)["turns"]])
+        for line in lines
+    ]
+
+
+def _scaled(turn: Sequence[float], divisor: int) -> tuple[float, int, int, int]:
+    seconds, common, *sizes = turn
+    n_input, n_output = (max(1, int(size) // divisor) for size in sizes)
+    return seconds, min(int(common) // divisor, n_input), n_input, n_output
+
+
+def requests(conversations: Sequence[Conversation], n_slots: int = N_SLOTS) -> Iterator[Request]:
+    """All requests in the order of the clock; a slot takes the next conversation when it is free."""
+    waiting = iter(range(len(conversations)))
+    due = [(0.0, number, 0, 0.0) for number in islice(waiting, n_slots)]
+    heapq.heapify(due)
+    while due:
+        now, number, turn, began = heapq.heappop(due)
+        turns = conversations[number].turns
+        yield Request(now, number, *turns[turn][1:])
+        if turn + 1 < len(turns):
+            heapq.heappush(due, (began + turns[turn + 1][0], number, turn + 1, began))
+        elif (following := next(waiting, None)) is not None:
+            heapq.heappush(due, (now, following, 0, now))
+
+
+class Shipped:
+    """The product's manager over a memory tier, with stand-ins for tensors."""
+
+    def __init__(self, n_tokens: int) -> None:
+        self._now = 0.0
+        self.tier = MemoryTier(n_tokens * TOKEN_BYTES, clock=lambda: self._now)
+        tiers = Tiers([("memory", self.tier)])
+        self._manager = Manager(
+            NAMESPACE, DELTA_ONLY, tiers, Reader(tiers, 1), MemoryOnly(self.tier)
+        )
+        self._tokens: dict[int, array[int]] = {}
+        self._ids = np.random.default_rng(0)
+
+    def serve(self, request: Request) -> int:
+        self._now = request.now
+        tokens = self._make_tokens(request)
+        plan = self._manager.plan(tokens[: request.n_input])
+        self._manager.tiers.touch([read.key for read in plan.point.reads])
+        self._keep(tokens, plan)
+        return plan.n_tokens
+
+    def _make_tokens(self, request: Request) -> array[int]:
+        """Prompt and answer: the tokens in common, then new ones."""
+        tokens = self._tokens.get(request.conversation, array("I"))[: request.n_common]
+        n_new = request.n_input + request.n_output - len(tokens)
+        tokens.frombytes(self._ids.integers(1 << 31, size=n_new, dtype=np.uint32).tobytes())
+        self._tokens[request.conversation] = tokens
+        return tokens
+
+    def _keep(self, tokens: array[int], plan: Plan) -> None:
+        first = plan.n_tokens // BLOCK_TOKENS
+        parent = plan.point.reads[first - 1].key if first else root(NAMESPACE)
+        for number in range(first, -(-len(tokens) // BLOCK_TOKENS)):
+            start = number * BLOCK_TOKENS
+            words = pack(tokens[start : start + BLOCK_TOKENS])
+            key = block_key(NAMESPACE, parent, words)
+            header = Header(NAMESPACE, key, parent, Part.DELTA, number, words)
+            self._manager.writer.put(Record(header, (stand_in(len(words) // 4),)), Policy.EPHEMERAL)
+            parent = key
+
+
+@cache
+def stand_in(n_tokens: int) -> Tensor:
+    """A tensor that counts its true bytes and holds one of them."""
+    n_bytes = n_tokens * TOKEN_BYTES
+    return Tensor("KV", "U8", (n_bytes,), np.broadcast_to(np.zeros(1, np.uint8), n_bytes).data)
+
+
+CACHES: dict[str, Callable[[int], Cache]] = {
+    OURS: Shipped,
+    TAIL_FIRST: TailFirst,
+    SESSIONS: Sessions,
+    FIFO: Fifo,
+    FIFO_10: lambda n_tokens: Fifo(n_tokens, max_entries=10),
+}
+
+
+def replay(task: Task) -> Result:
+    """One policy at one budget over the whole trace."""
+    began = time.perf_counter()
+    policy = CACHES[task.policy](task.budget_tokens)
+    n_requests = n_input = n_prefilled = 0
+    for request in requests(load(task.n_conversations, task.divisor)):
+        n_requests += 1
+        n_input += request.n_input
+        n_prefilled += request.n_input - policy.serve(request)
+    seconds = round(time.perf_counter() - began, 1)
+    return Result(task.policy, task.budget_tokens, n_requests, n_input, n_prefilled, seconds)
+
+
+def replay_all(tasks: Sequence[Task], n_processes: int) -> list[Result]:
+    """Every task, side by side; the long ones begin first."""
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        ProcessPoolExecutor(n_processes, mp_context=spawn) as pool,
+        Progress(console=Console(stderr=True), transient=True) as progress,
+    ):
+        bar = progress.add_task("traces", total=len(tasks))
+        futures = {pool.submit(replay, task): task for task in tasks}
+        for _ in as_completed(futures):
+            progress.advance(bar)
+        return [future.result() for future in futures]
+
+
+def as_json(results: Sequence[Result], command: str) -> dict[str, Any]:
+    rows = [asdict(r) | {"hit_rate": round(r.hit_rate, 4)} for r in results]
+    date = datetime.now(UTC).date().isoformat()
+    return {"command": command, "date": date, "token_bytes": TOKEN_BYTES, "results": rows}
+
+
+def table(results: Sequence[Result]) -> Table:
+    """Tokens prefilled by policy and budget, with the share of tokens found."""
+    budgets = sorted({result.budget_tokens for result in results})
+    heads = ["millions of tokens prefilled (found)", *(f"{b // 1000:,} k" for b in budgets)]
+    made = Table(*heads, box=None, pad_edge=False)
+    for column in made.columns[1:]:
+        column.justify = "right"
+    for policy in CACHES:
+        cells = {r.budget_tokens: r for r in results if r.policy == policy}
+        shown = [f"{cells[b].prefilled_tokens / 1e6:,.1f} ({cells[b].hit_rate:.3f})"
+                 for b in budgets if b in cells]  # fmt: skip
+        made.add_row(policy, *shown)
+    return made
+
+
+def plot(results: Sequence[Result], file: Path) -> None:
+    """Tokens prefilled against the budget, a line for each policy."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for policy in CACHES:
+        line = sorted((r.budget_tokens, r.prefilled_tokens) for r in results if r.policy == policy)
+        axes.plot([b / 1e3 for b, _ in line], [n / 1e9 for _, n in line], "o-", label=policy)
+    axes.set_xscale("log", base=2)
+    ticks = sorted({result.budget_tokens for result in results})
+    axes.set_xticks([t / 1e3 for t in ticks], [f"{t // 1000:,} k" for t in ticks])
+    axes.set(xlabel="tokens kept", ylabel="tokens prefilled, billions", yscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=150)
+
+
+def main(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Keep the numbers here.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them here.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="20 conversations, lengths and budgets by 16.")
+    ] = False,
+    processes: Annotated[int, typer.Option("--processes", min=1, help="How many at once.")] = 2,
+) -> None:
+    """Count the tokens that must be prefilled, by policy and budget, on real agent traffic."""
+    for file in (json_file, plot_file):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise BadInput(f"There is no directory for {file}; make it first.")
+    scale = (20, 16) if quick else (None, 1)
+    tasks = [Task(p, b // scale[1], *scale) for b in BUDGETS for p in CACHES]
+    results = replay_all(tasks, processes)
+    Console().print(table(results))
+    if json_file is not None:
+        command = "python -m keepwarm.bench.traces" + " --quick" * quick
+        json_file.write_text(json.dumps(as_json(results, command), indent=1) + "\n")
+    if plot_file is not None:
+        plot(results, plot_file)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except KeepwarmError as error:
+        typer.echo(str(error), err=True)
+        sys.exit(2)

@@ -1,0 +1,220 @@
+"""`keepwarm cache …`: what is kept, for whom, and how to keep, carry or forget it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from keepwarm import config
+
+if TYPE_CHECKING:
+    from keepwarm.cache.agents import Agent
+    from keepwarm.cache.shelf import Shelf
+
+app = typer.Typer(no_args_is_help=True, help="Look at, keep, carry and forget stored blocks.")
+
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON value.")]
+AgentId: TypeAlias = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.")]
+MIB = 1 << 20
+
+
+def _shelf() -> Shelf:
+    from keepwarm.cache.shelf import Shelf
+
+    return Shelf(config.load().store)
+
+
+@app.command("ls")
+def list_agents(as_json: AsJson = False) -> None:
+    """List the agents."""
+    with _shelf() as shelf:
+        rows = [_summary(shelf, agent) for agent in shelf.agents.all()]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = Table("agent", "turns", "tokens", "MiB", "pinned", "used")
+    for row in rows:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["used"]))
+        pinned = "yes" if row["pinned"] else ""
+        size = f"{row['n_bytes'] / MIB:.1f}"
+        table.add_row(row["id"], str(row["turns"]), str(row["n_tokens"]), size, pinned, used)
+    Console().print(table if rows else "No agents yet; `keepwarm run --agent NAME` makes one.")
+
+
+@app.command()
+def show(agent: AgentId, as_json: AsJson = False) -> None:
+    """Show one agent: its turns, its size, what was promised to it."""
+    with _shelf() as shelf:
+        found = shelf.agents.show(agent)
+        fields = json.loads(found.to_json()) | {"n_bytes": _n_bytes(shelf, found)}
+    _print(fields, as_json)
+
+
+@app.command()
+def stats(as_json: AsJson = False) -> None:
+    """Blocks, bytes, limits and what was written, by day."""
+    with _shelf() as shelf:
+        fields = asdict(shelf.disk.stats()) | {"written_by_day": shelf.wear.by_day()}
+    _print(fields, as_json)
+
+
+@app.command()
+def path(as_json: AsJson = False) -> None:
+    """Print where the blocks are kept."""
+    place = str(config.load().store)
+    print(json.dumps({"path": place}) if as_json else place)
+
+
+@app.command()
+def pin(agent: AgentId, as_json: AsJson = False) -> None:
+    """Protect an agent's blocks from eviction."""
+    _promise(agent, as_json, pinned=True)
+
+
+@app.command()
+def unpin(agent: AgentId, as_json: AsJson = False) -> None:
+    """Let an agent's blocks be evicted when room is needed."""
+    _promise(agent, as_json, pinned=False)
+
+
+@app.command()
+def quota(
+    agent: AgentId,
+    n_bytes: Annotated[int, typer.Argument(help="Bytes; 0 takes the quota away.")],
+    as_json: AsJson = False,
+) -> None:
+    """Promise an agent so many bytes that nobody else may evict."""
+    _promise(agent, as_json, quota_bytes=n_bytes or None)
+
+
+@app.command()
+def fork(
+    agent: AgentId,
+    new: Annotated[str, typer.Argument(metavar="NEW", help="Id of the new agent.")],
+    as_json: AsJson = False,
+) -> None:
+    """Make another agent with the same past; no block is copied."""
+    with _shelf() as shelf:
+        _print(json.loads(shelf.agents.fork(agent, new).to_json()), as_json)
+
+
+@app.command()
+def rewind(
+    agent: AgentId,
+    turn: Annotated[int, typer.Argument(help="The last turn to keep; 0 forgets all.")],
+    as_json: AsJson = False,
+) -> None:
+    """Forget an agent's turns after this one."""
+    with _shelf() as shelf:
+        _print(json.loads(shelf.agents.rewind(agent, turn).to_json()), as_json)
+
+
+@app.command("rm")
+def remove(agent: AgentId, as_json: AsJson = False) -> None:
+    """Delete an agent and every block no other agent reaches."""
+    with _shelf() as shelf:
+        n_blocks = shelf.agents.delete(agent)
+    _print({"agent": agent, "removed_blocks": n_blocks}, as_json)
+
+
+@app.command()
+def gc(as_json: AsJson = False) -> None:
+    """Forget agents past their retention, drop what bad records left, give space back."""
+    with _shelf() as shelf:
+        expired = shelf.agents.expire()
+        n_bytes = shelf.disk.clear_quarantine()
+    _print({"expired_agents": expired, "quarantine_bytes": n_bytes}, as_json)
+
+
+@app.command()
+def verify(
+    fix: Annotated[bool, typer.Option("--fix", help="Set bad records aside.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read everything and check it; exit code 1 if something is bad."""
+    from keepwarm.store import fsck
+
+    bad = []
+    with _shelf() as shelf, Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("verifying", total=shelf.disk.stats().blocks)
+        n_records = n_bytes = 0
+        for checked in fsck.verify(shelf.disk, fix):
+            n_records, n_bytes = n_records + 1, n_bytes + checked.n_bytes
+            progress.advance(task)
+            if checked.wrong is not None:
+                name = f"{checked.key.hex()}.{checked.part.value}"
+                bad.append({"record": name, "wrong": checked.wrong, "set_aside": fix})
+    _print({"records": n_records, "n_bytes": n_bytes, "bad": bad}, as_json)
+    if bad:
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    agent: AgentId,
+    file: Annotated[Path, typer.Argument(help="The bundle to write.")],
+    as_json: AsJson = False,
+) -> None:
+    """Write an agent into one file that another machine can import."""
+    with _shelf() as shelf:
+        n_records = shelf.export_agent(agent, file)
+    _print({"agent": agent, "records": n_records, "file": str(file)}, as_json)
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="The bundle to read.")],
+    model: Annotated[
+        str | None, typer.Option("--model", help="The model it belongs to, if not the default.")
+    ] = None,
+    agent: Annotated[str | None, typer.Option("--agent", help="Another id for the agent.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read a bundle, verified, for the same weights and KV dtype."""
+    from keepwarm.engine.model import load
+    from keepwarm.engine.store import identity_of
+
+    settings = config.load(model=model)
+    loaded = load(settings.model, settings)
+    expected = identity_of(loaded.module, loaded.path, settings)
+    with _shelf() as shelf:
+        made = shelf.import_agent(file, expected, agent)
+    _print(json.loads(made.to_json()), as_json)
+
+
+def _promise(agent: str, as_json: bool, **changes: Any) -> None:
+    with _shelf() as shelf:
+        _print(json.loads(shelf.agents.promise(agent, **changes).to_json()), as_json)
+
+
+def _summary(shelf: Shelf, agent: Agent) -> dict[str, Any]:
+    return {
+        "id": agent.id,
+        "turns": len(agent.turns),
+        "n_tokens": agent.n_tokens,
+        "n_bytes": _n_bytes(shelf, agent),
+        "pinned": agent.pinned,
+        "used": agent.used,
+    }
+
+
+def _n_bytes(shelf: Shelf, agent: Agent) -> int:
+    """Bytes of its blocks that are still there, shared ones included."""
+    return sum(known.n_bytes for known in shelf.disk.have(agent.blocks).values())
+
+
+def _print(fields: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(fields))
+        return
+    for name, value in fields.items():
+        shown = f"{len(value)}" if name == "blocks" else value
+        print(f"{name}: {shown}")

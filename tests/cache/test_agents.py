@@ -1,0 +1,206 @@
+"""Agents name blocks: fork, rewind, promise, carry and forget without copying any."""
+
+import pytest
+
+from keepwarm.cache.shelf import Shelf
+from keepwarm.errors import BadCacheFile, BadInput, UnknownAgent
+from keepwarm.prefix.blocks import chain, pack
+from keepwarm.prefix.fingerprint import Identity, namespace
+from keepwarm.store.disk import DiskLimits
+from tests.store.kit import files_under, record, tokens_of
+
+IDENTITY = Identity(weights={"model": "1"}, config="2", tokenizer="3", layout="4")
+NAME = namespace(IDENTITY)
+LIMITS = DiskLimits(min_free_bytes=0)
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    with Shelf(tmp_path / "store", LIMITS) as opened:
+        opened.register(IDENTITY)
+        yield opened
+
+
+def keep(shelf, tokens, n_bytes=2048):
+    """Put the blocks of a conversation, as a request would."""
+    for ref in chain(NAME, tokens):
+        shelf.disk.put(record(ref, n_bytes=n_bytes, namespace=NAME)).durable.result()
+
+
+def turn(shelf, agent_id, tokens):
+    keep(shelf, tokens)
+    return shelf.agents.advance(agent_id, NAME, tokens)
+
+
+def holds_tokens(root, tokens):
+    """The files under the root that contain some of these token ids in a row, in any spelling."""
+    from base64 import b64encode
+
+    runs = [tokens[i : i + 4] for i in range(0, len(tokens) - 4, 4)]
+    spellings = [pack(run) for run in runs]
+    spellings += [b"".join(t.to_bytes(4, "little") for t in run) for run in runs]
+    # In base64, bytes at a multiple of three keep their own letters.
+    spellings += [b64encode(pack(tokens[i : i + 6])) for i in range(0, len(tokens) - 6, 3)]
+    return [
+        path
+        for path in files_under(root)
+        if any(spelling in path.read_bytes() for spelling in spellings)
+    ]
+
+
+def test_turns_fork_and_rewind_copy_no_bytes(shelf):
+    tokens = tokens_of(700)
+    turn(shelf, "coder", tokens[:300])
+    turn(shelf, "coder", tokens)
+    before = shelf.disk.stats().puts
+    assert shelf.agents.show("coder").turns == (300, 700)
+    fork = shelf.agents.fork("coder", "coder-2")
+    assert (fork.turns, fork.forked_from) == ((300, 700), "coder")
+    back = shelf.agents.rewind("coder-2", 1)
+    assert (back.n_tokens, back.turns, len(back.blocks)) == (300, (300,), 2)
+    assert shelf.agents.show("coder").n_tokens == 700
+    assert shelf.disk.stats().puts == before
+    assert shelf.tokens_of(back) == tokens[:300]
+
+
+def test_a_changed_past_keeps_only_the_turns_that_still_hold(shelf):
+    tokens = tokens_of(900)
+    for n in (300, 600, 900):
+        turn(shelf, "a", tokens[:n])
+    edited = tokens[:400] + tokens_of(300, seed=5)
+    assert turn(shelf, "a", edited).turns == (300, 700)
+
+
+def test_agents_survive_a_restart_and_a_lost_index(tmp_path):
+    tokens = tokens_of(300)
+    with Shelf(tmp_path / "store", LIMITS) as shelf:
+        turn(shelf, "a", tokens)
+    (tmp_path / "store" / "index.sqlite").unlink()
+    with Shelf(tmp_path / "store", LIMITS) as shelf:
+        assert [agent.id for agent in shelf.agents.all()] == ["a"]
+        assert shelf.tokens_of(shelf.agents.show("a")) == tokens
+
+
+@pytest.mark.parametrize("bad", ["../x", "", "a/b", ".hidden", "x" * 129, "a\0b", "-rf"])
+def test_ids_never_become_paths_unchecked(bad, shelf):
+    """S0-14."""
+    for use in (shelf.agents.show, shelf.agents.delete):
+        with pytest.raises(BadInput, match="no agent id"):
+            use(bad)
+
+
+def test_an_unknown_agent_is_named(shelf):
+    with pytest.raises(UnknownAgent, match="'nobody'"):
+        shelf.agents.show("nobody")
+
+
+def test_deleting_removes_what_no_other_agent_reaches(shelf):
+    """A byte search for its tokens over every file finds nothing."""
+    shared = tokens_of(512, seed=1)
+    mine, theirs = shared + tokens_of(400, seed=2), shared + tokens_of(400, seed=3)
+    turn(shelf, "mine", mine[:700])
+    turn(shelf, "mine", mine)
+    turn(shelf, "theirs", theirs)
+    anonymous = mine + tokens_of(300, seed=4)  # descends from mine
+    keep(shelf, anonymous)
+    assert holds_tokens(shelf.disk.root, mine[512:])
+    shelf.agents.delete("mine")
+    assert not holds_tokens(shelf.disk.root, anonymous[512:])
+    assert [agent.id for agent in shelf.agents.all()] == ["theirs"]
+    assert shelf.tokens_of(shelf.agents.show("theirs")) == theirs
+
+
+def test_deleting_takes_quarantined_records_along(shelf):
+    tokens = tokens_of(300)
+    agent = turn(shelf, "a", tokens)
+    (path,) = [
+        p for p in files_under(shelf.disk.root / "blocks") if agent.blocks[0].hex() in p.name
+    ]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    part = next(iter(shelf.disk.have(agent.blocks)[agent.blocks[0]].parts))
+    assert shelf.disk.read(agent.blocks[0], part) is None
+    assert list((shelf.disk.root / "quarantine").iterdir())
+    shelf.agents.delete("a")
+    assert not holds_tokens(shelf.disk.root, tokens)
+
+
+def test_a_pinned_agent_outlives_pressure_and_an_unpinned_does_not(tmp_path):
+    limits = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
+    with Shelf(tmp_path / "store", limits) as shelf:
+        for name, seed in (("kept", 1), ("lost", 2)):
+            tokens = tokens_of(768, seed=seed)
+            keep(shelf, tokens, n_bytes=100_000)
+            shelf.agents.advance(name, NAME, tokens)
+        shelf.agents.promise("kept", pinned=True)
+        for seed in range(10, 40):
+            keep(shelf, tokens_of(512, seed=seed), n_bytes=100_000)
+        blocks = {a.id: len(shelf.disk.have(a.blocks)) for a in shelf.agents.all()}
+        assert blocks == {"kept": 3, "lost": 0}
+
+
+def test_a_quota_covers_the_first_blocks(tmp_path):
+    limits = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
+    with Shelf(tmp_path / "store", limits) as shelf:
+        tokens = tokens_of(1024)
+        keep(shelf, tokens, n_bytes=100_000)
+        shelf.agents.advance("a", NAME, tokens)
+        shelf.agents.promise("a", quota_bytes=250_000)
+        for seed in range(10, 40):
+            keep(shelf, tokens_of(512, seed=seed), n_bytes=100_000)
+        agent = shelf.agents.show("a")
+        there = [key in shelf.disk.have(agent.blocks) for key in agent.blocks]
+        assert there == [True, True, False, False]
+
+
+def test_retention(tmp_path):
+    now = [1000.0]
+    with Shelf(tmp_path / "store", LIMITS) as shelf:
+        shelf.agents._clock = lambda: now[0]
+        for name in ("old", "fresh"):
+            turn(shelf, name, tokens_of(300, seed=len(name)))
+            shelf.agents.promise(name, retention_s=60.0)
+        now[0] += 50
+        turn(shelf, "fresh", tokens_of(300, seed=5))
+        now[0] += 20
+        assert shelf.agents.expire() == ["old"]
+        assert [a.id for a in shelf.agents.all()] == ["fresh"]
+
+
+def test_a_bundle_carries_an_agent_to_another_store(shelf, tmp_path):
+    tokens = tokens_of(700)
+    turn(shelf, "a", tokens[:300])
+    turn(shelf, "a", tokens)
+    n_records = shelf.export_agent("a", tmp_path / "a.kw")
+    assert n_records == 3
+    with Shelf(tmp_path / "other", LIMITS) as other:
+        made = other.import_agent(tmp_path / "a.kw", IDENTITY)
+        assert (made.id, made.turns, made.n_tokens) == ("a", (300, 700), 700)
+        assert other.tokens_of(made) == tokens
+        for key in made.blocks:
+            assert other.disk.read(key, "d") is not None
+
+
+@pytest.mark.parametrize("field", ["weights", "layout", "tokenizer", "kv_options"])
+def test_a_bundle_for_another_model_is_refused_with_the_reason(field, shelf, tmp_path):
+    turn(shelf, "a", tokens_of(300))
+    shelf.export_agent("a", tmp_path / "a.kw")
+    other = {"weights": {"model": "9"}, "kv_options": {"kv_bits": 4}}.get(field, "9")
+    expected = Identity(**{**vars(IDENTITY), field: other})
+    with Shelf(tmp_path / "other", LIMITS) as there:
+        with pytest.raises(BadCacheFile, match=f"{field} differ"):
+            there.import_agent(tmp_path / "a.kw", expected)
+        assert not list(there.disk.walk())
+
+
+@pytest.mark.parametrize("at", [0.2, 0.5, 0.9])
+def test_a_damaged_bundle_is_refused(at, shelf, tmp_path):
+    turn(shelf, "a", tokens_of(600))
+    shelf.export_agent("a", tmp_path / "a.kw")
+    data = bytearray((tmp_path / "a.kw").read_bytes())
+    place = int(len(data) * at)
+    data[place : place + 64] = bytes(byte ^ 0x55 for byte in data[place : place + 64])
+    (tmp_path / "a.kw").write_bytes(data)
+    with Shelf(tmp_path / "other", LIMITS) as other, pytest.raises(BadCacheFile):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
