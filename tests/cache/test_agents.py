@@ -1,5 +1,8 @@
 """Agents name blocks: fork, rewind, promise, carry and forget without copying any."""
 
+import tarfile
+from base64 import b64encode
+
 import pytest
 
 from keepwarm.cache.shelf import Shelf
@@ -7,6 +10,7 @@ from keepwarm.errors import BadCacheFile, BadInput, UnknownAgent
 from keepwarm.prefix.blocks import chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk import DiskLimits
+from keepwarm.store.record import Part
 from tests.store.kit import files_under, record, tokens_of
 
 IDENTITY = Identity(weights={"model": "1"}, config="2", tokenizer="3", layout="4")
@@ -34,8 +38,6 @@ def turn(shelf, agent_id, tokens):
 
 def holds_tokens(root, tokens):
     """The files under the root that contain some of these token ids in a row, in any spelling."""
-    from base64 import b64encode
-
     runs = [tokens[i : i + 4] for i in range(0, len(tokens) - 4, 4)]
     spellings = [pack(run) for run in runs]
     spellings += [b"".join(t.to_bytes(4, "little") for t in run) for run in runs]
@@ -179,7 +181,7 @@ def test_a_bundle_carries_an_agent_to_another_store(shelf, tmp_path):
         assert (made.id, made.turns, made.n_tokens) == ("a", (300, 700), 700)
         assert other.tokens_of(made) == tokens
         for key in made.blocks:
-            assert other.disk.read(key, "d") is not None
+            assert other.disk.read(key, Part.DELTA) is not None
 
 
 @pytest.mark.parametrize("field", ["weights", "layout", "tokenizer", "kv_options"])
@@ -194,13 +196,30 @@ def test_a_bundle_for_another_model_is_refused_with_the_reason(field, shelf, tmp
         assert not list(there.disk.walk())
 
 
-@pytest.mark.parametrize("at", [0.2, 0.5, 0.9])
-def test_a_damaged_bundle_is_refused(at, shelf, tmp_path):
+@pytest.mark.parametrize("member", [0, 1, 3])
+@pytest.mark.parametrize("at", [0.1, 0.5, 0.99])
+def test_a_damaged_bundle_is_refused_whole(member, at, shelf, tmp_path):
+    """One byte of the manifest or of a record: nothing of it is taken."""
     turn(shelf, "a", tokens_of(600))
-    shelf.export_agent("a", tmp_path / "a.kw")
-    data = bytearray((tmp_path / "a.kw").read_bytes())
-    place = int(len(data) * at)
-    data[place : place + 64] = bytes(byte ^ 0x55 for byte in data[place : place + 64])
-    (tmp_path / "a.kw").write_bytes(data)
-    with Shelf(tmp_path / "other", LIMITS) as other, pytest.raises(BadCacheFile):
-        other.import_agent(tmp_path / "a.kw", IDENTITY)
+    bundle = tmp_path / "a.kw"
+    shelf.export_agent("a", bundle)
+    with tarfile.open(bundle) as archive:
+        info = archive.getmembers()[member]
+    data = bytearray(bundle.read_bytes())
+    data[info.offset_data + int(info.size * at)] ^= 1
+    bundle.write_bytes(data)
+    with Shelf(tmp_path / "other", LIMITS) as other:
+        with pytest.raises(BadCacheFile, match="not a whole bundle"):
+            other.import_agent(bundle, IDENTITY)
+        assert not list(other.disk.walk())
+
+
+def test_a_truncated_or_foreign_bundle_is_refused(shelf, tmp_path):
+    turn(shelf, "a", tokens_of(600))
+    bundle = tmp_path / "a.kw"
+    shelf.export_agent("a", bundle)
+    whole = bundle.read_bytes()
+    for damaged in (whole[:1000], whole[: len(whole) // 2], b"", b"not a bundle" * 100):
+        bundle.write_bytes(damaged)
+        with pytest.raises(BadCacheFile):
+            shelf.import_agent(bundle, IDENTITY, "b")

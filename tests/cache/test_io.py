@@ -150,20 +150,22 @@ def test_records_are_read_in_parallel_and_a_miss_is_told(disk, records):
     reader = Reader(Tiers([("disk", disk)]), n_threads=3)
     reads = [Read(r.header.key, Part.DELTA, i) for i, r in enumerate(records)]
     seen = []
-    assert reader.read(reads, seen.append) == ["disk"] * len(records)
-    assert sorted(r.header.number for r in seen) == list(range(len(records)))
+    outcome = reader.read(reads, lambda read, record: seen.append(record.header.number))
+    assert outcome == (["disk"] * len(records), set())
+    assert sorted(seen) == list(range(len(records)))
     missing = Read(type(reads[0].key)(bytes(20)), Part.DELTA, 9)
-    assert reader.read([*reads, missing], seen.append) is None
+    # Only what is really missing is told: the others may serve the next plan.
+    assert reader.read([missing, *reads], lambda read, record: None).missed == {missing.key}
     reader.close()
 
 
-def test_what_goes_wrong_with_a_record_reaches_the_caller(disk, records):
+def test_a_record_that_is_refused_counts_as_missed(disk, records):
     disk.put(records[0])
     reader = Reader(Tiers([("disk", disk)]))
 
-    def refuse(record):
+    def refuse(read, record):
         raise CorruptBlock("0", 0, "it is not wanted")
 
-    with pytest.raises(CorruptBlock, match="not wanted"):
-        reader.read([Read(records[0].header.key, Part.DELTA, 0)], refuse)
+    key = records[0].header.key
+    assert reader.read([Read(key, Part.DELTA, 0)], refuse).missed == {key}
     reader.close()

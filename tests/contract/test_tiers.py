@@ -549,13 +549,13 @@ def test_a_closed_tier_answers_nothing(make):
 
 
 def no_open(tier):
-    tier._files.break_(errno.EIO, "open")
-    return tier._files.mend
+    tier.files.break_(errno.EIO, "open")
+    return tier.files.mend
 
 
 def no_access(tier):
-    tier._files.break_(errno.EACCES, "open", "make_directory", "write", "publish", "remove")
-    return tier._files.mend
+    tier.files.break_(errno.EACCES, "open", "make_directory", "write", "publish", "remove")
+    return tier.files.mend
 
 
 def directory_away(tier):
@@ -622,7 +622,7 @@ def test_a_write_that_fails_is_counted_and_leaves_nothing(operation, code, tmp_p
     tier = disk(tmp_path, ROOMY)
     (made,) = chain_of(1, n_bytes=100_000)
     before = tier.stats().n_bytes
-    tier._files.break_(code, operation)
+    tier.files.break_(code, operation)
     put = tier.put(made)
     assert not put.stored
     assert put.durable.exception(timeout=5).errno == code
@@ -631,7 +631,7 @@ def test_a_write_that_fails_is_counted_and_leaves_nothing(operation, code, tmp_p
     assert tier.stats().errors == 1
     assert tier.stats().n_bytes - before < 50_000
     assert not list(tmp_path.rglob("*.tmp"))
-    tier._files.mend()
+    tier.files.mend()
     assert tier.put(made).stored
     tier.close()
 

@@ -1,4 +1,4 @@
-"""S0-27: threads and processes share one directory, one of them dying again and again."""
+"""S0-69: threads and processes share one directory, one of them dying again and again."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ def check_share(place: Path, seconds: float) -> None:
 
 
 def test_threads_and_processes_share_a_directory(tmp_path: Path) -> None:
-    """S0-27: every value is right, nothing acknowledged is lost, and the books agree at the end."""
+    """S0-69: every value is right, nothing acknowledged is lost, and the books agree at the end."""
     check_share(tmp_path, seconds=12)
 
 
 @pytest.mark.soak
 def test_threads_and_processes_share_a_directory_for_a_minute(tmp_path: Path) -> None:
-    """S0-27: the same for long."""
+    """S0-69: the same for long."""
     check_share(tmp_path, seconds=60)
 
 
@@ -153,8 +153,8 @@ def two(tmp_path: Path, meanwhile: Meanwhile) -> Iterator[tuple[DiskTier, DiskTi
 def agrees_with_files(tier: DiskTier) -> bool:
     files = [path for path in (tier.root / "blocks").rglob("*") if path.is_file()]
     sizes = {path: path.stat().st_size for path in files}
-    rows = {tier.path_of(*name): n_bytes for name, n_bytes in tier._index.parts().items()}
-    return rows == sizes and tier._index.n_bytes() == sum(sizes.values())
+    rows = {tier.path_of(*name): n_bytes for name, n_bytes in tier.index.parts().items()}
+    return rows == sizes and tier.index.n_bytes() == sum(sizes.values())
 
 
 def test_a_miss_does_not_forget_a_block_that_came_meanwhile(
@@ -288,7 +288,7 @@ def test_a_failed_write_leaves_nothing(
     put = tier.put(WORLD[0].record())
     assert put.durable.exception() is not None
     assert not list((tmp_path / "tmp").rglob("*.tmp"))
-    assert not tier._index.writers()
+    assert not tier.index.writers()
 
 
 def test_processes_that_start_at_once_share_one_index(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""S0-24, S0-25: a process killed at any moment leaves a store that is right after the next start.
+"""S0-24: a process killed at any moment leaves a store that is right after the next start.
 
 Kills come at every step of publishing, deleting, evicting and starting, and at random moments.
 """
@@ -124,7 +124,7 @@ class Expected:
             if known:
                 self.rows |= {(key, part): known.w_rows for part in known.parts}
             self.pinned.discard(key)
-            self.pinned |= {key} if tier._index.owners(key) else set()
+            self.pinned |= {key} if tier.index.owners(key) else set()
         self.cut.clear()
 
 
@@ -142,7 +142,7 @@ def check_after_start(place: Path, expected: Expected) -> None:
             marked - expected.pinned
         ), "a pinned block was evicted"
         for key in expected.pinned - expected.cut.keys():
-            assert tier._index.owners(key) == ["test"]
+            assert tier.index.owners(key) == ["test"]
         expected.settle(tier)
     finally:
         tier.close()
@@ -165,17 +165,17 @@ def check_files(tier: DiskTier) -> None:
     """No orphan, no corrupt record, and the index counts what is really there."""
     files = [path for path in (tier.root / "blocks").rglob("*") if path.is_file()]
     sizes = {parse_name(path.name): path.stat().st_size for path in files}
-    assert sizes == tier._index.parts()
-    assert tier._index.n_bytes() == sum(sizes.values())
+    assert sizes == tier.index.parts()
+    assert tier.index.n_bytes() == sum(sizes.values())
     for name in sizes:
         assert name
         record = tier.read(*name)
         assert record is not None
         assert holds_its_content(record)
-    assert not tier._index.doomed()
-    assert not tier._index.writers()
+    assert not tier.index.doomed()
+    assert not tier.index.writers()
     assert [path.name for path in (tier.root / "tmp").iterdir() if path.is_dir()] == [
-        tier._scratch.name
+        tier.scratch.name
     ]
     assert not list((tier.root / "tmp").rglob("*.tmp"))
     assert not list((tier.root / "quarantine").iterdir())

@@ -66,7 +66,7 @@ def test_the_cap_holds_after_every_put(n_bytes, n_puts, open_tier, store):
 def test_what_others_left_counts(open_tier, store):
     """Files of other versions, other programs or other hands, wherever they lie."""
     store.mkdir()
-    (store / "notes").write_bytes(bytes(MIB))
+    (store / "notes.tmp").write_bytes(bytes(MIB))
     (store / "blocks" / "00").mkdir(parents=True)
     (store / "blocks" / "00" / "old.v0").write_bytes(bytes(MIB))
     # The name of a record, but not where it belongs, and one that is not quite a name.
@@ -78,7 +78,7 @@ def test_what_others_left_counts(open_tier, store):
     for i in range(40):
         tier.put(record(first_block([i]), n_bytes=200_000))
         assert disk_use(store) <= 6 * MIB
-    assert (store / "notes").exists()
+    assert (store / "notes.tmp").exists()
     assert tier.stats().blocks > 3
 
 
@@ -235,7 +235,7 @@ def test_a_damaged_index_is_built_anew_from_the_files(damage, open_tier, store):
     made = [record(ref, part) for ref in refs for part in Part]
     tier = open_tier()
     put_all(tier, made)
-    tier._index.checkpoint()
+    tier.index.checkpoint()
     tier.close()
     damage(store / "index.sqlite")
     again = open_tier()
@@ -252,7 +252,7 @@ def test_an_index_damaged_under_way_fails_no_request(damage, open_tier, store):
     made = chain_of(3)
     tier = open_tier()
     put_all(tier, made)
-    tier._index.checkpoint()
+    tier.index.checkpoint()
     damage(store / "index.sqlite")
     other = sqlite3.connect(store / "index.sqlite")  # makes SQLite read it again
     other.close()
@@ -273,7 +273,7 @@ def test_damage_that_is_noticed_late_is_mended_by_the_next_start(open_tier, stor
     refs = refs_of(3)
     tier = open_tier()
     put_all(tier, [record(ref) for ref in refs])
-    tier._index.checkpoint()
+    tier.index.checkpoint()
     tier.close()
     garble_tokens(store / "index.sqlite")
     for expected in ([], [256]):
@@ -455,13 +455,13 @@ def test_a_record_replaced_while_it_is_opened_is_not_bad(open_tier, monkeypatch)
     tier, other = open_tier(), open_tier()
     put_all(tier, [few])
 
-    class Slow(type(tier._files)):
+    class Slow(type(tier.files)):
         def open(self, path):
             file = super().open(path)
             assert other.put(more).stored
             return file
 
-    tier._files = Slow()
+    tier.files = Slow()
     assert content(tier.read(ref.key, Part.WINDOW)) == content(few)
     assert tier.stats().quarantined == 0
     assert content(other.read(ref.key, Part.WINDOW)) == content(more)
@@ -495,8 +495,8 @@ import sys, time
 from pathlib import Path
 from keepwarm.store.disk import DiskTier
 tier = DiskTier(Path(sys.argv[1]))
-tier._scratch.new().write_bytes(b"half a record")
-print(tier._scratch.name, flush=True)
+tier.scratch.new().write_bytes(b"half a record")
+print(tier.scratch.name, flush=True)
 time.sleep(60)
 """
 
@@ -547,7 +547,7 @@ def test_a_disk_that_takes_no_more_fails_no_request(open_tier):
     made = chain_of(3)
     tier = open_tier()
     put_all(tier, made)
-    tier._index.checkpoint()
+    tier.index.checkpoint()
     with no_file_may_grow():
         found = [tier.read(one.header.key, Part.DELTA) for one in made]
         known = tier.have(keys_of(made))
@@ -566,7 +566,7 @@ def test_a_bad_record_on_a_disk_that_takes_no_more_is_a_miss(open_tier):
     one, two = made = chain_of(2)
     tier = open_tier()
     put_all(tier, made)
-    tier._index.checkpoint()
+    tier.index.checkpoint()
     path = tier.path_of(one.header.key, Part.DELTA)
     path.write_bytes(path.read_bytes()[:-1])
     tier.path_of(two.header.key, Part.DELTA).unlink()

@@ -1,4 +1,4 @@
-"""S0-26: what was acknowledged is found after a power cut, whatever the disk had not written yet.
+"""S0-24: what was acknowledged is found after a power cut, whatever the disk had not written yet.
 
 The file operations of a real store are recorded. For every point of the record the states that a
 disk may show after a cut are built: a file without its sync is empty, half or whole, a directory
@@ -293,10 +293,10 @@ def check(events: list[Event], place: Path) -> None:
             assert record is not None
             assert holds_its_content(record)
         assert not tier.have([block.key for block in gone])
-        for name in tier._index.parts():
-            assert tier.path_of(*name).stat().st_size == tier._index.parts()[name]
+        for name in tier.index.parts():
+            assert tier.path_of(*name).stat().st_size == tier.index.parts()[name]
         assert tier.stats().quarantined == 0
-        assert not tier._index.doomed()
+        assert not tier.index.doomed()
     finally:
         tier.close()
 
@@ -329,7 +329,7 @@ def memory() -> Iterator[Path]:
 
 
 def test_publishing_and_deleting_survive_a_power_cut(tmp_path: Path, memory: Path) -> None:
-    """S0-26: new directories, new blocks, more window rows, a block deleted and put again."""
+    """S0-24: new directories, new blocks, more window rows, a block deleted and put again."""
     recorder = Recorder(tmp_path / "made" / "store")
     for block in WORLD[:4]:
         recorder.put(block)
@@ -343,7 +343,7 @@ def test_publishing_and_deleting_survive_a_power_cut(tmp_path: Path, memory: Pat
 
 
 def test_eviction_and_restart_survive_a_power_cut(tmp_path: Path, memory: Path) -> None:
-    """S0-26: what eviction took and what was put again in its place."""
+    """S0-24: what eviction took and what was put again in its place."""
     recorder = Recorder(tmp_path / "store", n_bytes=200_000)
     for block in WORLD[:3]:
         recorder.put(block)

@@ -94,7 +94,7 @@ def _scaled(turn: Sequence[float], divisor: int) -> tuple[float, int, int, int]:
 
 
 def requests(conversations: Sequence[Conversation], n_slots: int = N_SLOTS) -> Iterator[Request]:
-    """All requests in the order of the clock; a slot takes the next conversation when it is free."""
+    """All requests in the order of the clock; a free slot takes the next conversation."""
     waiting = iter(range(len(conversations)))
     due = [(0.0, number, 0, 0.0) for number in islice(waiting, n_slots)]
     heapq.heapify(due)

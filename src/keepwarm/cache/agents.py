@@ -17,6 +17,7 @@ from typing import Any
 from keepwarm.errors import BadInput, UnknownAgent
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, chain
 from keepwarm.store.disk import DiskTier
+from keepwarm.store.upkeep import delete_branches, write_file
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
 
@@ -142,8 +143,8 @@ class Agents:
         agent = self.show(agent_id)
         others = {key for other in self.all() if other.id != agent_id for key in other.blocks}
         self._disk.unpin_owner(_owner(agent_id))
-        removed = self._disk.delete_branches(agent.blocks, keep=others)
-        self._disk.remove_file(self._path(agent_id))
+        removed = delete_branches(self._disk, agent.blocks, keep=others)
+        self._disk.files.remove(self._path(agent_id))
         return removed
 
     def expire(self) -> list[str]:
@@ -172,7 +173,7 @@ class Agents:
         return self._directory / f"{agent_id}.json"
 
     def _save(self, agent: Agent) -> Agent:
-        self._disk.write_file(self._path(agent.id), agent.to_json().encode())
+        write_file(self._disk, self._path(agent.id), agent.to_json().encode())
         self._hold(agent)
         return agent
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from keepwarm.errors import BadCacheFile, BadRecord
 from keepwarm.prefix.blocks import BlockKey, chain, pack, unpack
-from keepwarm.prefix.fingerprint import Identity, namespace
+from keepwarm.prefix.fingerprint import Identity, digest, namespace
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.record import Part, Record, check_identity, open_record, pieces, read_tensors
 
@@ -35,13 +35,15 @@ class Manifest:
 
     def to_json(self) -> bytes:
         fields = asdict(self) | {"version": VERSION, "tokens": b64encode(self.tokens).decode()}
-        return json.dumps(fields).encode()
+        return json.dumps(fields | {"digest": digest(fields, 32)}).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
         fields: dict[str, Any] = json.loads(text)
-        if fields.pop("version") > VERSION:
+        if fields["version"] > VERSION:
             raise BadCacheFile("The bundle was made by a newer Keepwarm; update this one.")
+        if fields.pop("digest") != digest(fields, 32):
+            raise BadRecord("the manifest does not match its digest")
         return cls(
             identity=Identity(**fields["identity"]),
             tokens=b64decode(fields["tokens"]),
@@ -78,18 +80,27 @@ def export_bundle(
 
 
 def import_bundle(disk: DiskTier, path: Path, expected: Identity) -> Manifest:
-    """Put a bundle's verified records into a store; nothing is put if the model is another."""
+    """Put a bundle's records into a store, once all of it is verified and of the right model."""
     try:
         with tarfile.open(path) as archive:
             manifest = _read_manifest(archive)
             refuse_other_model(manifest.identity, expected)
-            wanted = set(manifest.blocks)
+            _check_whole(manifest, {record.header.key for record in _records_in(archive)})
+        with tarfile.open(path) as archive:
+            _read_manifest(archive)
             for record in _records_in(archive):
-                if record.header.key in wanted:
-                    disk.put(record)
+                disk.put(record).durable.result()
             return manifest
     except (tarfile.TarError, BadRecord, ValueError, KeyError, TypeError) as error:
         raise BadCacheFile(f"{path} is not a whole bundle ({error}); export it again.") from error
+    except OSError as error:
+        raise BadCacheFile(f"{path} could not be read and kept ({error}).") from error
+
+
+def _check_whole(manifest: Manifest, found: set[BlockKey]) -> None:
+    """Every block is there and no other is."""
+    if found != set(manifest.blocks):
+        raise BadRecord(f"{len(manifest.blocks)} blocks are listed, {len(found)} are inside")
 
 
 def refuse_other_model(theirs: Identity, ours: Identity) -> None:

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from keepwarm.cache.plan import Read
 from keepwarm.cache.policy import Policy
+from keepwarm.errors import CacheError
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, Record
@@ -192,6 +193,13 @@ class Writer:
         self._stats = WriteStats(**{**vars(self._stats), **sums})
 
 
+class Outcome(NamedTuple):
+    """The tier of each record, in order, and the blocks that were of no use."""
+
+    tiers: list[str]
+    missed: set[BlockKey]
+
+
 class Reader:
     """Reads the records of a plan in several threads, each putting its own where it belongs."""
 
@@ -200,23 +208,29 @@ class Reader:
         n_threads = n_threads or min(8, max(2, (os.cpu_count() or 2) // 2))
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="keepwarm-reader")
 
-    def read(self, reads: Sequence[Read], use: Callable[[Record], None]) -> list[str] | None:
-        """Hand every record to `use`, in no order; the tiers they came from, or None on a miss.
+    def read(self, reads: Sequence[Read], use: Callable[[Read, Record], None]) -> Outcome:
+        """Hand every record to `use`, in no order; the first miss or refusal ends it.
 
         Each thread has one record in hand at a time, so memory stays small.
         """
-        stop = threading.Event()
+        missed: set[BlockKey] = set()
 
-        def one(read: Read) -> str | None:
-            found = None if stop.is_set() else self._tiers.read(read.key, read.part)
+        def one(read: Read) -> str:
+            if missed:
+                return ""
+            found = self._tiers.read(read.key, read.part)
             if found is None:
-                stop.set()
-                return None
-            use(found.record)
+                missed.add(read.key)
+                return ""
+            try:
+                use(read, found.record)
+            except CacheError as error:
+                LOG.warning("a block is of no use: %s", error)
+                missed.add(read.key)
             return found.tier
 
         tiers = [future.result() for future in [self._pool.submit(one, read) for read in reads]]
-        return None if stop.is_set() else [tier for tier in tiers if tier is not None]
+        return Outcome(tiers, missed)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

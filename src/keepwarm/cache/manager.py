@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from keepwarm.cache.io import Reader, Saver
-from keepwarm.cache.plan import NOTHING, Forest, Needs, Point, longest, n_matched
+from keepwarm.cache.plan import NOTHING, Forest, Needs, Point, Read, longest, n_matched
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.records import block_of, records_of
-from keepwarm.errors import CacheError
+from keepwarm.errors import BadRecord, CacheError
 from keepwarm.kv.kinds import Caches
 from keepwarm.kv.layout import Layout
 from keepwarm.kv.slices import Assembly, Block, cut
@@ -30,6 +30,8 @@ from keepwarm.prefix.blocks import (
     pack,
     root,
 )
+from keepwarm.store.record import Record
+from keepwarm.store.tier import Known
 from keepwarm.store.tiers import Tiers
 
 
@@ -76,6 +78,13 @@ class Restored(NamedTuple):
 EMPTY = Restored(None, 0, {})
 
 
+class _Loaded(NamedTuple):
+    """A restore, or the blocks that could not be read or are not what the index said."""
+
+    restored: Restored | None
+    missed: set[BlockKey]
+
+
 @dataclass
 class Manager:
     namespace: Namespace
@@ -90,9 +99,9 @@ class Manager:
     def __post_init__(self) -> None:
         self.needs = Needs.of(self.layout)
 
-    def plan(self, tokens: Sequence[int]) -> Plan:
+    def plan(self, tokens: Sequence[int], without: Collection[BlockKey] = ()) -> Plan:
         """The longest known prefix; at least one token is left, because a model must be fed."""
-        point = self._longest(tokens, len(tokens) - 1) if len(tokens) > 1 else NOTHING
+        point = self._longest(tokens, len(tokens) - 1, without) if len(tokens) > 1 else NOTHING
         load_s = point.n_bytes / self.rates.load_bytes_per_s
         return Plan(point, len(tokens), load_s, point.n_tokens / self.rates.prefill_tokens_per_s)
 
@@ -101,31 +110,34 @@ class Manager:
 
         Call it on the thread that owns MLX.
         """
+        missed: set[BlockKey] = set()
         while policy.reads:
-            plan = self.plan(tokens)
+            plan = self.plan(tokens, missed)
             if not plan.n_tokens or not plan.worth_loading:
                 break
-            restored = self._load(plan)
-            if restored is not None:
-                return restored
+            loaded = self._load(plan, pack(tokens))
+            if loaded.restored is not None:
+                return loaded.restored
             self.restore_failures += 1
+            missed |= loaded.missed
         return EMPTY
 
     def open(self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE) -> Capture:
         """Begin keeping what a request computes, from wherever it starts."""
         return Capture(self, list(tokens), policy)
 
-    def _longest(self, tokens: Sequence[int], limit: int) -> Point:
+    def _longest(self, tokens: Sequence[int], limit: int, without: Collection[BlockKey]) -> Point:
         refs = [ref for ref in chain(self.namespace, tokens) if ref.n_tokens == BLOCK_TOKENS]
         needs = self.needs
-        known = self.tiers.have([ref.key for ref in refs])
+        known = self._have([ref.key for ref in refs], without)
         matched = n_matched(needs, refs, known)
         packed = pack(tokens)
         parent = refs[matched - 1].key if matched else root(self.namespace)
         rest = packed[4 * BLOCK_TOKENS * matched : 4 * BLOCK_TOKENS * (matched + 1)]
         children = [] if needs.state else self.tiers.children(parent, rest)
         states = self._states(refs, packed) if needs.state else {}
-        known |= self.tiers.have([child.key for child in children] + list(states.values()))
+        beside = [child.key for child in children] + list(states.values())
+        known |= self._have(beside, without)
         return longest(needs, Forest(refs, known, matched, children, states), limit)
 
     def _states(self, refs: Sequence[BlockRef], packed: bytes) -> dict[int, BlockKey]:
@@ -140,21 +152,35 @@ class Manager:
                 found[start + state.n_tokens] = state.key
         return found
 
-    def _load(self, plan: Plan) -> Restored | None:
+    def _have(
+        self, keys: Sequence[BlockKey], without: Collection[BlockKey]
+    ) -> dict[BlockKey, Known]:
+        return self.tiers.have([key for key in keys if key not in without])
+
+    def _load(self, plan: Plan, packed: bytes) -> _Loaded:
         started = self.clock()
         reads = plan.point.reads
+
+        def place(read: Read, record: Record) -> None:
+            start = read.number * BLOCK_TOKENS
+            end = min(start + BLOCK_TOKENS, plan.n_tokens)
+            if not record.header.tokens.startswith(packed[4 * start : 4 * end]):
+                raise BadRecord("its tokens are not those of the prompt")
+            assembly.add(block_of(record))
+
         try:
             assembly = Assembly(self.layout, plan.n_tokens)
             with self.writer.restoring():
-                tiers = self.reader.read(reads, lambda record: assembly.add(block_of(record)))
-            if tiers is None:
-                return None
+                outcome = self.reader.read(reads, place)
+            if outcome.missed:
+                return _Loaded(None, outcome.missed)
             caches = assembly.finish()
         except CacheError:
-            return None
+            return _Loaded(None, {read.key for read in reads})
         self.rates.saw_load(plan.point.n_bytes, self.clock() - started)
         self.tiers.touch([read.key for read in reads])
-        return Restored(caches, plan.n_tokens, _tokens_by_tier(plan, tiers))
+        tokens_by_tier = _tokens_by_tier(plan, outcome.tiers)
+        return _Loaded(Restored(caches, plan.n_tokens, tokens_by_tier), set())
 
 
 class Capture:
@@ -184,14 +210,14 @@ class Capture:
 
         A checkpoint keeps the open block too, so that the very token can be restored.
         """
-        if not self._policy.writes:
+        n_whole = upto // BLOCK_TOKENS
+        if not self._policy.writes or not (checkpoint or n_whole > self._n_blocks):
             return
         blocks = cut(caches, upto, first_block=self._n_blocks)
-        for ref, block in zip(self._refs(upto), blocks, strict=True):
-            whole = block.n_tokens == BLOCK_TOKENS
-            if whole or checkpoint:
-                self._keep(ref, block if checkpoint or not block.state else _stateless(block))
-            if whole:
+        for ref in self._refs(upto if checkpoint else n_whole * BLOCK_TOKENS):
+            block = next(blocks)
+            self._keep(ref, block if checkpoint else _stateless(block))
+            if ref.n_tokens == BLOCK_TOKENS:
                 self._passed(ref)
 
     def finish(self, all_tokens: Sequence[int], caches: Caches) -> None:

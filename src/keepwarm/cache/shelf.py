@@ -17,6 +17,7 @@ from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import Namespace, unpack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.upkeep import write_file
 from keepwarm.store.wear import Wear
 
 
@@ -33,7 +34,7 @@ class Shelf:
         name = namespace(identity)
         path = self._identity_path(name)
         if not path.exists():
-            self.disk.write_file(path, json.dumps(asdict(identity)).encode())
+            write_file(self.disk, path, json.dumps(asdict(identity)).encode())
         return name
 
     def identity_of(self, name: Namespace) -> Identity:

@@ -128,9 +128,11 @@ def remove(agent: AgentId, as_json: AsJson = False) -> None:
 @app.command()
 def gc(as_json: AsJson = False) -> None:
     """Forget agents past their retention, drop what bad records left, give space back."""
+    from keepwarm.store.upkeep import clear_quarantine
+
     with _shelf() as shelf:
         expired = shelf.agents.expire()
-        n_bytes = shelf.disk.clear_quarantine()
+        n_bytes = clear_quarantine(shelf.disk)
     _print({"expired_agents": expired, "quarantine_bytes": n_bytes}, as_json)
 
 

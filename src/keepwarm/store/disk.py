@@ -67,35 +67,35 @@ class DiskTier:
     ) -> None:
         self.root = root
         self.limits = limits or DiskLimits()
-        self._files = files or Files()
+        self.files = files or Files()
         self._clock = clock
         self._stats = TierStats(max_bytes=self.limits.max_bytes)
         self._stats_lock = threading.Lock()
         self._others = Others(root)
         self._directories = self._make_directories()
-        self._scratch = Scratch(root / "tmp")
-        self._index = self._open_index()
+        self.scratch = Scratch(root / "tmp")
+        self.index = self._open_index()
         try:
             self._reconcile()
         except sqlite3.DatabaseError as error:
             self._failed(error)
-            self._index.close()
-            self._index = self._open_index()
+            self.index.close()
+            self.index = self._open_index()
             self._reconcile()
 
     # The tier protocol
 
     @outage_is(dict)
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
-        return self._index.have(keys)
+        return self.index.have(keys)
 
     @outage_is(list)
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
-        return self._index.children(parent, tokens)
+        return self.index.children(parent, tokens)
 
     @outage_is(list)
     def states(self, parents: Collection[BlockKey]) -> list[State]:
-        return self._index.states(parents)
+        return self.index.states(parents)
 
     def read(
         self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
@@ -129,28 +129,32 @@ class DiskTier:
         return Put(stored, durable)
 
     def pin(self, key: BlockKey, owner: str) -> None:
-        self._index.pin(key, owner)
+        self.index.pin(key, owner)
 
     def unpin(self, key: BlockKey, owner: str) -> None:
-        self._index.unpin(key, owner)
+        self.index.unpin(key, owner)
+
+    def unpin_owner(self, owner: str) -> None:
+        """Let go of everything one owner holds."""
+        self.index.unpin_owner(owner)
 
     def delete(self, key: BlockKey) -> None:
-        self._delete([key])
+        self.delete_all([key])
 
     def walk(self) -> Iterator[Stored]:
-        return self._index.walk()
+        return self.index.walk()
 
     @outage_is(lambda: None)
     def touch(self, keys: Collection[BlockKey]) -> None:
-        self._index.touch(keys, self._clock())
+        self.index.touch(keys, self._clock())
 
     def stats(self) -> TierStats:
-        n_bytes = self._index.n_bytes() + self._others.n_bytes()
-        return replace(self._stats, blocks=self._index.n_blocks(), n_bytes=n_bytes)
+        n_bytes = self.index.n_bytes() + self._others.n_bytes()
+        return replace(self._stats, blocks=self.index.n_blocks(), n_bytes=n_bytes)
 
     def close(self) -> None:
-        self._index.close()
-        self._scratch.close()
+        self.index.close()
+        self.scratch.close()
 
     # Reading
 
@@ -162,7 +166,7 @@ class DiskTier:
     ) -> Record:
         if path.is_dir():
             raise BadRecord("it is a directory")
-        with self._files.open(path) as file:
+        with self.files.open(path) as file:
             opened = open_record(file, os.fstat(file.fileno()).st_size)
             check_identity(opened.header, key, part)
             return Record(opened.header, read_tensors(file, opened, tensors))
@@ -171,29 +175,30 @@ class DiskTier:
     def quarantine(self, key: BlockKey, part: Part, why: str) -> None:
         """Put a bad record out of reach, with the reason beside it; from now on it is a miss."""
         path = self.path_of(key, part)
-        with self._naming():
-            if not self._is_bad(key, part):  # whoever was asked last may have put it anew
+        with self.naming():
+            if self.fault_of(key, part) is None:  # whoever was asked last may have put it anew
                 return
             self._set_aside(path, why)
-            self._index.drop_part(key, part)
+            self.index.drop_part(key, part)
         LOG.warning("%s is bad and was set aside: %s", path.name, why)
         self._others.changed()
         self._count(quarantined=1)
 
-    def _is_bad(self, key: BlockKey, part: Part) -> bool:
+    def fault_of(self, key: BlockKey, part: Part) -> str | None:
+        """What is wrong with a record, all of it read; None where nothing is. Changes nothing."""
         try:
             self._read_verified(self.path_of(key, part), key, part, tensors=None)
-        except BadRecord:
-            return True
+        except BadRecord as bad:
+            return str(bad)
         except OSError:
-            return False
-        return False
+            return None
+        return None
 
     def _set_aside(self, path: Path, why: str) -> None:
         aside = self.root / "quarantine" / f"{path.name}.{time.time_ns()}"
         try:
-            self._files.write(aside.with_name(f"{aside.name}.why"), [f"{why}\n".encode()])
-            self._files.publish(path, aside)
+            self.files.write(aside.with_name(f"{aside.name}.why"), [f"{why}\n".encode()])
+            self.files.publish(path, aside)
         except OSError as error:
             LOG.warning("%s could not be set aside: %s", path.name, error)
 
@@ -202,12 +207,12 @@ class DiskTier:
         """A row without a file is dropped, but not one that was put a moment ago."""
         if not self._knows(key, part):
             return
-        with self._naming():
+        with self.naming():
             if not self.path_of(key, part).exists():
-                self._index.drop_part(key, part)
+                self.index.drop_part(key, part)
 
     def _knows(self, key: BlockKey, part: Part) -> bool:
-        known = self._index.have([key]).get(key)
+        known = self.index.have([key]).get(key)
         return known is not None and part in known.parts
 
     # Writing
@@ -221,41 +226,41 @@ class DiskTier:
         reservation = self._make_room(header, n_bytes)
         if reservation is None:
             return False
-        temp = self._scratch.new()
+        temp = self.scratch.new()
         try:
-            self._files.write(temp, buffers)
+            self.files.write(temp, buffers)
             stored = self._publish(temp, header, n_bytes, reservation)
         except BaseException:
-            self._files.discard(temp)
-            self._index.cancel(reservation)
+            self.files.discard(temp)
+            self.index.cancel(reservation)
             raise
         self._count(puts=int(stored))
         return stored
 
     def _has(self, header: Header) -> bool:
-        known = self._index.have([header.key]).get(header.key)
+        known = self.index.have([header.key]).get(header.key)
         if known is None or header.part not in known.parts:
             return False
         return not header.improves_on(known.w_rows)
 
     def _publish(self, temp: Path, header: Header, n_bytes: int, reservation: int) -> bool:
         target = self.path_of(header.key, header.part)
-        self._need_directory(target.parent)
-        with self._naming():
-            if self._index.is_doomed(header.key):  # by a process that died over it
+        self.need_directory(target.parent)
+        with self.naming():
+            if self.index.is_doomed(header.key):  # by a process that died over it
                 self._finish_deleting([header.key])
             if self._has(header):  # somebody else was faster
-                self._files.discard(temp)
-                self._index.cancel(reservation)
+                self.files.discard(temp)
+                self.index.cancel(reservation)
                 return False
-            self._files.publish(temp, target)
-            self._index.add(header, n_bytes, self._clock(), reservation)
+            self.files.publish(temp, target)
+            self.index.add(header, n_bytes, self._clock(), reservation)
             return True
 
-    def _need_directory(self, path: Path) -> None:
+    def need_directory(self, path: Path) -> None:
         """Once a process, because one that another has just made may not be synced yet."""
         if path not in self._directories or not path.is_dir():
-            self._files.make_directory(path)
+            self.files.make_directory(path)
             self._directories.add(path)
 
     def _make_room(self, header: Header, n_bytes: int) -> int | None:
@@ -263,8 +268,8 @@ class DiskTier:
         while True:
             limit = self._record_limit()
             if self._missing_bytes(n_bytes) <= 0:
-                reservation = self._index.reserve(
-                    header.key, header.parent, n_bytes, self._scratch.name, limit
+                reservation = self.index.reserve(
+                    header.key, header.parent, n_bytes, self.scratch.name, limit
                 )
                 if reservation is not None:
                     return reservation
@@ -275,11 +280,11 @@ class DiskTier:
 
     def _evict(self, n_bytes: int, spare: Collection[BlockKey]) -> bool:
         """Make room for so many bytes; False if nothing could be done."""
-        with self._naming():
+        with self.naming():
             missing = self._missing_bytes(n_bytes)
             if missing <= 0:  # another process has just done it
                 return True
-            victims = self._index.condemn(missing, spare)
+            victims = self.index.condemn(missing, spare)
             self._finish_deleting(victims)
         self._count(evicted=len(victims))
         return bool(victims)
@@ -288,28 +293,29 @@ class DiskTier:
         """How many bytes must go before so many can come."""
         short = n_bytes + self.limits.min_free_bytes - shutil.disk_usage(self.root).free
         limit = self._record_limit()
-        return short if limit is None else max(short, self._index.n_bytes() + n_bytes - limit)
+        return short if limit is None else max(short, self.index.n_bytes() + n_bytes - limit)
 
     def _record_limit(self) -> int | None:
         if self.limits.max_bytes is None:
             return None
         return self.limits.max_bytes - self._others.n_bytes() - INDEX_ROOM
 
-    def _naming(self) -> AbstractContextManager[None]:
+    def naming(self) -> AbstractContextManager[None]:
         """The lock under which files get and lose their names."""
         return exclusive(self.root / "tmp" / "names")
 
-    def _delete(self, keys: Collection[BlockKey]) -> None:
-        with self._naming():
-            self._index.doom(keys)
+    def delete_all(self, keys: Collection[BlockKey]) -> None:
+        """Remove all parts of these blocks."""
+        with self.naming():
+            self.index.doom(keys)
             self._finish_deleting(keys)
 
     def _finish_deleting(self, keys: Collection[BlockKey]) -> None:
         for key in keys:
             for part in Part:
-                self._files.remove(self.path_of(key, part))
+                self.files.remove(self.path_of(key, part))
         if keys:
-            self._index.drop(keys)
+            self.index.drop(keys)
 
     @outage_is(lambda: None)
     def _retry_deleting(self, key: BlockKey) -> None:
@@ -321,12 +327,12 @@ class DiskTier:
         """Make what is missing; says which directories of blocks are there to stay."""
         missing = [path for path in self.root.parents if not path.exists()]
         for path in (*reversed(missing), self.root):
-            self._files.make_directory(path)
+            self.files.make_directory(path)
         for name in ("blocks", "agents", "quarantine", "tmp"):
-            self._files.make_directory(self.root / name)
+            self.files.make_directory(self.root / name)
         blocks = self.root / "blocks"
         found = {path for path in blocks.iterdir() if path.is_dir()}
-        self._files.sync_directory(blocks)
+        self.files.sync_directory(blocks)
         return found
 
     def _open_index(self) -> Index:
@@ -348,16 +354,16 @@ class DiskTier:
 
     def _reconcile(self) -> None:
         """Finish what a crash left: deletions, reservations, files without rows and the reverse."""
-        for writer in self._index.writers():
+        for writer in self.index.writers():
             if not is_alive(self.root / "tmp", writer):
-                self._index.forget_writer(writer)
-        with self._naming():
-            for key in self._index.doomed():
+                self.index.forget_writer(writer)
+        with self.naming():
+            for key in self.index.doomed():
                 self._retry_deleting(key)
         found = list(entries(self.root))
         self._others.stray_bytes = sum(bytes_of(entry) for name, entry in found if name is None)
         on_disk = {name: _changing_size(name, entry) for name, entry in found if name is not None}
-        known = self._index.parts()
+        known = self.index.parts()
         for (key, part), n_bytes in on_disk.items():
             if n_bytes not in (None, known.get((key, part))) or (key, part) not in known:
                 self._adopt(key, part)
@@ -367,9 +373,9 @@ class DiskTier:
     def _adopt(self, key: BlockKey, part: Part) -> None:
         path = self.path_of(key, part)
         try:
-            with self._naming():
+            with self.naming():
                 header = self._read_verified(path, key, part, tensors=()).header
-                self._index.add(header, path.stat().st_size, path.stat().st_mtime)
+                self.index.add(header, path.stat().st_size, path.stat().st_mtime)
         except BadRecord as bad:
             self.quarantine(key, part, str(bad))
         except FileNotFoundError:

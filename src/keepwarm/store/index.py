@@ -17,72 +17,11 @@ from typing import Any, NamedTuple
 from keepwarm.prefix.blocks import BlockKey, Namespace, common_tokens
 from keepwarm.store.eviction import SHORT_BRANCH, SUPERSEDED_S, after_use
 from keepwarm.store.record import Header, Part
+from keepwarm.store.schema import PRAGMAS, SCHEMA_VERSION, statements
 from keepwarm.store.tier import Child, Known, State, Stored
 
-SCHEMA_VERSION = 1
 MAX_KEYS = 30_000  # of one query
 NEIGHBOURS = 4  # on each side of a query
-PRAGMAS = (
-    "page_size = 8192",  # a row of tokens fits: on smaller pages each takes one of its own
-    "journal_mode = WAL",
-    "synchronous = NORMAL",
-    "secure_delete = ON",  # deleted tokens are overwritten
-    "wal_autocheckpoint = 128",  # pages; the log counts towards the cap too
-    "journal_size_limit = 1048576",
-)
-SCHEMA = """
-CREATE TABLE blocks(
-  key BLOB PRIMARY KEY, parent BLOB NOT NULL, namespace BLOB NOT NULL, number INTEGER NOT NULL,
-  n_tokens INTEGER NOT NULL, d INTEGER NOT NULL DEFAULT 0, w INTEGER NOT NULL DEFAULT 0,
-  s INTEGER NOT NULL DEFAULT 0, w_rows INTEGER NOT NULL DEFAULT 0,
-  used REAL NOT NULL, value REAL NOT NULL DEFAULT 0, children INTEGER NOT NULL DEFAULT 0,
-  pins INTEGER NOT NULL DEFAULT 0, doomed INTEGER NOT NULL DEFAULT 0
-) WITHOUT ROWID;
-CREATE INDEX by_parent ON blocks(parent);
-CREATE INDEX victims ON blocks(used + value) WHERE children = 0 AND pins = 0 AND doomed = 0;
-CREATE INDEX states ON blocks(parent) WHERE s > 0 AND doomed = 0;
-CREATE TABLE tokens(
-  parent BLOB, tokens BLOB, key BLOB NOT NULL, PRIMARY KEY(parent, tokens)
-) WITHOUT ROWID;
-CREATE TABLE pins(key BLOB, owner TEXT, PRIMARY KEY(key, owner)) WITHOUT ROWID;
-CREATE TABLE writes(
-  id INTEGER PRIMARY KEY, key BLOB NOT NULL, parent BLOB NOT NULL, n_bytes INTEGER NOT NULL,
-  writer TEXT NOT NULL
-);
-CREATE TABLE counts(name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-INSERT INTO counts VALUES ('bytes', 0);
-CREATE TRIGGER child_came AFTER INSERT ON blocks BEGIN
-  UPDATE blocks SET children = children + 1 WHERE key = NEW.parent;
-  UPDATE blocks SET
-    children = (SELECT count(*) FROM blocks c WHERE c.parent = NEW.key),
-    pins = (SELECT count(*) FROM pins p WHERE p.key = NEW.key) WHERE key = NEW.key;
-  UPDATE counts SET value = value + NEW.d + NEW.w + NEW.s WHERE name = 'bytes';
-END;
-CREATE TRIGGER child_went AFTER DELETE ON blocks BEGIN
-  DELETE FROM tokens WHERE parent = OLD.parent AND key = OLD.key;
-  UPDATE blocks SET children = children - 1 WHERE key = OLD.parent;
-  UPDATE counts SET value = value - OLD.d - OLD.w - OLD.s WHERE name = 'bytes';
-END;
-CREATE TRIGGER doomed AFTER UPDATE OF doomed ON blocks WHEN NEW.doomed BEGIN
-  DELETE FROM tokens WHERE parent = OLD.parent AND key = OLD.key;
-END;
-CREATE TRIGGER size_changed AFTER UPDATE OF d, w, s ON blocks BEGIN
-  UPDATE counts SET value = value + NEW.d + NEW.w + NEW.s - OLD.d - OLD.w - OLD.s
-    WHERE name = 'bytes';
-END;
-CREATE TRIGGER pinned AFTER INSERT ON pins BEGIN
-  UPDATE blocks SET pins = pins + 1 WHERE key = NEW.key;
-END;
-CREATE TRIGGER unpinned AFTER DELETE ON pins BEGIN
-  UPDATE blocks SET pins = pins - 1 WHERE key = OLD.key;
-END;
-CREATE TRIGGER write_began AFTER INSERT ON writes BEGIN
-  UPDATE counts SET value = value + NEW.n_bytes WHERE name = 'bytes';
-END;
-CREATE TRIGGER write_ended AFTER DELETE ON writes BEGIN
-  UPDATE counts SET value = value - OLD.n_bytes WHERE name = 'bytes';
-END;
-"""
 
 
 class Victim(NamedTuple):
@@ -114,7 +53,7 @@ class Index:
         with self._transaction() as db:
             version = db.execute("PRAGMA user_version").fetchone()[0]
             if version == 0:
-                for statement in _statements(SCHEMA):
+                for statement in statements():
                     db.execute(statement)
                 db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             elif version != SCHEMA_VERSION:
@@ -198,6 +137,15 @@ class Index:
             "WITH RECURSIVE down(key, depth) AS (SELECT key, 1 FROM blocks WHERE parent = ? "
             "UNION ALL SELECT b.key, depth + 1 FROM blocks b JOIN down ON b.parent = down.key) "
             "SELECT key FROM down ORDER BY depth DESC"
+        )
+        return [BlockKey(row[0]) for row in self._rows(query, (key,))]
+
+    def shorter_siblings(self, key: BlockKey) -> list[BlockKey]:
+        """Blocks beside this one whose tokens this one begins with: what it has outgrown."""
+        query = (
+            "SELECT o.key FROM tokens t JOIN blocks b ON b.key = t.key AND b.parent = t.parent "
+            "JOIN tokens o ON o.parent = t.parent AND length(o.tokens) < length(t.tokens) "
+            "AND o.tokens = substr(t.tokens, 1, length(o.tokens)) WHERE b.key = ?"
         )
         return [BlockKey(row[0]) for row in self._rows(query, (key,))]
 
@@ -292,9 +240,9 @@ class Index:
         query = (
             "WITH RECURSIVE down(key) AS (SELECT ? UNION ALL "
             "SELECT b.key FROM blocks b JOIN down ON b.parent = down.key) "
-            f"SELECT key FROM down LIMIT {SHORT_BRANCH + 1}"  # noqa: S608
+            "SELECT key FROM down LIMIT ?"
         )
-        return [BlockKey(row[0]) for row in self._rows(query, (key,))]
+        return [BlockKey(row[0]) for row in self._rows(query, (key, SHORT_BRANCH + 1))]
 
     def doom(self, keys: Iterable[BlockKey]) -> None:
         """Mark blocks as being deleted: nobody finds them, and a crash does not bring them back."""
@@ -362,12 +310,15 @@ class Index:
             self._mark(keys)
         return keys
 
-    def evict(self, n_bytes: int, spare: Collection[BlockKey], priority: float) -> list[BlockKey]:
-        """Choose victims and forget them in one step, where there are no files to remove."""
+    def evict(self, n_bytes: int, spare: Collection[BlockKey], priority: float) -> list[Victim]:
+        """Forget victims one by one, each with its parent in line, where no files are to remove."""
+        gone: list[Victim] = []
         with self._transaction() as db:
-            keys = [victim.key for victim in self.victims(n_bytes, spare, priority)]
-            db.executemany("DELETE FROM blocks WHERE key = ?", ((key,) for key in keys))
-        return keys
+            while n_bytes > 0 and (found := self.victims(1, spare, priority)):
+                db.execute("DELETE FROM blocks WHERE key = ?", (found[0].key,))
+                gone += found
+                n_bytes -= found[0].n_bytes
+        return gone
 
     def pin(self, key: BlockKey, owner: str) -> None:
         with self._transaction() as db:
@@ -428,12 +379,3 @@ def _end_write(db: sqlite3.Connection, reservation: int | None) -> None:
 
 def _parts(d: int, w: int, s: int) -> frozenset[Part]:
     return frozenset(part for part, size in zip(Part, (d, w, s), strict=True) if size)
-
-
-def _statements(script: str) -> Iterator[str]:
-    statement = ""
-    for line in script.splitlines():
-        statement += line + "\n"
-        if sqlite3.complete_statement(statement):
-            yield statement
-            statement = ""

@@ -14,8 +14,6 @@ from keepwarm.store.index import Index
 from keepwarm.store.record import Part, Record
 from keepwarm.store.tier import Child, Known, Put, State, Stored, TierStats, outage_is
 
-WRITER = "memory"
-
 
 class MemoryTier:
     """Records as they came, shared and not copied, up to a number of bytes."""
@@ -28,6 +26,8 @@ class MemoryTier:
         self._refused: deque[BlockKey] = deque(maxlen=64)  # as many as may be under way at once
         self._lock = threading.RLock()
         self._counts: Counter[str] = Counter()
+        self._durable: Future[None] = Future()  # as durable as it gets, for every record
+        self._durable.set_result(None)
 
     @outage_is(dict)
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
@@ -52,18 +52,15 @@ class MemoryTier:
         return replace(record, tensors=tuple(t for t in record.tensors if t.name in tensors))
 
     def put(self, record: Record) -> Put:
-        durable: Future[None] = Future()
-        durable.set_result(None)
         with self._lock:
-            return Put(self._put(record), durable)
+            return Put(self._put(record), self._durable)
 
     @outage_is(bool)
     def _put(self, record: Record) -> bool:
         header, n_bytes = record.header, max(1, record.n_bytes)  # 0 bytes would mean: not there
-        known = self._index.have([header.key]).get(header.key)
-        if known and header.part in known.parts and not header.improves_on(known.w_rows):
-            return False
         before, now = self._records.get((header.key, header.part)), self._clock()
+        if before and not header.improves_on(before.header.w_rows):
+            return False
         if not self._make_room(record, n_bytes - (before.n_bytes if before else 0), now):
             self._refused.append(header.key)
             return False
@@ -76,16 +73,18 @@ class MemoryTier:
         """Evict what is worth less than a block used once, now. Nobody can reach what follows a
         block that got no room, so that gets none either.
         """
+        over = self._index.n_bytes() + n_bytes - self._max_bytes
+        if over <= 0:
+            return True
+        if n_bytes > self._max_bytes or self._is_cut_off(record.header.parent):
+            return False
         spare = {record.header.key, record.header.parent}
-        while (over := self._index.n_bytes() + n_bytes - self._max_bytes) > 0:
-            if n_bytes > self._max_bytes or self._is_cut_off(record.header.parent):
-                return False
-            victims = self._index.evict(over, spare, priority=now)
-            if not victims:
-                return False
-            self._let_go(victims)
-            self._count(evicted=len(victims))
-        return True
+        victims = self._index.evict(over, spare, priority=now)
+        for victim in victims:
+            for part in Part:
+                self._records.pop((victim.key, part), None)
+        self._count(evicted=len(victims))
+        return sum(victim.n_bytes for victim in victims) >= over
 
     def _is_cut_off(self, parent: BlockKey) -> bool:
         return parent in self._refused and not self._index.have([parent])
@@ -102,14 +101,10 @@ class MemoryTier:
 
     def delete(self, key: BlockKey) -> None:
         with self._lock:
-            self._let_go([key])
-            self._index.doom([key])
-            self._index.drop([key])
-
-    def _let_go(self, keys: Collection[BlockKey]) -> None:
-        for key in keys:
             for part in Part:
                 self._records.pop((key, part), None)
+            self._index.doom([key])
+            self._index.drop([key])
 
     def delete_part(self, key: BlockKey, part: Part) -> None:
         """Remove one part; the block goes with its last one."""

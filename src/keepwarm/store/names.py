@@ -53,8 +53,10 @@ def entries(root: Path) -> Iterator[tuple[Name | None, os.DirEntry[str]]]:
 
 
 class Others:
-    """Bytes under a root that are no records. The index is measured whenever asked, the rest at
-    most once a second, because there may be thousands of agents."""
+    """Bytes under a root that are no records.
+
+    The index is measured whenever asked; the rest, thousands of agents maybe, once a second.
+    """
 
     def __init__(self, root: Path) -> None:
         self.stray_bytes = 0  # of what lies among the blocks
@@ -75,15 +77,16 @@ class Others:
 
     def _measure(self) -> int:
         own = ("blocks", *INDEX_FILES)
-        return sum(bytes_of(e) for e in os.scandir(self._root) if e.name not in own)
+        found = [entry for entry in os.scandir(self._root) if entry.name not in own]
+        return sum(bytes_of(entry, in_scratch=entry.name == "tmp") for entry in found)
 
 
-def bytes_of(entry: os.DirEntry[str]) -> int:
-    """Of a file or a whole directory; records on their way are counted as reserved already."""
+def bytes_of(entry: os.DirEntry[str], in_scratch: bool = False) -> int:
+    """Of a file or a whole directory; what is on its way in scratch is counted as reserved."""
     if not entry.is_dir(follow_symlinks=False):
-        return 0 if entry.name.endswith(TEMPORARY) else size_of(entry)
+        return 0 if in_scratch and entry.name.endswith(TEMPORARY) else size_of(entry)
     try:
-        return sum(bytes_of(inner) for inner in os.scandir(entry.path))
+        return sum(bytes_of(inner, in_scratch) for inner in os.scandir(entry.path))
     except FileNotFoundError:  # a writer that has just closed
         return 0
 

@@ -1,0 +1,53 @@
+"""What is done to a store besides keeping blocks: small files, whole branches, leftovers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+from keepwarm.prefix.blocks import BlockKey
+from keepwarm.store.disk import DiskTier
+
+
+def write_file(disk: DiskTier, path: Path, data: bytes) -> None:
+    """Publish a small file of its own under the root, in place of an older one."""
+    disk.need_directory(path.parent)
+    temp = disk.scratch.new()
+    disk.files.write(temp, [data])
+    disk.files.publish(temp, path)
+
+
+def delete_branches(disk: DiskTier, blocks: Sequence[BlockKey], keep: Collection[BlockKey]) -> int:
+    """Delete these blocks of one conversation, whatever descends from them, and shorter copies.
+
+    What is in `keep` stays, and so do its ancestors. Afterwards none of the deleted tokens is left
+    in the index, in its log or among the records set aside. Answers with the number of blocks.
+    """
+    doomed = set(_branches(disk, blocks, set(keep)))
+    disk.delete_all(sorted(doomed, key=lambda key: key.hex()))
+    for path in (disk.root / "quarantine").iterdir():
+        if any(path.name.startswith(key.hex()) for key in (*doomed, *blocks) if key not in keep):
+            disk.files.remove(path)
+    disk.index.checkpoint()
+    return len(doomed)
+
+
+def _branches(
+    disk: DiskTier, blocks: Sequence[BlockKey], keep: set[BlockKey]
+) -> Iterator[BlockKey]:
+    for key in blocks:
+        for part in disk.index.shorter_siblings(key):
+            if part not in keep:
+                yield part
+        if key not in keep:
+            yield key
+            yield from (child for child in disk.index.descendants(key) if child not in keep)
+
+
+def clear_quarantine(disk: DiskTier) -> int:
+    """Delete the bad records that were set aside; answers with their bytes."""
+    freed = 0
+    for path in (disk.root / "quarantine").iterdir():
+        freed += path.stat().st_size
+        disk.files.remove(path)
+    return freed

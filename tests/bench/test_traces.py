@@ -1,0 +1,188 @@
+"""Real agent traffic, scaled down: 20 conversations, every length divided by 16."""
+
+import json
+from collections import Counter
+from functools import cache
+from itertools import islice
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache, LRUPromptCache
+from rich.console import Console
+
+from keepwarm.bench.rivals import Fifo, Request, Sessions, TailFirst
+from keepwarm.bench.traces import (
+    BUDGETS,
+    FIFO_10,
+    OURS,
+    SESSIONS,
+    TAIL_FIRST,
+    TOKEN_BYTES,
+    Shipped,
+    Task,
+    as_json,
+    load,
+    main,
+    plot,
+    replay,
+    replay_all,
+    requests,
+    stand_in,
+    table,
+)
+from keepwarm.errors import BadInput
+
+SMALL = [budget // 16 for budget in BUDGETS]
+
+
+@cache
+def result(policy, budget):
+    return replay(Task(policy, budget, n_conversations=20, divisor=16))
+
+
+def test_the_trace_is_whole():
+    conversations = load()
+    turns = [turn for conversation in conversations for turn in conversation.turns]
+    assert len(conversations) == 360
+    assert len(turns) == 23_669
+    assert sum(n_input for _, _, n_input, _ in turns) == 3_060_147_537
+    assert all(common <= n_input for _, common, n_input, _ in turns)
+
+
+def test_the_clock_orders_requests_and_eight_run_at_a_time():
+    conversations = load(40, 16)
+    made = list(requests(conversations))
+    assert len(made) == sum(len(c.turns) for c in conversations)
+    assert [r.now for r in made] == sorted(r.now for r in made)
+    left = Counter({n: len(c.turns) for n, c in enumerate(conversations)})
+    begun = set()
+    for request in made:
+        begun.add(request.conversation)
+        assert sum(left[n] > 0 for n in begun) <= 8
+        left[request.conversation] -= 1
+
+
+@pytest.mark.parametrize("budget", SMALL)
+def test_no_more_is_prefilled_than_by_plain_lru(budget):
+    """What the eviction is for: at no budget is it worse than least recently used, tail first."""
+    ours, plain = result(OURS, budget), result(TAIL_FIRST, budget)
+    assert ours.input_tokens == plain.input_tokens
+    assert ours.prefilled_tokens <= plain.prefilled_tokens
+
+
+@pytest.mark.parametrize("budget", SMALL[:2])
+def test_much_less_is_prefilled_than_by_whole_sessions_or_a_list(budget):
+    ours = result(OURS, budget).prefilled_tokens
+    assert ours < 0.9 * result(SESSIONS, budget).prefilled_tokens
+    assert ours < 0.8 * result(FIFO_10, budget).prefilled_tokens
+
+
+def test_without_pressure_everything_in_common_is_found():
+    n_tokens = 10_000_000
+    ideal = sum(r.n_input - r.reusable(r.n_common) for r in requests(load(20, 16)))
+    for policy in (OURS, TAIL_FIRST, SESSIONS):
+        assert result(policy, n_tokens).prefilled_tokens == ideal
+
+
+def test_bytes_are_counted_true_and_not_held():
+    assert stand_in(256).n_bytes == 256 * TOKEN_BYTES
+    shipped = Shipped(SMALL[0])
+    for request in islice(requests(load(20, 16)), 100):
+        found = shipped.serve(request)
+        assert 0 <= found < request.n_input
+        stats = shipped.tier.stats()
+        assert stats.n_bytes <= stats.max_bytes == SMALL[0] * TOKEN_BYTES
+    n_tokens = sum(stored.n_tokens for stored in shipped.tier.walk())
+    assert stats.n_bytes == n_tokens * TOKEN_BYTES
+    assert stats.evicted > 0
+
+
+class BruteForce:
+    """Tail-first least-recently-used blocks, block by block, in the plainest way."""
+
+    def __init__(self, n_tokens):
+        self.limit = n_tokens
+        self.blocks = {}  # (branch, number) -> [parent, size, used]
+        self.chains = {}
+
+    def serve(self, request):
+        chain = [b for b in self.chains.get(request.conversation, []) if b in self.blocks]
+        found = request.reusable(sum(self.blocks[b][1] for b in chain))
+        for block in chain[: -(-found // 256)]:
+            self.blocks[block][2] = request.now
+        chain = chain[: found // 256]
+        for start in range(len(chain) * 256, request.n_input + request.n_output, 256):
+            size = min(256, request.n_input + request.n_output - start)
+            if not self.make_room(size, chain[-1:], request.now):
+                break
+            name = (request.conversation, request.now, start)
+            self.blocks[name] = [chain[-1] if chain else None, size, request.now]
+            chain.append(name)
+        self.chains[request.conversation] = chain
+        return found
+
+    def make_room(self, size, spare, now):
+        while sum(b[1] for b in self.blocks.values()) + size > self.limit:
+            parents = {b[0] for b in self.blocks.values()}
+            leaves = [n for n in self.blocks if n not in parents and n not in spare]
+            if not leaves:
+                return False
+            del self.blocks[min(leaves, key=lambda n: self.blocks[n][2])]
+        return True
+
+
+def test_the_plain_rival_against_brute_force():
+    plain, brute = TailFirst(8_000), BruteForce(8_000)
+    some = list(islice(requests(load(20, 32)), 300))
+    found = [(plain.serve(r), brute.serve(r)) for r in some]
+    # Requests of one moment may be told apart in either order.
+    assert sum(a for a, _ in found) == pytest.approx(sum(b for _, b in found), rel=0.01)
+
+
+def test_the_list_against_that_of_mlx_lm():
+    """mlx-lm's own class, on the same requests, leaves the same tokens to prefill."""
+    limit = 2_000
+    ours, theirs = Fifo(limit, max_entries=10), LRUPromptCache(10, limit * 8)
+    tokens = {}
+    for n, request in enumerate(islice(requests(load(12, 256)), 250)):
+        size = request.n_input + request.n_output
+        kept = tokens.get(request.conversation, [])[: request.n_common]
+        new = [1_000_000 * (n + 1) + i for i in range(size - len(kept))]
+        tokens[request.conversation] = kept + new
+        prompt = tokens[request.conversation][: request.n_input]
+        _, rest = theirs.fetch_nearest_cache("model", prompt)
+        assert ours.serve(request) == request.n_input - max(1, len(rest))
+        made = KVCache()
+        made.keys = made.values = mx.zeros((1, 1, size, 1))
+        made.offset = size
+        theirs.insert_cache("model", tokens[request.conversation], [made])
+
+
+def test_sessions_are_kept_or_lost_whole():
+    sessions = Sessions(100)
+    assert sessions.serve(Request(0.0, 1, 0, 50, 10)) == 0
+    assert sessions.serve(Request(1.0, 1, 50, 60, 10)) == 50
+    assert sessions.serve(Request(2.0, 2, 0, 40, 10)) == 0
+    assert sessions.serve(Request(3.0, 1, 50, 60, 10)) == 0
+
+
+def test_side_by_side_is_the_same_as_one_by_one():
+    task = Task(SESSIONS, SMALL[0], n_conversations=20, divisor=16)
+    (there,) = replay_all([task], n_processes=1)
+    assert there.prefilled_tokens == replay(task).prefilled_tokens
+
+
+def test_numbers_table_and_plot(tmp_path):
+    results = [result(policy, budget) for policy in (OURS, SESSIONS) for budget in SMALL[:2]]
+    rows = json.loads(json.dumps(as_json(results, "a command")))["results"]
+    assert [row["hit_rate"] for row in rows] == [round(r.hit_rate, 4) for r in results]
+    with (console := Console(width=120)).capture() as shown:
+        console.print(table(results))
+    assert f"({results[0].hit_rate:.3f})" in shown.get()
+    plot(results, tmp_path / "traces.png")
+    assert (tmp_path / "traces.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_directory_is_said_before_anything_runs(tmp_path):
+    with pytest.raises(BadInput, match="make it first"):
+        main(json_file=tmp_path / "nowhere" / "traces.json")
