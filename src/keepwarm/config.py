@@ -24,6 +24,9 @@ class Settings:
     model: str = "smollm2"
     max_tokens: int = 512
     temperature: float = 0.0
+    memory_bytes: int = 1 << 30  # blocks kept in memory
+    disk_bytes: int = 20 << 30  # everything under the store directory together
+    disk_writes_per_day: int = 0  # bytes; 0 is no limit
 
     @property
     def models(self) -> Path:

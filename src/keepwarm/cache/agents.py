@@ -164,12 +164,16 @@ class Agents:
     def _directory(self) -> Path:
         return self._disk.root / "agents"
 
-    def _path(self, agent_id: str) -> Path:
+    def check_id(self, agent_id: str) -> None:
+        """Refuse what cannot be an agent's id; ids become file names."""
         if not ID.fullmatch(agent_id):
             raise BadInput(
                 f"{agent_id!r} is no agent id; use up to 128 letters, digits and . _ @ -, "
                 "beginning with a letter or digit."
             )
+
+    def _path(self, agent_id: str) -> Path:
+        self.check_id(agent_id)
         return self._directory / f"{agent_id}.json"
 
     def _save(self, agent: Agent) -> Agent:

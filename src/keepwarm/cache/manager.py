@@ -127,11 +127,12 @@ class Manager:
         return Capture(self, list(tokens), policy)
 
     def _longest(self, tokens: Sequence[int], limit: int, without: Collection[BlockKey]) -> Point:
-        refs = [ref for ref in chain(self.namespace, tokens) if ref.n_tokens == BLOCK_TOKENS]
+        blocks = list(chain(self.namespace, tokens))
+        refs = [ref for ref in blocks if ref.n_tokens == BLOCK_TOKENS]
         needs = self.needs
         known = self._have([ref.key for ref in refs], without)
         matched = n_matched(needs, refs, known)
-        packed = pack(tokens)
+        packed = b"".join(ref.tokens for ref in blocks)
         parent = refs[matched - 1].key if matched else root(self.namespace)
         rest = packed[4 * BLOCK_TOKENS * matched : 4 * BLOCK_TOKENS * (matched + 1)]
         children = [] if needs.state else self.tiers.children(parent, rest)

@@ -8,6 +8,7 @@ from pathlib import Path
 from keepwarm.cache.io import MemoryOnly, Reader, Saver, Writer
 from keepwarm.cache.manager import Manager
 from keepwarm.cache.shelf import Shelf
+from keepwarm.config import Settings
 from keepwarm.kv.layout import Layout
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk import DiskLimits
@@ -26,6 +27,14 @@ class Budgets:
     disk_bytes: int | None = 20 << 30
     min_free_disk_bytes: int = 2 << 30
     disk_writes_per_day: int | None = None  # bytes; SSDs wear
+
+    @classmethod
+    def of(cls, settings: Settings) -> Budgets:
+        return cls(
+            memory_bytes=settings.memory_bytes,
+            disk_bytes=settings.disk_bytes,
+            disk_writes_per_day=settings.disk_writes_per_day or None,
+        )
 
 
 class OpenedStore:

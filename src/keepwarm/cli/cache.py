@@ -28,8 +28,10 @@ MIB = 1 << 20
 
 def _shelf() -> Shelf:
     from keepwarm.cache.shelf import Shelf
+    from keepwarm.store.disk import DiskLimits
 
-    return Shelf(config.load().store)
+    settings = config.load()
+    return Shelf(settings.store, DiskLimits(settings.disk_bytes))
 
 
 @app.command("ls")

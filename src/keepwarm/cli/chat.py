@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from keepwarm.cli.options import (
+    AgentId,
     KVBits,
     MaxTokens,
     ModelName,
@@ -41,6 +42,7 @@ def chat(
     seed: Seed = None,
     kv_bits: KVBits = None,
     no_cache: NoCache = False,
+    agent: AgentId = None,
 ) -> None:
     """Talk with a model in the terminal."""
     from keepwarm.engine.model import load
@@ -49,7 +51,7 @@ def chat(
     settings = settings_for(model, max_tokens, temperature, seed)
     loaded = load(settings.model, settings)
     _note(f"{loaded.name}. {HELP}")
-    with live_cache(loaded, settings, kv_bits, no_cache) as cache:
+    with live_cache(loaded, settings, kv_bits, no_cache, agent) as cache:
         talk = Conversation(loaded, cache, first, settings, seed)
         for line in _lines():
             _obey(talk, line)

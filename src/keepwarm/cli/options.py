@@ -34,6 +34,9 @@ Seed: TypeAlias = Annotated[
 KVBits: TypeAlias = Annotated[
     int | None, typer.Option("--kv-bits", help="Round keys and values to 2, 4 or 8 bits.")
 ]
+AgentId: TypeAlias = Annotated[
+    str | None, typer.Option("--agent", help="Keep what is said under this agent's name.")
+]
 NoCache: TypeAlias = Annotated[
     bool, typer.Option("--no-cache", help="Neither look up nor keep blocks.")
 ]
@@ -52,7 +55,11 @@ def settings_for(
 
 @contextmanager
 def live_cache(
-    model: Model, settings: config.Settings, kv_bits: int | None, no_cache: bool
+    model: Model,
+    settings: config.Settings,
+    kv_bits: int | None,
+    no_cache: bool,
+    agent: str | None,
 ) -> Iterator[LiveCache]:
     """The caches of a conversation, backed by the block store; leaving saves what is queued."""
     from keepwarm import kv
@@ -61,12 +68,20 @@ def live_cache(
 
     kv_options = {} if kv_bits is None else {"kv_bits": kv_bits}
     if no_cache:
+        if agent is not None:
+            raise BadInput("--agent and --no-cache cannot be combined: an agent is what is kept.")
         kv.probe(model.module, kv.make_caches(model.module, **kv_options))
         yield LiveCache(model, kv_options=kv_options)
         return
     with Store(settings=settings) as store:
         attached = store.attach(model.module, model.path, **kv_options)
-        yield LiveCache(model, attached.manager, kv_options)
+        if agent is not None:
+            store.shelf.agents.check_id(agent)
+        cache = LiveCache(model, attached.manager, kv_options)
+        yield cache
+        if agent is not None and cache.tokens:
+            store.flush()
+            store.shelf.agents.advance(agent, attached.manager.namespace, cache.tokens)
 
 
 def opening(system: Path | None) -> list[dict[str, str]]:

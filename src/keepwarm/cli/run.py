@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from keepwarm.cli.options import (
+    AgentId,
     KVBits,
     MaxTokens,
     ModelName,
@@ -38,6 +39,7 @@ def run(
     seed: Seed = None,
     kv_bits: KVBits = None,
     no_cache: NoCache = False,
+    agent: AgentId = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One object: text, finish_reason, usage.")
     ] = False,
@@ -53,7 +55,7 @@ def run(
     loaded = load(settings.model, settings)
     prompt_tokens, cuts = render(loaded.tokenizer, messages)
     with (
-        live_cache(loaded, settings, kv_bits, no_cache) as cache,
+        live_cache(loaded, settings, kv_bits, no_cache, agent) as cache,
         closing(
             generate(
                 loaded,

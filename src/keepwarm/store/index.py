@@ -11,6 +11,7 @@ import sqlite3
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,7 +92,7 @@ class Index:
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
         rows = self._among("SELECT key, d, w, s, n_tokens, w_rows", "doomed = 0 AND key", keys)
         return {
-            BlockKey(key): Known(_parts(d, w, s), n_tokens, w_rows, d + w + s)
+            BlockKey(key): Known(_parts(d > 0, w > 0, s > 0), n_tokens, w_rows, d + w + s)
             for key, d, w, s, n_tokens, w_rows in rows
         }
 
@@ -377,5 +378,6 @@ def _end_write(db: sqlite3.Connection, reservation: int | None) -> None:
     db.execute("DELETE FROM writes WHERE id = ?", (reservation,))
 
 
-def _parts(d: int, w: int, s: int) -> frozenset[Part]:
-    return frozenset(part for part, size in zip(Part, (d, w, s), strict=True) if size)
+@cache
+def _parts(d: bool, w: bool, s: bool) -> frozenset[Part]:
+    return frozenset(part for part, held in zip(Part, (d, w, s), strict=True) if held)

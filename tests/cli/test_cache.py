@@ -1,0 +1,117 @@
+"""`keepwarm cache …` on a store that real runs have filled, each command as a user types it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli import keepwarm
+from tests.kit.checkpoints import write_checkpoint
+from tests.store.kit import files_under
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A home with a checkpoint and an agent that has answered once."""
+    home = tmp_path_factory.mktemp("home")
+    write_checkpoint(home / "model")
+    run(home, "the quick brown fox " * 90, "--agent", "coder")
+    return home
+
+
+def run(home, prompt, *options):
+    arguments = ["run", prompt, "--model", str(home / "model"), "--max-tokens", "4", "--json"]
+    return json.loads(keepwarm(*arguments, *options, home=home).stdout)
+
+
+def cache(home, *arguments, code=0):
+    done = keepwarm("cache", *arguments, home=home)
+    assert done.returncode == code, done.stderr
+    return done.stdout.decode()
+
+
+def cache_json(home, *arguments, code=0):
+    return json.loads(cache(home, *arguments, "--json", code=code))
+
+
+def store(home):
+    return Path(cache(home, "path").strip())
+
+
+def test_path_stats_and_ls_agree(home):
+    assert store(home).is_dir()
+    (agent,) = cache_json(home, "ls")
+    assert (agent["id"], agent["turns"], agent["pinned"]) == ("coder", 1, False)
+    assert "coder" in cache(home, "ls")
+    stats = cache_json(home, "stats")
+    assert stats["blocks"] >= 2
+    assert 0 < agent["n_bytes"] <= stats["n_bytes"] <= stats["max_bytes"]
+    assert sum(stats["written_by_day"].values()) > 0
+
+
+def test_pin_quota_fork_and_rewind(home):
+    assert cache_json(home, "pin", "coder")["pinned"]
+    assert not cache_json(home, "unpin", "coder")["pinned"]
+    assert cache_json(home, "quota", "coder", "1000000")["quota_bytes"] == 1000000
+    assert cache_json(home, "fork", "coder", "branch")["forked_from"] == "coder"
+    assert cache_json(home, "rewind", "branch", "0")["n_tokens"] == 0
+    assert cache_json(home, "rm", "branch")["removed_blocks"] == 0, "all of it is coder's"
+    assert [agent["id"] for agent in cache_json(home, "ls")] == ["coder"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["show", "nobody"], "There is no agent 'nobody'"),
+        (["rm", "../../etc/passwd"], "is no agent id"),
+        (["rewind", "coder", "9"], "there is no turn 9"),
+        (["import", "missing.kw"], "missing.kw"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, says, home):
+    model = ["--model", str(home / "model")] if arguments[0] == "import" else []
+    done = keepwarm("cache", *arguments, *model, home=home)
+    assert done.returncode == 2
+    assert says in done.stderr.decode()
+    assert "Traceback" not in done.stderr.decode()
+
+
+def test_verify_finds_and_fixes_a_flipped_byte(home):
+    assert cache_json(home, "verify")["bad"] == []
+    path = next(p for p in files_under(store(home) / "blocks"))
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+    (bad,) = cache_json(home, "verify", code=1)["bad"]
+    assert "does not match its digest" in bad["wrong"]
+    assert path.exists(), "verify alone changes nothing"
+    cache_json(home, "verify", "--fix", code=1)
+    assert not path.exists()
+    assert cache_json(home, "verify")["bad"] == []
+    assert cache_json(home, "gc")["quarantine_bytes"] >= len(data)
+
+
+def test_an_agent_travels_in_one_file(home, tmp_path):
+    prompt = "a story that travels " * 80
+    first = run(home, prompt, "--agent", "traveller")
+    bundle = tmp_path / "traveller.kw"
+    assert cache_json(home, "export", "traveller", str(bundle))["records"] >= 2
+    away = tmp_path / "away"
+    away.mkdir()
+    (away / "model").symlink_to(home / "model")
+    cache(away, "import", str(bundle), "--model", str(away / "model"))
+    again = run(away, prompt)
+    assert again["usage"]["cached_tokens"] == first["usage"]["prompt_tokens"] - 1
+    assert again["text"] == first["text"]
+    write_checkpoint(tmp_path / "other", seed=3)
+    done = keepwarm("cache", "import", str(bundle), "--model", str(tmp_path / "other"), home=away)
+    assert done.returncode == 2
+    assert "weights differ" in done.stderr.decode()
+
+
+def test_rm_frees_what_nobody_else_reaches(home):
+    run(home, "one story told by a single agent only " * 60, "--agent", "lonely")
+    before = cache_json(home, "stats")["n_bytes"]
+    removed = cache_json(home, "rm", "lonely")["removed_blocks"]
+    assert removed >= 2
+    assert cache_json(home, "stats")["n_bytes"] < before
