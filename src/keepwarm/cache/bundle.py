@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from keepwarm.errors import BadCacheFile, BadRecord
-from keepwarm.prefix.blocks import BlockKey, chain, pack, unpack
-from keepwarm.prefix.fingerprint import Identity, digest, namespace
+from keepwarm.prefix.blocks import BlockKey
+from keepwarm.prefix.fingerprint import Identity, digest
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.record import Part, Record, check_identity, open_record, pieces, read_tensors
 
@@ -30,6 +30,7 @@ MAX_MANIFEST_BYTES = 64 << 20
 class Manifest:
     identity: Identity
     tokens: bytes
+    blocks: tuple[str, ...]  # keys, in hex, of what is inside
     turns: tuple[int, ...] = ()
     agent: str = ""
 
@@ -47,31 +48,23 @@ class Manifest:
         return cls(
             identity=Identity(**fields["identity"]),
             tokens=b64decode(fields["tokens"]),
+            blocks=tuple(fields["blocks"]),
             turns=tuple(fields["turns"]),
             agent=fields["agent"],
         )
 
     @property
-    def blocks(self) -> list[BlockKey]:
-        return [ref.key for ref in chain(namespace(self.identity), unpack(self.tokens))]
+    def keys(self) -> list[BlockKey]:
+        return [BlockKey(bytes.fromhex(key)) for key in self.blocks]
 
 
-def export_bundle(
-    disk: DiskTier,
-    path: Path,
-    identity: Identity,
-    tokens: Sequence[int],
-    *,
-    turns: Sequence[int] = (),
-    agent: str = "",
-) -> int:
+def export_bundle(disk: DiskTier, path: Path, manifest: Manifest) -> int:
     """Write the blocks of a prefix into one file; answers with the number of records."""
-    manifest = Manifest(identity, pack(tokens), tuple(turns), agent)
     temp = path.with_name(f"{path.name}.part")
     n_records = 0
     with tarfile.open(temp, "w") as archive:
         _add(archive, "manifest.json", [manifest.to_json()])
-        for record in _records(disk, manifest.blocks):
+        for record in _records(disk, manifest.keys):
             name = f"{record.header.key.hex()}.{record.header.part.value}.safetensors"
             _add(archive, name, pieces(record))
             n_records += 1
@@ -99,7 +92,7 @@ def import_bundle(disk: DiskTier, path: Path, expected: Identity) -> Manifest:
 
 def _check_whole(manifest: Manifest, found: set[BlockKey]) -> None:
     """Every block is there and no other is."""
-    if found != set(manifest.blocks):
+    if found != set(manifest.keys):
         raise BadRecord(f"{len(manifest.blocks)} blocks are listed, {len(found)} are inside")
 
 

@@ -23,7 +23,7 @@ from keepwarm.errors import CacheError
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, Record
-from keepwarm.store.tier import Tier
+from keepwarm.store.tier import Put, Tier
 from keepwarm.store.tiers import Tiers
 from keepwarm.store.wear import Wear
 
@@ -65,7 +65,7 @@ class MemoryOnly:
         self._memory = memory
 
     def put(self, record: Record, policy: Policy) -> None:  # noqa: ARG002
-        self._memory.put(record)
+        _put(self._memory, record)
 
     def flush(self) -> None:
         return
@@ -101,7 +101,7 @@ class Writer:
 
     def put(self, record: Record, policy: Policy) -> None:
         if self._memory is not None:
-            self._memory.put(record)
+            _put(self._memory, record)
         if not policy.to_disk:
             return
         with self._changed:
@@ -180,7 +180,7 @@ class Writer:
         self.queued.delete_part(key, part)
 
     def _save(self, record: Record) -> None:
-        put = self._disk.put(record)
+        put = _put(self._disk, record)
         if put.durable.exception() is not None:
             self._count(failed=1)
         elif put.stored:
@@ -191,6 +191,13 @@ class Writer:
     def _count(self, **more: int) -> None:
         sums = {name: getattr(self._stats, name) + n for name, n in more.items()}
         self._stats = WriteStats(**{**vars(self._stats), **sums})
+
+
+def _put(tier: Tier, record: Record) -> Put:
+    put = tier.put(record)
+    if put.stored:
+        tier.drop_outgrown(record.header.key)
+    return put
 
 
 class Outcome(NamedTuple):

@@ -138,6 +138,10 @@ class DiskTier:
         """Let go of everything one owner holds."""
         self.index.unpin_owner(owner)
 
+    @outage_is(lambda: None)
+    def drop_outgrown(self, key: BlockKey) -> None:
+        self.delete_all(self.index.outgrown(key))
+
     def delete(self, key: BlockKey) -> None:
         self.delete_all([key])
 
@@ -306,6 +310,8 @@ class DiskTier:
 
     def delete_all(self, keys: Collection[BlockKey]) -> None:
         """Remove all parts of these blocks."""
+        if not keys:
+            return
         with self.naming():
             self.index.doom(keys)
             self._finish_deleting(keys)

@@ -150,6 +150,22 @@ class Index:
         )
         return [BlockKey(row[0]) for row in self._rows(query, (key,))]
 
+    def children_of(self, parent: BlockKey) -> list[BlockKey]:
+        query = "SELECT key FROM blocks WHERE parent = ? AND doomed = 0"
+        return [BlockKey(row[0]) for row in self._rows(query, (parent,))]
+
+    def outgrown(self, key: BlockKey) -> list[BlockKey]:
+        """Shorter siblings that this block serves as well as they do: same rows, and no state."""
+        query = (
+            "SELECT o.key FROM blocks b JOIN tokens t ON t.key = b.key AND t.parent = b.parent "
+            "JOIN tokens o ON o.parent = t.parent AND length(o.tokens) < length(t.tokens) "
+            "AND o.tokens = substr(t.tokens, 1, length(o.tokens)) "
+            "JOIN blocks old ON old.key = o.key "
+            "WHERE b.key = ? AND old.s = 0 AND old.pins = 0 AND old.children = 0 "
+            "AND (old.d = 0 OR b.d > 0) AND (old.w = 0 OR b.w > 0 AND b.w_rows = b.n_tokens)"
+        )
+        return [BlockKey(row[0]) for row in self._rows(query, (key,))]
+
     def walk(self) -> Iterator[Stored]:
         last = b""
         while True:

@@ -99,6 +99,10 @@ class MemoryTier:
     def touch(self, keys: Collection[BlockKey]) -> None:
         self._index.touch(keys, self._clock())
 
+    def drop_outgrown(self, key: BlockKey) -> None:
+        for old in self._index.outgrown(key):
+            self.delete(old)
+
     def delete(self, key: BlockKey) -> None:
         with self._lock:
             for part in Part:

@@ -135,6 +135,9 @@ class Tier(Protocol):
     def unpin(self, key: BlockKey, owner: str) -> None:
         """Let go; a pin that is not there is no error."""
 
+    def drop_outgrown(self, key: BlockKey) -> None:
+        """Remove the shorter siblings of a block that it serves as well as they do: old tails."""
+
     def delete(self, key: BlockKey) -> None:
         """Remove all parts of a block; nothing of it is found, or left behind, afterwards."""
 
