@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -92,10 +93,10 @@ def _refusal(path: Path, error: Exception) -> KeepwarmError:
 
 def _read_tokenizer(directory: Path, config: dict[str, Any], source: Path) -> Any:
     """The tokenizer's own code is never run, nor is anybody asked whether it may."""
+    # Prompts that are too long are refused by us, in one sentence, not warned of by the tokenizer.
+    options = {"trust_remote_code": False, "model_max_length": sys.maxsize}
     try:
-        return load_tokenizer(
-            directory, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
-        )
+        return load_tokenizer(directory, options, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise BadModelFile(f"The tokenizer of {source} cannot be read ({reason}).") from error

@@ -222,7 +222,7 @@ class Index:
         with self._transaction() as db:
             if reservation is not None:
                 _end_write(db, reservation)
-            self._supersede(db, header)
+            self._supersede(db, header, now)
             row = (key, header.parent, header.namespace, header.number, n_tokens, *sizes,
                    header.w_rows, now, value)  # fmt: skip
             query = (
@@ -240,7 +240,7 @@ class Index:
         with self._transaction() as db:
             db.executemany(query, ((now, key) for key in dict.fromkeys(keys)))
 
-    def _supersede(self, db: sqlite3.Connection, header: Header) -> None:
+    def _supersede(self, db: sqlite3.Connection, header: Header, now: float) -> None:
         """A block that begins as a short branch does replaces it: an answer rendered anew, say."""
         if not db.execute(
             "SELECT 1 FROM blocks WHERE key = ? AND children > 0", (header.parent,)
@@ -249,8 +249,8 @@ class Index:
         beside = [c for c in self.children(header.parent, header.tokens) if c.key != header.key]
         branch = self._branch(beside[0].key) if beside else []
         if len(branch) <= SHORT_BRANCH:
-            query = "UPDATE blocks SET value = ? WHERE key = ?"
-            db.executemany(query, ((SUPERSEDED_S, key) for key in branch))
+            query = "UPDATE blocks SET value = ? WHERE key = ? AND used <= ?"
+            db.executemany(query, ((SUPERSEDED_S, key, now) for key in branch))
 
     def _branch(self, key: BlockKey) -> list[BlockKey]:
         """A block and what is below it, but no more than it takes to be a long branch."""
