@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -27,6 +27,15 @@ class Settings:
     memory_bytes: int = 1 << 30  # blocks kept in memory
     disk_bytes: int = 20 << 30  # everything under the store directory together
     disk_writes_per_day: int = 0  # bytes; 0 is no limit
+
+    encryption_key: str = field(default="", repr=False)  # from the environment only
+    encryption_key_file: str = ""  # holds the key and is nobody else's to read
+
+    def secret(self) -> str:
+        """The key of the block store, or nothing; the one in the environment goes first."""
+        if self.encryption_key or not self.encryption_key_file:
+            return self.encryption_key
+        return _read_secret(Path(self.encryption_key_file).expanduser())
 
     @property
     def models(self) -> Path:
@@ -50,9 +59,27 @@ def _from_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is not TOML ({error}); mend or remove it.") from error
+    if "encryption_key" in values:
+        raise BadInput(
+            f"An encryption key does not belong into {path}; "
+            "put it into a file of its own and name that as encryption_key_file."
+        )
+    return values
+
+
+def _read_secret(path: Path) -> str:
+    try:
+        if path.stat().st_mode & 0o077:
+            raise BadInput(f"Others may read the key in {path}; run: chmod 600 {path}")
+        secret = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"The key file {path} cannot be read ({type(error).__name__}).") from error
+    if not secret:
+        raise BadInput(f"The key file {path} is empty; write a key or a passphrase into it.")
+    return secret
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:

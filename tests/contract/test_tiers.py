@@ -3,6 +3,7 @@
 import errno
 import random
 import threading
+from base64 import b64encode
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from keepwarm.prefix.blocks import Namespace, common_tokens, pack, root
 from keepwarm.store.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Part, Record
+from keepwarm.store.record import Buffer, Part, Record
 from keepwarm.store.tiers import Tiers
+from keepwarm.store.unlock import unlock
 from tests.store.kit import (
     NAMESPACE,
     BrokenFiles,
@@ -42,7 +44,13 @@ def disk(directory, max_bytes):
     return DiskTier(directory / "store", DiskLimits(max_bytes, min_free_bytes=0), BrokenFiles())
 
 
-MAKERS = {"memory": memory, "disk": disk}
+def sealed(directory, max_bytes):
+    root = directory / "store"
+    seal = unlock(root, b64encode(bytes(range(32))).decode())
+    return DiskTier(root, DiskLimits(max_bytes, min_free_bytes=0), BrokenFiles(), seal=seal)
+
+
+MAKERS = {"memory": memory, "disk": disk, "sealed": sealed}
 
 
 @pytest.fixture(params=MAKERS)
@@ -100,6 +108,30 @@ def test_what_is_put_is_found_and_read(tier):
     assert content(found) == content(made)
 
 
+def test_a_visitor_sees_what_is_read(tier):
+    """Tensor by tensor, in memory that may be used again for the next."""
+    made = chain_of(3, n_bytes=5000)
+    for one in made:
+        tier.put(one)
+    buffer, seen = Buffer(), []
+
+    def use(visit):
+        tensors = [(t.name, t.dtype, t.shape, bytes(t.data)) for t in visit.tensors]
+        seen.append((visit.header, tensors))
+
+    for one in made:
+        assert tier.visit(one.header.key, Part.DELTA, use, buffer)
+    expected = [[(t.name, t.dtype, t.shape, bytes(t.data)) for t in one.tensors] for one in made]
+    assert seen == [(one.header, tensors) for one, tensors in zip(made, expected, strict=True)]
+    assert tier.stats().hits == 3
+
+
+def test_visiting_what_was_never_put_is_a_miss(tier):
+    (made,) = chain_of(1)
+    assert not tier.visit(made.header.key, Part.DELTA, pytest.fail, Buffer())
+    assert tier.stats().misses == 1
+
+
 def test_what_was_never_put_is_a_miss(tier):
     (made,) = chain_of(1)
     assert tier.have(keys_of([made])) == {}
@@ -144,7 +176,7 @@ def test_an_empty_record_is_a_record(tier):
 def test_more_window_rows_replace_fewer(tier):
     """Rows slide out while decoding; a later prefill completes the block. Never the reverse."""
     (ref,) = refs_of(1)
-    few, more, fewer = (record(ref, Part.WINDOW, 64 * n, w_rows=n) for n in (32, 100, 8))
+    few, more, fewer = (record(ref, Part.WINDOW, 256 * n, w_rows=n) for n in (32, 100, 8))
     assert [tier.put(made).stored for made in (few, more, fewer)] == [True, True, False]
     known = tier.have([ref.key])[ref.key]
     assert known.w_rows == 100
@@ -657,25 +689,44 @@ def test_window_rows_are_read_from_whoever_holds_the_most(tmp_path):
     slow.put(more)
     tiers = Tiers([("fast", fast), ("slow", slow)])
     assert tiers.have([ref.key])[ref.key].w_rows == 200
-    found = tiers.read(ref.key, Part.WINDOW)
-    assert (found.tier, found.record.header.w_rows) == ("slow", 200)
-    assert tiers.read(ref.key, Part.WINDOW).tier == "fast"  # where it was put meanwhile
+    seen = []
+    assert tiers.visit(ref.key, Part.WINDOW, seen.append, Buffer()) == "slow"
+    assert seen[0].header.w_rows == 200
     slow.close()
     fast.close()
 
 
-def test_only_the_first_tier_is_given_what_a_slower_one_had(tmp_path):
-    """The second may be a queue on its way to disk, in which it would stay for ever."""
-    slow, fast, queue = disk(tmp_path, ROOMY), memory(tmp_path, ROOMY), memory(tmp_path, ROOMY)
+def test_no_tier_is_given_what_a_slower_one_had(tmp_path):
+    """Its bytes lie in a reader's buffer; and a queue on its way to disk would keep it for ever."""
+    slow, fast = disk(tmp_path, ROOMY), memory(tmp_path, ROOMY)
     (made,) = chain_of(1)
     slow.put(made)
-    tiers = Tiers([("fast", fast), ("queue", queue), ("slow", slow)])
-    assert tiers.read(made.header.key, Part.DELTA).tier == "slow"
-    assert tiers.read(made.header.key, Part.DELTA).tier == "fast"
-    assert list(queue.walk()) == []
-    for tier in (slow, fast, queue):
-        tier.close()
+    tiers = Tiers([("fast", fast), ("slow", slow)])
+    assert tiers.visit(made.header.key, Part.DELTA, lambda _: None, Buffer()) == "slow"
+    assert list(fast.walk()) == []
+    slow.close()
+    fast.close()
 
 
 def test_tokens_of_the_kit_repeat():
     assert tokens_of(5, 1) == tokens_of(5, 1) != tokens_of(5, 2)
+
+
+def test_a_tensor_found_bad_half_way_is_a_miss_and_set_aside(tmp_path):
+    """The visitor is stopped before it sees a byte that is not what was put."""
+    tier = disk(tmp_path, ROOMY)
+    (made,) = chain_of(1, n_bytes=5000)
+    tier.put(made)
+    path = tier.path_of(made.header.key, Part.DELTA)
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    seen = []
+
+    def use(visit):
+        for one in visit.tensors:
+            seen.append(bytes(one.data))
+
+    assert not tier.visit(made.header.key, Part.DELTA, use, Buffer())
+    assert seen == [bytes(made.tensors[0].data)]
+    assert tier.stats().quarantined == 1
+    assert tier.have([made.header.key]) == {}
+    tier.close()

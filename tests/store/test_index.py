@@ -2,6 +2,7 @@
 
 import random
 import sqlite3
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -10,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from keepwarm.prefix.blocks import BlockKey, pack, root
 from keepwarm.store.index import NEIGHBOURS, Index, is_busy, is_damage
+from keepwarm.store.names import path_of
 from keepwarm.store.record import Part
 from tests.store.kit import NAMESPACE, first_block, record, refs_of
 
@@ -89,7 +91,8 @@ class Bookkeeping(RuleBasedStateMachine):
         for key, known in self.index.have(KEYS).items():
             assert known.parts == {part for k, part in self.sizes if k == key}
             assert known.w_rows == self.w_rows.get(key, 0)
-        assert self.index.parts() == self.sizes
+        names = {path_of(Path(), *name).name: n for name, n in self.sizes.items()}
+        assert self.index.names() == names
 
     @invariant()
     def walk_agrees(self):

@@ -21,6 +21,7 @@ from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk import INDEX_ROOM, DiskLimits, DiskTier
 from keepwarm.store.index import Index
+from keepwarm.store.names import parse_name
 from keepwarm.store.record import Part
 from tests.store.crash import (
     WORLD,
@@ -293,8 +294,8 @@ def check(events: list[Event], place: Path) -> None:
             assert record is not None
             assert holds_its_content(record)
         assert not tier.have([block.key for block in gone])
-        for name in tier.index.parts():
-            assert tier.path_of(*name).stat().st_size == tier.index.parts()[name]
+        for name, n_bytes in tier.index.names().items():
+            assert tier.path_of(*parse_name(name)).stat().st_size == n_bytes
         assert tier.stats().quarantined == 0
         assert not tier.index.doomed()
     finally:

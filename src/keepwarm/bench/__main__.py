@@ -1,4 +1,4 @@
-"""`python -m keepwarm.bench [kv|batch|all]`: run, show, keep."""
+"""`python -m keepwarm.bench [kv|batch|store|all]`: run, show, keep."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from keepwarm.bench import batch, kv
-from keepwarm.bench.measure import Record, Task, describe_machine
+from keepwarm.bench import batch, kv, store
+from keepwarm.bench.measure import Cost, Record, Task, describe_machine
 from keepwarm.bench.report import Report, show, write_json
 from keepwarm.errors import BadInput, KeepwarmError
 
@@ -23,6 +23,7 @@ from keepwarm.errors import BadInput, KeepwarmError
 class Bench(StrEnum):
     KV = "kv"
     BATCH = "batch"
+    STORE = "store"
     ALL = "all"
 
 
@@ -32,13 +33,17 @@ def main(
         bool, typer.Option("--quick", help="Small caches: seconds, to see that it works.")
     ] = False,
     json: Annotated[Path | None, typer.Option("--json", help="Keep everything here.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the costs of a store here.")
+    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", min=512, help="Leave out longer caches.")
     ] = None,
 ) -> None:
     """Measure slicing, saving, restoring, merging and batching of KV caches on this machine."""
-    if json is not None and not json.absolute().parent.is_dir():
-        raise BadInput(f"There is no directory for {json}; make it first.")
+    for file in (json, plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise BadInput(f"There is no directory for {file}; make it first.")
     limit = max_tokens or (512 if quick else 32_768)
     machine = describe_machine()
     with tempfile.TemporaryDirectory(prefix="keepwarm-bench-") as folder:
@@ -48,13 +53,17 @@ def main(
     show(report, Console())
     if json is not None:
         write_json(report, json)
+    if plot is not None:
+        store.plot(report.of(Cost), plot)
 
 
 def tasks(bench: Bench, folder: Path, max_tokens: int, quick: bool) -> Iterator[Task]:
-    if bench is not Bench.BATCH:
+    if bench in (Bench.KV, Bench.ALL):
         yield from kv.tasks(folder, max_tokens, quick)
-    if bench is not Bench.KV:
+    if bench in (Bench.BATCH, Bench.ALL):
         yield from batch.tasks(folder, max_tokens, quick)
+    if bench in (Bench.STORE, Bench.ALL):
+        yield from store.tasks(folder, max_tokens, quick)
 
 
 def run(todo: list[Task]) -> list[Record]:

@@ -94,12 +94,25 @@ class Density:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """Every sample of what something takes in a store of so many blocks: seconds, or as it says."""
+
+    what: str
+    n_blocks: int
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+
+@dataclass(frozen=True)
 class Skipped:
     case: str
     why: str
 
 
-Record = Speed | Peak | Density | Skipped
+Record = Speed | Peak | Density | Cost | Skipped
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,16 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from keepwarm.bench.measure import Density, Peak, Record, Skipped, Speed
+from keepwarm.bench.measure import Cost, Density, Peak, Record, Skipped, Speed
 
 DERIVED = {
     Speed: ("median", "spread", "gb_per_second"),
     Peak: ("ratio", "holds"),
     Density: ("ratio",),
+    Cost: ("median",),
     Skipped: (),
 }
-GROUPS = {"speeds": Speed, "peaks": Peak, "densities": Density, "skipped": Skipped}
+GROUPS = {"speeds": Speed, "peaks": Peak, "densities": Density, "costs": Cost, "skipped": Skipped}
 # Each operation beside what it is compared with.
 RIVALS = {
     "slice": ("copy, fresh",),
@@ -27,6 +28,14 @@ RIVALS = {
     "restore": ("copy, fresh", "mlx-lm load"),
     "merge": ("copy, fresh",),
 }
+# In the store, with the least ratio that is wanted; 1.3 times as long is 0.77 of the speed.
+STORE_RIVALS = (
+    ("restore, cold", "read, cold", 0.8),
+    ("restore, cold", "read in as many threads, cold", 0),
+    ("restore, warm", "mx.load, warm", 1 / 1.3),
+    ("restore, warm", "read, warm", 0),
+    ("put", "write", 0.6),
+)
 
 
 @dataclass(frozen=True)
@@ -66,11 +75,17 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     )
     for skip in dict.fromkeys(report.of(Skipped)):
         yield f"Left out: {skip.case}: {skip.why}."
-    single = [speed for speed in report.of(Speed) if "batch" not in speed.case]
+    store = [speed for speed in report.of(Speed) if speed.case.startswith("store")]
     batch = [speed for speed in report.of(Speed) if "batch" in speed.case]
+    single = [speed for speed in report.of(Speed) if speed not in (*store, *batch)]
     if single:
         yield _single_table(single)
+    if single or store:
         yield _peak_table(report.of(Peak))
+    if store:
+        yield _store_table(store)
+    if report.of(Cost):
+        yield _cost_table(report.of(Cost))
     if batch:
         yield _batch_table(batch)
         yield _density_table(report.of(Density))
@@ -113,6 +128,31 @@ def _peak_table(peaks: Iterable[Peak]) -> Table:
         verdict = "yes" if peak.holds else "NO"
         ratio = f"{peak.ratio:.2f} + 2 blocks"
         table.add_row(peak.case, f"{peak.n_tokens:,}", peak.what, ratio, verdict)
+    return table
+
+
+def _store_table(speeds: Sequence[Speed]) -> Table:
+    title = "GB/s of live bytes; each beside what it is compared with"
+    table = _table(title, "cache", "tokens", "what", "GB/s", "against", "GB/s", "ratio", "wanted")
+    found = {(speed.case, speed.n_tokens, speed.what): speed for speed in speeds}
+    for case, n_tokens in dict.fromkeys((s.case, s.n_tokens) for s in speeds):
+        for what, rival, wanted in STORE_RIVALS:
+            ours, theirs = (found.get((case, n_tokens, name)) for name in (what, rival))
+            if ours and theirs:
+                ratio = f"{ours.gb_per_second / theirs.gb_per_second:.2f}"
+                row = (case, f"{n_tokens:,}", what, _rate(ours), rival, _rate(theirs))
+                table.add_row(*row, ratio, f"≥ {wanted:.2f}" if wanted else "")
+    return table
+
+
+def _cost_table(costs: Sequence[Cost]) -> Table:
+    counts = sorted({cost.n_blocks for cost in costs})
+    heads = [f"{n:,} blocks" for n in counts]
+    table = _table("Milliseconds by the number of blocks, medians", "what", *heads)
+    for what in dict.fromkeys(cost.what for cost in costs):
+        unit = 1 if "bytes" in what else 1e3
+        found = {cost.n_blocks: cost.median * unit for cost in costs if cost.what == what}
+        table.add_row(what, *(f"{found[n]:,.1f}" for n in counts))
     return table
 
 

@@ -207,10 +207,12 @@ def table(results: Sequence[Result]) -> Table:
         column.justify = "right"
     for policy in CACHES:
         cells = {r.budget_tokens: r for r in results if r.policy == policy}
-        shown = [f"{cells[b].prefilled_tokens / 1e6:,.1f} ({cells[b].hit_rate:.3f})"
-                 for b in budgets if b in cells]  # fmt: skip
-        made.add_row(policy, *shown)
+        made.add_row(policy, *(_cell(cells.get(budget)) for budget in budgets))
     return made
+
+
+def _cell(result: Result | None) -> str:
+    return f"{result.prefilled_tokens / 1e6:,.1f} ({result.hit_rate:.3f})" if result else "-"
 
 
 def plot(results: Sequence[Result], file: Path) -> None:

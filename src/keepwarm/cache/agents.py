@@ -1,7 +1,8 @@
 """Named conversations: which blocks an agent has, where its turns end, what is promised to it.
 
-An agent is a record of its own, `agents/<id>.json`, published like a block. It names blocks and
-copies none, so a fork or a rewind costs a small file.
+An agent is a record of its own, `agents/<id>.json`, published like a block (sealed, and under a
+hidden name, in a sealed store). It names blocks and copies none, so a fork or a rewind costs a
+small file.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from keepwarm.errors import BadInput, UnknownAgent
+from keepwarm.errors import BadInput, BadRecord, UnknownAgent
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, chain
 from keepwarm.store.disk import DiskTier
-from keepwarm.store.upkeep import delete_branches, write_file
+from keepwarm.store.upkeep import delete_branches, file_path, read_file, write_file
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
 
@@ -64,17 +65,27 @@ class Agents:
         self._clock = clock
 
     def all(self) -> Iterator[Agent]:
-        for path in sorted(self._directory.glob("*.json")):
+        found = []
+        for path in self._directory.glob("*.json"):
             try:
-                yield Agent.from_json(path.read_text())
-            except (OSError, ValueError, KeyError, TypeError):
+                found.append(self._read(path))
+            except (OSError, ValueError, KeyError, TypeError, BadRecord):
                 continue  # torn by hand or of a newer version; `verify` names it
+        return iter(sorted(found, key=lambda agent: agent.id))
 
     def show(self, agent_id: str) -> Agent:
+        path = self._path(agent_id)
         try:
-            return Agent.from_json(self._path(agent_id).read_text())
+            return self._read(path)
         except FileNotFoundError as error:
             raise UnknownAgent(f"There is no agent {agent_id!r}; `cache ls` names them.") from error
+        except BadRecord as error:
+            raise BadInput(
+                f"The record of agent {agent_id!r} is not what was sealed; remove {path}."
+            ) from error
+
+    def _read(self, path: Path) -> Agent:
+        return Agent.from_json(read_file(self._disk, path).decode())
 
     def create(self, agent_id: str, namespace: Namespace, **promises: Any) -> Agent:
         if self._path(agent_id).exists():
@@ -174,7 +185,7 @@ class Agents:
 
     def _path(self, agent_id: str) -> Path:
         self.check_id(agent_id)
-        return self._directory / f"{agent_id}.json"
+        return file_path(self._disk, "agents", agent_id)
 
     def _save(self, agent: Agent) -> Agent:
         write_file(self._disk, self._path(agent.id), agent.to_json().encode())

@@ -1,26 +1,30 @@
 """An agent, or any prefix, as one file that can be carried to another machine.
 
 A tar archive: `manifest.json` first (identity of the model, token ids, blocks), then the records as
-they lie in a store. Everything is verified on the way in, and a bundle for other weights or another
-KV dtype is refused with the reason.
+they lie in a store that is not encrypted: a bundle is to be read where the key is not. Everything
+is verified on the way in, and a bundle for other weights or another KV dtype is refused with the
+reason.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from keepwarm.errors import BadCacheFile, BadRecord
-from keepwarm.prefix.blocks import BlockKey
-from keepwarm.prefix.fingerprint import Identity, digest
+from keepwarm.prefix.blocks import BlockKey, Namespace, block_key, root
+from keepwarm.prefix.fingerprint import Identity, digest, namespace
+from keepwarm.store.atomic import FILE_MODE
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.record import Part, Record, check_identity, open_record, pieces, read_tensors
+from keepwarm.store.seal import stored_namespace
 
 VERSION = 1
 MAX_MANIFEST_BYTES = 64 << 20
@@ -61,10 +65,16 @@ class Manifest:
 def export_bundle(disk: DiskTier, path: Path, manifest: Manifest) -> int:
     """Write the blocks of a prefix into one file; answers with the number of records."""
     temp = path.with_name(f"{path.name}.part")
+    inside, outside = _namespaces(disk, manifest)
+    headers = list(_records(disk, manifest.keys, tensors=()))
+    if {record.header.key for record in headers} != set(manifest.keys):
+        raise BadCacheFile("Some of the blocks cannot be read any more; nothing was exported.")
+    renames = renamed(headers, inside, outside)
+    blocks = tuple(dict.fromkeys(record.header.key.hex() for record in renames))
     n_records = 0
-    with tarfile.open(temp, "w") as archive:
-        _add(archive, "manifest.json", [manifest.to_json()])
-        for record in _records(disk, manifest.keys):
+    with _private(temp) as file, tarfile.open(fileobj=file, mode="w") as archive:
+        _add(archive, "manifest.json", [replace(manifest, blocks=blocks).to_json()])
+        for record in renamed(_records(disk, manifest.keys), inside, outside):
             name = f"{record.header.key.hex()}.{record.header.part.value}.safetensors"
             _add(archive, name, pieces(record))
             n_records += 1
@@ -80,8 +90,8 @@ def import_bundle(disk: DiskTier, path: Path, expected: Identity) -> Manifest:
             refuse_other_model(manifest.identity, expected)
             _check_whole(manifest, {record.header.key for record in _records_in(archive)})
         with tarfile.open(path) as archive:
-            _read_manifest(archive)
-            for record in _records_in(archive):
+            inside, outside = _namespaces(disk, _read_manifest(archive))
+            for record in renamed(_records_in(archive), outside, inside):
                 disk.put(record).durable.result()
             return manifest
     except (tarfile.TarError, BadRecord, ValueError, KeyError, TypeError) as error:
@@ -106,13 +116,44 @@ def refuse_other_model(theirs: Identity, ours: Identity) -> None:
         )
 
 
-def _records(disk: DiskTier, keys: Sequence[BlockKey]) -> Iterator[Record]:
+def renamed(records: Iterable[Record], old: Namespace, new: Namespace) -> Iterator[Record]:
+    """The same records under the keys of another namespace; every parent comes before its child."""
+    if old == new:
+        yield from records
+        return
+    keys = {root(old): root(new)}
+    for record in records:
+        header = record.header
+        parent = keys.get(header.parent)
+        if parent is None:
+            raise BadRecord("a block comes before the one it follows")
+        keys[header.key] = block_key(new, parent, header.tokens)
+        moved = replace(header, namespace=new, key=keys[header.key], parent=parent)
+        yield replace(record, header=moved)
+
+
+def _namespaces(disk: DiskTier, manifest: Manifest) -> tuple[Namespace, Namespace]:
+    """Of the store and of the bundle; they differ where the store is sealed."""
+    outside = namespace(manifest.identity)
+    return stored_namespace(disk.seal, outside), outside
+
+
+def _private(path: Path) -> BinaryIO:
+    """A new file that nobody else may read."""
+    path.unlink(missing_ok=True)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "wb")
+
+
+def _records(
+    disk: DiskTier, keys: Sequence[BlockKey], tensors: Collection[str] | None = None
+) -> Iterator[Record]:
     known = disk.have(keys)
     for key in keys:
         for part in Part:
-            record = disk.read(key, part) if key in known and part in known[key].parts else None
-            if record is not None:
-                yield record
+            if key in known and part in known[key].parts:
+                record = disk.read(key, part, tensors)
+                if record is not None:
+                    yield record
 
 
 def _add(archive: tarfile.TarFile, name: str, buffers: Sequence[bytes | memoryview]) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from keepwarm.cache.plan import Read
@@ -22,7 +23,7 @@ from keepwarm.cache.policy import Policy
 from keepwarm.errors import CacheError
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Part, Record
+from keepwarm.store.record import Buffer, Part, Record, Visit
 from keepwarm.store.tier import Put, Tier
 from keepwarm.store.tiers import Tiers
 from keepwarm.store.wear import Wear
@@ -207,34 +208,41 @@ class Outcome(NamedTuple):
     missed: set[BlockKey]
 
 
+class _PerThread(threading.local):
+    """Memory that each reader uses for one tensor after the other."""
+
+    def __init__(self) -> None:
+        self.buffer = Buffer()
+
+
 class Reader:
     """Reads the records of a plan in several threads, each putting its own where it belongs."""
 
     def __init__(self, tiers: Tiers, n_threads: int | None = None) -> None:
         self._tiers = tiers
-        n_threads = n_threads or min(8, max(2, (os.cpu_count() or 2) // 2))
-        self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="keepwarm-reader")
+        self._own = _PerThread()
+        # More than cores: those that wait for the disk leave theirs to others.
+        self.n_threads = n_threads or min(8, max(4, (os.cpu_count() or 2) // 2))
+        self._pool = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-reader")
 
-    def read(self, reads: Sequence[Read], use: Callable[[Read, Record], None]) -> Outcome:
+    def read(self, reads: Sequence[Read], use: Callable[[Read, Visit], None]) -> Outcome:
         """Hand every record to `use`, in no order; the first miss or refusal ends it.
 
-        Each thread has one record in hand at a time, so memory stays small.
+        Each thread has one tensor in hand at a time: memory stays small, and in reach.
         """
         missed: set[BlockKey] = set()
 
         def one(read: Read) -> str:
             if missed:
                 return ""
-            found = self._tiers.read(read.key, read.part)
-            if found is None:
-                missed.add(read.key)
-                return ""
             try:
-                use(read, found.record)
+                tier = self._tiers.visit(read.key, read.part, partial(use, read), self._own.buffer)
             except CacheError as error:
                 LOG.warning("a block is of no use: %s", error)
+                tier = None
+            if tier is None:
                 missed.add(read.key)
-            return found.tier
+            return tier or ""
 
         tiers = [future.result() for future in [self._pool.submit(one, read) for read in reads]]
         return Outcome(tiers, missed)

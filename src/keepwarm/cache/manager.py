@@ -30,7 +30,7 @@ from keepwarm.prefix.blocks import (
     pack,
     root,
 )
-from keepwarm.store.record import Record
+from keepwarm.store.record import Visit
 from keepwarm.store.tier import Known
 from keepwarm.store.tiers import Tiers
 
@@ -162,7 +162,7 @@ class Manager:
         started = self.clock()
         reads = plan.point.reads
 
-        def place(read: Read, record: Record) -> None:
+        def place(read: Read, record: Visit) -> None:
             start = read.number * BLOCK_TOKENS
             end = min(start + BLOCK_TOKENS, plan.n_tokens)
             if not record.header.tokens.startswith(packed[4 * start : 4 * end]):

@@ -40,7 +40,9 @@ class Budgets:
 class OpenedStore:
     """Memory before what is still on its way to disk before disk."""
 
-    def __init__(self, root: Path, budgets: Budgets | None = None) -> None:
+    def __init__(
+        self, root: Path, budgets: Budgets | None = None, secret: str | None = None
+    ) -> None:
         budgets = budgets or Budgets()
         self.memory = MemoryTier(budgets.memory_bytes)
         self.shelf: Shelf | None = None
@@ -48,7 +50,7 @@ class OpenedStore:
         tiers: list[tuple[str, Tier]] = [("memory", self.memory)]
         if budgets.disk:
             limits = DiskLimits(budgets.disk_bytes, budgets.min_free_disk_bytes)
-            self.shelf = Shelf(root, limits, budgets.disk_writes_per_day)
+            self.shelf = Shelf(root, limits, budgets.disk_writes_per_day, secret)
             disk = self.shelf.disk
             writer = Writer(self.memory, disk, budgets.queue_bytes, self.shelf.wear)
             self.saver = writer

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import merge
 from typing import NamedTuple
 
 from keepwarm.kv.kinds import Kind
@@ -84,7 +85,7 @@ def n_matched(needs: Needs, refs: Sequence[BlockRef], known: Mapping[BlockKey, K
 
 def longest(needs: Needs, forest: Forest, limit: int) -> Point:
     """The furthest point not beyond `limit` tokens."""
-    for candidate in sorted(_candidates(needs, forest, limit), key=lambda c: -c.n_tokens):
+    for candidate in _candidates(needs, forest, limit):
         reads = _reads(needs, forest, candidate)
         if reads is not None:
             sizes = {r.key: forest.known[r.key].n_bytes for r in reads}
@@ -93,9 +94,19 @@ def longest(needs: Needs, forest: Forest, limit: int) -> Point:
 
 
 def _candidates(needs: Needs, forest: Forest, limit: int) -> Iterator[Candidate]:
+    """The furthest first; ends of blocks are hundreds, and mostly not needed."""
+    last = min(forest.n_matched, limit // BLOCK_TOKENS) * BLOCK_TOKENS
+    ends = (Candidate(n_tokens, None) for n_tokens in range(last, 0, -BLOCK_TOKENS))
+    inside = sorted(_inside(needs, forest, limit), key=_nearness)
+    return merge(ends, inside, key=_nearness)
+
+
+def _nearness(candidate: Candidate) -> int:
+    return -candidate.n_tokens
+
+
+def _inside(needs: Needs, forest: Forest, limit: int) -> Iterator[Candidate]:
     whole = forest.n_matched * BLOCK_TOKENS
-    for n_tokens in range(BLOCK_TOKENS, min(whole, limit) + 1, BLOCK_TOKENS):
-        yield Candidate(n_tokens, None)
     if needs.state:
         yield from (Candidate(n, key) for n, key in forest.states.items() if n <= limit)
         return

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from keepwarm.kv.buffers import from_buffer, to_buffer
+from keepwarm.kv.buffers import HostArray, from_buffer, to_buffer
 from keepwarm.kv.slices import Block, Rows
 from keepwarm.prefix.blocks import BlockRef, Namespace
-from keepwarm.store.record import Header, Part, Record, Tensor
+from keepwarm.store.record import Header, Part, Record, Tensor, Visit
 
 
 def records_of(namespace: Namespace, ref: BlockRef, block: Block) -> Iterator[Record]:
@@ -21,10 +21,29 @@ def records_of(namespace: Namespace, ref: BlockRef, block: Block) -> Iterator[Re
             yield Record(header, tuple(Tensor(name, *buffer) for name, buffer in buffers))
 
 
-def block_of(record: Record) -> Block:
+class _Arrays(Mapping[str, HostArray]):
+    """Tensors of a record as arrays, each looked at when it is asked for."""
+
+    def __init__(self, record: Record | Visit) -> None:
+        self._tensors = {tensor.name: tensor for tensor in record.tensors}
+
+    def __getitem__(self, name: str) -> HostArray:
+        tensor = self._tensors[name]
+        return from_buffer(tensor.dtype, tensor.shape, tensor.data)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors  # and not by reading it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def block_of(record: Record | Visit) -> Block:
     """What one record knows of its block. Nothing is copied: the bytes stay the record's."""
-    header = record.header
-    arrays = {t.name: from_buffer(t.dtype, t.shape, t.data) for t in record.tensors}
+    header, arrays = record.header, _Arrays(record)
     return Block(
         index=header.number,
         n_tokens=len(header.tokens) // 4,

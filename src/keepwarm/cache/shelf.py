@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 
 from keepwarm.cache.agents import Agent, Agents
 from keepwarm.cache.bundle import Manifest, export_bundle, import_bundle
-from keepwarm.errors import BadInput
+from keepwarm.errors import BadInput, BadRecord
 from keepwarm.prefix.blocks import (
     BLOCK_TOKENS,
     BlockKey,
@@ -26,8 +26,10 @@ from keepwarm.prefix.blocks import (
 )
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.seal import stored_namespace
 from keepwarm.store.tier import Known
-from keepwarm.store.upkeep import write_file
+from keepwarm.store.unlock import unlock
+from keepwarm.store.upkeep import file_path, read_file, write_file
 from keepwarm.store.wear import Wear
 
 
@@ -40,15 +42,19 @@ class Holder(NamedTuple):
 
 class Shelf:
     def __init__(
-        self, root: Path, limits: DiskLimits | None = None, writes_per_day: int | None = None
+        self,
+        root: Path,
+        limits: DiskLimits | None = None,
+        writes_per_day: int | None = None,
+        secret: str | None = None,
     ) -> None:
-        self.disk = DiskTier(root, limits)
+        self.disk = DiskTier(root, limits, seal=unlock(root, secret))
         self.agents = Agents(self.disk)
         self.wear = Wear(root, writes_per_day)
 
     def register(self, identity: Identity) -> Namespace:
         """Remember which model a namespace stands for; bundles name it."""
-        name = namespace(identity)
+        name = stored_namespace(self.disk.seal, namespace(identity))
         path = self._identity_path(name)
         if not path.exists():
             write_file(self.disk, path, json.dumps(asdict(identity)).encode())
@@ -56,8 +62,8 @@ class Shelf:
 
     def identity_of(self, name: Namespace) -> Identity:
         try:
-            return Identity(**json.loads(self._identity_path(name).read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            return Identity(**json.loads(read_file(self.disk, self._identity_path(name))))
+        except (OSError, ValueError, TypeError, BadRecord) as error:
             raise BadInput(
                 "The model of these blocks is not known here; run it once, then try again."
             ) from error
@@ -142,4 +148,4 @@ class Shelf:
         self.close()
 
     def _identity_path(self, name: Namespace) -> Path:
-        return self.disk.root / "models" / f"{name.hex()}.json"
+        return file_path(self.disk, "models", name.hex())

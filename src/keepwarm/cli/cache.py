@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +32,7 @@ def _shelf() -> Shelf:
     from keepwarm.store.disk import DiskLimits
 
     settings = config.load()
-    return Shelf(settings.store, DiskLimits(settings.disk_bytes))
+    return Shelf(settings.store, DiskLimits(settings.disk_bytes), secret=settings.secret())
 
 
 @app.command("ls")
@@ -170,6 +171,8 @@ def export(
     """Write an agent into one file that another machine can import."""
     with _shelf() as shelf:
         n_records = shelf.export_agent(agent, file)
+        if shelf.disk.seal is not None:
+            print(f"{file} is not encrypted, so that it can be read elsewhere.", file=sys.stderr)
     _print({"agent": agent, "records": n_records, "file": str(file)}, as_json)
 
 
@@ -216,6 +219,7 @@ def _n_bytes(shelf: Shelf, agent: Agent) -> int:
 
 
 def _print(fields: dict[str, Any], as_json: bool) -> None:
+    fields.pop("namespace", None)  # a secret where the store is encrypted
     if as_json:
         print(json.dumps(fields))
         return

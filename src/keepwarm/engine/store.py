@@ -39,7 +39,9 @@ class Store:
         settings: config.Settings | None = None,
     ) -> None:
         self.settings = settings or config.load(store=path)
-        self._opened = OpenedStore(self.settings.store, budgets or Budgets.of(self.settings))
+        self._opened = OpenedStore(
+            self.settings.store, budgets or Budgets.of(self.settings), self.settings.secret()
+        )
 
     @property
     def shelf(self) -> Shelf:

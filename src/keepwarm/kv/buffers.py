@@ -5,6 +5,13 @@ numpy has no bfloat16, so such an array is looked at as 16-bit words; no number 
 
 from __future__ import annotations
 
+import ctypes
+import io
+import json
+import math
+import mmap
+import struct
+from functools import cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -48,6 +55,10 @@ class HostArray(NamedTuple):
     def rows(self, start: int, end: int) -> HostArray:
         return HostArray(self.words[..., start:end, :], self.dtype)
 
+    def copy(self) -> HostArray:
+        """The same in bytes of its own, whatever becomes of those it lies in."""
+        return HostArray(self.words.copy(), self.dtype)
+
     def to_mx(self) -> mx.array:
         """A copy that MLX owns."""
         words = mx.array(self.words)
@@ -63,10 +74,14 @@ def to_buffer(array: mx.array | HostArray) -> Buffer:
 
 
 def _buffer(words: np.ndarray[Any, Any], dtype: mx.Dtype) -> Buffer:
+    flat = np.ascontiguousarray(words).reshape(-1)
+    return Buffer(_name_of(dtype), words.shape, flat.data.cast("B"))
+
+
+def _name_of(dtype: mx.Dtype) -> str:
     if dtype not in NAMES:
         raise CacheMismatch("The array", "the dtype", "one that safetensors has", dtype)
-    flat = np.ascontiguousarray(words).reshape(-1)
-    return Buffer(NAMES[dtype], words.shape, flat.data.cast("B"))
+    return NAMES[dtype]
 
 
 def from_buffer(dtype: str, shape: tuple[int, ...], data: Any) -> HostArray:
@@ -80,3 +95,48 @@ def host_view(array: mx.array) -> np.ndarray[Any, Any]:
     The host reaches it on every backend: on CUDA it is managed memory.
     """
     return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+
+
+class _Hollow(io.BytesIO):
+    """A safetensors file of one tensor that is all header: whoever reads the rest gets no bytes."""
+
+    def __init__(self, dtype: mx.Dtype, shape: tuple[int, ...]) -> None:
+        self._n_bytes = math.prod(shape) * dtype.size
+        entry = {"dtype": _name_of(dtype), "shape": shape, "data_offsets": [0, self._n_bytes]}
+        text = json.dumps({"tensor": entry}).encode()
+        super().__init__(struct.pack("<Q", len(text)) + text)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        return super().seek(offset + (self._n_bytes if whence == io.SEEK_END else 0), whence)
+
+    def readinto(self, buffer: Any, /) -> int:
+        return super().readinto(buffer) or memoryview(buffer).nbytes
+
+
+def untouched(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """An evaluated array of whatever its memory holds, to be written through `host_view`.
+
+    `mx.empty` fills with zeros, in one thread: the first use of so much memory costs more than
+    reading it from a warm file. So MLX is made to load it from a file that has no bytes.
+    """
+    loaded: Any = mx.load(_Hollow(dtype, shape), format="safetensors")
+    array: mx.array = loaded["tensor"]
+    mx.eval(array)
+    _ask_for_huge_pages(host_view(array))
+    return array
+
+
+def _ask_for_huge_pages(memory: np.ndarray[Any, Any]) -> None:
+    """Linux hands out memory in pages of 4 KiB, or of 2 MiB where it is asked to. A mere wish."""
+    madvise, advice = _madvise(), getattr(mmap, "MADV_HUGEPAGE", None)
+    start = -(-memory.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    n_bytes = memory.ctypes.data + memory.nbytes - start
+    if advice is not None and n_bytes > 0:
+        madvise(start, n_bytes, advice)
+
+
+@cache
+def _madvise() -> Any:
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise

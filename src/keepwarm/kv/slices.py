@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from keepwarm.errors import CacheMismatch, CorruptBlock, UnsupportedCache
-from keepwarm.kv.buffers import HostArray, host_view
+from keepwarm.kv.buffers import HostArray, host_view, untouched
 from keepwarm.kv.codec import LAYER_ARRAYS, Encoded, Tensors, decode, encode, rows_in_time
 from keepwarm.kv.kinds import (
     Cache,
@@ -159,13 +159,18 @@ class RowBuffer:
 
     def __init__(self, spec: TensorSpec, n_rows: int, room: int = 0) -> None:
         self.spec = spec
-        self.array = mx.empty(spec.with_rows(n_rows + room), spec.dtype)
-        mx.eval(self.array)
-        self._memory = host_view(self.array)
+        self._n_rows = n_rows
+        self._array = untouched(spec.with_rows(n_rows + room), spec.dtype)
+        self._memory = host_view(self._array)
 
     def write(self, at: int, rows: Rows) -> None:
         host = rows if isinstance(rows, HostArray) else HostArray(host_view(rows), rows.dtype)
         self._memory[..., at : at + rows.shape[ROWS], :] = host.words
+
+    def filled(self) -> mx.array:
+        """The array, once all rows are written; the room after them is zeros, not old memory."""
+        self._memory[..., self._n_rows :, :] = 0
+        return self._array
 
 
 class _LeafAssembly:
@@ -216,21 +221,23 @@ class _LeafAssembly:
         for name, spec in self.leaf.tensors.items():
             array = self._tensor(block, block.state, name)
             spec.check(array, n_rows, self._place(block))
-            self.states[name] = array
+            self.states[name] = _kept(array)
 
     def _open_states(self, block: Block) -> dict[str, Rows]:
         """Arrays that were there when the block was cut; those one token shows are checked."""
-        names = [f"state{i}" for i in range(len(LAYER_ARRAYS))]
-        found = {n: block.state.get(tensor_name(self.leaf.path, block.index, n)) for n in names}
         for name, spec in self.leaf.tensors.items():
             spec.check_any_rows(self._tensor(block, block.state, name), self._place(block))
-        return {name: array for name, array in found.items() if array is not None}
+        names = {f"state{i}": self._name(block, f"state{i}") for i in range(len(LAYER_ARRAYS))}
+        return {n: _kept(block.state[name]) for n, name in names.items() if name in block.state}
 
     def _tensor(self, block: Block, tensors: Mapping[str, Rows], name: str) -> Rows:
-        wanted = tensor_name(self.leaf.path, block.index, name)
+        wanted = self._name(block, name)
         if wanted not in tensors:
             raise CorruptBlock(self.leaf.path, block.index, f"{wanted} is missing")
         return tensors[wanted]
+
+    def _name(self, block: Block, name: str) -> str:
+        return tensor_name(self.leaf.path, block.index, name)
 
     def _place(self, block: Block) -> str:
         return f"Layer {self.leaf.path}, block {block.index}"
@@ -249,7 +256,7 @@ class _LeafAssembly:
         for number in range(self.first // BLOCK_TOKENS, last + 1):
             if number not in self.come:
                 raise self._missing(number)
-        return Encoded(leaf.cls, {n: b.array for n, b in self.buffers.items()}, scalars)
+        return Encoded(leaf.cls, {n: b.filled() for n, b in self.buffers.items()}, scalars)
 
     def _missing(self, number: int) -> CorruptBlock:
         start = max(self.first, number * BLOCK_TOKENS)
@@ -289,6 +296,11 @@ def _between(rows: Rows, start: int, end: int) -> Rows:
     return rows[..., start:end, :] if isinstance(rows, mx.array) else rows.rows(start, end)
 
 
+def _kept(array: Rows) -> Rows:
+    """To have after the block is dropped."""
+    return array if isinstance(array, mx.array) else array.copy()
+
+
 def _to_mx(array: Rows) -> mx.array:
     return array if isinstance(array, mx.array) else array.to_mx()
 
@@ -319,7 +331,7 @@ def concatenate_cache_blocks(ks: Iterable[Any], vs: Iterable[Any]) -> tuple[mx.a
             buffer.spec.check(array, pair[0].shape[ROWS], f"Block {index}")
             buffer.write(at, array)
         at += pair[0].shape[ROWS]
-    keys, values = (buffer.array for buffer in buffers)
+    keys, values = (buffer.filled() for buffer in buffers)
     mx.eval(keys, values)
     return keys, values
 

@@ -18,35 +18,34 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 from keepwarm.errors import BadRecord
 from keepwarm.prefix.blocks import BlockKey
-from keepwarm.store.atomic import FILE_MODE, Files, Scratch, exclusive, is_alive
-from keepwarm.store.index import Index, is_busy, is_damage
-from keepwarm.store.names import (
-    INDEX,
-    INDEX_FILES,
-    Name,
-    Others,
-    bytes_of,
-    entries,
-    path_of,
-    size_of,
-)
+from keepwarm.store.atomic import Files, Scratch, exclusive, is_alive
+from keepwarm.store.index import Index, is_damage
+from keepwarm.store.names import Others, bytes_of, directories, path_of, strays
+from keepwarm.store.opening import note_damage, open_index
 from keepwarm.store.record import (
+    Buffer,
     Header,
+    Opened,
     Part,
     Record,
+    Visit,
     check_identity,
     open_record,
     pieces,
     read_tensors,
+    record_of,
+    unread,
 )
+from keepwarm.store.seal import Seal
 from keepwarm.store.tier import Child, Known, Put, State, Stored, TierStats, outage_is
 
-DAMAGED = f"{INDEX}-damaged"  # a note to the next start
 INDEX_ROOM = 1 << 19  # what index and log may grow by while a record comes or goes
 LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,10 @@ class DiskTier:
         limits: DiskLimits | None = None,
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
+        seal: Seal | None = None,
     ) -> None:
         self.root = root
+        self.seal = seal
         self.limits = limits or DiskLimits()
         self.files = files or Files()
         self._clock = clock
@@ -73,8 +74,8 @@ class DiskTier:
         self._stats_lock = threading.Lock()
         self._others = Others(root)
         self._directories = self._make_directories()
-        self.scratch = Scratch(root / "tmp")
         self.index = self._open_index()
+        self.scratch = Scratch(root / "tmp")
         try:
             self._reconcile()
         except sqlite3.DatabaseError as error:
@@ -100,19 +101,31 @@ class DiskTier:
     def read(
         self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
     ) -> Record | None:
-        path = self.path_of(key, part)
+        return self._read(key, part, lambda file, opened: record_of(file, opened, tensors))
+
+    def visit(
+        self, key: BlockKey, part: Part, use: Callable[[Visit], None], buffer: Buffer
+    ) -> bool:
+        def visited(file: BinaryIO, opened: Opened) -> bool:
+            use(unread(file, opened, buffer))
+            return True
+
+        return bool(self._read(key, part, visited))
+
+    def _read(self, key: BlockKey, part: Part, use: Callable[[BinaryIO, Opened], T]) -> T | None:
+        """What `use` makes of a verified header and the file behind it; None is a miss."""
         try:
-            record = self._read_verified(path, key, part, tensors)
+            made = self._opened(key, part, use)
         except BadRecord as bad:
             self.quarantine(key, part, str(bad))
         except FileNotFoundError:
             self._forget_missing(key, part)
         except OSError as error:
-            LOG.warning("%s could not be read: %s", path.name, error)
+            LOG.warning("%s could not be read: %s", self.path_of(key, part).name, error)
             self._count(errors=1)
         else:
             self._count(hits=1)
-            return record
+            return made
         self._count(misses=1)
         return None
 
@@ -165,15 +178,14 @@ class DiskTier:
     def path_of(self, key: BlockKey, part: Part) -> Path:
         return path_of(self.root, key, part)
 
-    def _read_verified(
-        self, path: Path, key: BlockKey, part: Part, tensors: Collection[str] | None
-    ) -> Record:
+    def _opened(self, key: BlockKey, part: Part, use: Callable[[BinaryIO, Opened], T]) -> T:
+        path = self.path_of(key, part)
         if path.is_dir():
             raise BadRecord("it is a directory")
         with self.files.open(path) as file:
-            opened = open_record(file, os.fstat(file.fileno()).st_size)
+            opened = open_record(file, os.fstat(file.fileno()).st_size, self.seal)
             check_identity(opened.header, key, part)
-            return Record(opened.header, read_tensors(file, opened, tensors))
+            return use(file, opened)
 
     @outage_is(lambda: None)
     def quarantine(self, key: BlockKey, part: Part, why: str) -> None:
@@ -191,7 +203,7 @@ class DiskTier:
     def fault_of(self, key: BlockKey, part: Part) -> str | None:
         """What is wrong with a record, all of it read; None where nothing is. Changes nothing."""
         try:
-            self._read_verified(self.path_of(key, part), key, part, tensors=None)
+            self._opened(key, part, read_tensors)
         except BadRecord as bad:
             return str(bad)
         except OSError:
@@ -225,7 +237,7 @@ class DiskTier:
         header = record.header
         if self._has(header):
             return False
-        buffers = pieces(record)
+        buffers = pieces(record, self.seal)
         n_bytes = sum(memoryview(piece).nbytes for piece in buffers)
         reservation = self._make_room(header, n_bytes)
         if reservation is None:
@@ -342,21 +354,7 @@ class DiskTier:
         return found
 
     def _open_index(self) -> Index:
-        """The index, or a new one where the file is lost or damaged; the files fill it again."""
-        path = self.root / INDEX
-        with exclusive(self.root / "tmp" / "index"):
-            try:
-                path.touch(FILE_MODE)
-                if not (self.root / DAMAGED).exists():
-                    return Index(path)
-            except sqlite3.DatabaseError as error:
-                if is_busy(error):
-                    raise
-            LOG.warning("the index is damaged and is built anew")
-            for name in (*INDEX_FILES, DAMAGED):
-                (self.root / name).unlink(missing_ok=True)
-            path.touch(FILE_MODE)
-            return Index(path)
+        return open_index(self.root, self.seal)
 
     def _reconcile(self) -> None:
         """Finish what a crash left: deletions, reservations, files without rows and the reverse."""
@@ -366,21 +364,21 @@ class DiskTier:
         with self.naming():
             for key in self.index.doomed():
                 self._retry_deleting(key)
-        found = list(entries(self.root))
-        self._others.stray_bytes = sum(bytes_of(entry) for name, entry in found if name is None)
-        on_disk = {name: _changing_size(name, entry) for name, entry in found if name is not None}
-        known = self.index.parts()
-        for (key, part), n_bytes in on_disk.items():
-            if n_bytes not in (None, known.get((key, part))) or (key, part) not in known:
+        stray = strays(self.root)
+        for directory in directories(self.root):
+            changes = directory.changes(self.index.names(directory.first))
+            for key, part in changes.come:
                 self._adopt(key, part)
-        for key, part in known.keys() - on_disk.keys():
-            self._forget_missing(key, part)
+            for key, part in changes.gone:
+                self._forget_missing(key, part)
+            stray += changes.strays
+        self._others.stray_bytes = sum(map(bytes_of, stray))
 
     def _adopt(self, key: BlockKey, part: Part) -> None:
         path = self.path_of(key, part)
         try:
             with self.naming():
-                header = self._read_verified(path, key, part, tensors=()).header
+                header = self._opened(key, part, lambda _, opened: opened.header)
                 self.index.add(header, path.stat().st_size, path.stat().st_mtime)
         except BadRecord as bad:
             self.quarantine(key, part, str(bad))
@@ -392,14 +390,9 @@ class DiskTier:
     def _failed(self, error: Exception) -> None:
         self._count(errors=1)
         if is_damage(error):
-            (self.root / DAMAGED).touch(FILE_MODE)
+            note_damage(self.root)
 
     def _count(self, **more: int) -> None:
         with self._stats_lock:
             sums = {name: getattr(self._stats, name) + n for name, n in more.items()}
             self._stats = replace(self._stats, **sums)
-
-
-def _changing_size(name: Name, entry: os.DirEntry[str]) -> int | None:
-    """Bytes of a record that may have grown; others have one size for ever."""
-    return size_of(entry) if name.part is Part.WINDOW else None

@@ -15,8 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keepwarm.prefix.blocks import BlockKey, Namespace, common_tokens
+from keepwarm.prefix.blocks import KEY_BYTES, BlockKey, Namespace, common_tokens
 from keepwarm.store.eviction import SHORT_BRANCH, SUPERSEDED_S, after_use
+from keepwarm.store.names import SUFFIXES
 from keepwarm.store.record import Header, Part
 from keepwarm.store.schema import PRAGMAS, SCHEMA_VERSION, statements
 from keepwarm.store.tier import Child, Known, State, Stored
@@ -157,14 +158,11 @@ class Index:
     def outgrown(self, key: BlockKey) -> list[BlockKey]:
         """Shorter siblings that this block serves as well as they do: same rows, and no state."""
         query = (
-            "SELECT o.key FROM blocks b JOIN tokens t ON t.key = b.key AND t.parent = b.parent "
-            "JOIN tokens o ON o.parent = t.parent AND length(o.tokens) < length(t.tokens) "
-            "AND o.tokens = substr(t.tokens, 1, length(o.tokens)) "
-            "JOIN blocks old ON old.key = o.key "
-            "WHERE b.key = ? AND old.s = 0 AND old.pins = 0 AND old.children = 0 "
+            "SELECT 1 FROM blocks b, blocks old WHERE b.key = ? AND old.key = ? "
+            "AND old.s = 0 AND old.pins = 0 AND old.children = 0 "
             "AND (old.d = 0 OR b.d > 0) AND (old.w = 0 OR b.w > 0 AND b.w_rows = b.n_tokens)"
         )
-        return [BlockKey(row[0]) for row in self._rows(query, (key,))]
+        return [old for old in self.shorter_siblings(key) if self._rows(query, (key, old))]
 
     def walk(self) -> Iterator[Stored]:
         last = b""
@@ -229,11 +227,15 @@ class Index:
                 "INSERT INTO blocks(key, parent, namespace, number, n_tokens, d, w, s, w_rows, "
                 "used, value) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
             )
-            if not db.execute(query, row).rowcount:
+            if db.execute(query, row).rowcount:
+                kept = (header.parent, self._kept_tokens(header), key)
+                db.execute("INSERT OR IGNORE INTO tokens VALUES (?, ?, ?)", kept)
+            else:
                 self._set_part(db, key, header.part, n_bytes, header.w_rows)
-            db.execute(
-                "INSERT OR IGNORE INTO tokens VALUES (?, ?, ?)", (header.parent, header.tokens, key)
-            )
+
+    def _kept_tokens(self, header: Header) -> bytes:
+        """What stands for its tokens in their table."""
+        return header.tokens
 
     def touch(self, keys: Collection[BlockKey], now: float) -> None:
         query = "UPDATE blocks SET value = after_use(used, value, ?1), used = ?1 WHERE key = ?2"
@@ -359,15 +361,12 @@ class Index:
         with self._transaction() as db:
             db.execute("DELETE FROM writes WHERE writer = ?", (writer,))
 
-    def parts(self) -> dict[tuple[BlockKey, Part], int]:
-        """Every record the index knows and its bytes, doomed ones included."""
-        rows = self._rows("SELECT key, d, w, s FROM blocks")
-        return {
-            (BlockKey(key), part): n_bytes
-            for key, *sizes in rows
-            for part, n_bytes in zip(Part, sizes, strict=True)
-            if n_bytes
-        }
+    def names(self, first: bytes = b"") -> dict[str, int]:
+        """The file names of all records whose keys begin so, and their bytes; doomed ones too."""
+        query = "SELECT lower(hex(key)), d, w, s FROM blocks WHERE key BETWEEN ? AND ?"
+        rows = self._rows(query, (first, first.ljust(KEY_BYTES, b"\xff")))
+        named = ((stem, zip(SUFFIXES, sizes, strict=True)) for stem, *sizes in rows)
+        return {stem + suffix: n for stem, parts in named for suffix, n in parts if n}
 
     def checkpoint(self) -> None:
         """Fold the log into the file and cut it, so that deleted tokens are gone from both."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.index import Index
-from keepwarm.store.record import Part, Record
+from keepwarm.store.record import Buffer, Part, Record, Visit
 from keepwarm.store.tier import Child, Known, Put, State, Stored, TierStats, outage_is
 
 
@@ -50,6 +50,18 @@ class MemoryTier:
         if record is None or tensors is None:
             return record
         return replace(record, tensors=tuple(t for t in record.tensors if t.name in tensors))
+
+    def visit(
+        self,
+        key: BlockKey,
+        part: Part,
+        use: Callable[[Visit], None],
+        buffer: Buffer,  # noqa: ARG002
+    ) -> bool:
+        record = self.read(key, part)
+        if record is not None:
+            use(Visit(record.header, record.tensors))
+        return record is not None
 
     def put(self, record: Record) -> Put:
         with self._lock:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +13,11 @@ from keepwarm.prefix.blocks import KEY_BYTES, BlockKey
 from keepwarm.store.record import Part
 
 SUFFIX = ".safetensors"
+SUFFIXES = [f".{part.value}{SUFFIX}" for part in Part]
+MAY_GROW = f".{Part.WINDOW.value}{SUFFIX}"  # window rows; other records have one size for ever
 INDEX = "index.sqlite"
 INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm")
+DIRECTORY = re.compile("[0-9a-f]{2}")
 TEMPORARY = ".tmp"
 MEASURE_EVERY_S = 1.0
 
@@ -40,16 +44,50 @@ def parse_name(name: str) -> Name | None:
     return Name(key, part) if exact and len(key) == KEY_BYTES else None
 
 
-def entries(root: Path) -> Iterator[tuple[Name | None, os.DirEntry[str]]]:
-    """Everything among the blocks, by name where a record belongs; None is anything else."""
-    for directory in os.scandir(root / "blocks"):
-        if not directory.is_dir(follow_symlinks=False):
-            yield None, directory
-            continue
-        for entry in os.scandir(directory.path):
-            name = parse_name(entry.name)
-            in_place = name is not None and name.key.hex()[:2] == directory.name
-            yield (name if in_place else None), entry
+class Changes(NamedTuple):
+    """How a directory differs from what was known of it."""
+
+    come: list[Name]  # new, or of another size
+    gone: list[Name]
+    strays: list[os.DirEntry[str]]  # no records
+
+
+class Directory(NamedTuple):
+    """What lies in the directory of the keys that begin with one byte."""
+
+    first: bytes
+    entries: dict[str, os.DirEntry[str]]
+
+    def changes(self, known: Mapping[str, int]) -> Changes:
+        """Compares names, and sizes only where they may change: there are many files."""
+        sized = {e for e in known if e.endswith(MAY_GROW) and e in self.entries}
+        grown = {e for e in sized if size_of(self.entries[e]) != known[e]}
+        new = {e: self._name_of(e) for e in (self.entries.keys() - known.keys()) | grown}
+        gone = map(self._name_of, known.keys() - self.entries.keys())
+        strays = [self.entries[entry] for entry, name in new.items() if name is None]
+        return Changes(list(filter(None, new.values())), list(filter(None, gone)), strays)
+
+    def _name_of(self, entry: str) -> Name | None:
+        """The record that belongs here under this name; None is anything else."""
+        name = parse_name(entry)
+        return name if name is not None and name.key.startswith(self.first) else None
+
+
+def directories(root: Path) -> Iterator[Directory]:
+    """Where blocks lie, or would: one directory for every first byte of a key."""
+    for number in range(256):
+        path = root / "blocks" / f"{number:02x}"
+        found = os.scandir(path) if path.is_dir() and not path.is_symlink() else ()
+        yield Directory(bytes([number]), {entry.name: entry for entry in found})
+
+
+def strays(root: Path) -> list[os.DirEntry[str]]:
+    """What lies beside those directories."""
+    return [entry for entry in os.scandir(root / "blocks") if not _is_ours(entry)]
+
+
+def _is_ours(entry: os.DirEntry[str]) -> bool:
+    return bool(DIRECTORY.fullmatch(entry.name)) and entry.is_dir(follow_symlinks=False)
 
 
 class Others:

@@ -7,7 +7,8 @@
                 digest     xxh3-128 of the string above and of every tensor entry
     data      the tensors, without gaps, in the order of the header
 
-A tensor's digest covers its name, dtype, shape and bytes. Nothing is believed before it is checked:
+A tensor's digest covers its name, dtype, shape and bytes. In a sealed store all of the header but
+sizes is sealed, and every tensor for itself. Nothing is believed before it is checked:
 sizes before anything is allocated, the header before a tensor is read, a tensor before it is used.
 """
 
@@ -20,6 +21,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
@@ -27,9 +29,11 @@ import xxhash
 from keepwarm.errors import BadRecord
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace, block_key
 from keepwarm.prefix.fingerprint import FORMAT_VERSION, NAMESPACE_BYTES
+from keepwarm.store.seal import OVERHEAD, TAG_BYTES, Seal
 
 MAX_HEADER_BYTES = 32 << 20
 MAX_COUNT = (1 << 47) - 1  # of anything: no file is longer, and no array has more items
+ENCODER = json.JSONEncoder(separators=(",", ":"))
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
@@ -103,24 +107,64 @@ class Opened(NamedTuple):
     header: Header
     entries: tuple[Entry, ...]
     data_start: int
+    seal: Seal | None = None
 
 
-def pieces(record: Record) -> list[bytes | memoryview]:
-    """The file as buffers to be written one after another; tensors are not copied."""
+class Buffer:
+    """Memory to read into, used over and over: its first use costs more than all later ones."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def take(self, n_bytes: int) -> memoryview:
+        """So many bytes of it; those taken before are given up."""
+        if len(self._bytes) < n_bytes:
+            self._bytes = bytearray(n_bytes)
+        return memoryview(self._bytes)[:n_bytes]
+
+
+class Unread:
+    """A tensor still in its file: its bytes are read and verified when they are asked for.
+
+    They lie in the buffer, and are good until the next ones are asked for.
+    """
+
+    def __init__(self, file: BinaryIO, opened: Opened, entry: Entry, buffer: Buffer) -> None:
+        self.name, self.dtype, self.shape = entry.name, entry.dtype, entry.shape
+        self._read = partial(_read_one, file, opened, entry, buffer)
+
+    @property
+    def data(self) -> memoryview:
+        return self._read().data
+
+
+class Visit(NamedTuple):
+    """A record where it lies."""
+
+    header: Header
+    tensors: tuple[Tensor | Unread, ...]
+
+
+def pieces(record: Record, seal: Seal | None = None) -> list[bytes | memoryview]:
+    """The file as buffers to be written one after another; unsealed tensors are not copied."""
+    stored = [_stored(record.header, tensor, seal) for tensor in record.tensors]
     table, at = {}, 0
-    for tensor in record.tensors:
-        end = at + tensor.n_bytes
+    for tensor, (data, _) in zip(record.tensors, stored, strict=True):
+        end = at + memoryview(data).nbytes
         table[tensor.name] = _entry_json(tensor.dtype, tensor.shape, at, end)
         at = end
-    digests = {tensor.name: tensor_digest(tensor) for tensor in record.tensors}
+    digests = {t.name: digest for t, (_, digest) in zip(record.tensors, stored, strict=True)}
     said = _dumps({**_header_json(record.header), "digests": digests})
     head = {"__metadata__": {"keepwarm": said, "digest": _header_digest(said, table)}, **table}
-    text = _header_text(head)
-    return [struct.pack("<Q", len(text)), text, *(tensor.data for tensor in record.tensors)]
+    text = _header_text(head if seal is None else _sealed_head(head, seal))
+    return [struct.pack("<Q", len(text)), text, *(data for data, _ in stored)]
 
 
-def open_record(file: BinaryIO, file_bytes: int) -> Opened:
-    """Read and verify the header; raises BadRecord, with the reason, for anything else."""
+def open_record(file: BinaryIO, file_bytes: int, seal: Seal | None = None) -> Opened:
+    """Read and verify the header; raises BadRecord, with the reason, for anything else.
+
+    A sealed record is no bad one where there is no key: that is a PermissionError.
+    """
     n_header = struct.unpack("<Q", _exactly(file, 8))[0]
     if n_header > min(MAX_HEADER_BYTES, file_bytes - 8):
         raise BadRecord(f"the header claims {n_header} bytes")
@@ -129,11 +173,12 @@ def open_record(file: BinaryIO, file_bytes: int) -> Opened:
         head = json.loads(text)
         if text != _header_text(head):  # a name given twice, say: readers differ in what they take
             raise BadRecord("the header is not written as the format says")
+        head = _opened_head(head, seal)
         metadata = head.pop("__metadata__")
         said, digest = metadata["keepwarm"], metadata["digest"]
         if _header_digest(said, head) != digest:
             raise BadRecord("the header does not match its digest")
-        return _parse(json.loads(said), head, 8 + n_header, file_bytes)
+        return _parse(json.loads(said), head, 8 + n_header, file_bytes, seal)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadRecord(f"the header cannot be read ({type(error).__name__})") from error
 
@@ -151,7 +196,18 @@ def read_tensors(
 ) -> tuple[Tensor, ...]:
     """The named tensors (default: all), each verified; reads no other bytes of the file."""
     wanted = [e for e in opened.entries if names is None or e.name in names]
-    return tuple(_read_one(file, opened.data_start, entry) for entry in wanted)
+    return tuple(_read_one(file, opened, entry, Buffer()) for entry in wanted)
+
+
+def record_of(file: BinaryIO, opened: Opened, names: Collection[str] | None = None) -> Record:
+    """The record with the named tensors, in memory of its own."""
+    return Record(opened.header, read_tensors(file, opened, names))
+
+
+def unread(file: BinaryIO, opened: Opened, buffer: Buffer) -> Visit:
+    """The record with its tensors still in the file, which must stay open."""
+    tensors = tuple(Unread(file, opened, entry, buffer) for entry in opened.entries)
+    return Visit(opened.header, tensors)
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -161,16 +217,77 @@ def tensor_digest(tensor: Tensor) -> str:
     return hasher.hexdigest()
 
 
-def _read_one(file: BinaryIO, data_start: int, entry: Entry) -> Tensor:
-    file.seek(data_start + entry.start)
-    data = _exactly(file, entry.end - entry.start)
-    tensor = Tensor(entry.name, entry.dtype, entry.shape, memoryview(data))
-    if tensor_digest(tensor) != entry.digest:
+def _read_one(file: BinaryIO, opened: Opened, entry: Entry, buffer: Buffer) -> Tensor:
+    data = buffer.take(entry.end - entry.start)
+    file.seek(opened.data_start + entry.start)
+    _fill(data, file)
+    tensor = Tensor(entry.name, entry.dtype, entry.shape, data)
+    if opened.seal is None:
+        digest = tensor_digest(tensor)
+    else:
+        digest = _tag(data)
+        tensor = tensor._replace(data=_unsealed(opened.header, tensor, opened.seal))
+    if digest != entry.digest:
         raise BadRecord(f"{entry.name} does not match its digest")
     return tensor
 
 
-def _parse(said: dict[str, Any], table: dict[str, Any], data_start: int, n_file: int) -> Opened:
+class Stored(NamedTuple):
+    """The bytes of a tensor as they lie in the file, and what proves them."""
+
+    data: bytes | memoryview
+    digest: str
+
+
+def _stored(header: Header, tensor: Tensor, seal: Seal | None) -> Stored:
+    if seal is None:
+        return Stored(tensor.data, tensor_digest(tensor))
+    data = seal.seal(_sealed_name(header, tensor), tensor.data)
+    return Stored(data, _tag(data))
+
+
+def _unsealed(header: Header, tensor: Tensor, seal: Seal) -> memoryview:
+    return memoryview(seal.open(_sealed_name(header, tensor), tensor.data))
+
+
+def _sealed_name(header: Header, tensor: Tensor) -> bytes:
+    whose = [header.key.hex(), header.part.value]
+    return _dumps([*whose, tensor.name, tensor.dtype, list(tensor.shape)]).encode()
+
+
+def _tag(data: bytes | memoryview) -> str:
+    """What AES-GCM proves the bytes with; in the sealed header it binds them to their record."""
+    return bytes(data[-TAG_BYTES:]).hex()
+
+
+def _sealed_head(head: Mapping[str, Any], seal: Seal) -> dict[str, Any]:
+    """Tensors by number, as plain bytes; everything else is inside one sealed string."""
+    spans = [entry["data_offsets"] for name, entry in head.items() if name != "__metadata__"]
+    table = {str(n): _entry_json("U8", (b - a,), a, b) for n, (a, b) in enumerate(spans)}
+    sealed = seal.seal(_dumps(table).encode(), _dumps(head).encode())
+    return {"__metadata__": {"sealed": b64encode(sealed).decode()}, **table}
+
+
+def _opened_head(head: dict[str, Any], seal: Seal | None) -> dict[str, Any]:
+    """The header of a record as it was before it was sealed."""
+    metadata = head["__metadata__"]
+    if seal is None:
+        if "sealed" in metadata:
+            raise PermissionError("it is encrypted, and there is no key")
+        return head
+    if metadata.keys() != {"sealed"}:
+        raise BadRecord("it is not encrypted, as this store is")
+    sealed = b64decode(metadata["sealed"], validate=True)
+    if b64encode(sealed).decode() != metadata["sealed"]:
+        raise BadRecord("the header is not written as the format says")
+    table = {name: entry for name, entry in head.items() if name != "__metadata__"}
+    opened: dict[str, Any] = json.loads(seal.open(_dumps(table).encode(), sealed))
+    return opened
+
+
+def _parse(
+    said: dict[str, Any], table: dict[str, Any], data_start: int, n_file: int, seal: Seal | None
+) -> Opened:
     version = said["version"]
     if version > FORMAT_VERSION:
         raise BadRecord(f"format version {version} is newer than {FORMAT_VERSION}")
@@ -186,11 +303,11 @@ def _parse(said: dict[str, Any], table: dict[str, Any], data_start: int, n_file:
         extra=extra,
         version=_whole(version, least=1),
     )
-    entries = tuple(_entries(table, said["digests"]))
+    entries = tuple(_entries(table, said["digests"], 0 if seal is None else OVERHEAD))
     end = entries[-1].end if entries else 0
     if data_start + end != n_file:
         raise BadRecord(f"the file has {n_file} bytes, its header says {data_start + end}")
-    return Opened(header, entries, data_start)
+    return Opened(header, entries, data_start, seal)
 
 
 def _check_counts(tokens: bytes, extra: Mapping[str, Any]) -> None:
@@ -201,13 +318,15 @@ def _check_counts(tokens: bytes, extra: Mapping[str, Any]) -> None:
         raise BadRecord("it claims more window rows than tokens")
 
 
-def _entries(table: Mapping[str, Any], digests: Mapping[str, str]) -> Iterable[Entry]:
+def _entries(
+    table: Mapping[str, Any], digests: Mapping[str, str], overhead: int
+) -> Iterable[Entry]:
     at = 0
     for name, entry in table.items():
         start, end = map(_whole, entry["data_offsets"])
         shape = tuple(map(_whole, entry["shape"]))
         n_bytes = math.prod(shape) * ITEM_BYTES[entry["dtype"]]
-        if start != at or end - start != n_bytes:
+        if start != at or end - start != n_bytes + overhead:
             raise BadRecord(f"{name} does not lie where its shape says")
         yield Entry(name, entry["dtype"], shape, start, end, digests[name])
         at = end
@@ -249,14 +368,18 @@ def _whole(value: Any, least: int = 0) -> int:
 
 
 def _exactly(file: BinaryIO, n: int) -> bytearray:
-    """So many bytes, in as many reads as it takes: one may be short before the end."""
-    data, at = bytearray(n), 0
-    while at < n:
-        n_read = file.readinto(memoryview(data)[at:])  # type: ignore[attr-defined]
+    data = bytearray(n)
+    _fill(memoryview(data), file)
+    return data
+
+
+def _fill(data: memoryview, file: BinaryIO) -> None:
+    """All of it, in as many reads as it takes: one may be short before the end."""
+    while data:
+        n_read = file.readinto(data)  # type: ignore[attr-defined]
         if not n_read:
             raise BadRecord("the file is cut short")
-        at += n_read
-    return data
+        data = data[n_read:]
 
 
 def _header_text(head: Mapping[str, Any]) -> bytes:
@@ -265,4 +388,4 @@ def _header_text(head: Mapping[str, Any]) -> bytes:
 
 
 def _dumps(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
+    return ENCODER.encode(value)

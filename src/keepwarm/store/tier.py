@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from keepwarm.prefix.blocks import BlockKey, Namespace
-from keepwarm.store.record import Part, Record
+from keepwarm.store.record import Buffer, Part, Record, Visit
 
 LOG = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -122,6 +122,14 @@ class Tier(Protocol):
         self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
     ) -> Record | None:
         """The record, or only the named tensors of it, verified; None is a miss."""
+
+    def visit(
+        self, key: BlockKey, part: Part, use: Callable[[Visit], None], buffer: Buffer
+    ) -> bool:
+        """Hand the record to `use` where it lies; False is a miss, even one found out half-way.
+
+        A tensor is verified when it is looked at, and good until the next one is.
+        """
 
     def put(self, record: Record) -> Put:
         """Keep a record unless it is there; evicts to make room, never a pinned block."""

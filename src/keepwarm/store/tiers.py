@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
 
 from keepwarm.prefix.blocks import BlockKey
-from keepwarm.store.record import Part, Record
+from keepwarm.store.record import Buffer, Part, Visit
 from keepwarm.store.tier import Child, Known, State, Tier
 
 
-class Found(NamedTuple):
-    """A record and the name of the tier that had it."""
-
-    record: Record
-    tier: str
-
-
 class Tiers:
-    """Look-ups over all tiers. What a slower tier had is put into the first."""
+    """Look-ups over all tiers. What was read is not put into faster ones: captured blocks fill
+    them, and the system keeps the pages of files that are read often.
+    """
 
     def __init__(self, tiers: Sequence[tuple[str, Tier]]) -> None:
         self._tiers = list(tiers)
@@ -37,14 +31,13 @@ class Tiers:
     def states(self, parents: Collection[BlockKey]) -> list[State]:
         return list({state for _, tier in self._tiers for state in tier.states(parents)})
 
-    def read(self, key: BlockKey, part: Part) -> Found | None:
-        _, first = self._tiers[0]
+    def visit(
+        self, key: BlockKey, part: Part, use: Callable[[Visit], None], buffer: Buffer
+    ) -> str | None:
+        """The name of the tier that had the record; None is a miss."""
         for name, tier in self._in_order(key, part):
-            record = tier.read(key, part)
-            if record is not None:
-                if tier is not first:
-                    first.put(record)
-                return Found(record, name)
+            if tier.visit(key, part, use, buffer):
+                return name
         return None
 
     def _in_order(self, key: BlockKey, part: Part) -> Sequence[tuple[str, Tier]]:

@@ -9,12 +9,29 @@ from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk import DiskTier
 
 
+def file_path(disk: DiskTier, directory: str, name: str) -> Path:
+    """Where a small file lies; in a sealed store its name tells nothing."""
+    seal = disk.seal
+    stem = name if seal is None else seal.hidden(directory, name.encode()).hex()
+    return disk.root / directory / f"{stem}.json"
+
+
 def write_file(disk: DiskTier, path: Path, data: bytes) -> None:
     """Publish a small file of its own under the root, in place of an older one."""
     disk.need_directory(path.parent)
     temp = disk.scratch.new()
-    disk.files.write(temp, [data])
+    disk.files.write(temp, [data if disk.seal is None else disk.seal.seal(_label(path), data)])
     disk.files.publish(temp, path)
+
+
+def read_file(disk: DiskTier, path: Path) -> bytes:
+    """What was written; raises BadRecord where that is sealed and does not prove itself."""
+    data = path.read_bytes()
+    return data if disk.seal is None else disk.seal.open(_label(path), data)
+
+
+def _label(path: Path) -> bytes:
+    return f"{path.parent.name}/{path.name}".encode()
 
 
 def delete_branches(disk: DiskTier, blocks: Sequence[BlockKey], keep: Collection[BlockKey]) -> int:

@@ -1,0 +1,337 @@
+"""The store: restoring and putting against plain files, and what it costs to have many blocks."""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain as joined
+from itertools import islice
+from pathlib import Path
+from shutil import rmtree
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import psutil
+
+from keepwarm import kv
+from keepwarm.bench.caches import LLAMA_8B, Shape
+from keepwarm.bench.measure import (
+    Cost,
+    Peak,
+    Record,
+    Skipped,
+    Speed,
+    Task,
+    free,
+    in_child,
+    peak_growth,
+    seconds_of,
+    why_no_room,
+)
+from keepwarm.cache.io import MemoryOnly, Reader
+from keepwarm.cache.manager import Manager, Rates
+from keepwarm.cache.records import records_of
+from keepwarm.errors import KeepwarmError
+from keepwarm.kv.slices import tensor_name
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, Namespace, chain
+from keepwarm.store import record as store_record
+from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.memory import MemoryTier
+from keepwarm.store.names import INDEX, path_of
+from keepwarm.store.record import Header, Part, Tensor, pieces
+from keepwarm.store.tiers import Tiers
+
+SIZES = (2_048, 8_192, 32_768)
+COUNTS = (100, 1_000, 10_000, 100_000)
+PROMPT_TOKENS = 100_000
+NAMESPACE = Namespace(bytes(32))
+SAMPLES = 5
+READ_BYTES = 1 << 20  # at a time; the memory stays in reach of the core
+MEMORY = "memory a record, bytes"
+PLAIN = Shape("plain", n_layers=8, n_heads=8, width=128)
+SMALL_RECORD = (Tensor("L0_B0_K", "U8", (8,), memoryview(bytes(8))),)
+
+LOAD_ANYWAY = Rates(load_bytes_per_s=1e15, prefill_tokens_per_s=1e-3)
+
+
+class Work(NamedTuple):
+    what: str
+    run: Callable[[], object]
+    before: Callable[[], object] = free
+
+
+def tasks(folder: Path, max_tokens: int, quick: bool) -> Iterator[Task]:
+    shape, sizes = (PLAIN, (512,)) if quick else (LLAMA_8B, SIZES)
+    for n_tokens in (n for n in sizes if n <= max_tokens):
+        label = f"store, {shape.name}, {n_tokens:,} tokens"
+        yield Task(label, partial(_if_room, shape, n_tokens, folder))
+    root = folder / "many"
+    for n_blocks in COUNTS[:2] if quick else COUNTS:
+        yield Task(f"store of {n_blocks:,} blocks", partial(costs, root, n_blocks))
+    yield Task("clearing up", partial(_cleared, root))
+
+
+def _cleared(root: Path) -> list[Record]:
+    rmtree(root)
+    return []
+
+
+def _if_room(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
+    """Holds the cache, one copy of it, and the files of both twice over."""
+    live = shape.live_bytes(n_tokens)
+    why = why_no_room(2 * (live + shape.block_bytes), 3 * live, folder)
+    if why:
+        return [Skipped(f"store, {shape.name}, {n_tokens:,} tokens", why)]
+    root = folder / "store"
+    try:
+        return [*puts(shape, n_tokens, folder), *restores(shape, n_tokens, root)]
+    finally:
+        for directory in (root, folder / "plain"):
+            rmtree(directory, ignore_errors=True)
+        free()
+
+
+def measured(shape: Shape, n_tokens: int, works: Sequence[Work]) -> list[Record]:
+    """In turns, so that what else the machine does meets all of them alike."""
+    seconds: dict[str, list[float]] = {work.what: [] for work in works}
+    for _ in range(SAMPLES):
+        for work in works:
+            seconds[work.what] += seconds_of(work.run, 1, work.before)
+    live, case = shape.live_bytes(n_tokens), f"store, {shape.name}"
+    return [Speed(case, n_tokens, what, live, tuple(found)) for what, found in seconds.items()]
+
+
+# Putting
+
+
+def puts(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
+    """Leaves the store filled. Both sides sync every file; ours names, verifies and indexes too."""
+    records = list(records_for(shape, n_tokens))
+    sizes = [sum(memoryview(piece).nbytes for piece in pieces(record)) for record in records]
+    root, plain = folder / "store", folder / "plain"
+
+    opened: list[DiskTier] = []
+
+    def fresh() -> None:
+        while opened:
+            opened.pop().close()
+        for directory in (root, plain):
+            rmtree(directory, ignore_errors=True)
+        plain.mkdir()
+        opened.append(DiskTier(root, DiskLimits(min_free_bytes=0)))
+
+    def put() -> None:
+        for record in records:
+            opened[0].put(record).durable.result()
+
+    def write() -> None:
+        for number, (record, n_bytes) in enumerate(zip(records, sizes, strict=True)):
+            write_file(plain / str(number), record, n_bytes)
+
+    found = measured(shape, n_tokens, [Work("write", write, fresh), Work("put", put, fresh)])
+    opened.pop().close()
+    return found
+
+
+def records_for(shape: Shape, n_tokens: int) -> Iterator[store_record.Record]:
+    refs = chain(NAMESPACE, tokens_of(n_tokens))
+    for ref, block in zip(refs, kv.cut(shape.filled(n_tokens)), strict=True):
+        yield from records_of(NAMESPACE, ref, block)
+
+
+def write_file(path: Path, record: store_record.Record, n_bytes: int) -> None:
+    """A file of the same bytes and the same size, written and synced in the plainest way."""
+    with path.open("wb", buffering=0) as file:
+        file.write(bytes(n_bytes - record.n_bytes))
+        for tensor in record.tensors:
+            file.write(tensor.data)
+        os.fsync(file.fileno())
+
+
+# Restoring
+
+
+def restores(shape: Shape, n_tokens: int, root: Path) -> list[Record]:
+    """Cold: pages of the files are dropped before each sample, as far as this system has them."""
+    files = sorted((root / "blocks").rglob("*.safetensors"))
+    disk = DiskTier(root, DiskLimits(min_free_bytes=0))
+    reader = Reader(Tiers([("disk", disk)]))
+    manager = manager_of(shape, disk, reader)
+    restore = partial(restored, manager, n_tokens)
+    works = [
+        Work("restore, warm", restore),
+        Work("mx.load, warm", partial(load_and_assemble, shape, n_tokens, files)),
+        Work("read, warm", partial(read_all, files, 1)),
+    ]
+    if hasattr(os, "posix_fadvise"):
+        drop = partial(drop_pages, files)
+        works += [
+            Work("restore, cold", restore, drop),
+            Work("read, cold", partial(read_all, files, 1), drop),
+            Work("read in as many threads, cold", partial(read_all, files, reader.n_threads), drop),
+        ]
+    restore()  # so that all are warm
+    found = measured(shape, n_tokens, works)
+    reader.close()
+    disk.close()
+    growth = in_child(restore_growth, shape, n_tokens, root)
+    live, block = shape.live_bytes(n_tokens), shape.block_bytes
+    return [*found, Peak(f"store, {shape.name}", n_tokens, "restore", live, block, growth)]
+
+
+def manager_of(shape: Shape, disk: DiskTier, reader: Reader) -> Manager:
+    tiers, saver = Tiers([("disk", disk)]), MemoryOnly(MemoryTier(0))
+    return Manager(NAMESPACE, shape.layout(), tiers, reader, saver, LOAD_ANYWAY)
+
+
+def restored(manager: Manager, n_tokens: int) -> kv.Caches:
+    """Every token from the store: planned, read, verified, put in place."""
+    found = manager.restore([*tokens_of(n_tokens), 0])
+    if found.caches is None or found.n_tokens != n_tokens:
+        raise KeepwarmError(f"Only {found.n_tokens} of {n_tokens} tokens could be restored.")
+    return found.caches
+
+
+def restore_growth(shape: Shape, n_tokens: int, root: Path) -> int:
+    disk = DiskTier(root, DiskLimits(min_free_bytes=0))
+    manager = manager_of(shape, disk, Reader(Tiers([("disk", disk)])))
+    free()
+    return peak_growth(lambda: restored(manager, n_tokens))
+
+
+def load_and_assemble(shape: Shape, n_tokens: int, files: Sequence[Path]) -> list[list[mx.array]]:
+    """The same bytes by MLX alone, unverified: each file loaded, its rows written in place."""
+    rows = (1, shape.n_heads, n_tokens, shape.width)
+    layers = [[mx.zeros(rows, mx.bfloat16) for _ in "KV"] for _ in range(shape.n_layers)]
+    for file in files:
+        tensors: Any = mx.load(str(file))
+        mx.eval(tensors)
+        number = int(next(iter(tensors)).split("_")[1].removeprefix("B"))
+        start = number * BLOCK_TOKENS
+        for layer, pair in enumerate(layers):
+            for i, name in enumerate(("keys", "values")):
+                part = tensors[tensor_name(str(layer), number, name)]
+                pair[i][..., start : start + part.shape[2], :] = part
+        mx.eval(layers)
+    return layers
+
+
+def read_all(files: Sequence[Path], n_threads: int) -> int:
+    """Every byte of the files, looked at by nobody: what the disk and the system can do."""
+    with ThreadPoolExecutor(n_threads) as pool:
+        return sum(pool.map(read_file, files))
+
+
+def read_file(path: Path) -> int:
+    memory, n_read = bytearray(READ_BYTES), 0
+    with path.open("rb", buffering=0) as file:
+        while n_more := file.readinto(memory):
+            n_read += n_more
+    return n_read
+
+
+def drop_pages(files: Sequence[Path]) -> None:
+    free()
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+# Many blocks
+
+
+def costs(root: Path, n_blocks: int) -> list[Record]:
+    """Each cost in a process of its own; `root` grows from one number of blocks to the next."""
+    fill(root, n_blocks)
+    found = in_child(sampled, root, n_blocks)
+    return [Cost(what, n_blocks, samples) for what, samples in found.items()]
+
+
+def sampled(root: Path, n_blocks: int) -> dict[str, tuple[float, ...]]:
+    before = psutil.Process().memory_info().rss
+    limits = DiskLimits(min_free_bytes=0)
+    disk = DiskTier(root, limits)
+    shape = Shape("flat", n_layers=1, n_heads=1, width=8)
+    manager = manager_of(shape, disk, Reader(Tiers([("disk", disk)])))
+    prompt = tokens_of(PROMPT_TOKENS)
+    plan = manager.plan(prompt)
+    grown = psutil.Process().memory_info().rss - before
+    keys = [read.key for read in plan.point.reads]
+    works = {
+        "open": lambda: DiskTier(root, limits).close(),
+        f"look up {PROMPT_TOKENS:,} tokens": lambda: manager.plan(prompt),
+        "touch all that was found": lambda: disk.touch(keys),
+        "put one and delete it": lambda: _put_and_delete(disk),
+    }
+    seconds = {what: seconds_of(work, 2 * SAMPLES) for what, work in works.items()}
+    return seconds | {MEMORY: (grown / n_blocks,)}
+
+
+def _put_and_delete(disk: DiskTier) -> None:
+    (ref,) = chain(NAMESPACE, [1, 2, 3])
+    disk.put(_small(ref)).durable.result()
+    disk.delete(ref.key)
+
+
+def fill(root: Path, n_blocks: int) -> None:
+    """Files and rows as putting leaves them, but not synced: it would take minutes."""
+    disk = DiskTier(root, DiskLimits(min_free_bytes=0))
+    done = disk.index.n_blocks()
+    disk.close()
+    for number in range(256):
+        (root / "blocks" / f"{number:02x}").mkdir(exist_ok=True)
+    database = sqlite3.connect(root / INDEX, isolation_level=None)
+    database.execute("PRAGMA synchronous = OFF")
+    database.execute("PRAGMA cache_size = -262144")
+    database.execute("BEGIN")
+    for ref in islice(_many(), done, n_blocks):
+        _add(root, database, ref)
+    database.execute("COMMIT")
+    database.close()
+
+
+def _many() -> Iterator[BlockRef]:
+    """Prompts of 100,000 tokens, one after the other, for ever."""
+    seeds = iter(range(1 << 30))
+    return joined.from_iterable(chain(NAMESPACE, tokens_of(PROMPT_TOKENS, s)) for s in seeds)
+
+
+def _add(root: Path, database: sqlite3.Connection, ref: BlockRef) -> None:
+    data = b"".join(pieces(_small(ref)))
+    path_of(root, ref.key, Part.DELTA).write_bytes(data)
+    columns = "key, parent, namespace, number, n_tokens, d, used"
+    row = (ref.key, ref.parent, NAMESPACE, ref.number, ref.n_tokens, len(data), time.time())
+    query = f"INSERT INTO blocks({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)"  # noqa: S608
+    database.execute(query, row)
+    database.execute("INSERT INTO tokens VALUES (?, ?, ?)", (ref.parent, ref.tokens, ref.key))
+
+
+def _small(ref: BlockRef) -> store_record.Record:
+    header = Header(NAMESPACE, ref.key, ref.parent, Part.DELTA, ref.number, ref.tokens)
+    return store_record.Record(header, SMALL_RECORD)
+
+
+def tokens_of(n_tokens: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(50_000), k=n_tokens)  # noqa: S311
+
+
+def plot(found: Sequence[Cost], file: Path) -> None:
+    """Every cost against the number of blocks."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    timed = [cost for cost in found if cost.what != MEMORY]
+    for what in dict.fromkeys(cost.what for cost in timed):
+        line = sorted((cost.n_blocks, cost.median * 1e3) for cost in timed if cost.what == what)
+        axes.plot(*zip(*line, strict=True), "o-", label=what)
+    axes.set(xlabel="blocks", ylabel="ms, median", xscale="log", yscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=150)

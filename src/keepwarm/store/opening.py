@@ -1,0 +1,45 @@
+"""Opening the index of a store, whatever state it is in."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from pathlib import Path
+
+from keepwarm.store.atomic import FILE_MODE, exclusive
+from keepwarm.store.index import Index, is_busy
+from keepwarm.store.names import INDEX, INDEX_FILES
+from keepwarm.store.seal import Seal
+from keepwarm.store.sealed_index import SealedIndex
+from keepwarm.store.unlock import refuse_unlike
+
+DAMAGED = f"{INDEX}-damaged"  # a note to the next start
+LOG = logging.getLogger(__name__)
+
+
+def open_index(root: Path, seal: Seal | None) -> Index:
+    """The index, or a new one where the file is lost or damaged; the files fill it again."""
+    path = root / INDEX
+    with exclusive(root / "tmp" / "index"):
+        refuse_unlike(root, seal)
+        try:
+            path.touch(FILE_MODE)
+            if not (root / DAMAGED).exists():
+                return _index(path, seal)
+        except sqlite3.DatabaseError as error:
+            if is_busy(error):
+                raise
+        LOG.warning("the index is damaged and is built anew")
+        for name in (*INDEX_FILES, DAMAGED):
+            (root / name).unlink(missing_ok=True)
+        path.touch(FILE_MODE)
+        return _index(path, seal)
+
+
+def note_damage(root: Path) -> None:
+    """Let the next start build the index anew."""
+    (root / DAMAGED).touch(FILE_MODE)
+
+
+def _index(path: Path, seal: Seal | None) -> Index:
+    return Index(path) if seal is None else SealedIndex(path, seal)

@@ -1,0 +1,73 @@
+"""Encryption at rest: AES-256-GCM over bytes, and names that only the owner of the key can compute.
+
+What is sealed is bound to what it is: it opens only under the name it was sealed with, so nothing
+can be changed, renamed or put in another's place. One key is given; each use has its own, derived.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from typing import TypeAlias
+
+from keepwarm.errors import BadInput, BadRecord
+from keepwarm.prefix.blocks import Namespace
+
+KEY_BYTES = 32
+NONCE_BYTES = 12
+TAG_BYTES = 16
+OVERHEAD = NONCE_BYTES + TAG_BYTES  # bytes that sealing adds
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
+
+
+class Seal:
+    """Seals and opens bytes with one key. Safe to use from several threads."""
+
+    def __init__(self, key: bytes) -> None:
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ImportError as error:
+            raise BadInput(
+                "Encryption needs the package cryptography; "
+                "install it with: pip install 'keepwarm[encryption]'"
+            ) from error
+        self._cipher = AESGCM(_derive(key, b"keepwarm.bytes.1"))
+        self._names = _derive(key, b"keepwarm.names.1")
+        self._invalid = InvalidTag
+
+    def seal(self, name: bytes, data: Bytes) -> bytes:
+        """Nonce, ciphertext and tag. The same bytes never look the same twice."""
+        nonce = os.urandom(NONCE_BYTES)
+        return nonce + self._cipher.encrypt(nonce, data, name)
+
+    def open(self, name: bytes, data: Bytes) -> bytes:
+        """What was sealed under this name; raises BadRecord for anything else."""
+        view = memoryview(data)
+        try:
+            return self._cipher.decrypt(view[:NONCE_BYTES], view[NONCE_BYTES:], name)
+        except (self._invalid, ValueError) as error:
+            raise BadRecord("it is not what was sealed under this name") from error
+
+    def hidden(self, kind: str, value: bytes) -> bytes:
+        """A name that stands for a value and tells nothing of it: 32 bytes, always the same."""
+        return hmac.digest(self._names, kind.encode() + b"\0" + value, "sha256")
+
+
+def stored_namespace(seal: Seal | None, name: Namespace) -> Namespace:
+    """The namespace of a store's keys.
+
+    In a sealed store it is itself a secret: without it nobody can hash a prompt and look whether it
+    is there.
+    """
+    return name if seal is None else Namespace(seal.hidden("namespace", name))
+
+
+def _derive(key: bytes, use: bytes) -> bytes:
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key has {KEY_BYTES} bytes")
+    return HKDF(SHA256(), KEY_BYTES, salt=None, info=use).derive(key)

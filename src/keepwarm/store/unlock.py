@@ -1,0 +1,111 @@
+"""From what the user knows to the seal of a store, and whether the two belong together.
+
+`sealed.json` under the root says that a store is encrypted. It holds the salt and a sealed nothing
+that only the right key opens; without it the store cannot be opened at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from base64 import b64decode
+from collections.abc import Mapping
+from pathlib import Path
+
+from keepwarm.errors import BadInput, BadRecord
+from keepwarm.store.atomic import Files, exclusive
+from keepwarm.store.names import INDEX
+from keepwarm.store.seal import KEY_BYTES, Seal
+
+MARKER = "sealed.json"
+VERSION = 1
+SALT_BYTES = 16
+SCRYPT: dict[str, int] = {"n": 1 << 17, "r": 8, "p": 1}  # 128 MiB, and half a second
+MIN_PASSPHRASE = 12  # characters
+CHECK = b"keepwarm.check.1"
+SETTINGS = "KEEPWARM_ENCRYPTION_KEY or the setting encryption_key_file"
+
+
+def unlock(root: Path, secret: str | None, files: Files | None = None) -> Seal | None:
+    """The seal of a store; without a secret there is none. A new store is marked as sealed."""
+    if not secret:
+        return None
+    files = files or Files()
+    missing = [path for path in root.parents if not path.exists()]
+    for path in (*reversed(missing), root, root / "tmp"):
+        files.make_directory(path)
+    with exclusive(root / "tmp" / "index"):
+        if not (root / MARKER).exists():
+            return _mark(root, secret, files)
+        return _check(root, secret)
+
+
+def refuse_unlike(root: Path, seal: Seal | None) -> None:
+    """Raise where a store is sealed and there is no key, or the reverse. Nothing is touched."""
+    is_sealed = (root / MARKER).exists()
+    if is_sealed and seal is None:
+        raise BadInput(f"The store {root} is encrypted; set {SETTINGS} to open it.")
+    if seal is not None and not is_sealed:
+        raise _plain(root)
+
+
+def _mark(root: Path, secret: str, files: Files) -> Seal:
+    if (root / INDEX).exists() or _has_blocks(root):
+        raise _plain(root)
+    salt = os.urandom(SALT_BYTES)
+    seal = Seal(key_of(secret, salt, SCRYPT))
+    said = {"version": VERSION, "salt": salt.hex(), "scrypt": SCRYPT,
+            "check": seal.seal(CHECK, b"").hex()}  # fmt: skip
+    temp = root / "tmp" / MARKER
+    files.discard(temp)
+    files.write(temp, [json.dumps(said).encode()])
+    files.publish(temp, root / MARKER)
+    return seal
+
+
+def _check(root: Path, secret: str) -> Seal:
+    path = root / MARKER
+    try:
+        said = json.loads(path.read_text())
+        if said["version"] > VERSION:
+            raise BadInput(f"{path} was made by a newer Keepwarm; update this one.")
+        seal = Seal(key_of(secret, bytes.fromhex(said["salt"]), said["scrypt"]))
+        seal.open(CHECK, bytes.fromhex(said["check"]))
+    except BadRecord as error:
+        raise BadInput(
+            f"The key does not open the store {root}; set {SETTINGS} to the one it was made with."
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{path} is damaged; put a copy of it back to open the store.") from error
+    return seal
+
+
+def key_of(secret: str, salt: bytes, scrypt: Mapping[str, int]) -> bytes:
+    """Base64 of 32 bytes is the key itself; anything else is a passphrase, which costs time."""
+    try:
+        key = b64decode(secret, altchars=b"-_" if {"-", "_"} & set(secret) else None, validate=True)
+    except ValueError:
+        key = b""
+    if len(key) == KEY_BYTES:
+        return key
+    if len(secret) < MIN_PASSPHRASE:
+        raise BadInput(
+            f"The encryption key is shorter than {MIN_PASSPHRASE} characters; "
+            "use a longer passphrase, or base64 of 32 random bytes."
+        )
+    return hashlib.scrypt(
+        secret.encode(), salt=salt, maxmem=1 << 28, dklen=KEY_BYTES,
+        n=scrypt["n"], r=scrypt["r"], p=scrypt["p"],
+    )  # fmt: skip
+
+
+def _has_blocks(root: Path) -> bool:
+    return any((root / "blocks").glob("*/*")) or any((root / "agents").glob("*"))
+
+
+def _plain(root: Path) -> BadInput:
+    return BadInput(
+        f"The store {root} is not encrypted; unset {SETTINGS} to open it, "
+        "or name an empty directory for an encrypted one."
+    )
