@@ -1,9 +1,11 @@
 """What holds for every test: the machine's fast BLAS, no silent skips, one default model."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,9 @@ blas.preload(config.load().home)
 # The default model is slow on two cores: what the whole suite may ask of it in this process.
 MAX_DECODED = 300
 MAX_PREFILLED = 6000
+
+MEMORY_FILES = Path("/dev/shm")
+MIN_MEMORY_FILES = 4 << 30
 
 
 @pytest.fixture(scope="session")
@@ -47,9 +52,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the long tests too")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.basetemp is None and enough_memory_files():
+        config.option.basetemp = MEMORY_FILES / f"keepwarm-tests-{os.getpid()}"
     config.addinivalue_line("markers", "soak: runs for minutes; only with --soak")
     config.pluginmanager.register(SkipReport(under_ci=bool(os.environ.get("CI"))), "skip-report")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if str(config.option.basetemp).startswith(str(MEMORY_FILES)):
+        shutil.rmtree(config.option.basetemp, ignore_errors=True)
+
+
+def enough_memory_files() -> bool:
+    """Whether test files can lie in memory: the store syncs every one, which disks are slow at."""
+    return MEMORY_FILES.is_dir() and shutil.disk_usage(MEMORY_FILES).free > MIN_MEMORY_FILES
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

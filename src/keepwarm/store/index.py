@@ -238,9 +238,9 @@ class Index:
         return header.tokens
 
     def touch(self, keys: Collection[BlockKey], now: float) -> None:
-        query = "UPDATE blocks SET value = after_use(used, value, ?1), used = ?1 WHERE key = ?2"
+        query = "UPDATE blocks SET value = after_use(used, value, ?), used = ? WHERE key = ?"
         with self._transaction() as db:
-            db.executemany(query, ((now, key) for key in dict.fromkeys(keys)))
+            db.executemany(query, ((now, now, key) for key in dict.fromkeys(keys)))
 
     def _supersede(self, db: sqlite3.Connection, header: Header, now: float) -> None:
         """A block that begins as a short branch does replaces it: an answer rendered anew, say."""
