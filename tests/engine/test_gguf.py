@@ -51,7 +51,9 @@ def test_gguf_equals_the_same_weights_from_a_directory(tmp_path, kind):
     directory = write_checkpoint(tmp_path / "directory")
     mx.save_safetensors(str(directory / "model.safetensors"), meant)
     got, wanted = load(str(path)), load(str(directory))
-    assert mx.array_equal(logits(got.module), logits(wanted.module))
+    # On a GPU the weights stay quantised, and its kernels round on their way.
+    tolerance = 0.0 if mx.default_device() == mx.cpu else 2e-2
+    assert mx.abs(logits(got.module) - logits(wanted.module)).max() <= tolerance
     assert got.n_context == wanted.n_context == 4096
     for field in ("hidden_size", "head_dim", "num_key_value_heads", "tie_word_embeddings"):
         assert got.config[field] == wanted.config[field]
