@@ -57,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.basetemp is None and enough_memory_files():
         config.option.basetemp = MEMORY_FILES / f"keepwarm-tests-{os.getpid()}"
     config.addinivalue_line("markers", "soak: runs for minutes; only with --soak")
+    config.addinivalue_line("markers", "linux_cpu: about a choice that only Linux CPU has")
     config.pluginmanager.register(SkipReport(under_ci=bool(os.environ.get("CI"))), "skip-report")
 
 
@@ -71,13 +72,13 @@ def enough_memory_files() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --soak long tests are left out, which is not a skip."""
-    if config.getoption("--soak"):
-        return
-    long = [item for item in items if item.get_closest_marker("soak")]
-    items[:] = [item for item in items if item not in long]
-    if long:
-        config.hook.pytest_deselected(items=long)
+    """Leave out, which is not a skip: long tests without --soak, and what this machine has not."""
+    absent = {"soak"} if not config.getoption("--soak") else set()
+    absent |= {"linux_cpu"} if not blas.wanted() else set()
+    left = [item for item in items if any(item.get_closest_marker(name) for name in absent)]
+    items[:] = [item for item in items if item not in left]
+    if left:
+        config.hook.pytest_deselected(items=left)
 
 
 class SkipReport:

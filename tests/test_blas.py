@@ -13,7 +13,7 @@ from keepwarm import blas
 from keepwarm.blas_trial import SLEEP_WHEN_IDLE, Setting, Speed
 from keepwarm.errors import BadInput
 
-linux_cpu = pytest.mark.skipif(not blas.wanted(), reason="needs the Linux CPU build of MLX")
+linux_cpu = pytest.mark.linux_cpu
 
 REPORT = """
 import json, os

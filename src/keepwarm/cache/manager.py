@@ -105,15 +105,18 @@ class Manager:
         load_s = point.n_bytes / self.rates.load_bytes_per_s
         return Plan(point, len(tokens), load_s, point.n_tokens / self.rates.prefill_tokens_per_s)
 
-    def restore(self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE) -> Restored:
+    def restore(
+        self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE, beyond: int = 0
+    ) -> Restored:
         """Plan and load. A record that turns out bad is a miss: the plan is made again without it.
 
+        Nothing is loaded that reaches no further than the tokens one has already, `beyond`.
         Call it on the thread that owns MLX.
         """
         missed: set[BlockKey] = set()
         while policy.reads:
             plan = self.plan(tokens, missed)
-            if not plan.n_tokens or not plan.worth_loading:
+            if plan.n_tokens <= beyond or not plan.worth_loading:
                 break
             loaded = self._load(plan, pack(tokens))
             if loaded.restored is not None:

@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from keepwarm.cache.agents import Agent, Agents
@@ -139,12 +138,7 @@ class Shelf:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _identity_path(self, name: Namespace) -> Path:

@@ -116,9 +116,7 @@ class LiveCache:
         return kv.make_caches(self._model.module, **self._kv_options)
 
     def _restore(self, manager: Manager, tokens: Sequence[int]) -> None:
-        if manager.plan(tokens).n_tokens <= len(self.tokens):
-            return
-        restored = manager.restore(tokens)
+        restored = manager.restore(tokens, beyond=len(self.tokens))
         if restored.caches is not None:
             self.layers, self.tokens = restored.caches, list(tokens[: restored.n_tokens])
 
