@@ -6,7 +6,15 @@
     │   ├── UnknownAgent             404   no agent of that id
     │   ├── BadModelFile             422   a file or directory that is not a whole model
     │   ├── UnsupportedModel         422   a whole model, of an architecture MLX does not run
-    │   └── BadCacheFile             422   a prompt-cache file nobody here can read
+    │   ├── BadCacheFile             422   a prompt-cache file nobody here can read
+    │   ├── ContextTooLong           400   more tokens than the model reads
+    │   └── RepeatedToolCall         400   a model that calls the same tool in the same way again
+    ├── Refused                      401   no key, or a wrong one, where one is needed
+    ├── Busy                         429   the queue is full, or a limit is reached
+    ├── Cancelled                    499   whoever asked does not want the answer any more
+    ├── TimedOut                     504   the deadline of a request has passed
+    ├── Stopping                     503   the engine or server is shutting down
+    ├── EngineFailed                 500   a request failed inside the model; others go on
     ├── Unreachable                  502   the network or an index does not answer
     ├── WrongDigest                  502   what arrived is not what was pinned
     ├── NotEnough                    507   too little disk or memory
@@ -50,6 +58,48 @@ class UnsupportedModel(BadInput):
 
 class BadCacheFile(BadInput):
     status = 422
+
+
+class ContextTooLong(BadInput):
+    pass
+
+
+class RepeatedToolCall(BadInput):
+    """The model asks for what it was just given; `text` is what it had said until then."""
+
+    def __init__(self, message: str, text: str = "") -> None:
+        super().__init__(message)
+        self.text = text
+
+
+class Refused(KeepwarmError):
+    status = 401
+
+
+class Busy(KeepwarmError):
+    """`retry_after_s` says when it may be worth to ask again."""
+
+    status = 429
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Cancelled(KeepwarmError):
+    status = 499
+
+
+class TimedOut(KeepwarmError):
+    status = 504
+
+
+class Stopping(KeepwarmError):
+    status = 503
+
+
+class EngineFailed(KeepwarmError):
+    pass
 
 
 class Unreachable(KeepwarmError):
