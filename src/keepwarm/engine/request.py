@@ -56,7 +56,7 @@ class Format:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """`auto`: the model decides; `none`: no calls; `required`, or a name: it must call (that one)."""
+    """`auto`: the model decides; `none`: no calls; `required`, or a name: it must call (it)."""
 
     mode: Literal["auto", "none", "required"] = "auto"
     name: str | None = None
