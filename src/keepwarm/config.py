@@ -16,6 +16,13 @@ import platformdirs
 
 from keepwarm.errors import BadInput
 
+SECRETS = frozenset({"encryption_key", "api_keys", "admin_key"})
+SECRET_FILES = {
+    "encryption_key": "put it into a file of its own and name that as encryption_key_file",
+    "api_keys": "put them into a file of their own and name that as api_key_file",
+}
+FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -31,11 +38,36 @@ class Settings:
     encryption_key: str = field(default="", repr=False)  # from the environment only
     encryption_key_file: str = ""  # holds the key and is nobody else's to read
 
+    host: str = "127.0.0.1"  # anything wider needs a key
+    port: int = 8181
+    api_keys: str = field(default="", repr=False)  # commas between; from the environment only
+    api_key_file: str = ""  # one key a line, nobody else's to read
+    admin_key: str = field(default="", repr=False)  # from the environment only
+    allowed_hosts: str = ""  # names in a Host header, beside those of this machine
+    allowed_origins: str = ""  # web pages of other origins that may call
+    share_cache: bool = False  # all keys find each other's blocks
+    allow_model_paths: bool = False  # a request may name any directory as a model
+    scrub: str = ""  # which noise of coding agents is removed, as `-billing-header,date`
+    strict_model: bool = False  # another model's name is refused, not answered by the one here
+    max_body_bytes: int = 32 << 20
+    max_concurrency: int = 16  # requests that are computed at once
+    max_queue: int = 256  # requests that wait
+    request_timeout_s: float = 3600.0
+    rate_per_minute: int = 0  # requests a key; 0 is no limit
+    drain_s: float = 20.0  # what a stopping server gives its running answers
+
     def secret(self) -> str:
         """The key of the block store, or nothing; the one in the environment goes first."""
         if self.encryption_key or not self.encryption_key_file:
             return self.encryption_key
         return _read_secret(Path(self.encryption_key_file).expanduser())
+
+    def accepted_keys(self) -> tuple[str, ...]:
+        """Every API key that is accepted; none means that none is needed."""
+        written = self.api_keys.replace(",", "\n")
+        if self.api_key_file:
+            written += "\n" + _read_secret(Path(self.api_key_file).expanduser())
+        return tuple(dict.fromkeys(written.split()))
 
     @property
     def models(self) -> Path:
@@ -62,10 +94,10 @@ def _from_file(path: Path) -> dict[str, Any]:
         values = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is not TOML ({error}); mend or remove it.") from error
-    if "encryption_key" in values:
+    for name in SECRETS & values.keys():
         raise BadInput(
-            f"An encryption key does not belong into {path}; "
-            "put it into a file of its own and name that as encryption_key_file."
+            f"The setting {name} does not belong into {path}; "
+            f"{SECRET_FILES.get(name, f'set KEEPWARM_{name.upper()} instead')}."
         )
     return values
 
@@ -90,16 +122,20 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _override(settings: Settings, values: Mapping[str, Any], source: str) -> Settings:
     kinds = get_type_hints(Settings)
-    changes = {}
+    changes: dict[str, Any] = {}
     for name, value in values.items():
         if name not in kinds:
             known = ", ".join(sorted(kinds))
             raise BadInput(f"Unknown setting {name!r} in {source}; known are {known}.")
         try:
-            changes[name] = kinds[name](value)
-        except (TypeError, ValueError) as error:
+            changes[name] = _flag(value) if kinds[name] is bool else kinds[name](value)
+        except (KeyError, TypeError, ValueError) as error:
             wanted = kinds[name].__name__
             raise BadInput(f"Setting {name!r} in {source} is {value!r}, not {wanted}.") from error
     if "store" in changes:
         changes["store"] = changes["store"].expanduser().absolute()
     return replace(settings, **changes)
+
+
+def _flag(value: bool | str) -> bool:
+    return value if isinstance(value, bool) else FLAGS[value.lower()]

@@ -4,12 +4,16 @@
     ├── BadInput                     400   what was asked for makes no sense
     │   ├── UnknownModel             404   no model of that name, here or on the hub
     │   ├── UnknownAgent             404   no agent of that id
+    │   ├── UnknownResponse          404   no response of that id is kept
     │   ├── BadModelFile             422   a file or directory that is not a whole model
     │   ├── UnsupportedModel         422   a whole model, of an architecture MLX does not run
     │   ├── BadCacheFile             422   a prompt-cache file nobody here can read
+    │   ├── BadField                 400   a field of a request, named, that is not what it must be
+    │   ├── TooLarge                 413   more bytes than anybody here reads
     │   ├── ContextTooLong           400   more tokens than the model reads
     │   └── RepeatedToolCall         400   a model that calls the same tool in the same way again
     ├── Refused                      401   no key, or a wrong one, where one is needed
+    ├── Forbidden                    403   a key, or a web page, that may not do this
     ├── Busy                         429   the queue is full, or a limit is reached
     ├── Cancelled                    499   whoever asked does not want the answer any more
     ├── TimedOut                     504   the deadline of a request has passed
@@ -22,7 +26,9 @@
         ├── UnsupportedCache         501   a cache class, or a use of one, that nobody here knows
         ├── CacheMismatch            409   shape, dtype, heads or kind differ from what is expected
         ├── CorruptBlock             500   a block without the tensors its layer needs
-        └── BadRecord                500   bytes that are not the record they claim to be
+        ├── BadRecord                500   bytes that are not the record they claim to be
+        ├── NewerFormat              501   what a newer Keepwarm wrote; it is left alone
+        └── StoreFailed              503   the disk or the index of a store does not answer
 
 A message is one sentence: what happened, why, what to do.
 """
@@ -48,6 +54,10 @@ class UnknownAgent(BadInput):
     status = 404
 
 
+class UnknownResponse(BadInput):
+    status = 404
+
+
 class BadModelFile(BadInput):
     status = 422
 
@@ -58,6 +68,18 @@ class UnsupportedModel(BadInput):
 
 class BadCacheFile(BadInput):
     status = 422
+
+
+class BadField(BadInput):
+    """`param` says which, as `messages[0].content`."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class TooLarge(BadInput):
+    status = 413
 
 
 class ContextTooLong(BadInput):
@@ -74,6 +96,10 @@ class RepeatedToolCall(BadInput):
 
 class Refused(KeepwarmError):
     status = 401
+
+
+class Forbidden(KeepwarmError):
+    status = 403
 
 
 class Busy(KeepwarmError):
@@ -143,3 +169,11 @@ class CorruptBlock(CacheError):
 
 class BadRecord(CacheError):
     pass
+
+
+class NewerFormat(CacheError):
+    status = 501
+
+
+class StoreFailed(CacheError):
+    status = 503

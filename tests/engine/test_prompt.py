@@ -1,13 +1,16 @@
 """Messages to tokens: tokenised whole, cut where another conversation may part from this one."""
 
 import json
+from time import perf_counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from keepwarm.engine.prompt import common_prefix, render, tokenize
+from keepwarm.engine.prompt import TOOLS, Prompter, common_prefix, render, tokenize
+from keepwarm.engine.request import Mark, Request
+from keepwarm.engine.tools import offer, tool_format
 from keepwarm.errors import BadInput
 from tests.kit.checkpoints import CHATML, EOS, write_checkpoint
 
@@ -149,3 +152,193 @@ def test_a_model_without_a_template_reads_the_contents(with_template):
 )
 def test_common_prefix(a, b, n):
     assert common_prefix(a, b) == common_prefix(b, a) == n
+
+
+SEARCH = {"type": "function", "function": {"name": "search", "description": "", "parameters": {}}}
+WITH_TOOLS = "{% if tools %}{{ '<|im_start|>' + (tools | tojson) + '\n' }}{% endif %}" + CHATML
+LONG = [
+    {"role": "assistant" if i % 2 else "user", "content": f"{i}: the quick brown fox. " * 36}
+    for i in range(200)
+]
+
+
+class Counting:
+    """A tokenizer that counts the characters it is given."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self.n_characters = 0
+
+    def encode(self, text, **options):
+        self.n_characters += len(text)
+        return self._tokenizer.encode(text, **options)
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+
+def test_a_request_renders_as_its_messages_do(with_template):
+    tokenizer = with_template(CHATML)
+    rendering = Prompter(tokenizer).render(Request(messages=TALK))
+    assert (rendering.tokens, rendering.cuts) == render(tokenizer, TALK)
+    assert rendering.text == tokenizer.decode(rendering.tokens)
+    assert rendering.spliced == 0
+    assert rendering.generation_prompt == "<|im_start|>assistant\n"
+
+
+def test_every_message_says_where_it_ends(with_template):
+    tokenizer = with_template(CHATML)
+    rendering = Prompter(tokenizer).render(Request(messages=TALK))
+    ends = [rendering.end_of(message) for message in range(len(TALK))]
+    assert ends == [
+        len(tokenize(tokenizer, TALK[: n + 1], add_generation_prompt=False)) for n in range(4)
+    ]
+    for message, end in enumerate(ends):
+        assert rendering.message_at(end - 1) == message
+    assert rendering.message_at(0) == 0
+    assert rendering.message_at(ends[-1]) is None
+
+
+def test_a_mark_is_among_the_cuts_wherever_it_stands(with_template):
+    prompter = Prompter(with_template(CHATML))
+    plain = prompter.render(Request(messages=LONG))
+    cuts = plain.cuts
+    assert plain.end_of(77) not in cuts
+    marked = prompter.render(Request(messages=LONG, marks=[Mark(77)]))
+    assert marked.end_of(77) in marked.cuts
+    for wrong in (-2, len(LONG)):
+        with pytest.raises(BadInput, match=f"no message {wrong}"):
+            prompter.render(Request(messages=LONG, marks=[Mark(wrong)]))
+
+
+def test_the_tools_alone_can_be_marked(with_template):
+    """S4-25: whatever is said first, the prompt up to there is the same, tools included."""
+    prompter = Prompter(with_template(WITH_TOOLS))
+    prompts = [
+        prompter.render(Request(messages=talk, tools=[SEARCH], marks=[Mark(TOOLS)]))
+        for talk in (TALK, [{"role": "system", "content": "0 system"}, *TALK[1:]])
+    ]
+    assert len({tuple(prompt.tokens[: prompt.end_of(TOOLS)]) for prompt in prompts}) == 1
+    text = prompter._tokenizer.decode(prompts[0].tokens[: prompts[0].end_of(TOOLS)])
+    assert "search" in text
+    assert "Answer" not in text
+    assert prompts[0].end_of(TOOLS) in prompts[0].cuts
+
+
+def test_a_system_prompt_alone_is_a_prefix_of_the_first_request(with_template):
+    """S4-27: what is warmed ends where the first request has not parted from it yet."""
+    for template in (CHATML, WITH_TOOLS):
+        prompter = Prompter(with_template(template))
+        tools = [SEARCH] if template is WITH_TOOLS else []
+        alone = prompter.render(Request(messages=TALK[:1], tools=tools))
+        first = prompter.render(Request(messages=TALK[:2], tools=tools))
+        end = alone.end_of(0)
+        assert end == first.end_of(0)
+        assert alone.tokens[:end] == first.tokens[:end]
+
+
+def test_tools_that_the_template_does_not_show_stand_in_the_messages(with_template):
+    tokenizer = with_template(CHATML)
+    request = Request(messages=TALK, tools=[SEARCH])
+    with pytest.raises(BadInput, match="shows no tools"):
+        Prompter(tokenizer).render(request)
+    form = tool_format(tokenizer)
+    prompter = Prompter(tokenizer, offer=lambda messages, tools: offer(form, messages, tools))
+    rendering = prompter.render(request)
+    assert "search" in rendering.text
+    assert rendering.cuts[0] == rendering.end_of(0)
+    assert prompter.render(Request(messages=TALK)).tokens == tokenize(tokenizer, TALK)
+
+
+def test_thinking_and_options_reach_the_template(with_template):
+    tokenizer = with_template("{{ enable_thinking }} {{ mood }}{{ messages[-1].content }}")
+    prompter = Prompter(tokenizer)
+
+    def text(**wishes):
+        return prompter.render(Request(messages=TALK[1:2], **wishes)).text.split("What")[0]
+
+    assert text(template_options={"mood": "gay"}) == "False gay"
+    assert text(thinking=True) == "True "
+    assert text(thinking=False, template_options={"enable_thinking": True}) == "False "
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "truncation"])
+def test_options_that_would_change_what_rendering_means_are_refused(with_template, name):
+    request = Request(messages=TALK, template_options={name: "x"})
+    with pytest.raises(BadInput, match=name):
+        Prompter(with_template(CHATML)).render(request)
+
+
+def test_an_answer_that_was_begun_is_gone_on_with(with_template):
+    options = {"continue_final_message": True}
+    request = Request(messages=TALK[:3], template_options=options)
+    rendering = Prompter(with_template(CHATML)).render(request)
+    assert rendering.text.endswith("<|im_start|>assistant\nA dog 🦊.")
+    assert rendering.end_of(1) in rendering.cuts
+
+
+def test_raw_prompts(with_template):
+    tokenizer = with_template(CHATML)
+    prompter = Prompter(tokenizer)
+    assert prompter.render(Request(prompt="the fox")).tokens == tokenizer.encode("the fox")
+    assert prompter.render(Request(prompt=[5, 6, 7])).tokens == [5, 6, 7]
+    assert prompter.render(Request(prompt=[5, 6, 7])).cuts == []
+    for token in (-1, len(tokenizer)):
+        with pytest.raises(BadInput, match=f"none is {token}"):
+            prompter.render(Request(prompt=[5, token]))
+
+
+@pytest.mark.parametrize(
+    "request_", [Request(), Request(messages=TALK, prompt="x"), Request(messages=[])]
+)
+def test_a_request_asks_one_thing(with_template, request_):
+    with pytest.raises(BadInput, match="one"):
+        Prompter(with_template(CHATML)).render(request_)
+
+
+def test_a_system_message_that_the_template_moves_does_not_move_the_prefix(with_template):
+    """S2-20: what is said late changes the prompt late."""
+    hoisting = (
+        "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+        "{% for m in messages if m.role != 'system' %}{{ '|' + m.content }}{% endfor %}"
+    )
+    prompter = Prompter(with_template(hoisting))
+    before = prompter.render(Request(messages=TALK[:3]))
+    late = {"role": "system", "content": "It is noon."}
+    after = prompter.render(Request(messages=[*TALK[:3], late, TALK[3]]))
+    assert after.text.startswith(before.text)
+
+
+def test_a_long_conversation_costs_what_its_length_says(with_template):
+    """200 messages: tokenised once and a little, rendered a few times, within a second."""
+    tokenizer = Counting(with_template(CHATML))
+    prompter = Prompter(tokenizer)
+    tokenizer.n_characters = 0
+    started = perf_counter()
+    rendering = prompter.render(Request(messages=LONG))
+    cuts = rendering.cuts
+    seconds = perf_counter() - started
+    assert len(rendering.tokens) > 40_000
+    assert len(cuts) > 20
+    assert tokenizer.n_characters < 1.1 * len(rendering.text)
+    assert seconds < 2  # 0.4 on a quiet machine
+
+
+def test_without_special_tokens_a_long_conversation_has_fewer_cuts(with_template):
+    tokenizer = Counting(with_template("{% for m in messages %}{{ m.content }}{% endfor %}"))
+    prompter = Prompter(tokenizer)
+    tokenizer.n_characters = 0
+    rendering = prompter.render(Request(messages=LONG))
+    assert rendering.cuts[-1] == len(rendering.tokens)
+    assert tokenizer.n_characters < 2 * len(rendering.text)
+    assert rendering.end_of(100) == len(
+        tokenize(tokenizer, LONG[:101], add_generation_prompt=False)
+    )
+
+
+@settings(derandomize=True, database=None)
+@given(a=st.text("ab", max_size=9), b=st.text("ab", max_size=9))
+def test_common_prefix_of_any_two_sequences(a, b):
+    expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    expected = min(len(a), len(b)) if expected is None else expected
+    assert common_prefix(a, b) == common_prefix(list(a), tuple(b)) == expected

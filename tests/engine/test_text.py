@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from keepwarm.engine.text import Detokenizer
+from keepwarm.engine.text import Detokenizer, Found, find_first, held_back
 from tests.kit.checkpoints import write_checkpoint
 
 REPEATABLE = settings(deadline=None, derandomize=True, database=None)
@@ -114,3 +114,32 @@ def test_mlx_lm_streams_another_text(byte_level):
         theirs.add_token(token)
     theirs.finalize()
     assert theirs.text != byte_level.decode(tokens) == " fox"
+
+
+@pytest.mark.parametrize(
+    ("text", "marks", "found"),
+    [
+        ("abc", [], None),
+        ("abc", ["x"], None),
+        ("abc", ["c", "b"], Found(1, 1)),
+        ("abcd", ["abcd", "bc"], Found(1, 1)),
+        ("abc", ["c", "bc", "abc"], Found(0, 2)),
+        ("abab", ["ab", "ab"], Found(0, 0)),
+    ],
+)
+def test_the_mark_that_is_complete_first_is_found(text, marks, found):
+    assert find_first(text, marks) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "marks", "n"),
+    [
+        ("", ["ab"], 0),
+        ("x", [], 0),
+        ("xa", ["ab"], 1),
+        ("xab", ["abc", "bx"], 2),
+        ("abb", ["ab"], 0),
+    ],
+)
+def test_what_may_become_a_mark_is_held_back(text, marks, n):
+    assert held_back(text, marks) == n

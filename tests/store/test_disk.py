@@ -226,7 +226,13 @@ def newer(index):
     db.close()
 
 
-DAMAGE = [lose_everything, empty_it, garbage, halve, garble_pages, newer]
+def older(index):
+    with sqlite3.connect(index) as db:
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+
+
+DAMAGE = [lose_everything, empty_it, garbage, halve, garble_pages, older]
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda d: d.__name__)
@@ -245,6 +251,61 @@ def test_a_damaged_index_is_built_anew_from_the_files(damage, open_tier, store):
     assert len(again.states([root(NAMESPACE), refs[0].key])) == 2
     assert again.have([refs[1].key])[refs[1].key].w_rows == 256
     assert again.put(record(first_block([7]))).stored
+
+
+def test_the_store_of_a_newer_keepwarm_is_not_touched(open_tier, store):
+    """S0-28: neither its index nor a record; one sentence says what to do."""
+    tier = open_tier()
+    put_all(tier, chain_of(2))
+    tier.close()
+    newer(store / "index.sqlite")
+    (store / "index.sqlite-damaged").touch()
+    before = {path: path.read_bytes() for path in files_under(store) if path.name != "lock"}
+    with pytest.raises(BadInput, match="written by a newer Keepwarm; update this one, or name"):
+        open_tier()
+    after = {path: path.read_bytes() for path in files_under(store) if path.name != "lock"}
+    assert after == before
+
+
+def newer_record(tier, one):
+    """Rewrites a record as a later version would have left it."""
+    path = tier.path_of(one.header.key, one.header.part)
+    header = replace(one.header, version=FORMAT_VERSION + 1)
+    path.write_bytes(encode(replace(one, header=header)))
+    return path
+
+
+def test_a_newer_record_is_a_miss_and_is_left_alone(open_tier, store):
+    """S0-28: not set aside, not replaced, not called bad."""
+    one, two = made = chain_of(2)
+    tier = open_tier()
+    put_all(tier, made)
+    path = newer_record(tier, two)
+    data = path.read_bytes()
+    assert tier.read(two.header.key, Part.DELTA) is None
+    assert tier.read(one.header.key, Part.DELTA) is not None
+    assert not tier.put(two).stored
+    assert [c.newer for c in verify(tier, fix=True)].count(True) == 1
+    assert path.read_bytes() == data
+    assert not list((store / "quarantine").iterdir())
+    assert (tier.stats().newer, tier.stats().misses, tier.stats().quarantined) == (1, 1, 0)
+
+
+def test_a_newer_record_is_not_adopted_but_counts(open_tier, store):
+    """S0-28: with the index lost it lies among the blocks as something of others."""
+    one, two = made = chain_of(2, n_bytes=100_000)
+    tier = open_tier()
+    put_all(tier, made)
+    path = newer_record(tier, two)
+    tier.close()
+    (store / "index.sqlite").unlink()
+    again = open_tier()
+    assert set(again.have(keys_of(made))) == {one.header.key}
+    assert again.stats().newer == 1
+    assert again.stats().n_bytes >= path.stat().st_size + 100_000
+    small = open_tier(max_bytes=again.stats().n_bytes + INDEX_ROOM + 10_000)
+    assert small.put(record(first_block([1]), n_bytes=90_000)).stored, "evicts what is ours"
+    assert path.exists()
 
 
 @pytest.mark.parametrize("damage", [garble_pages, halve], ids=lambda d: d.__name__)
@@ -392,7 +453,7 @@ def test_a_directory_in_place_of_a_doomed_file_stops_nothing(open_tier):
     path = tier.path_of(two.header.key, Part.DELTA)
     path.unlink()
     path.mkdir()
-    with suppress(OSError):
+    with pytest.raises(StoreFailed, match="could not delete blocks"):
         tier.delete(two.header.key)
     assert set(tier.have(keys_of(made))) == set(keys_of([one]))
     again = open_tier()

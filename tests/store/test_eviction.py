@@ -5,7 +5,8 @@ import math
 import pytest
 
 from keepwarm.prefix.blocks import chain
-from keepwarm.store.eviction import HALF_LIFE_S, SHORT_BRANCH, after_use
+from keepwarm.store.eviction import MEMORY_HALF_LIFE_S as HALF_LIFE_S
+from keepwarm.store.eviction import SHORT_BRANCH, after_use
 from keepwarm.store.memory import MemoryTier
 from tests.store.kit import NAMESPACE, chain_of, first_block, keys_of, record, tokens_of
 
@@ -55,27 +56,27 @@ def held(tier, records):
 def test_uses_at_one_moment_add_up(n_uses):
     value = 0.0
     for _ in range(n_uses - 1):
-        value = after_use(50.0, value, 50.0)
+        value = after_use(50.0, value, 50.0, HALF_LIFE_S)
     assert value == pytest.approx(HALF_LIFE_S * math.log2(n_uses))
 
 
 def test_a_use_counts_half_after_the_half_life():
-    assert after_use(0.0, 0.0, HALF_LIFE_S) == pytest.approx(HALF_LIFE_S * math.log2(1.5))
+    assert after_use(0.0, 0.0, HALF_LIFE_S, HALF_LIFE_S) == pytest.approx(HALF_LIFE_S * math.log2(1.5))
 
 
 def test_old_uses_count_for_nothing():
-    assert after_use(0.0, 100.0, 1e9) == 0.0
+    assert after_use(0.0, 100.0, 1e9, HALF_LIFE_S) == 0.0
 
 
 def test_a_clock_set_back_is_no_error():
-    assert 0 < after_use(1e9, 0.0, 0.0) <= 65 * HALF_LIFE_S
+    assert 0 < after_use(1e9, 0.0, 0.0, HALF_LIFE_S) <= 65 * HALF_LIFE_S
 
 
 def test_no_use_lowers_a_priority():
     """The order is one of time: the priority of a block only rises as it is used."""
     used, value = 0.0, 0.0
     for now in (0.0, 1.0, 30.0, 31.0, 500.0):
-        before, value = used + value, after_use(used, value, now)
+        before, value = used + value, after_use(used, value, now, HALF_LIFE_S)
         used = now
         assert used + value >= before
 

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from keepwarm.prefix.blocks import BlockKey, pack, root
-from keepwarm.store.index import NEIGHBOURS, Index, is_busy, is_damage
+from keepwarm.store.database import is_busy, is_damage
+from keepwarm.store.index import Index
+from keepwarm.store.lookup import NEIGHBOURS
 from keepwarm.store.names import path_of
 from keepwarm.store.record import Part
 from tests.store.kit import NAMESPACE, first_block, record, refs_of

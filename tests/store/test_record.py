@@ -343,7 +343,7 @@ HOSTILE = {
     "negative window rows": (said(part="w", extra={"w_rows": -1}), "."),
     "more window rows than tokens": (said(part="w", extra={"w_rows": 6}), "."),
     "extra that is a number": (said(extra=7), "."),
-    "a newer version": (said(version=FORMAT_VERSION + 1), "newer"),
+    "a version and a half": (said(version=FORMAT_VERSION + 0.5), "number"),
     "version nought": (said(version=0), "number"),
     "a version in words": (said(version="1"), "."),
     "a half version": (said(version=0.5), "."),
@@ -362,6 +362,19 @@ def test_a_forged_record_is_refused_with_a_reason(name):
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_newer_version_is_not_called_bad():
+    """S0-28: it is a miss here, and whole for whoever wrote it; a flipped version is bad."""
+    newer = replace(record(refs_of(1)[0]).header, version=FORMAT_VERSION + 1)
+    data = encode(Record(newer, ()))
+    with pytest.raises(NewerFormat, match=f"version {FORMAT_VERSION + 1} is newer"):
+        decode(data)
+    said = f'{{\\"version\\":{FORMAT_VERSION + 1},'.encode()
+    assert data.count(said) == 1
+    flipped = data.replace(said, said.replace(b":2", b":3"))
+    with pytest.raises(BadRecord, match="does not match its digest"):
+        decode(flipped)
 
 
 @pytest.mark.parametrize("n", [MAX_HEADER_BYTES + 1, 1 << 40, (1 << 64) - 1])

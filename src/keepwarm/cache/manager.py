@@ -30,6 +30,7 @@ from keepwarm.prefix.blocks import (
     pack,
     root,
 )
+from keepwarm.prefix.reuse import Action, Candidate, Stored, decide
 from keepwarm.store.record import Visit
 from keepwarm.store.tier import Known
 from keepwarm.store.tiers import Tiers
@@ -116,7 +117,7 @@ class Manager:
         missed: set[BlockKey] = set()
         while policy.reads:
             plan = self.plan(tokens, missed)
-            if plan.n_tokens <= beyond or not plan.worth_loading:
+            if not self._is_worth(plan, beyond):
                 break
             loaded = self._load(plan, pack(tokens))
             if loaded.restored is not None:
@@ -125,9 +126,18 @@ class Manager:
             missed |= loaded.missed
         return EMPTY
 
+    def _is_worth(self, plan: Plan, beyond: int) -> bool:
+        held = Candidate(beyond, beyond, can_trim=True)
+        stored = Stored(plan.n_tokens, plan.load_s)
+        speed = self.rates.prefill_tokens_per_s
+        return decide(plan.n_prompt, held, stored, speed).action is Action.RESTORE
+
     def open(self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE) -> Capture:
-        """Begin keeping what a request computes, from wherever it starts."""
-        return Capture(self, list(tokens), policy)
+        """Begin keeping what a request computes, from wherever it starts.
+
+        The tokens are looked at, not copied: a list that grows says what comes next.
+        """
+        return Capture(self, tokens, policy)
 
     def _longest(self, tokens: Sequence[int], limit: int, without: Collection[BlockKey]) -> Point:
         blocks = list(chain(self.namespace, tokens))
@@ -193,26 +203,25 @@ class Capture:
     `capture` may be called after any slice; blocks that are whole by then are kept at once.
     """
 
-    def __init__(self, manager: Manager, tokens: list[int], policy: Policy) -> None:
+    def __init__(self, manager: Manager, tokens: Sequence[int], policy: Policy) -> None:
         self._manager = manager
         self._tokens = tokens
         self._policy = policy
         self._n_blocks = 0  # whole blocks kept so far
         self._parent = root(manager.namespace)
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Say which tokens come next; those named before stay."""
-        self._tokens.extend(tokens)
-
     def start_at(self, n_tokens: int) -> None:
         """Say that the first tokens were restored, so their blocks need not be put again."""
         for ref in self._refs(n_tokens // BLOCK_TOKENS * BLOCK_TOKENS):
             self._passed(ref)
 
-    def capture(self, caches: Caches, upto: int, checkpoint: bool = False) -> None:
+    def capture(
+        self, caches: Caches, upto: int, checkpoint: bool = False, fleeting: bool = False
+    ) -> None:
         """Keep what the caches, which represent `upto` tokens, hold beyond what was kept before.
 
-        A checkpoint keeps the open block too, so that the very token can be restored.
+        A checkpoint keeps the open block too, so that the very token can be restored; where it
+        will soon be outgrown, as a fleeting one it is not worth a file.
         """
         n_whole = upto // BLOCK_TOKENS
         if not self._policy.writes or not (checkpoint or n_whole > self._n_blocks):
@@ -220,16 +229,16 @@ class Capture:
         blocks = cut(caches, upto, first_block=self._n_blocks)
         for ref in self._refs(upto if checkpoint else n_whole * BLOCK_TOKENS):
             block = next(blocks)
-            self._keep(ref, block if checkpoint else _stateless(block))
-            if ref.n_tokens == BLOCK_TOKENS:
+            is_whole = ref.n_tokens == BLOCK_TOKENS
+            policy = self._policy if is_whole or not fleeting else Policy.EPHEMERAL
+            self._keep(ref, block if checkpoint else _stateless(block), policy)
+            if is_whole:
                 self._passed(ref)
 
     def finish(self, all_tokens: Sequence[int], caches: Caches) -> None:
         """Keep everything, generated tokens and the last open block included."""
-        self._tokens = list(all_tokens)
+        self._tokens = all_tokens
         self.capture(caches, len(self._tokens), checkpoint=True)
-        if self._policy is Policy.DURABLE:
-            self._manager.writer.flush()
 
     def _refs(self, upto: int) -> Iterator[BlockRef]:
         """The blocks from the first that is not kept yet up to a token."""
@@ -246,9 +255,9 @@ class Capture:
     def _passed(self, ref: BlockRef) -> None:
         self._n_blocks, self._parent = ref.number + 1, ref.key
 
-    def _keep(self, ref: BlockRef, block: Block) -> None:
+    def _keep(self, ref: BlockRef, block: Block, policy: Policy) -> None:
         for record in records_of(self._manager.namespace, ref, block):
-            self._manager.writer.put(record, self._policy)
+            self._manager.writer.put(record, policy)
 
 
 def _stateless(block: Block) -> Block:

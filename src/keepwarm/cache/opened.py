@@ -55,6 +55,7 @@ class OpenedStore:
             writer = Writer(self.memory, disk, budgets.queue_bytes, self.shelf.wear)
             self.saver = writer
             tiers += [("memory", writer.queued), ("disk", disk)]
+        self.named_tiers = {"memory": self.memory} | dict(tiers[2:])
         self.tiers = Tiers(tiers)
         self.reader = Reader(self.tiers)
 

@@ -23,3 +23,8 @@ class Policy(StrEnum):
     @property
     def to_disk(self) -> bool:
         return self in (Policy.READ_WRITE, Policy.DURABLE)
+
+    @property
+    def leads(self) -> bool:
+        """Whether others may wait for what this request is computing."""
+        return self.writes

@@ -18,6 +18,7 @@ from keepwarm.cli.doctor import doctor
 from keepwarm.cli.models import models
 from keepwarm.cli.pull import pull
 from keepwarm.cli.run import run
+from keepwarm.cli.serve import serve
 from keepwarm.errors import KeepwarmError
 
 app = typer.Typer(
@@ -28,7 +29,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (run, chat, pull, models, doctor):
+for command in (run, chat, serve, pull, models, doctor):
     app.command()(command)
 app.add_typer(cache.app, name="cache")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -66,7 +66,7 @@ def live_cache(
     from keepwarm.engine.generate import LiveCache
     from keepwarm.engine.store import Store
 
-    kv_options = {} if kv_bits is None else {"kv_bits": kv_bits}
+    kv_options: dict[str, Any] = {} if kv_bits is None else {"kv_bits": kv_bits}
     if no_cache:
         if agent is not None:
             raise BadInput("--agent and --no-cache cannot be combined: an agent is what is kept.")

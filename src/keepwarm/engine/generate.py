@@ -78,7 +78,6 @@ class LiveCache:
             raise
         self.tokens.extend(tokens)
         if self._capture is not None:
-            self._capture.extend(tokens)
             self._capture.capture(self.layers, len(self.tokens), checkpoint)
         return logits[:, -1, :]
 

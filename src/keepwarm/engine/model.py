@@ -32,6 +32,7 @@ class Model:
     tokenizer: Any  # mlx-lm's TokenizerWrapper
     config: dict[str, Any]
     n_context: int  # tokens, prompt and answer together
+    n_bytes: int = 0  # of the weights
 
     def make_cache(self) -> list[Any]:
         """Fresh caches, one a layer, of the classes this architecture wants."""
@@ -53,9 +54,11 @@ def load(name: str, settings: Settings | None = None) -> Model:
     parts = _read_gguf(path) if path.is_file() else _read_directory(path)
     _settle(parts.module)
     weights: Any = tree_flatten(parts.module.parameters(), destination={})
-    require_memory(name, sum(array.nbytes for array in weights.values()))
+    n_bytes = sum(array.nbytes for array in weights.values())
+    require_memory(name, n_bytes)
     mx.eval(parts.module)  # all of it: some arrays, as of the RoPE, are no parameters
-    return Model(name, path, parts.module, parts.tokenizer, parts.config, n_context(parts.config))
+    module, tokenizer, config = parts
+    return Model(name, path, module, tokenizer, config, n_context(config), n_bytes)
 
 
 def _read_gguf(path: Path) -> _Parts:

@@ -7,18 +7,21 @@ kw.commit(tokens, cache)
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from keepwarm import config, kv
 from keepwarm.cache.identity import Digests, identify
+from keepwarm.cache.io import WriteStats
 from keepwarm.cache.manager import Manager
 from keepwarm.cache.opened import Budgets, OpenedStore
 from keepwarm.cache.shelf import Shelf
 from keepwarm.engine.catalog import locate
 from keepwarm.errors import BadInput
 from keepwarm.prefix.fingerprint import Identity
+from keepwarm.store.tier import TierStats
 
 
 class Restored(NamedTuple):
@@ -49,14 +52,36 @@ class Store:
             raise BadInput("This store keeps nothing on disk; open it with a disk budget.")
         return self._opened.shelf
 
-    def attach(self, model: Any, source: Path | str, **kv_options: Any) -> Attached:
+    def attach(
+        self, model: Any, source: Path | str, *, salt: str = "", **kv_options: Any
+    ) -> Attached:
         """Keep and find the caches of this mlx-lm model; `source` is where its weights lie.
 
-        `kv_options` are those of `keepwarm.kv.make_caches`, and part of the model's identity.
+        `kv_options` are those of `keepwarm.kv.make_caches`, and part of the model's identity, as
+        is the salt: with another one nothing of this is found.
         """
         layout = kv.probe(model, kv.make_caches(model, **kv_options))
-        identity = identity_of(model, source, self.settings, layout=layout, **kv_options)
+        identity = identity_of(model, source, self.settings, layout=layout, salt=salt, **kv_options)
         return Attached(model, self._opened.manager(identity, layout), kv_options)
+
+    def check_agent(self, agent_id: str) -> None:
+        """Refuse what cannot name an agent."""
+        if self._opened.shelf is not None:
+            self._opened.shelf.agents.check_id(agent_id)
+
+    def shed(self, n_bytes: int) -> int:
+        """Free about so many bytes of memory, least valuable first; how many it was."""
+        return self._opened.memory.shed(n_bytes)
+
+    def clear_memory(self) -> int:
+        """Free all blocks in memory that nobody pinned; what is on disk stays."""
+        return self.shed(sys.maxsize)
+
+    def tier_stats(self) -> dict[str, TierStats]:
+        return {name: tier.stats() for name, tier in self._opened.named_tiers.items()}
+
+    def write_stats(self) -> WriteStats:
+        return self._opened.saver.stats()
 
     def flush(self) -> None:
         """Return once everything committed is on disk."""
@@ -78,12 +103,14 @@ def identity_of(
     settings: config.Settings,
     *,
     layout: kv.Layout | None = None,
+    salt: str = "",
     **kv_options: Any,
 ) -> Identity:
     """What tells this model's blocks from all others; reads the weights once in a lifetime."""
     layout = layout or kv.probe(model, kv.make_caches(model, **kv_options))
     memo = Digests(settings.home / "digests.json")
-    return identify(locate(str(source), settings), layout, memo, kv_options=kv_options)
+    place = locate(str(source), settings)
+    return identify(place, layout, memo, kv_options=kv_options, salt=salt)
 
 
 class Attached:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -52,3 +52,25 @@ def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
     """The whole text of these ids, special tokens included, spaces left as they are."""
     text: str = tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
     return text
+
+
+class Found(NamedTuple):
+    start: int
+    which: int  # of the marks
+
+
+def find_first(text: str, marks: Sequence[str]) -> Found | None:
+    """The mark that is complete first; of two that end together, the longer one.
+
+    So it does not matter in which portions the text arrives.
+    """
+    places = [(text.find(mark), which) for which, mark in enumerate(marks)]
+    found = [Found(start, which) for start, which in places if start >= 0]
+    return min(found, key=lambda each: (each.start + len(marks[each.which]), each), default=None)
+
+
+def held_back(text: str, marks: Sequence[str]) -> int:
+    """How many characters at the end of the text may be the beginning of a mark."""
+    longest = min(len(text), max(map(len, marks), default=1) - 1)
+    lengths = range(longest, 0, -1)
+    return next((n for n in lengths if any(m.startswith(text[-n:]) for m in marks)), 0)

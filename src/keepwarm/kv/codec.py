@@ -7,7 +7,7 @@ only, in their native dtype, rotating rows in the order of time. Nothing is de-q
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 import mlx.core as mx
@@ -82,8 +82,16 @@ def evaluate(caches: Caches) -> Caches:
 
 
 def copy_of(caches: Caches) -> Caches:
-    """Equal caches in buffers of exactly their live rows; the originals are not touched."""
-    return [decode(encode(cache)) for cache in caches]
+    """Equal caches in buffers of exactly their live rows; the originals are not touched.
+
+    Memory is shared until either is written to, but no array object: mlx-lm writes into those.
+    """
+    return [decode(_viewed(encode(cache))) for cache in caches]
+
+
+def _viewed(encoded: Encoded) -> Encoded:
+    tensors = {name: array[...] for name, array in encoded.tensors.items()}
+    return replace(encoded, tensors=tensors, parts=tuple(map(_viewed, encoded.parts)))
 
 
 def live_bytes(caches: Caches) -> int:

@@ -8,40 +8,40 @@ go under one lock among all processes, so that row and file cannot disagree whil
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
-from keepwarm.errors import BadRecord
 from keepwarm.prefix.blocks import BlockKey
-from keepwarm.store.atomic import Files, Scratch, exclusive, is_alive
-from keepwarm.store.index import Index, is_damage
-from keepwarm.store.names import Others, bytes_of, directories, path_of, strays
-from keepwarm.store.opening import note_damage, open_index
+from keepwarm.store.atomic import Files, Scratch
+from keepwarm.store.index import Index
+from keepwarm.store.opening import open_index
+from keepwarm.store.reconcile import make_directories, reconcile
 from keepwarm.store.record import (
-    Buffer,
     Header,
-    Opened,
     Part,
     Record,
-    Visit,
-    check_identity,
-    open_record,
     pieces,
-    read_tensors,
-    record_of,
-    unread,
 )
 from keepwarm.store.seal import Seal
-from keepwarm.store.tier import Child, Known, Put, State, Stored, TierStats, outage_is
+from keepwarm.store.thinning import surplus
+from keepwarm.store.tier import (
+    Child,
+    CutOff,
+    Known,
+    Put,
+    State,
+    Stored,
+    TierStats,
+    outage_is,
+    telling,
+)
+from keepwarm.store.verified import Records
 
 INDEX_ROOM = 1 << 19  # what index and log may grow by while a record comes or goes
 LOG = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class DiskLimits:
     min_free_bytes: int = 1 << 30  # of the file system
 
 
-class DiskTier:
+class DiskTier(Records):
     """A directory that several processes may use at once."""
 
     def __init__(
@@ -65,15 +65,11 @@ class DiskTier:
         clock: Callable[[], float] = time.time,
         seal: Seal | None = None,
     ) -> None:
-        self.root = root
-        self.seal = seal
         self.limits = limits or DiskLimits()
-        self.files = files or Files()
+        super().__init__(root, files or Files(), seal, TierStats(max_bytes=self.limits.max_bytes))
         self._clock = clock
-        self._stats = TierStats(max_bytes=self.limits.max_bytes)
-        self._stats_lock = threading.Lock()
-        self._others = Others(root)
-        self._directories = self._make_directories()
+        self._cut_off = CutOff()
+        self._directories = make_directories(root, self.files)
         self.index = self._open_index()
         self.scratch = Scratch(root / "tmp")
         try:
@@ -98,37 +94,6 @@ class DiskTier:
     def states(self, parents: Collection[BlockKey]) -> list[State]:
         return self.index.states(parents)
 
-    def read(
-        self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
-    ) -> Record | None:
-        return self._read(key, part, lambda file, opened: record_of(file, opened, tensors))
-
-    def visit(
-        self, key: BlockKey, part: Part, use: Callable[[Visit], None], buffer: Buffer
-    ) -> bool:
-        def visited(file: BinaryIO, opened: Opened) -> bool:
-            use(unread(file, opened, buffer))
-            return True
-
-        return bool(self._read(key, part, visited))
-
-    def _read(self, key: BlockKey, part: Part, use: Callable[[BinaryIO, Opened], T]) -> T | None:
-        """What `use` makes of a verified header and the file behind it; None is a miss."""
-        try:
-            made = self._opened(key, part, use)
-        except BadRecord as bad:
-            self.quarantine(key, part, str(bad))
-        except FileNotFoundError:
-            self._forget_missing(key, part)
-        except OSError as error:
-            LOG.warning("%s could not be read: %s", self.path_of(key, part).name, error)
-            self._count(errors=1)
-        else:
-            self._count(hits=1)
-            return made
-        self._count(misses=1)
-        return None
-
     def put(self, record: Record) -> Put:
         durable: Future[None] = Future()
         try:
@@ -142,94 +107,52 @@ class DiskTier:
         return Put(stored, durable)
 
     def pin(self, key: BlockKey, owner: str) -> None:
-        self.index.pin(key, owner)
+        with telling(self, "pin a block"):
+            self.index.pin(key, owner)
 
     def unpin(self, key: BlockKey, owner: str) -> None:
-        self.index.unpin(key, owner)
+        with telling(self, "let go of a block"):
+            self.index.unpin(key, owner)
 
     def unpin_owner(self, owner: str) -> None:
         """Let go of everything one owner holds."""
-        self.index.unpin_owner(owner)
+        with telling(self, "let go of blocks"):
+            self.index.unpin_owner(owner)
 
     @outage_is(lambda: None)
     def drop_outgrown(self, key: BlockKey) -> None:
-        self.delete_all(self.index.outgrown(key))
+        for state in surplus(*self.index.checkpoints(key)):
+            self._delete_part(state.key, Part.STATE)
+            self._delete(self.index.outgrown(state.beside))
+        self._delete(self.index.outgrown(key))
 
     def delete(self, key: BlockKey) -> None:
         self.delete_all([key])
 
+    def delete_all(self, keys: Collection[BlockKey]) -> None:
+        """Remove all parts of these blocks."""
+        with telling(self, "delete blocks"):
+            self._delete(keys)
+
     def walk(self) -> Iterator[Stored]:
-        return self.index.walk()
+        with telling(self, "list its blocks"):
+            yield from self.index.walk()
 
     @outage_is(lambda: None)
     def touch(self, keys: Collection[BlockKey]) -> None:
         self.index.touch(keys, self._clock())
 
     def stats(self) -> TierStats:
-        n_bytes = self.index.n_bytes() + self._others.n_bytes()
-        return replace(self._stats, blocks=self.index.n_blocks(), n_bytes=n_bytes)
+        n_blocks, n_bytes = self._totals()
+        return replace(self._stats, blocks=n_blocks, n_bytes=n_bytes)
+
+    @outage_is(lambda: (0, 0))
+    def _totals(self) -> tuple[int, int]:
+        return self.index.n_blocks(), self.index.n_bytes() + self._others.n_bytes()
 
     def close(self) -> None:
         self.index.close()
         self.scratch.close()
-
-    # Reading
-
-    def path_of(self, key: BlockKey, part: Part) -> Path:
-        return path_of(self.root, key, part)
-
-    def _opened(self, key: BlockKey, part: Part, use: Callable[[BinaryIO, Opened], T]) -> T:
-        path = self.path_of(key, part)
-        if path.is_dir():
-            raise BadRecord("it is a directory")
-        with self.files.open(path) as file:
-            opened = open_record(file, os.fstat(file.fileno()).st_size, self.seal)
-            check_identity(opened.header, key, part)
-            return use(file, opened)
-
-    @outage_is(lambda: None)
-    def quarantine(self, key: BlockKey, part: Part, why: str) -> None:
-        """Put a bad record out of reach, with the reason beside it; from now on it is a miss."""
-        path = self.path_of(key, part)
-        with self.naming():
-            if self.fault_of(key, part) is None:  # whoever was asked last may have put it anew
-                return
-            self._set_aside(path, why)
-            self.index.drop_part(key, part)
-        LOG.warning("%s is bad and was set aside: %s", path.name, why)
-        self._others.changed()
-        self._count(quarantined=1)
-
-    def fault_of(self, key: BlockKey, part: Part) -> str | None:
-        """What is wrong with a record, all of it read; None where nothing is. Changes nothing."""
-        try:
-            self._opened(key, part, read_tensors)
-        except BadRecord as bad:
-            return str(bad)
-        except OSError:
-            return None
-        return None
-
-    def _set_aside(self, path: Path, why: str) -> None:
-        aside = self.root / "quarantine" / f"{path.name}.{time.time_ns()}"
-        try:
-            self.files.write(aside.with_name(f"{aside.name}.why"), [f"{why}\n".encode()])
-            self.files.publish(path, aside)
-        except OSError as error:
-            LOG.warning("%s could not be set aside: %s", path.name, error)
-
-    @outage_is(lambda: None)
-    def _forget_missing(self, key: BlockKey, part: Part) -> None:
-        """A row without a file is dropped, but not one that was put a moment ago."""
-        if not self._knows(key, part):
-            return
-        with self.naming():
-            if not self.path_of(key, part).exists():
-                self.index.drop_part(key, part)
-
-    def _knows(self, key: BlockKey, part: Part) -> bool:
-        known = self.index.have([key]).get(key)
-        return known is not None and part in known.parts
 
     # Writing
 
@@ -241,6 +164,8 @@ class DiskTier:
         n_bytes = sum(memoryview(piece).nbytes for piece in buffers)
         reservation = self._make_room(header, n_bytes)
         if reservation is None:
+            self._cut_off.refused(header.key)
+            self._count(refused=1)
             return False
         temp = self.scratch.new()
         try:
@@ -280,27 +205,30 @@ class DiskTier:
             self._directories.add(path)
 
     def _make_room(self, header: Header, n_bytes: int) -> int | None:
-        """Reserve the bytes, evicting as needed; None if that is not enough."""
+        """Reserve the bytes, evicting what is worth less; None if that is not enough."""
+        if self._cut_off.follows(header.parent, self.index.have):
+            return None
         while True:
             limit = self._record_limit()
+            if limit is not None and n_bytes > limit:
+                return None
             if self._missing_bytes(n_bytes) <= 0:
                 reservation = self.index.reserve(
                     header.key, header.parent, n_bytes, self.scratch.name, limit
                 )
                 if reservation is not None:
                     return reservation
-            if limit is not None and n_bytes > limit:
-                return None
-            if not self._evict(n_bytes, spare={header.key, header.parent}):
+            if not self._evict(header, n_bytes):
                 return None
 
-    def _evict(self, n_bytes: int, spare: Collection[BlockKey]) -> bool:
-        """Make room for so many bytes; False if nothing could be done."""
+    def _evict(self, header: Header, n_bytes: int) -> bool:
+        """Make room for a record of so many bytes; False if nothing could be done."""
+        priority = self.index.priority_of(header, n_bytes, self._clock())
         with self.naming():
             missing = self._missing_bytes(n_bytes)
             if missing <= 0:  # another process has just done it
                 return True
-            victims = self.index.condemn(missing, spare)
+            victims = self.index.condemn(missing, {header.key, header.parent}, priority)
             self._finish_deleting(victims)
         self._count(evicted=len(victims))
         return bool(victims)
@@ -316,12 +244,7 @@ class DiskTier:
             return None
         return self.limits.max_bytes - self._others.n_bytes() - INDEX_ROOM
 
-    def naming(self) -> AbstractContextManager[None]:
-        """The lock under which files get and lose their names."""
-        return exclusive(self.root / "tmp" / "names")
-
-    def delete_all(self, keys: Collection[BlockKey]) -> None:
-        """Remove all parts of these blocks."""
+    def _delete(self, keys: Collection[BlockKey]) -> None:
         if not keys:
             return
         with self.naming():
@@ -335,64 +258,20 @@ class DiskTier:
         if keys:
             self.index.drop(keys)
 
+    def _delete_part(self, key: BlockKey, part: Part) -> None:
+        """The file first: a row without one is what a start forgets."""
+        with self.naming():
+            self.files.remove(self.path_of(key, part))
+            self.index.drop_part(key, part)
+
     @outage_is(lambda: None)
-    def _retry_deleting(self, key: BlockKey) -> None:
+    def retry_deleting(self, key: BlockKey) -> None:
         self._finish_deleting([key])
 
     # Start
-
-    def _make_directories(self) -> set[Path]:
-        """Make what is missing; says which directories of blocks are there to stay."""
-        missing = [path for path in self.root.parents if not path.exists()]
-        for path in (*reversed(missing), self.root):
-            self.files.make_directory(path)
-        for name in ("blocks", "agents", "quarantine", "tmp"):
-            self.files.make_directory(self.root / name)
-        blocks = self.root / "blocks"
-        found = {path for path in blocks.iterdir() if path.is_dir()}
-        self.files.sync_directory(blocks)
-        return found
 
     def _open_index(self) -> Index:
         return open_index(self.root, self.seal)
 
     def _reconcile(self) -> None:
-        """Finish what a crash left: deletions, reservations, files without rows and the reverse."""
-        for writer in self.index.writers():
-            if not is_alive(self.root / "tmp", writer):
-                self.index.forget_writer(writer)
-        with self.naming():
-            for key in self.index.doomed():
-                self._retry_deleting(key)
-        stray = strays(self.root)
-        for directory in directories(self.root):
-            changes = directory.changes(self.index.names(directory.first))
-            for key, part in changes.come:
-                self._adopt(key, part)
-            for key, part in changes.gone:
-                self._forget_missing(key, part)
-            stray += changes.strays
-        self._others.stray_bytes = sum(map(bytes_of, stray))
-
-    def _adopt(self, key: BlockKey, part: Part) -> None:
-        path = self.path_of(key, part)
-        try:
-            with self.naming():
-                header = self._opened(key, part, lambda _, opened: opened.header)
-                self.index.add(header, path.stat().st_size, path.stat().st_mtime)
-        except BadRecord as bad:
-            self.quarantine(key, part, str(bad))
-        except FileNotFoundError:
-            return  # somebody deleted it meanwhile
-        except OSError as error:
-            LOG.warning("%s could not be adopted: %s", path.name, error)
-
-    def _failed(self, error: Exception) -> None:
-        self._count(errors=1)
-        if is_damage(error):
-            note_damage(self.root)
-
-    def _count(self, **more: int) -> None:
-        with self._stats_lock:
-            sums = {name: getattr(self._stats, name) + n for name, n in more.items()}
-            self._stats = replace(self._stats, **sums)
+        self._others.stray_bytes = reconcile(self)

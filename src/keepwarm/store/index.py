@@ -6,24 +6,32 @@ A write first reserves its bytes, so that several processes together stay under 
 
 from __future__ import annotations
 
+import heapq
 import math
 import sqlite3
-import threading
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import closing, contextmanager
-from functools import cache
+from collections import Counter, deque
+from collections.abc import Collection, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from keepwarm.prefix.blocks import KEY_BYTES, BlockKey, Namespace, common_tokens
-from keepwarm.store.eviction import SHORT_BRANCH, SUPERSEDED_S, after_use
-from keepwarm.store.names import SUFFIXES
+from keepwarm.prefix.blocks import BlockKey
+from keepwarm.store.eviction import (
+    MEMORY_HALF_LIFE_S,
+    SHORT_BRANCH,
+    SUPERSEDED,
+    after_use,
+    spared,
+)
+from keepwarm.store.lookup import Lookups
 from keepwarm.store.record import Header, Part
-from keepwarm.store.schema import PRAGMAS, SCHEMA_VERSION, statements
-from keepwarm.store.tier import Child, Known, State, Stored
+from keepwarm.store.tier import Stored
 
-MAX_KEYS = 30_000  # of one query
-NEIGHBOURS = 4  # on each side of a query
+MAX_TOUCHES = 20_000  # that wait for the next write
+EVICTABLE = (
+    "pins = 0 AND doomed = 0 AND used + value + cost <= ? "
+    "AND NOT EXISTS (SELECT 1 FROM writes w WHERE b.key IN (w.key, w.parent))"
+)
 
 
 class Victim(NamedTuple):
@@ -31,165 +39,67 @@ class Victim(NamedTuple):
     n_bytes: int
 
 
-class Index:
-    """One connection, one lock; every method is one transaction.
+class _Row(NamedTuple):
+    """A block that may go, in the order in which they go."""
 
-    `path` is a file that several processes may share, or ":memory:".
-    """
+    priority: float
+    key: BlockKey
+    parent: BlockKey
+    n_bytes: int
 
-    def __init__(self, path: Path | str) -> None:
-        self._lock = threading.RLock()
-        self._db = sqlite3.connect(
-            path, timeout=30, isolation_level=None, check_same_thread=False, cached_statements=64
-        )
-        self._db.create_function("after_use", 3, after_use, deterministic=True)
-        try:
-            self._prepare()
-        except BaseException:
-            self._db.close()
-            raise
+
+class Index(Lookups):
+    """One connection, one lock; every method is one transaction."""
+
+    def __init__(self, path: Path | str, half_life_s: float = MEMORY_HALF_LIFE_S) -> None:
+        self._half_life_s = half_life_s
+        self._touched: deque[tuple[float, float, BlockKey]] = deque()
+        super().__init__(path)
 
     def _prepare(self) -> None:
-        for pragma in PRAGMAS:
-            self._db.execute(f"PRAGMA {pragma}")
-        with self._transaction() as db:
-            version = db.execute("PRAGMA user_version").fetchone()[0]
-            if version == 0:
-                for statement in statements():
-                    db.execute(statement)
-                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            elif version != SCHEMA_VERSION:
-                raise sqlite3.DatabaseError(f"index version {version}, not {SCHEMA_VERSION}")
+        self._db.create_function("after_use", 3, self._after_use, deterministic=True)
+        self._db.create_function("cost_of", 5, self.cost_of, deterministic=True)
+        super()._prepare()
+
+    def _after_use(self, used: float, value: float, now: float) -> float:
+        return after_use(used, value, now, self._half_life_s)
+
+    def cost_of(self, number: int, n_tokens: int, d: int, w: int, s: int) -> float:
+        """What the block spares, as seconds by which it outlives one that spares 1."""
+        return self._half_life_s * math.log2(spared(number, n_tokens, d, w, s))
+
+    def priority_of(self, header: Header, n_bytes: int, now: float) -> float:
+        """What a record has that comes now: as much as one used once."""
+        sizes = (n_bytes if part is header.part else 0 for part in Part)
+        return now + self.cost_of(header.number, len(header.tokens) // 4, *sizes)
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._db
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:  # SQLite may have rolled back by itself
-                    self._db.execute("ROLLBACK")
-                raise
+        with super()._transaction() as db:
+            if self._touched:
+                set_to = "value = after_use(used, value, ?), used = ?"
+                db.executemany(f"UPDATE blocks SET {set_to} WHERE key = ?", self._take_touches())  # noqa: S608
+            yield db
 
-    @contextmanager
-    def _synced_transaction(self) -> Iterator[sqlite3.Connection]:
-        """Survives a power cut, and nobody sees it before it does."""
-        with self._lock:
-            self._db.execute("PRAGMA synchronous = FULL")
-            try:
-                with self._transaction() as db:
-                    yield db
-            finally:
-                self._db.execute("PRAGMA synchronous = NORMAL")
+    def _take_touches(self) -> Iterator[tuple[float, float, BlockKey]]:
+        while self._touched:
+            yield self._touched.popleft()
 
-    def _rows(self, query: str, arguments: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
-        with self._lock:
-            return self._db.execute(query, tuple(arguments)).fetchall()
-
-    # Look-ups
-
-    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
-        rows = self._among("SELECT key, d, w, s, n_tokens, w_rows", "doomed = 0 AND key", keys)
-        return {
-            BlockKey(key): Known(_parts(d > 0, w > 0, s > 0), n_tokens, w_rows, d + w + s)
-            for key, d, w, s, n_tokens, w_rows in rows
-        }
-
-    def states(self, parents: Collection[BlockKey]) -> list[State]:
-        rows = self._among(
-            "SELECT key, parent, n_tokens", "s > 0 AND doomed = 0 AND parent", parents
-        )
-        return [State(BlockKey(key), BlockKey(parent), n) for key, parent, n in rows]
-
-    def _among(self, select: str, where: str, keys: Collection[BlockKey]) -> list[tuple[Any, ...]]:
-        """One query for all keys, in as many pieces as SQLite takes."""
-        wanted, rows = list(keys), []
-        for start in range(0, len(wanted), MAX_KEYS):
-            some = wanted[start : start + MAX_KEYS]
-            marks = ",".join("?" * len(some))
-            rows += self._rows(f"{select} FROM blocks WHERE {where} IN ({marks})", some)
-        return rows
-
-    def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
-        """In the order of token bytes the longest common prefixes are neighbours of the query."""
-        found = []
-        for compare, order in (("<=", "DESC"), (">", "ASC")):
-            rows = self._rows(
-                f"SELECT key, tokens FROM tokens WHERE parent = ? AND tokens {compare} ? "  # noqa: S608
-                f"ORDER BY tokens {order} LIMIT {NEIGHBOURS}",
-                (parent, tokens),
-            )
-            found += [Child(BlockKey(key), common_tokens(held, tokens)) for key, held in rows]
-        return sorted((c for c in found if c.n_common), key=lambda c: -c.n_common)
-
-    def parents(self, key: BlockKey) -> Iterator[BlockKey]:
-        """The chain from a block up to its first, the block itself included."""
-        query = (
-            "WITH RECURSIVE up(key, parent) AS (SELECT key, parent FROM blocks WHERE key = ? "
-            "UNION ALL SELECT b.key, b.parent FROM blocks b JOIN up ON b.key = up.parent) "
-            "SELECT key FROM up"
-        )
-        return (BlockKey(row[0]) for row in self._rows(query, (key,)))
-
-    def descendants(self, key: BlockKey) -> list[BlockKey]:
-        """Everything below a block, deepest first, the block itself left out."""
-        query = (
-            "WITH RECURSIVE down(key, depth) AS (SELECT key, 1 FROM blocks WHERE parent = ? "
-            "UNION ALL SELECT b.key, depth + 1 FROM blocks b JOIN down ON b.parent = down.key) "
-            "SELECT key FROM down ORDER BY depth DESC"
-        )
-        return [BlockKey(row[0]) for row in self._rows(query, (key,))]
-
-    def shorter_siblings(self, key: BlockKey) -> list[BlockKey]:
-        """Blocks beside this one whose tokens this one begins with: what it has outgrown."""
-        query = (
-            "SELECT o.key FROM tokens t JOIN blocks b ON b.key = t.key AND b.parent = t.parent "
-            "JOIN tokens o ON o.parent = t.parent AND length(o.tokens) < length(t.tokens) "
-            "AND o.tokens = substr(t.tokens, 1, length(o.tokens)) WHERE b.key = ?"
-        )
-        return [BlockKey(row[0]) for row in self._rows(query, (key,))]
-
-    def children_of(self, parent: BlockKey) -> list[BlockKey]:
-        query = "SELECT key FROM blocks WHERE parent = ? AND doomed = 0"
-        return [BlockKey(row[0]) for row in self._rows(query, (parent,))]
-
-    def outgrown(self, key: BlockKey) -> list[BlockKey]:
-        """Shorter siblings that this block serves as well as they do: same rows, and no state."""
-        query = (
-            "SELECT 1 FROM blocks b, blocks old WHERE b.key = ? AND old.key = ? "
-            "AND old.s = 0 AND old.pins = 0 AND old.children = 0 "
-            "AND (old.d = 0 OR b.d > 0) AND (old.w = 0 OR b.w > 0 AND b.w_rows = b.n_tokens)"
-        )
-        return [old for old in self.shorter_siblings(key) if self._rows(query, (key, old))]
+    def _settle(self) -> None:
+        """Write down the uses that wait for it."""
+        if self._touched:
+            with self._transaction():
+                pass
 
     def walk(self) -> Iterator[Stored]:
-        last = b""
-        while True:
-            rows = self._rows(
-                "SELECT key, parent, namespace, number, n_tokens, d, w, s, used, pins "
-                "FROM blocks WHERE doomed = 0 AND key > ? ORDER BY key LIMIT 1000",
-                (last,),
-            )
-            for key, parent, namespace, number, n_tokens, d, w, s, used, pins in rows:
-                sizes = {p: n for p, n in zip(Part, (d, w, s), strict=True) if n}
-                yield Stored(
-                    BlockKey(key), BlockKey(parent), Namespace(namespace),
-                    number, n_tokens, sizes, used, pins > 0,
-                )  # fmt: skip
-            if not rows:
-                return
-            last = rows[-1][0]
+        self._settle()
+        yield from super().walk()
 
-    def n_bytes(self) -> int:
-        """Bytes of all records, those being written included."""
-        return int(self._rows("SELECT value FROM counts WHERE name = 'bytes'")[0][0])
-
-    def n_blocks(self) -> int:
-        return int(self._rows("SELECT count(*) FROM blocks WHERE doomed = 0")[0][0])
-
-    # Writes
+    def close(self) -> None:
+        with self._lock:
+            with suppress(sqlite3.Error):  # uses are no loss
+                self._settle()
+            super().close()
 
     def reserve(
         self, key: BlockKey, parent: BlockKey, n_bytes: int, writer: str, limit: int | None
@@ -221,11 +131,13 @@ class Index:
             if reservation is not None:
                 _end_write(db, reservation)
             self._supersede(db, header, now)
+            cost = self.cost_of(header.number, n_tokens, *sizes)
             row = (key, header.parent, header.namespace, header.number, n_tokens, *sizes,
-                   header.w_rows, now, value)  # fmt: skip
+                   header.w_rows, now, value, cost)  # fmt: skip
             query = (
                 "INSERT INTO blocks(key, parent, namespace, number, n_tokens, d, w, s, w_rows, "
-                "used, value) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+                "used, value, cost) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+                "ON CONFLICT DO NOTHING"
             )
             if db.execute(query, row).rowcount:
                 kept = (header.parent, self._kept_tokens(header), key)
@@ -238,9 +150,10 @@ class Index:
         return header.tokens
 
     def touch(self, keys: Collection[BlockKey], now: float) -> None:
-        query = "UPDATE blocks SET value = after_use(used, value, ?), used = ? WHERE key = ?"
-        with self._transaction() as db:
-            db.executemany(query, ((now, now, key) for key in dict.fromkeys(keys)))
+        """Note a use. It is written down with the next change: alone it would cost a request ms."""
+        self._touched.extend((now, now, key) for key in dict.fromkeys(keys))
+        if len(self._touched) > MAX_TOUCHES:
+            self._settle()
 
     def _supersede(self, db: sqlite3.Connection, header: Header, now: float) -> None:
         """A block that begins as a short branch does replaces it: an answer rendered anew, say."""
@@ -252,7 +165,8 @@ class Index:
         branch = self._branch(beside[0].key) if beside else []
         if len(branch) <= SHORT_BRANCH:
             query = "UPDATE blocks SET value = ? WHERE key = ? AND used <= ?"
-            db.executemany(query, ((SUPERSEDED_S, key, now) for key in branch))
+            value = SUPERSEDED * self._half_life_s
+            db.executemany(query, ((value, key, now) for key in branch))
 
     def _branch(self, key: BlockKey) -> list[BlockKey]:
         """A block and what is below it, but no more than it takes to be a long branch."""
@@ -292,51 +206,60 @@ class Index:
         rows = f", w_rows = {w_rows:d}" if part is Part.WINDOW else ""
         query = f"UPDATE blocks SET {part.value} = ?{rows} WHERE key = ? AND NOT doomed"  # noqa: S608
         db.execute(query, (n_bytes, key))
-
-    def doomed(self) -> list[BlockKey]:
-        return [BlockKey(row[0]) for row in self._rows("SELECT key FROM blocks WHERE doomed = 1")]
-
-    def is_doomed(self, key: BlockKey) -> bool:
-        return bool(self._rows("SELECT 1 FROM blocks WHERE key = ? AND doomed", (key,)))
+        query = "UPDATE blocks SET cost = cost_of(number, n_tokens, d, w, s) WHERE key = ?"
+        db.execute(query, (key,))
 
     def victims(
         self, n_bytes: int, spare: Collection[BlockKey] = (), priority: float = math.inf
     ) -> list[Victim]:
-        """Unpinned blocks that nothing descends from, least valuable first, freeing `n_bytes`.
+        """Unpinned blocks, least valuable first and every one after its descendants, that together
+        free `n_bytes`; none at all where that cannot be reached.
 
         None of a higher priority: what comes is not worth more than they are.
         """
-        chosen, freed = [], 0
-        query = (
-            "SELECT key, d + w + s FROM blocks b WHERE children = 0 AND pins = 0 AND doomed = 0 "
-            "AND used + value <= ? "
-            "AND NOT EXISTS (SELECT 1 FROM writes w WHERE b.key IN (w.key, w.parent)) "
-            "ORDER BY used + value"
-        )
-        with self._lock, closing(self._db.execute(query, (priority,))) as rows:
-            for key, size in rows:
-                if freed >= n_bytes:
-                    break
-                if key not in spare:
-                    chosen.append(Victim(BlockKey(key), size))
-                    freed += size
-        return chosen
+        chosen: list[Victim] = []
+        freed = 0
+        with self._lock, closing(self._in_line(spare, priority)) as rows:
+            while freed < n_bytes and (row := next(rows, None)) is not None:
+                chosen.append(Victim(row.key, row.n_bytes))
+                freed += row.n_bytes
+        return chosen if freed >= n_bytes else []
 
-    def condemn(self, n_bytes: int, spare: Collection[BlockKey] = ()) -> list[BlockKey]:
+    def _in_line(self, spare: Collection[BlockKey], priority: float) -> Generator[_Row, None, None]:
+        """Blocks that nothing descends from, and each parent once its last child was taken."""
+        columns = "SELECT used + value + cost, key, parent, d + w + s FROM blocks b"
+        leaves = f"{columns} WHERE children = 0 AND {EVICTABLE} ORDER BY used + value + cost"
+        above = f"{columns} WHERE key = ? AND children = ? AND {EVICTABLE}"
+        taken: Counter[BlockKey] = Counter()
+        bared: list[_Row] = []
+        with closing(self._db.execute(leaves, (priority,))) as found:
+            leaf = found.fetchone()
+            while leaf or bared:
+                if bared and (leaf is None or bared[0] < leaf):
+                    row = heapq.heappop(bared)
+                else:
+                    row, leaf = _Row(*leaf), found.fetchone()
+                if row.key in spare:
+                    continue
+                yield row
+                taken[row.parent] += 1
+                for parent in self._rows(above, (row.parent, taken[row.parent], priority)):
+                    heapq.heappush(bared, _Row(*parent))
+
+    def condemn(
+        self, n_bytes: int, spare: Collection[BlockKey] = (), priority: float = math.inf
+    ) -> list[BlockKey]:
         """Choose victims and mark them in one step, so that nobody pins one in between."""
         with self._transaction():
-            keys = [victim.key for victim in self.victims(n_bytes, spare)]
+            keys = [victim.key for victim in self.victims(n_bytes, spare, priority)]
             self._mark(keys)
         return keys
 
     def evict(self, n_bytes: int, spare: Collection[BlockKey], priority: float) -> list[Victim]:
-        """Forget victims one by one, each with its parent in line, where no files are to remove."""
-        gone: list[Victim] = []
+        """Choose victims and forget them, where no files are to remove."""
         with self._transaction() as db:
-            while n_bytes > 0 and (found := self.victims(1, spare, priority)):
-                db.execute("DELETE FROM blocks WHERE key = ?", (found[0].key,))
-                gone += found
-                n_bytes -= found[0].n_bytes
+            gone = self.victims(n_bytes, spare, priority)
+            db.executemany("DELETE FROM blocks WHERE key = ?", ((v.key,) for v in gone))
         return gone
 
     def pin(self, key: BlockKey, owner: str) -> None:
@@ -351,48 +274,10 @@ class Index:
         with self._transaction() as db:
             db.execute("DELETE FROM pins WHERE owner = ?", (owner,))
 
-    def owners(self, key: BlockKey) -> list[str]:
-        return [row[0] for row in self._rows("SELECT owner FROM pins WHERE key = ?", (key,))]
-
-    def writers(self) -> set[str]:
-        return {row[0] for row in self._rows("SELECT DISTINCT writer FROM writes")}
-
     def forget_writer(self, writer: str) -> None:
         with self._transaction() as db:
             db.execute("DELETE FROM writes WHERE writer = ?", (writer,))
 
-    def names(self, first: bytes = b"") -> dict[str, int]:
-        """The file names of all records whose keys begin so, and their bytes; doomed ones too."""
-        query = "SELECT lower(hex(key)), d, w, s FROM blocks WHERE key BETWEEN ? AND ?"
-        rows = self._rows(query, (first, first.ljust(KEY_BYTES, b"\xff")))
-        named = ((stem, zip(SUFFIXES, sizes, strict=True)) for stem, *sizes in rows)
-        return {stem + suffix: n for stem, parts in named for suffix, n in parts if n}
-
-    def checkpoint(self) -> None:
-        """Fold the log into the file and cut it, so that deleted tokens are gone from both."""
-        with self._lock:
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-    def close(self) -> None:
-        with self._lock:
-            self._db.close()
-
-
-def is_damage(error: Exception) -> bool:
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
-    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-
-
-def is_busy(error: sqlite3.Error) -> bool:
-    """Whether others kept SQLite waiting for too long, which says nothing against the file."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-    return code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-
 
 def _end_write(db: sqlite3.Connection, reservation: int | None) -> None:
     db.execute("DELETE FROM writes WHERE id = ?", (reservation,))
-
-
-@cache
-def _parts(d: bool, w: bool, s: bool) -> frozenset[Part]:
-    return frozenset(part for part, held in zip(Part, (d, w, s), strict=True) if held)

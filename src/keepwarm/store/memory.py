@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -12,7 +13,18 @@ from dataclasses import replace
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.index import Index
 from keepwarm.store.record import Buffer, Part, Record, Visit
-from keepwarm.store.tier import Child, Known, Put, State, Stored, TierStats, outage_is
+from keepwarm.store.thinning import surplus
+from keepwarm.store.tier import (
+    Child,
+    CutOff,
+    Known,
+    Put,
+    State,
+    Stored,
+    TierStats,
+    outage_is,
+    telling,
+)
 
 
 class MemoryTier:
@@ -23,7 +35,7 @@ class MemoryTier:
         self._clock = clock
         self._index = Index(":memory:")
         self._records: dict[tuple[BlockKey, Part], Record] = {}
-        self._refused: deque[BlockKey] = deque(maxlen=64)  # as many as may be under way at once
+        self._cut_off = CutOff()
         self._lock = threading.RLock()
         self._counts: Counter[str] = Counter()
         self._durable: Future[None] = Future()  # as durable as it gets, for every record
@@ -74,7 +86,8 @@ class MemoryTier:
         if before and not header.improves_on(before.header.w_rows):
             return False
         if not self._make_room(record, n_bytes - (before.n_bytes if before else 0), now):
-            self._refused.append(header.key)
+            self._cut_off.refused(header.key)
+            self._count(refused=1)
             return False
         self._records[header.key, header.part] = record
         self._index.add(header, n_bytes, now)
@@ -82,45 +95,65 @@ class MemoryTier:
         return True
 
     def _make_room(self, record: Record, n_bytes: int, now: float) -> bool:
-        """Evict what is worth less than a block used once, now. Nobody can reach what follows a
-        block that got no room, so that gets none either.
-        """
+        """Evict what is worth less than a block used once, now."""
         over = self._index.n_bytes() + n_bytes - self._max_bytes
         if over <= 0:
             return True
-        if n_bytes > self._max_bytes or self._is_cut_off(record.header.parent):
+        if n_bytes > self._max_bytes:
+            return False
+        if self._cut_off.follows(record.header.parent, self._index.have):
             return False
         spare = {record.header.key, record.header.parent}
-        victims = self._index.evict(over, spare, priority=now)
+        priority = self._index.priority_of(record.header, n_bytes, now)
+        victims = self._index.evict(over, spare, priority)
         for victim in victims:
             for part in Part:
                 self._records.pop((victim.key, part), None)
         self._count(evicted=len(victims))
-        return sum(victim.n_bytes for victim in victims) >= over
+        return bool(victims)
 
-    def _is_cut_off(self, parent: BlockKey) -> bool:
-        return parent in self._refused and not self._index.have([parent])
+    def shed(self, n_bytes: int) -> int:
+        """Evict the least valuable until so many bytes are free; how many it was."""
+        with self._lock:
+            before = self._index.n_bytes()
+            victims = self._index.evict(n_bytes, set(), math.inf)
+            for victim in victims:
+                for part in Part:
+                    self._records.pop((victim.key, part), None)
+            self._count(evicted=len(victims))
+            return before - self._index.n_bytes()
 
     def pin(self, key: BlockKey, owner: str) -> None:
-        self._index.pin(key, owner)
+        with telling(self, "pin a block"):
+            self._index.pin(key, owner)
 
     def unpin(self, key: BlockKey, owner: str) -> None:
-        self._index.unpin(key, owner)
+        with telling(self, "let go of a block"):
+            self._index.unpin(key, owner)
 
     @outage_is(lambda: None)
     def touch(self, keys: Collection[BlockKey]) -> None:
         self._index.touch(keys, self._clock())
 
+    @outage_is(lambda: None)
     def drop_outgrown(self, key: BlockKey) -> None:
-        for old in self._index.outgrown(key):
-            self.delete(old)
+        for state in surplus(*self._index.checkpoints(key)):
+            self.delete_part(state.key, Part.STATE)
+            self._delete(self._index.outgrown(state.beside))
+        self._delete(self._index.outgrown(key))
 
     def delete(self, key: BlockKey) -> None:
+        with telling(self, "delete a block"):
+            self._delete([key])
+
+    def _delete(self, keys: Collection[BlockKey]) -> None:
         with self._lock:
-            for part in Part:
-                self._records.pop((key, part), None)
-            self._index.doom([key])
-            self._index.drop([key])
+            for key in keys:
+                for part in Part:
+                    self._records.pop((key, part), None)
+            if keys:
+                self._index.doom(keys)
+                self._index.drop(keys)
 
     def delete_part(self, key: BlockKey, part: Part) -> None:
         """Remove one part; the block goes with its last one."""
@@ -129,10 +162,15 @@ class MemoryTier:
             self._index.drop_part(key, part)
 
     def walk(self) -> Iterator[Stored]:
-        return self._index.walk()
+        with telling(self, "list its blocks"):
+            yield from self._index.walk()
+
+    @outage_is(lambda: (0, 0))
+    def _totals(self) -> tuple[int, int]:
+        return self._index.n_blocks(), self._index.n_bytes()
 
     def stats(self) -> TierStats:
-        n_blocks, n_bytes = self._index.n_blocks(), self._index.n_bytes()
+        n_blocks, n_bytes = self._totals()
         return TierStats(n_blocks, n_bytes, self._max_bytes, **self._counts)
 
     def close(self) -> None:

@@ -6,8 +6,11 @@ import logging
 import sqlite3
 from pathlib import Path
 
+from keepwarm.errors import BadInput, Busy, NewerFormat
 from keepwarm.store.atomic import FILE_MODE, exclusive
-from keepwarm.store.index import Index, is_busy
+from keepwarm.store.database import is_busy
+from keepwarm.store.eviction import DISK_HALF_LIFE_S
+from keepwarm.store.index import Index
 from keepwarm.store.names import INDEX, INDEX_FILES
 from keepwarm.store.seal import Seal
 from keepwarm.store.sealed_index import SealedIndex
@@ -24,11 +27,18 @@ def open_index(root: Path, seal: Seal | None) -> Index:
         refuse_unlike(root, seal)
         try:
             path.touch(FILE_MODE)
+            index = _index(path, seal)
             if not (root / DAMAGED).exists():
-                return _index(path, seal)
+                return index
+            index.close()
+        except NewerFormat as error:
+            raise BadInput(
+                f"The store {root} was written by a newer Keepwarm; "
+                "update this one, or name another directory as KEEPWARM_STORE."
+            ) from error
         except sqlite3.DatabaseError as error:
             if is_busy(error):
-                raise
+                raise Busy(f"The index of {root} is in use by others; try again.") from error
         LOG.warning("the index is damaged and is built anew")
         for name in (*INDEX_FILES, DAMAGED):
             (root / name).unlink(missing_ok=True)
@@ -42,4 +52,6 @@ def note_damage(root: Path) -> None:
 
 
 def _index(path: Path, seal: Seal | None) -> Index:
-    return Index(path) if seal is None else SealedIndex(path, seal)
+    if seal is None:
+        return Index(path, DISK_HALF_LIFE_S)
+    return SealedIndex(path, seal, DISK_HALF_LIFE_S)

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
-from keepwarm.errors import BadRecord
+from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace, block_key
 from keepwarm.prefix.fingerprint import FORMAT_VERSION, NAMESPACE_BYTES
 from keepwarm.store.seal import OVERHEAD, TAG_BYTES, Seal
@@ -163,7 +163,8 @@ def pieces(record: Record, seal: Seal | None = None) -> list[bytes | memoryview]
 def open_record(file: BinaryIO, file_bytes: int, seal: Seal | None = None) -> Opened:
     """Read and verify the header; raises BadRecord, with the reason, for anything else.
 
-    A sealed record is no bad one where there is no key: that is a PermissionError.
+    NewerFormat comes after the digest, which shows that the version is no flipped bit. A sealed
+    record is no bad one where there is no key: that is a PermissionError.
     """
     n_header = struct.unpack("<Q", _exactly(file, 8))[0]
     if n_header > min(MAX_HEADER_BYTES, file_bytes - 8):
@@ -288,9 +289,9 @@ def _opened_head(head: dict[str, Any], seal: Seal | None) -> dict[str, Any]:
 def _parse(
     said: dict[str, Any], table: dict[str, Any], data_start: int, n_file: int, seal: Seal | None
 ) -> Opened:
-    version = said["version"]
+    version = _whole(said["version"], least=1)
     if version > FORMAT_VERSION:
-        raise BadRecord(f"format version {version} is newer than {FORMAT_VERSION}")
+        raise NewerFormat(f"format version {version} is newer than {FORMAT_VERSION}")
     tokens, extra = b64decode(said["tokens"], validate=True), dict(said["extra"])
     _check_counts(tokens, extra)
     header = Header(
@@ -301,7 +302,7 @@ def _parse(
         number=_whole(said["number"]),
         tokens=tokens,
         extra=extra,
-        version=_whole(version, least=1),
+        version=version,
     )
     entries = tuple(_entries(table, said["digests"], 0 if seal is None else OVERHEAD))
     end = entries[-1].end if entries else 0

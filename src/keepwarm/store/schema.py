@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PRAGMAS = (
     "page_size = 8192",  # a row of tokens fits: on smaller pages each takes one of its own
     "journal_mode = WAL",
@@ -19,11 +19,12 @@ CREATE TABLE blocks(
   key BLOB PRIMARY KEY, parent BLOB NOT NULL, namespace BLOB NOT NULL, number INTEGER NOT NULL,
   n_tokens INTEGER NOT NULL, d INTEGER NOT NULL DEFAULT 0, w INTEGER NOT NULL DEFAULT 0,
   s INTEGER NOT NULL DEFAULT 0, w_rows INTEGER NOT NULL DEFAULT 0,
-  used REAL NOT NULL, value REAL NOT NULL DEFAULT 0, children INTEGER NOT NULL DEFAULT 0,
+  used REAL NOT NULL, value REAL NOT NULL DEFAULT 0, cost REAL NOT NULL DEFAULT 0,
+  children INTEGER NOT NULL DEFAULT 0,
   pins INTEGER NOT NULL DEFAULT 0, doomed INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE INDEX by_parent ON blocks(parent);
-CREATE INDEX victims ON blocks(used + value) WHERE children = 0 AND pins = 0 AND doomed = 0;
+CREATE INDEX victims ON blocks(used + value + cost) WHERE children = 0 AND pins = 0 AND doomed = 0;
 CREATE INDEX states ON blocks(parent) WHERE s > 0 AND doomed = 0;
 CREATE TABLE tokens(
   parent BLOB, tokens BLOB, key BLOB NOT NULL, PRIMARY KEY(parent, tokens)

@@ -13,16 +13,17 @@ from typing import Any
 
 from keepwarm.errors import BadRecord
 from keepwarm.prefix.blocks import BlockKey, Namespace, common_tokens
-from keepwarm.store.index import NEIGHBOURS, Index
+from keepwarm.store.index import Index
+from keepwarm.store.lookup import NEIGHBOURS
 from keepwarm.store.record import Header
 from keepwarm.store.seal import Seal
 from keepwarm.store.tier import Child, Stored
 
 
 class SealedIndex(Index):
-    def __init__(self, path: Path | str, seal: Seal) -> None:
+    def __init__(self, path: Path | str, seal: Seal, half_life_s: float) -> None:
         self._seal = seal
-        super().__init__(path)
+        super().__init__(path, half_life_s)
 
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
         found = [

@@ -1,7 +1,8 @@
 """What every place that keeps blocks can do, whatever it is made of.
 
 A tier never fails a look-up: an outage, a torn file or a foreign one is a miss, counted and with
-its reason kept. Records are immutable; putting one that is there already changes nothing.
+its reason kept. Pins, deletions and walks raise StoreFailed. Records are immutable; putting one
+that is there already changes nothing.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import functools
 import logging
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
+from keepwarm.errors import StoreFailed
 from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.store.record import Buffer, Part, Record, Visit
 
@@ -76,7 +80,9 @@ class TierStats:
     misses: int = 0
     puts: int = 0
     evicted: int = 0
+    refused: int = 0  # no room, or all that is kept was worth more
     quarantined: int = 0
+    newer: int = 0  # met, and left to a newer Keepwarm
     errors: int = 0
 
 
@@ -103,6 +109,32 @@ def outage_is(
         return asked
 
     return decorate
+
+
+@contextmanager
+def telling(tier: Fallible, what: str) -> Iterator[None]:
+    """For what somebody must know the end of: an outage is counted, and said in our own words."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        tier._failed(error)
+        raise StoreFailed(
+            f"The store could not {what} ({error}); look at its disk, then try again."
+        ) from error
+
+
+class CutOff:
+    """Blocks that got no room, so that what follows them gets none: nobody could reach it."""
+
+    def __init__(self) -> None:
+        self._keys: deque[BlockKey] = deque(maxlen=64)  # as many as may be under way at once
+
+    def refused(self, key: BlockKey) -> None:
+        self._keys.append(key)
+
+    def follows(self, parent: BlockKey, have: Callable[[list[BlockKey]], Any]) -> bool:
+        """Whether the parent was refused and is still not there."""
+        return parent in self._keys and not have([parent])
 
 
 class Tier(Protocol):
@@ -144,7 +176,9 @@ class Tier(Protocol):
         """Let go; a pin that is not there is no error."""
 
     def drop_outgrown(self, key: BlockKey) -> None:
-        """Remove the shorter siblings of a block that it serves as well as they do: old tails."""
+        """Remove what a block makes needless: shorter siblings that it serves as well as they do,
+        and checkpoints before it that are too many.
+        """
 
     def delete(self, key: BlockKey) -> None:
         """Remove all parts of a block; nothing of it is found, or left behind, afterwards."""

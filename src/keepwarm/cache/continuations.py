@@ -1,0 +1,40 @@
+"""What a store holds after a prompt: its token ids, read from the headers of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, chain, pack, root, unpack
+from keepwarm.store.record import Buffer, Visit
+from keepwarm.store.tier import Known
+from keepwarm.store.tiers import Tiers
+
+
+def continuations(
+    namespace: Namespace, tiers: Tiers, tokens: Sequence[int], guess: Sequence[int]
+) -> Iterator[list[int]]:
+    """Stored tokens that follow these, to the end of the block, those most like the guess first.
+
+    Reads headers, no tensor. Of many that follow, a few are given.
+    """
+    whole = [ref.key for ref in chain(namespace, tokens) if ref.n_tokens == BLOCK_TOKENS]
+    parent = whole[-1] if whole else root(namespace)
+    begun = pack(tokens[len(whole) * BLOCK_TOKENS :])
+    like = (begun + pack(guess[:BLOCK_TOKENS]))[: 4 * BLOCK_TOKENS]
+    found = [child.key for child in tiers.children(parent, like)]
+    known = tiers.have(found)
+    for key in found:
+        held = _tokens(tiers, key, known[key]) if key in known else b""
+        if held.startswith(begun) and len(held) > len(begun):
+            yield unpack(held[len(begun) :])
+
+
+def _tokens(tiers: Tiers, key: BlockKey, known: Known) -> bytes:
+    """The token ids of a block, confirmed by its header; none if it cannot be read any more."""
+    tokens: list[bytes] = []
+
+    def look(record: Visit) -> None:
+        tokens.append(record.header.tokens)
+
+    tiers.visit(key, min(known.parts), look, Buffer())
+    return tokens[0] if tokens else b""

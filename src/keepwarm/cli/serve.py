@@ -1,0 +1,68 @@
+"""`keepwarm serve`: the model behind the APIs that agents speak."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from keepwarm import config
+from keepwarm.cli.options import ModelName
+
+if TYPE_CHECKING:
+    from keepwarm.config import Settings
+
+EXAMPLE = '{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}'
+
+
+def serve(
+    *,
+    model: ModelName = None,
+    host: Annotated[
+        str | None, typer.Option("--host", help="Address to listen on; a wider one needs a key.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", help="Port to listen on; 0 takes a free one.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", help="File of accepted keys, one a line.")
+    ] = None,
+) -> None:
+    """Answer OpenAI's and Anthropic's APIs until stopped."""
+    settings = config.load(model=model, host=host, port=port, api_key_file=api_key_file)
+    from keepwarm.server.limits import check_binding
+    from keepwarm.server.process import address_of, bind
+    from keepwarm.server.process import serve as serve_app
+
+    check_binding(settings)
+    with bind(settings.host, settings.port) as listening:
+        from keepwarm.engine.model import load
+        from keepwarm.engine.store import Store
+        from keepwarm.server.app import create_app
+        from keepwarm.server.host import EngineHost, start_engine
+
+        loaded = load(settings.model, settings)
+        with Store(settings=settings) as store:
+            engine = start_engine(loaded, store, settings)
+            app = create_app(EngineHost(engine, loaded.name, settings.strict_model), settings)
+            print(_greeting(settings, loaded.name, address_of(listening)), flush=True)
+            serve_app(app, settings, listening)
+
+
+def _greeting(settings: Settings, name: str, address: str) -> str:
+    return (
+        f"{name} answers at {address}/v1 (its pages: {address}/docs). Try:\n"
+        f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'"
+        f"{_key(settings)} -d '{EXAMPLE}'"
+    )
+
+
+def _key(settings: Settings) -> str:
+    """The header for a key, such that the shell puts it in and the screen does not show it."""
+    if settings.api_key_file:
+        return f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(settings.api_key_file)})"'
+    if settings.api_keys:
+        return ' -H "Authorization: Bearer ${KEEPWARM_API_KEYS%%,*}"'
+    return ""

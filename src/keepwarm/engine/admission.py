@@ -1,0 +1,127 @@
+"""Which requests may run beside each other, decided by what their keys and values will take."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from keepwarm.engine.space import in_words
+from keepwarm.errors import NotEnough
+from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec
+from keepwarm.prefix.blocks import BLOCK_TOKENS
+
+
+def kv_bytes(layout: Layout, n_tokens: int) -> int:
+    """What caches of this layout take for so many tokens, the room they grow by included."""
+    return sum(
+        _tensor_bytes(spec, _rows(leaf, n_tokens))
+        for leaf in layout.leaves()
+        for spec in leaf.tensors.values()
+    )
+
+
+def _rows(leaf: LayerSpec, n_tokens: int) -> int:
+    """A window is bounded, but a slice of a prompt comes on top of it before old rows go."""
+    whole = -(-n_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+    window = leaf.window or leaf.scalars.get("max_size")
+    return min(whole, window + BLOCK_TOKENS) if window else whole
+
+
+def _tensor_bytes(spec: TensorSpec, n_rows: int) -> int:
+    size = spec.dtype.size
+    for n in spec.with_rows(n_rows):
+        size *= n
+    return size
+
+
+@dataclass(eq=False)
+class Lease:
+    """Memory that one request may use. Release it exactly once or more often: it counts once."""
+
+    n_bytes: int  # for each of its answers
+    batch: Hashable | None  # whom it joins; None: it runs alone
+    n_rows: int  # answers that it asks for, from one prompt
+    _admission: Admission = field(repr=False)
+    joining: bool = True  # its own caches are there beside the batch
+
+    def joined(self) -> None:
+        """Its rows are in the batch and its own caches are gone."""
+        self.joining = False
+
+    def grow(self, n_bytes: int) -> bool:
+        """Have more for an answer that goes on; False where there is no more."""
+        return self._admission._grow(self, n_bytes)
+
+    def release(self) -> None:
+        self._admission._release(self)
+
+
+class Admission:
+    """Decides by bytes which requests may run beside each other.
+
+    In a batch every row takes as much as the longest, because mlx-lm pads. A request that joins
+    counts twice until it has: as caches of its own, and as a row of the batch.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._leases: list[Lease] = []
+
+    @staticmethod
+    def needs(n_prompt: int, max_tokens: int, layout: Layout) -> int:
+        return kv_bytes(layout, n_prompt + max_tokens)
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            return _together(self._leases)
+
+    def fits(self, n_bytes: int, batch: Hashable | None = "batch", n_rows: int = 1) -> bool:
+        """Whether it may start now. Does not reserve."""
+        with self._lock:
+            return self._fits(Lease(n_bytes, batch, n_rows, self))
+
+    def reserve(
+        self, n_bytes: int, batch: Hashable | None = "batch", n_rows: int = 1
+    ) -> Lease | None:
+        """Memory for a request, or None while others need it; raises if it could never run."""
+        lease = Lease(n_bytes, batch, n_rows, self)
+        alone = _together([lease])
+        if alone > self.limit_bytes:
+            raise NotEnough(
+                f"This request needs {in_words(alone)} for its keys and values, and all requests "
+                f"together may take {in_words(self.limit_bytes)}; shorten the prompt, lower "
+                "max_tokens, or raise the memory budget."
+            )
+        with self._lock:
+            if not self._fits(lease):
+                return None
+            self._leases.append(lease)
+        return lease
+
+    def _fits(self, lease: Lease) -> bool:
+        return _together([*self._leases, lease]) <= self.limit_bytes
+
+    def _grow(self, lease: Lease, n_bytes: int) -> bool:
+        with self._lock:
+            before, lease.n_bytes = lease.n_bytes, max(lease.n_bytes, n_bytes)
+            if _together(self._leases) > self.limit_bytes:
+                lease.n_bytes = before
+            return lease.n_bytes >= n_bytes
+
+    def _release(self, lease: Lease) -> None:
+        with self._lock:
+            self._leases = [other for other in self._leases if other is not lease]
+
+
+def _together(leases: Sequence[Lease]) -> int:
+    batches: dict[Hashable, list[Lease]] = {}
+    for lease in leases:
+        batches.setdefault(lease if lease.batch is None else lease.batch, []).append(lease)
+    padded = sum(
+        sum(lease.n_rows for lease in rows) * max(lease.n_bytes for lease in rows)
+        for rows in batches.values()
+    )
+    return padded + sum(x.n_bytes for x in leases if x.joining and x.batch is not None)

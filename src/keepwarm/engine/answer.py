@@ -1,0 +1,128 @@
+"""An answer on its way: the engine puts events in, one reader takes them out.
+
+The reader may be a thread (`for`) or a coroutine on any loop (`async for`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Self, TypeAlias
+
+from keepwarm.engine.request import (
+    Choice,
+    Delta,
+    Done,
+    Event,
+    Finished,
+    Outcome,
+    Result,
+    ToolCalled,
+)
+from keepwarm.errors import EngineFailed, KeepwarmError
+
+Wake: TypeAlias = Callable[[], None]
+
+
+class Answer(Iterator[Event], AsyncIterator[Event]):
+    """Iterate once, for events; it ends after `Done` or raises what went wrong."""
+
+    def __init__(self, cancel: Callable[[Answer], None]) -> None:
+        self._cancel = cancel
+        self._outcomes: deque[Outcome] = deque()
+        self._changed = threading.Condition()
+        self._wake: Wake | None = None  # of a coroutine that waits
+        self._ended = False  # the reader has seen the last of it
+
+    def put(self, outcome: Outcome) -> None:
+        """For the engine, from its thread."""
+        with self._changed:
+            self._outcomes.append(outcome)
+            self._changed.notify_all()
+            wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
+
+    def cancel(self) -> None:
+        """Ask the engine to stop; it does within a step. What was computed is kept."""
+        self._cancel(self)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Event:
+        if self._ended:
+            raise StopIteration
+        with self._changed:
+            self._changed.wait_for(lambda: self._outcomes)
+            outcome = self._outcomes.popleft()
+        return self._seen(outcome)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        if self._ended:
+            raise StopAsyncIteration
+        while True:
+            with self._changed:
+                if self._outcomes:
+                    return self._seen(self._outcomes.popleft())
+                woken = self._register()
+            await woken.wait()
+
+    def result(self) -> Result:
+        """Wait for the whole answer."""
+        return collect(self)
+
+    async def wait(self) -> Result:
+        """The whole answer, for coroutines."""
+        return collect([event async for event in self])
+
+    def _register(self) -> asyncio.Event:
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(woken.set)
+
+        self._wake = wake
+        return woken
+
+    def _seen(self, outcome: Outcome) -> Event:
+        if isinstance(outcome, KeepwarmError):
+            self._ended = True
+            raise outcome
+        self._ended = isinstance(outcome, Done)
+        return outcome
+
+
+def collect(events: Iterator[Event] | list[Event]) -> Result:
+    """All events of an answer as one value."""
+    by_choice: dict[int, list[Event]] = {}
+    done: Done | None = None
+    for event in events:
+        if isinstance(event, Delta | ToolCalled | Finished):
+            by_choice.setdefault(event.choice, []).append(event)
+        elif isinstance(event, Done):
+            done = event
+    if done is None:
+        raise EngineFailed("The answer ended without an end; ask again.")
+    choices = tuple(_choice(by_choice[number]) for number in sorted(by_choice))
+    return Result(choices, done.usage, done.receipt)
+
+
+def _choice(events: list[Event]) -> Choice:
+    deltas = [event for event in events if isinstance(event, Delta)]
+    parts = [event for event in events if isinstance(event, Delta | ToolCalled | Finished)]
+    finished = next(event for event in events if isinstance(event, Finished))
+    return Choice(
+        text="".join(delta.text for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=tuple(event.call for event in events if isinstance(event, ToolCalled)),
+        reason=finished.reason,
+        stop=finished.stop,
+        tokens=tuple(info for part in parts for info in part.tokens),
+    )

@@ -1,0 +1,305 @@
+"""The engine: one thread that owns MLX, one batch, every conversation warm.
+
+engine = keepwarm.Engine(keepwarm.load("smollm2"))
+for event in engine.submit(Request(messages=[{"role": "user", "content": "Hello"}])): ...
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Self, TypeAlias, TypeVar
+
+import mlx.core as mx
+
+from keepwarm.cache.live import Live
+from keepwarm.cache.manager import Plan
+from keepwarm.cache.policy import Policy
+from keepwarm.config import Settings
+from keepwarm.config import load as load_settings
+from keepwarm.engine.admission import Admission
+from keepwarm.engine.answer import Answer
+from keepwarm.engine.jobs import Job, Sequence
+from keepwarm.engine.lane import Lane, Lanes, make_options
+from keepwarm.engine.memory import MemoryConfig, MemoryScopes, Watcher
+from keepwarm.engine.model import Model
+from keepwarm.engine.prefill import Pace
+from keepwarm.engine.prepare import Prepared, Preparer
+from keepwarm.engine.request import KVOptions, Request
+from keepwarm.engine.scheduler import Scheduler
+from keepwarm.engine.stats import Stats, snapshot
+from keepwarm.engine.store import Store
+from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping
+from keepwarm.kv import make_caches
+from keepwarm.prefix.ledger import Recent
+
+LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+Command: TypeAlias = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What can be set for an engine. Memory that is None is scaled to the machine."""
+
+    memory: MemoryConfig | None = None
+    max_queue: int = 256  # requests that wait or run
+    kv: KVOptions = field(default_factory=KVOptions)  # for requests that do not say
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """How much of a prompt is warm, and how long its first token would take."""
+
+    prompt_tokens: int
+    live: int  # tokens
+    stored: int
+    first_token_ms: float
+
+
+class Engine:
+    """Close it, or use `with`: what is computed is on disk only then for certain."""
+
+    def __init__(
+        self,
+        model: Model,
+        store: Store | None = None,
+        config: EngineConfig | None = None,
+        *,
+        settings: Settings | None = None,
+        scopes: MemoryScopes | None = None,
+    ) -> None:
+        """Without a store that of the settings is opened, and closed with the engine.
+
+        MLX's memory limits belong to the process: engines that run side by side share `scopes`.
+        """
+        self.model = model
+        settings = settings or load_settings()
+        self.config = config or EngineConfig(max_queue=settings.max_queue)
+        memory = self.config.memory or MemoryConfig.automatic(model_bytes=model.n_bytes)
+        self._own_store = store is None
+        self.store = store or Store(settings=settings)
+        self._memory = memory
+        self._scopes = scopes or MemoryScopes()
+        self._joined = self._scopes.join(memory)
+        self.live = Live(memory.live_bytes)
+        self._recent = Recent()
+        self._preparer = Preparer(model, _vocabulary(model), self._recent)
+        self._lanes = Lanes(model, self.store, self.live)
+        on_gpu = mx.default_device() == mx.gpu
+        self._scheduler = Scheduler(
+            self._lanes,
+            Admission(memory.batch_bytes),
+            Pace(max_slice=2048 if on_gpu else 512),
+            self._kept,
+        )
+        self._watcher = Watcher([self.live.shed, self.store.shed]).start()
+        self._chores = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-chores")
+        self._commands: deque[Command] = deque()
+        self._changed = threading.Condition()
+        self._accepting = True
+        self._closing = False
+        self._idle = True
+        self._thread = threading.Thread(target=self._run, name="keepwarm-engine", daemon=True)
+        self._thread.start()
+
+    # asking
+
+    def prepare(self, request: Request) -> Prepared:
+        """Render and tokenise a request; raises what is wrong with it. Runs nothing."""
+        make_caches(self.model.module, **make_options(request.kv))  # refuses what means nothing
+        if request.agent is not None:
+            self.store.check_agent(request.agent)
+        return self._preparer.prepare(request)
+
+    def submit(self, request: Request) -> Answer:
+        """Ask; the answer comes as events. What cannot be asked is refused here and now."""
+        if not self._accepting:
+            raise Stopping("The engine is shutting down and takes no more requests.")
+        if request.kv == KVOptions():
+            request = replace(request, kv=self.config.kv)
+        prepared = self.prepare(request)
+        if len(self._scheduler.jobs) >= self.config.max_queue:
+            raise Busy(f"{self.config.max_queue} requests wait or run already; ask again later.")
+        answer = Answer(self._cancel)
+        job = Job(request, prepared, answer)
+        self._post(lambda: self._scheduler.add(job))
+        return answer
+
+    def warm(self, request: Request) -> Answer:
+        """Read a prompt and keep it, without an answer: its next use starts from here."""
+        return self.submit(replace(request, sampling=replace(request.sampling, max_tokens=0)))
+
+    def lookup(self, request: Request) -> Lookup:
+        """Say how much of a prompt is warm. Nothing is loaded or changed."""
+        prepared = self.prepare(request)
+        return self.call(lambda: self._lookup(prepared)).result()
+
+    def call(self, work: Callable[[], T]) -> Future[T]:
+        """Run something on the engine's thread, between two steps."""
+        future: Future[T] = Future()
+
+        def command() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._post(command)
+        return future
+
+    # state
+
+    def stats(self) -> Stats:
+        """What is going on now, and what has happened since the start."""
+        return snapshot(self._scheduler, self.live, self.store)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self._closing
+
+    def clear(self) -> None:
+        """Free all that is kept in memory; what is on disk stays."""
+        self.call(self.live.clear).result()
+        self.store.clear_memory()
+        self._scopes.evict_if_idle()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take no more, wait for what runs, then end the rest; whether all could finish."""
+        self._accepting = False
+        deadline = time.monotonic() + timeout_s
+        while self._scheduler.jobs or self._commands:
+            if time.monotonic() > deadline:
+                self.call(self._drop_all).result()
+                self.store.flush()
+                return False
+            time.sleep(0.01)
+        self.store.flush()
+        return True
+
+    def close(self) -> None:
+        """End what runs, write what is queued, let go of everything."""
+        if self._closing:
+            return
+        self._accepting = False
+        self.call(self._drop_all).result()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._watcher.close()
+        self._chores.shutdown(wait=True)
+        self.live.clear()
+        self._joined.close()
+        self._scopes.evict_if_idle()
+        if self._own_store:
+            self.store.close()
+        else:
+            self.store.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # the thread
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._work_until_idle()
+            with self._changed:
+                self._changed.wait_for(lambda: self._commands or self._closing)
+
+    def _work_until_idle(self) -> None:
+        """Everything there is to do, inside one scope of active memory."""
+        with self._scopes.active(self._memory):
+            while self._obey() or self._step():
+                continue
+
+    def _obey(self) -> bool:
+        """Carry out what other threads asked for; answers False so that a step follows."""
+        while self._commands:
+            command = self._commands.popleft()
+            try:
+                command()
+            except Exception:
+                LOG.exception("a command of the engine failed")
+        return False
+
+    def _step(self) -> bool:
+        try:
+            return self._scheduler.step() or bool(self._commands)
+        except Exception as error:
+            LOG.exception("the scheduler failed; all running requests end")
+            self._scheduler.fail_all(error)
+            return True
+
+    def _post(self, command: Command) -> None:
+        with self._changed:
+            if self._closing:
+                raise Stopping("The engine is closed.")
+            self._commands.append(command)
+            self._changed.notify_all()
+
+    def _cancel(self, answer: Answer) -> None:
+        def cancel() -> None:
+            for job in self._scheduler.jobs:
+                if job.answer is answer:
+                    self._scheduler.drop(job, Cancelled("The request was cancelled."))
+
+        if not self._closing:
+            self._post(cancel)
+
+    def _drop_all(self) -> None:
+        for job in self._scheduler.jobs:
+            self._scheduler.drop(job, Stopping("The engine is shutting down."))
+
+    def _lookup(self, prepared: Prepared) -> Lookup:
+        lane = self._lanes.of(prepared.request.kv, prepared.request.tenant)
+        held = self.live.look(lane.manager.namespace, prepared.tokens)
+        n_live = held.serves(len(prepared.tokens)) if held else 0
+        plan = lane.manager.plan(prepared.tokens)
+        return Lookup(len(prepared.tokens), n_live, plan.n_tokens, _expected_ms(lane, plan, n_live))
+
+    def _kept(self, sequence: Sequence) -> None:
+        """A sequence is over and findable: remember its text, its owner, and who waits for disk."""
+        job = sequence.job
+        rendering = job.prepared.rendering
+        self._recent.remember((job.request.kv, job.request.tenant), sequence.tokens)
+        if job.request.messages is not None and job.request.policy.writes:
+            made = sequence.tokens[len(job.tokens) :]
+            self._preparer.splicer.remember(job.request.tenant, rendering.text, job.tokens, made)
+        if job.request.agent and sequence.choice == 0 and job.request.policy.to_disk:
+            tokens = list(sequence.tokens)
+            self._chores.submit(self._advance, job.request.agent, job.home, tokens)
+        if job.request.policy is Policy.DURABLE and job.is_finished and not job.ended:
+            self._chores.submit(self._end_durably, job)
+
+    def _advance(self, agent: str, lane: Lane, tokens: list[int]) -> None:
+        try:
+            self.store.flush()
+            self.store.shelf.agents.advance(agent, lane.manager.namespace, tokens)
+        except KeepwarmError:
+            LOG.exception("what agent %r has said could not be noted", agent)
+
+    def _end_durably(self, job: Job) -> None:
+        self.store.flush()
+        self._post(lambda: self._scheduler.end(job))
+
+
+def _vocabulary(model: Model) -> int:
+    """How many logits the model gives: often more than the tokenizer has tokens."""
+    logits = model.module(mx.array([[0]]))
+    return int(logits.shape[-1])
+
+
+def _expected_ms(lane: Lane, plan: Plan, n_live: int) -> float:
+    rest = plan.n_prompt - max(plan.n_tokens, n_live)
+    load_s = plan.load_s if plan.n_tokens > n_live else 0.0
+    return round(1000 * (load_s + rest / lane.manager.rates.prefill_tokens_per_s), 1)

@@ -1,0 +1,152 @@
+"""Letting requests in: memory first, then whether somebody computes the same, then the restore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from keepwarm import kv
+from keepwarm.engine.admission import Admission
+from keepwarm.engine.counters import Counters
+from keepwarm.engine.jobs import Job, Reading, Sequence
+from keepwarm.engine.lane import Lane, Lanes
+from keepwarm.engine.prefill import Prefill, Stopwatch
+from keepwarm.engine.request import Receipt, Started
+from keepwarm.engine.sampling import Chooser
+from keepwarm.engine.segments import AnswerReader
+from keepwarm.prefix.blocks import common_tokens, pack
+
+MIN_SHARED = 16  # tokens that are worth waiting for
+ANSWER_ROOM = 1024  # answer tokens that memory is set aside for at first
+
+
+class Intake:
+    def __init__(
+        self,
+        lanes: Lanes,
+        admission: Admission,
+        counters: Counters,
+        *,
+        slice_done: Callable[[Reading, bool], None],
+        publish: Callable[[Reading], None],
+    ) -> None:
+        """`publish` makes findable what a reading has so far."""
+        self._lanes = lanes
+        self._admission = admission
+        self._counters = counters
+        self._slice_done = slice_done
+        self._publish = publish
+
+    def reserve(self, job: Job) -> bool:
+        """Memory for it, or False while others need it; raises if it could never run."""
+        job.lane = job.lane or self._lanes.of(job.request.kv, job.request.tenant)
+        if job.lease is None:
+            room = min(job.prepared.room, ANSWER_ROOM)
+            n_bytes = Admission.needs(len(job.tokens), room, job.lane.manager.layout)
+            batch = job.request.kv if job.lane.can_batch else None
+            job.lease = self._admission.reserve(n_bytes, batch, n_rows=max(1, job.n_answers))
+        return job.lease is not None
+
+    def waits(self, job: Job, readings: Iterable[Reading]) -> bool:
+        """Find out whether somebody is computing what this prompt begins with."""
+        if not job.request.policy.reads:
+            return False
+        others = [reading for reading in readings if _leads(reading, job)]
+        if not others:
+            return False
+        packed, known = pack(job.tokens), job.home.manager.plan(job.tokens).n_tokens
+        for reading in others:
+            shared = min(common_tokens(reading.packed, packed), len(job.tokens) - 1)
+            if shared < known + MIN_SHARED:
+                continue
+            if shared > reading.prefill.n_done:
+                self._wait(job, reading, shared)
+            else:
+                self._publish(reading)
+        return job.waits_for is not None
+
+    def _wait(self, job: Job, reading: Reading, n_tokens: int) -> None:
+        if job.waits_for is None:
+            self._counters.waited_for_prefix += 1
+        if job.waits_for is None or n_tokens > job.wait_until:
+            job.waits_for, job.wait_until = reading, n_tokens
+            reading.prefill.cut_at(n_tokens)
+
+    def open(self, job: Job) -> Reading:
+        """Restore what is known of the prompt and say so; what is left is to be read."""
+        lane, watch = job.home, Stopwatch()
+        warm = lane.warm(job.tokens, job.request.policy)
+        job.receipt = _receipt(job, lane, warm.reused, watch.seconds())
+        self._counters.prompt_tokens += len(job.tokens)
+        self._counters.saved_ms += job.receipt.saved_ms
+        self._counters.add_reused(warm.reused)
+        job.sequences = [_sequence(job, choice) for choice in range(job.n_answers)]
+        job.answer.put(Started(job.receipt))
+        return self._reading(job, job.tokens, warm.caches, warm.n_tokens, job.sequences)
+
+    def reopen(self, sequence: Sequence) -> Reading:
+        """Bring back a sequence whose batch died, from the blocks that it left."""
+        job = sequence.job
+        warm = job.home.warm(sequence.tokens, job.request.policy)
+        return self._reading(job, sequence.tokens, warm.caches, warm.n_tokens, [sequence])
+
+    def _reading(
+        self,
+        job: Job,
+        tokens: list[int],
+        caches: kv.Caches,
+        n_known: int,
+        sequences: list[Sequence],
+    ) -> Reading:
+        lane = job.home
+        tokens = list(tokens)
+        capture = lane.manager.open(tokens, job.request.policy)
+        capture.start_at(n_known)
+        prefill = Prefill(
+            lane.model.module,
+            tokens,
+            caches,
+            n_known,
+            keep=lambda checkpoint: self._slice_done(reading, checkpoint),
+            cuts=job.prepared.cuts,
+            exact_places=lane.exact_places,
+        )
+        reading = Reading(job, lane, tokens, prefill, capture, list(sequences))
+        return reading
+
+
+def _leads(reading: Reading, job: Job) -> bool:
+    return reading.lane is job.lane and reading.job.request.policy.leads
+
+
+def _receipt(job: Job, lane: Lane, reused: dict[str, int], seconds: float) -> Receipt:
+    n_known = sum(reused.values())
+    spared_ms = 1000 * (n_known / lane.manager.rates.prefill_tokens_per_s - seconds)
+    return Receipt(
+        prompt_tokens=len(job.tokens),
+        reused=reused,
+        recomputed=len(job.tokens) - n_known,
+        saved_ms=round(max(0.0, spared_ms), 1) if n_known else 0.0,
+        exact=lane.exact,
+        spliced=job.prepared.spliced,
+        scrubbed=job.request.scrubbed,
+        miss=job.prepared.explain(n_known) if job.request.explain else None,
+    )
+
+
+def _sequence(job: Job, choice: int) -> Sequence:
+    prepared = job.prepared
+    chooser = Chooser(
+        job.request.sampling,
+        prepared.n_vocab,
+        job.tokens,
+        prepared.matcher(),
+        prepared.stop_tokens,
+        choice=choice,
+    )
+    reader = AnswerReader(
+        prepared.markup,
+        stop=job.request.sampling.stop,
+        opening=prepared.opening,
+        calls=prepared.calls(),
+    )
+    return Sequence(job, choice, chooser, reader, prepared.room)

@@ -1,0 +1,78 @@
+"""Keeping what was computed. A save that fails is counted and costs nobody an answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeAlias
+
+from keepwarm import kv
+from keepwarm.cache.manager import Capture
+from keepwarm.engine.batch import Batch
+from keepwarm.engine.counters import Counters
+from keepwarm.engine.jobs import Reading, Sequence
+from keepwarm.prefix.blocks import BLOCK_TOKENS
+
+LOG = logging.getLogger(__name__)
+
+OnKept: TypeAlias = Callable[[Sequence], None]
+
+
+class Keeper:
+    """Captures blocks while a prompt is read, while an answer grows, and at the end of both."""
+
+    def __init__(self, counters: Counters, on_kept: OnKept) -> None:
+        """`on_kept` is told of every finished sequence, after its blocks are findable."""
+        self._counters = counters
+        self._on_kept = on_kept
+
+    def slice_done(self, reading: Reading, checkpoint: bool) -> None:
+        """Keep the blocks that a slice completed; a checkpoint keeps the very place."""
+        prefill = reading.prefill
+        self._capture(reading.capture, prefill.caches, prefill.n_done, checkpoint)
+
+    def place(self, reading: Reading) -> None:
+        """Make findable all that a reading has, its open block too."""
+        prefill = reading.prefill
+        if not reading.lane.exact_places:  # those others keep their places as they pass them
+            self._capture(reading.capture, prefill.caches, prefill.n_done, True, fleeting=True)
+
+    def interrupted(self, reading: Reading) -> None:
+        """Keep what was read of a prompt that nobody waits for any more."""
+        self._capture(reading.capture, reading.prefill.caches, reading.prefill.n_done, True)
+
+    def answer_grows(self, batch: Batch[Sequence], row: Sequence) -> None:
+        """Now and then keep the blocks of a long answer: a crash must not cost all of it."""
+        window = row.job.home.manager.needs.window
+        interval = min(window, BLOCK_TOKENS) // 2 if window else BLOCK_TOKENS
+        if row.n_tokens and len(row.tokens) % interval == 0:
+            self._capture(row.capture, batch.peek(row), len(row.tokens), checkpoint=False)
+
+    def answered(self, row: Sequence, caches: kv.Caches) -> None:
+        """Keep a whole sequence, in blocks and as it is."""
+        lane, policy = row.job.home, row.job.request.policy
+        self._capture(row.capture, caches, len(row.tokens), checkpoint=True)
+        if policy.writes:
+            lane.live.put(lane.manager.namespace, row.tokens, caches)
+        self._on_kept(row)
+
+    def warmed(self, reading: Reading) -> None:
+        """Keep a prompt that was read for its own sake."""
+        self.interrupted(reading)
+        if reading.job.request.policy.writes:
+            namespace = reading.lane.manager.namespace
+            reading.lane.live.put(namespace, list(reading.tokens), reading.prefill.caches)
+
+    def _capture(
+        self,
+        capture: Capture,
+        caches: kv.Caches,
+        n_tokens: int,
+        checkpoint: bool,
+        fleeting: bool = False,
+    ) -> None:
+        try:
+            capture.capture(caches, n_tokens, checkpoint, fleeting)
+        except Exception:
+            self._counters.failed_saves += 1
+            LOG.exception("what was computed could not be kept")

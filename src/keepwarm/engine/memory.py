@@ -1,0 +1,346 @@
+"""Budgets for everything that takes memory, and who keeps them.
+
+MemoryConfig   how much each place may take, scaled to the machine
+MemoryScopes   MLX's buffer limits: high while something runs, low while nothing does
+Watcher        drops cached state when the machine runs low
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple, Protocol, Self, TypeAlias
+
+import mlx.core as mx
+import psutil
+
+from keepwarm.engine.space import in_words
+
+LOG = logging.getLogger(__name__)
+
+MIB, GIB = 1 << 20, 1 << 30
+UNLIMITED = 1 << 62  # more than any machine has
+CONTAINER = Path("/sys/fs/cgroup")
+
+
+class Host(NamedTuple):
+    """The memory of the machine, or of the container this process is shut in."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+def host_memory(container: Path = CONTAINER) -> Host:
+    memory = psutil.virtual_memory()
+    try:
+        limit = int((container / "memory.max").read_text())
+        used = _used(container)
+    except (OSError, ValueError):  # no container, or one without a limit: it says `max`
+        return Host(memory.total, memory.available)
+    return Host(min(memory.total, limit), max(0, min(memory.available, limit - used)))
+
+
+def _used(container: Path) -> int:
+    """What cannot be had back: the page cache counts as used there, but goes when asked for."""
+    words = (container / "memory.stat").read_text().split()
+    parts = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+    pages = parts.get("active_file", 0) + parts.get("inactive_file", 0)
+    return int((container / "memory.current").read_text()) - pages
+
+
+def gpu_memory() -> int | None:
+    """Bytes of a GPU that has memory of its own; None where it is the machine's."""
+    total = mx.device_info().get("total_memory")
+    return int(total) if total and mx.default_device() != mx.Device(mx.cpu) else None
+
+
+def wired_limit() -> int | None:
+    """Bytes that a GPU can keep from being paged out; None where there is no such thing."""
+    limit = mx.device_info().get("max_recommended_working_set_size")
+    return int(limit) if limit else None
+
+
+def headroom() -> int:
+    """Bytes that may still be used here: of the machine, and of the GPU."""
+    available = host_memory().available_bytes
+    limit = gpu_memory() or wired_limit()
+    return available if limit is None else min(available, limit - mx.get_active_memory())
+
+
+def free_buffers() -> int:
+    """Give buffers that MLX keeps for reuse back to the system; how many bytes that were."""
+    before = mx.get_cache_memory()
+    mx.clear_cache()
+    return before - mx.get_cache_memory()
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Bytes that each place may take."""
+
+    buffer_active_bytes: int  # freed buffers that MLX keeps while something runs
+    buffer_idle_bytes: int  # and while nothing does
+    live_bytes: int  # finished caches, ready to go on
+    tier_bytes: int  # blocks in memory
+    batch_bytes: int  # keys and values of running requests
+
+    @classmethod
+    def automatic(
+        cls, total_bytes: int | None = None, model_bytes: int = 0, host_bytes: int | None = None
+    ) -> MemoryConfig:
+        """Scaled to `total_bytes` of memory, this machine's unless given, beside a loaded model.
+
+        `host_bytes` are the machine's where a GPU has memory of its own, of `total_bytes`: blocks
+        lie in the one, all else in the other.
+        """
+        if total_bytes is None:
+            gpu, host = gpu_memory(), host_memory().total_bytes
+            total_bytes, host_bytes = (host, None) if gpu is None else (gpu, host)
+        shared = host_bytes is None
+        active = _active_buffers(total_bytes)
+        for_others = _for_others(total_bytes) if shared else total_bytes // 10
+        room = max(total_bytes // 16, total_bytes - for_others - model_bytes - active)
+        return cls(  # a tenth of the room is left for what a step computes with
+            buffer_active_bytes=active,
+            buffer_idle_bytes=max(50 * MIB, total_bytes // 256),
+            live_bytes=room // 5,
+            tier_bytes=room // 5 if host_bytes is None else host_bytes // 4,
+            batch_bytes=room // 2 if shared else room * 7 // 10,
+        )
+
+    @classmethod
+    def unconstrained(cls) -> MemoryConfig:
+        """No limits: whoever sets this watches the memory himself."""
+        return cls(*[UNLIMITED] * 5)
+
+
+def _active_buffers(total_bytes: int) -> int:
+    """Small machines need the memory more than the speed."""
+    for below, n_bytes in ((4 * GIB, 128 * MIB), (6 * GIB, 256 * MIB), (8 * GIB, 512 * MIB)):
+        if total_bytes < below:
+            return n_bytes
+    return max(768 * MIB, total_bytes // 16)
+
+
+def _for_others(total_bytes: int) -> int:
+    """For the system and other programs, where they share the memory."""
+    return max(total_bytes // 4, min(2 * GIB, total_bytes // 2))
+
+
+class Device(Protocol):
+    """What MLX lets one set, for the whole process. Setting answers with the value before."""
+
+    def set_cache_limit(self, n_bytes: int) -> int: ...
+
+    def set_wired_limit(self, n_bytes: int) -> int: ...
+
+    def clear_cache(self) -> None: ...
+
+    def wired_limit(self) -> int | None: ...
+
+
+class MLX:
+    """The device of this process."""
+
+    def set_cache_limit(self, n_bytes: int) -> int:
+        return mx.set_cache_limit(n_bytes)
+
+    def set_wired_limit(self, n_bytes: int) -> int:
+        mx.synchronize()  # it must not change under a running evaluation
+        return mx.set_wired_limit(n_bytes)
+
+    def clear_cache(self) -> None:
+        mx.clear_cache()
+
+    def wired_limit(self) -> int | None:
+        return wired_limit()
+
+
+class Scope:
+    """Counts from its making until `close`, which may be called twice; `with` calls it."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self.close = close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _Known(NamedTuple):
+    config: MemoryConfig
+    active: bool
+
+
+class MemoryScopes:
+    """MLX's limits are the process's, so all engines of a process share one of these.
+
+    While anything is active the buffer limit is the largest that an active scope asks for; while
+    nothing is, the largest idle limit of those that joined. When the last scope closes, the limits
+    are what they were before the first. What the device can keep resident it keeps in between.
+    """
+
+    def __init__(self, device: Device | None = None) -> None:
+        self._device = device or MLX()
+        self._lock = threading.Lock()
+        self._tokens = count()
+        self._scopes: dict[int, _Known] = {}
+        self._limit: int | None = None  # as set here; None: not ours
+        self._before = 0
+        self._wired_before: int | None = None
+
+    def join(self, config: MemoryConfig) -> Scope:
+        """An engine with these settings is there, until its scope is closed."""
+        return self._open(_Known(config, active=False))
+
+    def active(self, config: MemoryConfig) -> Scope:
+        """Something runs, until its scope is closed."""
+        return self._open(_Known(config, active=True))
+
+    @property
+    def is_active(self) -> bool:
+        with self._lock:
+            return any(known.active for known in self._scopes.values())
+
+    def evict_if_idle(self) -> bool:
+        """Free MLX's unused buffers unless something runs, which would want them again."""
+        with self._lock:
+            idle = not any(known.active for known in self._scopes.values())
+            if idle:
+                self._device.clear_cache()
+            return idle
+
+    def _open(self, known: _Known) -> Scope:
+        with self._lock:
+            token = next(self._tokens)
+            self._warn_of_others(known)
+            self._scopes[token] = known
+            self._apply()
+        return Scope(lambda: self._close(token))
+
+    def _close(self, token: int) -> None:
+        with self._lock:
+            if self._scopes.pop(token, None) is not None:
+                self._apply()
+
+    def _apply(self) -> None:
+        limit = self._wanted()
+        if limit == self._limit:
+            return
+        if limit is None:
+            self._restore()
+        elif self._limit is None:
+            self._before = self._device.set_cache_limit(limit)
+            self._wire()
+        else:
+            self._device.set_cache_limit(limit)
+        self._limit = limit
+
+    def _wanted(self) -> int | None:
+        active = [k.config.buffer_active_bytes for k in self._scopes.values() if k.active]
+        idle = [k.config.buffer_idle_bytes for k in self._scopes.values()]
+        return max(active or idle, default=None)
+
+    def _wire(self) -> None:
+        wired = self._device.wired_limit()
+        if wired is not None:
+            self._wired_before = self._device.set_wired_limit(wired)
+
+    def _restore(self) -> None:
+        self._device.set_cache_limit(self._before)
+        if self._wired_before is not None:
+            self._device.set_wired_limit(self._wired_before)
+            self._wired_before = None
+
+    def _warn_of_others(self, known: _Known) -> None:
+        """Not an error, but somebody does not get what he asked for."""
+        others = [k.config for k in self._scopes.values()]
+        if not known.active and others and known.config not in others:
+            LOG.warning(
+                "Two engines of this process have different memory settings; "
+                "MLX has one buffer limit, so the larger one holds for both."
+            )
+
+
+Shed: TypeAlias = Callable[[int], int]  # free about so many bytes; how many it was
+
+
+class Watcher:
+    """Sheds cached state when less than a floor is left, until there is a good deal more.
+
+    `shed` is asked in order: what costs least to have again stands first. Buffers that MLX only
+    keeps for reuse go before all of it. Nothing runs until `start`, or call `check` yourself.
+    """
+
+    def __init__(
+        self,
+        shed: Sequence[Shed],
+        floor_bytes: int | None = None,
+        *,
+        headroom: Callable[[], int] = headroom,
+        interval_s: float = 1.0,
+    ) -> None:
+        self.floor_bytes = floor_bytes or max(256 * MIB, host_memory().total_bytes // 20)
+        self.enough_bytes = self.floor_bytes * 3 // 2
+        self.shed_bytes = 0  # since it was made
+        self._shed = shed
+        self._headroom = headroom
+        self._interval_s = interval_s
+        self._low = False
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def check(self) -> int:
+        """Look once, shed if need be; the bytes that were freed."""
+        left = self._headroom()
+        self._low = left < (self.enough_bytes if self._low else self.floor_bytes)
+        if not self._low:
+            return 0
+        missing = self.enough_bytes - left
+        freed = free_buffers()
+        for shed in self._shed:
+            if freed < missing:
+                freed += self._ask(shed, missing - freed)
+        free_buffers()  # where the arrays that were just dropped went
+        self.shed_bytes += freed
+        LOG.info("Memory is low: %s left, %s freed.", in_words(left), in_words(freed))
+        return freed
+
+    def start(self) -> Self:
+        """Look every `interval_s` on a thread of its own, until `close`."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="keepwarm-memory", daemon=True)
+            self._thread.start()
+        return self
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            try:
+                self.check()
+            except Exception:
+                LOG.exception("The memory could not be looked at.")
+
+    def _ask(self, shed: Shed, n_bytes: int) -> int:
+        """One that fails frees nothing, and the others are asked all the same."""
+        try:
+            return shed(n_bytes)
+        except Exception:
+            LOG.exception("Cached state could not be dropped.")
+            return 0

@@ -1,0 +1,135 @@
+"""From a request to all that the engine needs of it, worked out on the caller's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import partial
+
+from keepwarm.engine.grammar import GrammarMatcher, Grammars
+from keepwarm.engine.model import Model
+from keepwarm.engine.prompt import Prompter, Rendering
+from keepwarm.engine.request import Format, Miss, Request, Sampling
+from keepwarm.engine.sampling import check
+from keepwarm.engine.segments import NORMAL, REASONING, Markup
+from keepwarm.engine.splice import Splicer
+from keepwarm.engine.template import Template
+from keepwarm.engine.tool_grammar import call_grammar
+from keepwarm.engine.tools import CallReader, offer
+from keepwarm.errors import BadInput, ContextTooLong
+from keepwarm.prefix.ledger import Recent
+
+MAX_CHOICES = 16
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request as tokens, and how its answer is to be chosen and read."""
+
+    request: Request
+    rendering: Rendering
+    room: int  # answer tokens, at most
+    n_vocab: int
+    stop_tokens: Collection[int]
+    markup: Markup
+    opening: str  # the segment in which the answer begins
+    start: GrammarMatcher | None
+    explain: Callable[[int], Miss | None]  # why no more than so many tokens were known
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.rendering.tokens
+
+    @property
+    def cuts(self) -> list[int]:
+        return self.rendering.cuts
+
+    @property
+    def spliced(self) -> int:
+        return self.rendering.spliced
+
+    def matcher(self) -> GrammarMatcher | None:
+        return None if self.start is None else self.start.copy()
+
+    def calls(self) -> CallReader | None:
+        if not self.request.tools or self.request.tool_choice.mode == "none":
+            return None
+        choice = self.request.tool_choice
+        return CallReader(self.markup.tools, self.request.tools, parallel=choice.parallel)
+
+
+class Preparer:
+    """Knows one model's tokenizer, template and vocabulary. Any thread may ask."""
+
+    def __init__(self, model: Model, n_vocab: int, recent: Recent) -> None:
+        tokenizer = model.tokenizer
+        self._model = model
+        self._n_vocab = n_vocab
+        self._recent = recent
+        self._stop_tokens = frozenset(tokenizer.eos_token_ids)
+        self.template = Template.of(tokenizer)
+        self.splicer = Splicer(tokenizer, self.template)
+        self.markup = Markup.of(tokenizer)
+        self._prompter = Prompter(
+            tokenizer, self.template, self.splicer, partial(offer, self.markup.tools)
+        )
+        self._grammars = Grammars(tokenizer, n_vocab, self._stop_tokens)
+
+    def prepare(self, request: Request) -> Prepared:
+        """Render and check; BadInput says what is wrong with a request."""
+        check(request.sampling, self._n_vocab)
+        if not 1 <= request.n <= MAX_CHOICES:
+            raise BadInput(f"n is {request.n}; it must be from 1 to {MAX_CHOICES}.")
+        rendering = self._prompter.render(_shown(request))
+        thinks = request.messages is not None and rendering.opens_thinking
+        return Prepared(
+            request,
+            rendering,
+            self._room(request.sampling, len(rendering.tokens)),
+            self._n_vocab,
+            self._stop_tokens,
+            self.markup,
+            REASONING if thinks else self.markup.first if request.messages else NORMAL,
+            self._grammar(request, thinks),
+            self._explainer(request, rendering),
+        )
+
+    def _room(self, sampling: Sampling, n_prompt: int) -> int:
+        if not n_prompt:
+            raise BadInput("The prompt is empty; say something.")
+        left = self._model.n_context - n_prompt
+        if left < 1:
+            raise ContextTooLong(
+                f"The prompt is {n_prompt:,} tokens long and {self._model.name} reads at most"
+                f" {self._model.n_context - 1:,}; shorten it."
+            )
+        return left if sampling.max_tokens is None else min(sampling.max_tokens, left)
+
+    def _grammar(self, request: Request, thinks: bool) -> GrammarMatcher | None:
+        choice = request.tool_choice
+        text = None
+        if request.tools and (choice.mode == "required" or choice.name):
+            text = call_grammar(request.tools, choice, self.markup)
+        wanted = Format(grammar=text) if text else request.format
+        if wanted is None:
+            return None
+        after = self._model.tokenizer.think_end_tokens if thinks else ()
+        return self._grammars.compile(wanted, after or ())
+
+    def _explainer(self, request: Request, rendering: Rendering) -> Callable[[int], Miss | None]:
+        whose = (request.kv, request.tenant)
+
+        def explain(n_known: int) -> Miss | None:
+            if not request.policy.reads:
+                return Miss(0, None, "disabled")
+            why = self._recent.explain(whose, rendering.tokens, (), n_known)
+            if why is None:
+                return None
+            return Miss(why.position, rendering.message_at(n_known), why.reason, why.nearest)
+
+        return explain
+
+
+def _shown(request: Request) -> Request:
+    """With `none` the model is not even told of tools."""
+    return replace(request, tools=()) if request.tool_choice.mode == "none" else request

@@ -1,0 +1,290 @@
+"""Who runs when. Decoding goes first; prompts are read in slices between its steps.
+
+Everything here belongs to the engine's thread. One turn:
+
+    start     what waits and fits: look up, restore
+    decode    a token for everybody
+    read      a slice of one prompt; when it is whole, its sequences join the batch
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Hashable
+
+import mlx.core as mx
+
+from keepwarm import kv
+from keepwarm.cache.policy import Policy
+from keepwarm.engine.admission import Admission
+from keepwarm.engine.batch import Batch
+from keepwarm.engine.counters import Counters
+from keepwarm.engine.intake import Intake
+from keepwarm.engine.jobs import Job, Reading, Sequence
+from keepwarm.engine.keeper import Keeper, OnKept
+from keepwarm.engine.lane import Lanes
+from keepwarm.engine.prefill import Pace, Stopwatch
+from keepwarm.engine.request import Progress
+from keepwarm.errors import EngineFailed, KeepwarmError
+
+LOG = logging.getLogger(__name__)
+
+MAX_READINGS = 4  # prompts that share the time for reading
+MAX_ROWS = 64  # sequences in all batches together
+MAX_FAILURES = 2  # batches that may die under a sequence before it is held to be the cause
+
+
+class Scheduler:
+    def __init__(self, lanes: Lanes, admission: Admission, pace: Pace, on_kept: OnKept) -> None:
+        self.pace = pace
+        self.counters = Counters()
+        self.waiting: list[Job] = []
+        self.reading: deque[Reading] = deque()
+        self._batches: dict[Hashable, Batch[Sequence]] = {}
+        self._just_read = False
+        self._keeper = Keeper(self.counters, on_kept)
+        self._intake = Intake(
+            lanes,
+            admission,
+            self.counters,
+            slice_done=self._keeper.slice_done,
+            publish=self._keeper.place,
+        )
+
+    @property
+    def rows(self) -> list[Sequence]:
+        return [row for batch in self._batches.values() for row in batch.rows]
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Everybody who still waits for something, each once."""
+        reading = [reading.job for reading in self.reading]
+        return list(dict.fromkeys([*self.waiting, *reading, *(row.job for row in self.rows)]))
+
+    def add(self, job: Job) -> None:
+        self.counters.requests += 1
+        self.waiting.append(job)
+        self.waiting.sort(key=lambda job: (-job.request.priority, job.arrived))
+
+    def step(self) -> bool:
+        """One turn; False when there was nothing to do."""
+        for job in [job for job in self.jobs if job.is_overdue]:
+            self.drop(job, job.overdue())
+        started = self._start()
+        decoded = self._decode()
+        read = self._read()
+        return started or decoded or read
+
+    def drop(self, job: Job, error: KeepwarmError) -> None:
+        """End a job wherever it is; the blocks it finished are kept."""
+        if not job.ended:
+            self.counters.cancelled += 1
+            job.end(error)
+        self.waiting = [other for other in self.waiting if other is not job]
+        for reading in [reading for reading in self.reading if reading.job is job]:
+            self._keeper.interrupted(reading)
+            self._end_reading(reading)
+        self._leave_all(job)
+
+    def fail_all(self, error: Exception) -> None:
+        """The scheduler itself failed: nobody's state can be trusted any more."""
+        jobs = self.jobs
+        for reading in self.reading:
+            reading.ended = True
+        self.reading.clear()
+        self.waiting.clear()
+        self._batches.clear()
+        for job in jobs:
+            self._fail(job, error)
+
+    # start
+
+    def _start(self) -> bool:
+        """Let in the first that may: at most one a turn, for a restore takes time."""
+        if len(self.reading) >= MAX_READINGS or len(self.rows) >= MAX_ROWS:
+            return False
+        for job in list(self.waiting):
+            if job.is_blocked:
+                continue
+            try:
+                if not self._intake.reserve(job):
+                    return False  # nor may those behind it overtake, or it would wait for ever
+                if self._intake.waits(job, self.reading):
+                    continue
+                self.waiting.remove(job)
+                self.reading.append(self._intake.open(job))
+            except Exception as error:
+                self.waiting = [other for other in self.waiting if other is not job]
+                self._fail(job, error)
+            return True
+        return False
+
+    # read
+
+    def _read(self) -> bool:
+        """One slice of the prompt whose turn it is."""
+        self._just_read = bool(self.reading)
+        if not self.reading:
+            return False
+        reading = self._next_reading()
+        n_before, watch = reading.prefill.n_done, Stopwatch()
+        try:
+            logits = reading.prefill.feed(self.pace.slice_tokens(decoding=bool(self._batches)))
+        except Exception as error:
+            self._end_reading(reading)
+            self._fail(reading.job, error)
+            return True
+        self._count(reading, reading.prefill.n_done - n_before, watch.seconds())
+        if logits is not None:
+            self._end_reading(reading)
+            self._go_on(reading, logits)
+        return True
+
+    def _next_reading(self) -> Reading:
+        """The most urgent, counting whoever waits for it; among equals they take turns."""
+        self.reading.rotate(-1)
+        return max(self.reading, key=self._urgency)
+
+    def _urgency(self, reading: Reading) -> int:
+        waiters = [job.request.priority for job in self.waiting if job.waits_for is reading]
+        return max([reading.job.request.priority, *waiters])
+
+    def _count(self, reading: Reading, n_tokens: int, seconds: float) -> None:
+        self.pace.saw_slice(n_tokens, seconds)
+        if reading.is_rebuild:
+            self.counters.rebuilt_tokens += n_tokens
+            return
+        self.counters.prefilled_tokens += n_tokens
+        reading.lane.saw_prefill(n_tokens, seconds)
+        reading.job.answer.put(Progress(reading.prefill.n_done, len(reading.tokens)))
+
+    def _end_reading(self, reading: Reading) -> None:
+        reading.ended = True
+        self.reading.remove(reading)
+
+    def _go_on(self, reading: Reading, logits: mx.array) -> None:
+        """The prompt is read: its sequences join the batch; without any, that was all."""
+        if not reading.sequences:
+            self._keeper.warmed(reading)
+            self.end(reading.job)
+            return
+        self._keeper.place(reading)
+        caches = reading.prefill.caches
+        try:
+            copies = [kv.copy_of(caches) for _ in reading.sequences[1:]]
+            for sequence, own in zip(reading.sequences, [caches, *copies], strict=True):
+                self._join(sequence, own, sequence.choose_first(logits))
+        except Exception as error:
+            self._fail(reading.job, error)
+        if reading.job.lease is not None:
+            reading.job.lease.joined()
+
+    def _join(self, sequence: Sequence, caches: kv.Caches, token: mx.array) -> None:
+        lane = sequence.job.home
+        key: Hashable = lane.options if lane.can_batch else sequence
+        batch: Batch[Sequence] = self._batches.setdefault(key, Batch(lane.model.module))
+        try:
+            batch.join(sequence, caches, token)
+        except Exception:
+            self._rebuild(key, batch)  # some layers may have the newcomer and some not
+            raise
+
+    # decode
+
+    def _decode(self) -> bool:
+        watch, batches = Stopwatch(), list(self._batches.items())
+        for key, batch in batches:
+            try:
+                self._decode_batch(key, batch)
+            except Exception as error:
+                LOG.warning("a batch of %d died: %s", len(batch.rows), error)
+                self._survive(key, batch, error)
+        if batches and not self._just_read:
+            self.pace.saw_step(watch.seconds())
+        return bool(batches)
+
+    def _decode_batch(self, key: Hashable, batch: Batch[Sequence]) -> None:
+        finished = [row for row, token in batch.feed() if not self._take(row, token)]
+        self._leave(key, batch, finished)
+        if not batch.rows:
+            return
+        failed = batch.choose()
+        for row in batch.rows:
+            self._keeper.answer_grows(batch, row)
+        for row, error in failed.items():
+            self._fail(row.job, error)
+
+    def _take(self, row: Sequence, token: int) -> bool:
+        """Tell a sequence its token; whether it goes on."""
+        self.counters.generated_tokens += 1
+        try:
+            row.job.take(row, token)
+        except Exception as error:
+            self._fail(row.job, error)
+        return not (row.reason or row.job.ended)
+
+    def _leave(self, key: Hashable, batch: Batch[Sequence], rows: list[Sequence]) -> None:
+        """Sequences go; what they computed is kept, and their job ends with the last of them."""
+        if not rows:
+            return
+        for row, caches in zip(rows, batch.leave(rows), strict=True):
+            is_last = row.job.is_finished and not row.job.ended
+            if is_last and row.job.request.policy is not Policy.DURABLE:
+                self.end(row.job)  # before keeping, which nobody needs to wait for
+            self._keeper.answered(row, caches)
+        if not batch.rows:
+            self._batches.pop(key, None)
+
+    def _leave_all(self, job: Job) -> None:
+        """Take a job's sequences out of whatever batch they are in."""
+        for key, batch in list(self._batches.items()):
+            try:
+                self._leave(key, batch, [row for row in batch.rows if row.job is job])
+            except Exception as error:
+                self._survive(key, batch, error)
+
+    # ends
+
+    def end(self, job: Job) -> None:
+        """All of an answer was given."""
+        self.counters.finished += 1
+        job.end()
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        """One request ends with an error, and no other."""
+        if not job.ended:
+            self.counters.failed += 1
+            job.end(_ours(error))
+        for reading in [reading for reading in self.reading if reading.job is job]:
+            self._end_reading(reading)
+
+    def _survive(self, key: Hashable, batch: Batch[Sequence], error: Exception) -> None:
+        """A batch died. Its sequences go on from their blocks; a repeated cause ends one."""
+        for row in batch.rows:
+            row.n_failures += 1
+            if row.n_failures > MAX_FAILURES:
+                self._fail(row.job, error)
+        self._rebuild(key, batch)
+
+    def _rebuild(self, key: Hashable, batch: Batch[Sequence]) -> None:
+        """Read every sequence of a batch again, alone first: whose fault it was then shows."""
+        self.counters.rebuilt_batches += 1
+        self._batches.pop(key, None)
+        rows = batch.disband()
+        mx.clear_cache()
+        for row in rows:
+            if row.job.ended or row.reason:
+                continue
+            try:
+                self.reading.append(self._intake.reopen(row))
+            except Exception as error:
+                self._fail(row.job, error)
+
+
+def _ours(error: Exception) -> KeepwarmError:
+    if isinstance(error, KeepwarmError):
+        return error
+    LOG.error("a request failed", exc_info=error)
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    return EngineFailed(f"This request failed in the engine ({reason}); others go on. Ask again.")

@@ -1,0 +1,1 @@
+"""What speaks HTTP: the APIs that agents already speak, and nothing that computes."""

@@ -1,0 +1,72 @@
+"""Anthropic's endpoints: messages, and how many tokens one would be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request, Response
+
+from keepwarm.config import Settings
+from keepwarm.engine import request as engine_request
+from keepwarm.server import messages, scrub
+from keepwarm.server.anthropic_shapes import (
+    CountRequest,
+    ErrorOut,
+    MessageOut,
+    MessagesRequest,
+    TokensOut,
+)
+from keepwarm.server.host import EngineHost
+from keepwarm.server.messages_out import Heading, Kept, MessageStream, message
+from keepwarm.server.sse import EventStream, WholeAnswer
+from keepwarm.server.wire import Caller, Config, Host, caller_of, documented, new_id
+
+router = APIRouter(
+    prefix="/v1/messages",
+    tags=["Anthropic"],
+    responses={
+        "4XX": {"model": ErrorOut, "description": "The request cannot be answered."},
+        "5XX": {"model": ErrorOut, "description": "The server failed, or is stopping."},
+    },
+)
+
+
+@router.post("", responses=documented(MessageOut))
+async def create_message(
+    body: MessagesRequest, request: Request, host: Host, settings: Config
+) -> Response:
+    """Answer a conversation, whole or as a stream of events."""
+    host.check_model(body.model)
+    session = messages.session_of(body.metadata.user_id if body.metadata else None)
+    asked = _asked(body, request, caller_of(request, body.keepwarm, session), settings)
+    kept = await asyncio.to_thread(_kept, host, asked) if asked.marks else ()
+    answer = await host.submit(asked)
+    heading = Heading(new_id("msg_"), host.name, kept, messages.ignored_tools(body))
+    if body.stream:
+        return EventStream(answer, MessageStream(heading))
+    return WholeAnswer(answer, lambda result: message(heading, result))
+
+
+@router.post("/count_tokens")
+async def count_tokens(
+    body: CountRequest, request: Request, host: Host, settings: Config
+) -> TokensOut:
+    """How many tokens the model would read for this request."""
+    host.check_model(body.model)
+    asked = _asked(body, request, caller_of(request), settings)
+    prepared = await asyncio.to_thread(host.engine.prepare, asked)
+    return {"input_tokens": len(prepared.tokens)}
+
+
+def _asked(
+    body: CountRequest, request: Request, caller: Caller, settings: Settings
+) -> engine_request.Request:
+    rules = scrub.rules(settings.scrub, request.headers)
+    return scrub.clean(messages.request_of(body, caller, settings), rules)
+
+
+def _kept(host: EngineHost, asked: engine_request.Request) -> Sequence[Kept]:
+    """Where in the prompt the breakpoints stand."""
+    rendering = host.engine.prepare(asked).rendering
+    return [Kept(rendering.end_of(mark.message) or 0, mark.ttl_s or 0.0) for mark in asked.marks]

@@ -1,0 +1,92 @@
+"""The application: routers, limits, errors in the shape of the API spoken, an orderly end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio.to_thread
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+
+from keepwarm import __version__
+from keepwarm.config import Settings
+from keepwarm.errors import KeepwarmError
+from keepwarm.server import anthropic, health, openai, responses
+from keepwarm.server.host import EngineHost
+from keepwarm.server.limits import Limits
+from keepwarm.server.problems import Problem, invalid, problem_of, respond
+from keepwarm.server.responses_store import ResponseStore
+from keepwarm.server.wire import RECEIPT_HEADER, whole_characters
+
+ROUTERS = (health.router, openai.router, responses.router, anthropic.router)
+ABOUT = (
+    "Local LLM agents that never compute the same prompt twice. Every answer carries a receipt: "
+    f"how much of its prompt was warm (header `{RECEIPT_HEADER}`, field `keepwarm`)."
+)
+
+log = logging.getLogger(__name__)
+
+
+def create_app(host: EngineHost, settings: Settings) -> FastAPI:
+    """The server around a running engine, which is closed with it."""
+    app = FastAPI(
+        title="Keepwarm",
+        version=__version__,
+        description=ABOUT,
+        lifespan=_lifespan,
+        redoc_url=None,
+        dependencies=[Depends(whole_characters)],
+    )
+    app.state.host = host
+    app.state.settings = settings
+    app.state.responses = ResponseStore()
+    for router in ROUTERS:
+        app.include_router(router)
+    _say_what_is_wrong(app)
+    app.add_middleware(Limits, settings=settings)
+    _let_pages_in(app, settings)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    yield
+    await anyio.to_thread.run_sync(app.state.host.close)
+
+
+def _let_pages_in(app: FastAPI, settings: Settings) -> None:
+    """Cross-origin calls only from pages that were named, and never with cookies."""
+    origins = [origin.strip() for origin in settings.allowed_origins.split(",") if origin.strip()]
+    if origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=[RECEIPT_HEADER],
+        )
+
+
+def _say_what_is_wrong(app: FastAPI) -> None:
+    @app.exception_handler(KeepwarmError)
+    async def ours(request: Request, error: KeepwarmError) -> Response:
+        if error.status == 500:
+            log.error("%s failed: %s", request.url.path, error, exc_info=error)
+        return respond(request.url.path, problem_of(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def not_valid(request: Request, error: RequestValidationError) -> Response:
+        return respond(request.url.path, invalid(error.errors(), error.body))
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        problem = Problem(error.status_code, f"{error.detail} ({request.url.path}).")
+        return respond(request.url.path, problem)
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return respond(request.url.path, problem_of(error))

@@ -1,0 +1,66 @@
+"""The engine that the server speaks with, and the name of its model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from keepwarm.errors import Stopping, UnknownModel
+
+if TYPE_CHECKING:
+    from keepwarm.config import Settings
+    from keepwarm.engine.answer import Answer
+    from keepwarm.engine.engine import Engine
+    from keepwarm.engine.model import Model
+    from keepwarm.engine.request import Request
+    from keepwarm.engine.store import Store
+
+
+def start_engine(model: Model, store: Store, settings: Settings) -> Engine:
+    """A running engine with the server's limits."""
+    from keepwarm.engine.engine import Engine, EngineConfig  # loads MLX
+
+    limit = settings.max_concurrency + settings.max_queue
+    return Engine(model, store, EngineConfig(max_queue=limit))
+
+
+class EngineHost:
+    """Owns one running engine; whoever answers requests asks here for it."""
+
+    def __init__(self, engine: Engine, name: str, strict_model: bool = False) -> None:
+        self._engine: Engine | None = engine
+        self._strict = strict_model
+        self.name = name
+        self.created = int(time.time())
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise Stopping("The server is shutting down; ask again in a moment.")
+        return self._engine
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine's thread runs and takes requests."""
+        return self._engine is not None and self._engine.alive
+
+    async def submit(self, request: Request) -> Answer:
+        """Begin an answer. Rendering and tokenising happen off the event loop."""
+        return await asyncio.to_thread(self.engine.submit, request)
+
+    def check_model(self, name: str | None) -> None:
+        """One model is here. It answers to any name unless the server was told to be strict."""
+        if self._strict and name is not None and name != self.name:
+            raise UnknownModel(f"There is no model {name!r} here; the one loaded is {self.name!r}.")
+
+    def drain(self, timeout_s: float) -> None:
+        """Take no new requests; running ones end by themselves, or with an error at the end."""
+        if self._engine is not None:
+            self._engine.drain(timeout_s)
+
+    def close(self) -> None:
+        """Stop the engine; everything it computed is flushed first."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()

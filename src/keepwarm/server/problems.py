@@ -1,0 +1,140 @@
+"""An error as each API writes it: OpenAI's object, or Anthropic's under `/v1/messages`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fastapi.responses import Response
+
+from keepwarm import errors
+
+ANTHROPIC_PATH = "/v1/messages"
+
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+CODES: Sequence[tuple[type[errors.KeepwarmError], str]] = (
+    (errors.ContextTooLong, "context_length_exceeded"),
+    (errors.UnknownModel, "model_not_found"),
+    (errors.UnknownAgent, "agent_not_found"),
+    (errors.TooLarge, "request_too_large"),
+    (errors.Refused, "invalid_api_key"),
+    (errors.Forbidden, "forbidden"),
+    (errors.Busy, "rate_limit_exceeded"),
+    (errors.TimedOut, "timeout"),
+    (errors.Stopping, "shutting_down"),
+)
+UNEXPECTED = "The server failed on this request; its log says more. Other requests go on."
+
+
+class Problem(NamedTuple):
+    """What went wrong, before any API has given it a shape."""
+
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+def problem_of(error: BaseException) -> Problem:
+    """Ours say it in one sentence; of anything else nothing is told."""
+    if not isinstance(error, errors.KeepwarmError):
+        return Problem(500, UNEXPECTED)
+    code = next((code for kind, code in CODES if isinstance(error, kind)), None)
+    param = error.param if isinstance(error, errors.BadField) else None
+    retry = error.retry_after_s if isinstance(error, errors.Busy) else None
+    return Problem(error.status, str(error), code, param, retry)
+
+
+def speaks_anthropic(path: str) -> bool:
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+
+
+def openai_body(problem: Problem) -> dict[str, Any]:
+    kind = "invalid_request_error" if problem.status < 500 else "server_error"
+    if problem.status == 429:
+        kind = "rate_limit_error"
+    return {
+        "error": {
+            "message": problem.message,
+            "type": kind,
+            "param": problem.param,
+            "code": problem.code,
+        }
+    }
+
+
+def anthropic_body(problem: Problem) -> dict[str, Any]:
+    usual = "invalid_request_error" if problem.status < 500 else "api_error"
+    kind = ANTHROPIC_TYPES.get(problem.status, usual)
+    return {"type": "error", "error": {"type": kind, "message": problem.message}}
+
+
+def body_for(path: str, problem: Problem) -> dict[str, Any]:
+    """The shape of the API that this path belongs to."""
+    return anthropic_body(problem) if speaks_anthropic(path) else openai_body(problem)
+
+
+def respond(path: str, problem: Problem) -> Response:
+    """A whole answer that says what went wrong."""
+    return Response(
+        json.dumps(body_for(path, problem)),
+        status_code=problem.status,
+        headers=_headers(problem),
+        media_type="application/json",
+    )
+
+
+def _headers(problem: Problem) -> dict[str, str]:
+    if problem.retry_after_s is not None:
+        return {"Retry-After": str(max(1, math.ceil(problem.retry_after_s)))}
+    return {"WWW-Authenticate": "Bearer"} if problem.status == 401 else {}
+
+
+def invalid(reasons: Sequence[Mapping[str, Any]], body: object) -> Problem:
+    """What pydantic found, as one sentence that names the field."""
+    first = max(reasons, key=lambda reason: len(reason["loc"]))
+    if first["type"] == "json_invalid":
+        why = first.get("ctx", {}).get("error", "it cannot be parsed")
+        return Problem(400, f"The body is not JSON ({why}); mend it and send it again.")
+    source, *parts = first["loc"]
+    if not parts:
+        return Problem(400, f"The {source} is not a JSON object; send one, as application/json.")
+    param = _param(parts, body, first["type"] == "missing") if source == "body" else str(parts[-1])
+    return Problem(400, f"The field {param} is wrong: {_reason(first)}.", None, param)
+
+
+def _reason(first: Mapping[str, Any]) -> str:
+    if first["type"] == "missing":
+        return "it is needed and not there"
+    message = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
+    return message[:1].lower() + message[1:]
+
+
+def _param(parts: Sequence[str | int], body: object, missing: bool) -> str:
+    """The place as a client would write it; names of pydantic's own branches are left out."""
+    name, value = "", body
+    for index, part in enumerate(parts):
+        if _holds(value, part):
+            value = value[part]  # type: ignore[index]
+        elif not (missing and index == len(parts) - 1):
+            continue
+        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
+    return name or "body"
+
+
+def _holds(value: object, part: str | int) -> bool:
+    if isinstance(part, int):
+        return isinstance(value, list) and part < len(value)
+    return isinstance(value, Mapping) and part in value

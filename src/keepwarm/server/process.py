@@ -1,0 +1,74 @@
+"""A server process: bind first, serve, and leave in order when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+
+from keepwarm.config import Settings
+from keepwarm.errors import BadInput
+from keepwarm.server.host import EngineHost
+
+KEEP_ALIVE_S = 75
+AFTER_DRAIN_S = 2.0  # for the last words of streams that the drain has cut short
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Listen at once, so that a second server is told before it loads a model."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise BadInput(
+                f"Port {port} on {host} is in use; stop the server there or choose another --port."
+            ) from error
+        why = getattr(error, "strerror", None) or str(error)
+        raise BadInput(f"Cannot listen on {host}, port {port}: {why}.") from error
+
+
+def address_of(listening: socket.socket) -> str:
+    """The URL by which this machine reaches it."""
+    host, port = listening.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(app: FastAPI, settings: Settings, listening: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT; running answers then get `drain_s` to end."""
+    # uvicorn raises the signal again once it has shut down; by then there is nothing left to do.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    DrainingServer(app, settings).run(sockets=[listening])
+
+
+class DrainingServer(uvicorn.Server):
+    """Lets running answers end, tells the rest that it stops, and only then closes."""
+
+    def __init__(self, app: FastAPI, settings: Settings) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="on",
+                access_log=False,
+                log_config=None,
+                log_level="warning",
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(settings.drain_s + AFTER_DRAIN_S) + 1,
+            )
+        )
+        self._host: EngineHost = app.state.host
+        self._drain_s = settings.drain_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        draining = asyncio.create_task(asyncio.to_thread(self._host.drain, self._drain_s))
+        await super().shutdown(sockets)
+        await draining

@@ -1,0 +1,144 @@
+"""OpenAI's responses: answers that the server can keep and continue by their id."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from keepwarm.errors import BadField
+from keepwarm.server import scrub
+from keepwarm.server.openai_shapes import ErrorOut
+from keepwarm.server.responses_in import items_of, offered, request_of
+from keepwarm.server.responses_out import (
+    ResponseBuilder,
+    ResponseStream,
+    begun,
+    whole,
+    wishes_of,
+)
+from keepwarm.server.responses_shapes import (
+    DeletedOut,
+    InputRequest,
+    Item,
+    ItemList,
+    ResponseOut,
+    ResponsesRequest,
+    TokensOut,
+)
+from keepwarm.server.responses_store import ResponseStore
+from keepwarm.server.sse import EventStream, WholeAnswer
+from keepwarm.server.wire import Config, Host, caller_of, documented
+
+router = APIRouter(
+    prefix="/v1/responses",
+    tags=["OpenAI responses"],
+    responses={
+        "4XX": {"model": ErrorOut, "description": "The request cannot be answered."},
+        "5XX": {"model": ErrorOut, "description": "The server failed, or is stopping."},
+    },
+)
+
+
+class Shelf:
+    """The answers that one tenant may refer to."""
+
+    def __init__(self, request: Request) -> None:
+        self._store: ResponseStore = request.app.state.responses
+        self._tenant: str = getattr(request.state, "tenant", "")
+
+    def get(self, response_id: str) -> tuple[ResponseOut, Sequence[Item]]:
+        """An answer, and the items that came with its request."""
+        stored = self._store.get(self._tenant, response_id)
+        end = len(stored.items) - len(stored.response["output"])
+        return stored.response, stored.items[end - stored.n_input : end]
+
+    def delete(self, response_id: str) -> None:
+        self._store.delete(self._tenant, response_id)
+
+    def keep(self, response: ResponseOut, items: Sequence[Item], n_given: int) -> None:
+        if response["store"]:
+            self._store.put(self._tenant, response, items, n_given)
+
+    def conversation(self, body: InputRequest) -> list[Item]:
+        """All items: of the answer that this one follows, and its own."""
+        before: Sequence[Item] = ()
+        if body.previous_response_id is not None:
+            before = self._store.get(self._tenant, body.previous_response_id).items
+        return [*before, *map(self._resolved, items_of(body.input))]
+
+    def _resolved(self, item: Item) -> Item:
+        if item.type != "item_reference":
+            return item
+        found = self._store.item(self._tenant, item.id or "")
+        if found is None:
+            raise BadField(f"No item {item.id!r} is kept here; send it whole.", "input")
+        return found
+
+
+Answers = Annotated[Shelf, Depends(Shelf)]
+
+
+@router.post("", responses=documented(ResponseOut))
+async def create_response(
+    body: ResponsesRequest, request: Request, host: Host, settings: Config, answers: Answers
+) -> Response:
+    """Answer a conversation, whole or as a stream of events."""
+    host.check_model(body.model)
+    if body.background:
+        raise BadField("Answers are awaited here; leave background out.", "background")
+    items = answers.conversation(body)
+    caller = caller_of(request, body.keepwarm, body.prompt_cache_key)
+    rules = scrub.rules(settings.scrub, request.headers)
+    asked = scrub.clean(request_of(body, items, caller, settings), rules)
+    wishes = wishes_of(body, offered(body.tools or ()), asked)
+    n_given = len(items_of(body.input))
+    answer = await host.submit(asked)
+    builder = ResponseBuilder(
+        begun(body, host.name, asked), wishes, lambda made: answers.keep(made, items, n_given)
+    )
+    if body.stream:
+        return EventStream(answer, ResponseStream(builder))
+    return WholeAnswer(answer, lambda result: whole(builder, result))
+
+
+@router.post("/input_tokens")
+async def count_input_tokens(
+    body: InputRequest, request: Request, host: Host, settings: Config, answers: Answers
+) -> TokensOut:
+    """How many tokens the model would read for this request."""
+    host.check_model(body.model)
+    asked = request_of(body, answers.conversation(body), caller_of(request), settings)
+    clean = scrub.clean(asked, scrub.rules(settings.scrub, request.headers))
+    prepared = await asyncio.to_thread(host.engine.prepare, clean)
+    return {"object": "response.input_tokens", "input_tokens": len(prepared.tokens)}
+
+
+@router.get("/{response_id}")
+async def show_response(response_id: str, answers: Answers) -> ResponseOut:
+    """An answer that is kept."""
+    return answers.get(response_id)[0]
+
+
+@router.get("/{response_id}/input_items")
+async def list_input_items(response_id: str, answers: Answers) -> ItemList:
+    """What the request of an answer came with, the last first."""
+    given = answers.get(response_id)[1]
+    data = [item.model_dump(exclude_none=True) for item in reversed(given)]
+    ids = [item.get("id") for item in data] or [None]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": ids[0],
+        "last_id": ids[-1],
+        "has_more": False,
+    }
+
+
+@router.delete("/{response_id}")
+async def delete_response(response_id: str, answers: Answers) -> DeletedOut:
+    """Forget an answer."""
+    answers.delete(response_id)
+    return {"id": response_id, "object": "response", "deleted": True}

@@ -1,0 +1,177 @@
+"""JSON of OpenAI's responses: what comes in, checked by pydantic; what goes out, for readers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import ConfigDict, Field
+from typing_extensions import TypedDict
+
+from keepwarm.server.wire import ContentPart, Options, ReceiptShape, Shape
+
+MAX_METADATA = 16
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA)]
+
+
+class Item(Shape):
+    """A message, a call of a function or what it gave back, or reasoning of an earlier answer."""
+
+    model_config = ConfigDict(extra="allow")  # shown again as it came
+
+    type: str | None = None
+    id: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[ContentPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    output: str | list[ContentPart] | None = None
+    encrypted_content: str | None = None
+
+
+class ToolIn(Shape):
+    """A function, or a namespace of functions. Other tools are left out and named."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    tools: list[ToolIn] | None = None
+
+
+class NamedChoice(Shape):
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+    mode: Literal["auto", "required"] | None = None
+
+
+class TextFormat(Shape):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class TextConfig(Shape):
+    format: TextFormat | None = None
+
+
+class Reasoning(Shape):
+    effort: str | None = None
+
+
+class InputRequest(Shape):
+    """What a prompt is made of."""
+
+    model: str | None = Field(default=None, description="The one that is loaded answers.")
+    input: str | list[Item] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[ToolIn] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+
+
+class ResponsesRequest(InputRequest):
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    include: list[str] | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    background: bool | None = Field(default=None, description="Refused: answers are awaited here.")
+    metadata: Metadata | None = None
+    prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
+    truncation: Literal["auto", "disabled"] | None = None
+    user: str | None = None
+    keepwarm: Options | None = None
+
+
+class ResponseReceipt(ReceiptShape):
+    """The receipt, and which tools were left out."""
+
+    ignored_tools: NotRequired[list[str]]
+
+
+class InputDetails(TypedDict):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class UsageOut(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Failure(TypedDict):
+    code: str
+    message: str
+
+
+class IncompleteDetails(TypedDict):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseOut(TypedDict):
+    """An answer: what was asked, and the items of its output."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Status
+    error: Failure | None
+    incomplete_details: IncompleteDetails | None
+    background: bool
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    usage: UsageOut | None
+    user: str | None
+    keepwarm: NotRequired[ResponseReceipt]
+
+
+class DeletedOut(TypedDict):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class ItemList(TypedDict):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class TokensOut(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: int

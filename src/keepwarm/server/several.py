@@ -1,0 +1,104 @@
+"""Several answers as one: a text completion may ask with many prompts at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+from keepwarm.engine.answer import Answer, collect
+from keepwarm.engine.request import (
+    Delta,
+    Done,
+    Event,
+    Finished,
+    Receipt,
+    Result,
+    Started,
+    ToolCalled,
+    Usage,
+)
+from keepwarm.errors import KeepwarmError
+
+
+class Several:
+    """Events of all, as they come; choices are numbered through, the cost is summed up."""
+
+    def __init__(self, answers: Sequence[Answer], n: int) -> None:
+        self._answers = answers
+        self._n = n  # choices of each
+
+    def cancel(self) -> None:
+        for answer in self._answers:
+            answer.cancel()
+
+    async def wait(self) -> Result:
+        return collect([event async for event in self])
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        """Started once all have; Done once all are; the first error ends it."""
+        queue: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._read(i, queue)) for i in range(len(self._answers))]
+        started: list[Started] = []
+        done: list[Done] = []
+        early: list[Event] = []  # of the quick ones, while others have not started
+        try:
+            while len(done) < len(self._answers):
+                number, event = await queue.get()
+                if isinstance(event, BaseException):
+                    raise event
+                if isinstance(event, Done):
+                    done.append(event)
+                elif isinstance(event, Started):
+                    started.append(event)
+                    if len(started) == len(self._answers):
+                        yield Started(sum_receipts([each.receipt for each in started]))
+                        for each in early:
+                            yield each
+                elif len(started) < len(self._answers):
+                    early.append(self._numbered(number, event))
+                else:
+                    yield self._numbered(number, event)
+            yield Done(_sum_usage(done), sum_receipts([each.receipt for each in done]))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _read(
+        self, number: int, queue: asyncio.Queue[tuple[int, Event | BaseException]]
+    ) -> None:
+        try:
+            async for event in self._answers[number]:
+                queue.put_nowait((number, event))
+        except KeepwarmError as error:
+            queue.put_nowait((number, error))
+
+    def _numbered(self, number: int, event: Event) -> Event:
+        if isinstance(event, Delta | ToolCalled | Finished):
+            return replace(event, choice=number * self._n + event.choice)
+        return event
+
+
+def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
+    """One receipt for all; nothing is explained where there were several."""
+    places = {place for receipt in receipts for place in receipt.reused}
+    return Receipt(
+        prompt_tokens=sum(receipt.prompt_tokens for receipt in receipts),
+        reused={place: sum(r.reused.get(place, 0) for r in receipts) for place in sorted(places)},
+        recomputed=sum(receipt.recomputed for receipt in receipts),
+        saved_ms=sum(receipt.saved_ms for receipt in receipts),
+        exact=all(receipt.exact for receipt in receipts),
+        spliced=sum(receipt.spliced for receipt in receipts),
+    )
+
+
+def _sum_usage(done: Sequence[Done]) -> Usage:
+    usages = [each.usage for each in done]
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
+        ttft_ms=min(usage.ttft_ms for usage in usages),
+        tokens_per_second=sum(usage.tokens_per_second for usage in usages),
+    )

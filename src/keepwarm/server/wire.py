@@ -1,0 +1,224 @@
+"""What the APIs have in common: who asks, what of the cache is wanted, plain text, receipts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired
+
+from fastapi import Depends, Request
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict
+
+from keepwarm.cache.agents import ID
+from keepwarm.cache.policy import Policy
+from keepwarm.config import Settings
+from keepwarm.engine.request import KVOptions, Receipt
+from keepwarm.errors import BadField, BadInput
+from keepwarm.server.host import EngineHost
+
+AGENT_HEADER = "x-keepwarm-agent"
+CACHE_HEADER = "x-keepwarm-cache"
+RECEIPT_HEADER = "x-keepwarm-receipt"
+# What the coding agents call their conversation by; the first that is there counts.
+SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id", "x-session-id")
+TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+PolicyName = Literal["read-write", "read-only", "ephemeral", "no-store", "durable"]
+
+
+class Shape(BaseModel):
+    """A JSON object that came in: types are kept to, fields nobody knows are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class KVShape(Shape):
+    """How keys and values are held."""
+
+    max_kv_size: int | None = Field(
+        default=None, ge=1, description="Keep only so many last tokens."
+    )
+    kv_bits: Literal[2, 3, 4, 5, 6, 8] | None = Field(
+        default=None, description="Round them to bits."
+    )
+    kv_group_size: Literal[32, 64, 128] = 64
+    quantized_kv_start: int = Field(default=0, ge=0, description="Tokens before it stay exact.")
+
+
+class Options(Shape):
+    """The field `keepwarm` of a body."""
+
+    agent: str | None = Field(default=None, description="Whose conversation this is.")
+    cache: PolicyName | None = Field(
+        default=None, description="What the request may do with the cache."
+    )
+    explain: bool = Field(default=False, description="Say in the receipt why tokens were computed.")
+    kv: KVShape | None = None
+
+
+class ContentPart(Shape):
+    """A part of a message. Text only: media are refused."""
+
+    type: str = Field(description="`text`; everything else is refused.")
+    text: str | None = None
+    refusal: str | None = None
+
+
+class MissShape(TypedDict):
+    position: int
+    message: int | None
+    reason: str
+    nearest: int
+
+
+class ReceiptShape(TypedDict):
+    """What the prompt cost and what it was spared."""
+
+    prompt_tokens: int
+    reused: dict[str, int]
+    recomputed: int
+    saved_ms: float
+    exact: bool
+    spliced: int
+    scrubbed: list[str]
+    miss: NotRequired[MissShape]
+
+
+class Caller(NamedTuple):
+    """Who asks and what they want of the cache; the fields are those of `engine.Request`."""
+
+    tenant: str
+    agent: str | None
+    policy: Policy
+    explain: bool
+    kv: KVOptions
+    timeout_s: float | None
+
+
+def host_of(request: Request) -> EngineHost:
+    host: EngineHost = request.app.state.host
+    return host
+
+
+def settings_of(request: Request) -> Settings:
+    settings: Settings = request.app.state.settings
+    return settings
+
+
+Host = Annotated[EngineHost, Depends(host_of)]
+Config = Annotated[Settings, Depends(settings_of)]
+
+
+def caller_of(request: Request, options: Options | None = None, hint: str | None = None) -> Caller:
+    """Headers go before the body; `hint` is the API's own field for a conversation."""
+    options = options or Options()
+    kv = options.kv or KVShape()
+    return Caller(
+        tenant=getattr(request.state, "tenant", ""),
+        agent=_agent(request.headers, options, hint),
+        policy=_policy(request.headers, options),
+        explain=options.explain,
+        kv=KVOptions(**kv.model_dump()),
+        timeout_s=settings_of(request).request_timeout_s or None,
+    )
+
+
+def _agent(headers: Mapping[str, str], options: Options, hint: str | None) -> str | None:
+    named = headers.get(AGENT_HEADER) or options.agent
+    if named:
+        if not ID.fullmatch(named):
+            raise BadField(
+                "An agent's id is up to 128 letters, digits and . _ @ -, "
+                "beginning with a letter or digit.",
+                "keepwarm.agent",
+            )
+        return named
+    sessions = (headers.get(name) for name in SESSION_HEADERS)
+    return agent_id(hint or next(filter(None, sessions), None))
+
+
+def agent_id(hint: str | None) -> str | None:
+    """A client's own name for a conversation as an agent's id; one that cannot be is digested."""
+    if not hint or ID.fullmatch(hint):
+        return hint or None
+    return f"key-{hashlib.blake2s(hint.encode(errors='replace')).hexdigest()[:32]}"
+
+
+def _policy(headers: Mapping[str, str], options: Options) -> Policy:
+    name = headers.get(CACHE_HEADER) or options.cache or Policy.READ_WRITE
+    try:
+        return Policy(name)
+    except ValueError as error:
+        known = ", ".join(Policy)
+        raise BadField(f"{name!r} is no cache policy; use one of {known}.", CACHE_HEADER) from error
+
+
+def text_of(content: str | Sequence[ContentPart] | None, where: str) -> str:
+    """The text of a message; parts stand on lines of their own."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: ContentPart, where: str) -> str:
+    if part.type not in TEXT_PARTS:
+        raise media_refused(part.type, where)
+    text = part.refusal if part.type == "refusal" else part.text
+    if text is None:
+        raise BadField(f"{where} has no text; send it with one, or leave it out.", where)
+    return text
+
+
+def media_refused(kind: str, where: str) -> BadField:
+    return BadField(f"{where} is of type {kind!r}; this model reads text only.", where)
+
+
+async def whole_characters(request: Request) -> None:
+    """Refuse halves of surrogate pairs, which JSON can write and no tokenizer can read."""
+    if "json" not in request.headers.get("content-type", ""):
+        return
+    body = await request.body()
+    if _SURROGATE.search(body) is None:
+        return
+    with suppress(ValueError):  # what is no JSON is refused elsewhere
+        _check_unicode(json.loads(body))
+
+
+def _check_unicode(value: object) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise BadInput("The body holds half a character (a lone surrogate); mend it.") from error
+
+
+def receipt_dict(receipt: Receipt) -> ReceiptShape:
+    fields = asdict(receipt)
+    fields["reused"] = dict(receipt.reused)
+    fields["scrubbed"] = list(receipt.scrubbed)
+    fields["saved_ms"] = round(receipt.saved_ms, 3)
+    if receipt.miss is None:
+        del fields["miss"]
+    return fields  # type: ignore[return-value]
+
+
+def receipt_headers(receipt: Receipt) -> dict[str, str]:
+    return {RECEIPT_HEADER: json.dumps(receipt_dict(receipt), separators=(",", ":"))}
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def documented(whole: type) -> dict[int | str, dict[str, Any]]:
+    """What a generating endpoint answers, for the OpenAPI document."""
+    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    return {
+        200: {"model": whole, "description": "The answer, whole or as events.", "content": stream}
+    }

@@ -1,0 +1,71 @@
+"""What a start makes of a directory: finish what a crash left, and let files and rows agree."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from keepwarm.errors import BadRecord, NewerFormat
+from keepwarm.prefix.blocks import BlockKey
+from keepwarm.store.atomic import Files, is_alive
+from keepwarm.store.names import bytes_of, directories, size_of, strays
+from keepwarm.store.record import Part
+
+if TYPE_CHECKING:
+    from keepwarm.store.disk import DiskTier
+
+LOG = logging.getLogger(__name__)
+
+
+def make_directories(root: Path, files: Files) -> set[Path]:
+    """Make what is missing; says which directories of blocks are there to stay."""
+    missing = [path for path in root.parents if not path.exists()]
+    for path in (*reversed(missing), root):
+        files.make_directory(path)
+    for name in ("blocks", "agents", "quarantine", "tmp"):
+        files.make_directory(root / name)
+    blocks = root / "blocks"
+    found = {path for path in blocks.iterdir() if path.is_dir()}
+    files.sync_directory(blocks)
+    return found
+
+
+def reconcile(disk: DiskTier) -> int:
+    """Finish deletions and reservations of the dead, adopt files without rows, forget the reverse.
+
+    Answers with the bytes of what lies among the blocks and is none of ours.
+    """
+    for writer in disk.index.writers():
+        if not is_alive(disk.root / "tmp", writer):
+            disk.index.forget_writer(writer)
+    with disk.naming():
+        for key in disk.index.doomed():
+            disk.retry_deleting(key)
+    n_bytes = sum(map(bytes_of, strays(disk.root)))
+    for directory in directories(disk.root):
+        changes = directory.changes(disk.index.names(directory.first))
+        n_bytes += sum(map(bytes_of, changes.strays))
+        n_bytes += sum(_adopt(disk, key, part) for key, part in changes.come)
+        for key, part in changes.gone:
+            disk.forget_missing(key, part)
+    return n_bytes
+
+
+def _adopt(disk: DiskTier, key: BlockKey, part: Part) -> int:
+    """Enter a file that has no row; answers with its bytes where it stays without one."""
+    path = disk.path_of(key, part)
+    try:
+        with disk.naming():
+            header = disk.opened(key, part, lambda _, opened: opened.header)
+            disk.index.add(header, path.stat().st_size, path.stat().st_mtime)
+    except BadRecord as bad:
+        disk.quarantine(key, part, str(bad))
+    except NewerFormat as newer:
+        disk.leave_alone(key, part, str(newer))
+        return size_of(path)
+    except FileNotFoundError:
+        return 0  # somebody deleted it meanwhile
+    except OSError as error:
+        LOG.warning("%s could not be adopted: %s", path.name, error)
+    return 0

@@ -1,0 +1,170 @@
+"""Records read from files: each proves itself, or is set aside with the reason."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from keepwarm.errors import BadRecord, NewerFormat
+from keepwarm.prefix.blocks import BlockKey
+from keepwarm.store.atomic import Files, exclusive
+from keepwarm.store.database import is_damage
+from keepwarm.store.index import Index
+from keepwarm.store.names import Others, path_of
+from keepwarm.store.opening import note_damage
+from keepwarm.store.record import (
+    Buffer,
+    Opened,
+    Part,
+    Record,
+    Visit,
+    check_identity,
+    open_record,
+    read_tensors,
+    record_of,
+    unread,
+)
+from keepwarm.store.seal import Seal
+from keepwarm.store.tier import TierStats, outage_is
+
+LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Records:
+    """The files of one directory and what the index says of them."""
+
+    index: Index
+
+    def __init__(self, root: Path, files: Files, seal: Seal | None, stats: TierStats) -> None:
+        self.root = root
+        self.files = files
+        self.seal = seal
+        self._others = Others(root)
+        self._stats = stats
+        self._stats_lock = threading.Lock()
+
+    def read(
+        self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
+    ) -> Record | None:
+        return self._read(key, part, lambda file, opened: record_of(file, opened, tensors))
+
+    def visit(
+        self, key: BlockKey, part: Part, use: Callable[[Visit], None], buffer: Buffer
+    ) -> bool:
+        def visited(file: BinaryIO, opened: Opened) -> bool:
+            use(unread(file, opened, buffer))
+            return True
+
+        return bool(self._read(key, part, visited))
+
+    def _read(self, key: BlockKey, part: Part, use: Callable[[BinaryIO, Opened], T]) -> T | None:
+        """What `use` makes of a verified header and the file behind it; None is a miss."""
+        try:
+            made = self.opened(key, part, use)
+        except BadRecord as bad:
+            self.quarantine(key, part, str(bad))
+        except NewerFormat as newer:
+            self.leave_alone(key, part, str(newer))
+        except FileNotFoundError:
+            self.forget_missing(key, part)
+        except OSError as error:
+            LOG.warning("%s could not be read: %s", self.path_of(key, part).name, error)
+            self._count(errors=1)
+        else:
+            self._count(hits=1)
+            return made
+        self._count(misses=1)
+        return None
+
+    def path_of(self, key: BlockKey, part: Part) -> Path:
+        return path_of(self.root, key, part)
+
+    def opened(self, key: BlockKey, part: Part, use: Callable[[BinaryIO, Opened], T]) -> T:
+        """What `use` makes of a record; raises what is wrong with it."""
+        path = self.path_of(key, part)
+        if path.is_dir():
+            raise BadRecord("it is a directory")
+        with self.files.open(path) as file:
+            opened = open_record(file, os.fstat(file.fileno()).st_size, self.seal)
+            check_identity(opened.header, key, part)
+            return use(file, opened)
+
+    @outage_is(lambda: None)
+    def quarantine(self, key: BlockKey, part: Part, why: str) -> None:
+        """Put a bad record out of reach, with the reason beside it; from now on it is a miss."""
+        path = self.path_of(key, part)
+        with self.naming():
+            if not self._is_bad(key, part):  # whoever was asked last may have put it anew
+                return
+            self._set_aside(path, why)
+            self.index.drop_part(key, part)
+        LOG.warning("%s is bad and was set aside: %s", path.name, why)
+        self._others.changed()
+        self._count(quarantined=1)
+
+    def leave_alone(self, key: BlockKey, part: Part, why: str) -> None:
+        """A record that only a newer Keepwarm reads: a miss, and not ours to move or delete."""
+        LOG.warning("%s is left to a newer Keepwarm: %s", self.path_of(key, part).name, why)
+        self._count(newer=1)
+
+    def fault_of(self, key: BlockKey, part: Part) -> str | None:
+        """What is wrong with a record, all of it read; None where nothing is. Changes nothing.
+
+        Raises NewerFormat for one that nobody here can judge.
+        """
+        try:
+            self.opened(key, part, read_tensors)
+        except BadRecord as bad:
+            return str(bad)
+        except OSError:
+            return None
+        return None
+
+    def _is_bad(self, key: BlockKey, part: Part) -> bool:
+        try:
+            return self.fault_of(key, part) is not None
+        except NewerFormat:
+            return False
+
+    def _set_aside(self, path: Path, why: str) -> None:
+        aside = self.root / "quarantine" / f"{path.name}.{time.time_ns()}"
+        try:
+            self.files.write(aside.with_name(f"{aside.name}.why"), [f"{why}\n".encode()])
+            self.files.publish(path, aside)
+        except OSError as error:
+            LOG.warning("%s could not be set aside: %s", path.name, error)
+
+    @outage_is(lambda: None)
+    def forget_missing(self, key: BlockKey, part: Part) -> None:
+        """A row without a file is dropped, but not one that was put a moment ago."""
+        if not self._knows(key, part):
+            return
+        with self.naming():
+            if not self.path_of(key, part).exists():
+                self.index.drop_part(key, part)
+
+    def _knows(self, key: BlockKey, part: Part) -> bool:
+        known = self.index.have([key]).get(key)
+        return known is not None and part in known.parts
+
+    def naming(self) -> AbstractContextManager[None]:
+        """The lock under which files get and lose their names."""
+        return exclusive(self.root / "tmp" / "names")
+
+    def _failed(self, error: Exception) -> None:
+        self._count(errors=1)
+        if is_damage(error):
+            note_damage(self.root)
+
+    def _count(self, **more: int) -> None:
+        with self._stats_lock:
+            sums = {name: getattr(self._stats, name) + n for name, n in more.items()}
+            self._stats = replace(self._stats, **sums)

@@ -1,0 +1,361 @@
+"""Live caches: the longest is found, moved or lent, exact, bounded, and freed when it goes."""
+
+import random
+import threading
+import time
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from keepwarm import kv
+from keepwarm.cache.live import Live, Taken
+from keepwarm.errors import CacheMismatch
+from keepwarm.prefix.blocks import Namespace
+from keepwarm.prefix.reuse import Candidate
+from tests.kit.compare import assert_differs, assert_same
+from tests.kit.models import ARCHITECTURES, WINDOW
+from tests.kit.runs import cold, continue_from, prefill, settle
+
+OURS, THEIRS = Namespace(b"ours"), Namespace(b"theirs")
+ALL = 1 << 40
+ROW_BYTES = 2 * 4 * 8 * 4  # K and V, four heads of eight floats
+
+
+def said(n_tokens, seed=0):
+    """The first tokens of a conversation: a longer one goes on where a shorter ends."""
+    return random.Random(seed).choices(range(128), k=n_tokens)
+
+
+def rows(n_tokens, room=0):
+    """One layer that holds so many tokens, and room for more; evaluated."""
+    cache = KVCache()
+    cache.keys, cache.values = (mx.random.normal((1, 4, n_tokens + room, 8)) for _ in "kv")
+    cache.offset = n_tokens
+    return settle([cache])
+
+
+@pytest.fixture
+def live():
+    return Live(ALL)
+
+
+def held(model, tokens):
+    """In slices, so that windows and chunks slide as they do in an engine."""
+    return prefill(model, make_prompt_cache(model), tokens, step=16)
+
+
+# What is found.
+
+
+def test_a_prefix_is_moved_not_copied(live):
+    """S4-19: the arrays are the very same, and the entry is gone."""
+    tokens = said(50)
+    live.put(OURS, tokens, rows(50))
+    before = mx.get_active_memory()
+    taken = live.take(OURS, [*tokens, 1, 2])
+    assert taken.n_tokens == kv.token_count(taken.caches) == 50
+    assert mx.get_active_memory() == before
+    assert live.take(OURS, [*tokens, 1, 2]) is None
+    assert live.stats[:2] == (0, 0)
+    assert (live.stats.moved, live.stats.copied, live.stats.misses) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n_tokens"),
+    [
+        (said(50)[:30], 29),  # rewound: one token is left to feed
+        (said(50), 49),  # sent again
+        ([*said(50)[:20], 1, 2, 3], 20),  # edited
+    ],
+)
+def test_a_fork_is_a_copy_and_the_original_stays(live, prompt, n_tokens):
+    """S4-17, S4-33."""
+    tokens, caches = said(50), rows(50)
+    expected = mx.array(caches[0].keys[..., :n_tokens, :])
+    live.put(OURS, tokens, caches)
+    assert live.look(OURS, prompt).n_held == 50
+    for _ in range(2):
+        taken = live.take(OURS, prompt)
+        assert taken.n_tokens == kv.token_count(taken.caches) == n_tokens
+        assert mx.array_equal(taken.caches[0].keys[..., :n_tokens, :], expected)
+        assert taken.caches[0].keys.shape[2] == n_tokens
+    assert live.take(OURS, [*tokens, 1]).n_tokens == 50
+
+
+def test_writing_to_a_copy_leaves_the_original_alone(live):
+    caches = rows(50)
+    before = mx.array(caches[0].keys)
+    live.put(OURS, said(50), caches)
+    copy = live.take(OURS, said(50)[:30])
+    copy.caches[0].update_and_fetch(*(mx.ones((1, 4, 5, 8)) for _ in "kv"))
+    settle(copy.caches)
+    whole = live.take(OURS, [*said(50), 1])
+    assert mx.array_equal(whole.caches[0].keys, before)
+
+
+def test_the_longest_is_taken(live):
+    prompt = said(100)
+    for n in (20, 60, 40):
+        live.put(OURS, [*prompt[:n], 1, 1], rows(n + 2))
+    assert live.take(OURS, prompt).n_tokens == 60
+    assert live.look(OURS, prompt) == Candidate(60, 62, can_trim=True)
+
+
+def test_nothing_is_taken_that_one_has_already(live):
+    live.put(OURS, said(50), rows(50))
+    assert live.take(OURS, said(60), beyond=50) is None
+    assert live.take(OURS, said(60), beyond=49).n_tokens == 50
+
+
+def test_content_decides_not_length(live):
+    """S4-21: a longer conversation that begins otherwise is a miss."""
+    live.put(OURS, said(50), rows(50))
+    assert live.take(OURS, [(said(1)[0] + 1) % 128, *said(80)[1:]]) is None
+    assert live.look(OURS, said(80, seed=3)) is None
+
+
+def test_namespaces_share_nothing(live):
+    """S4-05: other KV options are another namespace."""
+    live.put(OURS, said(50), rows(50))
+    assert live.take(THEIRS, said(60)) is None
+    assert live.take(OURS, said(60)).n_tokens == 50
+
+
+@pytest.mark.parametrize("prompt", [[], [5]])
+def test_a_prompt_without_a_token_to_spare_takes_nothing(live, prompt):
+    live.put(OURS, [5], rows(1))
+    assert live.take(OURS, prompt) is None
+    assert live.take(OURS, [5, 6]).n_tokens == 1
+
+
+def test_caches_must_hold_what_is_named(live):
+    """S4-19."""
+    with pytest.raises(CacheMismatch, match="token count is 50, expected 51"):
+        live.put(OURS, said(51), rows(50))
+    assert live.stats.entries == 0
+
+
+# Exact, whatever the layers are.
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_going_on_is_a_cold_run(tiny_model, name):
+    """S4-02, S4-19: every kind of layer, past its window and its chunk."""
+    model, prompt = tiny_model(name), said(90)
+    live = Live(ALL)
+    live.put(OURS, prompt[:70], held(model, prompt[:70]))
+    taken = live.take(OURS, prompt)
+    assert taken.n_tokens == 70
+    run = continue_from(model, taken.caches, prompt[70:], 5)
+    assert_same(cold(model, prompt, 5), run)
+    wrong = held(model, said(70, seed=5))
+    assert_differs(cold(model, prompt, 5), continue_from(model, wrong, prompt[70:], 5))
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_a_copy_is_a_cold_run_and_so_is_the_next(tiny_model, name):
+    """Rings are written in place and states replaced: neither may reach the original."""
+    model, prompt = tiny_model(name), said(90)
+    live = Live(ALL)
+    live.put(OURS, prompt[:70], held(model, prompt[:70]))
+    for _ in range(2):
+        taken = live.take(OURS, prompt, keep=True)
+        assert taken.n_tokens == 70
+        for token in prompt[70:-6]:
+            model(mx.array([[token]]), cache=taken.caches)
+        run = continue_from(model, taken.caches, prompt[-6:], 5)
+        assert_same(cold(model, prompt, 5), run)
+    assert live.stats.copied == 2
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_a_fork_is_a_cold_run_or_a_miss(tiny_model, name):
+    """Rows can be trimmed; rings that have turned and states cannot, and then nothing is lent."""
+    model, prompt = tiny_model(name), [*said(50), *said(20, seed=8)]
+    live, caches = Live(ALL), held(model, said(80))
+    only_rows = kv.layout_of(caches).kinds == {kv.Kind.DELTA}
+    live.put(OURS, said(80), caches)
+    taken = live.take(OURS, prompt)
+    assert (taken is not None) == only_rows
+    if taken is not None:
+        assert taken.n_tokens == 50
+        run = continue_from(model, taken.caches, prompt[50:], 5)
+        assert_same(cold(model, prompt, 5), run)
+        again = live.take(OURS, [*said(80), 1, 2])
+        run = continue_from(model, again.caches, [1, 2], 5)
+        assert_same(cold(model, [*said(80), 1, 2], 5), run)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "llama4"])
+def test_a_window_can_be_forked_before_it_slides(tiny_model, name):
+    """The copy turns its ring; the original is lent again afterwards and is still right."""
+    model, first = tiny_model(name), said(WINDOW - 4)
+    prompt = [*first[:20], *said(40, seed=8)]
+    live = Live(ALL)
+    live.put(OURS, first, held(model, first))
+    for _ in range(2):
+        taken = live.take(OURS, prompt)
+        assert taken.n_tokens == 20
+        run = continue_from(model, taken.caches, prompt[20:], 5)
+        assert_same(cold(model, prompt, 5), run)
+
+
+def test_a_row_of_a_batch_goes_on(tiny_model):
+    """As a finished request leaves it."""
+    model, prompts = tiny_model("qwen3_next"), [said(40), said(65, seed=1)]
+    batch = kv.merge([held(model, prompt) for prompt in prompts])
+    live = Live(ALL)
+    live.put(OURS, prompts[0], kv.extract(batch, 0))
+    taken = live.take(OURS, [*prompts[0], 3, 4])
+    run = continue_from(model, taken.caches, [3, 4], 5)
+    assert_same(cold(model, [*prompts[0], 3, 4], 5), run)
+
+
+# Memory.
+
+
+def test_what_is_counted_is_what_is_held(live):
+    """Room to grow, and the batch that a row was part of, are not held along."""
+    start = mx.get_active_memory()
+    live.put(OURS, said(1000), rows(1000, room=3000))
+    assert live.stats.n_bytes == 1000 * ROW_BYTES
+    assert mx.get_active_memory() - start == pytest.approx(live.stats.n_bytes, rel=0.05)
+
+
+def test_a_state_does_not_hold_its_batch(tiny_model, live):
+    model = tiny_model("mamba2")
+    one = held(model, said(20))
+    start = mx.get_active_memory()
+    batch = kv.merge([one] * 16)
+    settle(batch)
+    live.put(OURS, said(20), kv.extract(batch, 3))
+    del batch
+    kept = mx.get_active_memory() - start
+    slack = sum(16384 + array.nbytes for cache in one for array in cache.cache)
+    assert kept <= live.stats.n_bytes + slack
+    assert kept < 4 * live.stats.n_bytes
+
+
+def test_the_least_recently_used_goes_first():
+    live = Live(3 * 100 * ROW_BYTES)
+    for seed in range(3):
+        live.put(OURS, said(100, seed), rows(100))
+    assert live.take(OURS, said(50, 0)).n_tokens == 49
+    live.put(OURS, said(100, 3), rows(100))
+    there = [live.look(OURS, said(100, seed)) is not None for seed in range(4)]
+    assert there == [True, False, True, True]
+    assert live.stats.evicted == 1
+    assert live.stats.n_bytes == live.max_bytes
+
+
+def test_what_is_larger_than_all_room_is_not_kept_and_drives_nobody_out():
+    live = Live(100 * ROW_BYTES)
+    assert live.put(OURS, said(60), rows(60))
+    assert not live.put(OURS, said(101, 1), rows(101))
+    assert live.stats.entries == 1
+
+
+def test_a_conversation_that_goes_on_takes_one_place(live):
+    for n in (20, 40, 60):
+        live.put(OURS, said(60)[:n], rows(n))
+    assert live.stats.entries == 1
+    live.put(OURS, said(60)[:30], rows(30))
+    assert live.stats.n_bytes == 60 * ROW_BYTES
+    live.put(OURS, said(60), rows(60))
+    assert live.stats.n_bytes == 60 * ROW_BYTES
+
+
+def test_earlier_states_are_kept_because_nothing_else_serves_them(tiny_model, live):
+    model = tiny_model("mamba2")
+    for n in (20, 40):
+        live.put(OURS, said(40)[:n], held(model, said(40)[:n]))
+    assert live.stats.entries == 2
+    assert live.take(OURS, [*said(20), 1]).n_tokens == 20
+
+
+def test_clearing_frees(live):
+    """S4-30: the process really has the memory again, and one model's is not another's."""
+    start = mx.get_active_memory()
+    for seed in range(4):
+        live.put(OURS if seed else THEIRS, said(2000, seed), rows(2000))
+    each = 2000 * ROW_BYTES
+    assert mx.get_active_memory() - start >= 4 * each
+    assert live.clear(OURS) == 3 * each
+    assert mx.get_active_memory() - start == pytest.approx(each, rel=0.05)
+    assert live.take(THEIRS, said(2001, 0)[:100]).n_tokens == 99
+    assert live.clear() == each
+    assert mx.get_active_memory() - start < 0.05 * each
+
+
+def test_shedding_frees_as_much_as_asked_and_no_more(live):
+    """S4-30, S4-31."""
+    for seed in range(4):
+        live.put(OURS, said(100, seed), rows(100))
+    start, each = mx.get_active_memory(), 100 * ROW_BYTES
+    assert live.shed(each + 1) == 2 * each
+    assert start - mx.get_active_memory() >= 2 * each
+    assert live.stats.entries == 2
+    assert live.shed(0) == 0
+    assert live.shed(ALL) == 2 * each
+    assert live.shed(1) == 0
+
+
+def test_what_begins_with_some_tokens_can_be_dropped(live):
+    shared = said(30)
+    for seed in (1, 2):
+        live.put(OURS, [*shared, *said(10, seed)], rows(40))
+    live.put(THEIRS, shared, rows(30))
+    live.put(OURS, said(30, 9), rows(30))
+    assert live.drop(OURS, shared) == 80 * ROW_BYTES
+    assert live.stats.entries == 2
+
+
+def test_a_conversation_is_dropped_with_all_its_models_and_nobody_else(live):
+    live.put(OURS, said(30), rows(30), owner="a")
+    live.put(THEIRS, said(30), rows(30), owner="a")
+    live.put(OURS, said(30, 1), rows(30), owner="b")
+    live.put(OURS, said(30, 2), rows(30))
+    assert live.drop_owner("a") == 60 * ROW_BYTES
+    assert live.stats.entries == 2
+    assert live.drop_owner("nobody") == 0
+
+
+def test_shedding_beside_putting_and_taking(live):
+    """The watcher's thread against the engine's."""
+    stop, failed = threading.Event(), []
+
+    def shed():
+        while not stop.wait(0.001):
+            try:
+                live.shed(100 * ROW_BYTES)
+            except Exception as error:
+                failed.append(error)
+
+    other = threading.Thread(target=shed)
+    other.start()
+    for seed in range(100):
+        live.put(OURS, said(50, seed % 7), rows(50))
+        taken = live.take(OURS, said(40, seed % 7))
+        assert isinstance(taken, Taken | None)
+    stop.set()
+    other.join()
+    assert failed == []
+    assert live.stats.n_bytes == 50 * ROW_BYTES * live.stats.entries
+
+
+@pytest.mark.parametrize("can_trim", [True, False])
+def test_long_prompts_are_found_quickly(live, can_trim):
+    """A hundred entries of 100,000 tokens; their caches share one small array here."""
+    prompt = random.Random(0).choices(range(50_000), k=100_000)
+    array = mx.zeros((1, 1, 100_000, 1), mx.uint8)
+    shared = {"keys": array, "values": array} if can_trim else {"state0": array}
+    cls, scalars = ("KVCache", {"offset": 100_000}) if can_trim else ("ArraysCache", {"size": 1})
+    caches = [kv.decode(kv.Encoded(cls, shared, scalars))]
+    for i in range(100):
+        live.put(OURS, [*prompt[: 1000 * i], 1, *prompt[1000 * i + 1 :]], caches)
+    live.put(OURS, prompt, caches)
+    started = time.perf_counter()
+    assert live.take(OURS, [*prompt, 1]).n_tokens == 100_000
+    assert live.look(OURS, [*prompt, 1]) == (Candidate(99_000, 100_000, True) if can_trim else None)
+    assert time.perf_counter() - started < 0.5

@@ -1,0 +1,171 @@
+"""What would not fit is refused or waits; what is let in really takes no more than was said."""
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepwarm import kv
+from keepwarm.engine.admission import Admission, kv_bytes
+from keepwarm.errors import NotEnough
+from tests.kit.models import ARCHITECTURES
+from tests.kit.runs import prefill, prompt_of
+
+LIMIT = 1000
+
+
+@pytest.fixture
+def admission():
+    return Admission(LIMIT)
+
+
+# Bytes from a layout.
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("n_tokens", [1, 100, 600])
+def test_a_cache_takes_no_more_than_foretold(tiny_model, name, n_tokens):
+    """Buffers with their room to grow, measured on the real caches."""
+    model = tiny_model(name)
+    layout = kv.probe(model, kv.make_caches(model))
+    caches = prefill(model, kv.make_caches(model), prompt_of(n_tokens), step=256)
+    taken = sum(a.nbytes for c in caches for a in arrays_of(c.state))
+    assert taken <= kv_bytes(layout, n_tokens)
+    if not any(leaf.is_open for leaf in layout.leaves()):
+        assert kv_bytes(layout, n_tokens) <= 4 * taken or n_tokens == 1
+
+
+def arrays_of(state):
+    if isinstance(state, mx.array):
+        yield state
+    elif isinstance(state, list | tuple):
+        for part in state:
+            yield from arrays_of(part)
+
+
+def layout_of(tiny_model, name, **options):
+    model = tiny_model(name)
+    return kv.probe(model, kv.make_caches(model, **options))
+
+
+def test_rows_count_windows_are_bounded_states_are_constant(tiny_model):
+    rows, windows, states = (layout_of(tiny_model, n) for n in ("llama", "gemma3_text", "mamba2"))
+    assert kv_bytes(rows, 2048) == 8 * kv_bytes(rows, 256)
+    assert kv_bytes(rows, 256) == 256 * 2 * 2 * 2 * 64 * 4  # layers, K and V, heads, width, fp32
+    assert kv_bytes(states, 100_000) == kv_bytes(states, 1)
+    growth = kv_bytes(windows, 4096) - kv_bytes(windows, 2048)
+    assert growth == 2048 * 2 * 2 * 2 * 16 * 4  # the two global layers of eight
+
+
+def test_options_change_what_is_needed(tiny_model):
+    """S4-04."""
+    plain = layout_of(tiny_model, "qwen3")
+    assert kv_bytes(layout_of(tiny_model, "qwen3", kv_bits=8), 1024) < kv_bytes(plain, 1024) / 3
+    bounded = layout_of(tiny_model, "qwen3", max_kv_size=256)
+    assert kv_bytes(bounded, 100_000) == kv_bytes(plain, 512)
+
+
+def test_the_answer_counts_with_the_prompt(tiny_model):
+    layout = layout_of(tiny_model, "llama")
+    assert Admission.needs(1000, 48, layout) == kv_bytes(layout, 1048) == 5 * kv_bytes(layout, 256)
+
+
+# Who is let in.
+
+
+def test_a_request_that_could_never_run_is_refused_with_numbers(admission):
+    with pytest.raises(NotEnough, match=r"needs 10 kB for its keys .* may take 1 kB; shorten"):
+        admission.reserve(5000)
+    with pytest.raises(NotEnough):
+        admission.reserve(501)
+    assert admission.reserve(500) is not None
+
+
+def test_one_that_runs_alone_needs_its_own_caches_only(admission):
+    lease = admission.reserve(1000, batch=None)
+    assert admission.used_bytes == 1000
+    assert admission.reserve(1, batch=None) is None
+    lease.release()
+    assert admission.used_bytes == 0
+
+
+def test_joining_counts_twice_until_it_is_done(admission):
+    lease = admission.reserve(400)
+    assert admission.used_bytes == 800
+    assert not admission.fits(200)
+    assert admission.reserve(200) is None
+    lease.joined()
+    assert admission.used_bytes == 400
+    assert admission.fits(200)
+
+
+def test_in_a_batch_every_row_is_as_long_as_the_longest(admission):
+    """A short request beside a long one costs a long row."""
+    admission.reserve(400).joined()
+    assert admission.reserve(10) is not None
+    assert admission.used_bytes == 2 * 400 + 10
+    assert not admission.fits(10)
+
+
+def test_several_answers_are_as_many_rows(admission):
+    """They come from one prefill, so one cache joins."""
+    lease = admission.reserve(100, n_rows=4)
+    assert admission.used_bytes == 4 * 100 + 100
+    lease.joined()
+    admission.reserve(150).joined()
+    assert admission.used_bytes == 5 * 150
+    with pytest.raises(NotEnough):
+        admission.reserve(100, n_rows=10)
+
+
+def test_batches_do_not_pad_each_other(admission):
+    admission.reserve(400, batch="plain").joined()
+    admission.reserve(10, batch="quantised").joined()
+    admission.reserve(10, batch=None)
+    assert admission.used_bytes == 420
+
+
+def test_a_lease_is_released_once(admission):
+    first, second = admission.reserve(100), admission.reserve(100)
+    for _ in range(3):
+        first.release()
+    assert admission.used_bytes == 200
+    second.release()
+    assert admission.used_bytes == 0
+
+
+def test_an_answer_may_grow_while_there_is_room(admission):
+    first, second = admission.reserve(200), admission.reserve(100)
+    first.joined()
+    second.joined()
+    assert second.grow(300)
+    assert admission.used_bytes == 600
+    assert not first.grow(501)
+    assert (first.n_bytes, admission.used_bytes) == (200, 600)
+    assert first.grow(100)  # it has that already
+    assert first.n_bytes == 200
+
+
+@given(st.lists(st.tuples(st.sampled_from("rjgx"), st.integers(1, 700)), max_size=40))
+def test_the_budget_is_never_passed(steps):
+    """Whatever comes, joins, grows and leaves; and at the end nothing is left over."""
+    admission, leases = Admission(LIMIT), []
+    for step, n in steps:
+        if step == "r":
+            try:
+                lease = admission.reserve(n)
+            except NotEnough:
+                assert 2 * n > LIMIT
+                continue
+            leases += [lease] if lease else []
+        elif leases and step == "j":
+            leases[n % len(leases)].joined()
+        elif leases and step == "g":
+            leases[n % len(leases)].grow(n)
+        elif leases:
+            leases.pop(n % len(leases)).release()
+        assert admission.used_bytes <= LIMIT
+    for lease in leases:
+        lease.release()
+    assert admission.used_bytes == 0
+    assert admission.fits(LIMIT // 2)

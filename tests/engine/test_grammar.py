@@ -1,0 +1,347 @@
+"""An answer that must follow a format follows it, whatever the model would rather say."""
+
+import json
+import re
+import string
+import threading
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import keepwarm
+from keepwarm.engine.grammar import MAX_COMPILED, Grammars
+from keepwarm.engine.request import Format, Sampling
+from keepwarm.engine.sampling import Chooser, sample
+from keepwarm.engine.text import decode
+from keepwarm.errors import BadInput, EngineFailed
+from tests.kit.checkpoints import write_checkpoint
+
+N_PADDED = 37  # ids that the model has and the tokenizer has not
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["cat", "dog", None]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "kind", "tags"],
+    "additionalProperties": False,
+}
+ANY = Format(json=True)
+WEATHER = Format(grammar='start: "It is " ("sunny" | "raining") /[.!]/')
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return keepwarm.load(str(write_checkpoint(tmp_path_factory.mktemp("model"))))
+
+
+@pytest.fixture(scope="module")
+def n_vocab(model):
+    return model.config["vocab_size"] + N_PADDED
+
+
+@pytest.fixture(scope="module")
+def grammars(model, n_vocab):
+    return Grammars(model.tokenizer, n_vocab, model.tokenizer.eos_token_ids)
+
+
+def encode(model, text):
+    return model.tokenizer.encode(text, add_special_tokens=False)
+
+
+def answers(model, choosers, max_tokens):
+    """Everybody's answer tokens, decoded together, from the model's own logits and a padding
+    that is likelier than every real token."""
+    stops, caches = model.tokenizer.eos_token_ids, model.make_cache()
+    tokens = mx.full((len(choosers), 1), 5, mx.uint32)
+    said, going = [[] for _ in choosers], set(range(len(choosers)))
+    for _ in range(max_tokens):
+        logits = model.module(tokens, cache=caches)[:, -1, :]
+        logits = mx.concatenate([logits, mx.full((len(choosers), N_PADDED), 50.0)], axis=-1)
+        rows = [c.adjust(logits[i : i + 1]) for i, c in enumerate(choosers)]
+        chosen = sample(choosers, mx.concatenate(rows))
+        for i, token in enumerate(chosen.tolist()):
+            if i in going and token not in stops:
+                said[i].append(token)
+                choosers[i].accept(token)
+            if token in stops or choosers[i].finished:
+                going.discard(i)
+        if not going:
+            break
+        tokens = mx.minimum(chosen, model.config["vocab_size"] - 1)[:, None]
+    return said, going
+
+
+def run(model, grammars, wanted, n_answers, max_tokens, after=(), **wishes):
+    n_vocab = model.config["vocab_size"] + N_PADDED
+    matcher = grammars.compile(wanted, after)
+    choosers = [
+        Chooser(
+            Sampling(temperature=1.5, seed=seed, **wishes),
+            n_vocab,
+            grammar=matcher.copy(),
+            stop_tokens=model.tokenizer.eos_token_ids,
+        )
+        for seed in range(n_answers)
+    ]
+    return answers(model, choosers, max_tokens)
+
+
+def texts_of(model, said):
+    return [decode(model.tokenizer, tokens) for tokens in said]
+
+
+def check_person(value):
+    assert list(value) == ["name", "age", "kind", "tags"]
+    assert isinstance(value["name"], str)
+    assert len(value["name"]) <= 8
+    assert type(value["age"]) is int
+    assert 0 <= value["age"] <= 150
+    assert value["kind"] in ("cat", "dog", None)
+    assert 1 <= len(value["tags"]) <= 3
+    assert {type(tag) for tag in value["tags"]} == {bool}
+
+
+def test_a_random_model_at_high_temperature_keeps_to_the_schema(model, grammars):
+    said, unfinished = run(model, grammars, Format(json=True, schema=PERSON), 30, 1000)
+    texts = texts_of(model, said)
+    for i, text in enumerate(texts):
+        if i not in unfinished:
+            check_person(json.loads(text))
+    assert not unfinished
+    assert len(set(texts)) > 25
+
+
+def test_any_json_object(model, grammars):
+    """The bias shortens strings and closes braces early, or a random model talks for ever."""
+    close = {encode(model, sign)[0]: 6.0 for sign in '"}'}
+    said, unfinished = run(model, grammars, ANY, 30, 300, logit_bias=close)
+    texts = texts_of(model, said)
+    done = [json.loads(text) for i, text in enumerate(texts) if i not in unfinished]
+    assert len(done) >= 25
+    assert {type(value) for value in done} == {dict}
+    assert any(done)
+
+
+def test_an_answer_cut_off_is_the_beginning_of_a_whole_one(model, grammars):
+    wanted = Format(schema=PERSON)
+    whole, unfinished = run(model, grammars, wanted, 12, 400)
+    for max_tokens in (1, 7, 23):
+        cut, _ = run(model, grammars, wanted, 12, max_tokens)
+        assert [tokens[:max_tokens] for tokens in whole] == cut
+    for i in set(range(12)) - unfinished:
+        check_person(json.loads(decode(model.tokenizer, whole[i])))
+    assert len(unfinished) < 6
+
+
+def test_without_a_grammar_the_same_model_says_no_json(model):
+    """Control: the grammar does it, and neither the model nor the reading of its answer."""
+    choosers = [Chooser(Sampling(temperature=1.5, seed=i), 0) for i in range(30)]
+    logits = model.module(mx.full((30, 1), 5, mx.uint32))[:, -1, :]
+    texts = [decode(model.tokenizer, [token]) for token in sample(choosers, logits).tolist()]
+    assert sum(text.startswith("{") for text in texts) < 3
+
+
+def test_a_lark_grammar(model, grammars):
+    said, unfinished = run(model, grammars, WEATHER, 16, 60)
+    texts = texts_of(model, said)
+    assert not unfinished
+    assert all(re.fullmatch("It is (sunny|raining)[.!]", text) for text in texts)
+    assert len(set(texts)) > 1
+
+
+def allowed_by(matcher):
+    return set(np.flatnonzero(np.array(matcher.mask())).tolist())
+
+
+def feed(matcher, tokens):
+    for token in tokens:
+        assert token in allowed_by(matcher)
+        matcher.advance(token)
+
+
+def test_the_answer_is_finished_as_soon_as_nothing_can_follow(model, grammars):
+    matcher = grammars.compile(Format(schema=PERSON))
+    feed(matcher, encode(model, '{"name": "Ada", "age": 36, "kind": null, "tags": [true]'))
+    assert not matcher.finished
+    feed(matcher, encode(model, "}"))
+    assert matcher.finished
+    assert allowed_by(matcher) == model.tokenizer.eos_token_ids
+
+
+def test_where_more_could_follow_the_model_itself_ends_it(model, grammars):
+    matcher = grammars.compile(Format(grammar="start: /[ab]+/"))
+    stop = next(iter(model.tokenizer.eos_token_ids))
+    assert stop not in allowed_by(matcher)
+    feed(matcher, encode(model, "ab"))
+    assert not matcher.finished
+    assert stop in allowed_by(matcher)
+    matcher.advance(stop)
+    assert matcher.finished
+
+
+def test_padded_ids_are_never_allowed(model, grammars, n_vocab):
+    anything = grammars.compile(Format(grammar=r"start: /(?s:.)*/"))
+    assert anything.mask().shape == (n_vocab,)
+    assert max(allowed_by(anything)) < model.config["vocab_size"]
+    assert max(allowed_by(grammars.compile(ANY, after=[9]))) < model.config["vocab_size"]
+
+
+def test_a_tokenizer_larger_than_the_model(model):
+    small = model.config["vocab_size"] - 11
+    matcher = Grammars(model.tokenizer, small, model.tokenizer.eos_token_ids).compile(ANY)
+    assert matcher.mask().shape == (small,)
+    feed(matcher, encode(model, '{"a"'))
+
+
+def test_several_stop_tokens(model, n_vocab):
+    matcher = Grammars(model.tokenizer, n_vocab, {0, 2}).compile(Format(grammar='start: "a"*'))
+    assert {0, 2} <= allowed_by(matcher)
+
+
+def test_blanks_come_to_an_end(model, grammars):
+    """A model that only wants to write spaces must go on after a while."""
+    matcher, space = grammars.compile(ANY), encode(model, " ")[0]
+    feed(matcher, encode(model, "{"))
+    n_spaces = 0
+    while space in allowed_by(matcher):
+        matcher.advance(space)
+        n_spaces += 1
+    assert n_spaces == 64
+    feed(matcher, encode(model, '"a":1}'))
+
+
+# Models that think first
+
+
+def test_the_grammar_begins_after_the_thoughts(model, grammars):
+    end = encode(model, "</think>")
+    assert len(end) > 1
+    matcher = grammars.compile(ANY, after=end)
+    feed(matcher, [*encode(model, "Hmm, the quick fox <"), *end[:-1], *encode(model, "no")])
+    assert not matcher.finished
+    assert not allowed_by(matcher) & model.tokenizer.eos_token_ids  # there is no answer yet
+    feed(matcher, end)
+    assert allowed_by(matcher) == set(encode(model, "{")) | {
+        i for i in range(320) if decode(model.tokenizer, [i]).startswith('{"')
+    }
+    feed(matcher, encode(model, "{}"))
+    assert matcher.finished
+
+
+def test_thoughts_of_a_random_model_are_free_and_its_answer_is_not(model, grammars):
+    end = encode(model, "z")
+    force = {end[0]: 2.0, **{encode(model, sign)[0]: 5.0 for sign in '"}'}}
+    said, unfinished = run(model, grammars, ANY, 12, 300, after=end, logit_bias=force)
+    done = [said[i] for i in set(range(12)) - unfinished]
+    assert len(done) > 6
+    for tokens in done:
+        answer = tokens[tokens.index(end[0]) + 1 :]
+        assert isinstance(json.loads(decode(model.tokenizer, answer)), dict)
+    assert any(tokens.index(end[0]) for tokens in done)
+
+
+# Copies, and what is kept
+
+
+def test_a_copy_goes_its_own_way(model, grammars):
+    matcher = grammars.compile(WEATHER, after=[9, 10])
+    matcher.advance(9)
+    twin = matcher.copy()
+    matcher.advance(11)
+    twin.advance(10)
+    feed(twin, encode(model, "It is"))
+    other = twin.copy()
+    feed(twin, encode(model, " sunny!"))
+    feed(other, encode(model, " raining"))
+    assert (matcher.finished, twin.finished, other.finished) == (False, True, False)
+
+
+def test_a_grammar_is_compiled_once_and_the_oldest_is_dropped(model, n_vocab):
+    grammars = Grammars(model.tokenizer, n_vocab, [2])
+    for _ in range(3):
+        grammars.compile(ANY)
+        grammars.compile(Format(json=True, schema=PERSON))
+    assert grammars._compiled.cache_info().currsize == 2
+    for i in range(MAX_COMPILED + 5):
+        grammars.compile(Format(grammar=f'start: "{i}"'))
+    assert grammars._compiled.cache_info().currsize == MAX_COMPILED
+
+
+def test_many_threads_share_one_vocabulary(model, n_vocab):
+    grammars, done = Grammars(model.tokenizer, n_vocab, [2]), []
+
+    def compile_one(i):
+        matcher = grammars.compile(Format(grammar=f'start: "{string.ascii_letters[i]}"'))
+        done.append(matcher.mask().sum().item())
+
+    threads = [threading.Thread(target=compile_one, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done == [1] * 8
+
+
+def test_a_format_that_asks_for_nothing(grammars):
+    assert grammars.compile(Format()) is None
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [
+        (Format(schema={"type": "objekt"}), "Invalid type: objekt"),
+        (Format(schema={"not": {"type": "string"}}), 'Unimplemented keys: ["not"]'),
+        (Format(schema={"$ref": "http://example.com/a"}), "does not fetch"),
+        (Format(schema={"type": "string", "pattern": "("}), "unclosed group"),
+        (Format(schema={"type": "integer", "minimum": 5, "maximum": 1}), "Unsatisfiable"),
+        (Format(schema={"enum": [{1, 2}]}), "not JSON itself"),
+        (Format(schema={"const": float("nan")}), "not JSON itself"),
+        (Format(grammar="start: foo"), 'unknown name: "foo"'),
+        (Format(grammar="nonsense"), "Expected token"),
+        (Format(grammar=""), "Empty grammar"),
+        (Format(json=True, grammar='start: "a"'), "choose one"),
+    ],
+    ids=str,
+)
+def test_a_bad_format_is_refused_with_the_reason_in_one_sentence(grammars, wanted, reason):
+    with pytest.raises(BadInput, match=re.escape(reason)) as refused:
+        grammars.compile(wanted)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+
+
+def test_a_token_that_the_grammar_forbids_ends_this_answer_only(model, grammars, n_vocab):
+    bad, good = (Chooser(Sampling(), n_vocab, grammar=grammars.compile(WEATHER)) for _ in range(2))
+    bad.accept(encode(model, "x")[0])
+    good.accept(encode(model, "It")[0])
+    logits = mx.zeros((1, n_vocab))
+    with pytest.raises(EngineFailed, match=r"cannot follow its format .*x.*\)\.$"):
+        bad.adjust(logits)
+    assert not bad.finished
+    assert good.adjust(logits).max().item() == 0
+
+
+def test_a_tokenizer_that_cannot_serve(model):
+    class Slow:
+        pass
+
+    with pytest.raises(BadInput, match="not a fast one"):
+        Grammars(Slow(), 100, [2]).compile(ANY)
+
+
+def test_a_chooser_masks_after_bias_and_penalties(model, grammars, n_vocab):
+    wishes = Sampling(logit_bias={5: 100.0}, presence_penalty=1.0, temperature=1.0)
+    chooser = Chooser(replace(wishes, seed=0), n_vocab, grammar=grammars.compile(ANY))
+    assert not chooser.plain
+    scores = np.array(chooser.adjust(mx.zeros((1, n_vocab)))[0])
+    assert np.isneginf(scores[5])
+    assert set(np.flatnonzero(np.isfinite(scores)).tolist()) == allowed_by(grammars.compile(ANY))

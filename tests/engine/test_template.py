@@ -1,0 +1,220 @@
+"""What a chat template does with messages, found out by trying it; and how messages give way."""
+
+import pytest
+
+from keepwarm.engine.template import SYSTEM_LABEL, Template, plain, text_of, write
+from keepwarm.errors import BadInput
+from tests.kit.checkpoints import CHATML
+from tests.kit.tokenizers import make
+
+# Small templates, each with one habit of a family of models.
+ALTERNATING = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
+)
+HOISTING = (
+    "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}{{ '[' + m.content + ']' }}{% endfor %}"
+)
+ONE_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    "{% for m in messages if m.role != 'system' %}{{ '[' + m.content + ']' }}{% endfor %}"
+)
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{{ '<think>\n' if enable_thinking else '<think>\n\n</think>\n\n' }}{% endif %}"
+)
+
+
+def calls(arguments: str, message: str) -> str:
+    """A template that writes calls with their arguments like this, and messages like that."""
+    call = "{% for c in m.tool_calls %}{{ c.function.name + '(' }}" + arguments + "){% endfor %}"
+    return "{% for m in messages %}" + message.replace("CALLS", call) + "{% endfor %}"
+
+
+CALLS = calls("{{ c.function.arguments | tojson }}", "{{ m.content }}CALLS")
+TEXT_CALLS = calls("{{ c.function.arguments }}", "{{ m.content }}CALLS")
+NO_CONTENT_CALLS = calls(
+    "{{ '' + c.function.arguments }}",
+    "{% if m.content is none %}CALLS{% else %}{{ m.content }}{% endif %}",
+)
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+LATE = {"role": "system", "content": "It is noon."}
+ASK = {"role": "user", "content": "Who?"}
+ANSWER = {"role": "assistant", "content": "The fox."}
+NEXT = {"role": "user", "content": "Why?"}
+
+
+@pytest.fixture
+def template_of(tmp_path):
+    """A function: a tokenizer with this template, and what is found out about it."""
+
+    def look(text, **kwargs):
+        tokenizer = make(tmp_path / "tokenizer", template=text, **kwargs)
+        return tokenizer, Template.of(tokenizer)
+
+    return look
+
+
+def test_a_plain_template_takes_everything_where_it_stands(template_of):
+    tokenizer, template = template_of(CHATML)
+    assert template.exists
+    assert template.takes_system
+    assert template.takes_more_systems
+    assert template.takes_late_system
+    assert template.takes_user_twice
+    assert not template.renders_tools
+    assert not template.drops_thinking
+    talk = [SYSTEM, LATE, ASK, ANSWER, LATE, NEXT, NEXT]
+    assert template.conform(talk) == talk
+    assert template.generation_prompt == "<|im_start|>assistant\n"
+    assert template.after_answer_text == "<|im_end|>\n"
+    assert list(template.after_answer) == tokenizer.encode("<|im_end|>\n", add_special_tokens=False)
+    assert template.stops_after_answer
+
+
+def test_what_follows_an_answer_only_at_the_end_does_not_follow_every_answer(template_of):
+    """As gpt-oss writes it: the last answer ends otherwise than those before it."""
+    ends = "{{ '<|endoftext|>' if loop.last else '<|im_end|>' }}"
+    _, template = template_of("{% for m in messages %}{{ m.content }}" + ends + "{% endfor %}")
+    assert template.after_answer == ()
+    assert template.stops_after_answer  # where it is not the last
+
+
+def test_an_answer_that_plain_text_follows(template_of):
+    _, template = template_of(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n\n' }}{% endfor %}"
+    )
+    assert template.after_answer_text == "\n\n"
+    assert not template.stops_after_answer
+
+
+def test_a_model_without_a_template(template_of):
+    tokenizer, template = template_of(None)
+    assert not template.exists
+    talk = [SYSTEM, ASK, LATE, NEXT]
+    assert template.conform(talk) == talk
+    assert write(tokenizer, talk) == "Be brief.\n\nWho?\n\nIt is noon.\n\nWhy?"
+
+
+def test_a_template_that_takes_no_system_message_gets_it_in_the_user_message(template_of):
+    tokenizer, template = template_of(ALTERNATING)
+    assert not template.takes_system
+    assert not template.takes_user_twice
+    shown = template.conform([SYSTEM, ASK, ANSWER, LATE, NEXT])
+    assert [message["role"] for message in shown] == ["user", "assistant", "user"]
+    assert shown[0]["content"] == f"{SYSTEM_LABEL}Be brief.\n\nWho?"
+    assert shown[2]["content"] == f"{SYSTEM_LABEL}It is noon.\n\nWhy?"
+    assert "Be brief." in write(tokenizer, shown)
+
+
+@pytest.mark.parametrize("text", [HOISTING, ONE_SYSTEM])
+def test_a_late_system_message_that_would_be_moved_or_lost_stays_where_it_is(template_of, text):
+    """Moved to the front it would change the prompt from there on, turn by turn."""
+    tokenizer, template = template_of(text)
+    assert template.takes_system
+    assert not template.takes_late_system
+    shown = template.conform([SYSTEM, ASK, ANSWER, LATE, NEXT])
+    assert shown[3] == {"role": "user", "content": f"{SYSTEM_LABEL}It is noon."}
+    assert write(tokenizer, shown).startswith("Be brief.[Who?][The fox.]")
+
+
+def test_system_messages_in_a_row_become_one_where_only_one_is_read(template_of):
+    tokenizer, template = template_of(ONE_SYSTEM)
+    assert not template.takes_more_systems
+    shown = template.conform([SYSTEM, LATE, ASK])
+    assert [message["role"] for message in shown] == ["system", "user"]
+    assert write(tokenizer, shown) == "Be brief.\n\nIt is noon.[Who?]"
+
+
+def test_thinking_that_is_dropped_and_thinking_that_is_opened(template_of):
+    tokenizer, template = template_of(THINKING, tokens=("<think>", "</think>"))
+    assert template.drops_thinking
+    assert template.generation_prompt == "<|im_start|>assistant\n<think>\n"
+    assert template.opens_thinking
+    _, silent = template_of(THINKING)  # no such tokens: mlx-lm asks for no thinking
+    assert silent.drops_thinking
+    assert not silent.opens_thinking
+    assert write(tokenizer, [ASK], enable_thinking=False).endswith("<think>\n\n</think>\n\n")
+
+
+def test_tools_are_found_in_the_rendering(template_of):
+    _, template = template_of("{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML)
+    assert template.renders_tools
+
+
+@pytest.mark.parametrize(
+    ("text", "as_text", "content", "shown"),
+    [
+        (CALLS, False, "", 'search({"q": "fox"})'),
+        (TEXT_CALLS, True, "", 'search({"q": "fox"})'),
+        (NO_CONTENT_CALLS, True, None, 'search({"q": "fox"})'),
+    ],
+)
+@pytest.mark.parametrize("sent", ['{"q": "fox"}', {"q": "fox"}])
+def test_tool_calls_come_out_as_json_whatever_the_template_wants(
+    template_of, text, as_text, content, shown, sent
+):
+    tokenizer, template = template_of(text)
+    assert template.arguments_as_text is as_text
+    assert template.call_content == content
+    call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": sent}}
+    asked = [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert write(tokenizer, template.conform(asked)).endswith(shown)
+
+
+def test_arguments_that_are_no_json_object_stay_as_they_came(template_of):
+    _, template = template_of(CALLS)
+    for arguments in ("{broken", "[1]", "", 7):
+        call = {"function": {"name": "f", "arguments": arguments}}
+        (shown,) = template.conform([{"role": "assistant", "tool_calls": [call]}])
+        assert shown["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_messages_in_plain_words():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert plain({"role": "developer", "content": parts}) == {"role": "system", "content": "a\nb"}
+    assert plain({"role": "assistant", "content": None, "tool_calls": []}) == {
+        "role": "assistant",
+        "content": "",
+    }
+    thought = plain({"role": "assistant", "content": "x", "reasoning": "y"})
+    assert thought["reasoning_content"] == "y"
+    assert text_of({"content": []}) == text_of({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"content": "x"}, "no role"),
+        ({"role": 7, "content": "x"}, "no role"),
+        ({"role": "user", "content": 7}, "neither text nor a list"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "'image_url'"),
+        ({"role": "user", "content": [7]}, "'int'"),
+    ],
+)
+def test_messages_that_make_no_sense_are_refused(message, reason):
+    """S4-18: an image never passes for the text around it."""
+    with pytest.raises(BadInput, match=reason):
+        plain(message)
+
+
+def test_a_template_that_refuses_everything_is_known_to(template_of):
+    tokenizer, template = template_of("{{ raise_exception('never') }}")
+    assert template == Template(exists=True, takes_user_twice=False)
+    with pytest.raises(BadInput, match="never"):
+        write(tokenizer, [ASK])
+
+
+def test_a_template_is_a_value(template_of):
+    tokenizer, template = template_of(CHATML)
+    assert template == Template.of(tokenizer)
+    assert len({template, Template.of(tokenizer)}) == 1

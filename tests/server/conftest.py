@@ -1,0 +1,114 @@
+"""A live server on a free port, around a real engine with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from keepwarm import config
+from keepwarm.config import Settings
+from keepwarm.server.host import EngineHost, start_engine
+from tests.kit.checkpoints import write_checkpoint
+
+N_CONTEXT = 16384
+NAME = "tiny"
+
+
+@dataclass(frozen=True)
+class Live:
+    """A running server, seen from outside and, where a test must, from inside."""
+
+    url: str
+    host: EngineHost
+    settings: Settings
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(**self._options(options))
+
+    def async_openai(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(**self._options(options))
+
+    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+        usual = {"base_url": f"{self.url}/v1", "api_key": "any", "max_retries": 0, "timeout": 60}
+        return usual | given
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        """A plain request; `body` may be bytes that no client would send."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **headers}
+        return httpx.post(f"{self.url}{path}", content=content, headers=headers, timeout=60)
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", headers=headers, timeout=60)
+
+
+Serving = Callable[..., AbstractContextManager[Live]]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), n_context=N_CONTEXT)
+
+
+@pytest.fixture(scope="session")
+def served_model(checkpoint: Path) -> Any:
+    from keepwarm.engine.model import load
+
+    return load(str(checkpoint), config.load({}, home=None))
+
+
+@pytest.fixture(scope="session")
+def serving(served_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Serving:
+    """A function: a server with these settings, for as long as the `with` lasts."""
+
+    def start(**values: Any) -> AbstractContextManager[Live]:
+        home = values.pop("home", None) or tmp_path_factory.mktemp("home")
+        return serve(served_model, config.load({"KEEPWARM_HOME": str(home)}, **values))
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def live(serving: Serving) -> Iterator[Live]:
+    """One server for all tests that do not mind each other."""
+    with serving() as server:
+        yield server
+
+
+@contextmanager
+def serve(model: Any, settings: Settings) -> Iterator[Live]:
+    from keepwarm.engine.store import Store
+    from keepwarm.server.app import create_app
+    from keepwarm.server.process import DrainingServer, address_of, bind
+
+    with bind("127.0.0.1", 0) as listening, Store(settings=settings) as store:
+        host = EngineHost(start_engine(model, store, settings), NAME, settings.strict_model)
+        server = DrainingServer(create_app(host, settings), settings)
+        url = address_of(listening)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            yield Live(url, host, settings)
+        finally:
+            server.should_exit = True
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def wait_until(happened: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Return once it has; fail if it does not."""
+    end = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)

@@ -1,0 +1,226 @@
+"""Who may come in, how much at once, how often."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from keepwarm import config
+from keepwarm.errors import BadInput, Busy
+from keepwarm.server.limits import Limits, Rates, Room, check_binding
+
+
+async def echo(scope, receive, send):
+    """Answers with what the limits have made of the request."""
+    state = scope.get("state", {})
+    body = (await receive())["body"]
+    answer = json.dumps({**state, "n_bytes": len(body)}).encode()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": answer})
+
+
+def settings(**values):
+    return config.load({}, **values)
+
+
+def ask(given, *, method="POST", path="/v1/chat/completions", app=None, content=b"{}", **headers):
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    app = app or Limits(echo, given)
+
+    async def send():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(method, path, content=content, headers=headers)
+
+    return asyncio.run(send())
+
+
+def test_without_keys_everybody_here_is_one_tenant():
+    answer = ask(settings(), authorization="Bearer anything")
+    assert answer.json() == {"tenant": "", "admin": False, "n_bytes": 2}
+
+
+@pytest.mark.parametrize(
+    "headers", [{"authorization": "Bearer b"}, {"authorization": "bearer b"}, {"x_api_key": "b"}]
+)
+def test_a_key_opens_in_both_headers(headers):
+    answer = ask(settings(api_keys="a, b"), **headers)
+    assert answer.status_code == 200
+    assert answer.json()["tenant"]
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer c"}, {"x_api_key": ""}])
+def test_no_key_or_a_wrong_one_is_refused(headers):
+    answer = ask(settings(api_keys="a,b"), **headers)
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_a_refusal_has_the_shape_of_the_api():
+    answer = ask(settings(api_keys="a"), path="/v1/messages")
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "authentication_error"
+
+
+def test_each_key_is_a_tenant_of_its_own_unless_shared():
+    given = settings(api_keys="a,b")
+    tenants = [ask(given, x_api_key=key).json()["tenant"] for key in "aba"]
+    assert tenants[0] == tenants[2] != tenants[1]
+    shared = settings(api_keys="a,b", share_cache=True)
+    assert {ask(shared, x_api_key=key).json()["tenant"] for key in "ab"} == {""}
+
+
+def test_keys_come_from_a_file_nobody_else_reads(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    keys.chmod(0o600)
+    given = settings(api_key_file=keys)
+    assert given.accepted_keys() == ("one", "two")
+    keys.chmod(0o644)
+    with pytest.raises(BadInput, match="chmod 600"):
+        given.accepted_keys()
+
+
+def test_keys_do_not_belong_into_the_settings_file(tmp_path):
+    (tmp_path / "config.toml").write_text('api_keys = "a"')
+    with pytest.raises(BadInput, match="api_key_file"):
+        config.load({"KEEPWARM_HOME": str(tmp_path)})
+
+
+def test_flags_are_read_as_words():
+    assert config.load({"KEEPWARM_SHARE_CACHE": "yes"}).share_cache is True
+    assert config.load({"KEEPWARM_SHARE_CACHE": "false"}).share_cache is False
+    with pytest.raises(BadInput, match="not bool"):
+        config.load({"KEEPWARM_SHARE_CACHE": "perhaps"})
+
+
+def test_admin_calls_need_the_admin_key():
+    path = "/v1/admin/load"
+    assert ask(settings(), path=path).status_code == 403
+    given = settings(api_keys="a", admin_key="root")
+    assert ask(given, path=path, x_api_key="a").status_code == 403
+    assert ask(given, path=path, x_api_key="root").json()["admin"] is True
+
+
+def test_health_and_pages_need_no_key():
+    given = settings(api_keys="a")
+    for path in ("/health/live", "/docs", "/openapi.json"):
+        assert ask(given, path=path, method="GET").status_code == 200
+    assert ask(given, path="/v1/models", method="GET").status_code == 401
+
+
+@pytest.mark.parametrize("host", ["localhost:8181", "127.0.0.1", "[::1]:8181"])
+def test_this_machine_is_called_by_its_names(host):
+    assert ask(settings(), host=host).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example:8181", "127.0.0.1.evil.example", "[", ""])
+def test_a_name_that_points_here_is_refused(host):
+    """DNS rebinding: a page's own name made to resolve to 127.0.0.1."""
+    assert ask(settings(), host=host).status_code == 403
+
+
+def test_a_name_can_be_allowed():
+    assert ask(settings(allowed_hosts="box.lan"), host="box.lan:8181").status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:3000"])
+def test_web_pages_of_other_origins_are_refused(origin):
+    answer = ask(settings(), origin=origin, host="localhost:8181")
+    assert answer.status_code == 403
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_our_own_pages_and_named_ones_may_call():
+    assert ask(settings(), origin="http://localhost:8181", host="localhost:8181").is_success
+    named = settings(allowed_origins="http://ui.lan")
+    assert ask(named, origin="http://ui.lan", host="localhost:8181").is_success
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "box.lan"])
+def test_beyond_this_machine_a_key_is_needed(host):
+    with pytest.raises(BadInput, match="no key is set"):
+        check_binding(settings(host=host))
+    check_binding(settings(host=host, api_keys="a"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.8.8"])
+def test_this_machine_alone_needs_none(host):
+    check_binding(settings(host=host))
+
+
+def test_a_body_over_the_limit_is_refused():
+    given = settings(max_body_bytes=100)
+    assert ask(given, content=b"x" * 100).json()["n_bytes"] == 100
+    answer = ask(given, content=b"x" * 101)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+
+
+def test_a_body_that_does_not_say_its_size_is_counted():
+    async def parts():
+        for _ in range(3):
+            yield b"x" * 40
+
+    assert ask(settings(max_body_bytes=100), content=parts()).status_code == 413
+    assert ask(settings(max_body_bytes=120), content=parts()).json()["n_bytes"] == 120
+
+
+def test_a_key_may_ask_so_often():
+    given = settings(rate_per_minute=2, api_keys="a,b")
+    app = Limits(echo, given)
+    answers = [ask(given, app=app, x_api_key="a") for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert 1 <= int(answers[2].headers["retry-after"]) <= 30
+    assert answers[2].json()["error"]["type"] == "rate_limit_error"
+    assert ask(given, app=app, x_api_key="b").status_code == 200
+    assert ask(given, app=app, x_api_key="a", path="/v1/models", method="GET").is_success
+
+
+def test_the_bucket_fills_again():
+    now = [0.0]
+    rates = Rates(60, clock=lambda: now[0])
+    for _ in range(60):
+        rates.take("a")
+    with pytest.raises(Busy) as refused:
+        rates.take("a")
+    assert refused.value.retry_after_s == pytest.approx(1)
+    now[0] = 1.0
+    rates.take("a")
+
+
+def test_more_than_fit_are_told_to_come_back():
+    """The room is left when the answer ends, however it ends."""
+    given = settings(max_concurrency=1, max_queue=1)
+
+    async def run():
+        released = asyncio.Event()
+
+        async def slow(scope, receive, send):
+            await released.wait()
+            await echo(scope, receive, send)
+
+        transport = httpx.ASGITransport(Limits(slow, given))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            held = [asyncio.create_task(client.post("/v1/x")) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            refused = await client.post("/v1/x")
+            released.set()
+            answers = await asyncio.gather(*held)
+            return refused, answers, await client.post("/v1/x")
+
+    refused, answers, after = asyncio.run(run())
+    assert refused.status_code == 429
+    assert "retry-after" in refused.headers
+    assert all(answer.is_success for answer in [*answers, after])
+
+
+def test_the_room_counts():
+    room = Room(1)
+    room.enter()
+    with pytest.raises(Busy):
+        room.enter()
+    room.leave()
+    room.enter()

@@ -1,0 +1,204 @@
+"""Streams on their way: headers, signs of life, clients that leave, errors in mid-stream.
+
+The answers here are scripted: a real engine neither stalls nor fails on demand.
+"""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from keepwarm.engine.answer import Answer
+from keepwarm.engine.request import (
+    Delta,
+    Done,
+    Finished,
+    Progress,
+    Receipt,
+    Started,
+    TokenInfo,
+    Usage,
+)
+from keepwarm.errors import Busy, Cancelled, EngineFailed
+from keepwarm.server.chat import ChatStream, Heading
+from keepwarm.server.sse import EventStream, WholeAnswer
+
+RECEIPT = Receipt(7, {"memory": 5}, 2, 12.3456, True)
+USAGE = Usage(7, 5, 2, 0, 10.0, 20.0)
+ANSWER = [Started(RECEIPT), Delta(0, "Hel"), Delta(0, "lo"), Finished(0, "stop")]
+END = Done(USAGE, RECEIPT)
+
+
+class Client:
+    """The far end of an ASGI connection."""
+
+    def __init__(self):
+        self.sent = []
+        self.gone = asyncio.Event()
+
+    async def receive(self):
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message):
+        self.sent.append(message)
+
+    @property
+    def headers(self):
+        return {name.decode(): value.decode() for name, value in self.sent[0]["headers"]}
+
+    @property
+    def body(self):
+        return b"".join(message.get("body", b"") for message in self.sent[1:]).decode()
+
+
+def scripted(events):
+    """A real answer whose events are put in by hand; cancelling is noted and ends it."""
+    cancelled = []
+
+    def cancel(answer):
+        cancelled.append(answer)
+        answer.put(Cancelled("gone"))
+
+    answer = Answer(cancel)
+    for event in events:
+        answer.put(event)
+    return answer, cancelled
+
+
+def stream(answer, **options):
+    return EventStream(answer, ChatStream(Heading("id", 1, "m"), 1, True, None), **options)
+
+
+def run_stream(events):
+    async def run():
+        client = Client()
+        answer, _ = scripted(events)
+        await stream(answer)({"type": "http"}, client.receive, client.send)
+        return client
+
+    return asyncio.run(run())
+
+
+def data(body):
+    return [line[6:] for line in body.splitlines() if line.startswith("data: ")]
+
+
+def test_headers_carry_the_receipt():
+    client = run_stream([*ANSWER, END])
+    assert client.sent[0]["status"] == 200
+    assert client.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert "content-length" not in client.headers
+    receipt = json.loads(client.headers["x-keepwarm-receipt"])
+    assert receipt["reused"] == {"memory": 5}
+    assert receipt["saved_ms"] == 12.346
+    assert client.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+def test_chunks_come_one_by_one_and_in_order():
+    client = run_stream([*ANSWER, END])
+    *chunks, end = data(client.body)
+    assert end == "[DONE]"
+    chunks = [json.loads(chunk) for chunk in chunks]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert deltas == [
+        {"role": "assistant", "content": ""},
+        {"content": "Hel"},
+        {"content": "lo"},
+        {},
+    ]
+    assert len([message for message in client.sent if b"content" in message.get("body", b"")]) == 3
+    assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
+    assert chunks[-1]["keepwarm"]["recomputed"] == 2
+
+
+def test_an_error_before_the_plan_is_not_a_stream():
+    async def run():
+        client = Client()
+        answer, _ = scripted([Busy("full")])
+        with pytest.raises(Busy):
+            await stream(answer)({"type": "http"}, client.receive, client.send)
+        assert client.sent == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [EngineFailed("It broke; ask again."), Busy("No room.")])
+def test_an_error_in_the_stream_is_said_in_the_stream(error):
+    client = run_stream([*ANSWER[:2], error])
+    *_, said, end = data(client.body)
+    assert json.loads(said)["error"]["message"] == str(error)
+    assert end == "[DONE]"
+    assert client.sent[-1]["more_body"] is False
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("n_before", [0, 2])
+def test_a_client_that_leaves_cancels(whole, n_before):
+    async def run():
+        client = Client()
+        answer, cancelled = scripted(ANSWER[:n_before])
+        response = WholeAnswer(answer, lambda result: {}) if whole else stream(answer)
+        task = asyncio.create_task(response({"type": "http"}, client.receive, client.send))
+        await asyncio.sleep(0.01)
+        assert not cancelled
+        client.gone.set()
+        async with asyncio.timeout(1):
+            await asyncio.gather(task, return_exceptions=True)
+        return cancelled
+
+    assert asyncio.run(run())
+
+
+def test_silence_is_filled_with_progress():
+    async def run():
+        client = Client()
+        answer, _ = scripted([ANSWER[0], Progress(3, 7)])
+        response = stream(answer, keep_alive_s=0.02)
+        task = asyncio.create_task(response({"type": "http"}, client.receive, client.send))
+        await asyncio.sleep(0.05)
+        for event in [*ANSWER[1:], END]:
+            answer.put(event)
+        await task
+        return client.body
+
+    body = asyncio.run(run())
+    assert ': {"prompt_tokens_done": 3, "prompt_tokens": 7}\n\n' in body
+    assert data(body)[-1] == "[DONE]"
+
+
+def test_a_task_that_is_cancelled_cancels_its_answer():
+    async def run():
+        client = Client()
+        answer, cancelled = scripted(ANSWER[:2])
+        task = asyncio.create_task(stream(answer)({"type": "http"}, client.receive, client.send))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return cancelled
+
+    assert asyncio.run(run())
+
+
+def test_a_whole_answer_has_body_and_receipt():
+    async def run():
+        client = Client()
+        answer, _ = scripted([*ANSWER, END])
+        whole = WholeAnswer(answer, lambda result: {"text": result.choices[0].text})
+        await whole({"type": "http"}, client.receive, client.send)
+        return client
+
+    client = asyncio.run(run())
+    assert json.loads(client.body) == {"text": "Hello"}
+    assert "x-keepwarm-receipt" in client.headers
+
+
+def test_a_streamed_token_is_cheap():
+    """Encoding is a small part of the half millisecond that a streamed token may cost."""
+    encoder = ChatStream(Heading("id", 1, "m"), 1, True, None)
+    delta = Delta(0, " word", tokens=(TokenInfo(5),))
+    begun = time.process_time()
+    for _ in range(2000):
+        encoder.event(delta)
+    assert (time.process_time() - begun) / 2000 < 0.0001
