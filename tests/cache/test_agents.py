@@ -11,6 +11,7 @@ from keepwarm.prefix.blocks import chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk import DiskLimits
 from keepwarm.store.record import Part
+from tests.contract.test_tiers import Minutes
 from tests.store.kit import files_under, record, tokens_of
 
 IDENTITY = Identity(weights={"model": "1"}, config="2", tokenizer="3", layout="4")
@@ -131,6 +132,7 @@ def test_deleting_takes_quarantined_records_along(shelf):
 def test_a_pinned_agent_outlives_pressure_and_an_unpinned_does_not(tmp_path):
     limits = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
     with Shelf(tmp_path / "store", limits) as shelf:
+        shelf.disk._clock = Minutes()
         for name, seed in (("kept", 1), ("lost", 2)):
             tokens = tokens_of(768, seed=seed)
             keep(shelf, tokens, n_bytes=100_000)
@@ -145,6 +147,7 @@ def test_a_pinned_agent_outlives_pressure_and_an_unpinned_does_not(tmp_path):
 def test_a_quota_covers_the_first_blocks(tmp_path):
     limits = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
     with Shelf(tmp_path / "store", limits) as shelf:
+        shelf.disk._clock = Minutes()
         tokens = tokens_of(1024)
         keep(shelf, tokens, n_bytes=100_000)
         shelf.agents.advance("a", NAME, tokens)

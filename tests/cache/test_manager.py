@@ -6,8 +6,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.cache.io import MemoryOnly, Reader
-from keepwarm.cache.manager import Manager, Rates
+from keepwarm.cache.manager import Manager
 from keepwarm.cache.policy import Policy
+from keepwarm.cache.rates import Rates
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import Namespace

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -36,18 +37,28 @@ MIB = 1 << 20
 ROOMY = 256 * MIB
 
 
+class Minutes:
+    """A clock on which every look is a minute later, so that what comes later is worth more."""
+
+    def __init__(self):
+        self._minutes = count()
+
+    def __call__(self):
+        return 60.0 * next(self._minutes)
+
+
 def memory(directory, max_bytes):
-    return MemoryTier(max_bytes)
+    return MemoryTier(max_bytes, Minutes())
 
 
-def disk(directory, max_bytes):
-    return DiskTier(directory / "store", DiskLimits(max_bytes, min_free_bytes=0), BrokenFiles())
+def disk(directory, max_bytes, seal=None):
+    limits = DiskLimits(max_bytes, min_free_bytes=0)
+    return DiskTier(directory / "store", limits, BrokenFiles(), Minutes(), seal)
 
 
 def sealed(directory, max_bytes):
     root = directory / "store"
-    seal = unlock(root, b64encode(bytes(range(32))).decode())
-    return DiskTier(root, DiskLimits(max_bytes, min_free_bytes=0), BrokenFiles(), seal=seal)
+    return disk(directory, max_bytes, unlock(root, b64encode(bytes(range(32))).decode()))
 
 
 MAKERS = {"memory": memory, "disk": disk, "sealed": sealed}

@@ -17,8 +17,6 @@ from keepwarm import config
 from keepwarm.cache.continuations import continuations
 from keepwarm.cache.policy import Policy
 from keepwarm.engine.catalog import locate
-from keepwarm.engine.gguf_file import read_header
-from keepwarm.engine.gguf_tokenizer import write_tokenizer
 from keepwarm.engine.prompt import Prompter, common_prefix
 from keepwarm.engine.request import Request
 from keepwarm.engine.splice import Splicer, decode_after
@@ -46,11 +44,12 @@ STRIPS_THINKING = CHATML.replace(
 def random_merges(directory, seed=7):
     """Byte-level tokens merged at random: hardly a text has only one way to be written."""
     pick = random.Random(seed)
-    tokens = list(pre_tokenizers.ByteLevel.alphabet())
-    merges = []
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges: list[tuple[str, str]] = []
     while len(merges) < 600:
-        pair = (pick.choice(tokens[-400:] + list("etaoins")), pick.choice("etaoinsrhldcu Ġ"))
-        if pair not in merges and "".join(pair) not in tokens and " " not in pair:
+        merged = ["".join(pair) for pair in merges[-60:]]
+        pair = (pick.choice([*"etaoinsrhldcu", *merged]), pick.choice("etaoinsrhldcuĠ"))
+        if "".join(pair) not in tokens:
             merges.append(pair)
             tokens.append("".join(pair))
     vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -90,12 +89,9 @@ def saved(tokenizer, directory):
     return load_tokenizer(directory)
 
 
-def smollm2(directory):
+def smollm2(_directory):
     """The default model's own tokenizer, without its weights."""
-    path = locate("smollm2", config.load())
-    directory.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(path, read_header(path).metadata, directory)
-    return load_tokenizer(directory)
+    return load_tokenizer(locate("smollm2", config.load()))
 
 
 def tiny(directory):
@@ -115,9 +111,14 @@ def tokenizer(tmp_path):
     return tiny(tmp_path / "tokenizer")
 
 
+def prefixes(tokenizer):
+    token = tokenizer.convert_tokens_to_ids("▁")
+    return token is not None and tokenizer.convert_ids_to_tokens(token) == "▁"
+
+
 def spelled(tokenizer, text):
     """The text letter by letter: not as the tokenizer would write it."""
-    if "▁" in tokenizer.get_vocab():
+    if prefixes(tokenizer):
         names = text.replace(" ", "▁")
     else:
         level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -285,13 +286,13 @@ words = st.lists(
 def test_splicing_changes_tokens_and_nothing_else(any_tokenizer, template):
     """Any tokens as answers, any texts as questions: the text and the cuts stay true."""
     any_tokenizer.chat_template = template
-    n_plain = len(any_tokenizer) - len(SPECIALS) if template is not CHATML else len(any_tokenizer)
+    n_spliced = []
 
     @settings(deadline=None, derandomize=True, database=None, max_examples=60)
     @given(
         questions=st.lists(words, min_size=1, max_size=3),
         answers=st.lists(
-            st.lists(st.integers(0, n_plain - 1), max_size=12), min_size=3, max_size=3
+            st.lists(st.integers(0, len(any_tokenizer) - 1), max_size=12), min_size=3, max_size=3
         ),
         edits=st.lists(
             st.sampled_from([None, None, None, "", "the", " tree"]), min_size=3, max_size=3
@@ -299,28 +300,34 @@ def test_splicing_changes_tokens_and_nothing_else(any_tokenizer, template):
     )
     def check(questions, answers, edits):
         prompter, splicer, plain = pair(any_tokenizer)
-        talk, held = [], []
+        talk = []
         for question, tokens, edit in zip(questions, answers, edits, strict=False):
             talk.append({"role": "user", "content": question})
             rendering, cold = ask(prompter, *talk), ask(plain, *talk)
             assert rendering.text == cold.text
-            assert decode(any_tokenizer, rendering.tokens) == decode(any_tokenizer, cold.tokens)
-            check_cuts(any_tokenizer, prompter, rendering, talk)
+            assert reads(any_tokenizer, rendering) == reads(any_tokenizer, cold)
+            check_cuts(prompter, rendering, talk)
             if rendering.spliced == 0:
                 assert rendering.tokens == cold.tokens
-            held = rendering.tokens + tokens
+            n_spliced.append(rendering.spliced)
             answer(splicer, rendering, tokens)
             text = decode_after(any_tokenizer, rendering.tokens[-8:], tokens) or ""
             talk.append(said(text if edit is None else text + edit))
-        assert held
 
     try:
         check()
+        assert sum(map(bool, n_spliced)) > 10
     finally:
         any_tokenizer.chat_template = CHATML
 
 
-def check_cuts(tokenizer, prompter, rendering, talk):
+def reads(tokenizer, rendering):
+    """What the tokens say; a dummy prefix is seen as a space behind special tokens."""
+    text = decode(tokenizer, rendering.tokens)
+    return text.replace(" ", "") if prefixes(tokenizer) else text
+
+
+def check_cuts(prompter, rendering, talk):
     """A cut is a place up to which the shorter conversation has the very same tokens."""
     for message in range(len(talk)):
         end = rendering.end_of(message)
@@ -467,7 +474,7 @@ def test_what_is_stored_is_not_taken_for_another_text(tokenizer, tier):
 def test_a_store_that_knows_nothing_is_asked_once(tokenizer, tier):
     asked = []
 
-    def nothing(tokens, guess):
+    def nothing(tokens, guesses):
         asked.append(len(tokens))
         return []
 

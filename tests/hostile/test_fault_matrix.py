@@ -22,7 +22,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.cache.io import MemoryOnly, Reader, Writer
-from keepwarm.cache.manager import Manager, Rates
+from keepwarm.cache.manager import Manager
+from keepwarm.cache.rates import Rates
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import BlockKey, chain
 from keepwarm.prefix.fingerprint import FORMAT_VERSION, Identity, namespace

@@ -68,7 +68,9 @@ def record(
     extra = {"w_rows": rows} if part is Part.WINDOW else {}
     header = Header(namespace, ref.key, ref.parent, part, ref.number, ref.tokens, extra)
     names = (f"L0_B{ref.number}_K", f"L0_B{ref.number}_V")
-    return Record(header, tuple(tensor(name, "U8", (n_bytes // 2,)) for name in names))
+    inner, rest = divmod(n_bytes // 2, max(1, rows))
+    shape = (n_bytes // 2,) if rest else (1, rows, inner)
+    return Record(header, tuple(tensor(name, "U8", shape) for name in names))
 
 
 def chain_of(n_blocks: int, seed: int = 0, n_bytes: int = 1024) -> list[Record]:

@@ -10,15 +10,18 @@ import stat
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import keepwarm
-from keepwarm.errors import BadRecord
+from keepwarm.errors import BadInput, BadRecord, StoreFailed
 from keepwarm.prefix.blocks import Namespace, root
-from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.prefix.fingerprint import FORMAT_VERSION
+from keepwarm.store.disk import INDEX_ROOM, DiskLimits, DiskTier
+from keepwarm.store.fsck import verify
 from keepwarm.store.names import MEASURE_EVERY_S
 from keepwarm.store.record import Header, Part, Record, check_identity
 from tests.store.kit import (
@@ -254,7 +257,7 @@ def test_a_damaged_index_is_built_anew_from_the_files(damage, open_tier, store):
 
 
 def test_the_store_of_a_newer_keepwarm_is_not_touched(open_tier, store):
-    """S0-28: neither its index nor a record; one sentence says what to do."""
+    """S0-54: neither its index nor a record; one sentence says what to do."""
     tier = open_tier()
     put_all(tier, chain_of(2))
     tier.close()
@@ -276,7 +279,7 @@ def newer_record(tier, one):
 
 
 def test_a_newer_record_is_a_miss_and_is_left_alone(open_tier, store):
-    """S0-28: not set aside, not replaced, not called bad."""
+    """S0-54: not set aside, not replaced, not called bad."""
     one, two = made = chain_of(2)
     tier = open_tier()
     put_all(tier, made)
@@ -292,7 +295,7 @@ def test_a_newer_record_is_a_miss_and_is_left_alone(open_tier, store):
 
 
 def test_a_newer_record_is_not_adopted_but_counts(open_tier, store):
-    """S0-28: with the index lost it lies among the blocks as something of others."""
+    """S0-54: with the index lost it lies among the blocks as something of others."""
     one, two = made = chain_of(2, n_bytes=100_000)
     tier = open_tier()
     put_all(tier, made)

@@ -18,7 +18,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepwarm.errors import BadRecord
+from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey, pack, unpack
 from keepwarm.prefix.fingerprint import FORMAT_VERSION
 from keepwarm.store.record import (
@@ -365,8 +365,8 @@ def test_a_forged_record_is_refused_with_a_reason(name):
 
 
 def test_a_newer_version_is_not_called_bad():
-    """S0-28: it is a miss here, and whole for whoever wrote it; a flipped version is bad."""
-    newer = replace(record(refs_of(1)[0]).header, version=FORMAT_VERSION + 1)
+    """S0-54: it is a miss here, and whole for whoever wrote it; a flipped version is bad."""
+    newer = replace(record(REF).header, version=FORMAT_VERSION + 1)
     data = encode(Record(newer, ()))
     with pytest.raises(NewerFormat, match=f"version {FORMAT_VERSION + 1} is newer"):
         decode(data)

@@ -16,8 +16,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm import config
-from keepwarm.cache.manager import Rates
 from keepwarm.cache.opened import Budgets, OpenedStore
+from keepwarm.cache.rates import Rates
 from keepwarm.cache.shelf import Shelf
 from keepwarm.cli.main import main
 from keepwarm.errors import BadInput, BadRecord

@@ -34,7 +34,8 @@ from keepwarm.bench.measure import (
     why_no_room,
 )
 from keepwarm.cache.io import MemoryOnly, Reader
-from keepwarm.cache.manager import Manager, Rates
+from keepwarm.cache.manager import Manager
+from keepwarm.cache.rates import Rates
 from keepwarm.cache.records import records_of
 from keepwarm.errors import KeepwarmError
 from keepwarm.kv.slices import tensor_name

@@ -15,12 +15,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from keepwarm.errors import BadInput, BadRecord, UnknownAgent
+from keepwarm.errors import BadInput, BadRecord, NewerFormat, UnknownAgent
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, chain
 from keepwarm.store.disk import DiskTier
-from keepwarm.store.upkeep import delete_branches, file_path, read_file, write_file
+from keepwarm.store.tier import telling
+from keepwarm.store.upkeep import (
+    Progress,
+    delete_branches,
+    file_path,
+    quietly,
+    read_file,
+    write_file,
+)
 
+VERSION = 1
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, BadRecord, NewerFormat)
 
 
 @dataclass(frozen=True)
@@ -38,15 +48,22 @@ class Agent:
     forked_from: str = ""
 
     def to_json(self) -> str:
-        fields = asdict(self) | {
-            "namespace": self.namespace.hex(),
-            "blocks": [key.hex() for key in self.blocks],
-        }
+        fields = (
+            {"version": VERSION}
+            | asdict(self)
+            | {
+                "namespace": self.namespace.hex(),
+                "blocks": [key.hex() for key in self.blocks],
+            }
+        )
         return json.dumps(fields, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Agent:
         fields: dict[str, Any] = json.loads(text)
+        version = fields.pop("version", 1)  # it was not said at first
+        if version > VERSION:
+            raise NewerFormat(f"agent version {version} is newer than {VERSION}")
         return cls(
             **fields
             | {
@@ -65,13 +82,24 @@ class Agents:
         self._clock = clock
 
     def all(self) -> Iterator[Agent]:
-        found = []
+        """Those that can be read; `unreadable` names the others."""
+        found = [agent for _, agent in self._each() if isinstance(agent, Agent)]
+        return iter(sorted(found, key=lambda agent: agent.id))
+
+    def unreadable(self) -> Iterator[tuple[str, Exception]]:
+        """Files torn by hand or written by a newer Keepwarm, and what was said of each."""
+        for path, why in self._each():
+            if isinstance(why, Exception):
+                yield path.name, why
+
+    def _each(self) -> Iterator[tuple[Path, Agent | Exception]]:
         for path in self._directory.glob("*.json"):
             try:
-                found.append(self._read(path))
-            except (OSError, ValueError, KeyError, TypeError, BadRecord):
-                continue  # torn by hand or of a newer version; `verify` names it
-        return iter(sorted(found, key=lambda agent: agent.id))
+                yield path, self._read(path)
+            except FileNotFoundError:
+                continue  # deleted meanwhile
+            except UNREADABLE as error:
+                yield path, error
 
     def show(self, agent_id: str) -> Agent:
         path = self._path(agent_id)
@@ -79,9 +107,13 @@ class Agents:
             return self._read(path)
         except FileNotFoundError as error:
             raise UnknownAgent(f"There is no agent {agent_id!r}; `cache ls` names them.") from error
-        except BadRecord as error:
+        except NewerFormat as error:
             raise BadInput(
-                f"The record of agent {agent_id!r} is not what was sealed; remove {path}."
+                f"Agent {agent_id!r} was written by a newer Keepwarm; update this one."
+            ) from error
+        except UNREADABLE as error:
+            raise BadInput(
+                f"Agent {agent_id!r} is not as it was written ({error}); remove {path}."
             ) from error
 
     def _read(self, path: Path) -> Agent:
@@ -145,20 +177,31 @@ class Agents:
         """Change what an agent was promised: `pinned`, `quota_bytes`, `retention_s`."""
         return self._save(replace(self.show(agent_id), **changes))
 
-    def delete(self, agent_id: str) -> int:
+    def delete(self, agent_id: str, progress: Progress = quietly) -> int:
         """Remove an agent and every block no other agent reaches; answers with their number.
 
         What only anonymous requests used goes too, where it descends from the agent's own blocks.
         Nothing of its tokens is left in any file.
         """
         agent = self.show(agent_id)
+        self._refuse_newer()
         others = {key for other in self.all() if other.id != agent_id for key in other.blocks}
         self._disk.unpin_owner(_owner(agent_id))
-        removed = delete_branches(self._disk, agent.blocks, keep=others)
-        self._disk.files.remove(self._path(agent_id))
+        removed = delete_branches(self._disk, agent.blocks, others, progress)
+        with telling(self._disk, f"remove agent {agent_id!r}"):
+            self._disk.files.remove(self._path(agent_id))
         return removed
 
-    def expire(self) -> list[str]:
+    def _refuse_newer(self) -> None:
+        """Raise where some agent cannot be asked what it shares with others."""
+        for name, why in self.unreadable():
+            if isinstance(why, NewerFormat):
+                raise BadInput(
+                    f"{name} was written by a newer Keepwarm, and what it shares with others is "
+                    "not known here; update this one before deleting agents."
+                )
+
+    def expire(self, progress: Progress = quietly) -> list[str]:
         """Delete the agents that were unused for longer than their retention."""
         now = self._clock()
         gone = [
@@ -167,8 +210,9 @@ class Agents:
             if agent.retention_s is not None and not agent.pinned
             if now - agent.used > agent.retention_s
         ]
-        for agent_id in gone:
+        for number, agent_id in enumerate(gone):
             self.delete(agent_id)
+            progress(number + 1, len(gone))
         return gone
 
     @property
@@ -191,6 +235,11 @@ class Agents:
         write_file(self._disk, self._path(agent.id), agent.to_json().encode())
         self._hold(agent)
         return agent
+
+    def hold_all(self) -> None:
+        """Pin again what was promised to anybody: an index that is built anew knows no pins."""
+        for agent in self.all():
+            self._hold(agent)
 
     def _hold(self, agent: Agent) -> None:
         """Pin what was promised. Eviction takes leaves only, so a pin holds all its ancestors."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import tarfile
 from base64 import b64decode, b64encode
@@ -18,13 +19,25 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from keepwarm.errors import BadCacheFile, BadRecord
-from keepwarm.prefix.blocks import BlockKey, Namespace, block_key, root
+import numpy as np
+
+from keepwarm.errors import BadCacheFile, BadRecord, NewerFormat
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, root
 from keepwarm.prefix.fingerprint import Identity, digest, namespace
 from keepwarm.store.atomic import FILE_MODE
 from keepwarm.store.disk import DiskTier
-from keepwarm.store.record import Part, Record, check_identity, open_record, pieces, read_tensors
+from keepwarm.store.record import (
+    ITEM_BYTES,
+    Part,
+    Record,
+    Tensor,
+    check_identity,
+    open_record,
+    pieces,
+    read_tensors,
+)
 from keepwarm.store.seal import stored_namespace
+from keepwarm.store.upkeep import Progress, quietly
 
 VERSION = 1
 MAX_MANIFEST_BYTES = 64 << 20
@@ -62,38 +75,54 @@ class Manifest:
         return [BlockKey(bytes.fromhex(key)) for key in self.blocks]
 
 
-def export_bundle(disk: DiskTier, path: Path, manifest: Manifest) -> int:
-    """Write the blocks of a prefix into one file; answers with the number of records."""
+def export_bundle(
+    disk: DiskTier, path: Path, manifest: Manifest, progress: Progress = quietly
+) -> int:
+    """Write the blocks of a prefix into one file; answers with the number of records.
+
+    Of the last block no more goes along than the tokens of the prefix.
+    """
     temp = path.with_name(f"{path.name}.part")
     inside, outside = _namespaces(disk, manifest)
-    headers = list(_records(disk, manifest.keys, tensors=()))
-    if {record.header.key for record in headers} != set(manifest.keys):
+    headers = list(_records(disk, manifest, tensors=()))
+    if {record.header.number for record in headers} != set(range(len(manifest.blocks))):
         raise BadCacheFile("Some of the blocks cannot be read any more; nothing was exported.")
     renames = renamed(headers, inside, outside)
     blocks = tuple(dict.fromkeys(record.header.key.hex() for record in renames))
     n_records = 0
     with _private(temp) as file, tarfile.open(fileobj=file, mode="w") as archive:
         _add(archive, "manifest.json", [replace(manifest, blocks=blocks).to_json()])
-        for record in renamed(_records(disk, manifest.keys), inside, outside):
+        for record in renamed(_records(disk, manifest), inside, outside):
             name = f"{record.header.key.hex()}.{record.header.part.value}.safetensors"
             _add(archive, name, pieces(record))
             n_records += 1
+            progress(n_records, len(headers))
     temp.replace(path)
     return n_records
 
 
-def import_bundle(disk: DiskTier, path: Path, expected: Identity) -> Manifest:
+def import_bundle(
+    disk: DiskTier, path: Path, expected: Identity, progress: Progress = quietly
+) -> Manifest:
     """Put a bundle's records into a store, once all of it is verified and of the right model."""
     try:
+        total = 2 * path.stat().st_size  # it is read twice
         with tarfile.open(path) as archive:
             manifest = _read_manifest(archive)
             refuse_other_model(manifest.identity, expected)
-            _check_whole(manifest, {record.header.key for record in _records_in(archive)})
+            found = set()
+            for record in _records_in(archive):
+                found.add(record.header.key)
+                progress(archive.offset, total)
+            _check_whole(manifest, found)
         with tarfile.open(path) as archive:
             inside, outside = _namespaces(disk, _read_manifest(archive))
             for record in renamed(_records_in(archive), outside, inside):
                 disk.put(record).durable.result()
+                progress(total // 2 + archive.offset, total)
             return manifest
+    except NewerFormat as error:
+        raise BadCacheFile(f"{path} was made by a newer Keepwarm; update this one.") from error
     except (tarfile.TarError, BadRecord, ValueError, KeyError, TypeError) as error:
         raise BadCacheFile(f"{path} is not a whole bundle ({error}); export it again.") from error
     except OSError as error:
@@ -145,15 +174,47 @@ def _private(path: Path) -> BinaryIO:
 
 
 def _records(
-    disk: DiskTier, keys: Sequence[BlockKey], tensors: Collection[str] | None = None
+    disk: DiskTier, manifest: Manifest, tensors: Collection[str] | None = None
 ) -> Iterator[Record]:
+    keys, n_tokens = manifest.keys, len(manifest.tokens) // 4
     known = disk.have(keys)
-    for key in keys:
+    for number, key in enumerate(keys):
         for part in Part:
             if key in known and part in known[key].parts:
                 record = disk.read(key, part, tensors)
-                if record is not None:
-                    yield record
+                first = record and trimmed(record, n_tokens - number * BLOCK_TOKENS)
+                if first:
+                    yield first
+
+
+def trimmed(record: Record, n_tokens: int) -> Record | None:
+    """The first tokens of a record as one of its own, so that no later token goes along.
+
+    A state stands behind its last token, so nothing is left of it, nor of window rows that begin
+    later.
+    """
+    header = record.header
+    n_held = len(header.tokens) // 4
+    if n_held <= n_tokens:
+        return record
+    w_rows = header.w_rows - (n_held - n_tokens)
+    if header.part is Part.STATE or (header.part is Part.WINDOW and w_rows <= 0):
+        return None
+    tokens = header.tokens[: 4 * n_tokens]
+    extra = dict(header.extra) | ({"w_rows": w_rows} if header.part is Part.WINDOW else {})
+    key = block_key(header.namespace, header.parent, tokens)
+    tensors = tuple(_without_last_rows(t, n_held - n_tokens) for t in record.tensors)
+    return Record(replace(header, key=key, tokens=tokens, extra=extra), tensors)
+
+
+def _without_last_rows(tensor: Tensor, n_rows: int) -> Tensor:
+    """Rows are the last dimension but one, in K and V of every kind."""
+    *outer, rows, inner = tensor.shape
+    left = rows - n_rows
+    row_bytes = inner * ITEM_BYTES[tensor.dtype]
+    words = np.frombuffer(tensor.data, np.uint8).reshape(math.prod(outer), rows, row_bytes)
+    data = memoryview(words[:, :left].tobytes())
+    return tensor._replace(shape=(*outer, left, inner), data=data)
 
 
 def _add(archive: tarfile.TarFile, name: str, buffers: Sequence[bytes | memoryview]) -> None:

@@ -11,17 +11,22 @@ from keepwarm.store.tiers import Tiers
 
 
 def continuations(
-    namespace: Namespace, tiers: Tiers, tokens: Sequence[int], guess: Sequence[int]
+    namespace: Namespace,
+    tiers: Tiers,
+    tokens: Sequence[int],
+    guesses: Sequence[Sequence[int]],
 ) -> Iterator[list[int]]:
-    """Stored tokens that follow these, to the end of the block, those most like the guess first.
+    """Stored tokens that follow these, to the end of the block, those most like a guess first.
 
-    Reads headers, no tensor. Of many that follow, a few are given.
+    Reads headers, no tensor. Of many that follow, a few are given. Blocks are found by how they
+    begin: where a new one begins, only those that begin like one of the guesses are.
     """
     whole = [ref.key for ref in chain(namespace, tokens) if ref.n_tokens == BLOCK_TOKENS]
     parent = whole[-1] if whole else root(namespace)
     begun = pack(tokens[len(whole) * BLOCK_TOKENS :])
-    like = (begun + pack(guess[:BLOCK_TOKENS]))[: 4 * BLOCK_TOKENS]
-    found = [child.key for child in tiers.children(parent, like)]
+    likes = [begun + pack(guess[:BLOCK_TOKENS]) for guess in guesses[: 1 if begun else None]]
+    children = (tiers.children(parent, like[: 4 * BLOCK_TOKENS]) for like in likes)
+    found = list(dict.fromkeys(child.key for some in children for child in some))
     known = tiers.have(found)
     for key in found:
         held = _tokens(tiers, key, known[key]) if key in known else b""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from keepwarm.cache.io import Reader, Saver
 from keepwarm.cache.plan import NOTHING, Forest, Needs, Point, Read, longest, n_matched
 from keepwarm.cache.policy import Policy
+from keepwarm.cache.rates import Rates
 from keepwarm.cache.records import block_of, records_of
 from keepwarm.errors import BadRecord, CacheError
 from keepwarm.kv.kinds import Caches
@@ -34,20 +35,6 @@ from keepwarm.prefix.reuse import Action, Candidate, Stored, decide
 from keepwarm.store.record import Visit
 from keepwarm.store.tier import Known
 from keepwarm.store.tiers import Tiers
-
-
-@dataclass
-class Rates:
-    """Measured speeds, from which loading and recomputing are compared."""
-
-    load_bytes_per_s: float = 5e8
-    prefill_tokens_per_s: float = 50.0
-
-    def saw_load(self, n_bytes: int, seconds: float) -> None:
-        self.load_bytes_per_s = _blend(self.load_bytes_per_s, n_bytes, seconds)
-
-    def saw_prefill(self, n_tokens: int, seconds: float) -> None:
-        self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, n_tokens, seconds)
 
 
 @dataclass(frozen=True)
@@ -275,7 +262,3 @@ def _tokens_by_tier(plan: Plan, tiers: Sequence[str]) -> dict[str, int]:
     # Blocks that no layer had to read, before a window or a state, go with the last.
     counts[tiers[-1]] += plan.n_tokens - counts.total()
     return dict(counts)
-
-
-def _blend(rate: float, amount: float, seconds: float) -> float:
-    return 0.7 * rate + 0.3 * amount / max(seconds, 1e-6)

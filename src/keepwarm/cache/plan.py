@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
+from itertools import takewhile
 from typing import NamedTuple
 
 from keepwarm.kv.kinds import Kind
@@ -76,10 +77,14 @@ class Candidate(NamedTuple):
 
 
 def n_matched(needs: Needs, refs: Sequence[BlockRef], known: Mapping[BlockKey, Known]) -> int:
-    """Leading blocks that are there; where no layer needs them all, up to the last that is."""
-    there = [ref.key in known for ref in refs]
+    """Leading blocks whose rows are there; where no layer needs them all, up to the last that is.
+
+    A block may have lost its delta rows and still have others: what follows it is of no use then.
+    """
     if needs.delta:
-        return there.index(False) if False in there else len(there)
+        held = (ref.key in known and Part.DELTA in known[ref.key].parts for ref in refs)
+        return sum(takewhile(bool, held))
+    there = [ref.key in known for ref in refs]
     return len(there) - there[::-1].index(True) if True in there else 0
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -25,11 +25,15 @@ from keepwarm.prefix.blocks import (
 )
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.record import Header
 from keepwarm.store.seal import stored_namespace
 from keepwarm.store.tier import Known
 from keepwarm.store.unlock import unlock
-from keepwarm.store.upkeep import file_path, read_file, write_file
+from keepwarm.store.upkeep import Progress, file_path, quietly, read_file, write_file
 from keepwarm.store.wear import Wear
+
+MARK = "@"  # no agent's id begins so
+ID_DIGITS = 12
 
 
 class Holder(NamedTuple):
@@ -37,6 +41,15 @@ class Holder(NamedTuple):
 
     key: BlockKey
     tokens: bytes
+
+
+class Prefix(NamedTuple):
+    """A prompt that is kept and has no name."""
+
+    id: str
+    n_tokens: int
+    n_bytes: int  # shared blocks included
+    used: float
 
 
 class Shelf:
@@ -47,9 +60,17 @@ class Shelf:
         writes_per_day: int | None = None,
         secret: str | None = None,
     ) -> None:
-        self.disk = DiskTier(root, limits, seal=unlock(root, secret))
+        try:
+            self.disk = DiskTier(root, limits, seal=unlock(root, secret))
+        except OSError as error:
+            raise BadInput(
+                f"The store {root} cannot be used ({error.strerror}); "
+                "name another directory as KEEPWARM_STORE."
+            ) from error
         self.agents = Agents(self.disk)
         self.wear = Wear(root, writes_per_day)
+        if self.disk.index.is_new:
+            self.agents.hold_all()
 
     def register(self, identity: Identity) -> Namespace:
         """Remember which model a namespace stands for; bundles name it."""
@@ -90,9 +111,13 @@ class Shelf:
         """The agent's conversation, read back from its blocks as far as they are there."""
         return [token for holder in self.holders(agent) for token in unpack(holder.tokens)]
 
-    def _tokens(self, key: BlockKey, known: Known) -> bytes | None:
+    def _header(self, key: BlockKey, known: Known) -> Header | None:
         record = self.disk.read(key, next(iter(known.parts)), tensors=())
-        return record.header.tokens if record is not None else None
+        return record.header if record is not None else None
+
+    def _tokens(self, key: BlockKey, known: Known) -> bytes | None:
+        header = self._header(key, known)
+        return header.tokens if header is not None else None
 
     def _outgrower(
         self, name: Namespace, parent: BlockKey, key: BlockKey, n_tokens: int
@@ -105,9 +130,57 @@ class Shelf:
                 return Holder(child, tokens)
         return None
 
-    def export_agent(self, agent_id: str, path: Path) -> int:
-        """Write an agent into one file; answers with the number of records in it."""
-        agent = self.agents.show(agent_id)
+    def prefixes(self) -> Iterator[Prefix]:
+        """The ends of what is kept and is no agent's, used last first."""
+        named = {holder.key for agent in self.agents.all() for holder in self.holders(agent)}
+        for end in self.disk.index.ends():
+            if end.key not in named:
+                known = self.disk.have(list(self.disk.index.parents(end.key)))
+                n_bytes = sum(one.n_bytes for one in known.values())
+                n_tokens = end.number * BLOCK_TOKENS + end.n_tokens
+                yield Prefix(f"{MARK}{end.key.hex()[:ID_DIGITS]}", n_tokens, n_bytes, end.used)
+
+    def _prefix(self, text: str) -> Agent:
+        """The prefix that ends with the block whose key begins so, as an agent without a name."""
+        keys = [k for end in self.disk.index.ends() if (k := end.key).hex().startswith(text)]
+        if len(text) < 4 or len(keys) != 1:
+            raise BadInput(
+                f"{len(keys)} prefixes are called {MARK}{text}; `cache ls --prefixes` names them."
+            )
+        way = list(self.disk.index.parents(keys[0]))[::-1]
+        headers = [self._header(key, known) for key, known in self.disk.have(way).items()]
+        found = {header.key: header for header in headers if header is not None}
+        if len(found) < len(way) or found[way[0]].number:
+            raise BadInput(f"{MARK}{text} is not whole: what comes before it is gone.")
+        n_tokens = sum(len(header.tokens) // 4 for header in found.values())
+        return Agent("", found[way[0]].namespace, tuple(way), n_tokens)
+
+    def first(self, agent: Agent, n_tokens: int) -> Agent:
+        """The agent as it was when it had so many tokens."""
+        tokens = self.tokens_of(agent)
+        if not 0 < n_tokens <= len(tokens):
+            raise BadInput(f"{len(tokens)} tokens are kept; there are no first {n_tokens}.")
+        return replace(
+            agent,
+            blocks=tuple(ref.key for ref in chain(agent.namespace, tokens[:n_tokens])),
+            n_tokens=n_tokens,
+            turns=tuple(n for n in agent.turns if n <= n_tokens),
+        )
+
+    def find(self, name: str, n_tokens: int | None = None, turn: int | None = None) -> Agent:
+        """An agent, or a prefix (`@` and its id), or the first tokens or turns of it."""
+        is_prefix = name.startswith(MARK)
+        agent = self._prefix(name.removeprefix(MARK)) if is_prefix else self.agents.show(name)
+        if turn is not None:
+            if not 0 < turn <= len(agent.turns):
+                raise BadInput(f"{name!r} has {len(agent.turns)} turns; there is no turn {turn}.")
+            n_tokens = agent.turns[turn - 1]
+        return agent if n_tokens is None else self.first(agent, n_tokens)
+
+    def export_agent(self, agent: Agent | str, path: Path, progress: Progress = quietly) -> int:
+        """Write an agent, or part of one, into a file; answers with the number of records in it."""
+        if isinstance(agent, str):
+            agent = self.find(agent)
         holders = list(self.holders(agent))
         tokens = b"".join(holder.tokens for holder in holders)
         manifest = Manifest(
@@ -115,13 +188,19 @@ class Shelf:
             tokens=tokens,
             blocks=tuple(holder.key.hex() for holder in holders),
             turns=tuple(n for n in agent.turns if 4 * n <= len(tokens)),
-            agent=agent_id,
+            agent=agent.id,
         )
-        return export_bundle(self.disk, path, manifest)
+        return export_bundle(self.disk, path, manifest, progress)
 
-    def import_agent(self, path: Path, expected: Identity, agent_id: str | None = None) -> Agent:
+    def import_agent(
+        self,
+        path: Path,
+        expected: Identity,
+        agent_id: str | None = None,
+        progress: Progress = quietly,
+    ) -> Agent:
         """Read an agent from a file, verified; refused if it belongs to another model."""
-        manifest = import_bundle(self.disk, path, expected)
+        manifest = import_bundle(self.disk, path, expected, progress)
         name = self.register(manifest.identity)
         tokens = unpack(manifest.tokens)
         return self.agents.create(

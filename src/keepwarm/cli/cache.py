@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from keepwarm import config
+from keepwarm.errors import NewerFormat
 
 if TYPE_CHECKING:
     from keepwarm.cache.agents import Agent
     from keepwarm.cache.shelf import Shelf
+    from keepwarm.store.upkeep import Progress
 
 app = typer.Typer(no_args_is_help=True, help="Look at, keep, carry and forget stored blocks.")
 
@@ -35,21 +39,59 @@ def _shelf() -> Shelf:
     return Shelf(settings.store, DiskLimits(settings.disk_bytes), secret=settings.secret())
 
 
+@contextmanager
+def _bar(what: str) -> Iterator[Progress]:
+    """Shows on the terminal, if there is one, how much of a long work is done."""
+    hidden = not sys.stderr.isatty()
+    with bars.Progress(console=Console(stderr=True), transient=True, disable=hidden) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
 @app.command("ls")
-def list_agents(as_json: AsJson = False) -> None:
+def list_agents(
+    prefixes: Annotated[
+        bool, typer.Option("--prefixes", help="List what is kept under no agent's name.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """List the agents."""
     with _shelf() as shelf:
-        rows = [_summary(shelf, agent) for agent in shelf.agents.all()]
+        if prefixes:
+            rows = [prefix._asdict() for prefix in shelf.prefixes()]
+        else:
+            rows = [_summary(shelf, agent) for agent in shelf.agents.all()]
     if as_json:
         print(json.dumps(rows))
-        return
+    elif prefixes:
+        Console().print(_prefix_table(rows) if rows else "Nothing is kept that is no agent's.")
+    elif rows:
+        Console().print(_agent_table(rows))
+    else:
+        print("No agents yet; `keepwarm run --agent NAME` makes one.")
+
+
+def _agent_table(rows: list[dict[str, Any]]) -> Table:
     table = Table("agent", "turns", "tokens", "MiB", "pinned", "used")
     for row in rows:
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["used"]))
         pinned = "yes" if row["pinned"] else ""
-        size = f"{row['n_bytes'] / MIB:.1f}"
-        table.add_row(row["id"], str(row["turns"]), str(row["n_tokens"]), size, pinned, used)
-    Console().print(table if rows else "No agents yet; `keepwarm run --agent NAME` makes one.")
+        table.add_row(row["id"], str(row["turns"]), *_size(row), pinned, _when(row))
+    return table
+
+
+def _prefix_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("prefix", "tokens", "MiB", "used")
+    for row in rows:
+        table.add_row(row["id"], *_size(row), _when(row))
+    return table
+
+
+def _size(row: dict[str, Any]) -> tuple[str, str]:
+    return str(row["n_tokens"]), f"{row['n_bytes'] / MIB:.1f}"
+
+
+def _when(row: dict[str, Any]) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(row["used"]))
 
 
 @app.command()
@@ -123,8 +165,8 @@ def rewind(
 @app.command("rm")
 def remove(agent: AgentId, as_json: AsJson = False) -> None:
     """Delete an agent and every block no other agent reaches."""
-    with _shelf() as shelf:
-        n_blocks = shelf.agents.delete(agent)
+    with _shelf() as shelf, _bar("removing") as progress:
+        n_blocks = shelf.agents.delete(agent, progress)
     _print({"agent": agent, "removed_blocks": n_blocks}, as_json)
 
 
@@ -133,9 +175,9 @@ def gc(as_json: AsJson = False) -> None:
     """Forget agents past their retention, drop what bad records left, give space back."""
     from keepwarm.store.upkeep import clear_quarantine
 
-    with _shelf() as shelf:
-        expired = shelf.agents.expire()
-        n_bytes = clear_quarantine(shelf.disk)
+    with _shelf() as shelf, _bar("cleaning up") as progress:
+        expired = shelf.agents.expire(progress)
+        n_bytes = clear_quarantine(shelf.disk, progress)
     _print({"expired_agents": expired, "quarantine_bytes": n_bytes}, as_json)
 
 
@@ -147,30 +189,42 @@ def verify(
     """Read everything and check it; exit code 1 if something is bad."""
     from keepwarm.store import fsck
 
-    bad = []
-    with _shelf() as shelf, Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("verifying", total=shelf.disk.stats().blocks)
-        n_records = n_bytes = 0
+    with _shelf() as shelf, _bar("verifying") as progress:
+        bad: list[dict[str, Any]] = []
+        n_records = n_bytes = n_newer = 0
+        for name, why in shelf.agents.unreadable():
+            n_newer += isinstance(why, NewerFormat)
+            if not isinstance(why, NewerFormat):
+                bad.append({"record": f"agents/{name}", "wrong": str(why), "set_aside": False})
+        n_blocks = shelf.disk.stats().blocks
         for checked in fsck.verify(shelf.disk, fix):
             n_records, n_bytes = n_records + 1, n_bytes + checked.n_bytes
-            progress.advance(task)
+            n_newer += checked.newer
+            progress(n_records, max(n_records, n_blocks))
             if checked.wrong is not None:
                 name = f"{checked.key.hex()}.{checked.part.value}"
                 bad.append({"record": name, "wrong": checked.wrong, "set_aside": fix})
-    _print({"records": n_records, "n_bytes": n_bytes, "bad": bad}, as_json)
+    _print({"records": n_records, "n_bytes": n_bytes, "newer": n_newer, "bad": bad}, as_json)
     if bad:
         raise typer.Exit(1)
 
 
 @app.command()
 def export(
-    agent: AgentId,
+    agent: Annotated[
+        str, typer.Argument(metavar="AGENT", help="Its id, or that of a prefix: @ and digits.")
+    ],
     file: Annotated[Path, typer.Argument(help="The bundle to write.")],
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", help="Only the first so many tokens.")
+    ] = None,
+    turn: Annotated[int | None, typer.Option("--turn", help="Only up to this turn.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write an agent into one file that another machine can import."""
-    with _shelf() as shelf:
-        n_records = shelf.export_agent(agent, file)
+    """Write an agent, or any prefix, into one file that another machine can import."""
+    with _shelf() as shelf, _bar("exporting") as progress:
+        found = shelf.find(agent, tokens, turn)
+        n_records = shelf.export_agent(found, file, progress)
         if shelf.disk.seal is not None:
             print(f"{file} is not encrypted, so that it can be read elsewhere.", file=sys.stderr)
     _print({"agent": agent, "records": n_records, "file": str(file)}, as_json)
@@ -192,8 +246,8 @@ def import_(
     settings = config.load(model=model)
     loaded = load(settings.model, settings)
     expected = identity_of(loaded.module, loaded.path, settings)
-    with _shelf() as shelf:
-        made = shelf.import_agent(file, expected, agent)
+    with _shelf() as shelf, _bar("importing") as progress:
+        made = shelf.import_agent(file, expected, agent, progress)
     _print(json.loads(made.to_json()), as_json)
 
 

@@ -27,6 +27,10 @@ class Counters:
     reused_tokens: dict[str, int] = field(default_factory=dict)  # by place
     saved_ms: float = 0.0
 
+    def audited(self, equal: bool) -> None:
+        self.audits += 1
+        self.drifts += not equal
+
     def add_reused(self, reused: Mapping[str, int]) -> None:
         for place, n_tokens in reused.items():
             self.reused_tokens[place] = self.reused_tokens.get(place, 0) + n_tokens

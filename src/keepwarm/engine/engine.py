@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Self, TypeAlias, TypeVar
 
 import mlx.core as mx
@@ -24,8 +25,10 @@ from keepwarm.config import Settings
 from keepwarm.config import load as load_settings
 from keepwarm.engine.admission import Admission
 from keepwarm.engine.answer import Answer
+from keepwarm.engine.audit import Auditor
 from keepwarm.engine.jobs import Job, Sequence
-from keepwarm.engine.lane import Lane, Lanes, make_options
+from keepwarm.engine.journal import Entry, Journal, entry_of
+from keepwarm.engine.lane import Lane, Lanes, make_options, options_for
 from keepwarm.engine.memory import MemoryConfig, MemoryScopes, Watcher
 from keepwarm.engine.model import Model
 from keepwarm.engine.prefill import Pace
@@ -50,6 +53,7 @@ class EngineConfig:
     memory: MemoryConfig | None = None
     max_queue: int = 256  # requests that wait or run
     kv: KVOptions = field(default_factory=KVOptions)  # for requests that do not say
+    audit_share: float = 0.0  # of the answers from a cache, computed again cold and compared
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,9 @@ class Engine:
         self._joined = self._scopes.join(memory)
         self.live = Live(memory.live_bytes)
         self._recent = Recent()
+        self._journal = Journal()
+        self._auditor = Auditor(self.config.audit_share)
+        self._numbers = count(1)
         self._preparer = Preparer(model, _vocabulary(model), self._recent)
         self._lanes = Lanes(model, self.store, self.live)
         on_gpu = mx.default_device() == mx.gpu
@@ -115,7 +122,8 @@ class Engine:
         make_caches(self.model.module, **make_options(request.kv))  # refuses what means nothing
         if request.agent is not None:
             self.store.check_agent(request.agent)
-        return self._preparer.prepare(request)
+        lane = self._lane(request.kv, request.tenant)
+        return self._preparer.prepare(request, lane.stored)
 
     def submit(self, request: Request) -> Answer:
         """Ask; the answer comes as events. What cannot be asked is refused here and now."""
@@ -127,7 +135,7 @@ class Engine:
         if len(self._scheduler.jobs) >= self.config.max_queue:
             raise Busy(f"{self.config.max_queue} requests wait or run already; ask again later.")
         answer = Answer(self._cancel)
-        job = Job(request, prepared, answer)
+        job = Job(request, prepared, answer, number=next(self._numbers), on_end=self._note_end)
         self._post(lambda: self._scheduler.add(job))
         return answer
 
@@ -158,6 +166,11 @@ class Engine:
     def stats(self) -> Stats:
         """What is going on now, and what has happened since the start."""
         return snapshot(self._scheduler, self.live, self.store)
+
+    def requests(self) -> list[Entry]:
+        """The latest requests that ended, then those that wait or run."""
+        running = [entry_of(job) for job in self._scheduler.jobs if not job.audit]
+        return [*self._journal.entries(), *running]
 
     @property
     def alive(self) -> bool:
@@ -261,15 +274,19 @@ class Engine:
             self._scheduler.drop(job, Stopping("The engine is shutting down."))
 
     def _lookup(self, prepared: Prepared) -> Lookup:
-        lane = self._lanes.of(prepared.request.kv, prepared.request.tenant)
-        held = self.live.look(lane.manager.namespace, prepared.tokens)
-        n_live = held.serves(len(prepared.tokens)) if held else 0
+        request = prepared.request
+        lane = self._lanes.of(options_for(request.kv, len(prepared.tokens)), request.tenant)
+        n_live = lane.n_live(prepared.tokens)
         plan = lane.manager.plan(prepared.tokens)
         return Lookup(len(prepared.tokens), n_live, plan.n_tokens, _expected_ms(lane, plan, n_live))
 
     def _kept(self, sequence: Sequence) -> None:
         """A sequence is over and findable: remember its text, its owner, and who waits for disk."""
         job = sequence.job
+        if job.audit:
+            return
+        if self._auditor.wants(sequence):
+            self._scheduler.add(self._auditor.job(sequence, self._scheduler.counters.audited))
         rendering = job.prepared.rendering
         self._recent.remember((job.request.kv, job.request.tenant), sequence.tokens)
         if job.request.messages is not None and job.request.policy.writes:
@@ -280,6 +297,14 @@ class Engine:
             self._chores.submit(self._advance, job.request.agent, job.home, tokens)
         if job.request.policy is Policy.DURABLE and job.is_finished and not job.ended:
             self._chores.submit(self._end_durably, job)
+
+    def _lane(self, options: KVOptions, tenant: str) -> Lane:
+        """From any thread; made on the engine's if it is new."""
+        found = self._lanes.known(options, tenant)
+        return found or self.call(lambda: self._lanes.of(options, tenant)).result()
+
+    def _note_end(self, job: Job, error: KeepwarmError | None) -> None:
+        self._journal.add(entry_of(job, error))
 
     def _advance(self, agent: str, lane: Lane, tokens: list[int]) -> None:
         try:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from keepwarm import kv
 from keepwarm.engine.admission import Admission
 from keepwarm.engine.counters import Counters
 from keepwarm.engine.jobs import Job, Reading, Sequence
-from keepwarm.engine.lane import Lane, Lanes
+from keepwarm.engine.lane import Lane, Lanes, Warm, options_for
 from keepwarm.engine.prefill import Prefill, Stopwatch
 from keepwarm.engine.request import Receipt, Started
 from keepwarm.engine.sampling import Chooser
@@ -38,11 +37,13 @@ class Intake:
 
     def reserve(self, job: Job) -> bool:
         """Memory for it, or False while others need it; raises if it could never run."""
-        job.lane = job.lane or self._lanes.of(job.request.kv, job.request.tenant)
+        job.lane = job.lane or self._lanes.of(
+            options_for(job.request.kv, len(job.tokens)), job.request.tenant
+        )
         if job.lease is None:
             room = min(job.prepared.room, ANSWER_ROOM)
             n_bytes = Admission.needs(len(job.tokens), room, job.lane.manager.layout)
-            batch = job.request.kv if job.lane.can_batch else None
+            batch = job.lane.options if job.lane.can_batch else None
             job.lease = self._admission.reserve(n_bytes, batch, n_rows=max(1, job.n_answers))
         return job.lease is not None
 
@@ -76,36 +77,32 @@ class Intake:
         lane, watch = job.home, Stopwatch()
         warm = lane.warm(job.tokens, job.request.policy)
         job.receipt = _receipt(job, lane, warm.reused, watch.seconds())
-        self._counters.prompt_tokens += len(job.tokens)
-        self._counters.saved_ms += job.receipt.saved_ms
-        self._counters.add_reused(warm.reused)
+        if not job.audit:
+            self._counters.prompt_tokens += len(job.tokens)
+            self._counters.saved_ms += job.receipt.saved_ms
+            self._counters.add_reused(warm.reused)
         job.sequences = [_sequence(job, choice) for choice in range(job.n_answers)]
         job.answer.put(Started(job.receipt))
-        return self._reading(job, job.tokens, warm.caches, warm.n_tokens, job.sequences)
+        return self._reading(job, job.tokens, warm, job.sequences)
 
     def reopen(self, sequence: Sequence) -> Reading:
         """Bring back a sequence whose batch died, from the blocks that it left."""
         job = sequence.job
         warm = job.home.warm(sequence.tokens, job.request.policy)
-        return self._reading(job, sequence.tokens, warm.caches, warm.n_tokens, [sequence])
+        return self._reading(job, sequence.tokens, warm, [sequence])
 
     def _reading(
-        self,
-        job: Job,
-        tokens: list[int],
-        caches: kv.Caches,
-        n_known: int,
-        sequences: list[Sequence],
+        self, job: Job, tokens: list[int], warm: Warm, sequences: list[Sequence]
     ) -> Reading:
         lane = job.home
         tokens = list(tokens)
         capture = lane.manager.open(tokens, job.request.policy)
-        capture.start_at(n_known)
+        capture.start_at(warm.n_kept)
         prefill = Prefill(
             lane.model.module,
             tokens,
-            caches,
-            n_known,
+            warm.caches,
+            warm.n_tokens,
             keep=lambda checkpoint: self._slice_done(reading, checkpoint),
             cuts=job.prepared.cuts,
             exact_places=lane.exact_places,
@@ -125,7 +122,7 @@ def _receipt(job: Job, lane: Lane, reused: dict[str, int], seconds: float) -> Re
         prompt_tokens=len(job.tokens),
         reused=reused,
         recomputed=len(job.tokens) - n_known,
-        saved_ms=round(max(0.0, spared_ms), 1) if n_known else 0.0,
+        saved_ms=round(max(0.0, spared_ms), 1) if n_known and lane.manager.rates.measured else 0.0,
         exact=lane.exact,
         spliced=job.prepared.spliced,
         scrubbed=job.request.scrubbed,

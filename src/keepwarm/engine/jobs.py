@@ -6,6 +6,7 @@ A reading is a prompt on its way into caches; its sequences join the batch when 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from keepwarm.engine.request import (
     Event,
     Finished,
     FinishReason,
+    Progress,
     Receipt,
     Request,
     TokenInfo,
@@ -33,6 +35,8 @@ from keepwarm.engine.sampling import Chooser
 from keepwarm.engine.segments import AnswerReader, Piece, Reasoning
 from keepwarm.errors import KeepwarmError, TimedOut
 from keepwarm.prefix.blocks import pack
+
+PATIENCE_S = 1.0
 
 
 class Sequence(Row):
@@ -106,6 +110,9 @@ class Job:
     request: Request
     prepared: Prepared
     answer: Answer
+    audit: bool = False  # asked by nobody: a check of an earlier answer
+    number: int = 0
+    on_end: Callable[[Job, KeepwarmError | None], None] | None = None
     arrived: float = field(default_factory=time.perf_counter)
     lane: Lane | None = None  # from when it is let in
     lease: Lease | None = None
@@ -116,6 +123,7 @@ class Job:
     waits_for: Reading | None = None
     wait_until: int = 0  # tokens that the other must have read
     ended: bool = False
+    _spoke: float = field(default_factory=time.perf_counter)
 
     @property
     def tokens(self) -> list[int]:
@@ -179,7 +187,16 @@ class Job:
         self.ended = True
         if self.lease is not None:
             self.lease.release()
+        if self.on_end is not None:
+            self.on_end(self, error)
         self.answer.put(self.done() if error is None else error)
+
+    def reassure(self) -> None:
+        """Tell whoever waits, now and then, that it is not forgotten."""
+        now = time.perf_counter()
+        if now - self._spoke > PATIENCE_S:
+            self._spoke = now
+            self.answer.put(Progress(0, len(self.tokens)))
 
     def overdue(self) -> TimedOut:
         return TimedOut(

@@ -53,7 +53,8 @@ class Keeper:
         lane, policy = row.job.home, row.job.request.policy
         self._capture(row.capture, caches, len(row.tokens), checkpoint=True)
         if policy.writes:
-            lane.live.put(lane.manager.namespace, row.tokens, caches)
+            owner = row.job.request.agent or ""
+            lane.live.put(lane.manager.namespace, row.tokens, caches, owner)
         self._on_kept(row)
 
     def warmed(self, reading: Reading) -> None:

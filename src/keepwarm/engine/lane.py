@@ -5,15 +5,18 @@ Requests of one lane share blocks; those that differ in nothing but the tenant s
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from keepwarm import kv
+from keepwarm.cache.continuations import continuations
 from keepwarm.cache.live import Live
 from keepwarm.cache.manager import Manager
 from keepwarm.cache.policy import Policy
 from keepwarm.engine.model import Model
 from keepwarm.engine.request import KVOptions
+from keepwarm.engine.splice import Continuations
 from keepwarm.engine.store import Store
 
 
@@ -23,6 +26,7 @@ class Warm(NamedTuple):
     caches: kv.Caches
     n_tokens: int
     reused: dict[str, int]
+    n_kept: int  # of them, in blocks of this lane
 
 
 @dataclass
@@ -32,25 +36,45 @@ class Lane:
     manager: Manager
     live: Live
     can_batch: bool
-    exact: bool  # keys and values are as the model computed them
+    before: Lane | None = None  # where a prompt was before it grew long enough to be quantised
+
+    @property
+    def exact(self) -> bool:
+        """Whether keys and values are as the model computed them."""
+        return self.options.kv_bits is None
 
     @property
     def exact_places(self) -> bool:
         """Whether a prompt can be restored only where a slice of it ended."""
         return self.manager.needs.checkpoints
 
+    @property
+    def stored(self) -> Continuations:
+        """What the store holds after a prompt."""
+        return partial(continuations, self.manager.namespace, self.manager.tiers)
+
     def warm(self, tokens: list[int], policy: Policy) -> Warm:
         """The longest known prefix of a prompt as caches; fresh ones where nothing is known."""
-        if policy.reads:
-            stored = self.manager.restore(tokens, policy, beyond=self._n_live(tokens))
-            if stored.caches is not None:
-                return Warm(stored.caches, stored.n_tokens, stored.tokens_by_tier)
-            mine = self.live.take(self.manager.namespace, tokens, keep=not policy.writes)
-            if mine is not None:
-                return Warm(mine.caches, mine.n_tokens, {"live": mine.n_tokens})
-        return Warm(self.fresh(), 0, {})
+        found = self._known(tokens, policy) if policy.reads else None
+        if self.before is not None and policy.reads:
+            n_known = found.n_tokens if found else 0
+            found = self.before.quantised(tokens, self.options, n_known) or found
+        return found or Warm(self.fresh(), 0, {}, 0)
 
-    def _n_live(self, tokens: list[int]) -> int:
+    def quantised(self, tokens: list[int], options: KVOptions, beyond: int) -> Warm | None:
+        """What this lane knows of a prompt, quantised; nothing if that is no more than `beyond`."""
+        if self.n_warm(tokens) <= beyond:
+            return None
+        found = self._known(tokens, Policy.READ_ONLY)
+        if found is None or options.kv_bits is None:
+            return None
+        caches = kv.quantized(found.caches, options.kv_bits, options.kv_group_size)
+        return found._replace(caches=kv.evaluate(caches), n_kept=0)
+
+    def n_warm(self, tokens: list[int]) -> int:
+        return max(self.n_live(tokens), self.manager.plan(tokens).n_tokens)
+
+    def n_live(self, tokens: list[int]) -> int:
         found = self.live.look(self.manager.namespace, tokens)
         return found.serves(len(tokens)) if found else 0
 
@@ -60,6 +84,15 @@ class Lane:
 
     def fresh(self) -> kv.Caches:
         return kv.make_caches(self.model.module, **make_options(self.options))
+
+    def _known(self, tokens: list[int], policy: Policy) -> Warm | None:
+        stored = self.manager.restore(tokens, policy, beyond=self.n_live(tokens))
+        if stored.caches is not None:
+            return Warm(stored.caches, stored.n_tokens, stored.tokens_by_tier, stored.n_tokens)
+        mine = self.live.take(self.manager.namespace, tokens, keep=not policy.writes)
+        if mine is None:
+            return None
+        return Warm(mine.caches, mine.n_tokens, {"live": mine.n_tokens}, mine.n_tokens)
 
 
 @dataclass
@@ -71,6 +104,10 @@ class Lanes:
     live: Live
     _made: dict[tuple[KVOptions, str], Lane] = field(default_factory=dict)
 
+    def known(self, options: KVOptions, tenant: str) -> Lane | None:
+        """A lane that is there already; any thread may ask."""
+        return self._made.get((options, tenant))
+
     def of(self, options: KVOptions, tenant: str) -> Lane:
         key = (options, tenant)
         if key not in self._made:
@@ -78,8 +115,13 @@ class Lanes:
         return self._made[key]
 
     def _make(self, options: KVOptions, tenant: str) -> Lane:
+        start = options.quantized_kv_start
+        exactly = replace(options, kv_bits=None, quantized_kv_start=0)
         attached = self.store.attach(
-            self.model.module, self.model.path, salt=tenant, **make_options(options)
+            self.model.module,
+            self.model.path,
+            salt=f"{tenant} from {start}" if start else tenant,
+            **make_options(options),
         )
         fresh = kv.make_caches(self.model.module, **make_options(options))
         return Lane(
@@ -88,11 +130,22 @@ class Lanes:
             attached.manager,
             self.live,
             can_batch=kv.can_batch(fresh),
-            exact=not kv.is_quantized(fresh),
+            before=self.of(exactly, tenant) if start and options.kv_bits else None,
         )
+
+
+def options_for(options: KVOptions, n_prompt: int) -> KVOptions:
+    """A prompt shorter than `quantized_kv_start` is held exactly."""
+    if options.kv_bits is None or n_prompt < options.quantized_kv_start:
+        return replace(options, kv_bits=None, quantized_kv_start=0)
+    return options
 
 
 def make_options(options: KVOptions) -> dict[str, Any]:
     """Those that differ from the default, so that naming a default changes no identity."""
     default = asdict(KVOptions())
-    return {name: value for name, value in asdict(options).items() if value != default[name]}
+    given = {name: value for name, value in asdict(options).items() if value != default[name]}
+    given.pop("quantized_kv_start", None)
+    if options.kv_bits is None:
+        given.pop("kv_group_size", None)
+    return given

@@ -12,7 +12,7 @@ from keepwarm.engine.prompt import Prompter, Rendering
 from keepwarm.engine.request import Format, Miss, Request, Sampling
 from keepwarm.engine.sampling import check
 from keepwarm.engine.segments import NORMAL, REASONING, Markup
-from keepwarm.engine.splice import Splicer
+from keepwarm.engine.splice import Continuations, Splicer
 from keepwarm.engine.template import Template
 from keepwarm.engine.tool_grammar import call_grammar
 from keepwarm.engine.tools import CallReader, offer
@@ -75,12 +75,15 @@ class Preparer:
         )
         self._grammars = Grammars(tokenizer, n_vocab, self._stop_tokens)
 
-    def prepare(self, request: Request) -> Prepared:
-        """Render and check; BadInput says what is wrong with a request."""
+    def prepare(self, request: Request, stored: Continuations | None = None) -> Prepared:
+        """Render and check; BadInput says what is wrong with a request.
+
+        `stored` gives what was answered before, for answers that come back.
+        """
         check(request.sampling, self._n_vocab)
         if not 1 <= request.n <= MAX_CHOICES:
             raise BadInput(f"n is {request.n}; it must be from 1 to {MAX_CHOICES}.")
-        rendering = self._prompter.render(_shown(request))
+        rendering = self._prompter.render(_shown(request), stored)
         thinks = request.messages is not None and rendering.opens_thinking
         return Prepared(
             request,

@@ -63,7 +63,7 @@ class Scheduler:
         return list(dict.fromkeys([*self.waiting, *reading, *(row.job for row in self.rows)]))
 
     def add(self, job: Job) -> None:
-        self.counters.requests += 1
+        self.counters.requests += not job.audit
         self.waiting.append(job)
         self.waiting.sort(key=lambda job: (-job.request.priority, job.arrived))
 
@@ -71,6 +71,8 @@ class Scheduler:
         """One turn; False when there was nothing to do."""
         for job in [job for job in self.jobs if job.is_overdue]:
             self.drop(job, job.overdue())
+        for job in self.waiting:
+            job.reassure()
         started = self._start()
         decoded = self._decode()
         read = self._read()
@@ -154,6 +156,9 @@ class Scheduler:
         self.pace.saw_slice(n_tokens, seconds)
         if reading.is_rebuild:
             self.counters.rebuilt_tokens += n_tokens
+            return
+        if reading.job.audit:
+            self.counters.audited_tokens += n_tokens
             return
         self.counters.prefilled_tokens += n_tokens
         reading.lane.saw_prefill(n_tokens, seconds)

@@ -22,6 +22,7 @@ MAX_BYTES = 16 << 20
 ENTRY_BYTES = 600  # what Python takes for one answer beside its text and tokens
 MAX_ANSWERS = 16  # to one prompt
 GUESS = 2_000  # characters of an answer that say which of several stored ones it may be
+LONGEST_TOKEN = 16  # characters, of those worth a try
 CONTEXT = 8  # tokens before an answer; a decoder may treat the beginning of a text otherwise
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -34,8 +35,10 @@ class Spot(NamedTuple):
     tokens: Sequence[int]
 
 
-# Given tokens and a guess: stored tokens that follow, those most like the guess first.
-Continuations: TypeAlias = Callable[[Sequence[int], Sequence[int]], Iterable[Sequence[int]]]
+# Given tokens and guesses: stored tokens that follow, those most like a guess first.
+Continuations: TypeAlias = Callable[
+    [Sequence[int], Sequence[Sequence[int]]], Iterable[Sequence[int]]
+]
 
 
 class _Step(NamedTuple):
@@ -177,7 +180,7 @@ class Splicer:
         """
         tokens: list[int] = []
         end = start
-        while candidates := list(stored([*prompt, *tokens], self._guess(text, end))):
+        while candidates := list(stored([*prompt, *tokens], self._guesses(text, end))):
             steps = (self._step(text, start, prompt, [*tokens, *more]) for more in candidates)
             step = next((step for step in steps if step is not None), None)
             if step is None:
@@ -202,8 +205,19 @@ class Splicer:
             return None
         return _Step(Spot(start, end, kept), is_whole)
 
-    def _guess(self, text: str, start: int) -> list[int]:
-        return encode(self._tokenizer, text[start : start + GUESS], start)
+    def _guesses(self, text: str, start: int) -> list[list[int]]:
+        """How an answer may go on here: as the tokenizer writes it, or by any single token."""
+        starts = [text[start : start + length] for length in range(LONGEST_TOKEN, 0, -1)]
+        ways = [way(some) for some in starts for way in (self._encode, self._inner)]
+        singles = [tokens for tokens in ways if len(tokens) == 1]
+        return [self._inner(text[start : start + GUESS]), *singles]
+
+    def _inner(self, text: str) -> list[int]:
+        """Tokens of a text that does not begin here: some tokenizers put a space in front."""
+        return self._encode(f"\n{text}")[len(self._encode("\n")) :]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _ends(self, text: str, end: int, tokens: Sequence[int]) -> bool:
         """Whether an answer is over here: a special token follows, or what the template writes.
@@ -215,8 +229,7 @@ class Splicer:
         after = self._after
         if not after or not text.startswith(after, end):
             return False
-        following = self._tokenizer.encode(after, add_special_tokens=False)
-        return decode_after(self._tokenizer, tokens[-CONTEXT:], following) == after
+        return decode_after(self._tokenizer, tokens[-CONTEXT:], self._encode(after)) == after
 
     def _keys(self, tenant: str, text: str, lengths: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """Digests of the text's beginnings, in one pass over it."""

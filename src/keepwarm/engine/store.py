@@ -17,6 +17,7 @@ from keepwarm.cache.identity import Digests, identify
 from keepwarm.cache.io import WriteStats
 from keepwarm.cache.manager import Manager
 from keepwarm.cache.opened import Budgets, OpenedStore
+from keepwarm.cache.rates import RateBook
 from keepwarm.cache.shelf import Shelf
 from keepwarm.engine.catalog import locate
 from keepwarm.errors import BadInput
@@ -41,6 +42,7 @@ class Store:
         settings: config.Settings | None = None,
     ) -> None:
         self.settings = settings or config.load(store=path)
+        self._rates = RateBook(self.settings.home / "rates.json")
         self._opened = OpenedStore(
             self.settings.store, budgets or Budgets.of(self.settings), self.settings.secret()
         )
@@ -62,7 +64,9 @@ class Store:
         """
         layout = kv.probe(model, kv.make_caches(model, **kv_options))
         identity = identity_of(model, source, self.settings, layout=layout, salt=salt, **kv_options)
-        return Attached(model, self._opened.manager(identity, layout), kv_options)
+        manager = self._opened.manager(identity, layout)
+        manager.rates = self._rates.of(manager.namespace)
+        return Attached(model, manager, kv_options)
 
     def check_agent(self, agent_id: str) -> None:
         """Refuse what cannot name an agent."""
@@ -88,6 +92,7 @@ class Store:
         self._opened.saver.flush()
 
     def close(self) -> None:
+        self._rates.save()
         self._opened.close()
 
     def __enter__(self) -> Self:

@@ -240,18 +240,26 @@ class _Probe:
         return -1 not in places and all(a < b for a, b in pairwise(places))
 
     def after_answer(self) -> _After:
-        """What an answer is followed by; two tails may part inside a token, so tokens decide."""
+        """What an answer is followed by, be it the last message or not."""
         last, past = (
             text.partition(_ANSWER["content"])[2]
             for text in (self.text([_ASK, _ANSWER]), self.text([_ASK, _ANSWER, _NEXT]))
         )
+        text = past[: self._n_common(last, past)]
         following = self._encode(past)
-        tokens = following[: _n_shared(self._encode(last), following)]
-        text = decode(self._tokenizer, tokens)
         stops = bool(following) and following[0] in self._tokenizer.eos_token_ids
-        if not past.startswith(text):  # a tokenizer that reads more than it writes
-            return _After((), "", stops)
-        return _After(tuple(tokens), text, stops)
+        return _After(tuple(self._encode(text)), text, stops)
+
+    def _n_common(self, a: str, b: str) -> int:
+        """Characters in common, no part of a special token among them."""
+        common = _n_shared(a, b)
+        names = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
+        inside = (
+            start
+            for start in range(common)
+            if any(b.startswith(name, start) and start + len(name) > common for name in names)
+        )
+        return next(inside, common)
 
     def generation_prompt(self) -> str:
         """What is added to a conversation, from the first token that is not in it without."""
@@ -284,5 +292,5 @@ def _calling(content: str | None, arguments: Any) -> Message:
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
-def _n_shared(a: Sequence[int], b: Sequence[int]) -> int:
+def _n_shared(a: Sequence[object], b: Sequence[object]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -28,7 +28,7 @@ from keepwarm.kv.codec import Encoded, copy_of, decode, encode, evaluate, live_b
 from keepwarm.kv.kinds import Caches, Kind, is_quantized, kind_of, token_count  # noqa: E402
 from keepwarm.kv.layout import Layout, layout_of, probe  # noqa: E402
 from keepwarm.kv.make import make_caches  # noqa: E402
-from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache  # noqa: E402
+from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache, quantized  # noqa: E402
 from keepwarm.kv.slices import (  # noqa: E402
     Assembly,
     Block,
@@ -74,6 +74,7 @@ __all__ = [
     "merge",
     "prepare",
     "probe",
+    "quantized",
     "reconstruct_cache",
     "token_count",
     "trim",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import QuantizedKVCache, dynamic_roll
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, dynamic_roll
 
 from keepwarm.errors import UnsupportedCache
 
@@ -44,6 +44,22 @@ class QuantKVCache(QuantizedKVCache):
     @property
     def nbytes(self) -> int:
         return 0 if self.keys is None else int(super().nbytes)
+
+
+def quantized(caches: list[Any], bits: int, group_size: int) -> list[Any]:
+    """The same sequence with the layers that keep every token quantised; others as they are."""
+    return [_quantized(cache, bits, group_size) for cache in caches]
+
+
+def _quantized(cache: Any, bits: int, group_size: int) -> Any:
+    if isinstance(cache, CacheList):
+        return CacheList(*quantized(list(cache.caches), bits, group_size))
+    if type(cache) is not KVCache:
+        return cache
+    made = QuantKVCache(group_size, bits)
+    if cache.keys is not None:
+        made.update_and_fetch(*cache.keys_and_values())
+    return made
 
 
 class BatchQuantizedKVCache:

@@ -134,8 +134,8 @@ class ResponseBuilder:
 
     def fail(self, problem: Problem) -> Frames:
         """The answer ends here, without its end."""
-        codes = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
-        code = problem.code or codes.get(problem.status, "server_error")
+        code = "invalid_prompt" if problem.status < 500 else "server_error"
+        code = "rate_limit_exceeded" if problem.status == 429 else code
         self.response["error"] = {"code": code, "message": problem.message}
         self.response["status"] = "failed"
         return [*self._close("incomplete"), self.state("failed")]

@@ -18,6 +18,7 @@ class Database:
 
     def __init__(self, path: Path | str) -> None:
         self._lock = threading.RLock()
+        self.is_new = False  # made here: it was not there, or was no good
         self._db = sqlite3.connect(
             path, timeout=30, isolation_level=None, check_same_thread=False, cached_statements=64
         )
@@ -35,6 +36,7 @@ class Database:
         with self._transaction() as db:
             version = self._version()
             if version == 0:
+                self.is_new = True
                 for statement in statements():
                     db.execute(statement)
                 db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

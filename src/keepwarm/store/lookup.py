@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace, common_tokens
 from keepwarm.store.database import Database
@@ -15,6 +15,15 @@ from keepwarm.store.tier import Child, Known, State, Stored
 
 MAX_KEYS = 30_000  # of one query
 NEIGHBOURS = 4  # on each side of a query
+
+
+class End(NamedTuple):
+    """The last block of something kept."""
+
+    key: BlockKey
+    number: int
+    n_tokens: int
+    used: float
 
 
 class Lookups(Database):
@@ -136,6 +145,14 @@ class Lookups(Database):
             if not rows:
                 return
             last = rows[-1][0]
+
+    def ends(self) -> list[End]:
+        """Blocks that nothing descends from, used last first."""
+        query = (
+            "SELECT key, number, n_tokens, used FROM blocks WHERE children = 0 AND doomed = 0 "
+            "ORDER BY used DESC, key"
+        )
+        return [End(BlockKey(key), *rest) for key, *rest in self._rows(query)]
 
     def n_bytes(self) -> int:
         """Bytes of all records, those being written included."""

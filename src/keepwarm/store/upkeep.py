@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk import DiskTier
+from keepwarm.store.tier import telling
+
+AT_ONCE = 64  # blocks deleted in one step
+
+Progress: TypeAlias = Callable[[int, int], None]  # how much of how much is done
+
+
+def quietly(done: int, total: int) -> None:
+    """Progress that nobody watches."""
 
 
 def file_path(disk: DiskTier, directory: str, name: str) -> Path:
@@ -18,10 +28,11 @@ def file_path(disk: DiskTier, directory: str, name: str) -> Path:
 
 def write_file(disk: DiskTier, path: Path, data: bytes) -> None:
     """Publish a small file of its own under the root, in place of an older one."""
-    disk.need_directory(path.parent)
-    temp = disk.scratch.new()
-    disk.files.write(temp, [data if disk.seal is None else disk.seal.seal(_label(path), data)])
-    disk.files.publish(temp, path)
+    with telling(disk, f"write {path.name}"):
+        disk.need_directory(path.parent)
+        temp = disk.scratch.new()
+        disk.files.write(temp, [data if disk.seal is None else disk.seal.seal(_label(path), data)])
+        disk.files.publish(temp, path)
 
 
 def read_file(disk: DiskTier, path: Path) -> bytes:
@@ -34,19 +45,32 @@ def _label(path: Path) -> bytes:
     return f"{path.parent.name}/{path.name}".encode()
 
 
-def delete_branches(disk: DiskTier, blocks: Sequence[BlockKey], keep: Collection[BlockKey]) -> int:
+def delete_branches(
+    disk: DiskTier,
+    blocks: Sequence[BlockKey],
+    keep: Collection[BlockKey],
+    progress: Progress = quietly,
+) -> int:
     """Delete these blocks of one conversation, whatever descends from them, and shorter copies.
 
     What is in `keep` stays, and so do its ancestors. Afterwards none of the deleted tokens is left
     in the index, in its log or among the records set aside. Answers with the number of blocks.
     """
-    doomed = set(_branches(disk, blocks, set(keep)))
-    disk.delete_all(sorted(doomed, key=lambda key: key.hex()))
-    for path in (disk.root / "quarantine").iterdir():
-        if any(path.name.startswith(key.hex()) for key in (*doomed, *blocks) if key not in keep):
-            disk.files.remove(path)
-    disk.index.checkpoint()
+    doomed = list(dict.fromkeys(_branches(disk, blocks, set(keep))))
+    for start in range(0, len(doomed), AT_ONCE):
+        disk.delete_all(doomed[start : start + AT_ONCE])
+        progress(min(start + AT_ONCE, len(doomed)), len(doomed))
+    with telling(disk, "clear what was set aside"):
+        _forget_quarantined(disk, {*doomed, *blocks} - set(keep))
+        disk.index.checkpoint()
     return len(doomed)
+
+
+def _forget_quarantined(disk: DiskTier, keys: Collection[BlockKey]) -> None:
+    names = {key.hex() for key in keys}
+    for path in (disk.root / "quarantine").iterdir():
+        if path.name.partition(".")[0] in names:
+            disk.files.remove(path)
 
 
 def _branches(
@@ -61,10 +85,13 @@ def _branches(
             yield from (child for child in disk.index.descendants(key) if child not in keep)
 
 
-def clear_quarantine(disk: DiskTier) -> int:
+def clear_quarantine(disk: DiskTier, progress: Progress = quietly) -> int:
     """Delete the bad records that were set aside; answers with their bytes."""
     freed = 0
-    for path in (disk.root / "quarantine").iterdir():
-        freed += path.stat().st_size
-        disk.files.remove(path)
+    with telling(disk, "clear what was set aside"):
+        paths = list((disk.root / "quarantine").iterdir())
+        for number, path in enumerate(paths):
+            freed += path.stat().st_size
+            disk.files.remove(path)
+            progress(number + 1, len(paths))
     return freed

@@ -1,0 +1,110 @@
+"""The engine without HTTP, asked in the same words as a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from keepwarm import config
+from keepwarm.bench.client import Ask, Reply
+from keepwarm.cache.policy import Policy
+from keepwarm.engine.engine import Engine
+from keepwarm.engine.model import Model, load
+from keepwarm.engine.request import Delta, Done, Request, Sampling
+from keepwarm.engine.stats import Stats
+from keepwarm.engine.store import Store
+from keepwarm.errors import EngineFailed
+
+
+class BareEngine:
+    """One engine over a store of its own in `store`; the model outlives a restart."""
+
+    def __init__(self, model: Path, store: Path) -> None:
+        self._settings = config.load(store=store)
+        self._model: Model = load(str(model), self._settings)
+        self._open()
+
+    def _open(self) -> None:
+        self._store = Store(settings=self._settings)
+        self._engine = Engine(self._model, self._store, settings=self._settings)
+
+    def ask(self, ask: Ask) -> Reply:
+        texts: list[str] = []
+        times: list[float] = []
+        start = time.perf_counter()
+        answer = self._engine.submit(_request(ask))
+        for event in answer:
+            if isinstance(event, Done):
+                return _reply(event, texts, times, time.perf_counter() - start)
+            if isinstance(event, Delta) and (text := event.reasoning + event.text):
+                texts.append(text)
+                times.append(time.perf_counter() - start)
+                if not ask.on_text(times[-1]):
+                    answer.cancel()
+                    return _cut_short(texts, times)
+        raise EngineFailed("The answer ended without an end.")
+
+    def stats(self) -> Stats:
+        return self._engine.stats()
+
+    def flush(self) -> None:
+        self._store.flush()
+
+    def restart(self) -> None:
+        """Everything in memory is gone but the weights."""
+        self.close()
+        self._open()
+
+    def close(self) -> None:
+        self._engine.close()
+        self._store.close()
+
+
+def _request(ask: Ask) -> Request:
+    bias = dict.fromkeys(ask.forbidden, -100.0)
+    sampling = Sampling(max_tokens=ask.max_tokens, logit_bias=bias)
+    policy = Policy(ask.policy or Policy.READ_WRITE)
+    return Request(messages=ask.messages, sampling=sampling, policy=policy)
+
+
+def _reply(done: Done, texts: Sequence[str], times: Sequence[float], total_s: float) -> Reply:
+    usage, receipt = done.usage, done.receipt
+    return Reply(
+        "".join(texts),
+        tuple(times),
+        total_s,
+        usage.prompt_tokens,
+        usage.cached_tokens,
+        usage.completion_tokens,
+        receipt.reused,
+    )
+
+
+def _cut_short(texts: Sequence[str], times: Sequence[float]) -> Reply:
+    return Reply("".join(texts), tuple(times), times[-1], 0, 0, len(times), {})
+
+
+class Decoded(NamedTuple):
+    """What decoding alone costs: seconds a token, and seconds of processor time a token."""
+
+    token_s: list[float]
+    cpu_s: list[float]
+
+
+def decode_alone(model: Path, store: Path, ask: Ask, samples: int) -> Decoded:
+    """For a process of its own: the same answer again and again, from a warm prompt."""
+    engine = BareEngine(model, store)
+    try:
+        engine.ask(ask)
+        found = [_timed(engine, ask) for _ in range(samples)]
+    finally:
+        engine.close()
+    return Decoded([token_s for token_s, _ in found], [cpu_s for _, cpu_s in found])
+
+
+def _timed(engine: BareEngine, ask: Ask) -> tuple[float, float]:
+    before = time.process_time()
+    reply = engine.ask(ask)
+    return reply.token_s, (time.process_time() - before) / reply.completion_tokens

@@ -1,0 +1,165 @@
+"""A streaming client of any OpenAI-compatible server, with a clock: when each piece of text came."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import httpx
+
+from keepwarm.errors import KeepwarmError, Unreachable
+
+Message: TypeAlias = Mapping[str, str]
+# Told of every piece of text and when it came, in seconds; answers whether to go on.
+OnText: TypeAlias = Callable[[float], bool]
+
+TIMEOUT = httpx.Timeout(900.0, connect=10.0)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One conversation to be answered, greedily."""
+
+    messages: Sequence[Message]
+    max_tokens: int
+    policy: str | None = None  # what Keepwarm may do with its cache; others do not read it
+    forbidden: Sequence[int] = ()  # tokens that may not come: the ends of turns, for full lengths
+    on_text: OnText = field(default=lambda _: True)
+
+
+class Reply(NamedTuple):
+    """An answer, in seconds since it was asked for."""
+
+    text: str
+    times: tuple[float, ...]  # of every piece of text
+    total_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    reused: Mapping[str, int]  # by place, where the target says
+
+    @property
+    def first_s(self) -> float:
+        return self.times[0] if self.times else self.total_s
+
+    @property
+    def recomputed(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+
+    @property
+    def token_s(self) -> float:
+        """Seconds a token, from the first on."""
+        n_tokens = max(1, self.completion_tokens - 1)
+        return (self.times[-1] - self.times[0]) / n_tokens if len(self.times) > 1 else self.total_s
+
+
+class HttpClient:
+    """Asks `{base}/chat/completions`. Any thread may ask."""
+
+    def __init__(self, base: str, key: str = "", model: str = "default_model") -> None:
+        self._base = base.rstrip("/")
+        self._model = model
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+        self._http = httpx.Client(
+            timeout=TIMEOUT, headers=headers, limits=limits, trust_env=False
+        )
+
+    def ask(self, ask: Ask) -> Reply:
+        """The answer, or as much of it as `on_text` wanted."""
+        reader, start = _Reader(), time.perf_counter()
+        with self._stream(ask) as lines:
+            for line in lines:
+                came = reader.take(line)
+                if came and not ask.on_text(reader.saw(time.perf_counter() - start)):
+                    break
+        return reader.reply(time.perf_counter() - start)
+
+    @contextmanager
+    def _stream(self, ask: Ask) -> Iterator[Iterator[str]]:
+        headers = {"X-Keepwarm-Cache": ask.policy} if ask.policy else {}
+        url = f"{self._base}/chat/completions"
+        try:
+            with self._http.stream("POST", url, json=self._body(ask), headers=headers) as response:
+                if response.is_error:
+                    raise Unreachable(_refusal(url, response))
+                yield response.iter_lines()
+        except httpx.HTTPError as error:
+            why = str(error) or type(error).__name__
+            raise Unreachable(f"{url} does not answer ({why}); see that it runs.") from error
+
+    def _body(self, ask: Ask) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": list(ask.messages),
+            "max_tokens": ask.max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if ask.forbidden:
+            body["logit_bias"] = {str(token): -100 for token in ask.forbidden}
+        return body
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def _refusal(url: str, response: httpx.Response) -> str:
+    said = response.read().decode(errors="replace").strip()[:200]
+    return f"{url} answers {response.status_code}: {said}"
+
+
+class _Reader:
+    """Puts the chunks of one stream together."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._times: list[float] = []
+        self._usage: Mapping[str, Any] = {}
+        self._reused: Mapping[str, int] = {}
+
+    def take(self, line: str) -> bool:
+        """Read a line of the stream; whether it brought text."""
+        if not line.startswith("data:") or line.endswith("[DONE]"):
+            return False
+        chunk = json.loads(line.removeprefix("data:"))
+        if "error" in chunk:
+            raise KeepwarmError(f"The stream ended with an error: {json.dumps(chunk['error'])}.")
+        self._usage = chunk.get("usage") or self._usage
+        self._reused = (chunk.get("keepwarm") or {}).get("reused", self._reused)
+        text = "".join(_text_of(choice) for choice in chunk.get("choices") or ())
+        self._text.append(text)
+        return bool(text)
+
+    def saw(self, seconds: float) -> float:
+        self._times.append(seconds)
+        return seconds
+
+    def reply(self, total_s: float) -> Reply:
+        usage = self._usage
+        details = usage.get("prompt_tokens_details") or {}
+        return Reply(
+            "".join(self._text),
+            tuple(self._times),
+            total_s,
+            usage.get("prompt_tokens", 0),
+            details.get("cached_tokens") or 0,
+            usage.get("completion_tokens", len(self._times)),
+            self._reused,
+        )
+
+
+def _text_of(choice: Mapping[str, Any]) -> str:
+    delta = choice.get("delta") or {}
+    return (delta.get("reasoning_content") or delta.get("reasoning") or "") + (
+        delta.get("content") or ""
+    )

@@ -1,0 +1,137 @@
+"""Model directories that the bench makes, so that all targets run the very same weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from keepwarm import config
+from keepwarm.engine.catalog import locate, read_config
+from keepwarm.engine.model import load
+from keepwarm.errors import BadInput
+
+COPIED = ("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "generation_config.json")
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def model_directory(name: str) -> Path:
+    """Where the model lies; it must be a directory with a tokenizer that can be counted with."""
+    path = locate(name, config.load())
+    if not (path / "tokenizer.json").is_file():
+        raise BadInput(f"The bench needs a model directory with a tokenizer.json; {name} is none.")
+    return path
+
+
+def full_precision(source: Path, folder: Path) -> Path:
+    """The weights as Keepwarm runs them on a CPU, for servers that would not widen them."""
+    if mx.default_device() == mx.gpu or _is_wide(source):
+        return source
+    target = _begin(source, folder / source.name)
+    loaded = load(str(source))
+    weights: dict[str, mx.array] = dict(tree_flatten(loaded.module.parameters()))
+    mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})
+    _finish(target, {k: v for k, v in read_config(source).items() if "quantization" not in k})
+    return target
+
+
+def _is_wide(source: Path) -> bool:
+    arrays = [a for file in source.glob("model*.safetensors") for a in mx.load(str(file)).values()]
+    return all(array.dtype == mx.float32 for array in arrays)
+
+
+def tiny_like(source: Path, folder: Path) -> Path:
+    """Two layers of random weights under the tokenizer of a real model: all but the server is
+    nearly free.
+    """
+    target = _begin(source, folder / "tiny")
+    original = read_config(source)
+    tokens = {key: original[key] for key in ("bos_token_id", "eos_token_id") if key in original}
+    made = TINY | tokens | {"vocab_size": original["vocab_size"]}
+    keys = iter(mx.random.split(mx.random.key(0), 64))
+    weights = {
+        name: mx.random.normal(shape, key=next(keys)) * shape[-1] ** -0.5
+        if len(shape) > 1
+        else mx.ones(shape)
+        for name, shape in _shapes(made).items()
+    }
+    mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})
+    _finish(target, made)
+    return target
+
+
+def _shapes(made: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    wide, inner, n_vocab = made["hidden_size"], made["intermediate_size"], made["vocab_size"]
+    n_keys = made["num_key_value_heads"] * made["head_dim"]
+    layer = {
+        "self_attn.q_proj": (wide, wide),
+        "self_attn.k_proj": (n_keys, wide),
+        "self_attn.v_proj": (n_keys, wide),
+        "self_attn.o_proj": (wide, wide),
+        "mlp.gate_proj": (inner, wide),
+        "mlp.up_proj": (inner, wide),
+        "mlp.down_proj": (wide, inner),
+        "input_layernorm": (wide,),
+        "post_attention_layernorm": (wide,),
+    }
+    layers = {
+        f"model.layers.{i}.{name}.weight": shape
+        for i in range(made["num_hidden_layers"])
+        for name, shape in layer.items()
+    }
+    ends: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (n_vocab, wide),
+        "model.norm.weight": (wide,),
+        "lm_head.weight": (n_vocab, wide),
+    }
+    return ends | layers
+
+
+def _begin(source: Path, target: Path) -> Path:
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in COPIED:
+        for file in source.glob(pattern):
+            shutil.copy(file, target)
+    return target
+
+
+def _finish(target: Path, made: dict[str, Any]) -> None:
+    (target / "config.json").write_text(json.dumps(made))
+
+
+def stop_tokens(source: Path) -> list[int]:
+    """The tokens that end an answer: forbidden where answers must have their full length."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        file = source / name
+        ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        found |= set(ids) if isinstance(ids, list) else {ids} if ids is not None else set()
+    return sorted(found)
+
+
+def kv_bytes_per_token(source: Path) -> int | None:
+    """Bytes of K and V that one token has in plain layers; None where there are others."""
+    found = read_config(source)
+    heads = found.get("num_key_value_heads") or found.get("num_attention_heads")
+    if not heads or found.get("sliding_window") or "num_hidden_layers" not in found:
+        return None
+    width = found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
+    n_bytes = 2 if mx.default_device() == mx.gpu else 4
+    return int(2 * found["num_hidden_layers"] * heads * width * n_bytes)

@@ -1,0 +1,60 @@
+"""Text of a wanted length in tokens, different for every seed and the same for one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from keepwarm.bench.client import Message
+
+VOCABULARY = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "they", "be", "at", "one", "have", "this", "from", "or", "had", "by", "word", "but", "not", "what", "all", "were", "we", "when", "your", "can", "said", "there", "use", "an", "each", "which", "she", "do", "how", "their", "if", "will", "up", "other", "about", "out", "many", "then", "them", "these", "so", "some", "her", "would", "make", "like", "him", "into", "time", "has", "look", "two", "more", "write", "go", "see", "number", "no", "way", "could", "people", "my", "than", "first", "water", "been", "call", "who", "oil", "its", "now", "find", "long", "down", "day", "did", "get", "come", "made", "may", "part", "over", "new", "sound", "take", "only", "little", "work", "know", "place", "year", "live", "me", "back", "give", "most", "very", "after", "thing", "our", "just", "name", "good", "sentence", "man", "think", "say", "great", "where", "help", "through", "much", "before", "line", "right", "too", "mean", "old", "any", "same", "tell", "boy", "follow", "came"]
+
+
+class Words:
+    """Counts with one model's tokenizer; other servers are told apart by what they count."""
+
+    def __init__(self, model: Path) -> None:
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self._tokenizer = tokenizer
+        self._costs = {word: self.count(f" {word}") for word in VOCABULARY}
+        self._cheapest = min(VOCABULARY, key=lambda word: self._costs[word])
+
+    def count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def text(self, n_tokens: int, seed: object) -> str:
+        """About so many tokens; exactly, where words of one token are in the vocabulary."""
+        draw = random.Random(f"{seed}")  # noqa: S311
+        words = [draw.choice(VOCABULARY)]
+        left = n_tokens - self.count(words[0])
+        while left > 0:
+            word = draw.choice(VOCABULARY)
+            word = word if self._costs[word] <= left else self._cheapest
+            words.append(word)
+            left -= self._costs[word]
+        return " ".join(words)
+
+    def chat(self, n_tokens: int, frame: int, seed: object) -> list[Message]:
+        """A system prompt and a question, together so long once the template has framed them."""
+        n_question = min(16, max(1, (n_tokens - frame) // 4))
+        n_system = max(1, n_tokens - frame - n_question)
+        return [
+            system(self.text(n_system, f"{seed} system")),
+            user(self.text(n_question, f"{seed} question")),
+        ]
+
+
+def system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def with_answer(messages: Sequence[Message], answer: str, question: str) -> list[Message]:
+    """The conversation one turn later."""
+    return [*messages, {"role": "assistant", "content": answer}, user(question)]

@@ -1,0 +1,178 @@
+"""What a run of `keepwarm bench` found: every sample with its conditions, claims, a file of both."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from keepwarm.errors import BadInput
+
+FORMAT = 1
+Better: TypeAlias = Literal["lower", "higher", ""]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Every sample of one thing that was measured on one target, and under what conditions."""
+
+    workload: str
+    target: str
+    what: str
+    unit: str  # s, tokens, bytes, tokens/s, ms
+    samples: tuple[float, ...]
+    x: float | None = None  # prompt tokens, turn or streams: what it is drawn against
+    how: str = ""  # conditions, for people
+    better: Better = "lower"
+
+    @property
+    def key(self) -> tuple[str, str, str, float | None]:
+        return self.workload, self.target, self.what, self.x
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """How far apart the samples are, as a part of their median."""
+        return (max(self.samples) - min(self.samples)) / self.median if self.median else 0.0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A ratio within one run, and what is wanted of it. `samples` are the ratios pair by pair."""
+
+    workload: str
+    target: str
+    what: str
+    value: float  # of the medians
+    samples: tuple[float, ...]
+    wanted: float | None = None  # None: stated, not judged
+    at_least: bool = True
+
+    @property
+    def key(self) -> tuple[str, str, str, None]:
+        return self.workload, self.target, self.what, None
+
+    @property
+    def holds(self) -> bool | None:
+        if self.wanted is None:
+            return None
+        return self.value >= self.wanted if self.at_least else self.value <= self.wanted
+
+    @property
+    def bound(self) -> str:
+        return "" if self.wanted is None else f"{'≥' if self.at_least else '≤'} {self.wanted:g}"
+
+
+@dataclass(frozen=True)
+class Note:
+    """What was left out or went wrong, and why."""
+
+    workload: str
+    target: str
+    text: str
+
+
+Record: TypeAlias = Series | Claim | Note
+
+
+def ratio(
+    workload: str,
+    what: str,
+    above: Series,
+    below: Series,
+    wanted: float | None = None,
+    *,
+    at_least: bool = True,
+) -> Claim:
+    """One series over another."""
+    pairs = zip(above.samples, below.samples, strict=False)
+    samples = tuple(a / b for a, b in pairs if b)
+    value = above.median / below.median
+    return Claim(workload, above.target, what, value, samples, wanted, at_least)
+
+
+@dataclass(frozen=True)
+class Results:
+    command: str
+    date: str
+    model: str
+    samples: int
+    machine: Mapping[str, Any]
+    targets: Mapping[str, str]  # name → what it is
+    records: Sequence[Record]
+
+    @property
+    def series(self) -> list[Series]:
+        return [record for record in self.records if isinstance(record, Series)]
+
+    @property
+    def claims(self) -> list[Claim]:
+        return [record for record in self.records if isinstance(record, Claim)]
+
+    @property
+    def notes(self) -> list[Note]:
+        return [record for record in self.records if isinstance(record, Note)]
+
+    @property
+    def workloads(self) -> list[str]:
+        return list(dict.fromkeys(record.workload for record in self.records))
+
+    def of(self, workload: str, *what: str) -> list[Series]:
+        found = [series for series in self.series if series.workload == workload]
+        return [series for series in found if not what or series.what in what]
+
+    def write(self, file: Path) -> None:
+        file.write_text(json.dumps(self.as_json(), indent=1, ensure_ascii=False) + "\n")
+
+    def as_json(self) -> dict[str, Any]:
+        head = {name: value for name, value in vars(self).items() if name != "records"}
+        return {
+            "format": FORMAT,
+            **head,
+            "series": [asdict(s) | _rounded(median=s.median, spread=s.spread) for s in self.series],
+            "claims": [asdict(c) | {"holds": c.holds} for c in self.claims],
+            "notes": [asdict(note) for note in self.notes],
+        }
+
+    @classmethod
+    def read(cls, file: Path) -> Results:
+        try:
+            found = json.loads(file.read_text())
+            if found["format"] != FORMAT:
+                raise BadInput(f"{file} is of another version of keepwarm bench; run it again.")
+            return cls._of(found)
+        except OSError as error:
+            raise BadInput(f"{file} cannot be read: {error.strerror}.") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadInput(f"{file} holds no results of keepwarm bench; give one that does.") from (
+                error
+            )
+
+    @classmethod
+    def _of(cls, found: Mapping[str, Any]) -> Results:
+        records: list[Record] = [_made(Series, fields) for fields in found["series"]]
+        records += [_made(Claim, fields) for fields in found["claims"]]
+        records += [_made(Note, fields) for fields in found["notes"]]
+        names = ("command", "date", "model", "samples", "machine", "targets")
+        return cls(**{name: found[name] for name in names}, records=records)
+
+
+def _rounded(**values: float) -> dict[str, float]:
+    return {name: round(value, 6) for name, value in values.items()}
+
+
+def _made(kind: Any, fields: Mapping[str, Any]) -> Any:
+    known = {name: fields[name] for name in kind.__dataclass_fields__}
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
+
+
+def percentile(values: Iterable[float], part: float) -> float:
+    """The value that this part of all are at most; of none it is 0."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else 0.0

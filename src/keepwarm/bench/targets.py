@@ -1,0 +1,294 @@
+"""Who is measured: servers that the bench starts, servers that run already, the engine itself.
+
+All servers that are started get the same model directory and the same BLAS.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+import psutil
+
+from keepwarm.bench.bare import BareEngine
+from keepwarm.bench.client import Ask, HttpClient, Reply
+from keepwarm.errors import BadInput, KeepwarmError, Unreachable
+
+START_S = 180.0
+QUIET_S = 1.0  # a store that has not grown for so long is written
+
+# Before mlx is imported: the first import fixes the BLAS, and both sides must have the same. This
+# room does not import mlx_lm, so the rival is a program of its own.
+MLX_LM_SERVER = """
+from keepwarm import blas, config
+blas.preload(config.load().home)
+from mlx_lm.server import main
+main()
+"""
+
+
+class Target(Protocol):
+    """Something that answers. `ours` can be told what to do with its cache."""
+
+    name: str
+    about: str
+    ours: bool
+    restarts: str  # how it is stopped in between; nothing where it cannot be
+    store: Path | None  # where it keeps things on disk, if anywhere
+
+    def ask(self, ask: Ask) -> Reply: ...
+
+    def start(self) -> float:
+        """Make it ready; seconds that took."""
+
+    def kill(self) -> None:
+        """End it with no time to save anything; `start` makes it ready again."""
+
+    def settle(self) -> None:
+        """Return once what was computed is on disk, as far as it will be."""
+
+    def cpu_s(self) -> float | None:
+        """Processor seconds used so far, where that can be seen."""
+
+    def close(self) -> None: ...
+
+
+class Served:
+    """A server process of the bench's own."""
+
+    restarts = "kill -9"
+
+    def __init__(
+        self,
+        name: str,
+        about: str,
+        command: Sequence[str],
+        *,
+        health: str,
+        log: Path,
+        store: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name, self.about, self.store = name, about, store
+        self.ours = store is not None
+        self._command, self._health, self._log = command, health, log
+        self._environ = {**os.environ, "HF_HUB_OFFLINE": "1", **(environ or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._client: HttpClient | None = None
+
+    def start(self) -> float:
+        began, port = time.perf_counter(), free_port()
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*self._command, "--port", str(port)], env=self._environ, stdout=log, stderr=log
+            )
+        address = f"http://127.0.0.1:{port}"
+        self._wait_for(f"{address}{self._health}")
+        self._client = HttpClient(f"{address}/v1")
+        self.ask(Ask([{"role": "user", "content": "Hi"}], 1, "no-store"))  # weights may come late
+        return time.perf_counter() - began
+
+    def _wait_for(self, url: str) -> None:
+        end = time.monotonic() + START_S
+        while time.monotonic() < end and self._running.poll() is None:
+            try:
+                if httpx.get(url, timeout=5, trust_env=False).is_success:
+                    return
+            except httpx.HTTPError:
+                time.sleep(0.05)
+        raise Unreachable(f"{self.name} did not start; its last words were: {self._last_words()}")
+
+    def _last_words(self) -> str:
+        return " / ".join(self._log.read_text(errors="replace").splitlines()[-3:]) or "none"
+
+    @property
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise Unreachable(f"{self.name} is not running.")
+        return self._process
+
+    def ask(self, ask: Ask) -> Reply:
+        if self._client is None:
+            raise Unreachable(f"{self.name} is not running.")
+        return self._client.ask(ask)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def settle(self) -> None:
+        if self.store is not None:
+            wait_until_quiet(self.store)
+
+    def cpu_s(self) -> float | None:
+        times = psutil.Process(self._running.pid).cpu_times()
+        return times.user + times.system
+
+    def close(self) -> None:
+        self.kill()
+
+
+class Remote:
+    """A server that runs already, wherever it is. It cannot be restarted."""
+
+    ours, restarts, store = False, "", None
+
+    def __init__(self, name: str, base: str, key: str) -> None:
+        self.name, self.about = name, "a server that ran already"
+        self._client = HttpClient(base, key)
+
+    def start(self) -> float:
+        return 0.0
+
+    def ask(self, ask: Ask) -> Reply:
+        return self._client.ask(ask)
+
+    def kill(self) -> None:
+        raise BadInput(f"{self.name} is not the bench's own to stop.")
+
+    def settle(self) -> None:
+        return
+
+    def cpu_s(self) -> float | None:
+        return None
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class InProcess:
+    """The engine inside the bench, without HTTP; a restart closes it in order."""
+
+    ours, restarts = True, "closed and opened"
+
+    def __init__(self, name: str, model: Path, store: Path) -> None:
+        self.name, self.about, self.store = name, "keepwarm.Engine in the bench's process", store
+        self._model = model
+        self._engine: BareEngine | None = None
+
+    @property
+    def engine(self) -> BareEngine:
+        if self._engine is None:
+            raise Unreachable(f"{self.name} is not running.")
+        return self._engine
+
+    def start(self) -> float:
+        began = time.perf_counter()
+        if self._engine is None:
+            self._engine = BareEngine(self._model, self.store)
+        else:
+            self._engine.restart()
+        return time.perf_counter() - began
+
+    def ask(self, ask: Ask) -> Reply:
+        return self.engine.ask(ask)
+
+    def kill(self) -> None:
+        """Nothing here can be killed; `start` closes and opens."""
+
+    def settle(self) -> None:
+        self.engine.flush()
+
+    def cpu_s(self) -> float | None:
+        return time.process_time()
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+
+def keepwarm_server(model: Path, folder: Path, name: str = "keepwarm") -> Served:
+    store = folder / f"store-{name}"
+    command = [sys.executable, "-m", "keepwarm", "serve", "--model", str(model)]
+    return Served(
+        name,
+        "keepwarm serve, as it comes",
+        command,
+        health="/health/ready",
+        log=folder / f"{name}.log",
+        store=store,
+        environ={"KEEPWARM_STORE": str(store)},
+    )
+
+
+def mlx_lm_server(model: Path, folder: Path, name: str = "mlx-lm") -> Served:
+    command = [sys.executable, "-W", "ignore", "-c", MLX_LM_SERVER, "--model", str(model)]
+    quiet = ["--log-level", "WARNING"]
+    about = "mlx_lm.server, as it comes, on the same BLAS"
+    log = folder / f"{name}.log"
+    return Served(name, about, [*command, *quiet], health="/health", log=log)
+
+
+def make(wanted: str, model: Path, folder: Path) -> Target:
+    """`keepwarm`, `mlx-lm`, `engine`, or the base URL of a server, also as NAME=URL."""
+    if wanted == "keepwarm":
+        return keepwarm_server(model, folder)
+    if wanted == "mlx-lm":
+        return mlx_lm_server(model, folder)
+    if wanted == "engine":
+        return InProcess("engine", model, folder / "store-engine")
+    name, _, url = wanted.rpartition("=")
+    if url.startswith(("http://", "https://")):
+        return Remote(name or httpx.URL(url).netloc.decode(), url, os.environ.get("OPENAI_API_KEY", ""))
+    raise BadInput(
+        f"{wanted!r} is no target; give keepwarm, mlx-lm, engine or a URL such as "
+        "http://127.0.0.1:8080/v1."
+    )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+def disk_bytes(folder: Path) -> int:
+    """Of all files below it; those that go meanwhile do not count."""
+    sizes = []
+    for path in folder.rglob("*"):
+        try:
+            sizes.append(path.stat().st_size if path.is_file() else 0)
+        except FileNotFoundError:
+            continue
+    return sum(sizes)
+
+
+def wait_until_quiet(folder: Path, timeout_s: float = 60.0) -> None:
+    """Until nothing below it has grown for a second."""
+    end = time.monotonic() + timeout_s
+    size, since = disk_bytes(folder), time.monotonic()
+    while time.monotonic() - since < QUIET_S and time.monotonic() < end:
+        time.sleep(0.1)
+        if (now := disk_bytes(folder)) != size:
+            size, since = now, time.monotonic()
+
+
+def drop_pages(folder: Path) -> bool:
+    """Ask the system to forget the files below it; whether it can be asked."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return True
+
+
+def said(error: Exception) -> str:
+    """An error as one line of a report, without what names this machine."""
+    text = str(error).partition("\n")[0] if isinstance(error, KeepwarmError) else repr(error)
+    return text.replace(str(Path.home()), "~")

@@ -1,0 +1,439 @@
+"""OpenAI's responses as pure functions: JSON to a request, events to JSON, answers by their id."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from keepwarm import config
+from keepwarm.cache.policy import Policy
+from keepwarm.engine.request import (
+    Choice,
+    Delta,
+    Done,
+    Finished,
+    KVOptions,
+    Progress,
+    Receipt,
+    Result,
+    Started,
+    ToolCall,
+    ToolCalled,
+    ToolChoice,
+    Usage,
+)
+from keepwarm.errors import BadField, UnknownResponse
+from keepwarm.server.problems import Problem
+from keepwarm.server.responses_in import (
+    items_of,
+    messages_of,
+    offered,
+    request_of,
+    sealed,
+    unsealed,
+)
+from keepwarm.server.responses_out import ResponseBuilder, ResponseStream, begun, whole, wishes_of
+from keepwarm.server.responses_shapes import Item, ResponsesRequest, ToolIn
+from keepwarm.server.responses_store import ResponseStore
+from keepwarm.server.wire import Caller
+
+SETTINGS = config.load({})
+CALLER = Caller("", None, Policy.READ_WRITE, False, KVOptions(), None)
+EVENTS = TypeAdapter(ResponseStreamEvent)
+READ = {"type": "function", "name": "read", "parameters": {"type": "object"}, "strict": True}
+SEARCH = {"type": "web_search"}
+PATCH = {"type": "custom", "name": "patch"}
+NAMESPACE = {"type": "namespace", "name": "files", "description": "Files", "tools": [READ, PATCH]}
+
+
+def body(**fields):
+    return ResponsesRequest.model_validate({"input": "Hello", **fields})
+
+
+def asked(**fields):
+    given = body(**fields)
+    return request_of(given, items_of(given.input), CALLER, SETTINGS)
+
+
+def items(*values):
+    return [Item.model_validate(value) for value in values]
+
+
+def said(role, text, kind="input_text"):
+    return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+
+
+# Items.
+
+
+def test_a_text_is_what_the_user_says():
+    assert asked().messages == [{"role": "user", "content": "Hello"}]
+
+
+def test_instructions_come_first_and_parts_stay_apart():
+    messages = asked(instructions="Be kind", input=[said("developer", "Short"), said("user", "Hi")])
+    assert messages.messages == [
+        {"role": "system", "content": "Be kind"},
+        {"role": "developer", "content": [{"type": "text", "text": "Short"}]},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
+
+
+def test_what_an_assistant_did_in_one_turn_is_one_message():
+    made = messages_of(
+        items(
+            {"role": "user", "content": "Go"},
+            {"type": "reasoning", "summary": [], "encrypted_content": sealed("Hm")},
+            said("assistant", "I look.", "output_text"),
+            {"type": "function_call", "call_id": "c1", "name": "read", "arguments": '{"a": 1}'},
+            {"type": "function_call", "call_id": "c2", "name": "read", "namespace": "files"},
+            {"type": "function_call_output", "call_id": "c1", "output": "x"},
+            {
+                "type": "function_call_output",
+                "call_id": "c2",
+                "output": [{"type": "input_text", "text": "y"}],
+            },
+            said("assistant", "Done.", "output_text"),
+        )
+    )
+    first = {"name": "read", "arguments": '{"a": 1}'}
+    second = {"name": "files__read", "arguments": "{}"}
+    assert made == [
+        {"role": "user", "content": "Go"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "Hm",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": first},
+                {"id": "c2", "type": "function", "function": second},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "x"},
+        {"role": "tool", "tool_call_id": "c2", "content": "y"},
+        {"role": "assistant", "content": "Done."},
+    ]
+
+
+def test_what_comes_earlier_in_a_turn_begins_another():
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm"}]}
+    one, two = (said("assistant", text, "output_text") for text in ("One", "Two"))
+    made = messages_of(items(one, two, thought, thought, two))
+    assert [message["content"] for message in made] == ["One", "Two", "Two"]
+    assert made[2]["reasoning_content"] == "HmHm"
+
+
+@pytest.mark.parametrize(
+    ("item", "param"),
+    [
+        ({"type": "web_search_call", "id": "x"}, "input[0].type"),
+        ({"type": "message", "content": "x"}, "input[0].role"),
+        ({"role": "user"}, "input[0].content"),
+        ({"type": "function_call", "name": "read"}, "input[0]"),
+        ({"type": "function_call_output", "output": "x"}, "input[0].call_id"),
+        (said("user", "x", "input_image"), "input[0].content[0]"),
+        ({"role": "user", "content": [{"type": "input_text"}]}, "input[0].content[0]"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(item, param):
+    with pytest.raises(BadField) as error:
+        asked(input=[item])
+    assert error.value.param == param
+
+
+def test_no_input_is_refused():
+    with pytest.raises(BadField, match="no input"):
+        asked(input=[])
+
+
+@given(st.text())
+def test_sealed_reasoning_comes_back(text):
+    assert unsealed(sealed(text)) == text
+
+
+@pytest.mark.parametrize("foreign", [None, "", "gAAAAB", "keepwarm1:%%%", "keepwarm1:/w=="])
+def test_reasoning_that_another_server_sealed_is_nothing(foreign):
+    assert unsealed(foreign) == ""
+
+
+# Tools and wishes.
+
+
+def test_functions_are_offered_and_hosted_tools_left_out():
+    tools = offered([ToolIn.model_validate(tool) for tool in (READ, SEARCH, NAMESPACE)])
+    assert [tool["function"]["name"] for tool in tools.tools] == ["read", "files__read"]
+    assert tools.names["files__read"] == ("read", "files")
+    assert tools.ignored == ["web_search", "patch"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        ("auto", ToolChoice()),
+        ("none", ToolChoice("none")),
+        ("required", ToolChoice("required")),
+        ({"type": "function", "name": "read"}, ToolChoice("required", "read")),
+        (
+            {"type": "function", "name": "read", "namespace": "files"},
+            ToolChoice("required", "files__read"),
+        ),
+    ],
+)
+def test_tool_choice(choice, wanted):
+    assert asked(tools=[READ, NAMESPACE], tool_choice=choice).tool_choice == wanted
+
+
+def test_calls_one_by_one():
+    request = asked(tools=[READ], parallel_tool_calls=False)
+    assert request.tool_choice == ToolChoice(parallel=False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "name": "grep"}, "tools": [READ]},
+        {"tool_choice": {"type": "web_search"}, "tools": [SEARCH]},
+        {"text": {"format": {"type": "json_schema", "name": "x"}}},
+    ],
+)
+def test_wishes_that_cannot_be_met_are_refused(wrong):
+    with pytest.raises(BadField):
+        asked(**wrong)
+
+
+def test_formats():
+    schema = {"type": "object"}
+    wanted = {"type": "json_schema", "name": "x", "schema": schema}
+    assert asked(text={"format": wanted}).format.schema == schema
+    assert asked(text={"format": {"type": "json_object"}}).format.json
+    assert asked(text={"format": {"type": "text"}, "verbosity": "low"}).format is None
+
+
+def test_effort_and_sampling():
+    request = asked(reasoning={"effort": "low"}, temperature=0.5, top_p=0.9, max_output_tokens=7)
+    assert (request.thinking, request.template_options) == (True, {"reasoning_effort": "low"})
+    assert asked(reasoning={"effort": "none"}).thinking is False
+    assert asked(reasoning={"summary": "auto"}).thinking is None
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.5, 0.9, 7)
+
+
+# Answers.
+
+RECEIPT = Receipt(20, {"live": 5}, 15, 1.0, exact=True, scrubbed=("budget",))
+USAGE = Usage(20, 5, 8, 3, 1.0, 2.0)
+CALL = ToolCall("call_1", "files__read", '{"path": "a"}')
+ANSWER = [
+    Started(RECEIPT),
+    Progress(10, 20),
+    Delta(0, reasoning="Let "),
+    Delta(0, reasoning="me see"),
+    Delta(0, text="Hel"),
+    Delta(0, text="lo"),
+    ToolCalled(0, CALL),
+    Finished(0, "tool_calls"),
+    Done(USAGE, RECEIPT),
+]
+FIELDS = {
+    "tools": [NAMESPACE, SEARCH],
+    "include": ["reasoning.encrypted_content"],
+    "metadata": {"a": "b"},
+    "reasoning": {"effort": "low"},
+}
+
+
+def builder(kept=None, **fields):
+    given = body(**fields)
+    request = request_of(given, items_of(given.input), CALLER, SETTINGS)
+    wishes = wishes_of(given, offered(given.tools or ()), request)
+    keep = (kept if kept is not None else []).append
+    return ResponseBuilder(begun(given, "tiny", request), wishes, keep)
+
+
+def streamed(events, made):
+    stream = ResponseStream(made)
+    return parse(b"".join(stream.event(event) for event in events))
+
+
+def parse(data):
+    """Every event, its name checked against its type and its shape by the SDK's own types."""
+    parsed = []
+    for each in data.decode().split("\n\n")[:-1]:
+        name, line = each.split("\n")
+        value = json.loads(line.removeprefix("data: "))
+        assert name == f"event: {value['type']}"
+        EVENTS.validate_python(value)
+        parsed.append(value)
+    return parsed
+
+
+def test_the_whole_sequence_of_events():
+    events = streamed(ANSWER, builder(**FIELDS))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "reasoning_text.delta",
+        "reasoning_text.delta",
+        "reasoning_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    places = [event["output_index"] for event in events if "output_index" in event]
+    assert places == [0] * 7 + [1] * 7 + [2] * 4
+    opened, closed = (
+        [e["item"]["id"] for e in events if e["type"] == f"response.output_item.{what}"]
+        for what in ("added", "done")
+    )
+    assert opened == closed == [item["id"] for item in events[-1]["response"]["output"]]
+
+
+def test_what_an_answer_holds():
+    kept = []
+    made = builder(kept, **FIELDS)
+    answer = streamed(ANSWER, made)[-1]["response"]
+    Response.model_validate(answer)
+    thought, text, call = answer["output"]
+    assert thought["content"] == [{"type": "reasoning_text", "text": "Let me see"}]
+    assert unsealed(thought["encrypted_content"]) == "Let me see"
+    assert text["content"][0]["text"] == "Hello"
+    assert (call["name"], call["namespace"], call["call_id"]) == ("read", "files", "call_1")
+    assert answer["usage"]["input_tokens_details"] == {
+        "cached_tokens": 5,
+        "cache_write_tokens": 15,
+    }
+    assert answer["usage"]["total_tokens"] == 28
+    assert answer["keepwarm"]["ignored_tools"] == ["patch", "web_search"]
+    assert answer["keepwarm"]["scrubbed"] == ["budget"]
+    assert answer["tools"] == [NAMESPACE, SEARCH]
+    assert (answer["metadata"], answer["reasoning"]["effort"]) == ({"a": "b"}, "low")
+    assert kept == [made.response]
+
+
+def test_a_whole_answer_says_the_same_as_a_stream():
+    choice = Choice("Hello", "Let me see", (CALL,), "tool_calls", None, ())
+    made = whole(builder(**FIELDS), Result((choice,), USAGE, RECEIPT))
+    assert without_ids(made) == without_ids(streamed(ANSWER, builder(**FIELDS))[-1]["response"])
+
+
+def without_ids(response):
+    items = [{k: v for k, v in item.items() if k != "id"} for item in response["output"]]
+    times = {"created_at": 0, "completed_at": 0}
+    return json.loads(json.dumps(response | times | {"id": "", "output": items}))
+
+
+def test_an_answer_that_had_no_room_is_incomplete():
+    events = [Started(RECEIPT), Delta(0, text="Hel"), Finished(0, "length"), Done(USAGE, RECEIPT)]
+    last = streamed(events, builder())[-1]
+    assert last["type"] == "response.incomplete"
+    assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert last["response"]["output"][0]["status"] == "incomplete"
+
+
+def test_signs_of_life_and_last_words():
+    kept = []
+    stream = ResponseStream(builder(kept))
+    stream.event(Started(RECEIPT))
+    (alive,) = parse(stream.waiting(Progress(5, 20)))
+    assert alive["type"] == "response.in_progress"
+    assert alive["sequence_number"] == 2
+    assert alive["keepwarm"] == {"prompt_tokens_done": 5, "prompt_tokens": 20}
+    stream.event(Delta(0, text="Hel"))
+    *_, last = parse(stream.problem(Problem(500, "It failed.")))
+    assert last["type"] == "response.failed"
+    assert last["response"]["error"] == {"code": "server_error", "message": "It failed."}
+    assert last["response"]["output"][0]["content"][0]["text"] == "Hel"
+    assert kept == []
+
+
+@pytest.mark.parametrize(
+    ("problem", "code"),
+    [
+        (Problem(429, "x", "rate_limit_exceeded"), "rate_limit_exceeded"),
+        (Problem(504, "x", "timeout"), "server_error"),
+        (Problem(400, "x", "context_length_exceeded"), "invalid_prompt"),
+    ],
+)
+def test_failures_have_codes_that_clients_know(problem, code):
+    (event,) = parse(ResponseStream(builder()).problem(problem))
+    assert event["response"]["error"]["code"] == code
+
+
+# Answers by their id.
+
+
+def stored(store, name, given=1, size=10, before=(), tenant=""):
+    response = begun(body(), "tiny", asked()) | {"id": name}
+    response["output"] = [{"type": "message", "id": f"msg_{name}", "content": "x" * size}]
+    all_items = [*before, *items(*[{"role": "user", "content": f"to {name}"}] * given)]
+    store.put(tenant, response, all_items, given)
+    return store.get(tenant, name)
+
+
+def test_a_conversation_is_kept_whole():
+    store = ResponseStore()
+    first = stored(store, "a")
+    second = stored(store, "b", before=first.items)
+    assert [item.content for item in second.items] == ["to a", "x" * 10, "to b", "x" * 10]
+    store.delete("", "a")
+    assert store.get("", "b") == second
+    with pytest.raises(UnknownResponse, match="'a' is kept"):
+        store.get("", "a")
+
+
+def test_items_are_found_by_their_id():
+    store = ResponseStore()
+    stored(store, "a")
+    assert store.item("", "msg_a").content == "x" * 10
+    assert store.item("", "msg_b") is None
+    assert store.item("other", "msg_a") is None
+
+
+def test_nobody_finds_an_answer_of_another_tenant():
+    store = ResponseStore()
+    stored(store, "a", tenant="one")
+    for touch in (store.get, store.delete):
+        with pytest.raises(UnknownResponse):
+            touch("two", "a")
+
+
+def test_the_oldest_go_first_and_the_bytes_hold():
+    store = ResponseStore(max_bytes=5000)
+    for name in "abcdefgh":
+        stored(store, name)
+        store.get("", "a")  # still in use
+    assert store.n_bytes <= 5000
+    assert store.get("", "a")
+    with pytest.raises(UnknownResponse):
+        store.get("", "b")
+    for name in "acdefgh":
+        try:
+            store.delete("", name)
+        except UnknownResponse:
+            continue
+    assert store.n_bytes == 0
+
+
+def test_an_answer_too_large_to_keep_is_not_kept():
+    store = ResponseStore(max_bytes=5000)
+    with pytest.raises(UnknownResponse):
+        stored(store, "a", size=9000)
+    assert store.n_bytes == 0
