@@ -23,8 +23,9 @@ LEVELS = {
     "cache": 3,
     "engine": 4,
     "server": 5,
-    **dict.fromkeys(("cli", "bench"), 6),
-    **dict.fromkeys(("__init__", "__main__"), 7),
+    "bench": 6,
+    "cli": 7,
+    **dict.fromkeys(("__init__", "__main__"), 8),
 }
 
 # `prefix` is pure: it computes, and reads and writes nothing.

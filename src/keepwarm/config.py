@@ -50,8 +50,8 @@ class Settings:
     scrub: str = ""  # which noise of coding agents is removed, as `-billing-header,date`
     strict_model: bool = False  # another model's name is refused, not answered by the one here
     max_body_bytes: int = 32 << 20
-    max_concurrency: int = 16  # requests that are computed at once
-    max_queue: int = 256  # requests that wait
+    max_concurrency: int = 128  # requests of one key under way at once
+    max_queue: int = 256  # requests of all that wait or run
     request_timeout_s: float = 3600.0
     rate_per_minute: int = 0  # requests a key; 0 is no limit
     drain_s: float = 20.0  # what a stopping server gives its running answers

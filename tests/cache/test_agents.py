@@ -1,5 +1,6 @@
 """Agents name blocks: fork, rewind, promise, carry and forget without copying any."""
 
+import json
 import tarfile
 from base64 import b64encode
 
@@ -82,6 +83,55 @@ def test_agents_survive_a_restart_and_a_lost_index(tmp_path):
     with Shelf(tmp_path / "store", LIMITS) as shelf:
         assert [agent.id for agent in shelf.agents.all()] == ["a"]
         assert shelf.tokens_of(shelf.agents.show("a")) == tokens
+
+
+def test_pins_are_made_again_with_the_index(tmp_path):
+    """S0-65: the promise is in the agent's own file."""
+    root, tokens = tmp_path / "store", tokens_of(600)
+    with Shelf(root, LIMITS) as shelf:
+        last = turn(shelf, "a", tokens).blocks[-1]
+        turn(shelf, "b", tokens_of(300, seed=2))
+        shelf.agents.promise("a", pinned=True)
+    (root / "index.sqlite").unlink()
+    with Shelf(root, LIMITS) as shelf:
+        assert shelf.disk.index.owners(last) == ["agent:a"]
+        assert [stored.key for stored in shelf.disk.walk() if stored.pinned] == [last]
+
+
+def test_a_newer_agent_is_left_alone(shelf):
+    """S0-54: not listed, not overwritten, and nothing is deleted that it may share."""
+    tokens = tokens_of(600)
+    turn(shelf, "new", tokens)
+    turn(shelf, "old", tokens[:300])
+    path = shelf.agents._path("new")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2, "mood": "good"}))
+    before = path.read_text()
+    assert [agent.id for agent in shelf.agents.all()] == ["old"]
+    assert [name for name, _ in shelf.agents.unreadable()] == ["new.json"]
+    for use in (
+        lambda: shelf.agents.show("new"),
+        lambda: shelf.agents.advance("new", NAME, tokens),
+        lambda: shelf.agents.delete("new"),
+        lambda: shelf.agents.delete("old"),
+    ):
+        with pytest.raises(BadInput, match="newer Keepwarm"):
+            use()
+    assert path.read_text() == before
+    assert len(shelf.disk.have([ref.key for ref in chain(NAME, tokens)])) == 3
+
+
+def test_a_torn_agent_is_one_sentence(shelf):
+    turn(shelf, "a", tokens_of(300))
+    for torn in ("", "[]", "{}", "null", '{"id": 7}'):
+        shelf.agents._path("a").write_text(torn)
+        with pytest.raises(BadInput, match="not as it was written"):
+            shelf.agents.show("a")
+
+
+def test_a_store_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "store").write_text("a file")
+    with pytest.raises(BadInput, match=r"cannot be used .*; name another directory"):
+        Shelf(tmp_path / "store", LIMITS)
 
 
 @pytest.mark.parametrize("bad", ["../x", "", "a/b", ".hidden", "x" * 129, "a\0b", "-rf"])

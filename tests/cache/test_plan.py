@@ -291,3 +291,11 @@ def test_matching_stops_at_a_gap_where_all_rows_are_needed(there):
     last = max((n + 1 for n, is_there in enumerate(there) if is_there), default=0)
     assert n_matched(DELTA, REFS, have) == leading
     assert n_matched(PURE, REFS, have) == last
+
+
+def test_a_block_that_lost_its_rows_is_not_built_on():
+    """Its window rows or its state may have outlived them."""
+    have = {key: known(D, S) for key in KEYS}
+    have[KEYS[1]] = known(S)
+    assert n_matched(DELTA, REFS, have) == 1
+    assert n_matched(PURE, REFS, have) == 4

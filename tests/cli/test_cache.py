@@ -1,11 +1,16 @@
 """`keepwarm cache …` on a store that real runs have filled, each command as a user types it."""
 
 import json
+import os
+import pty
+import sqlite3
+import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.cli import keepwarm
+from tests.cli import command, environment, keepwarm
 from tests.kit.checkpoints import write_checkpoint
 from tests.store.kit import files_under
 
@@ -115,3 +120,61 @@ def test_rm_frees_what_nobody_else_reaches(home):
     removed = cache_json(home, "rm", "lonely")["removed_blocks"]
     assert removed >= 2
     assert cache_json(home, "stats")["n_bytes"] < before
+
+
+def test_any_prefix_travels_in_one_file(home, tmp_path):
+    """An agent's first tokens, a turn, or a prompt that nobody named."""
+    run(home, "a long way to go for a story " * 60, "--agent", "part")
+    run(home, "said by nobody in particular " * 60)
+    n_tokens = cache_json(home, "show", "part")["n_tokens"]
+    (prefix, *_) = cache_json(home, "ls", "--prefixes")
+    assert prefix["id"].startswith("@")
+    assert prefix["id"] in cache(home, "ls", "--prefixes")
+    away = tmp_path / "away"
+    away.mkdir()
+    (away / "model").symlink_to(home / "model")
+    for name, expected, *options in (
+        ("part", 300, "--tokens", "300"),
+        ("part", n_tokens, "--turn", "1"),
+        (prefix["id"], prefix["n_tokens"]),
+    ):
+        bundle = tmp_path / f"{expected}.kw"
+        cache(home, "export", name, str(bundle), *options)
+        model = ["--model", str(away / "model"), "--agent", f"got-{expected}"]
+        assert cache_json(away, "import", str(bundle), *model)["n_tokens"] == expected
+    done = keepwarm("cache", "export", "part", str(tmp_path / "x"), "--turn", "7", home=home)
+    assert (done.returncode, b"there is no turn 7" in done.stderr) == (2, True)
+    cache(home, "rm", "part")
+
+
+def test_progress_is_shown_on_a_terminal_only(home):
+    """Never on stdout, and nothing at all where nobody watches."""
+    done = keepwarm("cache", "verify", "--json", home=home)
+    assert done.stderr == b""
+    screen, device = pty.openpty()
+    done = subprocess.run(
+        command("cache", "verify", "--json"),
+        stdout=subprocess.PIPE,
+        stderr=device,
+        env=environment(home, TERM="xterm"),
+        check=True,
+    )
+    os.close(device)
+    assert "verifying" in os.read(screen, 10_000).decode()
+    os.close(screen)
+    assert json.loads(done.stdout)["bad"] == []
+
+
+def test_a_store_of_a_newer_keepwarm_is_one_sentence(home):
+    """S0-54."""
+    index = store(home) / "index.sqlite"
+    with closing(sqlite3.connect(index)) as db:
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        db.execute(f"PRAGMA user_version = {version + 1}")
+    done = keepwarm("cache", "ls", home=home)
+    assert done.returncode == 2
+    assert b"was written by a newer Keepwarm; update this one" in done.stderr
+    assert b"Traceback" not in done.stderr
+    with closing(sqlite3.connect(index)) as db:
+        db.execute(f"PRAGMA user_version = {version}")
+    cache(home, "ls")

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from keepwarm.errors import StoreFailed
 from keepwarm.prefix.blocks import Namespace, common_tokens, pack, root
 from keepwarm.store.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
@@ -588,6 +589,30 @@ def test_a_closed_tier_answers_nothing(make):
     tier.close()
 
 
+@pytest.mark.parametrize(
+    "do",
+    [
+        lambda tier, key: tier.pin(key, "me"),
+        lambda tier, key: tier.unpin(key, "me"),
+        lambda tier, key: tier.delete(key),
+        lambda tier, _: list(tier.walk()),
+    ],
+    ids=["pin", "unpin", "delete", "walk"],
+)
+def test_what_must_be_known_to_fail_fails_in_our_words(do, make):
+    """S0-62: no error of SQLite or of the system leaves a tier."""
+    tier = make()
+    (made,) = chain_of(1)
+    tier.put(made)
+    tier.close()
+    with pytest.raises(StoreFailed, match="The store could not"):
+        do(tier, made.header.key)
+    tier.touch([made.header.key])
+    tier.drop_outgrown(made.header.key)
+    assert tier.stats().blocks == 0
+    assert tier.stats().errors >= 1
+
+
 # Outages: what is broken is a miss, and what is mended is found again
 
 
@@ -677,6 +702,22 @@ def test_a_write_that_fails_is_counted_and_leaves_nothing(operation, code, tmp_p
     tier.files.mend()
     assert tier.put(made).stored
     tier.close()
+
+
+def test_a_deletion_that_fails_is_said_and_finished_later(tmp_path):
+    tier = disk(tmp_path, ROOMY)
+    one, two = made = chain_of(2)
+    for record_ in made:
+        tier.put(record_)
+    tier.files.break_(errno.EROFS, "remove")
+    with pytest.raises(StoreFailed, match=r"delete blocks .*Read-only"):
+        tier.delete(two.header.key)
+    assert set(tier.have(keys_of(made))) == {one.header.key}
+    tier.close()
+    again = disk(tmp_path, ROOMY)
+    assert set(again.have(keys_of(made))) == {one.header.key}
+    assert not again.path_of(two.header.key, Part.DELTA).exists()
+    again.close()
 
 
 def test_the_same_records_serve_every_tier(tmp_path):

@@ -1,7 +1,7 @@
 """Messages to tokens: tokenised whole, cut where another conversation may part from this one."""
 
 import json
-from time import perf_counter
+from time import process_time
 
 import pytest
 from hypothesis import given, settings
@@ -129,6 +129,15 @@ def test_a_template_that_refuses_a_short_conversation_gives_no_cut_there(with_te
     assert len(render(tokenizer, TALK).cuts) == len(TALK) - 1
     with pytest.raises(BadInput, match=r"chat template refuses .*no user"):
         render(tokenizer, TALK[:1])
+
+
+def test_a_message_that_cannot_be_rendered_last_has_no_end_of_its_own(with_template):
+    guard = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}"
+    rendering = Prompter(with_template(guard + CHATML)).render(Request(messages=TALK))
+    assert rendering.end_of(2) is None
+    assert len(rendering.cuts) == 3
+    assert rendering.message_at(rendering.end_of(1)) == 3
+    assert rendering.message_at(rendering.end_of(1) - 1) == 1
 
 
 def test_tools_reach_the_template(with_template):
@@ -282,7 +291,12 @@ def test_raw_prompts(with_template):
     prompter = Prompter(tokenizer)
     assert prompter.render(Request(prompt="the fox")).tokens == tokenizer.encode("the fox")
     assert prompter.render(Request(prompt=[5, 6, 7])).tokens == [5, 6, 7]
-    assert prompter.render(Request(prompt=[5, 6, 7])).cuts == []
+    for prompt in ("the fox", [5, 6, 7]):
+        rendering = prompter.render(Request(prompt=prompt))
+        assert rendering.cuts == []
+        assert rendering.message_at(1) is None
+        assert rendering.generation_prompt == ""
+        assert not rendering.opens_thinking
     for token in (-1, len(tokenizer)):
         with pytest.raises(BadInput, match=f"none is {token}"):
             prompter.render(Request(prompt=[5, token]))
@@ -314,10 +328,10 @@ def test_a_long_conversation_costs_what_its_length_says(with_template):
     tokenizer = Counting(with_template(CHATML))
     prompter = Prompter(tokenizer)
     tokenizer.n_characters = 0
-    started = perf_counter()
+    started = process_time()
     rendering = prompter.render(Request(messages=LONG))
     cuts = rendering.cuts
-    seconds = perf_counter() - started
+    seconds = process_time() - started
     assert len(rendering.tokens) > 40_000
     assert len(cuts) > 20
     assert tokenizer.n_characters < 1.1 * len(rendering.text)

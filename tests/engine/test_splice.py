@@ -5,7 +5,7 @@ import random
 import threading
 from collections.abc import Iterator
 from functools import partial
-from time import perf_counter
+from time import process_time
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +20,7 @@ from keepwarm.engine.catalog import locate
 from keepwarm.engine.prompt import Prompter, common_prefix
 from keepwarm.engine.request import Request
 from keepwarm.engine.splice import Splicer, decode_after
+from keepwarm.engine.template import Template
 from keepwarm.engine.text import decode
 from keepwarm.prefix.blocks import chain
 from keepwarm.store.memory import MemoryTier
@@ -117,13 +118,15 @@ def prefixes(tokenizer):
 
 
 def spelled(tokenizer, text):
-    """The text letter by letter: not as the tokenizer would write it."""
+    """The text letter by letter, or byte by byte: not as the tokenizer would write it."""
     if prefixes(tokenizer):
-        names = text.replace(" ", "▁")
+        known = {letter: letter.replace(" ", "▁") for letter in text if letter.isascii()}
+        unknown = {c: [f"<0x{byte:02X}>" for byte in c.encode()] for c in text if c not in known}
+        names = [name for letter in text for name in known.get(letter) or unknown[letter]]
     else:
         level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        names = "".join(piece for piece, _ in level.pre_tokenize_str(text))
-    return tokenizer.convert_tokens_to_ids(list(names))
+        names = [name for piece, _ in level.pre_tokenize_str(text) for name in piece]
+    return tokenizer.convert_tokens_to_ids(names)
 
 
 def ask(prompter, *messages, **wishes):
@@ -136,8 +139,9 @@ def said(text):
 
 def pair(tokenizer):
     """A prompter that splices, its splicer, and one that does not."""
-    splicer = Splicer(tokenizer)
-    return Prompter(tokenizer, splicer=splicer), splicer, Prompter(tokenizer)
+    template = Template.of(tokenizer)
+    splicer = Splicer(tokenizer, template)
+    return Prompter(tokenizer, template, splicer), splicer, Prompter(tokenizer, template)
 
 
 def answer(splicer, rendering, tokens, tenant=""):
@@ -158,6 +162,14 @@ def test_an_answer_comes_back_as_it_was_generated(any_tokenizer):
     assert cold.tokens[: len(held)] != held
     assert second.text == cold.text
     assert decode(any_tokenizer, second.tokens) == decode(any_tokenizer, cold.tokens)
+
+
+def test_an_answer_that_begins_with_a_space_has_it_in_its_text(any_tokenizer):
+    """Decoded alone, some tokenizers would take it away."""
+    prompter, splicer, _ = pair(any_tokenizer)
+    answer(splicer, ask(prompter, ASK), spelled(any_tokenizer, " the tree"))
+    assert ask(prompter, ASK, said("the tree"), NEXT).spliced == 0
+    assert ask(prompter, ASK, said(" the tree"), NEXT).spliced == len(" the tree")
 
 
 def test_the_stop_token_belongs_to_the_template(tokenizer):
@@ -285,23 +297,18 @@ words = st.lists(
 @pytest.mark.parametrize("template", [CHATML, ROLES, MISTRAL])
 def test_splicing_changes_tokens_and_nothing_else(any_tokenizer, template):
     """Any tokens as answers, any texts as questions: the text and the cuts stay true."""
-    any_tokenizer.chat_template = template
+    before, any_tokenizer.chat_template = any_tokenizer.chat_template, template
     n_spliced = []
+    any_tokens = st.lists(st.integers(0, len(any_tokenizer) - 1), max_size=12)
+    answers = st.one_of(any_tokens, words.map(partial(spelled, any_tokenizer)))
+    edits = st.sampled_from([None, None, None, None, "", "the", " tree"])
 
-    @settings(deadline=None, derandomize=True, database=None, max_examples=60)
-    @given(
-        questions=st.lists(words, min_size=1, max_size=3),
-        answers=st.lists(
-            st.lists(st.integers(0, len(any_tokenizer) - 1), max_size=12), min_size=3, max_size=3
-        ),
-        edits=st.lists(
-            st.sampled_from([None, None, None, "", "the", " tree"]), min_size=3, max_size=3
-        ),
-    )
-    def check(questions, answers, edits):
+    @settings(deadline=None, derandomize=True, database=None, max_examples=40)
+    @given(st.lists(st.tuples(words, answers, edits), min_size=1, max_size=4))
+    def check(turns):
         prompter, splicer, plain = pair(any_tokenizer)
         talk = []
-        for question, tokens, edit in zip(questions, answers, edits, strict=False):
+        for question, tokens, edit in turns:
             talk.append({"role": "user", "content": question})
             rendering, cold = ask(prompter, *talk), ask(plain, *talk)
             assert rendering.text == cold.text
@@ -316,9 +323,10 @@ def test_splicing_changes_tokens_and_nothing_else(any_tokenizer, template):
 
     try:
         check()
-        assert sum(map(bool, n_spliced)) > 10
     finally:
-        any_tokenizer.chat_template = CHATML
+        any_tokenizer.chat_template = before
+    refused = template is ROLES and prefixes(any_tokenizer)  # no text there reads the same
+    assert refused or sum(map(bool, n_spliced)) > 10
 
 
 def reads(tokenizer, rendering):
@@ -366,10 +374,10 @@ def test_a_look_up_among_a_thousand_answers_is_quick(tokenizer):
     long = "the quick brown fox " * 8_000
     for i in range(1_000):
         splicer.remember("", long[: 100 * i] + "<|im_start|>", [5], spelled(tokenizer, "the tree"))
-    started = perf_counter()
+    started = process_time()
     for _ in range(10):
         assert splicer.spots("", long) == []
-    assert (perf_counter() - started) / 10 < 0.1  # 4 ms on a quiet machine
+    assert (process_time() - started) / 10 < 0.1  # 4 ms on a quiet machine
 
 
 def test_many_threads_may_ask_while_answers_arrive(tokenizer):
@@ -417,11 +425,11 @@ def stored(tier):
     return partial(continuations, NAMESPACE, Tiers([("memory", tier)]))
 
 
-def restarted(tokenizer, tier, talk, store_of=stored):
-    """What a new process renders, with the store and without."""
+def restarted(tokenizer, tier, talk):
+    """What a new process renders, and what it remembers by then."""
     splicer = Splicer(tokenizer)
     request = Request(messages=talk)
-    return Prompter(tokenizer, splicer=splicer).render(request, store_of(tier)), splicer
+    return Prompter(tokenizer, splicer=splicer).render(request, stored(tier)), splicer
 
 
 @pytest.mark.parametrize("n_words", [2, 90, 400])
@@ -471,14 +479,43 @@ def test_what_is_stored_is_not_taken_for_another_text(tokenizer, tier):
         assert again.tokens == ask(plain, *talk).tokens
 
 
-def test_a_store_that_knows_nothing_is_asked_once(tokenizer, tier):
-    asked = []
+class Asked:
+    """A store, or none, that remembers how often it was asked."""
 
-    def nothing(tokens, guesses):
-        asked.append(len(tokens))
-        return []
+    def __init__(self, answers=None):
+        self.times = 0
+        self._answers = answers
 
-    talk = [ASK, said("a dog")] * 20 + [NEXT]
-    again, _ = restarted(tokenizer, tier, talk, lambda _: nothing)
+    def __call__(self, tokens, guesses):
+        self.times += 1
+        return self._answers(tokens, guesses) if self._answers else []
+
+
+def test_a_store_that_knows_nothing_is_asked_once(tokenizer):
+    nothing = Asked()
+    request = Request(messages=[ASK, said("a dog")] * 20 + [NEXT])
+    again = Prompter(tokenizer, splicer=Splicer(tokenizer)).render(request, nothing)
     assert again.spliced == 0
-    assert len(asked) == 1
+    assert nothing.times == 1
+
+
+def test_what_was_read_back_is_remembered(tokenizer, tier):
+    first = ask(Prompter(tokenizer), ASK)
+    store(tier, first.tokens + spelled(tokenizer, "the tree"))
+    prompter = Prompter(tokenizer, splicer=Splicer(tokenizer))
+    request = Request(messages=[ASK, said("the tree"), NEXT])
+    asked = Asked(stored(tier))
+    renderings = [prompter.render(request, asked) for _ in range(3)]
+    assert asked.times == 1
+    assert all(rendering.tokens == renderings[0].tokens for rendering in renderings)
+    assert renderings[0].spliced == renderings[2].spliced == len("the tree")
+
+
+def test_an_answer_nobody_stored_does_not_hide_those_remembered_behind_it(tokenizer):
+    prompter, splicer, _ = pair(tokenizer)
+    theirs = [ASK, said("a dog"), NEXT]
+    answer(splicer, ask(prompter, *theirs), spelled(tokenizer, "the tree"))
+    request = Request(messages=[*theirs, said("the tree"), ASK])
+    warm = prompter.render(request)
+    assert warm.spliced == len("the tree")
+    assert prompter.render(request, Asked()).tokens == warm.tokens

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -24,10 +27,9 @@ from keepwarm.engine.model import Model
 from keepwarm.engine.request import Choice, Request, Sampling
 from keepwarm.engine.store import Store
 from tests.kit.checkpoints import CORPUS, EOS, SPECIALS, tokenizer_config
-from tests.kit.compare import TIE, TOLERANCE, gaps
+from tests.kit.compare import TIE, TOLERANCE
 from tests.kit.models import VOCABULARY, tiny
-from tests.kit.runs import FedCounter, Run
-from tests.kit.runs import cold as cold_run
+from tests.kit.runs import FedCounter
 
 N_CONTEXT = 4096
 PRINTABLE = [chr(code) for code in range(0x21, 0x7F)] + ["Ġ", "Ċ"]  # ASCII, as bytes are written
@@ -108,6 +110,7 @@ def engine_on(
     *,
     budgets: Budgets | None = None,
     fixed_rates: bool = True,
+    engine_class: type[Engine] = Engine,
     **options: Any,
 ) -> Iterator[Engine]:
     """An engine with a store of its own under `home`; both are closed. Its model counts from 0."""
@@ -116,13 +119,25 @@ def engine_on(
     budgets = budgets or Budgets(min_free_disk_bytes=0)
     with (
         Store(budgets=budgets, settings=settings) as store,
-        Engine(model, store, EngineConfig(**options), settings=settings) as engine,
+        engine_class(model, store, EngineConfig(**options), settings=settings) as engine,
     ):
         lane = engine.call(lambda: engine._lanes.of(engine.config.kv, "")).result()
         if fixed_rates:
             lane.manager.rates = FixedRates()
         model.module.shapes.clear()
         yield engine
+
+
+@contextmanager
+def held(engine: Engine) -> Iterator[None]:
+    """The engine's thread waits; whatever is asked inside is there at once when it goes on."""
+    go_on = threading.Event()
+    waiting = engine.call(go_on.wait)
+    try:
+        yield
+    finally:
+        go_on.set()
+    assert waiting.result()
 
 
 def ask(prompt: Sequence[int], n: int = 6, /, **wishes: Any) -> Request:
@@ -137,33 +152,64 @@ def tokens_of(choice: Choice) -> list[int]:
     return [info.token for info in choice.tokens]
 
 
-@dataclass(frozen=True)
-class Reference:
-    """Cold runs of one model: what every answer is held against."""
+class Exam:
+    """Answers to be held against a cold run of their model on the same tokens, all in one go.
 
-    module: Any
-    tolerance: float = TOLERANCE
-    step: int = 2048
+    The cold run is one pass from empty caches over prompt and answer. Every token must be its best,
+    or as good as that (a tie), and every logprob that was asked for must be its own.
+    """
 
-    def check(self, prompt: Sequence[int], choice: Choice) -> Run:
-        """Fail unless a greedy answer is the cold run's, as `tests.kit.compare` defines it."""
-        run = cold_run(self.module, prompt, len(choice.tokens), step=self.step)
-        assert_answer(run, choice, self.tolerance)
-        return run
+    def __init__(
+        self, module: Any, tolerance: float = TOLERANCE, without: int | None = None
+    ) -> None:
+        """`without` is a token that nobody was allowed to say."""
+        self._module = module
+        self._without = without
+        self._tolerance = tolerance
+        self._answers: list[tuple[list[int], int, Choice]] = []
+        self.n_ties = 0
+
+    def add(self, prompt: Sequence[int], choice: Choice) -> None:
+        self._answers.append(([*prompt, *tokens_of(choice)], len(prompt), choice))
+
+    def check(self) -> int:
+        """Compare all that was added; how many tokens that were."""
+        answers, self._answers = self._answers, []
+        assert answers, "nothing to compare"
+        longest = _not_begun([tokens for tokens, _, _ in answers])
+        logprobs = np.array(self._logprobs(longest))
+        for tokens, n_prompt, choice in answers:
+            row = next(i for i, whole in enumerate(longest) if whole[: len(tokens)] == tokens)
+            self._compare(logprobs[row, n_prompt - 1 :], choice)
+        return sum(len(choice.tokens) for _, _, choice in answers)
+
+    def _logprobs(self, sequences: Sequence[Sequence[int]]) -> mx.array:
+        """What a token sees lies before it, so what fills up the shorter ones changes nothing."""
+        longest = max(map(len, sequences))
+        padded = mx.array([[*tokens, *[0] * (longest - len(tokens))] for tokens in sequences])
+        logits = self._module(padded, cache=make_prompt_cache(self._module))
+        logprobs: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        mx.eval(logprobs)
+        return logprobs
+
+    def _compare(self, logprobs: Any, choice: Choice) -> None:
+        assert choice.tokens, "an empty answer proves nothing"
+        for step, info in enumerate(choice.tokens):
+            allowed = logprobs[step].copy()
+            if self._without is not None:
+                allowed[self._without] = -np.inf
+            close = allowed > allowed.max() - TIE
+            assert close[info.token], f"step {step}: not what is likeliest"
+            self.n_ties += int(close.sum() > 1)
+            shown = [(info.token, info.logprob), *info.top] if info.logprob is not None else []
+            for token, logprob in shown:
+                apart = abs(logprob - logprobs[step][token])
+                # Written so that NaN fails too.
+                assert apart <= self._tolerance, f"step {step}: |Δlogprob| is {apart:.3g}"
 
 
-def assert_answer(run: Run, choice: Choice, tolerance: float = TOLERANCE) -> None:
-    n = len(run.tokens)
-    tie = next((step for step, gap in enumerate(gaps(run)) if gap < TIE), n)
-    assert tokens_of(choice)[:tie] == run.tokens[:tie]
-    logprobs: Any = run.logprobs.tolist()
-    for step, info in enumerate(choice.tokens[: tie + 1]):
-        if info.logprob is None:
-            continue
-        shown = [(info.token, info.logprob), *info.top]
-        worst = max(abs(logprob - logprobs[step][token]) for token, logprob in shown)
-        # Written so that NaN fails too.
-        assert worst <= tolerance, f"step {step}: |Δlogprob| is {worst:.3g} > {tolerance:g}"
-
-
-Wait = Callable[[], bool]
+def _not_begun(sequences: Sequence[list[int]]) -> list[list[int]]:
+    """Those that no other one begins with: the last turn of a talk stands for all before it."""
+    ordered = sorted(sequences)
+    following = [*ordered[1:], []]
+    return [one for one, after in zip(ordered, following, strict=True) if after[: len(one)] != one]

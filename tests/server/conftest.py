@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -31,6 +32,7 @@ class Live:
     url: str
     host: EngineHost
     settings: Settings
+    loop: asyncio.AbstractEventLoop
 
     def openai(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(**self._options(options))
@@ -41,6 +43,14 @@ class Live:
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
         usual = {"base_url": f"{self.url}/v1", "api_key": "any", "max_retries": 0, "timeout": 60}
         return usual | given
+
+    def http_seconds(self) -> float:
+        """Processor time that the thread of the event loop has used; the engine has its own."""
+
+        async def used() -> float:
+            return time.thread_time()
+
+        return asyncio.run_coroutine_threadsafe(used(), self.loop).result(20)
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         """A plain request; `body` may be bytes that no client would send."""
@@ -94,12 +104,17 @@ def serve(model: Any, settings: Settings) -> Iterator[Live]:
     with bind("127.0.0.1", 0) as listening, Store(settings=settings) as store:
         host = EngineHost(start_engine(model, store, settings), NAME, settings.strict_model)
         server = DrainingServer(create_app(host, settings), settings)
-        url = address_of(listening)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        url, loops = address_of(listening), []
+
+        async def run() -> None:
+            loops.append(asyncio.get_running_loop())
+            await server.serve(sockets=[listening])
+
+        thread = threading.Thread(target=lambda: asyncio.run(run()))
         thread.start()
         try:
             wait_until(lambda: server.started)
-            yield Live(url, host, settings)
+            yield Live(url, host, settings, loops[0])
         finally:
             server.should_exit = True
             thread.join(60)

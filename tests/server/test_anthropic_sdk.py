@@ -282,3 +282,13 @@ def test_switching_scrubbing_off_by_header_and_by_setting(serving):
         assert scrubbed(client) == []
         headers = {"X-Keepwarm-Scrub": "billing-header"}
         assert scrubbed(client, extra_headers=headers) == ["billing-header"]
+
+
+def test_a_stream_that_fails_says_so_in_the_stream(serving):
+    """The time is up while the answer is being written."""
+    with serving(request_timeout_s=0.3) as live, connect(live) as client:
+        long = {"type": "json_schema", "schema": {"type": "string", "minLength": 9000}}
+        ask(client, output_config={"format": long}, max_tokens=1)  # reads the vocabulary
+        stream = ask(client, output_config={"format": long}, max_tokens=9000, stream=True)
+        with pytest.raises(anthropic.APIStatusError, match="timeout_error"):
+            list(stream)

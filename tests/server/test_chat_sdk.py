@@ -49,6 +49,11 @@ def no_end(live):
     return {str(token): -100 for token in live.host.engine.model.tokenizer.eos_token_ids}
 
 
+def is_idle(live):
+    stats = live.host.engine.stats()
+    return not (stats.waiting or stats.reading or stats.decoding)
+
+
 def test_a_whole_answer(client):
     answer = ask(client)
     assert answer.object == "chat.completion"
@@ -242,6 +247,22 @@ def test_what_the_cache_may_do_is_asked_by_header_or_body(client):
         ask(client, extra_headers={"X-Keepwarm-Cache": "sometimes"})
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("by-header", {"extra_headers": {"X-Keepwarm-Agent": "by-header"}}),
+        ("by-body", {"extra_body": {"keepwarm": {"agent": "by-body"}}}),
+        ("by-key", {"prompt_cache_key": "by-key"}),
+        ("by-session", {"extra_headers": {"x-session-id": "by-session"}}),
+    ],
+)
+def test_an_agent_is_known_by_header_body_or_the_clients_own_field(live, client, name, options):
+    """S2-18: whichever way a conversation is named, it is kept under that name."""
+    ask(client, **options)
+    agents = live.host.engine.store.shelf.agents
+    wait_until(lambda: name in [agent.id for agent in agents.all()])
+
+
 def test_why_it_missed_is_said_on_request(client):
     messages = [{"role": "user", "content": "Nobody has asked this before: 9 8 7?"}]
     answer = ask(client, messages, extra_body={"keepwarm": {"explain": True}})
@@ -344,7 +365,19 @@ def test_the_document_is_there_and_true(live):
     assert live.get("/docs").status_code == 200
 
 
-# Clients that leave, keys, limits.
+# Clients that leave, keys, limits, cost.
+
+
+def test_a_streamed_token_costs_less_than_half_a_millisecond(live):
+    """Processor time of all that is HTTP, a token: reading events, JSON, writing the socket."""
+    body = {"messages": USER, "stream": True, "max_tokens": 400, "logit_bias": no_end(live)}
+    live.post("/v1/chat/completions", body)
+    before = live.http_seconds()
+    answer = live.post("/v1/chat/completions", body)
+    seconds = live.http_seconds() - before
+    n_chunks = answer.text.count("data: ")
+    assert n_chunks > 200
+    assert seconds / 400 < 0.0005
 
 
 def test_a_client_that_leaves_frees_the_engine(live):
@@ -355,7 +388,7 @@ def test_a_client_that_leaves_frees_the_engine(live):
         for _ in range(3):
             next(stream)
         stream.close()
-        wait_until(lambda: live.host.engine.stats().running == 0, 5)
+        wait_until(lambda: is_idle(live), 5)
         again = ask(client, messages)
     assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
 
@@ -363,7 +396,7 @@ def test_a_client_that_leaves_frees_the_engine(live):
 def test_a_client_that_leaves_a_whole_answer_frees_the_engine(live):
     with live.openai(timeout=0.3) as client, pytest.raises(openai.APITimeoutError):
         ask(client, max_tokens=8000, logit_bias=no_end(live))
-    wait_until(lambda: live.host.engine.stats().running == 0, 5)
+    wait_until(lambda: is_idle(live), 5)
 
 
 def test_keys_are_tenants(serving):
@@ -423,3 +456,13 @@ def test_draining_lets_answers_end_and_says_why_it_cuts_the_rest(serving):
         with pytest.raises(openai.APIStatusError) as refused:
             ask(client)
         assert refused.value.status_code == 503
+
+
+def test_a_deadline_is_said_in_the_stream_or_as_a_status(serving):
+    with serving(request_timeout_s=0.3) as live, live.openai() as client:
+        options = {"max_tokens": 8000, "logit_bias": no_end(live)}
+        with pytest.raises(openai.APIStatusError, match=r"within 0\.3 seconds") as late:
+            ask(client, **options)
+        assert late.value.status_code == 504
+        with pytest.raises(openai.APIError, match=r"within 0\.3 seconds"):
+            list(ask(client, stream=True, **options))

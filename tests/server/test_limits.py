@@ -5,9 +5,12 @@ import json
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 
 from keepwarm import config
 from keepwarm.errors import BadInput, Busy
+from keepwarm.server.app import create_app
+from keepwarm.server.host import EngineHost
 from keepwarm.server.limits import Limits, Rates, Room, check_binding
 
 
@@ -106,7 +109,7 @@ def test_admin_calls_need_the_admin_key():
 
 def test_health_and_pages_need_no_key():
     given = settings(api_keys="a")
-    for path in ("/health/live", "/docs", "/openapi.json"):
+    for path in ("/health", "/health/live", "/docs", "/openapi.json"):
         assert ask(given, path=path, method="GET").status_code == 200
     assert ask(given, path="/v1/models", method="GET").status_code == 401
 
@@ -191,9 +194,9 @@ def test_the_bucket_fills_again():
     rates.take("a")
 
 
-def test_more_than_fit_are_told_to_come_back():
+@pytest.mark.parametrize("limits", [{"max_queue": 2}, {"max_concurrency": 2}])
+def test_more_than_fit_are_told_to_come_back(limits):
     """The room is left when the answer ends, however it ends."""
-    given = settings(max_concurrency=1, max_queue=1)
 
     async def run():
         released = asyncio.Event()
@@ -202,7 +205,7 @@ def test_more_than_fit_are_told_to_come_back():
             await released.wait()
             await echo(scope, receive, send)
 
-        transport = httpx.ASGITransport(Limits(slow, given))
+        transport = httpx.ASGITransport(Limits(slow, settings(**limits)))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             held = [asyncio.create_task(client.post("/v1/x")) for _ in range(2)]
             await asyncio.sleep(0.05)
@@ -217,10 +220,22 @@ def test_more_than_fit_are_told_to_come_back():
     assert all(answer.is_success for answer in [*answers, after])
 
 
-def test_the_room_counts():
-    room = Room(1)
-    room.enter()
-    with pytest.raises(Busy):
-        room.enter()
-    room.leave()
-    room.enter()
+def test_one_key_cannot_take_all_the_room():
+    room = Room(3, 2)
+    room.enter("a")
+    room.enter("a")
+    with pytest.raises(Busy, match="This key"):
+        room.enter("a")
+    room.enter("b")
+    with pytest.raises(Busy, match="no more fit"):
+        room.enter("c")
+    room.leave("a")
+    room.enter("c")
+
+
+def test_pages_that_are_named_may_read_the_answer_but_never_with_cookies():
+    page = {"Origin": "http://ui.lan"}
+    app = create_app(EngineHost(None, "x"), settings(allowed_origins="http://ui.lan"))
+    answer = TestClient(app, base_url="http://localhost").get("/health/live", headers=page)
+    assert answer.headers["access-control-allow-origin"] == "http://ui.lan"
+    assert "access-control-allow-credentials" not in answer.headers

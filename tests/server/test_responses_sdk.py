@@ -24,6 +24,9 @@ WEATHER = {
 }
 
 
+LONG_TEXT = {"type": "string", "minLength": 9000}
+
+
 class Weather(BaseModel):
     place: Literal["here", "there"]
 
@@ -224,6 +227,8 @@ def test_the_session_of_codex_is_an_agent(live, client):
     [
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"given": []}, "input"),
         ({"given": [{"role": "robot", "content": "x"}]}, "input[0].role"),
@@ -245,3 +250,13 @@ def test_a_prompt_over_the_context_is_a_bad_request(client):
     with pytest.raises(openai.BadRequestError) as error:
         ask(client, "9" * (N_CONTEXT + 1))
     assert error.value.code == "context_length_exceeded"
+
+
+def test_a_stream_that_fails_says_so_in_the_stream(serving):
+    """The time is up while the answer is being written."""
+    schema = {"type": "json_schema", "name": "long", "schema": LONG_TEXT}
+    with serving(request_timeout_s=0.3) as live, live.openai() as client:
+        ask(client, text={"format": schema}, max_output_tokens=1)  # reads the vocabulary
+        *_, last = ask(client, text={"format": schema}, max_output_tokens=9000, stream=True)
+        assert last.type == "response.failed"
+        assert last.response.error.code == "server_error"

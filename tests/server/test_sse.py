@@ -22,6 +22,7 @@ from keepwarm.engine.request import (
 )
 from keepwarm.errors import Busy, Cancelled, EngineFailed
 from keepwarm.server.chat import ChatStream, Heading
+from keepwarm.server.several import Several
 from keepwarm.server.sse import EventStream, WholeAnswer
 
 RECEIPT = Receipt(7, {"memory": 5}, 2, 12.3456, True)
@@ -202,3 +203,22 @@ def test_a_streamed_token_is_cheap():
     for _ in range(2000):
         encoder.event(delta)
     assert (time.process_time() - begun) / 2000 < 0.0001
+
+
+def test_several_answers_are_one():
+    async def run(second):
+        answers = [scripted([*ANSWER, END])[0], scripted(second)[0]]
+        return await Several(answers, 1).wait()
+
+    result = asyncio.run(run([*ANSWER, END]))
+    assert [choice.text for choice in result.choices] == ["Hello", "Hello"]
+    assert result.usage.prompt_tokens == 14
+    assert result.receipt.reused == {"memory": 10}
+    with pytest.raises(EngineFailed):
+        asyncio.run(run([*ANSWER[:2], EngineFailed("It broke.")]))
+
+
+def test_cancelling_several_cancels_each():
+    pairs = [scripted(ANSWER[:1]) for _ in range(3)]
+    Several([answer for answer, _ in pairs], 1).cancel()
+    assert all(cancelled for _, cancelled in pairs)

@@ -15,6 +15,7 @@ import signal
 import sqlite3
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +27,10 @@ from keepwarm.store.atomic import Files
 from keepwarm.store.disk import INDEX_ROOM, DiskLimits, DiskTier
 from keepwarm.store.index import Index
 from keepwarm.store.record import Header, Part, Record, Tensor
+from keepwarm.store.unlock import unlock
 
 NAMESPACE = Namespace(bytes(range(32)))
+KEY = b64encode(bytes(range(32))).decode()
 LIMITS = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
 N_BYTES = 60_000  # a dozen or two of them reach the cap
 CONVERSATIONS, LENGTH = 6, 8
@@ -40,6 +43,7 @@ class Request(NamedTuple):
     seed: int = 0
     kill_at: int = 0  # the number of a step; 0: never
     kill_after: float = 0.0  # seconds; 0: never
+    secret: str | None = None  # of an encrypted store
 
 
 class Block(NamedTuple):
@@ -168,9 +172,10 @@ class SteppedFiles(UnsyncedFiles):
 class SteppedTier(DiskTier):
     """Every SQL statement is a step too."""
 
-    def __init__(self, place: Path, steps: Steps) -> None:
+    def __init__(self, place: Path, steps: Steps, secret: str | None) -> None:
         self._steps = steps
-        super().__init__(place, LIMITS, SteppedFiles(steps))
+        files = SteppedFiles(steps)
+        super().__init__(place, LIMITS, files, seal=unlock(place, secret, files))
 
     def squeeze(self) -> None:
         """From now on no block more than there are."""
@@ -186,13 +191,13 @@ class SteppedTier(DiskTier):
 class Player:
     """Does things to a store and says so before and after."""
 
-    def __init__(self, place: Path, steps: Steps) -> None:
-        self._place, self._steps = place, steps
+    def __init__(self, place: Path, steps: Steps, secret: str | None) -> None:
+        self._place, self._steps, self._secret = place, steps, secret
         self.open()
 
     def open(self) -> None:
         say("begin", "open")
-        self._tier = SteppedTier(self._place, self._steps)
+        self._tier = SteppedTier(self._place, self._steps, self._secret)
         say("done", "open")
 
     def squeeze(self) -> None:
@@ -285,7 +290,7 @@ SCENARIOS = {f.__name__: f for f in (fill, publish, delete, evict, restart, play
 
 def child(request: Request) -> None:
     steps = Steps(request.kill_at)
-    player = Player(Path(request.root), steps)
+    player = Player(Path(request.root), steps, request.secret)
     SCENARIOS[request.scenario](player, request.seed)
     say("steps", steps.n)
 

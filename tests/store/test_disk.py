@@ -306,9 +306,13 @@ def test_a_newer_record_is_not_adopted_but_counts(open_tier, store):
     assert set(again.have(keys_of(made))) == {one.header.key}
     assert again.stats().newer == 1
     assert again.stats().n_bytes >= path.stat().st_size + 100_000
-    small = open_tier(max_bytes=again.stats().n_bytes + INDEX_ROOM + 10_000)
-    assert small.put(record(first_block([1]), n_bytes=90_000)).stored, "evicts what is ours"
-    assert path.exists()
+    cap = again.stats().n_bytes + INDEX_ROOM + MIB
+    again.close()
+    small = open_tier(max_bytes=cap, clock=iter(range(2**31, 2**32)).__next__)
+    put_all(small, [record(first_block([n]), n_bytes=100_000) for n in range(20)])
+    assert small.stats().evicted > 0
+    assert disk_use(store) <= cap
+    assert path.exists(), "only what is ours was evicted"
 
 
 @pytest.mark.parametrize("damage", [garble_pages, halve], ids=lambda d: d.__name__)

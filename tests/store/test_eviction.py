@@ -1,14 +1,29 @@
 """What is evicted first: the order that the worth of blocks gives."""
 
 import math
+import shutil
 
 import pytest
 
 from keepwarm.prefix.blocks import chain
+from keepwarm.store.disk import INDEX_ROOM, DiskLimits, DiskTier
+from keepwarm.store.eviction import DEAR_AT, DISK_HALF_LIFE_S, SHORT_BRANCH, after_use, spared
 from keepwarm.store.eviction import MEMORY_HALF_LIFE_S as HALF_LIFE_S
-from keepwarm.store.eviction import SHORT_BRANCH, after_use
 from keepwarm.store.memory import MemoryTier
-from tests.store.kit import NAMESPACE, chain_of, first_block, keys_of, record, tokens_of
+from keepwarm.store.record import Part
+from keepwarm.store.thinning import Checkpoint, surplus
+from tests.contract.test_tiers import MAKERS
+from tests.store.kit import (
+    NAMESPACE,
+    BrokenFiles,
+    chain_of,
+    disk_use,
+    first_block,
+    keys_of,
+    record,
+    refs_of,
+    tokens_of,
+)
 
 SIZE = 1024
 
@@ -61,7 +76,9 @@ def test_uses_at_one_moment_add_up(n_uses):
 
 
 def test_a_use_counts_half_after_the_half_life():
-    assert after_use(0.0, 0.0, HALF_LIFE_S, HALF_LIFE_S) == pytest.approx(HALF_LIFE_S * math.log2(1.5))
+    assert after_use(0.0, 0.0, HALF_LIFE_S, HALF_LIFE_S) == pytest.approx(
+        HALF_LIFE_S * math.log2(1.5)
+    )
 
 
 def test_old_uses_count_for_nothing():
@@ -201,3 +218,195 @@ def test_tails_go_before_heads(tier, clock):
     clock.now += 1
     put_all(tier, [single(n) for n in range(5)])
     assert held(tier, made) == [True] * 11 + [False] * 5
+
+
+# What a use spares
+
+
+def test_the_first_block_spares_one_and_later_ones_more():
+    assert spared(0, 256, 100, 0, 0) == 1
+    assert spared(DEAR_AT, 256, 100, 0, 0) == 2
+    assert spared(10, 256, 100, 0, 0) == spared(10, 20, 8, 0, 0), "for the bytes it takes"
+    assert spared(3, 256, 100, 50, 0) == spared(3, 256, 100, 0, 0), "rows of both kinds are needed"
+
+
+def test_a_state_spares_all_tokens_before_it():
+    assert spared(31, 256, 0, 0, 77) == pytest.approx(32, rel=0.01)
+    assert spared(31, 256, 0, 77, 0) == pytest.approx(32, rel=0.01), "window rows alone do too"
+    assert spared(31, 256, 10, 0, 70) == pytest.approx(32 / 8, rel=0.01), "for all its bytes"
+    assert spared(3, 256, 10, 0, 1000) == spared(3, 256, 10, 0, 0), "a huge one is worth no less"
+
+
+def test_of_two_used_alike_the_one_that_spares_more_stays(tier):
+    states = [record(ref, Part.STATE, n_bytes=SIZE) for ref in refs_of(8)]
+    put_all(tier, [states[0], states[7], *(single(n) for n in range(14))])
+    tier.put(record(first_block([99]), Part.STATE, n_bytes=SIZE))
+    assert held(tier, [states[0], states[7]]) == [True, True]
+    tier.put(record(refs_of(4, seed=5)[3], Part.STATE, n_bytes=SIZE))
+    assert held(tier, [states[7]]) == [True]
+
+
+def test_the_deep_end_of_a_prompt_outlives_a_short_one_of_the_same_moment(clock):
+    """Seconds of prefill: a token late in a prompt attends to all before it."""
+    tier = MemoryTier(40 * SIZE, clock)
+    put_all(tier, deep := chain_of(39, n_bytes=SIZE))
+    tier.put(short := single(1))
+    tier.put(next_one := record(refs_of(3, seed=4)[2], n_bytes=SIZE))
+    assert all(held(tier, deep))
+    assert held(tier, [short, next_one]) == [False, True]
+    tier.close()
+
+
+# On disk
+
+
+@pytest.fixture
+def disk(tmp_path, clock):
+    """Room for some 40 blocks of 64 KiB beside the index."""
+    limits = DiskLimits(INDEX_ROOM + (4 << 20), min_free_bytes=0)
+    made = DiskTier(tmp_path / "store", limits, BrokenFiles(), clock)
+    yield made
+    made.close()
+
+
+BIG = 1 << 16
+
+
+def test_a_long_prompt_seen_once_does_not_erode_a_hot_one(disk, clock):
+    """S0-65: a system prompt that is used twice a minute, and then somebody pastes a book."""
+    hot = chain_of(10, seed=1, n_bytes=BIG)
+    put_all(disk, hot)
+    for _ in range(20):
+        clock.now += 30
+        disk.touch(keys_of(hot))
+    clock.now += 120
+    book = chain_of(200, seed=2, n_bytes=BIG)
+    stored = put_all(disk, book)
+    assert all(held(disk, hot))
+    n_stored = stored.index(False)
+    assert 10 < n_stored < 60
+    assert not any(stored[n_stored:]), "what follows a refused block is of no use"
+    assert held(disk, book) == stored, "nor was its own head given up for its end"
+    assert disk.stats().refused == 200 - n_stored
+
+
+def test_what_was_hot_gives_way_in_the_end(disk, clock):
+    hot = chain_of(30, seed=1, n_bytes=BIG)
+    put_all(disk, hot)
+    for _ in range(5):
+        disk.touch(keys_of(hot))
+    clock.now += 10 * DISK_HALF_LIFE_S
+    assert all(put_all(disk, [record(first_block([n]), n_bytes=BIG) for n in range(60)]))
+    assert not all(held(disk, hot))
+
+
+def test_nothing_goes_for_a_record_that_would_not_fit_anyway(tmp_path, clock, monkeypatch):
+    """S0-65: the disk is full of other things; to empty the cache would not help."""
+    tier = DiskTier(tmp_path / "store", DiskLimits(None, 1 << 30), BrokenFiles(), clock)
+    usage, room = shutil.disk_usage(tmp_path), 1 << 40
+
+    def left(path):
+        return usage._replace(free=room - disk_use(path / "blocks"))
+
+    monkeypatch.setattr(shutil, "disk_usage", left)
+    put_all(tier, made := chain_of(5, n_bytes=BIG))
+    clock.now += 60
+    room = (1 << 30) - 100 * BIG
+    assert not tier.put(single(1)).stored
+    assert all(held(tier, made))
+    assert tier.stats().evicted == 0
+    room = (1 << 30) + disk_use(tmp_path / "store" / "blocks")
+    assert tier.put(single(1)).stored
+    assert tier.stats().evicted == 1
+    tier.close()
+
+
+def test_nothing_goes_where_pins_leave_too_little(disk, clock):
+    pinned, loose = chain_of(30, seed=1, n_bytes=BIG), chain_of(3, seed=2, n_bytes=BIG)
+    put_all(disk, pinned + loose)
+    disk.pin(pinned[-1].header.key, "agent")
+    clock.now += 3600
+    assert not disk.put(record(first_block([1]), n_bytes=30 * BIG)).stored
+    assert all(held(disk, loose))
+
+
+# Checkpoints
+
+
+def states(tier, refs):
+    return [Part.STATE in tier.have([ref.key])[ref.key].parts for ref in refs]
+
+
+def keep_states(tier, refs, n_rows, every=range(1000)):
+    """A conversation whose every block, or some, end with a state as large as so many blocks."""
+    for ref in refs:
+        tier.put(record(ref, n_bytes=BIG))
+        if ref.number in every:
+            tier.put(record(ref, Part.STATE, n_bytes=n_rows * BIG))
+            tier.drop_outgrown(ref.key)
+
+
+@pytest.fixture(params=["memory", "disk", "sealed"])
+def roomy(request, tmp_path):
+    made = MAKERS[request.param](tmp_path, 64 << 20)
+    yield made
+    made.close()
+
+
+def test_the_smallest_gap_goes_first():
+    places = [256, 512, 2048, 2100, 2600, 9000, 9001, 9002]
+    made = [Checkpoint(at, bytes([n]), bytes([n]), 10, held=False) for n, at in enumerate(places)]
+    assert [state.at for state in surplus(made, 80)] == []
+    assert [state.at for state in surplus(made, 50)] == [2100, 256, 512]
+    assert [state.at for state in surplus(made, 10)][-1] == 9000, "the last two are not touched"
+    made[3] = made[3]._replace(held=True)
+    assert 2100 not in [state.at for state in surplus(made, 10)]
+    assert surplus(made, 0) == [], "there is nothing to weigh them against"
+
+
+def test_states_take_no_more_than_rows_and_the_last_two_stay(roomy):
+    """S3-05: a state of Qwen3-Next is as large as 12 blocks of rows."""
+    refs = refs_of(24)
+    keep_states(roomy, refs, n_rows=8)
+    kept = states(roomy, refs)
+    assert kept[-2:] == [True, True]
+    assert sum(kept) == 3
+    assert all(Part.DELTA in roomy.have([ref.key])[ref.key].parts for ref in refs)
+    assert len([s for s in roomy.walk() if Part.STATE in s.n_bytes]) == 3
+
+
+def test_a_checkpoint_where_conversations_part_stays(roomy):
+    """All agents begin at the end of the system prompt."""
+    shared = tokens_of(512)
+    one, two = (list(chain(NAMESPACE, shared + tokens_of(2048, seed))) for seed in (1, 2))
+    keep_states(roomy, one[:2], n_rows=8)
+    keep_states(roomy, one[2:], n_rows=8, every=())
+    keep_states(roomy, two[2:], n_rows=8)
+    assert states(roomy, two)[1]
+    assert sum(states(roomy, two)) == 3
+
+
+def test_an_old_checkpoint_inside_a_block_goes_with_its_tail(roomy):
+    """Its rows are served by the longer block, so nothing of it is left."""
+    tokens = tokens_of(256 * 12)
+    tails = [list(chain(NAMESPACE, tokens[: 256 * n + 100]))[n] for n in range(12)]
+    whole = list(chain(NAMESPACE, tokens))
+    for tail, ref in zip(tails, whole, strict=True):
+        keep_states(roomy, [tail], n_rows=4)
+        keep_states(roomy, [ref], n_rows=4, every=())
+    left = [tail.number for tail in tails if tail.key in roomy.have([tail.key])]
+    assert left[-2:] == [10, 11]
+    assert len(left) == 3
+    assert roomy.stats().blocks == 12 + len(left)
+
+
+def test_a_pinned_checkpoint_stays_and_models_without_rows_keep_all(roomy):
+    refs = refs_of(12)
+    roomy.pin(refs[4].key, "agent")
+    keep_states(roomy, refs, n_rows=20)
+    assert [n for n, kept in enumerate(states(roomy, refs)) if kept] == [4, 10, 11]
+    alone = refs_of(5, seed=9)
+    for ref in alone:
+        roomy.put(record(ref, Part.STATE))
+        roomy.drop_outgrown(ref.key)
+    assert all(states(roomy, alone))

@@ -12,6 +12,7 @@ import random
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,9 @@ from keepwarm.store.disk import INDEX_ROOM, DiskLimits, DiskTier
 from keepwarm.store.index import Index
 from keepwarm.store.names import parse_name
 from keepwarm.store.record import Part
+from keepwarm.store.unlock import unlock
 from tests.store.crash import (
+    KEY,
     WORLD,
     Block,
     UnsyncedFiles,
@@ -140,10 +143,13 @@ class RecordedFiles(Files):
 class RecordedTier(DiskTier):
     """A tier whose index is photographed after every transaction."""
 
-    def __init__(self, root: Path, log: Log) -> None:
-        self._log = log
+    def __init__(
+        self, root: Path, log: Log, clock: Callable[[], float], secret: str | None
+    ) -> None:
+        self._log, self.root = log, root
         self._full = False
-        super().__init__(root, files=RecordedFiles(log, self.photograph))
+        files = RecordedFiles(log, self.photograph)
+        super().__init__(root, None, files, clock, unlock(root, secret, files))
 
     def _open_index(self) -> Index:
         index = super()._open_index()
@@ -161,6 +167,8 @@ class RecordedTier(DiskTier):
             self.photograph()
 
     def photograph(self, synced: bool = False) -> None:
+        if not (self.root / "index.sqlite").exists():  # a store is marked as sealed before
+            return
         other = sqlite3.connect(self.root / "index.sqlite")
         try:
             marked = other.execute("SELECT 1 FROM blocks WHERE doomed").fetchone()
@@ -172,9 +180,10 @@ class RecordedTier(DiskTier):
 class Recorder:
     """Works on a store and keeps the log of it."""
 
-    def __init__(self, root: Path, n_bytes: int = 500) -> None:
-        self.log, self.root, self._n_bytes = Log(), root, n_bytes
-        self.tier = RecordedTier(root, self.log)
+    def __init__(self, root: Path, n_bytes: int = 500, secret: str | None = None) -> None:
+        self.log, self.root, self._n_bytes, self.secret = Log(), root, n_bytes, secret
+        self._clock = count(1e6, 60.0).__next__  # what comes a minute later may evict
+        self.tier = RecordedTier(root, self.log, self._clock, secret)
 
     def put(self, block: Block, part: Part = Part.DELTA, w_rows: int = 1) -> None:
         self.log.events.append(Said("put", block, part))
@@ -190,7 +199,7 @@ class Recorder:
 
     def restart(self) -> None:
         self.tier.close()
-        self.tier = RecordedTier(self.root, self.log)
+        self.tier = RecordedTier(self.root, self.log, self._clock, self.secret)
 
     def finish(self) -> Log:
         self.tier.photograph()
@@ -281,10 +290,11 @@ def promised(events: list[Event]) -> tuple[set[tuple[Block, Part]], set[Block]]:
     return there, gone
 
 
-def check(events: list[Event], place: Path) -> None:
+def check(events: list[Event], place: Path, secret: str | None) -> None:
     there, gone = promised(events)
     evicting = marks(events, place.with_name("now.sqlite"))
-    tier = DiskTier(place, files=UnsyncedFiles())
+    files = UnsyncedFiles()
+    tier = DiskTier(place, files=files, seal=unlock(place, secret, files))
     try:
         for block, part in there:
             if block.key in evicting:
@@ -311,13 +321,15 @@ def marks(events: list[Event], file: Path) -> set[BlockKey]:
     return marked_for_deletion(file)
 
 
-def cut_everywhere(log: Log, origin: Path, scratch: Path) -> int:
+def cut_everywhere(
+    log: Log, origin: Path, scratch: Path, every: int = 1, secret: str | None = None
+) -> int:
     n_states = 0
-    for at in range(len(log.events) + 1):
+    for at in range(0, len(log.events) + 1, every):
         for cut in cuts(log.events[:at], seed=at):
             place = scratch / "after"
             after_a_cut(log, at, cut, origin, place)
-            check(log.events[:at], place)
+            check(log.events[:at], place, secret)
             shutil.rmtree(place)
             n_states += 1
     return n_states
@@ -358,6 +370,19 @@ def test_eviction_and_restart_survive_a_power_cut(tmp_path: Path, memory: Path) 
     assert tier.stats().evicted
     n_states = cut_everywhere(recorder.finish(), recorder.root, memory)
     assert n_states > 300
+
+
+def test_an_encrypted_store_survives_a_power_cut(tmp_path: Path, memory: Path) -> None:
+    """S0-24: from the file that marks it as sealed on."""
+    recorder = Recorder(tmp_path / "store", secret=KEY)
+    for block in WORLD[:3]:
+        recorder.put(block)
+    recorder.put(WORLD[0], Part.WINDOW, w_rows=3)
+    recorder.delete(WORLD[2])
+    recorder.put(WORLD[2])
+    recorder.restart()
+    n_states = cut_everywhere(recorder.finish(), recorder.root, memory, every=3, secret=KEY)
+    assert n_states > 100
 
 
 def test_a_mark_that_outlived_its_deletion_would_be_seen(tmp_path: Path, memory: Path) -> None:

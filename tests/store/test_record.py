@@ -273,7 +273,7 @@ def test_no_forged_json_raises_anything_but_a_bad_record(data):
     where[0][where[1]] = value
     try:
         opened, tensors = decode(forge(head, said, body))
-    except BadRecord:
+    except (BadRecord, NewerFormat):
         return
     assert opened.header.w_rows == 0
     assert [t.n_bytes for t in tensors] == [3]

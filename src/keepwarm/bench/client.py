@@ -1,4 +1,4 @@
-"""A streaming client of any OpenAI-compatible server, with a clock: when each piece of text came."""
+"""A streaming client of any OpenAI-compatible server, with a clock beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import httpx
@@ -20,6 +20,10 @@ OnText: TypeAlias = Callable[[float], bool]
 TIMEOUT = httpx.Timeout(900.0, connect=10.0)
 
 
+def go_on(_: float) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Ask:
     """One conversation to be answered, greedily."""
@@ -28,7 +32,7 @@ class Ask:
     max_tokens: int
     policy: str | None = None  # what Keepwarm may do with its cache; others do not read it
     forbidden: Sequence[int] = ()  # tokens that may not come: the ends of turns, for full lengths
-    on_text: OnText = field(default=lambda _: True)
+    on_text: OnText = go_on
 
 
 class Reply(NamedTuple):
@@ -69,9 +73,7 @@ class HttpClient:
         self._model = model
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
-        self._http = httpx.Client(
-            timeout=TIMEOUT, headers=headers, limits=limits, trust_env=False
-        )
+        self._http = httpx.Client(timeout=TIMEOUT, headers=headers, limits=limits, trust_env=False)
 
     def ask(self, ask: Ask) -> Reply:
         """The answer, or as much of it as `on_text` wanted."""

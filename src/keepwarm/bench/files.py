@@ -53,8 +53,11 @@ def full_precision(source: Path, folder: Path) -> Path:
 
 
 def _is_wide(source: Path) -> bool:
-    arrays = [a for file in source.glob("model*.safetensors") for a in mx.load(str(file)).values()]
-    return all(array.dtype == mx.float32 for array in arrays)
+    for file in source.glob("model*.safetensors"):
+        weights: Any = mx.load(str(file))  # lazy: only names and kinds are read
+        if any(array.dtype != mx.float32 for array in weights.values()):
+            return False
+    return True
 
 
 def tiny_like(source: Path, folder: Path) -> Path:

@@ -10,7 +10,146 @@ from tokenizers import Tokenizer
 
 from keepwarm.bench.client import Message
 
-VOCABULARY = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "they", "be", "at", "one", "have", "this", "from", "or", "had", "by", "word", "but", "not", "what", "all", "were", "we", "when", "your", "can", "said", "there", "use", "an", "each", "which", "she", "do", "how", "their", "if", "will", "up", "other", "about", "out", "many", "then", "them", "these", "so", "some", "her", "would", "make", "like", "him", "into", "time", "has", "look", "two", "more", "write", "go", "see", "number", "no", "way", "could", "people", "my", "than", "first", "water", "been", "call", "who", "oil", "its", "now", "find", "long", "down", "day", "did", "get", "come", "made", "may", "part", "over", "new", "sound", "take", "only", "little", "work", "know", "place", "year", "live", "me", "back", "give", "most", "very", "after", "thing", "our", "just", "name", "good", "sentence", "man", "think", "say", "great", "where", "help", "through", "much", "before", "line", "right", "too", "mean", "old", "any", "same", "tell", "boy", "follow", "came"]
+VOCABULARY = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "that",
+    "it",
+    "was",
+    "for",
+    "on",
+    "are",
+    "as",
+    "with",
+    "they",
+    "be",
+    "at",
+    "one",
+    "have",
+    "this",
+    "from",
+    "or",
+    "had",
+    "by",
+    "word",
+    "but",
+    "not",
+    "what",
+    "all",
+    "were",
+    "we",
+    "when",
+    "your",
+    "can",
+    "said",
+    "there",
+    "use",
+    "an",
+    "each",
+    "which",
+    "she",
+    "do",
+    "how",
+    "their",
+    "if",
+    "will",
+    "up",
+    "other",
+    "about",
+    "out",
+    "many",
+    "then",
+    "them",
+    "these",
+    "so",
+    "some",
+    "her",
+    "would",
+    "make",
+    "like",
+    "him",
+    "into",
+    "time",
+    "has",
+    "look",
+    "two",
+    "more",
+    "write",
+    "go",
+    "see",
+    "number",
+    "no",
+    "way",
+    "could",
+    "people",
+    "my",
+    "than",
+    "first",
+    "water",
+    "been",
+    "call",
+    "who",
+    "oil",
+    "its",
+    "now",
+    "find",
+    "long",
+    "down",
+    "day",
+    "did",
+    "get",
+    "come",
+    "made",
+    "may",
+    "part",
+    "over",
+    "new",
+    "sound",
+    "take",
+    "only",
+    "little",
+    "work",
+    "know",
+    "place",
+    "year",
+    "live",
+    "me",
+    "back",
+    "give",
+    "most",
+    "very",
+    "after",
+    "thing",
+    "our",
+    "just",
+    "name",
+    "good",
+    "sentence",
+    "man",
+    "think",
+    "say",
+    "great",
+    "where",
+    "help",
+    "through",
+    "much",
+    "before",
+    "line",
+    "right",
+    "too",
+    "mean",
+    "old",
+    "any",
+    "same",
+    "tell",
+    "boy",
+    "follow",
+    "came",
+]
 
 
 class Words:
@@ -27,15 +166,19 @@ class Words:
 
     def text(self, n_tokens: int, seed: object) -> str:
         """About so many tokens; exactly, where words of one token are in the vocabulary."""
-        draw = random.Random(f"{seed}")  # noqa: S311
-        words = [draw.choice(VOCABULARY)]
-        left = n_tokens - self.count(words[0])
-        while left > 0:
-            word = draw.choice(VOCABULARY)
-            word = word if self._costs[word] <= left else self._cheapest
+        words: list[str] = []
+        left = n_tokens
+        for drawn in self.draw(n_tokens, seed):
+            word = drawn if self._costs[drawn] <= left else self._cheapest
             words.append(word)
-            left -= self._costs[word]
+            left -= self._costs[word] if len(words) > 1 else self.count(word)
+            if left <= 0:
+                break
         return " ".join(words)
+
+    def draw(self, n_words: int, seed: object) -> list[str]:
+        draw = random.Random(f"{seed}")  # noqa: S311
+        return [draw.choice(VOCABULARY) for _ in range(n_words)]
 
     def chat(self, n_tokens: int, frame: int, seed: object) -> list[Message]:
         """A system prompt and a question, together so long once the template has framed them."""
@@ -55,6 +198,10 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
+def assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
 def with_answer(messages: Sequence[Message], answer: str, question: str) -> list[Message]:
     """The conversation one turn later."""
-    return [*messages, {"role": "assistant", "content": answer}, user(question)]
+    return [*messages, assistant(answer), user(question)]

@@ -1,4 +1,4 @@
-"""What a run of `keepwarm bench` found: every sample with its conditions, claims, a file of both."""
+"""What a run of `keepwarm bench` found: samples with their conditions, claims, a file of both."""
 
 from __future__ import annotations
 
@@ -79,22 +79,6 @@ class Note:
 
 
 Record: TypeAlias = Series | Claim | Note
-
-
-def ratio(
-    workload: str,
-    what: str,
-    above: Series,
-    below: Series,
-    wanted: float | None = None,
-    *,
-    at_least: bool = True,
-) -> Claim:
-    """One series over another."""
-    pairs = zip(above.samples, below.samples, strict=False)
-    samples = tuple(a / b for a, b in pairs if b)
-    value = above.median / below.median
-    return Claim(workload, above.target, what, value, samples, wanted, at_least)
 
 
 @dataclass(frozen=True)

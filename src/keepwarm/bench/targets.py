@@ -37,11 +37,22 @@ main()
 class Target(Protocol):
     """Something that answers. `ours` can be told what to do with its cache."""
 
-    name: str
-    about: str
-    ours: bool
-    restarts: str  # how it is stopped in between; nothing where it cannot be
-    store: Path | None  # where it keeps things on disk, if anywhere
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def about(self) -> str: ...
+
+    @property
+    def ours(self) -> bool: ...
+
+    @property
+    def restarts(self) -> str:
+        """How it is stopped in between; nothing where it cannot be."""
+
+    @property
+    def store(self) -> Path | None:
+        """Where it keeps things on disk, if anywhere."""
 
     def ask(self, ask: Ask) -> Reply: ...
 
@@ -174,7 +185,8 @@ class InProcess:
     ours, restarts = True, "closed and opened"
 
     def __init__(self, name: str, model: Path, store: Path) -> None:
-        self.name, self.about, self.store = name, "keepwarm.Engine in the bench's process", store
+        self.name, self.store = name, store
+        self.about = "keepwarm.Engine in the bench's process, restarted by closing and opening"
         self._model = model
         self._engine: BareEngine | None = None
 
@@ -215,7 +227,7 @@ def keepwarm_server(model: Path, folder: Path, name: str = "keepwarm") -> Served
     command = [sys.executable, "-m", "keepwarm", "serve", "--model", str(model)]
     return Served(
         name,
-        "keepwarm serve, as it comes",
+        "keepwarm serve, as it comes, restarted by kill -9",
         command,
         health="/health/ready",
         log=folder / f"{name}.log",
@@ -227,7 +239,7 @@ def keepwarm_server(model: Path, folder: Path, name: str = "keepwarm") -> Served
 def mlx_lm_server(model: Path, folder: Path, name: str = "mlx-lm") -> Served:
     command = [sys.executable, "-W", "ignore", "-c", MLX_LM_SERVER, "--model", str(model)]
     quiet = ["--log-level", "WARNING"]
-    about = "mlx_lm.server, as it comes, on the same BLAS"
+    about = "mlx_lm.server, as it comes, on the same BLAS, restarted by kill -9"
     log = folder / f"{name}.log"
     return Served(name, about, [*command, *quiet], health="/health", log=log)
 
@@ -242,7 +254,9 @@ def make(wanted: str, model: Path, folder: Path) -> Target:
         return InProcess("engine", model, folder / "store-engine")
     name, _, url = wanted.rpartition("=")
     if url.startswith(("http://", "https://")):
-        return Remote(name or httpx.URL(url).netloc.decode(), url, os.environ.get("OPENAI_API_KEY", ""))
+        return Remote(
+            name or httpx.URL(url).netloc.decode(), url, os.environ.get("OPENAI_API_KEY", "")
+        )
     raise BadInput(
         f"{wanted!r} is no target; give keepwarm, mlx-lm, engine or a URL such as "
         "http://127.0.0.1:8080/v1."

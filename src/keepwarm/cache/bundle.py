@@ -209,8 +209,10 @@ def trimmed(record: Record, n_tokens: int) -> Record | None:
 
 def _without_last_rows(tensor: Tensor, n_rows: int) -> Tensor:
     """Rows are the last dimension but one, in K and V of every kind."""
-    *outer, rows, inner = tensor.shape
+    *outer, rows, inner = tensor.shape if len(tensor.shape) > 1 else (0, 0)
     left = rows - n_rows
+    if left <= 0:
+        raise BadCacheFile(f"{tensor.name} has no rows that could be cut; export more tokens.")
     row_bytes = inner * ITEM_BYTES[tensor.dtype]
     words = np.frombuffer(tensor.data, np.uint8).reshape(math.prod(outer), rows, row_bytes)
     data = memoryview(words[:, :left].tobytes())

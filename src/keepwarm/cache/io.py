@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 from keepwarm.cache.plan import Read
 from keepwarm.cache.policy import Policy
 from keepwarm.errors import CacheError
+from keepwarm.kv.staging import Staging
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Buffer, Part, Record, Visit
@@ -221,6 +222,7 @@ class Reader:
     def __init__(self, tiers: Tiers, n_threads: int | None = None) -> None:
         self._tiers = tiers
         self._own = _PerThread()
+        self.staging = Staging.here()
         # More than cores: those that wait for the disk leave theirs to others.
         self.n_threads = n_threads or min(8, max(4, (os.cpu_count() or 2) // 2))
         self._pool = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-reader")

@@ -170,7 +170,7 @@ class Manager:
             assembly.add(block_of(record))
 
         try:
-            assembly = Assembly(self.layout, plan.n_tokens)
+            assembly = Assembly(self.layout, plan.n_tokens, self.reader.staging)
             with self.writer.restoring():
                 outcome = self.reader.read(reads, place)
             if outcome.missed:

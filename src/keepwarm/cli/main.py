@@ -13,8 +13,11 @@ import typer
 
 from keepwarm import __version__
 from keepwarm.cli import cache
+from keepwarm.cli.bench import bench
 from keepwarm.cli.chat import chat
+from keepwarm.cli.demo import demo
 from keepwarm.cli.doctor import doctor
+from keepwarm.cli.launch import launch
 from keepwarm.cli.models import models
 from keepwarm.cli.pull import pull
 from keepwarm.cli.run import run
@@ -29,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (run, chat, serve, pull, models, doctor):
+for command in (run, chat, serve, launch, pull, models, doctor, bench, demo):
     app.command()(command)
 app.add_typer(cache.app, name="cache")
 

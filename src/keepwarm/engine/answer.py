@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from typing import Self, TypeAlias
 
 from keepwarm.engine.request import (
@@ -85,7 +86,7 @@ class Answer(Iterator[Event], AsyncIterator[Event]):
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(woken.set)
 
         self._wake = wake

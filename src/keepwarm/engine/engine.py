@@ -186,14 +186,13 @@ class Engine:
         """Take no more, wait for what runs, then end the rest; whether all could finish."""
         self._accepting = False
         deadline = time.monotonic() + timeout_s
-        while self._scheduler.jobs or self._commands:
-            if time.monotonic() > deadline:
-                self.call(self._drop_all).result()
-                self.store.flush()
-                return False
+        while (busy := bool(self._scheduler.jobs or self._commands)) and _now_before(deadline):
             time.sleep(0.01)
+        if busy:
+            self.call(self._drop_all).result()
+        self._chores.submit(lambda: None).result()
         self.store.flush()
-        return True
+        return not busy
 
     def close(self) -> None:
         """End what runs, write what is queued, let go of everything."""
@@ -201,12 +200,13 @@ class Engine:
             return
         self._accepting = False
         self.call(self._drop_all).result()
+        self._chores.shutdown(wait=True)  # what is promised to be on disk is, before the end
+        self.call(lambda: None).result()
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
         self._watcher.close()
-        self._chores.shutdown(wait=True)
         self.live.clear()
         self._joined.close()
         self._scopes.evict_if_idle()
@@ -316,6 +316,10 @@ class Engine:
     def _end_durably(self, job: Job) -> None:
         self.store.flush()
         self._post(lambda: self._scheduler.end(job))
+
+
+def _now_before(deadline: float) -> bool:
+    return time.monotonic() < deadline
 
 
 def _vocabulary(model: Model) -> int:

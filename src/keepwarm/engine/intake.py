@@ -54,7 +54,7 @@ class Intake:
         others = [reading for reading in readings if _leads(reading, job)]
         if not others:
             return False
-        packed, known = pack(job.tokens), job.home.manager.plan(job.tokens).n_tokens
+        packed, known = pack(job.tokens), job.home.n_warm(job.tokens)
         for reading in others:
             shared = min(common_tokens(reading.packed, packed), len(job.tokens) - 1)
             if shared < known + MIN_SHARED:
@@ -63,6 +63,9 @@ class Intake:
                 self._wait(job, reading, shared)
             else:
                 self._publish(reading)
+        if job.waits_for is not None and job.lease is not None:
+            job.lease.release()  # whoever waits needs no memory yet
+            job.lease = None
         return job.waits_for is not None
 
     def _wait(self, job: Job, reading: Reading, n_tokens: int) -> None:

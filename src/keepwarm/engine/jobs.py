@@ -160,6 +160,7 @@ class Job:
     def take(self, sequence: Sequence, token: int) -> None:
         """Pass on what a token of one of its sequences means."""
         if self.ended:
+            sequence.fed(token)  # nobody reads it, but it is in the cache
             return
         self.last_token = time.perf_counter()
         self.first_token = self.first_token or self.last_token

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
 from keepwarm import kv
 from keepwarm.cache.manager import Capture
 from keepwarm.engine.batch import Batch
 from keepwarm.engine.counters import Counters
-from keepwarm.engine.jobs import Reading, Sequence
+from keepwarm.engine.jobs import Job, Reading, Sequence
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 LOG = logging.getLogger(__name__)
@@ -46,23 +47,29 @@ class Keeper:
         window = row.job.home.manager.needs.window
         interval = min(window, BLOCK_TOKENS) // 2 if window else BLOCK_TOKENS
         if row.n_tokens and len(row.tokens) % interval == 0:
-            self._capture(row.capture, batch.peek(row), len(row.tokens), checkpoint=False)
+            with self._saving():
+                row.capture.capture(batch.peek(row), len(row.tokens))
 
-    def answered(self, row: Sequence, caches: kv.Caches) -> None:
-        """Keep a whole sequence, in blocks and as it is."""
-        lane, policy = row.job.home, row.job.request.policy
+    def answered(self, row: Sequence, caches: kv.Caches) -> bool:
+        """Keep a whole sequence, in blocks and as it is; whether those were told who must know."""
         self._capture(row.capture, caches, len(row.tokens), checkpoint=True)
-        if policy.writes:
-            owner = row.job.request.agent or ""
-            lane.live.put(lane.manager.namespace, row.tokens, caches, owner)
-        self._on_kept(row)
+        if row.job.request.policy.writes:
+            self._keep_live(row.job, row.tokens, caches)
+        with self._saving():
+            self._on_kept(row)
+            return True
+        return False
 
     def warmed(self, reading: Reading) -> None:
         """Keep a prompt that was read for its own sake."""
         self.interrupted(reading)
         if reading.job.request.policy.writes:
-            namespace = reading.lane.manager.namespace
-            reading.lane.live.put(namespace, list(reading.tokens), reading.prefill.caches)
+            self._keep_live(reading.job, list(reading.tokens), reading.prefill.caches)
+
+    def _keep_live(self, job: Job, tokens: list[int], caches: kv.Caches) -> None:
+        namespace, owner = job.home.manager.namespace, job.request.agent or ""
+        with self._saving():
+            job.home.live.put(namespace, tokens, caches, owner)
 
     def _capture(
         self,
@@ -72,8 +79,13 @@ class Keeper:
         checkpoint: bool,
         fleeting: bool = False,
     ) -> None:
-        try:
+        with self._saving():
             capture.capture(caches, n_tokens, checkpoint, fleeting)
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        try:
+            yield
         except Exception:
             self._counters.failed_saves += 1
             LOG.exception("what was computed could not be kept")

@@ -5,6 +5,7 @@ Requests of one lane share blocks; those that differ in nothing but the tenant s
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from keepwarm.engine.model import Model
 from keepwarm.engine.request import KVOptions
 from keepwarm.engine.splice import Continuations
 from keepwarm.engine.store import Store
+
+LOG = logging.getLogger(__name__)
 
 
 class Warm(NamedTuple):
@@ -86,6 +89,15 @@ class Lane:
         return kv.make_caches(self.model.module, **make_options(self.options))
 
     def _known(self, tokens: list[int], policy: Policy) -> Warm | None:
+        """What fails to come back is a miss, whatever the reason."""
+        try:
+            return self._found(tokens, policy)
+        except Exception:
+            LOG.exception("a restore failed; the prompt is read anew")
+            self.manager.restore_failures += 1
+            return None
+
+    def _found(self, tokens: list[int], policy: Policy) -> Warm | None:
         stored = self.manager.restore(tokens, policy, beyond=self.n_live(tokens))
         if stored.caches is not None:
             return Warm(stored.caches, stored.n_tokens, stored.tokens_by_tier, stored.n_tokens)

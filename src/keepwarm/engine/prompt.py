@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from time import perf_counter
+from time import thread_time
 from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.engine.request import Message, Request, Tool
@@ -86,17 +86,19 @@ class Rendering:
     @cached_property
     def cuts(self) -> list[int]:
         """Where another prompt may part from this one: after messages, of long talks not all."""
-        deadline = perf_counter() + PATIENCE_S
+        deadline = thread_time() + PATIENCE_S
         for message in _worth_cutting(self._n_messages):
             self._end(message, REACH)
-            if perf_counter() > deadline:
+            if thread_time() > deadline:
                 break
         return sorted({end for end in self._ends.values() if end})
 
     @cached_property
     def generation_prompt(self) -> str:
         """What asks for the answer: all behind the last message."""
-        return decode(self._tokenizer, self.tokens[self.end_of(self._n_messages - 1) or 0 :])
+        if not self._n_messages:
+            return ""
+        return decode(self._tokenizer, self.tokens[self._reached(self._n_messages - 1) :])
 
     @property
     def opens_thinking(self) -> bool:
@@ -114,9 +116,14 @@ class Rendering:
 
     def message_at(self, token: int) -> int | None:
         """The message that a token stands in; None behind the last."""
-        ends = range(self._n_messages)
-        found = bisect_right(ends, token, key=lambda message: self.end_of(message) or 0)
+        messages = range(self._n_messages)
+        found = bisect_right(messages, token, key=self._reached)
         return found if found < self._n_messages else None
+
+    def _reached(self, message: int) -> int:
+        """The end of a message, or of the last before it whose end is known."""
+        ends = (self.end_of(each) for each in range(message, -1, -1))
+        return next((end for end in ends if end is not None), 0)
 
     def _end(self, message: int, reach: int) -> int | None:
         if self._ends.get(message) is None:
@@ -261,7 +268,8 @@ def _others(messages: Sequence[Message]) -> list[Message]:
 def _answer_starts(text: str, closed: str) -> list[int]:
     """Where answers begin: behind the very text that asks for the next one."""
     asks = text[common_prefix(text, closed) :]
-    return [found.end() for found in re.finditer(re.escape(asks), text)] if asks else []
+    ends = [found.end() for found in re.finditer(re.escape(asks), text)] if asks else []
+    return [end for end in ends if end < len(text)]
 
 
 def _worth_cutting(n_messages: int) -> list[int]:

@@ -42,6 +42,7 @@ class Scheduler:
         self.waiting: list[Job] = []
         self.reading: deque[Reading] = deque()
         self._batches: dict[Hashable, Batch[Sequence]] = {}
+        self._open: dict[Job, None] = {}  # all that are not computed yet; other threads look at it
         self._just_read = False
         self._keeper = Keeper(self.counters, on_kept)
         self._intake = Intake(
@@ -54,16 +55,16 @@ class Scheduler:
 
     @property
     def rows(self) -> list[Sequence]:
-        return [row for batch in self._batches.values() for row in batch.rows]
+        return [row for batch in list(self._batches.values()) for row in batch.rows]
 
     @property
     def jobs(self) -> list[Job]:
         """Everybody who still waits for something, each once."""
-        reading = [reading.job for reading in self.reading]
-        return list(dict.fromkeys([*self.waiting, *reading, *(row.job for row in self.rows)]))
+        return list(self._open)
 
     def add(self, job: Job) -> None:
         self.counters.requests += not job.audit
+        self._open[job] = None
         self.waiting.append(job)
         self.waiting.sort(key=lambda job: (-job.request.priority, job.arrived))
 
@@ -82,7 +83,7 @@ class Scheduler:
         """End a job wherever it is; the blocks it finished are kept."""
         if not job.ended:
             self.counters.cancelled += 1
-            job.end(error)
+            self._close(job, error)
         self.waiting = [other for other in self.waiting if other is not job]
         for reading in [reading for reading in self.reading if reading.job is job]:
             self._keeper.interrupted(reading)
@@ -187,7 +188,9 @@ class Scheduler:
 
     def _join(self, sequence: Sequence, caches: kv.Caches, token: mx.array) -> None:
         lane = sequence.job.home
-        key: Hashable = lane.options if lane.can_batch else sequence
+        # Whoever lost a batch goes on alone: were it the cause, no neighbour would die again.
+        together = lane.can_batch and not sequence.n_failures
+        key: Hashable = lane.options if together else sequence
         batch: Batch[Sequence] = self._batches.setdefault(key, Batch(lane.model.module))
         try:
             batch.join(sequence, caches, token)
@@ -233,11 +236,18 @@ class Scheduler:
         """Sequences go; what they computed is kept, and their job ends with the last of them."""
         if not rows:
             return
-        for row, caches in zip(rows, batch.leave(rows), strict=True):
-            is_last = row.job.is_finished and not row.job.ended
-            if is_last and row.job.request.policy is not Policy.DURABLE:
-                self.end(row.job)  # before keeping, which nobody needs to wait for
-            self._keeper.answered(row, caches)
+        try:
+            left = batch.leave(rows)
+        except Exception:
+            self._end_finished(rows)
+            raise
+        for row, caches in zip(rows, left, strict=True):
+            if row.job.request.policy is not Policy.DURABLE:
+                self._end_finished([row])  # before keeping, which nobody needs to wait for
+            if row.job.is_finished:
+                self._open.pop(row.job, None)
+            if not self._keeper.answered(row, caches):
+                self._end_finished([row])
         if not batch.rows:
             self._batches.pop(key, None)
 
@@ -253,14 +263,23 @@ class Scheduler:
 
     def end(self, job: Job) -> None:
         """All of an answer was given."""
-        self.counters.finished += 1
-        job.end()
+        if not job.ended:
+            self.counters.finished += 1
+            self._close(job)
+
+    def _end_finished(self, rows: list[Sequence]) -> None:
+        for job in {row.job for row in rows if row.job.is_finished}:
+            self.end(job)
+
+    def _close(self, job: Job, error: KeepwarmError | None = None) -> None:
+        self._open.pop(job, None)
+        job.end(error)
 
     def _fail(self, job: Job, error: Exception) -> None:
         """One request ends with an error, and no other."""
         if not job.ended:
             self.counters.failed += 1
-            job.end(_ours(error))
+            self._close(job, _ours(error))
         for reading in [reading for reading in self.reading if reading.job is job]:
             self._end_reading(reading)
 

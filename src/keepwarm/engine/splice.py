@@ -163,7 +163,7 @@ class Splicer:
             prompt = before + encode(self._tokenizer, text[at:start], at)
             spot = known.get(start) or self._follow(text, start, prompt, stored)
             if spot is None:  # the store does not know this prompt, so no longer one either
-                break
+                return found + [spot for spot in remembered if spot.start >= at]
             if spot.tokens:
                 if start not in known:
                     self.remember(tenant, text[:start], prompt, spot.tokens)

@@ -37,6 +37,7 @@ from keepwarm.kv.slices import (  # noqa: E402
     cut,
     reconstruct_cache,
 )
+from keepwarm.kv.staging import Staging  # noqa: E402
 
 __all__ = [
     "Assembly",
@@ -51,6 +52,7 @@ __all__ = [
     "Padding",
     "QuantKVCache",
     "Right",
+    "Staging",
     "batch_size",
     "can_batch",
     "concatenate_cache_blocks",

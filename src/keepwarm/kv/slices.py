@@ -26,6 +26,7 @@ from keepwarm.kv.kinds import (
     token_count,
 )
 from keepwarm.kv.layout import ROWS, LayerSpec, Layout, TensorSpec
+from keepwarm.kv.staging import DeviceRows, Staging
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 Rows: TypeAlias = mx.array | HostArray
@@ -176,7 +177,7 @@ class RowBuffer:
 class _LeafAssembly:
     """One layer on its way back: which rows it needs, and which have come."""
 
-    def __init__(self, leaf: LayerSpec, n_tokens: int) -> None:
+    def __init__(self, leaf: LayerSpec, n_tokens: int, staging: Staging | None) -> None:
         self.leaf = leaf
         self.n_tokens = n_tokens
         self.first = leaf.first_row_needed(n_tokens)
@@ -185,7 +186,7 @@ class _LeafAssembly:
         room = -(n_tokens - self.first) % BLOCK_TOKENS or BLOCK_TOKENS
         grows = leaf.cls in ("KVCache", "QuantizedKVCache")
         self.buffers = {
-            name: RowBuffer(spec, n_tokens - self.first, room if grows else 0)
+            name: _buffer(spec, n_tokens - self.first, room if grows else 0, staging)
             for name, spec in leaf.tensors.items()
             if leaf.kind is not Kind.STATE
         }
@@ -272,13 +273,19 @@ class Assembly:
     on the thread that owns MLX; blocks of bytes may be added by several threads at once.
     """
 
-    def __init__(self, layout: Layout, n_tokens: int) -> None:
+    def __init__(self, layout: Layout, n_tokens: int, staging: Staging | None = None) -> None:
         self._layout = layout
-        self._leaves = {leaf.path: _LeafAssembly(leaf, n_tokens) for leaf in layout.leaves()}
+        self._staging = staging
+        leaves = layout.leaves()
+        self._leaves = {leaf.path: _LeafAssembly(leaf, n_tokens, staging) for leaf in leaves}
 
     def add(self, block: Block) -> None:
-        for leaf in self._leaves.values():
-            leaf.add(block)
+        try:
+            for leaf in self._leaves.values():
+                leaf.add(block)
+        finally:
+            if self._staging is not None:
+                self._staging.flush()  # the block's bytes are not there for longer
 
     def finish(self) -> Caches:
         """The caches, evaluated; raises, naming layer and block, where rows are missing."""
@@ -290,6 +297,14 @@ class Assembly:
         if layer.kind is Kind.COMPOSITE:
             return Encoded(layer.cls, parts=tuple(self._encoded(part) for part in layer.parts))
         return self._leaves[layer.path].encoded()
+
+
+def _buffer(
+    spec: TensorSpec, n_rows: int, room: int, staging: Staging | None
+) -> RowBuffer | DeviceRows:
+    if staging is not None:
+        return DeviceRows(spec, n_rows, room, staging)
+    return RowBuffer(spec, n_rows, room)
 
 
 def _between(rows: Rows, start: int, end: int) -> Rows:

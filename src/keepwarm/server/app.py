@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import anyio.to_thread
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
@@ -15,14 +15,32 @@ from starlette.exceptions import HTTPException
 from keepwarm import __version__
 from keepwarm.config import Settings
 from keepwarm.errors import KeepwarmError
-from keepwarm.server import anthropic, health, openai, responses
+from keepwarm.server import (
+    admin,
+    agents,
+    anthropic,
+    cache_api,
+    health,
+    metrics,
+    openai,
+    responses,
+)
 from keepwarm.server.host import EngineHost
 from keepwarm.server.limits import Limits
 from keepwarm.server.problems import Problem, invalid, problem_of, respond
 from keepwarm.server.responses_store import ResponseStore
 from keepwarm.server.wire import RECEIPT_HEADER, whole_characters
 
-ROUTERS = (health.router, openai.router, responses.router, anthropic.router)
+ROUTERS = (
+    health.router,
+    openai.router,
+    responses.router,
+    anthropic.router,
+    agents.router,
+    cache_api.router,
+    admin.router,
+    metrics.router,
+)
 ABOUT = (
     "Local LLM agents that never compute the same prompt twice. Every answer carries a receipt: "
     f"how much of its prompt was warm (header `{RECEIPT_HEADER}`, field `keepwarm`)."
@@ -44,18 +62,21 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
     app.state.host = host
     app.state.settings = settings
     app.state.responses = ResponseStore()
+    app.state.resident = admin.Resident(host, settings)
+    app.state.metrics = metrics.Metrics(host)
     for router in ROUTERS:
         app.include_router(router)
     _say_what_is_wrong(app)
     app.add_middleware(Limits, settings=settings)
     _let_pages_in(app, settings)
+    app.add_middleware(metrics.Counted, metrics=app.state.metrics)
     return app
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
-    await anyio.to_thread.run_sync(app.state.host.close)
+    await asyncio.to_thread(app.state.host.close)
 
 
 def _let_pages_in(app: FastAPI, settings: Settings) -> None:

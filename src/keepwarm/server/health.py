@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from typing_extensions import TypedDict
 
 from keepwarm.errors import Stopping
+from keepwarm.server.openai_shapes import ErrorOut
 from keepwarm.server.wire import Host
 
 router = APIRouter(prefix="/health", tags=["Health"])
+
+UNREADY: dict[int | str, dict[str, Any]] = {503: {"model": ErrorOut, "description": "Not now."}}
 
 
 class HealthOut(TypedDict):
@@ -23,9 +26,10 @@ async def live() -> HealthOut:
     return {"status": "ok"}
 
 
-@router.get("/ready")
+@router.get("/ready", responses=UNREADY)
+@router.get("", responses=UNREADY)
 async def ready(host: Host) -> HealthOut:
-    """The engine answers too; 503 while it does not."""
+    """The engine answers too; 503 while it does not run, drains, or is being exchanged."""
     if not host.ready:
-        raise Stopping("The engine is not running; the server's log says why.")
+        raise Stopping("The engine is not running, or takes no requests now; ask again later.")
     return {"status": "ok"}

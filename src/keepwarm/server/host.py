@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 
 def start_engine(model: Model, store: Store, settings: Settings) -> Engine:
     """A running engine with the server's limits."""
-    from keepwarm.engine.engine import Engine, EngineConfig  # loads MLX
+    from keepwarm.engine.engine import Engine  # loads MLX
 
-    limit = settings.max_concurrency + settings.max_queue
-    return Engine(model, store, EngineConfig(max_queue=limit))
+    return Engine(model, store, settings=settings)
 
 
 class EngineHost:

@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import ipaddress
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -20,15 +21,15 @@ from keepwarm.config import Settings
 from keepwarm.errors import BadInput, Busy, Forbidden, KeepwarmError, Refused, TooLarge
 from keepwarm.server.problems import problem_of, respond
 
-OPEN = ("/health/", "/docs", "/openapi.json")  # tell nothing of anybody's prompts
-ADMIN = "/v1/admin/"
+OPEN = ("/health", "/docs", "/openapi.json")  # tell nothing of anybody's prompts
+ADMIN = "/v1/admin"
 UPLOADS = frozenset({"/v1/agents/import"})  # files, read as they come and never held whole
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def check_binding(settings: Settings) -> None:
-    """Refuse to listen beyond this machine without a key."""
-    if not is_loopback(settings.host) and not settings.accepted_keys():
+    """Refuse to listen beyond this machine without a key, or with keys that cannot be read."""
+    if not settings.accepted_keys() and not is_loopback(settings.host):
         raise BadInput(
             f"Listening on {settings.host} lets other machines in, and no key is set; "
             "set KEEPWARM_API_KEYS or --api-key-file, or listen on 127.0.0.1."
@@ -142,19 +143,22 @@ class Rates:
 
 
 class Room:
-    """How many requests may be under way at once, waiting ones included."""
+    """How many requests may be under way at once, waiting ones included: of all, and of one key."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, each: int) -> None:
         self._limit = limit
-        self.used = 0
+        self._each = each
+        self._used: Counter[str] = Counter()
 
-    def enter(self) -> None:
-        if self.used >= self._limit:
-            raise Busy(f"{self.used} requests are under way and no more fit; ask again shortly.")
-        self.used += 1
+    def enter(self, owner: str) -> None:
+        if self._used.total() >= self._limit:
+            raise Busy(f"{self._limit} requests are under way and no more fit; ask again shortly.")
+        if self._used[owner] >= self._each:
+            raise Busy(f"This key has {self._each} requests under way already; await one of them.")
+        self._used[owner] += 1
 
-    def leave(self) -> None:
-        self.used -= 1
+    def leave(self, owner: str) -> None:
+        self._used[owner] -= 1
 
 
 class Limits:
@@ -165,7 +169,7 @@ class Limits:
         self._doors = Doors(settings)
         self._keys = Keys(settings)
         self._rates = Rates(settings.rate_per_minute)
-        self._room = Room(settings.max_concurrency + settings.max_queue)
+        self._room = Room(settings.max_queue, settings.max_concurrency)
         self._max_bytes = settings.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -177,13 +181,13 @@ class Limits:
             await self._app(scope, receive, send)
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        costs = scope["method"] == "POST" and scope["path"].startswith("/v1/")
+        costs = _costs(scope)
         try:
-            self._admit(scope, costs)
+            owner = self._admit(scope, costs)
             if scope["path"] not in UPLOADS:
                 receive = await bounded(receive, Headers(scope=scope), self._max_bytes)
             if costs:
-                self._room.enter()
+                self._room.enter(owner)
         except KeepwarmError as error:
             await respond(scope["path"], problem_of(error))(scope, receive, send)
             return
@@ -191,19 +195,31 @@ class Limits:
             await self._app(scope, receive, send)
         finally:
             if costs:
-                self._room.leave()
+                self._room.leave(owner)
 
-    def _admit(self, scope: Scope, costs: bool) -> None:
+    def _admit(self, scope: Scope, costs: bool) -> str:
+        """Whose request it is, or why it is refused."""
         headers = Headers(scope=scope)
         self._doors.check(headers)
         if scope["path"].startswith(OPEN):
-            return
+            return ""
         allowed = self._keys.check(headers)
-        if scope["path"].startswith(ADMIN) and not allowed.admin:
+        if _is_admin(scope) and not allowed.admin:
             raise Forbidden("This needs the admin key; set KEEPWARM_ADMIN_KEY and send that key.")
         if costs:
             self._rates.take(allowed.owner)
         scope.setdefault("state", {}).update(tenant=allowed.tenant, admin=allowed.admin)
+        return allowed.owner
+
+
+def _is_admin(scope: Scope) -> bool:
+    return bool(scope["path"] == ADMIN or scope["path"].startswith(f"{ADMIN}/"))
+
+
+def _costs(scope: Scope) -> bool:
+    """Whether it may make the engine work; who runs the server is never told to wait."""
+    posted = scope["method"] == "POST" and scope["path"].startswith("/v1/")
+    return posted and not _is_admin(scope)
 
 
 async def bounded(receive: Receive, headers: Mapping[str, str], max_bytes: int) -> Receive:

@@ -15,22 +15,25 @@ from keepwarm.errors import BadInput
 from keepwarm.server.host import EngineHost
 
 KEEP_ALIVE_S = 75
+MAX_PORT = 65535
 AFTER_DRAIN_S = 2.0  # for the last words of streams that the drain has cut short
 
 
 def bind(host: str, port: int) -> socket.socket:
     """Listen at once, so that a second server is told before it loads a model."""
+    if not 0 <= port <= MAX_PORT:
+        raise BadInput(f"There is no port {port}; choose one from 1 to {MAX_PORT}, or 0.")
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
             raise BadInput(
                 f"Port {port} on {host} is in use; stop the server there or choose another --port."
             ) from error
-        why = getattr(error, "strerror", None) or str(error)
+        why = error.strerror or str(error)
         raise BadInput(f"Cannot listen on {host}, port {port}: {why}.") from error
 
 

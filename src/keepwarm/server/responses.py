@@ -28,7 +28,7 @@ from keepwarm.server.responses_shapes import (
     ResponsesRequest,
     TokensOut,
 )
-from keepwarm.server.responses_store import ResponseStore
+from keepwarm.server.responses_store import ResponseStore, Stored
 from keepwarm.server.sse import EventStream, WholeAnswer
 from keepwarm.server.wire import Config, Host, caller_of, documented
 
@@ -49,11 +49,8 @@ class Shelf:
         self._store: ResponseStore = request.app.state.responses
         self._tenant: str = getattr(request.state, "tenant", "")
 
-    def get(self, response_id: str) -> tuple[ResponseOut, Sequence[Item]]:
-        """An answer, and the items that came with its request."""
-        stored = self._store.get(self._tenant, response_id)
-        end = len(stored.items) - len(stored.response["output"])
-        return stored.response, stored.items[end - stored.n_input : end]
+    def get(self, response_id: str) -> Stored:
+        return self._store.get(self._tenant, response_id)
 
     def delete(self, response_id: str) -> None:
         self._store.delete(self._tenant, response_id)
@@ -87,8 +84,7 @@ async def create_response(
 ) -> Response:
     """Answer a conversation, whole or as a stream of events."""
     host.check_model(body.model)
-    if body.background:
-        raise BadField("Answers are awaited here; leave background out.", "background")
+    _check_known(body)
     items = answers.conversation(body)
     caller = caller_of(request, body.keepwarm, body.prompt_cache_key)
     rules = scrub.rules(settings.scrub, request.headers)
@@ -119,13 +115,13 @@ async def count_input_tokens(
 @router.get("/{response_id}")
 async def show_response(response_id: str, answers: Answers) -> ResponseOut:
     """An answer that is kept."""
-    return answers.get(response_id)[0]
+    return answers.get(response_id).response
 
 
 @router.get("/{response_id}/input_items")
 async def list_input_items(response_id: str, answers: Answers) -> ItemList:
     """What the request of an answer came with, the last first."""
-    given = answers.get(response_id)[1]
+    given = answers.get(response_id).given
     data = [item.model_dump(exclude_none=True) for item in reversed(given)]
     ids = [item.get("id") for item in data] or [None]
     return {
@@ -142,3 +138,10 @@ async def delete_response(response_id: str, answers: Answers) -> DeletedOut:
     """Forget an answer."""
     answers.delete(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
+
+
+def _check_known(body: ResponsesRequest) -> None:
+    """Refuse what would change the prompt or the way to the answer, and is not here."""
+    for name in ("background", "conversation", "prompt"):
+        if getattr(body, name):
+            raise BadField(f"{name} is not known here; send all that is asked as input.", name)

@@ -87,6 +87,8 @@ class ResponsesRequest(InputRequest):
     store: bool | None = None
     stream: bool | None = None
     background: bool | None = Field(default=None, description="Refused: answers are awaited here.")
+    conversation: Any = Field(default=None, description="Refused: use previous_response_id.")
+    prompt: Any = Field(default=None, description="Refused: no prompts are kept here.")
     metadata: Metadata | None = None
     prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
     truncation: Literal["auto", "disabled"] | None = None

@@ -16,7 +16,9 @@ MAX_BYTES = 64 << 20
 class Stored(NamedTuple):
     response: ResponseOut
     items: Sequence[Item]  # of the whole conversation, this answer included
-    n_input: int  # how many of them came with the request itself, before the answer's own
+    given: Sequence[Item]  # those that came with the request itself
+    made: Sequence[Item]
+    n_bytes: int
 
 
 class ResponseStore:
@@ -25,17 +27,18 @@ class ResponseStore:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._stored: OrderedDict[tuple[str, str], Stored] = OrderedDict()
-        self._sizes: dict[tuple[str, str], int] = {}
+        self._items: dict[tuple[str, str], Item] = {}  # by their own ids
         self.n_bytes = 0
 
-    def put(self, tenant: str, response: ResponseOut, items: Sequence[Item], given: int) -> None:
-        """Keep an answer to the last `given` items. Items of earlier answers are counted there."""
-        output = [Item.model_validate(item) for item in response["output"]]
-        key = (tenant, response["id"])
-        new = [item.model_dump(exclude_none=True) for item in items[len(items) - given :]]
-        self._sizes[key] = len(json.dumps([response, new]))
-        self._stored[key] = Stored(response, [*items, *output], given)
-        self.n_bytes += self._sizes[key]
+    def put(self, tenant: str, response: ResponseOut, items: Sequence[Item], n_given: int) -> None:
+        """Keep an answer to the last `n_given` items; those before them are counted already."""
+        made = [Item.model_validate(item) for item in response["output"]]
+        given = items[len(items) - n_given :]
+        n_bytes = len(json.dumps([response, [item.model_dump() for item in given]]))
+        stored = Stored(response, [*items, *made], given, made, n_bytes)
+        self._stored[tenant, response["id"]] = stored
+        self._items |= {(tenant, item.id): item for item in (*given, *made) if item.id}
+        self.n_bytes += n_bytes
         while self.n_bytes > self._max_bytes:
             self._drop(next(iter(self._stored)))
 
@@ -56,13 +59,10 @@ class ResponseStore:
 
     def item(self, tenant: str, item_id: str) -> Item | None:
         """The item of this id in any conversation of this tenant."""
-        for (owner, _), stored in reversed(self._stored.items()):
-            if owner == tenant:
-                found = next((item for item in stored.items if item.id == item_id), None)
-                if found is not None:
-                    return found
-        return None
+        return self._items.get((tenant, item_id))
 
     def _drop(self, key: tuple[str, str]) -> None:
-        del self._stored[key]
-        self.n_bytes -= self._sizes.pop(key)
+        stored = self._stored.pop(key)
+        self.n_bytes -= stored.n_bytes
+        for item in (*stored.given, *stored.made):
+            self._items.pop((key[0], item.id or ""), None)

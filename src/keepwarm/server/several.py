@@ -12,6 +12,7 @@ from keepwarm.engine.request import (
     Done,
     Event,
     Finished,
+    Outcome,
     Receipt,
     Result,
     Started,
@@ -19,6 +20,7 @@ from keepwarm.engine.request import (
     Usage,
 )
 from keepwarm.errors import KeepwarmError
+from keepwarm.server.sse import started
 
 
 class Several:
@@ -36,42 +38,32 @@ class Several:
         return collect([event async for event in self])
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        """Started once all have; Done once all are; the first error ends it."""
-        queue: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue()
+        """Started once all have, Done once all are; the first error ends it."""
+        plans = [await started(answer) for answer in self._answers]
+        yield Started(sum_receipts([plan.receipt for plan in plans]))
+        queue: asyncio.Queue[Outcome] = asyncio.Queue()
         tasks = [asyncio.create_task(self._read(i, queue)) for i in range(len(self._answers))]
-        started: list[Started] = []
         done: list[Done] = []
-        early: list[Event] = []  # of the quick ones, while others have not started
         try:
-            while len(done) < len(self._answers):
-                number, event = await queue.get()
-                if isinstance(event, BaseException):
-                    raise event
-                if isinstance(event, Done):
-                    done.append(event)
-                elif isinstance(event, Started):
-                    started.append(event)
-                    if len(started) == len(self._answers):
-                        yield Started(sum_receipts([each.receipt for each in started]))
-                        for each in early:
-                            yield each
-                elif len(started) < len(self._answers):
-                    early.append(self._numbered(number, event))
+            while len(done) < len(tasks):
+                outcome = await queue.get()
+                if isinstance(outcome, KeepwarmError):
+                    raise outcome
+                if isinstance(outcome, Done):
+                    done.append(outcome)
                 else:
-                    yield self._numbered(number, event)
-            yield Done(_sum_usage(done), sum_receipts([each.receipt for each in done]))
+                    yield outcome
         finally:
             for task in tasks:
                 task.cancel()
+        yield Done(_sum_usage(done), sum_receipts([each.receipt for each in done]))
 
-    async def _read(
-        self, number: int, queue: asyncio.Queue[tuple[int, Event | BaseException]]
-    ) -> None:
+    async def _read(self, number: int, queue: asyncio.Queue[Outcome]) -> None:
         try:
             async for event in self._answers[number]:
-                queue.put_nowait((number, event))
+                queue.put_nowait(self._numbered(number, event))
         except KeepwarmError as error:
-            queue.put_nowait((number, error))
+            queue.put_nowait(error)
 
     def _numbered(self, number: int, event: Event) -> Event:
         if isinstance(event, Delta | ToolCalled | Finished):

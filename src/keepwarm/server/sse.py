@@ -97,22 +97,15 @@ class EventStream(Response):
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         events = aiter(self._reply)
         async with cancelled_if_gone(self._reply, receive):
-            started = await self._started(events)
-            await self._open(started.receipt, send)
+            plan = await started(events)
+            await self._open(plan.receipt, send)
             beat = asyncio.create_task(self._keep_alive(send))
             try:
-                await self._send(send, self._encoder.event(started))
+                await self._send(send, self._encoder.event(plan))
                 await self._send_all(events, send)
             finally:
                 beat.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _started(self, events: AsyncIterator[Event]) -> Started:
-        """The plan. What fails before it is an ordinary error answer."""
-        async for event in events:
-            if isinstance(event, Started):
-                return event
-        raise EngineFailed("The answer ended before it began; ask again.")
 
     async def _open(self, receipt: Receipt, send: Send) -> None:
         self.headers.update(receipt_headers(receipt))
@@ -144,6 +137,14 @@ class EventStream(Response):
             await asyncio.sleep(self._keep_alive_s)
             if self._quiet:
                 await self._send(send, self._encoder.waiting(self._progress))
+
+
+async def started(events: AsyncIterator[Event]) -> Started:
+    """Wait for the plan of an answer. What fails before it is an ordinary error answer."""
+    async for event in events:
+        if isinstance(event, Started):
+            return event
+    raise EngineFailed("The answer ended before it began; ask again.")
 
 
 @asynccontextmanager

@@ -15,7 +15,6 @@ from fastapi import Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from keepwarm.cache.agents import ID
 from keepwarm.cache.policy import Policy
 from keepwarm.config import Settings
 from keepwarm.engine.request import KVOptions, Receipt
@@ -28,6 +27,7 @@ RECEIPT_HEADER = "x-keepwarm-receipt"
 # What the coding agents call their conversation by; the first that is there counts.
 SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id", "x-session-id")
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
+AGENT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")  # the tenant has to fit in front
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 PolicyName = Literal["read-write", "read-only", "ephemeral", "no-store", "durable"]
@@ -120,9 +120,11 @@ def caller_of(request: Request, options: Options | None = None, hint: str | None
     """Headers go before the body; `hint` is the API's own field for a conversation."""
     options = options or Options()
     kv = options.kv or KVShape()
+    tenant: str = getattr(request.state, "tenant", "")
+    agent = _agent(request.headers, options, hint)
     return Caller(
-        tenant=getattr(request.state, "tenant", ""),
-        agent=_agent(request.headers, options, hint),
+        tenant=tenant,
+        agent=owned(tenant, agent) if agent else None,
         policy=_policy(request.headers, options),
         explain=options.explain,
         kv=KVOptions(**kv.model_dump()),
@@ -133,9 +135,9 @@ def caller_of(request: Request, options: Options | None = None, hint: str | None
 def _agent(headers: Mapping[str, str], options: Options, hint: str | None) -> str | None:
     named = headers.get(AGENT_HEADER) or options.agent
     if named:
-        if not ID.fullmatch(named):
+        if not AGENT_ID.fullmatch(named):
             raise BadField(
-                "An agent's id is up to 128 letters, digits and . _ @ -, "
+                "An agent's id is up to 100 letters, digits and . _ @ -, "
                 "beginning with a letter or digit.",
                 "keepwarm.agent",
             )
@@ -146,9 +148,14 @@ def _agent(headers: Mapping[str, str], options: Options, hint: str | None) -> st
 
 def agent_id(hint: str | None) -> str | None:
     """A client's own name for a conversation as an agent's id; one that cannot be is digested."""
-    if not hint or ID.fullmatch(hint):
+    if not hint or AGENT_ID.fullmatch(hint):
         return hint or None
     return f"key-{hashlib.blake2s(hint.encode(errors='replace')).hexdigest()[:32]}"
+
+
+def owned(tenant: str, agent: str) -> str:
+    """The id under which a tenant's agent is kept: two keys may use the same name."""
+    return f"{tenant}.{agent}" if tenant else agent
 
 
 def _policy(headers: Mapping[str, str], options: Options) -> Policy:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.atomic import Files, Scratch
@@ -45,7 +44,6 @@ from keepwarm.store.verified import Records
 
 INDEX_ROOM = 1 << 19  # what index and log may grow by while a record comes or goes
 LOG = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -265,7 +263,7 @@ class DiskTier(Records):
             self.index.drop_part(key, part)
 
     @outage_is(lambda: None)
-    def retry_deleting(self, key: BlockKey) -> None:
+    def _retry_deleting(self, key: BlockKey) -> None:
         self._finish_deleting([key])
 
     # Start
@@ -274,4 +272,4 @@ class DiskTier(Records):
         return open_index(self.root, self.seal)
 
     def _reconcile(self) -> None:
-        self._others.stray_bytes = reconcile(self)
+        self._others.stray_bytes = reconcile(self, self._retry_deleting)

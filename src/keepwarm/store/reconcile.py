@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.atomic import Files, is_alive
 from keepwarm.store.names import bytes_of, directories, size_of, strays
 from keepwarm.store.record import Part
-
-if TYPE_CHECKING:
-    from keepwarm.store.disk import DiskTier
+from keepwarm.store.verified import Records
 
 LOG = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ def make_directories(root: Path, files: Files) -> set[Path]:
     return found
 
 
-def reconcile(disk: DiskTier) -> int:
+def reconcile(disk: Records, finish_deleting: Callable[[BlockKey], None]) -> int:
     """Finish deletions and reservations of the dead, adopt files without rows, forget the reverse.
 
     Answers with the bytes of what lies among the blocks and is none of ours.
@@ -41,7 +39,7 @@ def reconcile(disk: DiskTier) -> int:
             disk.index.forget_writer(writer)
     with disk.naming():
         for key in disk.index.doomed():
-            disk.retry_deleting(key)
+            finish_deleting(key)
     n_bytes = sum(map(bytes_of, strays(disk.root)))
     for directory in directories(disk.root):
         changes = directory.changes(disk.index.names(directory.first))
@@ -52,7 +50,7 @@ def reconcile(disk: DiskTier) -> int:
     return n_bytes
 
 
-def _adopt(disk: DiskTier, key: BlockKey, part: Part) -> int:
+def _adopt(disk: Records, key: BlockKey, part: Part) -> int:
     """Enter a file that has no row; answers with its bytes where it stays without one."""
     path = disk.path_of(key, part)
     try:

@@ -29,11 +29,18 @@ import xxhash
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace, block_key
 from keepwarm.prefix.fingerprint import FORMAT_VERSION, NAMESPACE_BYTES
+from keepwarm.store.header_text import (
+    dumps,
+    entry_json,
+    header_digest,
+    header_text,
+    opened_head,
+    sealed_head,
+)
 from keepwarm.store.seal import OVERHEAD, TAG_BYTES, Seal
 
 MAX_HEADER_BYTES = 32 << 20
 MAX_COUNT = (1 << 47) - 1  # of anything: no file is longer, and no array has more items
-ENCODER = json.JSONEncoder(separators=(",", ":"))
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
@@ -151,12 +158,12 @@ def pieces(record: Record, seal: Seal | None = None) -> list[bytes | memoryview]
     table, at = {}, 0
     for tensor, (data, _) in zip(record.tensors, stored, strict=True):
         end = at + memoryview(data).nbytes
-        table[tensor.name] = _entry_json(tensor.dtype, tensor.shape, at, end)
+        table[tensor.name] = entry_json(tensor.dtype, tensor.shape, at, end)
         at = end
     digests = {t.name: digest for t, (_, digest) in zip(record.tensors, stored, strict=True)}
-    said = _dumps({**_header_json(record.header), "digests": digests})
-    head = {"__metadata__": {"keepwarm": said, "digest": _header_digest(said, table)}, **table}
-    text = _header_text(head if seal is None else _sealed_head(head, seal))
+    said = dumps({**_header_json(record.header), "digests": digests})
+    head = {"__metadata__": {"keepwarm": said, "digest": header_digest(said, table)}, **table}
+    text = header_text(head if seal is None else sealed_head(head, seal))
     return [struct.pack("<Q", len(text)), text, *(data for data, _ in stored)]
 
 
@@ -172,12 +179,12 @@ def open_record(file: BinaryIO, file_bytes: int, seal: Seal | None = None) -> Op
     text = _exactly(file, n_header)
     try:
         head = json.loads(text)
-        if text != _header_text(head):  # a name given twice, say: readers differ in what they take
+        if text != header_text(head):  # a name given twice, say: readers differ in what they take
             raise BadRecord("the header is not written as the format says")
-        head = _opened_head(head, seal)
+        head = opened_head(head, seal)
         metadata = head.pop("__metadata__")
         said, digest = metadata["keepwarm"], metadata["digest"]
-        if _header_digest(said, head) != digest:
+        if header_digest(said, head) != digest:
             raise BadRecord("the header does not match its digest")
         return _parse(json.loads(said), head, 8 + n_header, file_bytes, seal)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -212,7 +219,7 @@ def unread(file: BinaryIO, opened: Opened, buffer: Buffer) -> Visit:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    label = _dumps([tensor.name, tensor.dtype, list(tensor.shape)])
+    label = dumps([tensor.name, tensor.dtype, list(tensor.shape)])
     hasher = xxhash.xxh3_128(label.encode())
     hasher.update(tensor.data)
     return hasher.hexdigest()
@@ -253,37 +260,12 @@ def _unsealed(header: Header, tensor: Tensor, seal: Seal) -> memoryview:
 
 def _sealed_name(header: Header, tensor: Tensor) -> bytes:
     whose = [header.key.hex(), header.part.value]
-    return _dumps([*whose, tensor.name, tensor.dtype, list(tensor.shape)]).encode()
+    return dumps([*whose, tensor.name, tensor.dtype, list(tensor.shape)]).encode()
 
 
 def _tag(data: bytes | memoryview) -> str:
     """What AES-GCM proves the bytes with; in the sealed header it binds them to their record."""
     return bytes(data[-TAG_BYTES:]).hex()
-
-
-def _sealed_head(head: Mapping[str, Any], seal: Seal) -> dict[str, Any]:
-    """Tensors by number, as plain bytes; everything else is inside one sealed string."""
-    spans = [entry["data_offsets"] for name, entry in head.items() if name != "__metadata__"]
-    table = {str(n): _entry_json("U8", (b - a,), a, b) for n, (a, b) in enumerate(spans)}
-    sealed = seal.seal(_dumps(table).encode(), _dumps(head).encode())
-    return {"__metadata__": {"sealed": b64encode(sealed).decode()}, **table}
-
-
-def _opened_head(head: dict[str, Any], seal: Seal | None) -> dict[str, Any]:
-    """The header of a record as it was before it was sealed."""
-    metadata = head["__metadata__"]
-    if seal is None:
-        if "sealed" in metadata:
-            raise PermissionError("it is encrypted, and there is no key")
-        return head
-    if metadata.keys() != {"sealed"}:
-        raise BadRecord("it is not encrypted, as this store is")
-    sealed = b64decode(metadata["sealed"], validate=True)
-    if b64encode(sealed).decode() != metadata["sealed"]:
-        raise BadRecord("the header is not written as the format says")
-    table = {name: entry for name, entry in head.items() if name != "__metadata__"}
-    opened: dict[str, Any] = json.loads(seal.open(_dumps(table).encode(), sealed))
-    return opened
 
 
 def _parse(
@@ -333,10 +315,6 @@ def _entries(
         at = end
 
 
-def _entry_json(dtype: str, shape: tuple[int, ...], start: int, end: int) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-
-
 def _header_json(header: Header) -> dict[str, Any]:
     return {
         "version": header.version,
@@ -348,10 +326,6 @@ def _header_json(header: Header) -> dict[str, Any]:
         "tokens": b64encode(header.tokens).decode(),
         "extra": dict(header.extra),
     }
-
-
-def _header_digest(said: str, table: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128(f"{said}\n{_dumps(table)}".encode()).hexdigest()
 
 
 def _hex(text: str, n_bytes: int) -> bytes:
@@ -381,12 +355,3 @@ def _fill(data: memoryview, file: BinaryIO) -> None:
         if not n_read:
             raise BadRecord("the file is cut short")
         data = data[n_read:]
-
-
-def _header_text(head: Mapping[str, Any]) -> bytes:
-    text = _dumps(head).encode()
-    return text + b" " * (-len(text) % 8)
-
-
-def _dumps(value: Any) -> str:
-    return ENCODER.encode(value)

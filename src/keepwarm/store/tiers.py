@@ -17,6 +17,10 @@ class Tiers:
     def __init__(self, tiers: Sequence[tuple[str, Tier]]) -> None:
         self._tiers = list(tiers)
 
+    @property
+    def named(self) -> Sequence[tuple[str, Tier]]:
+        return self._tiers
+
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
         merged: dict[BlockKey, Known] = {}
         for _, tier in self._tiers:

@@ -1,0 +1,17 @@
+"""A conversation that stays warm: each turn reads only what is new. Run it twice.
+
+python examples/session.py [MODEL]
+"""
+
+import sys
+
+import keepwarm
+
+name = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
+with keepwarm.Engine(keepwarm.load(name)) as engine:
+    session = keepwarm.Session(engine, system="Answer in one short sentence.")
+    session.prewarm()
+    for question in ("What is a fox?", "What does it eat?", "And where does it sleep?"):
+        reply = session.respond(question, sampling=keepwarm.Sampling(max_tokens=24))
+        warm, n_tokens = reply.usage.cached_tokens, reply.usage.prompt_tokens
+        print(f"{question} {reply.text!r}\n  {warm} of {n_tokens} tokens were warm")

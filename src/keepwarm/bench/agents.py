@@ -1,0 +1,98 @@
+"""Agents with one system prompt: one after another, and all at the same moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from keepwarm.bench.client import Message, Reply
+from keepwarm.bench.prompts import system, user
+from keepwarm.bench.results import Record
+from keepwarm.bench.run import Run, together
+from keepwarm.bench.targets import InProcess, disk_bytes
+from keepwarm.prefix.blocks import BLOCK_TOKENS
+
+ROUNDING = 1.02
+
+
+class Round(NamedTuple):
+    """All agents once."""
+
+    replies: list[Reply]
+    n_shared: int  # tokens
+    disk_bytes: int  # by which the store grew
+
+    @property
+    def prefills(self) -> float:
+        """How often the shared part was computed; it is as long as the most that was reused."""
+        common = max(self.n_shared, *(reply.cached_tokens for reply in self.replies))
+        return sum(common - reply.cached_tokens for reply in self.replies) / common
+
+    @property
+    def distinct_tokens(self) -> int:
+        own = sum(r.prompt_tokens - self.n_shared + r.completion_tokens for r in self.replies)
+        return self.n_shared + own
+
+
+def run(run: Run) -> Iterator[Record]:
+    for how, ask_all in (("one after another", _in_turn), ("all at once", together)):
+        rounds = [_round(run, ask_all) for _ in run.samples(how)]
+        yield from _records(run, how, rounds)
+    yield from _memory(run)
+
+
+def _in_turn(asks: Sequence[Callable[[], Reply]]) -> list[Reply]:
+    return [ask() for ask in asks]
+
+
+def _round(run: Run, ask_all: Callable[[Sequence[Callable[[], Reply]]], list[Reply]]) -> Round:
+    shared = run.text(run.sizes.shared)
+    prompts: list[list[Message]] = [
+        [system(shared), user(run.text(run.sizes.own))] for _ in range(run.sizes.n_agents)
+    ]
+    before = _on_disk(run)
+    replies = ask_all([partial(run.ask, messages) for messages in prompts])
+    return Round(replies, run.words.count(shared), _on_disk(run) - before)
+
+
+def _on_disk(run: Run) -> int:
+    if run.target.store is None:
+        return 0
+    run.target.settle()
+    return disk_bytes(run.target.store)
+
+
+def _records(run: Run, how: str, rounds: Sequence[Round]) -> Iterator[Record]:
+    n_agents = run.sizes.n_agents
+    firsts = [r.first_s for found in rounds for r in found.replies]
+    yield run.series(f"first token, {how}", "s", firsts, how=f"all {n_agents} agents of all rounds")
+    recomputed = [sum(r.recomputed for r in found.replies) for found in rounds]
+    yield run.series(f"recomputed, {how}", "tokens", recomputed, how="all agents together")
+    prefills = [found.prefills for found in rounds]
+    what = f"prefills of the shared part, {how}"
+    yield run.claim(what, prefills, ROUNDING, at_least=False)
+    if run.target.store is None:
+        return
+    grown = [found.disk_bytes for found in rounds]
+    yield run.series(f"disk, {how}", "bytes", grown, how="by which the store grew, index included")
+    if run.kv_bytes is not None:
+        allowed = [_allowed(found, run.kv_bytes) for found in rounds]
+        parts = [grew / limit for grew, limit in zip(grown, allowed, strict=True)]
+        yield run.claim(f"disk ÷ distinct tokens and tails, {how}", parts, 1, at_least=False)
+
+
+def _allowed(found: Round, kv_bytes: int) -> float:
+    """Every distinct token once, and a last block, not full, for every agent."""
+    tails = len(found.replies) * (BLOCK_TOKENS - 1)
+    return kv_bytes * (found.distinct_tokens * ROUNDING + tails)
+
+
+def _memory(run: Run) -> Iterator[Record]:
+    """Only the engine itself shows what its tiers in memory hold; live caches are stated apart."""
+    if isinstance(run.target, InProcess):
+        stats = run.target.engine.stats()
+        how = "in all, at the end of the workload"
+        for name, tier in stats.tiers.items():
+            yield run.series(f"{name} tier", "bytes", [tier.n_bytes], how=how)
+        yield run.series("live caches", "bytes", [stats.live.n_bytes], how=how)

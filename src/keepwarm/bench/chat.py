@@ -1,0 +1,79 @@
+"""The workload on which the published MLX servers were compared: one chat prompt, six ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from keepwarm.bench.client import Reply
+from keepwarm.bench.prompts import system, user, with_answer
+from keepwarm.bench.results import Record
+from keepwarm.bench.run import Run
+from keepwarm.bench.targets import disk_bytes
+
+COLD, REPEAT, OTHER = "cold", "exact repeat", "other agent, same system prompt"
+SECOND, RESTARTED = "turn 2", "after a restart"
+
+
+class Visit(NamedTuple):
+    replies: dict[str, Reply]
+    n_shared: int  # tokens of the system prompt
+    disk_bytes: int  # by which the store grew
+
+    @property
+    def live_tokens(self) -> int:
+        """Of both conversations as they stand at the end."""
+        ends = (self.replies[SECOND], self.replies[OTHER])
+        return sum(reply.prompt_tokens + reply.completion_tokens for reply in ends)
+
+
+def run(run: Run) -> Iterator[Record]:
+    visits = [_visit(run) for _ in run.samples("chat")]
+    yield from _firsts(run, visits)
+    if run.target.store is not None:
+        yield from _disk(run, visits)
+
+
+def _visit(run: Run) -> Visit:
+    sizes, before = run.sizes, _size(run)
+    shared = run.text(sizes.chat_shared - run.frame // 2)
+    question, other = (run.text(sizes.chat - sizes.chat_shared - run.frame // 2) for _ in range(2))
+    messages = [system(shared), user(question)]
+    replies = {COLD: run.ask(messages), REPEAT: run.ask(messages)}
+    replies[OTHER] = run.ask([system(shared), user(other)])
+    replies[SECOND] = run.ask(with_answer(messages, replies[COLD].text, run.text(16)))
+    run.target.settle()
+    grown = _size(run) - before
+    if run.target.restarts:
+        run.restart()
+        replies[RESTARTED] = run.ask(messages)
+    return Visit(replies, run.words.count(shared), grown)
+
+
+def _size(run: Run) -> int:
+    return 0 if run.target.store is None else disk_bytes(run.target.store)
+
+
+def _firsts(run: Run, visits: list[Visit]) -> Iterator[Record]:
+    found = {}
+    for what in visits[0].replies:
+        replies = [visit.replies[what] for visit in visits]
+        found[what] = run.series(what, "s", [reply.first_s for reply in replies])
+        yield found[what]
+        cached = [reply.cached_tokens for reply in replies]
+        yield run.series(f"cached, {what}", "tokens", cached, better="higher")
+    for what in list(found)[1:]:
+        yield run.ratio(f"{what} ÷ cold", found[what], found[COLD], at_least=False)
+
+
+def _disk(run: Run, visits: list[Visit]) -> Iterator[Record]:
+    grown = [visit.disk_bytes for visit in visits]
+    yield run.series("disk for four requests", "bytes", grown, how="growth, index included")
+    if run.kv_bytes is None:
+        return
+    live = [visit.live_tokens * run.kv_bytes for visit in visits]
+    once = [n - v.n_shared * run.kv_bytes for n, v in zip(live, visits, strict=True)]
+    parts = [grew / n for grew, n in zip(grown, live, strict=True)]
+    yield run.claim("disk ÷ live KV of both conversations", parts, 1.05, at_least=False)
+    distinct = [grew / n for grew, n in zip(grown, once, strict=True)]
+    yield run.claim("disk ÷ KV of distinct tokens", distinct, at_least=False)

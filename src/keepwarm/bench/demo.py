@@ -1,0 +1,190 @@
+"""Three agents with one handbook, a server that is killed and started again, and a stopwatch.
+
+Every turn is asked twice, of the same process: first with the cache off, then as it comes. The two
+answers must be the same text, if both were asked in the same tokens: with the cache on, an answer
+that comes back stays in the tokens in which it was generated, and there may be others for its text.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from keepwarm.bench.client import Ask, Message, Reply
+from keepwarm.bench.prompts import assistant, system, user
+from keepwarm.bench.targets import Target
+from keepwarm.errors import EngineFailed
+
+HANDBOOK = """You are one of three colleagues who look after the lighthouse at Grey Point. This
+handbook is the same for all of you; read it before you answer, and answer in one short sentence.
+
+The lamp. It is lit one hour before sunset and put out one hour after sunrise. It turns once in
+twelve seconds and shows two white flashes. If a flash is missed, the spare lamp is swung in within
+four minutes, and the time is written into the log with a reason. The lens is cleaned every Monday
+with soft water and linen, never with spirit, and nobody touches the brass ring with bare hands.
+
+The horn. It sounds when the far buoy cannot be seen, one blast of three seconds every half minute.
+Its air is pumped by the small engine in the cellar, which wants oil after every ten hours and rest
+after every six. When the engine rests in fog, the bell on the gallery is rung by hand.
+
+Boats. The supply boat comes on the first and the third Thursday of a month, at high water, if the
+wind is below force five. It brings oil, bread, letters and paint, and takes back empty barrels. A
+boat that lands without a signal is met at the steps by two of you, never by one. Anybody who comes
+out of the sea is given a blanket, tea and the bench by the stove, before any question is asked.
+
+The log. Weather is written down every three hours: wind, sea, sight, glass. Ships are noted with
+name, course and time. Words are plain, nothing is scratched out, and a mistake gets a line through
+it and initials. At midnight the keeper on watch reads the page aloud and signs it.
+
+The stores. Paint is counted in tins, oil in barrels, bread in loaves, candles one by one. When less
+than a third is left, the want is written on the slate by the door, and the slate goes with the next
+boat. Rope is looked over on the last day of each month, foot by foot, by somebody who did not do so
+the month before."""
+
+TURNS = {
+    "keeper": (
+        "You are the keeper. When is the lamp lit?",
+        "What do you do if a flash is missed?",
+        "The boat is back. What do you write into the log tonight?",
+    ),
+    "engineer": (
+        "You are the engineer. How often does the small engine want oil?",
+        "It is foggy and the engine rests. What now?",
+        "After the break: is there oil enough for another night?",
+    ),
+    "clerk": (
+        "You are the clerk. When does the supply boat come?",
+        "How do you count the stores?",
+        "What goes on the slate for the next boat?",
+    ),
+}
+N_ANSWER = 16
+BEFORE_KILL = 2  # turns
+BAR = 16  # characters of the longest
+
+
+class Turn(NamedTuple):
+    agent: str
+    number: int
+    cold: Reply
+    warm: Reply
+
+    @property
+    def is_comparable(self) -> bool:
+        return self.cold.prompt_tokens == self.warm.prompt_tokens
+
+    @property
+    def differs(self) -> bool:
+        return self.is_comparable and self.cold.text != self.warm.text
+
+    @property
+    def verdict(self) -> str:
+        if not self.is_comparable:
+            return "other tokens"
+        return "ANOTHER ANSWER" if self.differs else "same"
+
+
+@dataclass
+class Demo:
+    """Talks to one target and draws what happens on one console."""
+
+    target: Target
+    console: Console
+    turns: list[Turn] = field(default_factory=list)
+    _said: dict[str, list[Message]] = field(default_factory=dict)
+
+    def play(self) -> None:
+        began = time.perf_counter()
+        self._start("A server starts.")
+        for number in range(BEFORE_KILL):
+            self._round(number)
+        self.target.settle()
+        self.target.kill()
+        self._start("The process was killed (kill -9) and starts again.")
+        self._round(BEFORE_KILL)
+        self._sum_up(time.perf_counter() - began)
+        if any(turn.differs for turn in self.turns):
+            raise EngineFailed("An answer from the cache differs from the one without it.")
+
+    def _start(self, sentence: str) -> None:
+        with self.console.status(sentence):
+            seconds = self.target.start()
+        self.console.print(f"\n[bold]{sentence}[/bold] It was ready after {seconds:.1f} s.\n")
+
+    def _round(self, number: int) -> None:
+        for agent, questions in TURNS.items():
+            with self.console.status(f"{agent}, turn {number + 1}"):
+                turn = self._turn(agent, number, questions[number])
+            self.turns.append(turn)
+            for line in lines(turn, self._longest):
+                self.console.print(line, highlight=False)
+
+    def _turn(self, agent: str, number: int, question: str) -> Turn:
+        """The conversation goes on from the answer that came with the cache."""
+        asked = [*self._said.get(agent, [system(HANDBOOK)]), user(question)]
+        cold = self.target.ask(Ask(asked, N_ANSWER, "no-store"))
+        warm = self.target.ask(Ask(asked, N_ANSWER))
+        self._said[agent] = [*asked, assistant(warm.text)]
+        return Turn(agent, number + 1, cold, warm)
+
+    @property
+    def _longest(self) -> float:
+        return max(turn.cold.first_s for turn in self.turns)
+
+    def _sum_up(self, seconds: float) -> None:
+        cold = sum(turn.cold.first_s for turn in self.turns)
+        warm = sum(turn.warm.first_s for turn in self.turns)
+        n_prompt = sum(turn.warm.prompt_tokens for turn in self.turns)
+        n_read = sum(turn.warm.recomputed for turn in self.turns)
+        after = [turn for turn in self.turns if turn.number > BEFORE_KILL]
+        n_comparable = sum(turn.is_comparable for turn in self.turns)
+        n_same = n_comparable - sum(turn.differs for turn in self.turns)
+        self.console.print(
+            f"\nWaiting for first tokens: {cold:.1f} s without the cache, {warm:.1f} s with it, "
+            f"{cold / warm:.1f} times less.\n"
+            f"Prompt tokens read: {n_read:,} of {n_prompt:,}; after the kill "
+            f"{sum(turn.warm.recomputed for turn in after):,} of "
+            f"{sum(turn.warm.prompt_tokens for turn in after):,}.\n"
+            f"Answers: {n_same} of {n_comparable} are the same text with and without the cache."
+            f"\nAll of it took {seconds:.0f} s.",
+            highlight=False,
+        )
+
+
+def lines(turn: Turn, longest: float) -> Iterator[str]:
+    """The two halves of a turn under each other."""
+    name = f"{turn.agent} {turn.number}"
+    yield f"{name:<11} off {bar(turn.cold.first_s, longest, '░')} {_told(turn.cold)}"
+    yield f"{'':<11} on  {bar(turn.warm.first_s, longest, '█')} {_told(turn.warm)}, {turn.verdict}"
+
+
+def bar(seconds: float, longest: float, full: str) -> str:
+    """As long as its part of the longest, at least one character."""
+    n_full = max(1, min(BAR, round(BAR * seconds / longest))) if longest else 1
+    return (full * n_full).ljust(BAR)
+
+
+def _told(reply: Reply) -> str:
+    places = " and ".join(place for place, n in reply.reused.items() if n)
+    rest = f", rest {places}" if places else ""
+    return f"{reply.first_s:6.2f} s {reply.recomputed:,} of {reply.prompt_tokens:,} read{rest}"
+
+
+def play(model: str, console: Console) -> None:
+    """On a server of its own, with a store of its own that goes with it."""
+    from keepwarm.bench.files import model_directory
+    from keepwarm.bench.targets import keepwarm_server
+
+    directory = model_directory(model)
+    with tempfile.TemporaryDirectory(prefix="keepwarm-demo-") as folder:
+        target = keepwarm_server(directory, Path(folder))
+        try:
+            Demo(target, console).play()
+        finally:
+            target.close()

@@ -1,0 +1,80 @@
+"""What the server adds to the engine: time a token, and processor time a streamed token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from keepwarm.bench.bare import Decoded, decode_alone
+from keepwarm.bench.client import Ask
+from keepwarm.bench.files import tiny_like
+from keepwarm.bench.measure import in_child
+from keepwarm.bench.results import Record, Series
+from keepwarm.bench.run import Run
+from keepwarm.bench.targets import keepwarm_server
+
+TINY_TOKENS = 1000
+
+
+def run(run: Run) -> Iterator[Record]:
+    """On the model for time, on a tiny one for processor time: there nothing hides behind it."""
+    run.say("the model, bare and served")
+    bare, served = _both(run, run.model, run.sizes.stream)
+    yield from _time(run, bare, served)
+    run.say("a tiny model, bare and served")
+    n_tokens = TINY_TOKENS if run.sizes.stream > 24 else 100
+    bare, served = _both(run, tiny_like(run.model, run.folder), n_tokens)
+    yield from _processor(run, bare, served)
+
+
+def _both(run: Run, model: Path, n_tokens: int) -> tuple[Decoded, Decoded]:
+    """The same answer from each, one target running at a time."""
+    messages = run.words.chat(64, 16, next(run.seeds))
+    ask = Ask(messages, n_tokens, forbidden=run.stop_tokens)
+    bare = in_child(
+        decode_alone, model, run.folder / f"store-bare-{model.name}", ask, run.sizes.samples
+    )
+    return bare, _served(run, model, ask)
+
+
+def _served(run: Run, model: Path, ask: Ask) -> Decoded:
+    server = keepwarm_server(model, run.folder, f"overhead-{model.name}")
+    try:
+        server.start()
+        server.ask(ask)
+        token_s, cpu_s = [], []
+        for _ in range(run.sizes.samples):
+            before = server.cpu_s() or 0.0
+            reply = server.ask(ask)
+            token_s.append(reply.token_s)
+            cpu_s.append(((server.cpu_s() or 0.0) - before) / reply.completion_tokens)
+    finally:
+        server.close()
+    return Decoded(token_s, cpu_s)
+
+
+def _time(run: Run, bare: Decoded, served: Decoded) -> Iterator[Record]:
+    alone, streamed = _pair(run, "a token", "ms", bare.token_s, served.token_s)
+    yield from (alone, streamed)
+    added = [max(0.0, streamed.median / alone.median - 1)]
+    yield run.claim("time that the server adds to a token", added, 0.03, at_least=False)
+
+
+def _processor(run: Run, bare: Decoded, served: Decoded) -> Iterator[Record]:
+    alone, streamed = _pair(
+        run, "processor time a token, tiny model", "ms", bare.cpu_s, served.cpu_s
+    )
+    yield from (alone, streamed)
+    added = [streamed.median - alone.median]
+    yield run.claim(
+        "processor ms that a streamed token adds, tiny model", added, 0.5, at_least=False
+    )
+
+
+def _pair(
+    run: Run, what: str, unit: str, bare: list[float], served: list[float]
+) -> tuple[Series, Series]:
+    return (
+        run.series(f"{what}, bare engine", unit, [1000 * s for s in bare]),
+        run.series(f"{what}, served", unit, [1000 * s for s in served]),
+    )

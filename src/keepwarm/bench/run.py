@@ -1,0 +1,181 @@
+"""What every workload is given: a target, prompts, sizes, and words for what it finds."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from keepwarm.bench.client import Ask, Message, Reply
+from keepwarm.bench.prompts import Words, system, user
+from keepwarm.bench.results import Better, Claim, Series
+from keepwarm.bench.targets import Target, drop_pages
+from keepwarm.errors import Unreachable
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is asked, in tokens where it says nothing else."""
+
+    samples: int = 5
+    lengths: tuple[int, ...] = (256, 1024, 2048)  # of prompts
+    answer: int = 8
+    turns: int = 6  # of a conversation
+    first_turn: int = 600
+    next_turn: int = 150
+    n_agents: int = 10
+    shared: int = 1024  # system prompt of all agents
+    own: int = 32
+    late: int = 128
+    long: int = 2048
+    lone: int = 32  # pieces of a stream before another request comes
+    stream: int = 96
+    streams: tuple[int, ...] = (1, 2, 4, 8)
+    persisted: int = 288  # more than a block
+    chat: int = 644
+    chat_shared: int = 628
+    conversations: int = 4  # of the trace
+    divisor: int = 128  # of its lengths
+    n_requests: int = 24  # of the trace, a conversation
+    stressed: int = 64  # requests
+    clients: int = 8
+
+
+QUICK = Sizes(
+    samples=2,
+    lengths=(64, 256),
+    answer=4,
+    turns=3,
+    first_turn=120,
+    next_turn=40,
+    n_agents=3,
+    shared=192,
+    own=16,
+    late=48,
+    long=256,
+    lone=8,
+    stream=24,
+    streams=(1, 4),
+    persisted=48,
+    chat=160,
+    chat_shared=144,
+    conversations=2,
+    divisor=512,
+    n_requests=6,
+    stressed=12,
+    clients=4,
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One workload on one target."""
+
+    workload: str
+    target: Target
+    words: Words
+    sizes: Sizes
+    model: Path
+    folder: Path
+    stop_tokens: Sequence[int]
+    kv_bytes: int | None  # of one token
+    seeds: count[int]  # no two prompts of a run begin alike
+    say: Callable[[str], None] = lambda _: None
+
+    def ask(self, messages: Sequence[Message], n_answer: int | None = None, **more: Any) -> Reply:
+        """The answer, always of its full length."""
+        n_tokens = n_answer or self.sizes.answer
+        return self.target.ask(Ask(messages, n_tokens, forbidden=self.stop_tokens, **more))
+
+    @cached_property
+    def frame(self) -> int:
+        """Tokens that the target's template puts around a system prompt and a question."""
+        asked = self.words.text(1, 0)
+        reply = self.ask([system(asked), user(asked)], 1, policy="no-store")
+        if not reply.prompt_tokens:
+            raise Unreachable(
+                f"{self.target.name} does not say how many tokens it reads (usage in streams); "
+                "it cannot be compared."
+            )
+        return reply.prompt_tokens - 2 * self.words.count(asked)
+
+    def fresh(self, n_tokens: int) -> list[Message]:
+        """A prompt of that length that nobody has seen."""
+        return self.words.chat(n_tokens, self.frame, next(self.seeds))
+
+    def text(self, n_tokens: int) -> str:
+        return self.words.text(n_tokens, next(self.seeds))
+
+    def restart(self, *, cold_files: bool = False) -> float:
+        """What is on disk stays, all else is gone; seconds until it answers again."""
+        self.say("restarting")
+        self.target.settle()
+        self.target.kill()
+        if cold_files and self.target.store is not None:
+            drop_pages(self.target.store)
+        return self.target.start()
+
+    def samples(self, what: str) -> Iterator[int]:
+        for number in range(self.sizes.samples):
+            self.say(f"{what}, {number + 1} of {self.sizes.samples}")
+            yield number
+
+    def series(
+        self,
+        what: str,
+        unit: str,
+        samples: Sequence[float],
+        *,
+        x: float | None = None,
+        how: str = "",
+        better: Better = "lower",
+    ) -> Series:
+        values = tuple(float(sample) for sample in samples)
+        return Series(self.workload, self.target.name, what, unit, values, x, how, better)
+
+    def claim(
+        self,
+        what: str,
+        samples: Sequence[float],
+        wanted: float | None = None,
+        *,
+        at_least: bool = True,
+        value: float | None = None,
+    ) -> Claim:
+        """From ratios that were taken sample by sample. Of others than us nothing is wanted."""
+        name, taken = self.target.name, tuple(float(sample) for sample in samples)
+        value = statistics.median(taken) if value is None else value
+        wanted = wanted if self.target.ours else None
+        return Claim(self.workload, name, what, value, taken, wanted, at_least)
+
+    def ratio(
+        self,
+        what: str,
+        above: Series,
+        below: Series,
+        wanted: float | None = None,
+        *,
+        at_least: bool = True,
+    ) -> Claim:
+        """The median of one series over that of another."""
+        pairs = [a / b for a, b in zip(above.samples, below.samples, strict=True) if b]
+        value = above.median / below.median
+        return self.claim(what, pairs, wanted, at_least=at_least, value=value)
+
+
+def together(asks: Sequence[Callable[[], Reply]]) -> list[Reply]:
+    """All at the same moment, each from a thread of its own."""
+    gate = threading.Barrier(len(asks))
+
+    def begin(ask: Callable[[], Reply]) -> Reply:
+        gate.wait()
+        return ask()
+
+    with ThreadPoolExecutor(len(asks)) as pool:
+        return list(pool.map(begin, asks))

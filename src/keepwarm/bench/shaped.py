@@ -1,0 +1,217 @@
+"""Cold, live, from memory, from disk: what the first token of a long prompt costs a real shape.
+
+python -m keepwarm.bench.shaped --shape llama-8b --tokens 4096,16384,32768 --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from keepwarm import config, kv
+from keepwarm.bench.store import drop_pages
+from keepwarm.cache.live import Live
+from keepwarm.cache.manager import Manager
+from keepwarm.cache.opened import Budgets
+from keepwarm.engine.model import Model
+from keepwarm.engine.prefill import Prefill
+from keepwarm.engine.shapes import SHAPES, build
+from keepwarm.engine.store import Store
+from keepwarm.store.tiers import Tiers
+
+SLICE = 2048
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Sample:
+    shape: str
+    n_tokens: int
+    what: str
+    n_bytes: int
+    seconds: tuple[float, ...]
+
+    @property
+    def median_ms(self) -> float:
+        return round(1000 * median(self.seconds), 1)
+
+
+class Case:
+    """One shape and one length of prompt, kept in memory and on disk."""
+
+    def __init__(self, model: Model, n_tokens: int, folder: Path, repeats: int) -> None:
+        self.model = model
+        self.repeats = repeats
+        self.tokens = np.random.default_rng(0).integers(0, 250, n_tokens).tolist()
+        self.samples: list[Sample] = []
+        home = folder / "home"
+        settings = config.load({"KEEPWARM_HOME": str(home)}, store=folder / "store")
+        budgets = Budgets(memory_bytes=64 << 30, queue_bytes=64 << 30, min_free_disk_bytes=0)
+        self.store = Store(budgets=budgets, settings=settings)
+        self.manager = self.store.attach(model.module, model.path).manager
+        self.manager.rates.load_bytes_per_s = 1e15  # always load
+        self.n_bytes = 0
+
+    def run(self) -> list[Sample]:
+        with self.store:
+            self._time("prefill, nothing kept", self._cold, lambda: None)
+            caches = self._kept()
+            self.n_bytes = kv.live_bytes(caches)
+            self._live(caches)
+            del caches
+            self._time("from memory", lambda: self._restored("memory"), mx.clear_cache)
+            self._time("mx.array of the same bytes", self._copied(), mx.clear_cache)
+            self.store.flush()
+            files = sorted((self.store.settings.store / "blocks").rglob("*.safetensors"))
+            self._time("from disk, pages warm", lambda: self._restored("disk"), mx.clear_cache)
+            drop = partial(drop_pages, files)
+            self._time("from disk, pages dropped", lambda: self._restored("disk"), drop)
+            self._time("plain read, pages dropped", lambda: _read(files, 1), drop)
+            self._time("plain read, 8 threads", lambda: _read(files, 8), drop)
+        return self.samples
+
+    def _time(self, what: str, work: Callable[[], object], before: Callable[[], object]) -> None:
+        seconds = []
+        for _ in range(self.repeats):
+            before()
+            started = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - started)
+        sample = Sample(self.model.name, len(self.tokens), what, self.n_bytes, tuple(seconds))
+        print(f"{sample.shape} {sample.n_tokens:>7,} {what:<28} {sample.median_ms:>10,.1f} ms")
+        self.samples.append(sample)
+
+    def _cold(self) -> kv.Caches:
+        return _prefilled(self.model, self.tokens, None)
+
+    def _kept(self) -> kv.Caches:
+        """Read once more, keeping every block."""
+        capture = self.manager.open(self.tokens)
+        started = time.perf_counter()
+        caches = _prefilled(
+            self.model,
+            self.tokens,
+            lambda checkpoint, prefill: capture.capture(prefill.caches, prefill.n_done, checkpoint),
+            exact_places=self.manager.needs.checkpoints,
+        )
+        capture.finish(self.tokens, caches)
+        seconds = (time.perf_counter() - started,)
+        self.samples.append(
+            Sample(self.model.name, len(self.tokens), "prefill, all kept", 0, seconds)
+        )
+        return caches
+
+    def _live(self, caches: kv.Caches) -> None:
+        live = Live(1 << 40)
+        live.put(self.manager.namespace, self.tokens, caches)
+        prompt = [*self.tokens, 1]
+
+        def take() -> None:
+            taken = live.take(self.manager.namespace, prompt)
+            assert taken is not None
+            self._first_token(taken.caches)
+            kv.trim(taken.caches, 1) if not self.manager.needs.window else None
+            live.put(self.manager.namespace, self.tokens, taken.caches)
+
+        if self.manager.needs.window:  # a ring cannot be taken back, so it is taken once
+            self.repeats, repeats = 1, self.repeats
+            self._time("live", lambda: self._first_token(live_of(live, self, prompt)), _nothing)
+            self.repeats = repeats
+        else:
+            self._time("live", take, _nothing)
+
+    def _restored(self, tier: str) -> None:
+        """Restore from one tier alone, and feed one token: the device has then seen the rows."""
+        manager = self.manager
+        alone = Tiers([named for named in manager.tiers.named if named[0] == tier])
+        reader = type(manager.reader)(alone)
+        only = Manager(
+            manager.namespace, manager.layout, alone, reader, manager.writer, manager.rates
+        )
+        restored = only.restore([*self.tokens, 1])
+        assert restored.n_tokens == len(self.tokens), restored.n_tokens
+        assert restored.caches is not None
+        self._first_token(restored.caches)
+        reader.close()
+
+    def _first_token(self, caches: kv.Caches) -> None:
+        mx.eval(self.model.module(mx.array([[1]]), cache=caches))
+
+    def _copied(self) -> Callable[[], object]:
+        piece = np.random.default_rng(0).integers(0, 2**16, 16 << 20, dtype=np.uint16)
+        times = max(1, self.n_bytes // piece.nbytes)
+        return lambda: mx.eval([mx.array(piece) for _ in range(times)])
+
+
+def live_of(live: Live, case: Case, prompt: list[int]) -> kv.Caches:
+    taken = live.take(case.manager.namespace, prompt)
+    assert taken is not None
+    return taken.caches
+
+
+def _nothing() -> None:
+    return
+
+
+def _prefilled(
+    model: Model,
+    tokens: list[int],
+    keep: Callable[[bool, Prefill], None] | None,
+    exact_places: bool = False,
+) -> kv.Caches:
+    prefill = Prefill(
+        model.module,
+        tokens,
+        kv.make_caches(model.module),
+        0,
+        keep=lambda checkpoint: keep(checkpoint, prefill) if keep else None,
+        exact_places=exact_places,
+    )
+    while prefill.n_left:
+        prefill.feed(SLICE)
+    return prefill.caches
+
+
+def _read(files: Sequence[Path], n_threads: int) -> None:
+    def one(path: Path) -> None:
+        buffer = bytearray(CHUNK)
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                continue
+
+    with ThreadPoolExecutor(n_threads) as pool:
+        list(pool.map(one, files))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m keepwarm.bench.shaped", description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
+    parser.add_argument("--tokens", default="4096,16384,32768")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where blocks are written; default: temporary")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        model = build(given.shape, Path(folder))
+        for n_tokens in map(int, given.tokens.split(",")):
+            case = Case(model, n_tokens, Path(folder) / str(n_tokens), given.repeats)
+            found += [vars(sample) | {"median_ms": sample.median_ms} for sample in case.run()]
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Requests beside each other: a late one, a long prompt, many streams, and all of it mixed."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from keepwarm.bench.client import Message, Reply
+from keepwarm.bench.prompts import with_answer
+from keepwarm.bench.results import Note, Record, percentile
+from keepwarm.bench.run import Run, together
+from keepwarm.bench.targets import said
+from keepwarm.errors import KeepwarmError
+
+ENDLESS = 4096  # tokens; nobody waits for the last
+
+
+@dataclass
+class Neighbour:
+    """A stream that runs until it is told to stop; counts its pieces of text."""
+
+    n_before: int  # pieces after which it has settled
+    running: threading.Event = field(default_factory=threading.Event)
+    stop: threading.Event = field(default_factory=threading.Event)
+    n_pieces: int = 0
+
+    def on_text(self, _: float) -> bool:
+        self.n_pieces += 1
+        if self.n_pieces > self.n_before:
+            self.running.set()
+        return not self.stop.is_set()
+
+
+@contextmanager
+def beside(run: Run) -> Iterator[tuple[Neighbour, Future[Reply]]]:
+    """Inside, a stream is running; it ends when the block is left."""
+    neighbour, messages = Neighbour(run.sizes.lone), run.fresh(64)
+    ask = partial(run.ask, messages, ENDLESS, policy="no-store", on_text=neighbour.on_text)
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(ask)
+        stream.add_done_callback(lambda _: neighbour.running.set())
+        try:
+            neighbour.running.wait()
+            if stream.done():
+                raise KeepwarmError(f"The neighbour's stream ended early: {stream.exception()}.")
+            yield neighbour, stream
+        finally:
+            neighbour.stop.set()
+
+
+def late(run: Run) -> Iterator[Record]:
+    """A short request arrives while another decodes."""
+    alone, beside_another = [], []
+    for _ in run.samples("late arrival"):
+        alone.append(run.ask(run.fresh(run.sizes.late)).first_s)
+        with beside(run):
+            beside_another.append(run.ask(run.fresh(run.sizes.late)).first_s)
+    how = f"{run.sizes.late} tokens that nobody has seen"
+    solo = run.series("first token, alone", "s", alone, how=how)
+    joined = run.series("first token, beside a stream", "s", beside_another, how=how)
+    yield from (solo, joined)
+    yield run.ratio("beside a stream ÷ alone", joined, solo, 1.5, at_least=False)
+
+
+def prefill(run: Run) -> Iterator[Record]:
+    """A long prompt is read while another request decodes."""
+    alone, reading, gaps_alone, gaps_beside = [], [], [], []
+    for _ in run.samples("long prompt"):
+        alone.append(run.ask(run.fresh(run.sizes.long)).first_s)
+        with beside(run) as (neighbour, stream):
+            n_alone = neighbour.n_pieces
+            reading.append(run.ask(run.fresh(run.sizes.long), 1).first_s)
+        gaps = stream.result().gaps
+        gaps_alone.append(percentile(gaps[: n_alone - 1], 0.5))
+        gaps_beside.append(percentile(gaps[n_alone - 1 :], 0.95))
+    how = f"{run.sizes.long:,} tokens that nobody has seen"
+    solo = run.series("first token, alone", "s", alone, how=how)
+    joined = run.series("first token, beside a stream", "s", reading, how=how)
+    gap = run.series("gap of the stream, alone", "s", gaps_alone, how="median of a stream")
+    wide = run.series("gap of the stream, meanwhile", "s", gaps_beside, how="p95 of a stream")
+    yield from (solo, joined, gap, wide)
+    yield run.ratio("prefill beside a stream ÷ alone", joined, solo, 1.7, at_least=False)
+    yield run.ratio("p95 gap meanwhile ÷ alone", wide, gap, 8, at_least=False)
+
+
+def streams(run: Run) -> Iterator[Record]:
+    """Tokens a second of all streams together, while all of them run."""
+    found = {}
+    for n_streams in run.sizes.streams:
+        rates = []
+        for _ in run.samples(f"{n_streams} streams"):
+            prompts = [run.fresh(64) for _ in range(n_streams)]
+            asks = [partial(run.ask, messages, run.sizes.stream) for messages in prompts]
+            rates.append(tokens_per_second(together(asks)))
+        how = "all streams together, from the last one's first token to the first one's last"
+        found[n_streams] = run.series(
+            "throughput", "tokens/s", rates, x=n_streams, how=how, better="higher"
+        )
+        yield found[n_streams]
+    if 4 in found and 1 in found:
+        yield run.ratio("four streams ÷ one", found[4], found[1], 1.8)
+
+
+def tokens_per_second(replies: Sequence[Reply]) -> float:
+    """While all run; where they never do, over the whole time."""
+    start = max(reply.times[0] for reply in replies)
+    end = min(reply.times[-1] for reply in replies)
+    if end <= start:
+        start, end = 0.0, max(reply.total_s for reply in replies)
+    return sum(_tokens_between(reply, start, end) for reply in replies) / (end - start)
+
+
+def _tokens_between(reply: Reply, start: float, end: float) -> float:
+    """A piece of text may be more than one token."""
+    n_pieces = sum(start < moment <= end for moment in reply.times)
+    return n_pieces * reply.completion_tokens / len(reply.times)
+
+
+def persistence(run: Run) -> Iterator[Record]:
+    """What keeping everything costs those who decode."""
+    if not run.target.ours:
+        yield Note(run.workload, run.target.name, "it has no switch for this")
+        return
+    kept, unkept = [], []
+    for _ in run.samples("on and off"):
+        messages = run.fresh(64)
+        kept.append(run.ask(messages, run.sizes.persisted).token_s)
+        unkept.append(run.ask(messages, run.sizes.persisted, policy="no-store").token_s)
+    on = run.series("a token, persistence on", "s", kept, how="decode alone, first token left out")
+    off = run.series("a token, persistence off", "s", unkept, how="policy no-store")
+    yield from (on, off)
+    yield run.ratio("speed with persistence ÷ without", off, on, 0.97)
+
+
+def stress(run: Run) -> Iterator[Record]:
+    """New prompts, repeats, follow-ups and clients that go away, many at once."""
+    draw = random.Random(0)  # noqa: S311
+    known = [run.fresh(n) for n in run.sizes.lengths]
+    todo = [_mixed(run, draw, known) for _ in range(run.sizes.stressed)]
+    errors: list[str] = []
+
+    def attempt(number: int) -> Reply | None:
+        run.say(f"request {number + 1} of {len(todo)}")
+        try:
+            return todo[number]()
+        except KeepwarmError as error:
+            errors.append(said(error))
+            return None
+
+    with ThreadPoolExecutor(run.sizes.clients) as pool:
+        replies = [reply for reply in pool.map(attempt, range(len(todo))) if reply is not None]
+    how = f"{run.sizes.clients} clients at once, a fifth of them goes away early"
+    firsts = [reply.first_s for reply in replies]
+    if firsts:
+        yield run.series("first token", "s", firsts, how=how)
+        yield run.series("first token, p99", "s", [percentile(firsts, 0.99)], how=how)
+    yield run.claim("requests that failed", [len(errors)], 0, at_least=False)
+    yield from (Note(run.workload, run.target.name, text) for text in dict.fromkeys(errors))
+
+
+def _mixed(
+    run: Run, draw: random.Random, known: Sequence[Sequence[Message]]
+) -> Callable[[], Reply]:
+    messages = list(draw.choice(known))
+    kind = draw.choice(("new", "repeat", "follow-up", "fork", "gone"))
+    if kind == "new":
+        messages = run.fresh(draw.choice(run.sizes.lengths))
+    if kind == "follow-up":
+        messages = with_answer(messages, run.text(8), run.text(16))
+    if kind == "fork":
+        messages = [messages[0], *run.fresh(64)[1:]]
+    if kind == "gone":
+        leave_after = draw.randint(0, 3)
+        times = iter(range(leave_after))
+        return partial(run.ask, messages, 64, on_text=lambda _: next(times, None) is not None)
+    return partial(run.ask, messages, draw.choice((1, run.sizes.answer, 32)))

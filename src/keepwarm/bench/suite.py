@@ -1,0 +1,141 @@
+"""Which workloads there are, and running them on every target, one after the other."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import TypeAlias
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from keepwarm.bench import agents, chat, files, lengths, overhead, streams, targets, turns
+from keepwarm.bench.measure import describe_machine
+from keepwarm.bench.prompts import Words
+from keepwarm.bench.results import Note, Record, Results
+from keepwarm.bench.run import Run, Sizes
+from keepwarm.bench.targets import Target, said
+from keepwarm.errors import BadInput, KeepwarmError
+
+Work: TypeAlias = Callable[[Run], Iterator[Record]]
+Say: TypeAlias = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Workload:
+    about: str
+    work: Work
+    once: bool = False  # brings its own targets
+
+
+WORKLOADS = {
+    "lengths": Workload("first token by prompt length: cold, warm, live, restarted", lengths.run),
+    "pipeline": Workload("a conversation of six turns, with the cache and without", turns.pipeline),
+    "agents": Workload("ten agents with one system prompt, in turn and at once", agents.run),
+    "trace": Workload("coding agents' turns, recorded and scaled down", turns.trace),
+    "late": Workload("a short request while another decodes", streams.late),
+    "prefill": Workload("a long prompt beside a running stream", streams.prefill),
+    "streams": Workload("tokens a second of one to eight streams", streams.streams),
+    "persistence": Workload("decoding with everything kept, and with nothing", streams.persistence),
+    "chat": Workload("one chat prompt, six ways, and its bytes on disk", chat.run),
+    "overhead": Workload("what the server adds to the engine", overhead.run, once=True),
+    "stress": Workload("everything mixed, many at once, some going away", streams.stress),
+}
+
+
+def check(names: Sequence[str]) -> list[str]:
+    """All workloads where none is named."""
+    for name in names:
+        if name not in WORKLOADS:
+            raise BadInput(f"There is no workload {name!r}; known are {', '.join(WORKLOADS)}.")
+    return list(dict.fromkeys(names)) or list(WORKLOADS)
+
+
+def measure(
+    names: Sequence[str], wanted: Sequence[str], model: str, sizes: Sizes, command: str
+) -> Results:
+    """Run the workloads on the targets, with bars on standard error."""
+    source = files.model_directory(model)
+    with tempfile.TemporaryDirectory(prefix="keepwarm-bench-") as temporary:
+        folder = Path(temporary)
+        shared = files.full_precision(source, folder / "model") if "mlx-lm" in wanted else source
+        found = [targets.make(name, shared, folder) for name in dict.fromkeys(wanted)]
+        with started(found):
+            own = [targets.keepwarm_server(shared, folder)]  # started by the workload itself
+            steps = [
+                (name, target)
+                for name in names
+                for target in (own if WORKLOADS[name].once else found)
+            ]
+            records = run_all(steps, rooms_of(shared, folder, sizes))
+    return Results(
+        command=command,
+        date=datetime.now(UTC).date().isoformat(),
+        model=source.name,
+        samples=sizes.samples,
+        machine=describe_machine(),
+        targets={target.name: target.about for _, target in steps},
+        records=records,
+    )
+
+
+Room: TypeAlias = Callable[[str, Target, Say], Run]
+
+
+def rooms_of(model: Path, folder: Path, sizes: Sizes) -> Room:
+    """What makes the surroundings of one workload on one target."""
+    words, seeds = Words(model), count()
+    stops, kv_bytes = files.stop_tokens(model), files.kv_bytes_per_token(model)
+
+    def room(name: str, target: Target, say: Say) -> Run:
+        return Run(name, target, words, sizes, model, folder, stops, kv_bytes, seeds, say)
+
+    return room
+
+
+@contextmanager
+def started(found: Sequence[Target]) -> Iterator[None]:
+    """All targets run inside, and none after."""
+    try:
+        for target in found:
+            target.start()
+        yield
+    finally:
+        for target in found:
+            target.close()
+
+
+def run_all(steps: Sequence[tuple[str, Target]], room: Room) -> list[Record]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    records: list[Record] = []
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=len(steps))
+        for name, target in steps:
+
+            def say(what: str, name: str = name, target: Target = target) -> None:
+                progress.update(bar, description=f"{name} on {target.name}: {what}")
+
+            records += _attempt(room(name, target, say), WORKLOADS[name].work)
+            progress.advance(bar)
+    return records
+
+
+def _attempt(run: Run, work: Work) -> list[Record]:
+    """What was found; a target that fails is said to have failed, and the others go on."""
+    try:
+        return list(work(run))
+    except KeepwarmError as error:
+        if not WORKLOADS[run.workload].once:
+            _revive(run.target)
+        return [Note(run.workload, run.target.name, f"failed: {said(error)}")]
+
+
+def _revive(target: Target) -> None:
+    if target.restarts:
+        target.kill()
+        target.start()

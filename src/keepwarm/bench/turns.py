@@ -1,0 +1,120 @@
+"""Conversations: a pipeline of six turns, and real agents' turns scaled down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from keepwarm.bench import traces
+from keepwarm.bench.client import Message, Reply
+from keepwarm.bench.prompts import system, user, with_answer
+from keepwarm.bench.results import Record
+from keepwarm.bench.run import Run
+
+
+class Talk(NamedTuple):
+    """A conversation: every prompt, and what came back with the cache and without it."""
+
+    on: list[Reply]
+    off: list[Reply]
+
+
+def pipeline(run: Run) -> Iterator[Record]:
+    talks = [_talk(run) for _ in run.samples("conversation")]
+    yield from _turn_series(run, talks)
+    on = [sum(reply.total_s for reply in talk.on) for talk in talks]
+    off = [sum(reply.total_s for reply in talk.off) for talk in talks]
+    how = "policy no-store" if run.target.ours else "another system prompt each turn"
+    yield run.series("whole conversation", "s", on, how=f"{run.sizes.turns} turns with answers")
+    yield run.series("whole conversation, cache off", "s", off, how=how)
+    what = "recomputed ÷ new tokens from turn 2"
+    yield run.claim(what, [_ratio(talk.on) for talk in talks], 1.02, at_least=False)
+    yield run.claim("hit rate from turn 2", [_hit_rate(talk.on) for talk in talks], 0.8)
+    saved = [1 - a / b for a, b in zip(on, off, strict=True)]
+    yield run.claim("time saved against cache off", saved, 0.6)
+    if run.target.ours:
+        unlike = [_unlike(talk) for talk in talks]
+        yield run.claim("answers unlike those without cache", unlike, 0, at_least=False)
+
+
+def _talk(run: Run) -> Talk:
+    """All turns with the cache first; then the very same prompts without it."""
+    messages, prompts, on = run.fresh(run.sizes.first_turn), [], []
+    for _ in range(run.sizes.turns):
+        prompts.append(messages)
+        on.append(run.ask(messages))
+        messages = with_answer(messages, on[-1].text, run.text(run.sizes.next_turn))
+    run.say("the same without cache")
+    return Talk(on, [run.ask(_uncached(run, prompt), policy="no-store") for prompt in prompts])
+
+
+def _uncached(run: Run, messages: Sequence[Message]) -> Sequence[Message]:
+    """A server that cannot be told not to look is shown a system prompt that it cannot know."""
+    if run.target.ours:
+        return messages
+    n_tokens = run.words.count(messages[0]["content"])
+    return [system(run.text(n_tokens)), *messages[1:]]
+
+
+def _new_tokens(talk: Sequence[Reply]) -> list[int]:
+    """Of every turn: what neither the prompt before nor its answer had."""
+    known = [0, *(reply.prompt_tokens + reply.completion_tokens for reply in talk)]
+    return [reply.prompt_tokens - n for reply, n in zip(talk, known, strict=False)]
+
+
+def _ratio(talk: Sequence[Reply]) -> float:
+    return sum(reply.recomputed for reply in talk[1:]) / sum(_new_tokens(talk)[1:])
+
+
+def _hit_rate(talk: Sequence[Reply]) -> float:
+    return sum(r.cached_tokens for r in talk[1:]) / sum(r.prompt_tokens for r in talk[1:])
+
+
+def _unlike(talk: Talk) -> int:
+    """Only prompts in the same tokens count: an answer that comes back keeps those that it was
+    generated in, and without the cache it is tokenised again.
+    """
+    pairs = zip(talk.on, talk.off, strict=True)
+    return sum(a.text != b.text for a, b in pairs if a.prompt_tokens == b.prompt_tokens)
+
+
+def _turn_series(run: Run, talks: Sequence[Talk]) -> Iterator[Record]:
+    news = [_new_tokens(talk.on) for talk in talks]
+    for turn in range(run.sizes.turns):
+        replies, x = [talk.on[turn] for talk in talks], turn + 1
+        yield run.series("recomputed", "tokens", [r.recomputed for r in replies], x=x)
+        yield run.series("new", "tokens", [new[turn] for new in news], x=x, better="")
+        yield run.series("first token", "s", [r.first_s for r in replies], x=x)
+
+
+def trace(run: Run) -> Iterator[Record]:
+    """Coding agents' requests, side by side as their clocks have it, but without the pauses."""
+    sizes = run.sizes
+    conversations = [
+        traces.Conversation(conversation.turns[: sizes.n_requests])
+        for conversation in traces.load(sizes.conversations, sizes.divisor)
+    ]
+    said: dict[int, list[str]] = {}
+    replies, new, seed = [], 0, next(run.seeds)
+    asked = list(islice(traces.requests(conversations), sizes.conversations * sizes.n_requests))
+    for number, request in enumerate(asked):
+        run.say(f"request {number + 1} of {len(asked)}")
+        before = said.get(request.conversation, [])[: request.n_common]
+        fresh = run.words.draw(request.n_input - len(before), f"{seed} {number}")
+        said[request.conversation] = [*before, *fresh]
+        new += run.words.count(" ".join(fresh))
+        messages = [system("."), user(" ".join(said[request.conversation]))]
+        replies.append(run.ask(messages, min(request.n_output, sizes.answer)))
+    yield from _trace_records(run, replies, new)
+
+
+def _trace_records(run: Run, replies: Sequence[Reply], new: int) -> Iterator[Record]:
+    how = f"lengths divided by {run.sizes.divisor}; one pass, every request is a sample"
+    recomputed = run.series("recomputed", "tokens", [sum(r.recomputed for r in replies)], how=how)
+    needed = run.series("new", "tokens", [new], how="what an ideal cache computes", better="")
+    yield from (recomputed, needed)
+    yield run.series("first token", "s", [reply.first_s for reply in replies], how=how)
+    yield run.ratio("recomputed ÷ new tokens", recomputed, needed, at_least=False)
+    n_prompt = sum(reply.prompt_tokens for reply in replies)
+    yield run.claim("hit rate", [1 - recomputed.median / n_prompt])

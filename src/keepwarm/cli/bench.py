@@ -1,0 +1,120 @@
+"""`keepwarm bench`: the same workloads on several servers in one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from keepwarm import config
+from keepwarm.cli.options import ModelName
+from keepwarm.errors import BadInput
+
+if TYPE_CHECKING:
+    from keepwarm.bench.results import Results
+
+TARGETS = ("keepwarm", "mlx-lm")
+
+
+def bench(
+    workloads: Annotated[
+        list[str] | None, typer.Argument(help="Which to run; all if none is named.")
+    ] = None,
+    *,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--target",
+            help="Whom to measure, again for each: keepwarm, mlx-lm, engine, or an OpenAI-"
+            "compatible base URL, also as NAME=URL. Default: keepwarm and mlx-lm.",
+        ),
+    ] = None,
+    model: ModelName = None,
+    samples: Annotated[
+        int | None, typer.Option("--samples", min=1, help="Of each thing; 5 if not given.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Short prompts, two samples: to see that it works.")
+    ] = False,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Keep machine, versions and all samples here.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with plots.")] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", help="Write the tables as Markdown.")
+    ] = None,
+    save_baseline: Annotated[
+        Path | None, typer.Option("--save-baseline", help="Keep this run to compare others with.")
+    ] = None,
+    compare: Annotated[
+        Path | None, typer.Option("--compare", help="Say what differs from this baseline.")
+    ] = None,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="Say which workloads there are, and leave.")
+    ] = False,
+) -> None:
+    """Measure first tokens, reuse and throughput, and compare servers."""
+    from keepwarm.bench import page, tables
+    from keepwarm.bench.results import Results
+
+    if list_all:
+        _show_workloads()
+        return
+    _check_places(json, html, markdown, save_baseline)
+    before = Results.read(compare) if compare else None
+    results = _measure(workloads or [], target or list(TARGETS), model, samples, quick)
+    console = Console()
+    console.print(tables.heading(results))
+    for grid in tables.grids(results):
+        console.print(grid.rich())
+    for file in (json, save_baseline):
+        if file is not None:
+            results.write(file)
+    if html is not None:
+        html.write_text(page.html(results))
+    if markdown is not None:
+        markdown.write_text(tables.markdown(results))
+    if before is not None:
+        _show_changes(before, results, console)
+
+
+def _check_places(*files: Path | None) -> None:
+    """Before anything is measured."""
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise BadInput(f"There is no directory for {file}; make it first.")
+
+
+def _show_workloads() -> None:
+    from keepwarm.bench.suite import WORKLOADS
+
+    for name, workload in WORKLOADS.items():
+        print(f"{name:12} {workload.about}")
+
+
+def _measure(
+    workloads: list[str], wanted: list[str], model: str | None, samples: int | None, quick: bool
+) -> Results:
+    from dataclasses import replace
+
+    from keepwarm.bench import suite
+    from keepwarm.bench.run import QUICK, Sizes
+
+    sizes = QUICK if quick else Sizes()
+    sizes = replace(sizes, samples=samples or sizes.samples)
+    names = suite.check(workloads)
+    name = config.load(model=model).model
+    words = ["keepwarm bench", *workloads, *(f"--target {one.split('=')[0]}" for one in wanted)]
+    words += ["--quick"] * quick + ([f"--samples {samples}"] if samples else [])
+    return suite.measure(names, wanted, name, sizes, " ".join(words))
+
+
+def _show_changes(before: Results, after: Results, console: Console) -> None:
+    from keepwarm.bench import tables
+    from keepwarm.bench.compare import changes, comparable
+
+    if not comparable(before, after):
+        console.print("The baseline is of another machine or model: only ratios are compared.")
+    console.print(tables.compared(changes(before, after)).rich())

@@ -1,0 +1,94 @@
+"""Models in the shape of real ones with random weights, for measuring where none can be had.
+
+What a restore or a prefill costs depends on shapes, not on what the numbers say.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+from keepwarm.engine.model import Model
+from keepwarm.errors import UnknownModel
+
+BITS, GROUP = 4, 64
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
+    "gemma-3-12b": {
+        "model_type": "gemma3_text",
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 131072,
+    },
+    "tiny": {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def build(shape: str, directory: Path, *, quantised: bool = True, seed: int = 0) -> Model:
+    """A model of this shape; `directory` takes what its blocks are named after.
+
+    The weights are made from the seed every time, so equal shape and seed are equal models.
+    """
+    if shape not in SHAPES:
+        raise UnknownModel(f"There is no shape {shape!r}; there are {', '.join(sorted(SHAPES))}.")
+    config = SHAPES[shape]
+    home = import_module(f"mlx_lm.models.{config['model_type']}")
+    mx.random.seed(seed)
+    module = home.Model(home.ModelArgs.from_dict(config))
+    module.set_dtype(mx.bfloat16 if mx.default_device() == mx.gpu else mx.float32)
+    if quantised:
+        nn.quantize(module, group_size=GROUP, bits=BITS)  # type: ignore[attr-defined]
+    mx.eval(module)
+    path = _name_weights(directory / shape, {**config, "seed": seed, "quantised": quantised})
+    return Model(shape, path, module, None, config, config["max_position_embeddings"])
+
+
+def _name_weights(path: Path, config: dict[str, Any]) -> Path:
+    """A stand-in for weight files: as long as it is the same, so are the weights."""
+    path.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(config)
+    (path / "config.json").write_text(text)
+    words = mx.array(list(text.encode()), dtype=mx.uint8)
+    mx.save_safetensors(str(path / "model.safetensors"), {"made_from": words})
+    return path

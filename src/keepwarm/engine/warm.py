@@ -1,0 +1,139 @@
+"""Warming at start: conversations that will likely go on are brought from disk into memory.
+
+Pinned agents first, then those used last. Their files are read in a thread of its own, so that they
+lie in the system's memory; the engine's thread then copies them, one conversation at a time. While
+requests wait or run nothing is warmed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+from keepwarm.cache.agents import Agent
+from keepwarm.cache.manager import Manager
+from keepwarm.cache.plan import Read
+from keepwarm.engine.engine import Engine
+from keepwarm.engine.lane import make_options
+from keepwarm.errors import BadInput, KeepwarmError, Stopping
+
+LOG = logging.getLogger(__name__)
+PATIENCE_S = 0.05  # between two looks at an engine that is busy
+
+
+class Warmed(NamedTuple):
+    """An agent whose conversation now lies in memory, and how much of it does."""
+
+    agent: str
+    n_tokens: int
+    n_bytes: int
+
+
+class Warmer:
+    """Ends at its budget, when it is closed, or with the engine. Nothing live gives way to it."""
+
+    def __init__(self, engine: Engine, budget_bytes: int | None = None) -> None:
+        """Without a budget it fills half of what live caches may take."""
+        self._engine = engine
+        self._left_bytes = engine.live.max_bytes // 2 if budget_bytes is None else budget_bytes
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.warmed: list[Warmed] = []
+
+    def run_in_background(self) -> Self:
+        self._thread = threading.Thread(target=self._run_quietly, name="keepwarm-warm", daemon=True)
+        self._thread.start()
+        return self
+
+    def run(self) -> list[Warmed]:
+        """Warm what fits; what was warmed, in that order."""
+        for manager, agent in self._likely():
+            self._warm(manager, agent)
+        return self.warmed
+
+    def wait(self) -> None:
+        """Return once it has run."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def close(self) -> None:
+        """Stop after what is being read."""
+        self._closed.set()
+        self.wait()
+
+    def _run_quietly(self) -> None:
+        try:
+            self.run()
+        except Stopping:
+            LOG.debug("stopped before all was warm")
+        except KeepwarmError as error:
+            LOG.warning("not all that is kept could be warmed: %s", error)
+
+    def _likely(self) -> list[tuple[Manager, Agent]]:
+        """This model's agents, those first that are likely to be asked again."""
+        try:
+            agents = list(self._engine.store.shelf.agents.all())
+        except BadInput:  # nothing is kept on disk
+            return []
+        if not agents:
+            return []
+        manager = self._manager()
+        mine = [agent for agent in agents if agent.namespace == manager.namespace]
+        mine.sort(key=lambda agent: (not agent.pinned, -agent.used))
+        return [(manager, agent) for agent in mine]
+
+    def _manager(self) -> Manager:
+        """Of the engine's model with the options it has when nobody names others."""
+        model, attach = self._engine.model, self._engine.store.attach
+        options = make_options(self._engine.config.kv)
+        made = self._engine.call(lambda: attach(model.module, model.path, **options))
+        return made.result().manager
+
+    def _warm(self, manager: Manager, agent: Agent) -> None:
+        tokens = self._engine.store.shelf.tokens_of(agent)
+        prompt = [*tokens, 0]  # one more, for a restore always leaves one to be fed
+        plan = manager.plan(prompt)
+        n_bytes = plan.point.n_bytes
+        if not plan.n_tokens or n_bytes > self._room():
+            return
+        self._read(plan.point.reads)
+        self._wait_until_idle()
+        n_tokens = self._engine.call(lambda: self._put(manager, agent.id, prompt)).result()
+        if n_tokens:
+            self._left_bytes -= n_bytes
+            self.warmed.append(Warmed(agent.id, n_tokens, n_bytes))
+
+    def _room(self) -> int:
+        live = self._engine.live.stats
+        return min(self._left_bytes, live.max_bytes - live.n_bytes)
+
+    def _read(self, reads: Sequence[Read]) -> None:
+        """Bring files into the system's memory; what is bad is set aside here already."""
+        for read in reads:
+            self._wait_until_idle()
+            self._engine.store.shelf.disk.read(read.key, read.part)
+
+    def _put(self, manager: Manager, agent_id: str, prompt: Sequence[int]) -> int:
+        """On the engine's thread; how many tokens are live now that were not."""
+        live, namespace = self._engine.live, manager.namespace
+        held = live.look(namespace, prompt)
+        n_held = held.serves(len(prompt)) if held else 0
+        found = manager.restore(prompt, beyond=n_held)
+        if found.caches is None:
+            return 0
+        kept = live.put(namespace, prompt[: found.n_tokens], found.caches, agent_id)
+        return found.n_tokens if kept else 0
+
+    def _wait_until_idle(self) -> None:
+        while self._is_busy():
+            self._closed.wait(PATIENCE_S)
+        if self._closed.is_set() or not self._engine.alive:
+            raise Stopping("Warming was stopped; what is not warm is read from disk when needed.")
+
+    def _is_busy(self) -> bool:
+        if self._closed.is_set() or not self._engine.alive:
+            return False
+        stats = self._engine.stats()
+        return bool(stats.waiting or stats.reading or stats.decoding)

@@ -1,0 +1,124 @@
+"""Rows into a CUDA device's memory, through a small piece of host memory that the device reads.
+
+There MLX's arrays are managed memory, whose pages move to whoever touches them, a few GB/s at best.
+So rows are not written into an array from the host. They are put into memory that was touched long
+ago and stays with the host, and the device copies them to where they belong: five times as fast.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from keepwarm.kv.buffers import HostArray, host_view, untouched
+from keepwarm.kv.layout import TensorSpec
+
+SLOT_BYTES = 32 << 20
+ALIGNMENT = 256
+READ_MOSTLY_AT_HOST = 3  # CU_MEM_ADVISE_SET_PREFERRED_LOCATION
+MAPPED_BY_DEVICE = 5  # CU_MEM_ADVISE_SET_ACCESSED_BY
+HOST, DEVICE = -1, 0
+
+
+class _Copy(NamedTuple):
+    target: DeviceRows
+    at: int
+    rows: mx.array
+
+
+class _Slot(threading.local):
+    """What one thread has in hand: its piece of memory, and copies that wait in it."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self.array = untouched((n_bytes,), mx.uint8)
+        self.memory = host_view(self.array)
+        self.memory[:] = 0
+        _advise(self.memory)
+        self.used = 0
+        self.copies: list[_Copy] = []
+
+
+class Staging:
+    """Any thread may write rows; each has a slot of its own, and the device empties full ones."""
+
+    def __init__(self, slot_bytes: int = SLOT_BYTES) -> None:
+        self._slot_bytes = slot_bytes
+        self._slot = _Slot(slot_bytes)
+        self._lock = threading.Lock()  # the device's copies change arrays that all threads share
+
+    @classmethod
+    def here(cls) -> Staging | None:
+        """Where it is of use: on CUDA. Elsewhere the host writes into arrays as they are."""
+        is_cuda = mx.default_device() == mx.gpu and mx.cuda.is_available()
+        return cls() if is_cuda else None
+
+    def write(self, target: DeviceRows, at: int, rows: HostArray) -> None:
+        slot, n_bytes = self._slot, rows.words.nbytes
+        if slot.used + n_bytes > self._slot_bytes:
+            self.flush()
+        if n_bytes > self._slot_bytes:
+            slot.copies.append(_Copy(target, at, rows.to_mx()))
+            return
+        start, end = slot.used, slot.used + n_bytes
+        slot.memory[start:end].view(rows.words.dtype).reshape(rows.shape)[...] = rows.words
+        staged = slot.array[start:end].view(rows.dtype).reshape(rows.shape)
+        slot.copies.append(_Copy(target, at, staged))
+        slot.used = -(-end // ALIGNMENT) * ALIGNMENT
+
+    def flush(self) -> None:
+        """Let the device copy what this thread has put; the slot is free again afterwards."""
+        slot = self._slot
+        if not slot.copies:
+            return
+        with self._lock:
+            for target, at, rows in slot.copies:
+                target.array[..., at : at + rows.shape[-2], :] = rows
+            mx.eval([copy.target.array for copy in slot.copies])
+        slot.used = 0
+        slot.copies.clear()
+
+
+class DeviceRows:
+    """K or V of one layer in the device's memory; rows that nobody wrote are zeros."""
+
+    def __init__(self, spec: TensorSpec, n_rows: int, room: int, staging: Staging) -> None:
+        self.spec = spec
+        self._staging = staging
+        self.array = mx.zeros(spec.with_rows(n_rows + room), spec.dtype)
+        mx.eval(self.array)
+
+    def write(self, at: int, rows: mx.array | HostArray) -> None:
+        if isinstance(rows, HostArray):
+            self._staging.write(self, at, rows)
+        else:
+            self.array[..., at : at + rows.shape[-2], :] = rows
+
+    def filled(self) -> mx.array:
+        return self.array
+
+
+def _advise(memory: Any) -> None:
+    """Keep these pages with the host and let the device read them there. A mere wish."""
+    driver, context = _driver()
+    if driver is not None and not driver.cuCtxSetCurrent(context):
+        for advice, whom in ((READ_MOSTLY_AT_HOST, HOST), (MAPPED_BY_DEVICE, DEVICE)):
+            driver.cuMemAdvise(memory.ctypes.data, memory.nbytes, advice, whom)
+
+
+@cache
+def _driver() -> tuple[Any, ctypes.c_void_p]:
+    """CUDA's driver and the context that MLX uses; None where there is none."""
+    context = ctypes.c_void_p()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None, context
+    driver.cuMemAdvise.argtypes = (
+        ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int, ctypes.c_int,
+    )  # fmt: skip
+    failed = driver.cuInit(0) or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), DEVICE)
+    return (None if failed else driver), context

@@ -1,0 +1,185 @@
+"""The workloads of `keepwarm bench` on a tiny model: their numbers agree with each other."""
+
+from dataclasses import replace
+from statistics import median
+
+import pytest
+
+from keepwarm.bench import files, suite
+from keepwarm.bench.client import Ask
+from keepwarm.bench.prompts import Words, system, user
+from keepwarm.bench.results import Note, Results
+from keepwarm.bench.run import QUICK, Sizes
+from keepwarm.bench.targets import InProcess, Remote, disk_bytes, free_port, make
+from keepwarm.errors import BadInput
+from tests.kit.checkpoints import write_checkpoint
+
+IN_PROCESS = [name for name, workload in suite.WORKLOADS.items() if not workload.once]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"), n_context=16384)
+
+
+@pytest.fixture(scope="module")
+def engine(model, tmp_path_factory):
+    target = InProcess("engine", model, tmp_path_factory.mktemp("store"))
+    target.start()
+    yield target
+    target.close()
+
+
+@pytest.fixture(scope="module")
+def rooms(model, tmp_path_factory):
+    return suite.rooms_of(model, tmp_path_factory.mktemp("bench"), QUICK)
+
+
+@pytest.fixture(scope="module")
+def found(engine, rooms):
+    """Every workload that needs no server, once."""
+    records = suite.run_all([(name, engine) for name in IN_PROCESS], rooms)
+    return Results("", "", "tiny", QUICK.samples, {}, {"engine": ""}, records)
+
+
+def claim(found, workload, what):
+    (one,) = [c for c in found.claims if (c.workload, c.what) == (workload, what)]
+    return one
+
+
+def test_every_workload_is_measured_and_none_failed(found):
+    assert found.workloads == IN_PROCESS
+    assert found.notes == []
+    assert all(series.samples for series in found.series)
+    assert all(min(series.samples) > 0 for series in found.series if series.unit == "s")
+
+
+def test_lengths_are_as_asked_and_known_to_the_last_token(found):
+    """A model must be fed one token: all others of an identical prompt are warm, restart or not."""
+    for what in ("identical prompt again", "after a restart"):
+        for series in found.of("lengths", f"cached, {what}"):
+            assert series.samples == (series.x - 1,) * QUICK.samples
+    for n_tokens in QUICK.lengths:
+        cold = next(s for s in found.of("lengths", "cold") if s.x == n_tokens)
+        again = next(s for s in found.of("lengths", "identical prompt again") if s.x == n_tokens)
+        ratio = claim(found, "lengths", f"cold ÷ identical prompt again, {n_tokens} tokens")
+        assert ratio.value == pytest.approx(median(cold.samples) / median(again.samples))
+
+
+def test_claims_say_their_conditions(found):
+    first = found.of("lengths")
+    assert any("page cache" in series.how for series in first)
+    assert any("pages were dropped" in series.how for series in first)
+    assert any("identical prompt" in series.how for series in first)
+
+
+def test_a_conversation_computes_what_is_new(found):
+    """S4-16, S0-71: nothing else from turn 2 on, and the answers are those without cache."""
+    assert claim(found, "pipeline", "recomputed ÷ new tokens from turn 2").value <= 1.02
+    assert claim(found, "pipeline", "answers unlike those without cache").value == 0
+    first = {s.x: s for s in found.of("pipeline", "recomputed")}
+    assert max(first[2].samples) < min(first[1].samples)
+
+
+def test_agents_share_one_prefill(found):
+    """S0-29: one after another and at the same moment."""
+    for how in ("one after another", "all at once"):
+        found_claim = claim(found, "agents", f"prefills of the shared part, {how}")
+        assert 0.9 < found_claim.value <= 1.02
+
+
+def test_recomputed_tokens_are_those_that_the_model_was_fed(engine, rooms):
+    """What replies say, against the engine's own count."""
+    before = engine.engine.stats().counters["prefilled_tokens"]
+    run = rooms("agents", engine, lambda _: None)
+    run = replace(run, sizes=replace(QUICK, samples=1))
+    assert run.frame > 0
+    n_frame = engine.engine.stats().counters["prefilled_tokens"] - before
+    records = list(suite.WORKLOADS["agents"].work(run))
+    told = sum(r.samples[0] for r in records if getattr(r, "what", "").startswith("recomputed"))
+    fed = engine.engine.stats().counters["prefilled_tokens"] - before - n_frame
+    assert told == fed > 0
+
+
+def test_a_trace_is_nearly_ideal(found):
+    assert 1 <= claim(found, "trace", "recomputed ÷ new tokens").value < 1.5
+    assert claim(found, "trace", "hit rate").value > 0.5
+
+
+def test_nothing_fails_under_stress(found):
+    assert claim(found, "stress", "requests that failed").value == 0
+
+
+def test_bytes_are_those_on_disk(engine, found):
+    tiers = {series.what: series.median for series in found.of("agents") if series.unit == "bytes"}
+    assert {"memory tier", "disk tier", "live caches"} <= set(tiers)
+    assert 0 < tiers["disk tier"] <= disk_bytes(engine.store)
+    assert claim(found, "chat", "disk ÷ KV of distinct tokens").value > 0.9
+
+
+def test_a_target_that_does_not_answer_is_a_note(rooms):
+    nobody = Remote("nobody", f"http://127.0.0.1:{free_port()}/v1", "")
+    (note,) = suite.run_all([("late", nobody)], rooms)
+    assert isinstance(note, Note)
+    assert "does not answer" in note.text
+    nobody.close()
+
+
+@pytest.mark.parametrize("wanted", ["", "vllm", "ftp://host/v1", "a=b"])
+def test_an_unknown_target_is_refused(wanted, tmp_path):
+    with pytest.raises(BadInput, match="is no target"):
+        make(wanted, tmp_path, tmp_path)
+
+
+def test_urls_may_have_names(tmp_path):
+    for wanted, name in (("http://host:1/v1", "host:1"), ("mine=http://host:1/v1", "mine")):
+        target = make(wanted, tmp_path, tmp_path)
+        assert target.name == name
+        target.close()
+
+
+def test_text_has_the_length_that_was_asked_for(model):
+    """Exactly, where the vocabulary has words of one token, as here."""
+    words = Words(model)
+    for n_tokens in (1, 7, 64, 500):
+        assert abs(words.count(words.text(n_tokens, 1)) - n_tokens) <= 3
+    assert words.text(64, 1) == words.text(64, 1) != words.text(64, 2)
+
+
+def test_weights_are_widened_once_and_the_same(model, tmp_path):
+    """The rival gets what Keepwarm computes with: it would run narrow weights ten times slower."""
+    import mlx.core as mx
+
+    assert files.full_precision(model, tmp_path) == model
+    narrow = write_checkpoint(tmp_path / "narrow", dtype=mx.bfloat16)
+    wide = files.full_precision(narrow, tmp_path / "made")
+    before, after = (mx.load(str(path / "model.safetensors")) for path in (narrow, wide))
+    assert before.keys() == after.keys()
+    for name, array in after.items():
+        assert array.dtype == mx.float32
+        assert mx.array_equal(array, before[name].astype(mx.float32))
+
+
+def test_a_tiny_model_runs_under_a_real_tokenizer(model, tmp_path):
+    tiny = files.tiny_like(model, tmp_path)
+    target = InProcess("tiny", tiny, tmp_path / "store")
+    try:
+        target.start()
+        stops = files.stop_tokens(tiny)
+        reply = target.ask(Ask([system("a"), user("b")], 20, forbidden=stops))
+        assert reply.completion_tokens == 20
+        assert len(reply.times) <= 20
+    finally:
+        target.close()
+
+
+def test_bytes_of_a_token_are_those_of_the_model(model, engine):
+    """K and V of two layers, two heads of 16 numbers of four bytes."""
+    assert files.kv_bytes_per_token(model) == 2 * 2 * 2 * 16 * 4
+
+
+def test_quick_asks_for_less():
+    full = Sizes()
+    assert all(a <= b for a, b in zip(QUICK.lengths, full.lengths, strict=False))
+    names = ("samples", "turns", "n_agents", "shared", "long", "stream", "persisted", "stressed")
+    assert all(getattr(QUICK, name) < getattr(full, name) for name in names)

@@ -1,0 +1,191 @@
+"""Any prefix as one file: an agent's first tokens or turns, or a prompt without a name."""
+
+from dataclasses import replace
+
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from keepwarm.cache.bundle import trimmed
+from keepwarm.cache.opened import Budgets, OpenedStore
+from keepwarm.cache.records import block_of, records_of
+from keepwarm.cache.shelf import Shelf
+from keepwarm.errors import BadCacheFile, BadInput
+from keepwarm.kv.layout import probe
+from keepwarm.kv.slices import cut
+from keepwarm.prefix.blocks import block_key, chain, pack
+from keepwarm.prefix.fingerprint import FORMAT_VERSION
+from keepwarm.store.record import Part
+from tests.cache.test_agents import IDENTITY, LIMITS, NAME, holds_tokens, turn
+from tests.kit.compare import assert_same
+from tests.kit.runs import cold, continue_from, prefill, prompt_of
+from tests.store.kit import record, tokens_of
+
+MODELS = ["llama", "gemma3_text", "qwen3_next"]
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    with Shelf(tmp_path / "store", LIMITS) as opened:
+        opened.register(IDENTITY)
+        yield opened
+
+
+@pytest.fixture
+def other(tmp_path):
+    with Shelf(tmp_path / "other", LIMITS) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("n_tokens", [1, 255, 256, 257, 512, 600, 768])
+def test_the_first_tokens_travel_and_no_later_one(n_tokens, shelf, other, tmp_path):
+    """S0-14: a bundle of a prefix tells nothing of what was said after it."""
+    tokens, bundle = tokens_of(768), tmp_path / "a.kw"
+    turn(shelf, "a", tokens[:300])
+    turn(shelf, "a", tokens)
+    shelf.export_agent(shelf.find("a", n_tokens), bundle)
+    made = other.import_agent(bundle, IDENTITY)
+    assert (made.n_tokens, other.tokens_of(made)) == (n_tokens, tokens[:n_tokens])
+    assert made.turns == tuple(n for n in (300, 768) if n <= n_tokens)
+    (tmp_path / "alone").mkdir()
+    bundle.rename(tmp_path / "alone" / "a.kw")
+    assert not holds_tokens(tmp_path / "alone", tokens[n_tokens:])
+    assert [ref.key for ref in chain(NAME, tokens[:n_tokens])] == list(made.blocks)
+    assert other.disk.have(made.blocks).keys() == set(made.blocks)
+
+
+def test_a_turn_is_a_prefix(shelf, other, tmp_path):
+    tokens = tokens_of(700)
+    turn(shelf, "a", tokens[:300])
+    turn(shelf, "a", tokens)
+    shelf.export_agent(shelf.find("a", turn=1), tmp_path / "a.kw")
+    made = other.import_agent(tmp_path / "a.kw", IDENTITY, "b")
+    assert (made.id, made.turns, other.tokens_of(made)) == ("b", (300,), tokens[:300])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        ({"n_tokens": 0}, "no first 0"),
+        ({"n_tokens": 701}, "700 tokens are kept"),
+        ({"turn": 2}, "there is no turn 2"),
+        ({"turn": 0}, "there is no turn 0"),
+    ],
+)
+def test_what_is_not_there_is_refused(wanted, says, shelf):
+    turn(shelf, "a", tokens_of(700))
+    with pytest.raises(BadInput, match=says):
+        shelf.find("a", **wanted)
+
+
+def test_a_prompt_without_a_name_is_listed_and_travels(shelf, other, tmp_path):
+    named, anonymous = tokens_of(600), tokens_of(520, seed=1)
+    turn(shelf, "a", named)
+    for ref in chain(NAME, anonymous):
+        shelf.disk.put(record(ref, namespace=NAME))
+    (prefix,) = shelf.prefixes()
+    assert prefix.n_tokens == 520
+    assert prefix.n_bytes > 3 * 1024
+    shelf.export_agent(prefix.id, tmp_path / "p.kw")
+    made = other.import_agent(tmp_path / "p.kw", IDENTITY)
+    assert (made.id, other.tokens_of(made)) == ("p", anonymous)
+    shelf.export_agent(shelf.find(prefix.id, 300), tmp_path / "q.kw")
+    assert other.import_agent(tmp_path / "q.kw", IDENTITY).n_tokens == 300
+    assert list(other.prefixes()) == []
+
+
+@pytest.mark.parametrize("name", ["@", "@00", "@zzzzzzzz", "@0123456789ab"])
+def test_an_unknown_prefix_is_one_sentence(name, shelf):
+    turn(shelf, "a", tokens_of(300))
+    with pytest.raises(BadInput, match="prefixes are called"):
+        shelf.find(name)
+
+
+def test_a_prefix_whose_beginning_is_gone_is_not_exported(shelf):
+    refs = list(chain(NAME, tokens_of(600)))
+    for ref in refs[1:]:
+        shelf.disk.put(record(ref, namespace=NAME))
+    (prefix,) = shelf.prefixes()
+    with pytest.raises(BadInput, match="is not whole"):
+        shelf.find(prefix.id)
+
+
+def test_work_is_told_as_it_is_done(shelf, other, tmp_path):
+    turn(shelf, "a", tokens_of(700))
+    told = []
+    shelf.export_agent("a", tmp_path / "a.kw", lambda *step: told.append(step))
+    assert told == [(1, 3), (2, 3), (3, 3)]
+    told.clear()
+    other.import_agent(tmp_path / "a.kw", IDENTITY, progress=lambda *step: told.append(step))
+    assert len(told) == 6
+    assert told == sorted(told)
+    assert told[-1][0] <= told[-1][1]
+    told.clear()
+    shelf.agents.delete("a", lambda *step: told.append(step))
+    assert told == [(3, 3)]
+
+
+def test_a_bundle_with_a_newer_record_is_refused_as_such(shelf, other, tmp_path, monkeypatch):
+    """S0-54."""
+    turn(shelf, "a", tokens_of(300))
+    read = shelf.disk.read
+
+    def newer(*args, **options):
+        made = read(*args, **options)
+        return replace(made, header=replace(made.header, version=FORMAT_VERSION + 1))
+
+    monkeypatch.setattr(shelf.disk, "read", newer)
+    shelf.export_agent("a", tmp_path / "a.kw")
+    with pytest.raises(BadCacheFile, match="made by a newer Keepwarm"):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
+    assert not list(other.disk.walk())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trimmed_rows_are_those_of_a_shorter_prompt(name, tiny_model):
+    """Bit for bit what a cache of the first tokens holds."""
+    model = tiny_model(name)
+    prompt = prompt_of(200, seed=1)
+    (whole,) = cut(prefill(model, make_prompt_cache(model), prompt), len(prompt))
+    ref = next(chain(NAME, prompt))
+    for made in records_of(NAME, ref, whole):
+        first = trimmed(made, 150)
+        if made.header.part is Part.STATE:
+            assert first is None
+            continue
+        assert first.header.tokens == pack(prompt[:150])
+        assert first.header.key == block_key(NAME, ref.parent, pack(prompt[:150]))
+        held, kept = block_of(made), block_of(first)
+        rows, left = (held.delta or held.window), (kept.delta or kept.window)
+        for tensor in rows:
+            n_left = left[tensor].shape[-2]
+            assert n_left == rows[tensor].shape[-2] - 50
+            assert (left[tensor].words == rows[tensor].words[..., :n_left, :]).all()
+
+
+def test_an_imported_prefix_is_restored_to_its_last_token(tiny_model, tmp_path):
+    """S0-14: 300 of 600 tokens go to another store, and serve there as if computed."""
+    model = tiny_model("llama")
+    prompt = prompt_of(600, seed=3)
+    layout = probe(model, make_prompt_cache(model))
+    budgets = Budgets(min_free_disk_bytes=0)
+    home = OpenedStore(tmp_path / "home", budgets)
+    manager = home.manager(IDENTITY, layout)
+    manager.open(prompt).finish(prompt, prefill(model, make_prompt_cache(model), prompt))
+    home.saver.flush()
+    home.shelf.agents.advance("a", manager.namespace, prompt)
+    home.shelf.export_agent(home.shelf.find("a", 300), tmp_path / "a.kw")
+    home.close()
+    away = OpenedStore(tmp_path / "away", budgets)
+    away.shelf.import_agent(tmp_path / "a.kw", IDENTITY)
+    restored = away.manager(IDENTITY, layout).restore(prompt[:400])
+    assert restored.n_tokens == 300
+    run = continue_from(model, restored.caches, prompt[300:400], 3)
+    assert_same(cold(model, prompt[:400], 3), run)
+    away.close()
+
+
+def test_what_has_no_rows_is_not_cut(shelf, tmp_path):
+    turn(shelf, "a", tokens_of(188))
+    with pytest.raises(BadCacheFile, match="has no rows"):
+        shelf.export_agent(shelf.find("a", 100), tmp_path / "a.kw")
+    assert not (tmp_path / "a.kw").exists()

@@ -1,0 +1,154 @@
+"""What conversations begin with, and how far they have come: found, replaced, forgotten."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from keepwarm.cache.conversations import Conversations, State
+from keepwarm.cache.prefixes import Opening, Prefixes, tools_hash
+
+
+def tool(name: str, **properties: str) -> dict:
+    schema = {key: {"type": kind} for key, kind in properties.items()}
+    parameters = {"type": "object", "properties": schema}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+WEATHER, TIME = tool("weather", city="string", days="integer"), tool("time")
+OPENING = Opening("conv1", "tiny", "Be kind.", (WEATHER, TIME))
+
+OTHERS = {
+    "conversation": OPENING._replace(conversation="conv10"),
+    "model": OPENING._replace(model="other"),
+    "system": OPENING._replace(system="Be kind!"),
+    "a tool less": OPENING._replace(tools=(WEATHER,)),
+    "a schema": OPENING._replace(tools=(tool("weather", city="string", days="number"), TIME)),
+}
+
+
+def test_an_entry_has_what_was_stored():
+    """S2-09, S2-10, S2-11, S2-26."""
+    prefixes = Prefixes(clock=lambda: 12.5)
+    assert prefixes.get(OPENING) is None
+    prefixes.store(OPENING, [1, 2, 3])
+    entry = prefixes.get(OPENING)
+    assert (entry.n_tokens, entry.tokens) == (3, (1, 2, 3))
+    assert (entry.conversation, entry.model, entry.system) == OPENING[:3]
+    assert (entry.tools_hash, entry.stored) == (tools_hash(OPENING.tools), 12.5)
+    prefixes.store(OPENING, [1, 2])
+    assert prefixes.get(OPENING).tokens == (1, 2)
+    assert prefixes.stats.entries == 1
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_any_change_is_a_miss_and_spares_the_older_entry(other):
+    """S2-12, S2-13, S2-36: two configurations that take turns both profit."""
+    prefixes = Prefixes()
+    prefixes.store(OPENING, [1, 2, 3])
+    assert prefixes.get(other) is None
+    prefixes.store(other, [1, 9])
+    assert prefixes.get(OPENING).tokens == (1, 2, 3)
+    assert prefixes.get(other).tokens == (1, 9)
+
+
+def test_the_order_of_tools_and_keys_does_not_matter():
+    """S2-13."""
+    turned = {"function": dict(reversed(WEATHER["function"].items())), "type": "function"}
+    assert tools_hash([TIME, turned]) == tools_hash([WEATHER, TIME])
+    assert OPENING._replace(tools=(TIME, turned)).digest == OPENING.digest
+
+
+def test_digests_are_the_same_in_every_process():
+    """S2-12: not Python's own hash, which is seeded by the process."""
+    program = (
+        "from keepwarm.cache.prefixes import Opening; "
+        f"print(Opening({', '.join(map(repr, OPENING))}).digest)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONHASHSEED": "7"},
+    )
+    assert ran.stdout.strip() == OPENING.digest
+
+
+def test_parts_do_not_run_into_each_other():
+    assert Opening("a", "b", "c").digest != Opening("a", "bc", "").digest
+    assert Opening("a", "b", "c").digest != Opening("ab", "", "c").digest
+
+
+def test_invalidating_forgets_all_models_of_one_conversation_and_no_other():
+    """S2-17, S2-28, S2-31: `conv1` is not `conv10`."""
+    prefixes = Prefixes()
+    for conversation in ("conv1", "conv10", "con", "conv1_tiny"):
+        for model in ("tiny", "other"):
+            prefixes.store(Opening(conversation, model, "s"), [1])
+    assert prefixes.invalidate("conv1") == 2
+    assert prefixes.stats.entries == 6
+    assert prefixes.get(Opening("conv1", "tiny", "s")) is None
+    assert prefixes.get(Opening("conv10", "tiny", "s")) is not None
+    assert prefixes.invalidate("conv1") == 0
+
+
+def test_the_least_recently_used_goes_first():
+    """S2-35."""
+    prefixes = Prefixes(max_entries=2)
+    one, two, three = (Opening(name, "m", "s") for name in ("1", "2", "3"))
+    prefixes.store(one, [1])
+    prefixes.store(two, [2])
+    prefixes.get(one)
+    prefixes.store(three, [3])
+    assert [prefixes.get(opening) is not None for opening in (one, two, three)] == [1, 0, 1]
+
+
+def test_statistics():
+    """S2-34."""
+    prefixes = Prefixes()
+    assert prefixes.stats.hit_rate == 0
+    prefixes.get(OPENING)
+    prefixes.store(OPENING, [1, 2, 3])
+    for _ in range(3):
+        prefixes.get(OPENING)
+    stats = prefixes.stats
+    assert (stats.requests, stats.hits, stats.misses, stats.tokens_saved) == (4, 3, 1, 9)
+    assert stats.hit_rate == 0.75
+    prefixes.clear()
+    assert replace(prefixes.stats) == type(stats)(0, 0, 0, 0)
+
+
+# How far conversations have come.
+
+
+def test_a_conversation_has_a_state_with_each_model():
+    """S2-14, S2-15, S2-16."""
+    known = Conversations(clock=lambda: 3.0)
+    known.update("conv1", "tiny", State(10, 1))
+    known.update("conv1", "other", State(12, 1))
+    known.update("conv1", "tiny", State(30, 2, tokens_saved=10))
+    assert known.get("conv1", "tiny") == State(30, 2, 10, used=3.0)
+    assert known.get("conv1", "other").n_tokens == 12
+    assert known.get("conv", "tiny") is None
+
+
+def test_a_state_is_forgotten_with_its_conversation_alone():
+    """S2-17: the source's keys were conversation and model in one string, and nothing went."""
+    known = Conversations()
+    for conversation in ("conv1", "conv10"):
+        for model in ("tiny", "other"):
+            known.update(conversation, model, State(1, 1))
+    assert known.invalidate("conv1") == 2
+    assert known.get("conv1", "tiny") is None
+    assert known.get("conv10", "tiny") is not None
+    assert len(known) == 2
+
+
+def test_states_are_bounded():
+    """S2-35."""
+    known = Conversations(max_states=2)
+    for conversation in ("1", "2", "3"):
+        known.update(conversation, "m", State(1, 1))
+    assert [known.get(c, "m") is not None for c in ("1", "2", "3")] == [False, True, True]

@@ -1,0 +1,116 @@
+"""`keepwarm bench` as people run it: on servers of its own, with files of what it found."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from keepwarm.bench.results import Results
+from keepwarm.bench.suite import WORKLOADS
+from tests.cli import keepwarm
+from tests.kit.checkpoints import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"), n_context=16384)
+
+
+@pytest.fixture(scope="module")
+def ran(checkpoint, tmp_path_factory):
+    """One short run that starts both servers on the same model."""
+    home = tmp_path_factory.mktemp("home")
+    both = ("--target", "keepwarm", "--target", "mlx-lm")
+    kept = [f"--{kind}={home / name}" for kind, name in FILES.items()]
+    arguments = ("pipeline", "agents", "--quick", "--samples", 1, "--model", checkpoint)
+    run = keepwarm("bench", *arguments, *both, *kept, home=home, COLUMNS="200")
+    assert run.returncode == 0, run.stderr.decode()
+    return run.stdout.decode(), home
+
+
+FILES = {"json": "r.json", "html": "r.html", "markdown": "r.md", "save-baseline": "b.json"}
+
+
+def test_two_servers_side_by_side(ran):
+    """Both count the same prompts; mlx-lm's launcher is the real server on the same weights."""
+    results = Results.read(ran[1] / "r.json")
+    assert list(results.targets) == ["keepwarm", "mlx-lm"]
+    assert results.notes == []
+    first = {s.target: s for s in results.of("pipeline", "new") if s.x == 1}
+    assert first["keepwarm"].samples == first["mlx-lm"].samples
+    shared = "prefills of the shared part, all at once"
+    times = {c.target: c.value for c in results.claims if c.what == shared}
+    assert times["keepwarm"] <= 1.02 < times["mlx-lm"]
+
+
+def test_all_is_shown_and_kept(ran):
+    out, home = ran
+    assert "Ratios within this run" in out
+    assert re.search(r"recomputed ÷ new tokens from turn 2 +≤ 1.02 +1 yes", out)
+    assert "<svg" in (home / "r.html").read_text()
+    assert (home / "r.md").read_text().startswith("# Measured")
+    assert (home / "b.json").read_text() == (home / "r.json").read_text()
+
+
+def test_the_files_name_no_place_of_this_machine(ran, checkpoint):
+    kept = json.loads((ran[1] / "r.json").read_text())
+    assert kept["command"] == (
+        "keepwarm bench pipeline agents --target keepwarm --target mlx-lm --quick --samples 1"
+    )
+    assert kept["machine"]["versions"].keys() >= {"keepwarm", "mlx", "mlx-lm", "python"}
+    text = json.dumps(kept)
+    assert not [p for p in (Path.home(), checkpoint.parent, ran[1]) if f"{p}" in text]
+
+
+def test_a_baseline_is_compared(ran, checkpoint):
+    arguments = ("agents", "--quick", "--samples", 1, "--model", checkpoint, "--target", "engine")
+    slow = json.loads((ran[1] / "b.json").read_text())
+    for series in slow["series"] + slow["claims"]:
+        series["target"] = "engine"
+        series["samples"] = [100 * sample for sample in series["samples"]]
+        if "value" in series:
+            series["value"] *= 100
+    file = ran[1] / "slow.json"
+    file.write_text(json.dumps(slow))
+    run = keepwarm("bench", *arguments, "--compare", file, home=ran[1], COLUMNS="200")
+    assert run.returncode == 0, run.stderr.decode()
+    assert re.search(r"Against the baseline: \d+ of \d+ beyond the spread", run.stdout.decode())
+    assert re.search(r"prefills of the shared part, all at once .* better", run.stdout.decode())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nonsense"], "no workload 'nonsense'"),
+        (["late", "--target", "nobody"], "is no target"),
+        (["late", "--json", "missing/r.json"], "make it first"),
+        (["late", "--compare", "missing.json"], "cannot be read"),
+        (["late", "--model", "no-such-model"], "no-such-model"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(main_here, checkpoint, arguments, sentence):
+    model = [] if "--model" in arguments else ["--model", checkpoint]
+    code, out, said = main_here("bench", *arguments, *model)
+    assert (code, out) == (2, "")
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+def test_workloads_are_listed(main_here):
+    code, out, _ = main_here("bench", "--list")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == list(WORKLOADS)
+
+
+@pytest.mark.soak
+def test_every_workload_on_every_target(checkpoint, tmp_path):
+    """Restarts and overhead too: a minute or two."""
+    every = [word for name in ("engine", "keepwarm", "mlx-lm") for word in ("--target", name)]
+    file = tmp_path / "r.json"
+    arguments = ("--quick", "--samples", 1, "--model", checkpoint, "--json", file)
+    run = keepwarm("bench", *arguments, *every, home=tmp_path, timeout=900)
+    assert run.returncode == 0, run.stderr.decode()
+    found = Results.read(file)
+    assert found.workloads == list(WORKLOADS)
+    assert [(n.workload, n.target) for n in found.notes] == [("persistence", "mlx-lm")]

@@ -1,0 +1,62 @@
+"""`keepwarm demo`: no arguments, a server that is really killed, answers that stay the same."""
+
+import re
+
+import pytest
+
+from keepwarm.bench.client import Reply
+from keepwarm.bench.demo import BAR, TURNS, Turn, bar, lines
+from tests.cli import keepwarm
+from tests.kit.checkpoints import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """The whole of it on a tiny model, which stands in the settings for the default one."""
+    model = write_checkpoint(tmp_path_factory.mktemp("model"), n_context=16384)
+    home = tmp_path_factory.mktemp("home")
+    run = keepwarm("demo", home=home, KEEPWARM_MODEL=str(model), COLUMNS="80")
+    assert run.returncode == 0, run.stderr.decode()
+    return run.stdout.decode()
+
+
+def test_every_turn_is_drawn_without_and_with_the_cache(shown):
+    n_turns = sum(map(len, TURNS.values()))
+    assert len(re.findall(r"^\w+ \d +off ░+ +[\d.]+ s ", shown, re.MULTILINE)) == n_turns
+    assert len(re.findall(r"^ +on +█+ +[\d.]+ s ", shown, re.MULTILINE)) == n_turns
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_the_prefix_is_shared_and_survives_the_kill(shown):
+    before, after = shown.split("killed (kill -9)")
+    read = [int(n.replace(",", "")) for n in re.findall(r"on  █.* s ([\d,]+) of", before)]
+    whole = int(re.search(r"keeper 1.* s ([\d,]+) of", before)[1].replace(",", ""))
+    assert read[0] == whole
+    assert max(read[1:]) < whole / 10
+    assert "rest disk" in after
+    n_read, n_prompt = re.search(r"after the kill\s+([\d,]+) of\s+([\d,]+)", shown).groups()
+    assert int(n_read.replace(",", "")) < int(n_prompt.replace(",", "")) / 5
+
+
+def test_answers_are_the_same(shown):
+    n_same, n_all = re.search(r"Answers: (\d) of (\d) are the same", shown).groups()
+    assert n_same == n_all != "0"
+
+
+def reply(text, n_prompt=100, seconds=1.0):
+    return Reply(text, (seconds,), seconds, n_prompt, 0, 1, {})
+
+
+def test_another_answer_is_seen():
+    """A control: what differs is said, and only what was asked in other tokens is left out."""
+    assert not Turn("a", 1, reply("x"), reply("x")).differs
+    other = Turn("a", 1, reply("x"), reply("y"))
+    assert other.differs
+    assert "ANOTHER ANSWER" in "".join(lines(other, 1.0))
+    assert not Turn("a", 1, reply("x"), reply("y", n_prompt=99)).differs
+
+
+def test_bars_are_as_long_as_their_part():
+    assert bar(1.0, 2.0, "#") == "#" * (BAR // 2) + " " * (BAR - BAR // 2)
+    assert bar(0.0, 2.0, "#").strip() == "#"
+    assert bar(3.0, 2.0, "#") == "#" * BAR

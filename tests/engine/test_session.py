@@ -1,0 +1,520 @@
+"""Sessions: only what is new is read, one answer at a time, nothing outlives its session."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import keepwarm
+from keepwarm.engine.engine import Engine
+from keepwarm.engine.gate import Gate
+from keepwarm.engine.model import Model
+from keepwarm.engine.request import Delta, KVOptions, Request, Sampling
+from keepwarm.engine.session import Registry, Session, forget
+from keepwarm.engine.tool_rounds import Reply
+from keepwarm.errors import BadInput, Busy, UnknownAgent
+from tests.kit.checkpoints import write_checkpoint
+from tests.kit.engines import Models, engine_on
+from tests.kit.runs import FedCounter
+from tests.kit.scripted import MAX_ANSWERS, write_scripted
+
+SYSTEM = "You answer in one sentence, and you answer in the words of the question. " * 4
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look something up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+    },
+}
+SHORT = Sampling(max_tokens=4)
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory) -> Model:
+    answers = [f"This is answer {number}." for number in range(MAX_ANSWERS - 1)]
+    answers.append("\n\n")  # a token of its own, which joins the line break before a question
+    return keepwarm.load(str(write_scripted(tmp_path_factory.mktemp("scripted"), answers)))
+
+
+@pytest.fixture
+def counted(scripted) -> Model:
+    return replace(scripted, module=FedCounter(scripted.module))
+
+
+@pytest.fixture
+def engine(counted, tmp_path) -> Iterator[Engine]:
+    with engine_on(counted, tmp_path) as engine:
+        yield engine
+
+
+def settle(engine: Engine) -> None:
+    """An answer is given before it is kept; return once it is."""
+    engine.call(lambda: None).result()
+    engine.call(lambda: None).result()
+
+
+def n_live(engine: Engine) -> int:
+    settle(engine)
+    return engine.live.stats.entries
+
+
+def read(session: Session, question: str, *, streamed: bool) -> Reply:
+    if not streamed:
+        return session.respond(question)
+    stream = session.stream(question)
+    text = "".join(event.text for event in stream if isinstance(event, Delta))
+    assert text == stream.reply.text
+    return stream.reply
+
+
+# Turns.
+
+
+def test_later_turns_read_only_what_is_new(engine):
+    """S4-02, S4-03, S4-19, S4-23, S2-04, S2-19, S2-27: whether an answer is streamed or not, and
+    counted where the model is called."""
+    session = Session(engine, system=SYSTEM, tools=[TOOL], id="ada")
+    first = session.respond("What is a fox?")
+    assert first.text == "This is answer 0."
+    assert first.receipt.cached_tokens == 0
+    known = first.usage.prompt_tokens + first.usage.completion_tokens
+    for number in range(1, 6):
+        before = engine.model.module.fed
+        reply = read(session, f"And number {number}?", streamed=number % 2 == 1)
+        assert reply.text == f"This is answer {number}."
+        assert reply.usage.cached_tokens == known
+        new = reply.usage.prompt_tokens - known + reply.usage.completion_tokens
+        assert engine.model.module.fed - before == new
+        known = reply.usage.prompt_tokens + reply.usage.completion_tokens
+    assert session.n_turns == 6
+    state = session.registry.conversations.get("ada", str(engine.model.path))
+    assert (state.n_tokens, state.n_turns) == (known, 6)
+
+
+def test_options_can_be_named_for_one_question(engine):
+    session = Session(engine)
+    assert session.respond("Hi", sampling=Sampling(max_tokens=1)).reason == "length"
+    assert session.respond("Hi").reason == "stop"
+
+
+def test_a_turn_that_is_not_read_to_its_end_was_never_said(engine):
+    session = Session(engine)
+    session.respond("Hi")
+    said = session.messages
+    stream = session.stream("And?")
+    next(stream)
+    with pytest.raises(BadInput, match="not there yet"):
+        _ = stream.reply
+    stream.close()
+    assert session.messages == said
+    assert session.respond("And?").text == "This is answer 1."
+
+
+def test_a_turn_that_fails_was_never_said(engine):
+    session = Session(engine)
+    with pytest.raises(BadInput, match="max_tokens"):
+        session.respond("Hi", sampling=Sampling(max_tokens=-1))
+    assert session.messages == []
+    assert session.respond("Hi").text == "This is answer 0."
+
+
+def test_an_abandoned_stream_frees_the_session(engine):
+    session = Session(engine, busy="refuse")
+    next(session.stream("Hi"))
+    gc.collect()
+    assert session.respond("Hi").text == "This is answer 0."
+
+
+def test_a_conversation_goes_on_after_a_restart(counted, tmp_path):
+    """S0-01, S0-24: messages are the caller's to keep, what they cost is ours."""
+    with engine_on(counted, tmp_path) as engine:
+        session = Session(engine, system=SYSTEM, id="ada")
+        session.respond("What is a fox?")
+        last = session.respond("And a dog?").usage
+        said = session.messages
+    with engine_on(counted, tmp_path) as engine:
+        session = Session(engine, system=SYSTEM, id="ada", messages=said)
+        assert session.n_turns == 2
+        reply = session.respond("And a tree?")
+        assert reply.text == "This is answer 2."
+        assert reply.receipt.reused == {"disk": last.prompt_tokens + last.completion_tokens}
+
+
+def test_an_edited_conversation_reuses_exactly_what_is_common(engine):
+    """S4-21, S4-33, S2-20: longer, and another one from the second question on."""
+    session = Session(engine, system=SYSTEM)
+    session.respond("What is a fox?")
+    session.respond("And what is a dog, in the words of the question?")
+    said = session.messages
+    edited = [*said[:2], {"role": "user", "content": "Why?"}, *said[3:]]
+    request = Request(messages=[{"role": "system", "content": SYSTEM}, *edited, said[0]])
+    tokens = engine.prepare(request).tokens
+    whole = engine.prepare(replace(request, messages=[request.messages[0], *said])).tokens
+    common = next(n for n, (a, b) in enumerate(zip(tokens, whole, strict=False)) if a != b)
+    reply = Session(engine, system=SYSTEM, messages=edited).respond(said[0]["content"])
+    assert reply.usage.prompt_tokens == len(tokens)
+    assert reply.usage.cached_tokens == common
+
+
+def test_rewinding_forgets_turns_and_keeps_what_they_share(engine):
+    """S2-20: the turn is asked again from the same tokens."""
+    session = Session(engine, system=SYSTEM)
+    replies = [session.respond(text) for text in ("one", "two", "three")]
+    session.rewind(1)
+    assert [message["content"] for message in session.messages] == ["one", "This is answer 0."]
+    again = session.respond("TWO")
+    assert again.text == "This is answer 1."
+    first = replies[0].usage
+    assert again.usage.cached_tokens >= first.prompt_tokens + first.completion_tokens
+    session.rewind(0)
+    assert (session.messages, session.n_turns) == ([], 0)
+    with pytest.raises(BadInput, match="there is no turn 1"):
+        session.rewind(1)
+
+
+def test_a_fork_has_the_same_past_and_a_future_of_its_own(engine):
+    session = Session(engine, system=SYSTEM, tools=[TOOL], id="ada")
+    first = session.respond("What is a fox?").usage
+    fork = session.fork("eve")
+    assert (fork.id, fork.messages) == ("eve", session.messages)
+    known = first.prompt_tokens + first.completion_tokens
+    assert fork.respond("And a dog?").usage.cached_tokens == known
+    assert session.respond("And a tree?").usage.cached_tokens >= known
+    assert fork.messages[2]["content"] == "And a dog?"
+    assert session.messages[2]["content"] == "And a tree?"
+    assert fork.fork().id not in ("ada", "eve")
+
+
+# Before the first question.
+
+STARTS = ("Hi", "\n\nHi", " Hi", "", "7", "<|im_end|>", "é", "\tx")
+
+
+def test_what_is_warmed_begins_every_first_request(engine):
+    """S4-07, S4-25, S4-26, S4-27: with tools, and whatever the question begins with."""
+    session = Session(engine, system=SYSTEM, tools=[TOOL])
+    receipt = session.prewarm()
+    assert receipt.recomputed == receipt.prompt_tokens > 100
+    system = {"role": "system", "content": SYSTEM}
+    for text in STARTS:
+        request = Request(messages=[system, {"role": "user", "content": text}], tools=[TOOL])
+        assert engine.lookup(request).live >= receipt.prompt_tokens, text
+    other = Request(messages=[system, {"role": "user", "content": "Hi"}])
+    assert engine.lookup(other).live < receipt.prompt_tokens
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "gemma3_text", "qwen3_next", "mamba2", "llama4", "deepseek_v32"]
+)
+def test_the_first_turn_reads_only_the_question(models: Models, tmp_path, architecture, streamed):
+    """S4-03, S4-07, S4-25: token for token, for every kind of layer."""
+    model = models.of(architecture)
+    with engine_on(model, tmp_path) as engine:
+        session = Session(engine, system="Be brief.", tools=[TOOL], sampling=SHORT)
+        n_warm = session.prewarm().prompt_tokens
+        before = model.module.fed
+        reply = read(session, "What is it?", streamed=streamed)
+        assert reply.receipt.reused == {"live": n_warm}
+        new = reply.usage.prompt_tokens - n_warm
+        assert 0 < new < 40
+        assert model.module.fed - before == new + 4
+
+
+def test_warming_again_costs_one_token_and_no_rendering(engine):
+    """S2-08, S2-18, S2-34: the prefix is found by conversation, system prompt and tools."""
+    session = Session(engine, system=SYSTEM, tools=[TOOL])
+    n_tokens = session.prewarm().prompt_tokens
+    assert session.prewarm().recomputed == 1
+    stats = session.registry.prefixes.stats
+    assert (stats.hits, stats.misses, stats.tokens_saved) == (1, 1, n_tokens)
+
+
+def test_a_conversation_with_a_past_is_warmed_with_it(counted, tmp_path):
+    with engine_on(counted, tmp_path) as engine:
+        session = Session(engine, system=SYSTEM)
+        session.respond("What is a fox?")
+        said = session.messages
+    with engine_on(counted, tmp_path / "another") as engine:
+        session = Session(engine, system=SYSTEM, messages=said)
+        n_tokens = session.prewarm().prompt_tokens
+        assert session.respond("And a dog?").usage.cached_tokens == n_tokens
+
+
+def test_warming_tells_what_is_wrong(engine):
+    """The traps of others: errors swallowed, options ignored."""
+    with pytest.raises(BadInput, match="max_tokens"):
+        Session(engine, sampling=Sampling(max_tokens=-1)).prewarm()
+
+
+def test_kv_options_are_part_of_what_is_found(models: Models, tmp_path):
+    """S4-04, S4-05, S4-20: another setting is a miss, the same one is a hit."""
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        small = KVOptions(kv_bits=8, kv_group_size=32)
+
+        def ask(kv: KVOptions | None) -> int:
+            session = Session(engine, system="Be brief.", kv=kv, sampling=SHORT)
+            return session.respond("What is it?").usage.cached_tokens
+
+        session = Session(engine, system="Be brief.", kv=small, sampling=SHORT)
+        n_warm = session.prewarm().prompt_tokens
+        assert ask(None) == 0
+        assert ask(replace(small, kv_bits=4)) == 0
+        reply = session.respond("What is it?")
+        assert reply.usage.cached_tokens == n_warm
+        assert not reply.receipt.exact
+
+
+# Lives and deaths.
+
+
+def test_caches_are_freed_with_their_session(engine):
+    """S4-06: when the object dies, and not those of others."""
+    ada, eve = Session(engine, system="Ada is here."), Session(engine, system="Eve is here.")
+    ada.respond("Hi")
+    eve.respond("Hi")
+    assert n_live(engine) == 2
+    del ada
+    assert n_live(engine) == 1
+    assert eve.respond("Hi again").receipt.reused.keys() == {"live"}
+
+
+def test_warmed_caches_are_freed_too(engine):
+    """S4-06."""
+    session = Session(engine, system=SYSTEM)
+    session.prewarm()
+    assert n_live(engine) == 1
+    session.close()
+    assert n_live(engine) == 0
+
+
+def test_a_closed_session_answers_no_more(engine):
+    with Session(engine) as session:
+        session.respond("Hi")
+    assert n_live(engine) == 0
+    session.close()
+    with pytest.raises(BadInput, match="closed"):
+        session.respond("Hi")
+    assert len(session.messages) == 2
+
+
+def test_a_session_may_outlive_its_engine(scripted, tmp_path):
+    with engine_on(replace(scripted, module=FedCounter(scripted.module)), tmp_path) as engine:
+        session = Session(engine)
+    session.close()
+
+
+def test_clearing_the_engine_frees_the_caches_of_all_sessions(engine):
+    """S4-30: they go on, from what is on disk."""
+    sessions = [Session(engine, system=f"Number {number}.") for number in range(3)]
+    known = []
+    for session in sessions:
+        usage = session.respond("Hi").usage
+        known.append(usage.prompt_tokens + usage.completion_tokens)
+    assert n_live(engine) == 3
+    engine.store.flush()
+    engine.clear()
+    assert n_live(engine) == 0
+    reused = [session.respond("And?").receipt.reused for session in sessions]
+    assert reused == [{"disk": n_tokens} for n_tokens in known]
+
+
+def test_ids_are_checked_at_once(engine):
+    with pytest.raises(BadInput, match="no agent id"):
+        Session(engine, id="../etc")
+
+
+def test_forgetting_one_conversation_spares_all_others(engine):
+    """S2-17, S2-28, S4-33: in memory, in what is known of prefixes, and on disk if so asked."""
+    registry = Registry()
+    sessions = {
+        name: Session(engine, system=f"{name} is here.", id=name, registry=registry)
+        for name in ("conv1", "conv10")
+    }
+    for session in sessions.values():
+        session.prewarm()
+        session.respond("Hi")
+    agents = engine.store.shelf.agents
+    wait_for_agents(engine, 2)
+    forget(engine, "conv1", registry)
+    assert n_live(engine) == 1
+    assert registry.prefixes.stats.entries == 1
+    model = str(engine.model.path)
+    assert registry.conversations.get("conv1", model) is None
+    assert registry.conversations.get("conv10", model) is not None
+    assert [agent.id for agent in agents.all()] == ["conv1", "conv10"]
+    forget(engine, "conv1", on_disk=True)
+    with pytest.raises(UnknownAgent):
+        agents.show("conv1")
+    assert [agent.id for agent in agents.all()] == ["conv10"]
+    forget(engine, "conv1", on_disk=True)
+    assert sessions["conv10"].respond("And?").receipt.reused.keys() == {"live"}
+
+
+def wait_for_agents(engine: Engine, n: int) -> None:
+    """What an agent has said is noted in the background."""
+    for _ in range(500):
+        if len(list(engine.store.shelf.agents.all())) == n:
+            return
+        threading.Event().wait(0.01)
+    pytest.fail(f"{n} agents were not noted")
+
+
+# One at a time.
+
+
+def test_whoever_comes_second_waits(engine):
+    """S4-01: in the order of arrival, each on what was said before."""
+    session = Session(engine)
+    stream = session.stream("first")
+    next(stream)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(session.respond, "second")
+        list(stream)
+        assert second.result(20).text == "This is answer 1."
+    questions = [m["content"] for m in session.messages if m["role"] == "user"]
+    assert questions == ["first", "second"]
+
+
+def test_or_is_refused(engine):
+    session = Session(engine, busy="refuse")
+    stream = session.stream("first")
+    next(stream)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(Busy, match="giving an answer"):
+        pool.submit(session.respond, "second").result(20)
+    list(stream)
+    assert session.respond("second").text == "This is answer 1."
+
+
+def test_whoever_would_wait_for_itself_is_refused(engine):
+    """A queue would never end here."""
+    session = Session(engine, busy="queue")
+    for _ in session.stream("first"):
+        with pytest.raises(Busy):
+            session.respond("second")
+        with pytest.raises(Busy):
+            session.rewind(0)
+    assert session.n_turns == 1
+
+
+def test_many_sessions_at_once(engine):
+    """S4-01, S4-16: each goes through its own conversation, reading only what is new."""
+
+    def talk(number: int) -> int:
+        session = Session(engine, system=f"Agent {number}. {SYSTEM}")
+        known = 0
+        for turn in range(6):
+            usage = session.respond(f"Question {turn} of {number}?").usage
+            assert usage.cached_tokens >= known
+            known = usage.prompt_tokens + usage.completion_tokens
+        return session.n_turns
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(talk, range(8))) == [6] * 8
+    gc.collect()
+    assert n_live(engine) == 0
+
+
+# Coroutines.
+
+
+def test_the_same_for_coroutines(engine):
+    """S3-71, S4-03: one rule for all paths."""
+
+    async def talk() -> None:
+        session = Session(engine, system=SYSTEM, tools=[TOOL])
+        n_warm = (await session.aprewarm()).prompt_tokens
+        stream = session.stream("What is a fox?")
+        text = "".join([event.text async for event in stream if isinstance(event, Delta)])
+        assert text == stream.reply.text == "This is answer 0."
+        assert stream.reply.usage.cached_tokens == n_warm
+        known = stream.reply.usage.prompt_tokens + stream.reply.usage.completion_tokens
+        second = await session.arespond("And a dog?")
+        assert second.usage.cached_tokens == known
+        both = await asyncio.gather(*(session.arespond(text) for text in ("three", "four")))
+        assert [reply.text for reply in both] == ["This is answer 2.", "This is answer 3."]
+
+    asyncio.run(talk())
+
+
+def test_a_coroutine_that_goes_away_is_not_waited_for(engine):
+    async def talk() -> None:
+        session = Session(engine)
+        async with aclosing(session.stream("first")) as stream:
+            await anext(stream)
+            waiting = asyncio.create_task(session.arespond("second"))
+            await asyncio.sleep(0.01)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            with pytest.raises(Busy):
+                await session.arespond("of the same task")
+        assert session.messages == []
+        assert (await session.arespond("third")).text == "This is answer 0."
+
+    asyncio.run(talk())
+
+
+def test_a_turn_that_comes_as_its_owner_goes_is_passed_on():
+    """The one race of the gate, played through step by step."""
+
+    async def race() -> None:
+        gate = Gate("queue")
+        first = gate.passed()
+        first.__enter__()
+
+        async def second() -> None:
+            async with gate.apassed():
+                pytest.fail("it was cancelled")
+
+        waiting = asyncio.create_task(second())
+        await asyncio.sleep(0)
+        first.__exit__(None, None, None)  # its turn has come, and it has not yet heard of it
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        async with asyncio.timeout(5), gate.apassed():
+            pass
+
+    asyncio.run(race())
+
+
+def test_the_example_says_what_is_true(tmp_path):
+    """Run twice, as people run it: turns are warm, and the second time even the first one is."""
+    checkpoint = write_checkpoint(tmp_path / "model")
+    warm = []
+    for _ in range(2):
+        ran = subprocess.run(
+            [sys.executable, EXAMPLES / "session.py", checkpoint],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+            env={**os.environ, "KEEPWARM_STORE": str(tmp_path / "store")},
+        )
+        found = re.findall(r"^  (\d+) of (\d+) tokens were warm$", ran.stdout, re.MULTILINE)
+        warm.append([(int(known), int(n_tokens)) for known, n_tokens in found])
+    for turns in warm:
+        assert len(turns) == 3
+        assert all(0 < known < n_tokens for known, n_tokens in turns)
+    assert warm[1][0][0] == warm[1][0][1] - 1 > warm[0][0][0]
+
+
+def test_what_people_need_is_in_the_package():
+    for name in keepwarm.__all__:
+        assert getattr(keepwarm, name) is not None
+    assert keepwarm.Session is Session

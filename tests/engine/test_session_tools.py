@@ -1,0 +1,317 @@
+"""Functions as tools: described from their signature, run in rounds, never round and round."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field
+
+import keepwarm
+from keepwarm.engine.request import ToolCall, ToolCalled
+from keepwarm.engine.session import Session
+from keepwarm.engine.tool_functions import Toolbox, schema_of, signature_of
+from keepwarm.engine.tool_rounds import MAX_ROUNDS
+from keepwarm.errors import BadInput, RepeatedToolCall
+from tests.kit.engines import engine_on
+from tests.kit.runs import FedCounter
+from tests.kit.scripted import call, write_scripted
+
+
+def weather(city: str, days: int = 1) -> dict[str, Any]:
+    """Say how the weather will be.
+
+    Only for cities.
+
+    Args:
+        city (str): whose weather,
+            by its name
+        days: how many
+
+    Returns:
+        the sky
+    """
+    return {"city": city, "days": days, "sky": "grau, 5 °C"}
+
+
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+Start = Callable[..., AbstractContextManager[Session]]
+
+
+@pytest.fixture
+def session_with(tmp_path: Path) -> Start:
+    """A session whose model says this, with these tools."""
+
+    @contextmanager
+    def start(answers: list[str], tools: list[Any], **options: Any) -> Iterator[Session]:
+        model = keepwarm.load(str(write_scripted(tmp_path / "model", answers)))
+        counted = replace(model, module=FedCounter(model.module))
+        with engine_on(counted, tmp_path / "home") as engine:
+            yield Session(engine, system="Use the tools.", tools=tools, **options)
+
+    return start
+
+
+# Rounds.
+
+
+def test_a_function_is_run_and_the_model_goes_on(session_with):
+    """S2-04: every round reads only what is new."""
+    answers = [call("weather", city="Oslo"), call("weather", city="Rome", days=3), "It rains."]
+    with session_with(answers, [weather, LOOK]) as session:
+        reply = session.respond("And the weather?")
+        assert (reply.text, reply.reason, reply.pending) == ("It rains.", "stop", ())
+        assert [made.call.name for made in reply.calls] == ["weather", "weather"]
+        assert json.loads(reply.calls[1].result) == weather("Rome", 3)
+        assert not any(made.failed for made in reply.calls)
+        roles = [message["role"] for message in session.messages]
+        assert roles == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+        assert "grau, 5 °C" in session.messages[2]["content"]
+        assert session.n_turns == 1
+        usages = [result.usage for result in reply.rounds]
+        for before, after in pairwise(usages):
+            assert after.cached_tokens == before.prompt_tokens + before.completion_tokens
+        assert reply.usage.prompt_tokens == sum(usage.prompt_tokens for usage in usages)
+        assert reply.receipt.cached_tokens == reply.usage.cached_tokens
+        assert reply.receipt.recomputed == reply.usage.prompt_tokens - reply.usage.cached_tokens
+
+
+def test_calls_are_seen_as_they_come(session_with):
+    """S4-03: the stream has its tools too."""
+    with session_with([call("weather", city="Oslo"), "It rains."], [weather]) as session:
+        stream = session.stream("And the weather?")
+        shown = list(stream)
+        assert [event.call.name for event in shown if isinstance(event, ToolCalled)] == ["weather"]
+        assert "".join(getattr(event, "text", "") for event in shown) == "It rains."
+        assert len(stream.reply.calls) == 1
+
+
+def test_the_same_call_again_ends_the_turn(session_with):
+    """S4-28: the same arguments in another order are the same call; what was said is in the
+    error, and the conversation goes on from before."""
+    answers = [
+        "I look. " + call("weather", city="Oslo", days=2),
+        "Again. " + call("weather", days=2, city="Oslo"),
+    ]
+    with session_with(answers, [weather]) as session:
+        with pytest.raises(RepeatedToolCall, match="twice in a row") as raised:
+            session.respond("And the weather?")
+        assert raised.value.text == "I look. Again. "
+        assert (session.messages, session.n_turns) == ([], 0)
+        with pytest.raises(RepeatedToolCall):
+            asyncio.run(session.arespond("And the weather?"))
+
+
+def test_a_call_may_come_back_after_another_one(session_with):
+    """S4-28: looking again once something has changed is no loop."""
+    oslo, rome = (call("weather", city=city) for city in ("Oslo", "Rome"))
+    with session_with([oslo, rome, oslo, "Done."], [weather]) as session:
+        assert len(session.respond("Watch the weather.").calls) == 3
+
+
+def test_rounds_are_bounded(session_with):
+    """S4-29: what is still called after the last round is left to the caller."""
+    answers = [call("weather", city=f"City {number}") for number in range(MAX_ROUNDS + 1)]
+    with session_with([*answers, "Enough."], [weather]) as session:
+        reply = session.respond("And the weather?")
+        assert len(reply.calls) == MAX_ROUNDS == 8
+        assert reply.reason == "tool_calls"
+        (waiting,) = reply.pending
+        assert json.loads(waiting.arguments) == {"city": f"City {MAX_ROUNDS}"}
+        assert session.respond({waiting.id: "sun"}).text == "Enough."
+        assert session.n_turns == 2
+
+
+def test_a_plain_schema_is_for_the_caller_to_run(session_with):
+    """D7: a loop over such calls is the caller's."""
+    with session_with([call("look", word="fox"), call("look", word="fox"), "A fox."], [LOOK]) as s:
+        first = s.respond("What is a fox?")
+        assert (first.text, first.calls, first.reason) == ("", (), "tool_calls")
+        (waiting,) = first.pending
+        assert (waiting.name, json.loads(waiting.arguments)) == ("look", {"word": "fox"})
+        with pytest.raises(BadInput, match=waiting.id):
+            s.respond("Well?")
+        with pytest.raises(BadInput, match="give one for each"):
+            s.respond({"call_of_another": "an animal"})
+        second = s.respond({waiting.id: "an animal"})
+        assert second.usage.cached_tokens == sum(
+            (first.usage.prompt_tokens, first.usage.completion_tokens)
+        )
+        assert s.respond({second.pending[0].id: "an animal"}).text == "A fox."
+        s.rewind(1)
+        assert [message["role"] for message in s.messages] == ["user", "assistant"]
+
+
+def test_of_both_kinds_each_goes_its_way(session_with):
+    both = call("look", word="fox") + "\n" + call("weather", city="Oslo")
+    with session_with([both, "Well."], [LOOK, weather]) as session:
+        reply = session.respond("Look.")
+        assert [made.call.name for made in reply.calls] == ["weather"]
+        assert [waiting.name for waiting in reply.pending] == ["look"]
+        assert session.respond({reply.pending[0].id: "an animal"}).text == "Well."
+
+
+def test_what_goes_wrong_in_a_tool_is_told_to_the_model(session_with):
+    def burn(wood: str) -> str:
+        raise OSError(f"{wood} is wet")
+
+    answers = [
+        call("burn", wood="Oak"),
+        call("weather", town="Oslo"),
+        call("weather", city="Oslo", days="many"),
+        "Too bad.",
+    ]
+    with session_with(answers, [burn, weather]) as session:
+        reply = session.respond("Make a fire.")
+        assert reply.text == "Too bad."
+        assert all(made.failed for made in reply.calls)
+        wet, unknown, wrong = (made.result for made in reply.calls)
+        assert wet == "Error: OSError: Oak is wet"
+        assert unknown.startswith("Error: ")
+        assert "town: Unexpected keyword argument" in unknown
+        assert "days: " in wrong
+        assert "https:" not in unknown + wrong
+        assert session.messages[2]["content"] == wet
+
+
+def test_async_tools_run_on_the_loop(session_with):
+    seen: list[object] = []
+
+    async def fetch(page: str) -> str:
+        await asyncio.sleep(0)
+        seen.append(asyncio.get_running_loop())
+        return page.upper()
+
+    def plain(page: str) -> str:
+        seen.append(threading.current_thread())
+        return page
+
+    answers = [call("fetch", page="a"), call("plain", page="b"), "Read."]
+    with session_with(answers, [fetch, plain]) as session:
+
+        async def talk() -> None:
+            reply = await session.arespond("Read a.")
+            assert [made.result for made in reply.calls] == ["A", "b"]
+            assert seen[0] is asyncio.get_running_loop()
+            assert seen[1] is not threading.current_thread()
+
+        asyncio.run(talk())
+        session.rewind(0)
+        with pytest.raises(BadInput, match="arespond"):
+            session.respond("Read a.")
+        assert session.messages == []
+
+
+def test_a_tool_that_asks_its_own_session_is_told_that_it_is_busy(session_with):
+    held: list[Session] = []
+
+    def ask(question: str) -> str:
+        return held[0].respond(question).text
+
+    with session_with([call("ask", question="Who?"), "Nobody."], [ask]) as session:
+        held.append(session)
+        alone = session.respond("Ask.")
+        session.rewind(0)
+        in_a_thread = asyncio.run(session.arespond("Ask."))
+        for reply in (alone, in_a_thread):
+            assert reply.text == "Nobody."
+            assert reply.calls[0].result.startswith("Error: Busy")
+
+
+def test_a_fork_has_the_same_tools(session_with):
+    with session_with([call("weather", city="Oslo"), "It rains."], [weather]) as session:
+        assert session.fork().respond("And the weather?").calls[0].call.name == "weather"
+
+
+# Schemas.
+
+
+def test_a_schema_comes_from_signature_and_docstring():
+    function = schema_of(weather)["function"]
+    assert function["name"] == "weather"
+    assert function["description"].startswith("Say how the weather will be.\n\nOnly for cities.")
+    assert "how many" not in function["description"]
+    assert function["parameters"] == {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "city": {"type": "string", "description": "whose weather, by its name"},
+            "days": {"type": "integer", "default": 1, "description": "how many"},
+        },
+        "required": ["city"],
+    }
+
+
+def test_types_become_schemas():
+    def pick(
+        kind: Literal["a", "b"],
+        sizes: list[float],
+        names: dict[str, bool] | None = None,
+        note: Annotated[str, Field(description="said here")] = "",
+    ) -> None: ...
+
+    function = schema_of(pick)["function"]
+    properties = function["parameters"]["properties"]
+    assert "description" not in function
+    assert properties["kind"]["enum"] == ["a", "b"]
+    assert properties["sizes"] == {"type": "array", "items": {"type": "number"}}
+    assert {"type": "null"} in properties["names"]["anyOf"]
+    assert properties["note"]["description"] == "said here"
+    assert function["parameters"]["required"] == ["kind", "sizes"]
+
+
+def test_methods_are_tools_too():
+    class Counter:
+        n = 0
+
+        def add(self, n: int) -> int:
+            """Add to it."""
+            self.n += n
+            return self.n
+
+    counter = Counter()
+    made = Toolbox([counter.add]).run(ToolCall("1", "add", '{"n": 3}'))
+    assert (made.result, counter.n) == ("3", 3)
+
+
+class Unknown:
+    pass
+
+
+def _takes_unknown(thing: Unknown) -> None: ...
+
+
+def _takes_nameless(*things: str) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("tools", "why"),
+    [
+        ([_takes_unknown], "cannot be described"),
+        ([_takes_nameless], "give each a name"),
+        ([weather, weather], "same name"),
+        ([LOOK, {**LOOK}], "same name"),
+        ([{"name": "look"}], "must be"),
+    ],
+)
+def test_what_is_no_tool_is_refused_in_one_sentence(tools, why):
+    with pytest.raises(BadInput, match=why) as refused:
+        Toolbox(tools)
+    assert "\n" not in str(refused.value)
+
+
+def test_signatures_are_canonical():
+    """S4-28."""
+    one, two = (ToolCall("x", "f", text) for text in ('{"a": 1, "b": [2]}', '{"b":[2],"a":1}'))
+    assert signature_of(one) == signature_of(two)
+    assert signature_of(one) != signature_of(one._replace(name="g"))
+    assert signature_of(one) != signature_of(one._replace(arguments='{"a": 1, "b": 2}'))

@@ -1,0 +1,163 @@
+"""At start what will likely be asked again is brought from disk into memory, and nobody waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from keepwarm.cache.opened import Budgets
+from keepwarm.engine.engine import Engine
+from keepwarm.engine.warm import Warmer
+from tests.kit.engines import Models, ask, engine_on, memory, tokens_of
+from tests.kit.runs import prompt_of
+
+N_PROMPT = 300
+NAMES = ("ada", "bob", "eve")
+
+
+def fill(models: Models, home: Path, names: Sequence[str] = NAMES, kind: str = "llama") -> dict:
+    """A store in which these agents have spoken, in this order; their tokens by name."""
+    said = {}
+    with engine_on(models.of(kind), home) as engine:
+        for seed, name in enumerate(names):
+            prompt = prompt_of(N_PROMPT, seed)
+            result = engine.submit(ask(prompt, agent=name)).result()
+            said[name] = [*prompt, *tokens_of(result.choices[0])]
+    return said
+
+
+def goes_on(engine: Engine, tokens: Sequence[int]) -> dict[str, int]:
+    """Where the tokens of a conversation come from when it goes on."""
+    return dict(engine.submit(ask([*tokens, 5], 2)).result().receipt.reused)
+
+
+def names_of(warmer: Warmer) -> list[str]:
+    return [warmed.agent for warmed in warmer.warmed]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next", "deepseek_v32"])
+def test_after_a_restart_agents_are_live(models, tmp_path, kind):
+    """S0-75, S0-24: all of a conversation, before anybody asks, whatever the layers."""
+    said = fill(models, tmp_path, ["ada"], kind)
+    model = models.of(kind)
+    with engine_on(model, tmp_path) as engine:
+        warmer = Warmer(engine).run_in_background()
+        warmer.wait()
+        (warmed,) = warmer.warmed
+        assert (warmed.agent, warmed.n_tokens) == ("ada", len(said["ada"]))
+        assert engine.live.stats.n_bytes > 0
+        assert engine.stats().counters["prefilled_tokens"] == 0
+        assert goes_on(engine, said["ada"]) == {"live": len(said["ada"])}
+
+
+def test_without_warming_it_comes_from_disk(models, tmp_path):
+    """The control."""
+    said = fill(models, tmp_path, ["ada"])
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        assert goes_on(engine, said["ada"]) == {"disk": len(said["ada"])}
+
+
+def test_the_pinned_first_then_those_used_last(models, tmp_path):
+    fill(models, tmp_path)
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine.store.shelf.agents.promise("ada", pinned=True)
+        assert [warmed.agent for warmed in Warmer(engine).run()] == ["ada", "eve", "bob"]
+
+
+def test_a_budget_holds(models, tmp_path):
+    said = fill(models, tmp_path)
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        size = Warmer(engine).run()[0].n_bytes
+        engine.clear()
+        warmer = Warmer(engine, 2 * size)
+        warmer.run()
+        assert names_of(warmer) == ["eve", "bob"]
+        assert goes_on(engine, said["ada"]).keys() == {"disk"}
+        assert goes_on(engine, said["bob"]).keys() == {"live"}
+
+
+def test_nothing_live_gives_way(models, tmp_path):
+    """What is asked now is worth more than what may be asked."""
+    fill(models, tmp_path)
+    with engine_on(models.of("llama"), tmp_path, memory=memory(live_bytes=1_000_000)) as engine:
+        engine.submit(ask(prompt_of(N_PROMPT, 9))).result()
+        Warmer(engine, 1 << 30).run()
+        assert engine.live.stats.evicted == 0
+        assert engine.live.stats.entries == 1
+
+
+def test_it_stands_back_while_requests_run(models, tmp_path):
+    """Requests that come first are answered first; then it goes on."""
+    said = fill(models, tmp_path)
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        answer = engine.submit(ask(prompt_of(20), 400))
+        next(answer)
+        warmer = Warmer(engine).run_in_background()
+        threading.Event().wait(0.2)
+        assert engine.stats().decoding
+        assert warmer.warmed == []
+        answer.cancel()
+        warmer.wait()
+        assert len(warmer.warmed) == len(said)
+
+
+def test_it_ends_when_it_is_closed(models, tmp_path):
+    fill(models, tmp_path)
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        answer = engine.submit(ask(prompt_of(20), 400))
+        next(answer)
+        warmer = Warmer(engine).run_in_background()
+        warmer.close()
+        assert warmer.warmed == []
+        answer.cancel()
+
+
+def test_it_ends_with_its_engine(models, tmp_path, caplog):
+    fill(models, tmp_path)
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        warmer = Warmer(engine)
+        engine.close()
+        warmer.run_in_background().wait()
+    assert warmer.warmed == []
+    assert not [record for record in caplog.records if record.levelname != "DEBUG"]
+
+
+def test_where_nothing_is_kept_nothing_is_warmed(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        assert Warmer(engine).run() == []
+    with engine_on(models.of("llama"), tmp_path, budgets=Budgets(disk=False)) as engine:
+        assert Warmer(engine).run() == []
+
+
+def test_another_models_agents_are_left_alone(models, tmp_path):
+    fill(models, tmp_path, ["ada"], "gemma3_text")
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        assert Warmer(engine).run() == []
+
+
+def test_a_model_of_states_alone_is_left_to_its_requests(models, tmp_path):
+    """Its checkpoints lie far apart and say nothing of the tokens between them."""
+    said = fill(models, tmp_path, ["ada"], "mamba2")
+    with engine_on(models.of("mamba2"), tmp_path) as engine:
+        assert Warmer(engine).run() == []
+        assert goes_on(engine, said["ada"]) == {"disk": len(said["ada"])}
+
+
+def test_what_is_torn_is_not_warmed(models, tmp_path):
+    """S0-53: warmed as far as it is whole, and answered all the same."""
+    said = fill(models, tmp_path, ["ada"])
+    (whole, *_) = sorted((tmp_path / "store" / "blocks").rglob("*.safetensors"), key=_size)[::-1]
+    torn = bytearray(whole.read_bytes())
+    torn[-1] ^= 1
+    whole.write_bytes(torn)
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        Warmer(engine).run()
+        result = engine.submit(ask([*said["ada"], 5], 2)).result()
+        assert result.receipt.cached_tokens < len(said["ada"])
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size

@@ -1,0 +1,80 @@
+"""A tiny real checkpoint that says what a test wrote for it, answer after answer.
+
+Its template ends every request for an answer with a token that counts the answers before; its
+weights lead from that token to one token that is the whole answer, and from there to the end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from tokenizers import AddedToken, Tokenizer
+
+from keepwarm.engine.tools import call_text
+from tests.kit.checkpoints import EOS, make_config, make_tokenizer, make_weights, tokenizer_config
+
+MAX_ANSWERS = 24
+TEMPLATE = (
+    "{% set ns = namespace(n=0) %}{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{{ '<|step' ~ ns.n ~ '|>' }}{% set ns.n = ns.n + 1 %}{% endif %}"
+    "{{ message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<|step' ~ ns.n ~ '|>' }}{% endif %}"
+)
+
+
+def call(name: str, **arguments: Any) -> str:
+    """An answer that calls a tool, as models write it whose template shows none."""
+    return call_text(name, json.dumps(arguments))
+
+
+def write_scripted(directory: Path, answers: Sequence[str], n_context: int = 16384) -> Path:
+    """A checkpoint whose k-th answer of a conversation is `answers[k]`; then it is silent."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
+    steps = [f"<|step{number}|>" for number in range(MAX_ANSWERS)]
+    tokenizer.add_special_tokens([AddedToken(step, special=True) for step in steps])
+    said = list(dict.fromkeys(answers))
+    tokenizer.add_tokens([AddedToken(answer, special=False, normalized=False) for answer in said])
+    config = make_config(tokenizer, n_context)
+    weights = _leading(make_weights(config), _script(tokenizer, steps, answers))
+    mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "mlx"})
+    tokenizer.save(str(directory / "tokenizer.json"))
+    described = {**tokenizer_config(n_context), "chat_template": TEMPLATE}
+    for name, value in (("config", config), ("tokenizer_config", described)):
+        (directory / f"{name}.json").write_text(json.dumps(value))
+    return directory
+
+
+def _script(
+    tokenizer: Tokenizer, steps: Sequence[str], answers: Sequence[str]
+) -> list[tuple[int, int]]:
+    """Pairs of a token and the one after it."""
+    eos = tokenizer.token_to_id(EOS)
+    spoken = [tokenizer.token_to_id(answer) for answer in answers]
+    firsts = spoken + [eos] * (len(steps) - len(spoken))
+    begins = [(tokenizer.token_to_id(s), a) for s, a in zip(steps, firsts, strict=True)]
+    return begins + [(answer, eos) for answer in dict.fromkeys(spoken)]
+
+
+def _leading(weights: dict[str, mx.array], script: list[tuple[int, int]]) -> dict[str, mx.array]:
+    """What a token is alone decides what follows; attention runs, and adds nothing to it."""
+    for name, array in list(weights.items()):
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] = mx.zeros_like(array)
+        elif array.ndim == 1:
+            weights[name] = mx.ones_like(array)
+    embedded = weights["model.embed_tokens.weight"]
+    head = mx.zeros_like(embedded)
+    own = mx.eye(embedded.shape[1])  # a direction for each, so that none sounds like another
+    for index, (token, following) in enumerate(script):
+        embedded[token] = own[index]
+        head[following] += own[index]
+    weights["lm_head.weight"] = head
+    mx.eval(weights)
+    return weights

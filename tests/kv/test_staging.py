@@ -1,0 +1,73 @@
+"""Rows that take the way through staging arrive as they were; on this device too."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from keepwarm import kv
+from keepwarm.cache.records import block_of, records_of
+from keepwarm.kv.buffers import HostArray
+from keepwarm.kv.layout import TensorSpec
+from keepwarm.kv.staging import DeviceRows, Staging
+from keepwarm.prefix.blocks import Namespace, chain
+from tests.kit.models import ARCHITECTURES
+from tests.kit.runs import prefill, prompt_of
+
+NAMESPACE = Namespace(bytes(32))
+SPEC = TensorSpec((1, 2, None, 8), mx.float32)
+
+
+def rows_of(n_rows: int, seed: int) -> HostArray:
+    words = np.random.default_rng(seed).random((1, 2, n_rows, 8), dtype=np.float32)
+    return HostArray(words, mx.float32)
+
+
+def test_threads_write_beside_each_other():
+    staging = Staging()
+    target = DeviceRows(SPEC, 64 * 16, 8, staging)
+    pieces = [rows_of(16, seed) for seed in range(64)]
+
+    def write(number: int) -> None:
+        target.write(number * 16, pieces[number])
+        staging.flush()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(64)))
+    wanted = np.concatenate([piece.words for piece in pieces], axis=2)
+    assert np.array_equal(np.asarray(target.filled())[:, :, : 64 * 16], wanted)
+    assert not np.asarray(target.filled())[:, :, 64 * 16 :].any()
+
+
+def test_a_full_slot_is_emptied_and_a_larger_tensor_goes_by_itself():
+    staging = Staging(slot_bytes=4096)
+    target = DeviceRows(SPEC, 1024, 0, staging)
+    pieces = [rows_of(n_rows, n_rows) for n_rows in (40, 40, 200, 30)]
+    at = 0
+    for piece in pieces:
+        target.write(at, piece)
+        at += piece.shape[2]
+    staging.flush()
+    wanted = np.concatenate([piece.words for piece in pieces], axis=2)
+    assert np.array_equal(np.asarray(target.filled())[:, :, :at], wanted)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kind_of_cache_is_put_together_the_same(architecture, tiny_model):
+    model, tokens = tiny_model(architecture), prompt_of(300)
+    caches = prefill(model, kv.make_caches(model), tokens, 64)
+    layout = kv.layout_of(caches)
+    refs = chain(NAMESPACE, tokens)
+    records = [
+        record
+        for ref, block in zip(refs, kv.cut(caches, 300), strict=True)
+        for record in records_of(NAMESPACE, ref, block)
+    ]
+    plain, through = kv.Assembly(layout, 300), kv.Assembly(layout, 300, Staging())
+    for record in records:
+        plain.add(block_of(record))
+        through.add(block_of(record))
+    for a, b in zip(plain.finish(), through.finish(), strict=True):
+        for left, right in zip(kv.encode(a).arrays(), kv.encode(b).arrays(), strict=True):
+            assert mx.array_equal(left, right)

@@ -1,0 +1,160 @@
+"""Changing the model while the server runs."""
+
+import threading
+import weakref
+
+import pytest
+
+from keepwarm import config
+from keepwarm.engine.model import load
+from keepwarm.engine.store import Store
+from keepwarm.errors import Busy
+from keepwarm.server.admin import Resident
+from keepwarm.server.host import EngineHost, start_engine
+from tests.kit.checkpoints import write_checkpoint
+from tests.server.conftest import serve, wait_until
+
+ADMIN = {"Authorization": "Bearer admin"}
+QUESTION = {"messages": [{"role": "user", "content": "What is the answer?"}], "max_tokens": 4}
+ENDLESS = QUESTION | {"max_tokens": 3000, "logit_bias": {"2": -100}}
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("other"), seed=1, n_context=512)
+
+
+@pytest.fixture
+def admin(checkpoint, tmp_path):
+    """A server whose model belongs to nobody else, so that it can be let go of."""
+    home = str(tmp_path)
+    settings = config.load({"KEEPWARM_HOME": home}, admin_key="admin", allow_model_paths=True)
+    with serve(load(str(checkpoint), settings), settings) as live:
+        yield live
+
+
+def change(live, verb, body, **headers):
+    return live.post(f"/v1/admin/{verb}", body, **(headers or ADMIN))
+
+
+def resident(live):
+    return live.get("/v1/models").json()["data"][0]
+
+
+@pytest.mark.parametrize("headers", [{"Authorization": "Bearer a"}, {"x-api-key": "wrong"}])
+def test_it_takes_the_admin_key(serving, headers):
+    with serving(api_keys="a", admin_key="admin") as live:
+        for verb in ("load", "swap", "unload"):
+            assert change(live, verb, {}, **headers).status_code in {401, 403}
+        assert live.host.ready
+
+
+def test_without_an_admin_key_nobody_may(live):
+    answer = live.post("/v1/admin/unload", {})
+    assert answer.status_code == 403
+    assert "KEEPWARM_ADMIN_KEY" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("verb", ["load", "swap"])
+def test_another_model_takes_its_place(admin, other, verb):
+    answer = change(admin, verb, {"model": str(other)})
+    assert answer.json() == {"object": "model.resident", "model": str(other), "before": "tiny"}
+    assert resident(admin)["id"] == str(other)
+    assert resident(admin)["context_length"] == 512
+    assert admin.post("/v1/chat/completions", QUESTION).json()["model"] == str(other)
+
+
+def test_the_first_is_gone_when_the_second_comes(checkpoint, other, tmp_path):
+    """S2-01: exactly one model is resident."""
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path)}, allow_model_paths=True)
+    with Store(settings=settings) as store:
+        host = EngineHost(start_engine(load(str(checkpoint), settings), store, settings), "first")
+        first = weakref.ref(host.engine.model.module)
+        Resident(host, settings).load(str(other), 0)
+        assert host.ready
+        assert first() is None
+        host.close()
+
+
+def test_blocks_of_the_first_are_warm_when_it_comes_back(admin, checkpoint, other):
+    n_tokens = admin.post("/v1/chat/completions", QUESTION).json()["usage"]["prompt_tokens"]
+    change(admin, "swap", {"model": str(other)})
+    theirs = admin.post("/v1/chat/completions", QUESTION).json()["keepwarm"]
+    assert theirs["reused"] == {}
+    change(admin, "swap", {"model": str(checkpoint)})
+    again = admin.post("/v1/chat/completions", QUESTION).json()["keepwarm"]
+    assert sum(again["reused"].values()) == n_tokens - 1
+
+
+def broken(directory):
+    """Looks whole until its weights are read."""
+    path = write_checkpoint(directory, seed=2)
+    (path / "model.safetensors").write_bytes(b"no weights at all")
+    return path
+
+
+def test_the_old_one_comes_back_if_the_new_one_cannot_be_loaded(admin, tmp_path):
+    before = admin.post("/v1/chat/completions", QUESTION).json()
+    answer = change(admin, "swap", {"model": str(broken(tmp_path / "broken"))})
+    assert answer.status_code == 422
+    assert "not a whole model" in answer.json()["error"]["message"]
+    assert admin.get("/health/ready").status_code == 200
+    assert resident(admin)["id"] == "tiny"
+    after = admin.post("/v1/chat/completions", QUESTION).json()
+    assert after["choices"] == before["choices"]
+    assert after["keepwarm"]["recomputed"] == 1
+
+
+def test_what_is_no_model_at_all_changes_nothing(admin, tmp_path):
+    engine = admin.host.engine
+    for name in ("no-such-model", str(tmp_path), "org/name"):
+        assert change(admin, "swap", {"model": name}).status_code in {404, 422}
+    assert admin.host.engine is engine
+
+
+def test_paths_are_named_by_nobody_unless_allowed(serving, other):
+    with serving(admin_key="admin") as live:
+        engine = live.host.engine
+        answer = change(live, "load", {"model": str(other)})
+        assert answer.status_code == 404
+        assert "keepwarm pull" in answer.json()["error"]["message"]
+        assert live.host.engine is engine
+
+
+def test_without_a_model_it_says_so(admin, checkpoint):
+    assert change(admin, "unload", {}).json()["before"] == "tiny"
+    assert admin.get("/health/live").status_code == 200
+    assert admin.get("/health/ready").status_code == 503
+    refused = admin.post("/v1/chat/completions", QUESTION)
+    assert refused.status_code == 503
+    assert "keepwarm_ready 0.0" in admin.get("/metrics").text
+    assert change(admin, "unload", {}).json()["before"] is None
+    assert change(admin, "load", {"model": str(checkpoint)}).status_code == 200
+    assert admin.post("/v1/chat/completions", QUESTION).status_code == 200
+
+
+def test_answers_that_run_may_end_first(admin, other):
+    """One that ends in time is whole; the stream of one that does not says so."""
+    short = QUESTION | {"max_tokens": 60, "stream": True, "logit_bias": {"2": -100}}
+    texts = {}
+
+    def read(name, body):
+        texts[name] = admin.post("/v1/chat/completions", body).text
+
+    bodies = {"short": short, "endless": ENDLESS | {"stream": True}}
+    threads = [threading.Thread(target=read, args=each) for each in bodies.items()]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: admin.host.engine.stats().decoding == 2)
+    assert change(admin, "swap", {"model": str(other), "drain_s": 1}).status_code == 200
+    for thread in threads:
+        thread.join(30)
+    assert '"finish_reason": "length"' in texts["short"]
+    assert "shutting down" in texts["endless"]
+
+
+def test_one_change_at_a_time(live):
+    resident = Resident(live.host, live.settings)
+    with resident._alone(), pytest.raises(Busy, match="being changed"):
+        resident.unload(0)
+    assert live.host.ready

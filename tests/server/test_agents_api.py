@@ -1,0 +1,244 @@
+"""Agents over HTTP: whose they are, what can be done with them, how they travel."""
+
+import io
+import tarfile
+
+import anthropic
+import httpx
+import pytest
+
+from tests.kit.checkpoints import write_checkpoint
+from tests.server.conftest import serve, wait_until
+
+LONG = "The quick brown fox jumps over the lazy dog. " * 20
+A, B = {"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}
+
+
+def say(live, agent, text=LONG, **headers):
+    """One turn of an agent; it is noted by the time this returns."""
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
+    headers = {"X-Keepwarm-Agent": agent, "X-Keepwarm-Cache": "durable", **headers}
+    answer = live.post("/v1/chat/completions", body, **headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def listed(live, **headers):
+    return [agent["id"] for agent in live.get("/v1/agents", **headers).json()["data"]]
+
+
+def delete(live, agent, **headers):
+    return httpx.delete(f"{live.url}/v1/agents/{agent}", headers=headers)
+
+
+def upload(live, content, agent, **headers):
+    return httpx.post(
+        f"{live.url}/v1/agents/import", params={"id": agent}, content=content, headers=headers
+    )
+
+
+def test_a_request_makes_its_agent(live):
+    answer = say(live, "alice")
+    agent = live.get("/v1/agents/alice").json()
+    assert "alice" in listed(live)
+    n_said = answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
+    assert agent["turns"] == [agent["n_tokens"]]
+    assert n_said - 1 <= agent["n_tokens"] <= n_said
+    assert agent["n_bytes"] > 0
+
+
+def test_one_agent_through_every_api(live):
+    """The header names the same conversation to all of them."""
+    headers = {"X-Keepwarm-Agent": "everywhere", "X-Keepwarm-Cache": "durable"}
+    turns = [{"role": "user", "content": LONG}]
+    live.post("/v1/chat/completions", {"messages": turns, "max_tokens": 4}, **headers)
+    live.post("/v1/responses", {"input": turns, "max_output_tokens": 4}, **headers)
+    body = {"model": "m", "messages": turns, "max_tokens": 4}
+    answer = live.post("/v1/messages", body, **headers)
+    assert answer.json()["usage"]["cache_read_input_tokens"] > 0
+    assert listed(live).count("everywhere") == 1
+    assert live.get("/v1/agents/everywhere").json()["used"] > 0
+
+
+def test_the_apis_own_fields_name_it_too(live):
+    with live.openai() as client:
+        client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": LONG}],
+            max_tokens=4,
+            prompt_cache_key="by-field",
+        )
+    with anthropic.Anthropic(base_url=live.url, api_key="any") as client:
+        client.messages.create(
+            model="m",
+            messages=[{"role": "user", "content": LONG}],
+            max_tokens=4,
+            extra_body={"keepwarm": {"agent": "by-body"}},
+        )
+    wait_until(lambda: {"by-field", "by-body"} <= set(listed(live)))
+
+
+def test_create_promise_and_take_back(live):
+    made = live.post("/v1/agents", {"id": "bob", "quota_bytes": 1000, "retention_s": 60})
+    assert made.json()["quota_bytes"] == 1000
+    assert made.json()["retention_s"] == 60
+    again = live.post("/v1/agents", {"id": "bob"})
+    assert again.status_code == 400
+    assert "already" in again.json()["error"]["message"]
+    assert live.post("/v1/agents/bob/pin", b"").json()["pinned"] is True
+    assert live.post("/v1/agents/bob/unpin", b"").json()["pinned"] is False
+    assert live.post("/v1/agents/bob/quota", {"quota_bytes": None}).json()["quota_bytes"] is None
+
+
+def test_an_agent_made_first_then_talks(live):
+    live.post("/v1/agents", {"id": "early", "pinned": True})
+    say(live, "early")
+    agent = live.get("/v1/agents/early").json()
+    assert agent["pinned"] is True
+    assert agent["n_tokens"] > 0
+
+
+def test_fork_and_rewind(live):
+    answer = say(live, "carol")
+    said = answer["choices"][0]["message"]
+    turns = [{"role": "user", "content": LONG}, said, {"role": "user", "content": "And then?"}]
+    headers = {"X-Keepwarm-Agent": "carol", "X-Keepwarm-Cache": "durable"}
+    live.post("/v1/chat/completions", {"messages": turns, "max_tokens": 4}, **headers)
+    before = live.get("/v1/agents/carol").json()
+    assert len(before["turns"]) == 2
+    fork = live.post("/v1/agents/carol/fork", {"id": "carla"}).json()
+    assert fork["forked_from"] == "carol"
+    assert fork["turns"] == before["turns"]
+    back = live.post("/v1/agents/carla/rewind", {"turn": 1}).json()
+    assert back["turns"] == before["turns"][:1]
+    assert live.get("/v1/agents/carol").json()["turns"] == before["turns"]
+    beyond = live.post("/v1/agents/carla/rewind", {"turn": 2})
+    assert beyond.status_code == 400
+    assert beyond.json()["error"]["param"] == "turn"
+
+
+def test_a_deleted_agent_is_gone(serving):
+    with serving() as live:
+        say(live, "dave")
+        gone = delete(live, "dave").json()
+        assert gone["deleted"] is True
+        assert gone["removed_blocks"] > 0
+        assert delete(live, "dave").status_code == 404
+        assert live.host.engine.store.shelf.disk.stats().blocks == 0
+
+
+@pytest.mark.parametrize("wrong", ["-x", "a/b", "a b", "x" * 101, "..", "%2e%2e"])
+def test_what_is_no_id(live, wrong):
+    assert live.post("/v1/agents", {"id": wrong}).status_code == 400
+    assert live.get(f"/v1/agents/{wrong}").status_code in {400, 404}
+
+
+def test_who_is_unknown(live):
+    for path in ("", "/export"):
+        answer = live.get(f"/v1/agents/nobody{path}")
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "agent_not_found"
+
+
+def test_a_key_has_agents_of_its_own(serving):
+    """Ids may collide between keys; neither sees, nor changes, what is the other's."""
+    with serving(api_keys="a,b") as live:
+        say(live, "main", **A)
+        say(live, "main", "Something else altogether.", **B)
+        say(live, "private", **A)
+        assert listed(live, **A) == ["main", "private"]
+        assert listed(live, **B) == ["main"]
+        mine, other = (live.get("/v1/agents/main", **key).json() for key in (A, B))
+        assert mine["n_tokens"] > other["n_tokens"]
+        assert live.get("/v1/agents/private", **B).status_code == 404
+        assert live.post("/v1/agents/private/pin", b"", **B).status_code == 404
+        assert live.get("/v1/agents/private/export", **B).status_code == 404
+        assert delete(live, "main", **B).status_code == 200
+        assert listed(live, **A) == ["main", "private"]
+
+
+def test_keys_that_share_have_agents_in_common(serving):
+    with serving(api_keys="a,b", share_cache=True) as live:
+        say(live, "main", **A)
+        assert listed(live, **B) == ["main"]
+
+
+# Carrying them.
+
+
+@pytest.fixture(scope="module")
+def bundle(live):
+    say(live, "traveller", LONG)
+    answer = live.get("/v1/agents/traveller/export")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "application/x-tar"
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    return answer.content
+
+
+def test_a_bundle_is_warm_where_it_arrives(serving, bundle):
+    with serving() as there:
+        made = upload(there, bundle, "arrived")
+        assert made.status_code == 200, made.text
+        assert made.json()["n_tokens"] > 0
+        answer = say(there, "arrived", LONG)
+        assert answer["keepwarm"]["reused"]["disk"] == answer["usage"]["prompt_tokens"] - 1
+
+
+def test_nothing_is_left_of_what_travelled(live, bundle):
+    names = [path.name for path in live.settings.home.iterdir()]
+    assert not [name for name in names if name.startswith("bundle-")]
+
+
+def test_another_model_refuses_it_with_the_reason(bundle, tmp_path):
+    from keepwarm import config
+    from keepwarm.engine.model import load
+
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path / "home")})
+    other = load(str(write_checkpoint(tmp_path / "other", seed=1, n_context=16384)), settings)
+    with serve(other, settings) as there:
+        answer = upload(there, bundle, "arrived")
+        assert answer.status_code == 422
+        assert "another model: weights" in answer.json()["error"]["message"]
+        assert listed(there) == []
+
+
+def compressed(data):
+    """The start of a compressed archive whose end is missing."""
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w:gz") as archive:
+        info = tarfile.TarInfo("manifest.json")
+        info.size = len(data)
+        archive.addfile(info, io.BytesIO(data))
+    return whole.getvalue()[:-20]
+
+
+@pytest.mark.parametrize("damage", ["noise", "cut", "flipped", "compressed", "empty"])
+def test_what_is_no_bundle_is_refused(live, bundle, damage):
+    flipped = bytearray(bundle)
+    flipped[len(flipped) // 2] ^= 1
+    content = {
+        "noise": bytes(range(256)) * 40,
+        "cut": bundle[: len(bundle) // 2],
+        "flipped": bytes(flipped),
+        "compressed": compressed(bundle),
+        "empty": b"",
+    }[damage]
+    answer = upload(live, content, f"broken-{damage}")
+    assert answer.status_code in {400, 422}, answer.text
+    assert str(live.settings.home) not in answer.text
+    assert f"broken-{damage}" not in listed(live)
+
+
+def test_an_id_in_use_takes_nothing_in(live, bundle):
+    assert upload(live, bundle, "traveller").status_code == 400
+
+
+def test_a_bundle_larger_than_the_store_is_refused(serving, bundle):
+    with serving(disk_bytes=len(bundle) // 2) as there:
+        assert upload(there, bundle, "big").status_code == 413
+
+
+def test_a_bundle_may_be_larger_than_a_body(serving, bundle):
+    with serving(max_body_bytes=1000) as there:
+        assert upload(there, bundle, "arrived").status_code == 200

@@ -1,0 +1,154 @@
+"""The cache over HTTP: how warm a prompt is, warming, clearing, checking."""
+
+import uuid
+
+import pytest
+
+A, B = {"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}
+ADMIN = {"Authorization": "Bearer admin"}
+
+
+def prompt():
+    """One that nobody has asked before."""
+    text = f"{uuid.uuid4()} The quick brown fox jumps over the lazy dog. " * 8
+    return [{"role": "user", "content": text}]
+
+
+def ask(live, messages, **headers):
+    body = {"messages": messages, "max_tokens": 2}
+    answer = live.post("/v1/chat/completions", body, **headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+BODIES = {
+    "": lambda messages: {"messages": messages},
+    "/messages": lambda messages: {"messages": messages},
+    "/responses": lambda messages: {"input": messages},
+}
+every_api = pytest.mark.parametrize("api", BODIES)
+
+
+def lookup(live, messages, api="", **headers):
+    answer = live.post(f"/v1/cache/lookup{api}", BODIES[api](messages), **headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@every_api
+def test_how_warm_a_prompt_is(live, api):
+    """It says what the answer's receipt then says, and changes nothing."""
+    messages = prompt()
+    cold = lookup(live, messages, api)
+    assert max(cold["warm"].values()) < 32  # what all templates begin with
+    assert cold["first_token_ms"] > 0
+    usage = ask(live, messages)["usage"]
+    warm = lookup(live, messages, api)
+    assert warm["prompt_tokens"] == cold["prompt_tokens"] == usage["prompt_tokens"]
+    assert max(warm["warm"].values()) == usage["prompt_tokens"] - 1
+    assert warm["first_token_ms"] < cold["first_token_ms"]
+    assert lookup(live, messages, api) == warm
+
+
+@every_api
+def test_a_prompt_is_warmed_before_it_is_asked(live, api):
+    messages = prompt()
+    made = live.post(f"/v1/cache/warm{api}", BODIES[api](messages))
+    assert made.status_code == 200, made.text
+    receipt = made.json()["keepwarm"]
+    assert receipt["recomputed"] > 0
+    answer = ask(live, messages)["keepwarm"]
+    assert answer["prompt_tokens"] == receipt["prompt_tokens"]
+    assert answer["recomputed"] <= 2
+
+
+def test_what_is_scrubbed_is_said(live):
+    line = "x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=cli; cch=0f1e2;"
+    system = {"role": "system", "content": f"{line}\nBe brief."}
+    assert lookup(live, [system, *prompt()])["scrubbed"] == ["billing-header"]
+
+
+def test_stats_say_what_is_kept(live):
+    before = live.get("/v1/cache").json()
+    messages = prompt()
+    n_tokens = ask(live, messages)["usage"]["prompt_tokens"]
+    ask(live, messages)
+    after = live.get("/v1/cache").json()
+    assert after["model"] == "tiny"
+    assert set(after["tiers"]) == {"memory", "disk"}
+    assert after["live"]["n_bytes"] > 0
+
+    def reused(stats):
+        return sum(stats["counters"]["reused_tokens"].values())
+
+    assert reused(after) - reused(before) >= n_tokens - 1
+    assert sum(after["requests"].values()) == 0
+
+
+def test_clearing_memory_leaves_the_disk(serving):
+    with serving() as live:
+        messages = prompt()
+        ask(live, messages, **{"X-Keepwarm-Cache": "durable"})
+        assert lookup(live, messages)["warm"]["live"] > 0
+        cleared = live.post("/v1/cache/clear", {}).json()
+        assert cleared["removed_blocks"] == 0
+        found = lookup(live, messages)
+        assert found["warm"].get("live", 0) == 0
+        assert max(found["warm"].values()) == found["prompt_tokens"] - 1
+
+
+def test_clearing_the_disk_is_for_the_admin(serving):
+    with serving(admin_key="admin") as live:
+        messages = prompt()
+        ask(live, messages, **{"X-Keepwarm-Cache": "durable", "X-Keepwarm-Agent": "someone"})
+        refused = live.post("/v1/cache/clear", {"disk": True})
+        assert refused.status_code == 403
+        assert "admin key" in refused.json()["error"]["message"]
+        assert live.get("/v1/cache").json()["tiers"]["disk"]["blocks"] > 0
+        cleared = live.post("/v1/cache/clear", {"disk": True}, **ADMIN).json()
+        assert cleared["removed_blocks"] > 0
+        assert cleared["removed_agents"] == 1
+        assert live.get("/v1/cache").json()["tiers"]["disk"]["blocks"] == 0
+        assert max(lookup(live, messages)["warm"].values()) == 0
+        assert ask(live, messages)["keepwarm"]["reused"] == {}
+
+
+def test_a_key_cannot_clear_what_others_have_in_memory(serving):
+    with serving(api_keys="a,b", admin_key="admin") as live:
+        assert live.post("/v1/cache/clear", {}, **A).status_code == 403
+        assert live.post("/v1/cache/clear", {}, **ADMIN).status_code == 200
+
+
+def test_a_key_cannot_see_how_warm_anothers_prompt_is(serving):
+    with serving(api_keys="a,b") as live:
+        messages = prompt()
+        ask(live, messages, **A)
+        assert max(lookup(live, messages, **A)["warm"].values()) > 0
+        assert max(lookup(live, messages, **B)["warm"].values()) == 0
+
+
+def test_verify_finds_what_is_damaged(serving):
+    """S0-57: the health of what is kept can be asked for."""
+    with serving(admin_key="admin") as live:
+        ask(live, prompt(), **{"X-Keepwarm-Cache": "durable"})
+        assert live.post("/v1/cache/verify", {}).status_code == 403
+        good = live.post("/v1/cache/verify", {}, **ADMIN).json()
+        assert good["records"] > 0
+        assert good["bad"] == []
+        record = next(live.settings.store.glob("blocks/*/*.safetensors"))
+        data = bytearray(record.read_bytes())
+        data[-1] ^= 1
+        record.chmod(0o600)
+        record.write_bytes(data)
+        (bad,) = live.post("/v1/cache/verify", {"fix": True}, **ADMIN).json()["bad"]
+        assert bad["record"] in record.name
+        assert bad["set_aside"] is True
+        assert live.post("/v1/cache/verify", {}, **ADMIN).json()["bad"] == []
+
+
+@pytest.mark.parametrize("path", ["lookup", "warm", "lookup/messages", "warm/responses"])
+@pytest.mark.parametrize("body", [{}, {"messages": []}, {"messages": "x", "input": 3}, []])
+def test_what_makes_no_sense_is_refused(live, path, body):
+    answer = live.post(f"/v1/cache/{path}", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]

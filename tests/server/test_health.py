@@ -1,0 +1,51 @@
+"""Whether the server lives, and whether it can answer."""
+
+import threading
+
+from tests.server.conftest import wait_until
+
+ENDLESS = {
+    "messages": [{"role": "user", "content": "What is the answer?"}],
+    "max_tokens": 3000,
+    "logit_bias": {"2": -100},
+}
+
+
+def test_it_lives_and_is_ready(live):
+    for path in ("/health", "/health/live", "/health/ready"):
+        answer = live.get(path)
+        assert answer.status_code == 200
+        assert answer.json() == {"status": "ok"}
+
+
+def test_it_takes_no_key(serving):
+    with serving(api_keys="a") as live:
+        assert live.get("/health").status_code == 200
+        assert live.get("/health/ready").status_code == 200
+        assert live.get("/metrics").status_code == 401
+
+
+def test_it_is_not_ready_while_it_drains(serving):
+    """Answers still run; a balancer sends no more."""
+    with serving() as live:
+        asking = threading.Thread(target=live.post, args=("/v1/chat/completions", ENDLESS))
+        asking.start()
+        wait_until(lambda: live.host.engine.stats().decoding == 1)
+        draining = threading.Thread(target=live.host.drain, args=(3,))
+        draining.start()
+        wait_until(lambda: live.get("/health/ready").status_code == 503)
+        assert live.host.engine.stats().decoding == 1
+        assert live.get("/health/live").status_code == 200
+        draining.join()
+        asking.join()
+
+
+def test_it_is_not_ready_when_the_engine_is_not(serving):
+    with serving() as live:
+        live.host.engine.close()
+        answer = live.get("/health/ready")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"]
+        assert live.get("/health").status_code == 503
+        assert live.get("/health/live").status_code == 200
+        live.host.take()

@@ -1,0 +1,179 @@
+"""`keepwarm launch`: what is printed works when pasted, and is what `--run` does."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from keepwarm.server.clients import CLIENTS, Served
+
+SECRET = "secret$'key\""
+VARIABLE = {
+    "claude": "ANTHROPIC_AUTH_TOKEN",
+    "codex": "KEEPWARM_API_KEY",
+    "opencode": "KEEPWARM_API_KEY",
+    "aider": "OPENAI_API_KEY",
+}
+PROGRAMS = tuple(VARIABLE)
+every_program = pytest.mark.parametrize("client", PROGRAMS)
+FAKE = """#!{python}
+import json, os, sys
+print(json.dumps([sys.argv[1:], dict(os.environ)]))
+"""
+TALK = "import openai; print(openai.OpenAI(max_retries=0).models.list().data[0].id)"
+TALK_ANTHROPIC = """
+import anthropic
+message = [{"role": "user", "content": "Hello"}]
+client = anthropic.Anthropic(max_retries=0)
+print(client.messages.create(model="m", max_tokens=2, messages=message).role)
+"""
+
+
+@pytest.fixture(scope="module")
+def locked(serving):
+    """A server that wants a key, with all that a shell needs to know of it."""
+    with serving(api_keys=SECRET) as live:
+        yield live
+
+
+@pytest.fixture
+def environ(tmp_path):
+    """An environment in which every client is installed: each tells how it was started."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in PROGRAMS:
+        (programs / name).write_text(FAKE.format(python=sys.executable))
+        (programs / name).chmod(0o755)
+    kept = {"PATH": f"{programs}:/usr/bin:/bin", "KEEPWARM_HOME": str(tmp_path)}
+    path = os.environ.get("PYTHONPATH")
+    return kept | ({"PYTHONPATH": path} if path else {}) | {"ANTHROPIC_API_KEY": "elsewhere"}
+
+
+def launch(environ, *arguments):
+    command = [sys.executable, "-m", "keepwarm", "launch", *map(str, arguments)]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+
+
+def printed(environ, *arguments):
+    answer = launch(environ, *arguments)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+def pasted(environ, text):
+    """What the client sees when a shell is given the printed lines."""
+    answer = subprocess.run(
+        ["sh", "-eu"], input=text, env=environ, capture_output=True, text=True, check=True
+    )
+    return json.loads(answer.stdout)
+
+
+def meaning(told):
+    """Arguments, and the environment without what shells add."""
+    arguments, environ = told
+    return arguments, {k: v for k, v in environ.items() if k not in {"PWD", "SHLVL", "_", "OLDPWD"}}
+
+
+@every_program
+def test_pasting_is_running(live, environ, client):
+    text = printed(environ, client, "--url", live.url, "--", "-p", "it's me")
+    run = printed(environ, client, "--url", live.url, "--run", "--", "-p", "it's me")
+    told = meaning(pasted(environ, text))
+    assert told == meaning(json.loads(run))
+    assert told[0][-2:] == ["-p", "it's me"]
+    assert live.url in json.dumps(told)
+    assert "tiny" in json.dumps(told)
+
+
+@every_program
+def test_the_key_arrives_and_is_not_shown(locked, environ, client):
+    environ["KEEPWARM_API_KEY"] = SECRET
+    text = printed(environ, client, "--url", locked.url)
+    assert SECRET not in text
+    assert shlex.quote(SECRET) in printed(environ, client, "--url", locked.url, "--show-key")
+    assert pasted(environ, text)[1][VARIABLE[client]] == SECRET
+
+
+@every_program
+def test_the_servers_own_keys_are_found(locked, environ, client):
+    environ["KEEPWARM_API_KEYS"] = f"{SECRET},other"
+    text = printed(environ, client, "--url", locked.url)
+    assert SECRET not in text
+    assert pasted(environ, text)[1][VARIABLE[client]] == SECRET
+
+
+def test_a_wrong_key_is_said(locked, environ):
+    environ["KEEPWARM_API_KEY"] = "wrong"
+    refused = launch(environ, "claude", "--url", locked.url)
+    assert refused.returncode == 2
+    assert "set KEEPWARM_API_KEY" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+
+
+def test_a_key_file_is_read_by_the_shell(serving, environ, tmp_path):
+    keys = tmp_path / "my keys"
+    keys.write_text("file-key\nother\n")
+    keys.chmod(0o600)
+    environ["KEEPWARM_API_KEY_FILE"] = str(keys)
+    with serving(api_key_file=str(keys)) as live:
+        text = printed(environ, "claude", "--url", live.url)
+    assert "file-key" not in text
+    assert pasted(environ, text)[1]["ANTHROPIC_AUTH_TOKEN"] == "file-key"
+
+
+def test_claude_goes_nowhere_else(live, environ):
+    seen = pasted(environ, printed(environ, "claude", "--url", live.url))[1]
+    assert "ANTHROPIC_API_KEY" not in seen
+    assert seen["ANTHROPIC_BASE_URL"] == live.url
+    assert {v for k, v in seen.items() if k.endswith("_MODEL")} == {"tiny"}
+
+
+def test_codex_is_told_in_toml():
+    """Values that are strange in a shell or in TOML come through."""
+    name = 'models/"odd" name\\x'
+    command = CLIENTS["codex"](Served("http://h:1", name, 4096)).command
+    told = tomllib.loads("\n".join(command[2::2]))
+    assert told["model"] == name
+    assert told["model_context_window"] == 4096
+    provider = told["model_providers"][told["model_provider"]]
+    assert provider["base_url"] == "http://h:1/v1"
+    assert provider["wire_api"] == "responses"
+
+
+def test_opencode_is_told_in_json():
+    setup = CLIENTS["opencode"](Served("http://h:1", "org/model", 4096))
+    told = json.loads(setup.environ["OPENCODE_CONFIG_CONTENT"])
+    assert told["model"] == "keepwarm/org/model"
+    provider = told["provider"]["keepwarm"]
+    assert provider["models"]["org/model"]["limit"]["context"] == 4096
+    assert provider["options"]["apiKey"] == "{env:KEEPWARM_API_KEY}"
+
+
+@pytest.mark.parametrize(("program", "said"), [(TALK, "tiny"), (TALK_ANTHROPIC, "assistant")])
+def test_any_program_that_uses_the_sdks(locked, environ, program, said):
+    environ["KEEPWARM_API_KEY"] = SECRET
+    arguments = ("any", "--url", locked.url, "--run", "--", sys.executable, "-c", program)
+    assert printed(environ, *arguments).strip() == said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("vim",), "is no client known here"),
+        (("claude", "--url", "http://127.0.0.1:1"), "keepwarm serve"),
+        (("claude", "--url", "ftp://127.0.0.1"), "is no address"),
+        (("any", "--run"), "nothing to start"),
+        (("any", "--run", "--", "no-such-program"), "is not installed"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(live, environ, arguments, sentence):
+    if "--url" not in arguments:
+        arguments = (arguments[0], "--url", live.url, *arguments[1:])
+    answer = launch(environ, *arguments)
+    assert answer.returncode == 2
+    assert sentence in answer.stderr
+    assert len(answer.stderr.splitlines()) == 1
