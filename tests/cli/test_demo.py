@@ -15,7 +15,8 @@ def shown(tmp_path_factory):
     """The whole of it on a tiny model, which stands in the settings for the default one."""
     model = write_checkpoint(tmp_path_factory.mktemp("model"), n_context=16384)
     home = tmp_path_factory.mktemp("home")
-    run = keepwarm("demo", home=home, KEEPWARM_MODEL=str(model), COLUMNS="80")
+    settings = {"KEEPWARM_MODEL": str(model), "KEEPWARM_BLAS": "none"}
+    run = keepwarm("demo", home=home, COLUMNS="80", **settings)
     assert run.returncode == 0, run.stderr.decode()
     return run.stdout.decode()
 

@@ -300,7 +300,7 @@ BAD = [
     *({"repetition_penalty": v} for v in (0, -1, math.inf, None, 1e-40)),
     *({"presence_penalty": v} for v in (math.nan, -math.inf, 10**400, -1e300)),
     *({"frequency_penalty": v} for v in (math.nan, "1")),
-    *({"max_tokens": v} for v in (0, -3, 2.5)),
+    *({"max_tokens": v} for v in (-1, -3, 2.5)),
     *({"seed": v} for v in (2**64, -(2**63) - 1, 0.5)),
     *({"top_logprobs": v} for v in (-1, 21, 1.0)),
     *({"logit_bias": v} for v in ({24: 1}, {-1: 1}, {"5": 1}, {5: 101}, {5: math.nan})),

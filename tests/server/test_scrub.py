@@ -119,6 +119,13 @@ def test_no_reminder_inside_of_other_text_is_touched(rule):
 
 
 @every_rule
+def test_what_stands_between_two_reminders_is_no_reminder(rule):
+    text = f"{reminder('Be brief.')}\n{rule.example}\n{reminder('Be kind.')}"
+    message = {"role": "user", "content": [part(text)]}
+    assert scrub.scrub([message], choose("all")).messages == [message]
+
+
+@every_rule
 @pytest.mark.parametrize("shape", [" {}", "{} ", "{} more", "Say: {}", "`{}`"])
 def test_a_line_of_almost_that_shape_stays(rule, shape):
     if rule.name == "date" and shape == " {}":

@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+LOOKS = (("-", "o"), ("--", "^"), (":", "s"), ("-.", "D"), ("-", "v"))  # of lines and points
 STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
 body { max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; margin: 1.5rem 0; display: block; overflow-x: auto; }
 caption { text-align: left; font-weight: 600; margin-bottom: .3rem; }
 td, th { padding: .15rem .8rem .15rem 0; text-align: left; border-bottom: 1px solid #8884; }
-figure { display: inline-block; margin: 0 1rem 1rem 0; background: #fff; color: #000; }
-figcaption { padding: 0 .8rem .5rem; max-width: 26rem; }
+.plots { display: flex; flex-wrap: wrap; gap: 1rem; }
+figure { margin: 0; background: #fff; color: #000; max-width: 34rem; }
+figcaption { padding: 0 .8rem .5rem; }
 svg { max-width: 100%; height: auto; }
 """
 
@@ -36,7 +38,8 @@ def html(results: Results) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
-        f"<p>{escape(tables.heading(results))}</p>{drawn}{written}"
+        f"<p>{escape(tables.heading(results))}</p>"
+        f'<div class="plots">{drawn}</div>{written}'
         f'<script type="application/json" id="results">{raw}</script></body></html>\n'
     )
 
@@ -45,7 +48,7 @@ def plots(results: Results) -> Iterator[str]:
     """Those for which something was measured."""
     first = results.of("lengths", *lengths.HOW)
     if first:
-        caption = "First-token time against prompt length: " + _conditions(first)
+        caption = "First-token time against prompt length; the table says under what conditions"
         yield _figure(caption, first, "prompt tokens", "seconds", log=True)
     recomputed = results.of("pipeline", "recomputed", "new")
     if recomputed:
@@ -59,35 +62,47 @@ def plots(results: Results) -> Iterator[str]:
         yield _bars("Bytes by tier, medians", held)
 
 
-def _conditions(found: Sequence[Series]) -> str:
-    return "; ".join(dict.fromkeys(f"{s.what}: {s.how}" for s in found if s.how))
-
-
 def _figure(
     caption: str, found: Sequence[Series], across: str, up: str, *, log: bool = False
 ) -> str:
-    """A line for each target and thing; whiskers reach from the lowest to the highest sample."""
+    """A colour for each target, a look for each thing; whiskers from lowest to highest sample."""
     figure, axes = _empty()
-    for target, what in dict.fromkeys((s.target, s.what) for s in found):
-        line = [s for s in found if (s.target, s.what) == (target, what)]
-        _line(axes, f"{target}, {what}", line)
+    targets, things = (list(dict.fromkeys(names)) for names in zip(*map(_kind, found), strict=True))
+    for kind in dict.fromkeys(map(_kind, found)):
+        line = [series for series in found if _kind(series) == kind]
+        look = LOOKS[things.index(kind[1]) % len(LOOKS)]
+        _line(axes, line, f"C{targets.index(kind[0])}", look)
     axes.set(xlabel=across, ylabel=up)
     axes.set_xticks(sorted({s.x for s in found if s.x is not None}))
     if log:
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=7)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=7)
     return _embedded(figure, caption)
 
 
-def _line(axes: Axes, label: str, line: Sequence[Series]) -> None:
-    line = sorted(line, key=lambda series: series.x or 0)
+def _kind(series: Series) -> tuple[str, str]:
+    return series.target, series.what
+
+
+def _line(axes: Axes, found: Sequence[Series], colour: str, look: tuple[str, str]) -> None:
+    line = sorted(found, key=lambda series: series.x or 0)
     middle = [series.median for series in line]
     low = [series.median - min(series.samples) for series in line]
     high = [max(series.samples) - series.median for series in line]
     across = [series.x or 0 for series in line]
-    axes.errorbar(across, middle, [low, high], marker="o", markersize=3, capsize=2, label=label)
+    axes.errorbar(
+        across,
+        middle,
+        [low, high],
+        color=colour,
+        linestyle=look[0],
+        marker=look[1],
+        markersize=3,
+        capsize=2,
+        label=", ".join(_kind(line[0])),
+    )
 
 
 def _bars(caption: str, found: Sequence[Series]) -> str:
@@ -105,7 +120,7 @@ def _empty() -> tuple[Figure, Axes]:
     except ImportError as error:
         raise BadInput("Plots need matplotlib: pip install 'keepwarm[bench]'.") from error
     with rc_context({"axes.grid": True, "grid.alpha": 0.3}):
-        made = figure.Figure(figsize=(5.6, 3.8), layout="constrained")
+        made = figure.Figure(figsize=(5.6, 4.4), layout="constrained")
         return made, made.subplots()
 
 

@@ -37,6 +37,9 @@ from keepwarm.store.tier import Known
 from keepwarm.store.tiers import Tiers
 
 
+SMALL_LOAD_S = 0.02
+
+
 @dataclass(frozen=True)
 class Plan:
     """What would be restored for a prompt, and what that costs against computing it."""
@@ -115,7 +118,9 @@ class Manager:
 
     def _is_worth(self, plan: Plan, beyond: int) -> bool:
         held = Candidate(beyond, beyond, can_trim=True)
-        stored = Stored(plan.n_tokens, plan.load_s)
+        # Below this, what was measured is noise, and computing wears the machine more.
+        load_s = 0.0 if plan.load_s < SMALL_LOAD_S else plan.load_s
+        stored = Stored(plan.n_tokens, load_s)
         speed = self.rates.prefill_tokens_per_s
         return decide(plan.n_prompt, held, stored, speed).action is Action.RESTORE
 

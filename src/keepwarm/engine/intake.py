@@ -136,7 +136,7 @@ def _receipt(job: Job, lane: Lane, reused: dict[str, int], seconds: float) -> Re
 def _sequence(job: Job, choice: int) -> Sequence:
     prepared = job.prepared
     chooser = Chooser(
-        job.request.sampling,
+        prepared.sampling,
         prepared.n_vocab,
         job.tokens,
         prepared.matcher(),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from keepwarm.engine.grammar import GrammarMatcher, Grammars
 from keepwarm.engine.model import Model
@@ -28,6 +29,7 @@ class Prepared:
 
     request: Request
     rendering: Rendering
+    sampling: Sampling
     room: int  # answer tokens, at most
     n_vocab: int
     stop_tokens: Collection[int]
@@ -83,11 +85,15 @@ class Preparer:
         check(request.sampling, self._n_vocab)
         if not 1 <= request.n <= MAX_CHOICES:
             raise BadInput(f"n is {request.n}; it must be from 1 to {MAX_CHOICES}.")
-        rendering = self._prompter.render(_shown(request), stored)
+        rendering = self._prompter.render(request, stored)
         thinks = request.messages is not None and rendering.opens_thinking
+        sampling = request.sampling
+        if request.tools and request.tool_choice.mode == "none":
+            sampling = _without_calls(sampling, self._model.tokenizer)
         return Prepared(
             request,
             rendering,
+            sampling,
             self._room(request.sampling, len(rendering.tokens)),
             self._n_vocab,
             self._stop_tokens,
@@ -133,6 +139,8 @@ class Preparer:
         return explain
 
 
-def _shown(request: Request) -> Request:
-    """With `none` the model is not even told of tools."""
-    return replace(request, tools=()) if request.tool_choice.mode == "none" else request
+def _without_calls(sampling: Sampling, tokenizer: Any) -> Sampling:
+    """Tools stay in the prompt, whose beginning others share; the mark of a call is forbidden."""
+    mark: Sequence[int] = tokenizer.tool_call_start_tokens or ()
+    forbidden = {mark[0]: -100.0} if len(mark) == 1 else {}
+    return replace(sampling, logit_bias={**sampling.logit_bias, **forbidden})

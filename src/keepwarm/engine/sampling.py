@@ -50,7 +50,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "repetition_penalty": (lambda v: _is_number(v) and v >= 1 / LARGEST, "a number above 0"),
     "presence_penalty": (_is_number, "a finite number"),
     "frequency_penalty": (_is_number, "a finite number"),
-    "max_tokens": (lambda v: v is None or (_is_whole(v) and v >= 1), "a whole number from 1 up"),
+    "max_tokens": (lambda v: v is None or (_is_whole(v) and v >= 0), "a whole number from 0 up"),
     "seed": (
         lambda v: v is None or (_is_whole(v) and -(2**63) <= v < 2**64),
         "a whole number from -2^63 to 2^64 - 1",

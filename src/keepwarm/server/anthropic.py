@@ -40,7 +40,8 @@ async def create_message(
     host.check_model(body.model)
     session = messages.session_of(body.metadata.user_id if body.metadata else None)
     asked = _asked(body, request, caller_of(request, body.keepwarm, session), settings)
-    kept = await asyncio.to_thread(_kept, host, asked) if asked.marks else ()
+    keeps = asked.marks and asked.policy.writes
+    kept = await asyncio.to_thread(_kept, host, asked) if keeps else ()
     answer = await host.submit(asked)
     heading = Heading(new_id("msg_"), host.name, kept, messages.ignored_tools(body))
     if body.stream:

@@ -190,7 +190,10 @@ def _parts(role: object, parts: Parts, rules: Sequence[Rule]) -> tuple[Parts, se
     return [{**part, "text": text} for part, text, _ in found if text is not None], names
 
 
-_REMINDER = re.compile(r"(<system-reminder>\n)(.*)(\n</system-reminder>\n?)", re.DOTALL)
+# One reminder and nothing else: what stands between two of them is not a reminder.
+_REMINDER = re.compile(
+    r"(<system-reminder>\n)((?:(?!</system-reminder>).)*)(\n</system-reminder>\n?)", re.DOTALL
+)
 
 
 def _block(role: object, text: str, rules: Sequence[Rule]) -> tuple[str | None, set[str]]:

@@ -210,10 +210,14 @@ class Index(Lookups):
         db.execute(query, (key,))
 
     def victims(
-        self, n_bytes: int, spare: Collection[BlockKey] = (), priority: float = math.inf
+        self,
+        n_bytes: int,
+        spare: Collection[BlockKey] = (),
+        priority: float = math.inf,
+        partly: bool = False,
     ) -> list[Victim]:
         """Unpinned blocks, least valuable first and every one after its descendants, that together
-        free `n_bytes`; none at all where that cannot be reached.
+        free `n_bytes`; none at all where that cannot be reached, unless `partly` will do.
 
         None of a higher priority: what comes is not worth more than they are.
         """
@@ -223,7 +227,7 @@ class Index(Lookups):
             while freed < n_bytes and (row := next(rows, None)) is not None:
                 chosen.append(Victim(row.key, row.n_bytes))
                 freed += row.n_bytes
-        return chosen if freed >= n_bytes else []
+        return chosen if partly or freed >= n_bytes else []
 
     def _in_line(self, spare: Collection[BlockKey], priority: float) -> Generator[_Row, None, None]:
         """Blocks that nothing descends from, and each parent once its last child was taken."""
@@ -255,10 +259,12 @@ class Index(Lookups):
             self._mark(keys)
         return keys
 
-    def evict(self, n_bytes: int, spare: Collection[BlockKey], priority: float) -> list[Victim]:
+    def evict(
+        self, n_bytes: int, spare: Collection[BlockKey], priority: float, partly: bool = False
+    ) -> list[Victim]:
         """Choose victims and forget them, where no files are to remove."""
         with self._transaction() as db:
-            gone = self.victims(n_bytes, spare, priority)
+            gone = self.victims(n_bytes, spare, priority, partly)
             db.executemany("DELETE FROM blocks WHERE key = ?", ((v.key,) for v in gone))
         return gone
 
@@ -273,6 +279,15 @@ class Index(Lookups):
     def unpin_owner(self, owner: str) -> None:
         with self._transaction() as db:
             db.execute("DELETE FROM pins WHERE owner = ?", (owner,))
+
+    def owners(self, beginning: str) -> list[str]:
+        """Everybody who pinned something and whose name begins so."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT DISTINCT owner FROM pins WHERE substr(owner, 1, ?) = ?",
+                (len(beginning), beginning),
+            )
+            return [str(row[0]) for row in rows]
 
     def forget_writer(self, writer: str) -> None:
         with self._transaction() as db:

@@ -116,7 +116,7 @@ class MemoryTier:
         """Evict the least valuable until so many bytes are free; how many it was."""
         with self._lock:
             before = self._index.n_bytes()
-            victims = self._index.evict(n_bytes, set(), math.inf)
+            victims = self._index.evict(n_bytes, set(), math.inf, partly=True)
             for victim in victims:
                 for part in Part:
                     self._records.pop((victim.key, part), None)

@@ -1,0 +1,100 @@
+"""What another budget would have saved: the latest look-ups, played again.
+
+A look-up is remembered as digests of its blocks' keys. No token is in it, and none can be had back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
+
+MAX_BLOCKS = 100_000  # of all look-ups that are remembered
+DIGEST_BYTES = 8
+SCALES = (0.5, 1.0, 2.0, 4.0)
+
+
+class Look(NamedTuple):
+    """One prompt and its answer, by whole blocks."""
+
+    when: float
+    blocks: Sequence[int]
+    n_asked: int  # those of the prompt, which were looked for
+    block_bytes: int
+
+
+class Outcome(NamedTuple):
+    """What would have been found under a budget; None is no limit."""
+
+    max_bytes: int | None
+    n_tokens: int
+
+
+class WhatIf(NamedTuple):
+    n_looks: int
+    since: float | None
+    asked_tokens: int
+    outcomes: tuple[Outcome, ...]
+
+
+class Looks:
+    """The latest look-ups, as many as have so many blocks together. Any thread may ask."""
+
+    def __init__(
+        self, max_blocks: int = MAX_BLOCKS, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._max_blocks = max_blocks
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._looks: deque[Look] = deque()
+        self._n_blocks = 0
+
+    def add(
+        self, namespace: Namespace, tokens: Sequence[int], n_prompt: int, block_bytes: int
+    ) -> None:
+        """Remember a conversation whose first `n_prompt` tokens were asked for."""
+        n_whole = len(tokens) // BLOCK_TOKENS
+        refs = chain(namespace, tokens[: n_whole * BLOCK_TOKENS])
+        blocks = array("Q", (int.from_bytes(ref.key[:DIGEST_BYTES]) for ref in refs))
+        # One token is always fed, so the block that ends with it is never found whole.
+        look = Look(self._clock(), blocks, (n_prompt - 1) // BLOCK_TOKENS, block_bytes)
+        if not n_whole:
+            return
+        with self._lock:
+            self._looks.append(look)
+            self._n_blocks += n_whole
+            while self._n_blocks > self._max_blocks:
+                self._n_blocks -= len(self._looks.popleft().blocks)
+
+    def all(self) -> list[Look]:
+        """The latest last."""
+        with self._lock:
+            return list(self._looks)
+
+
+def what_if(looks: Sequence[Look], max_bytes: int | None) -> WhatIf:
+    """The same look-ups under this budget, under part and multiples of it, and without any."""
+    budgets = [] if max_bytes is None else [int(max_bytes * scale) for scale in SCALES]
+    outcomes = [Outcome(budget, replay(looks, budget)) for budget in [*budgets, None]]
+    asked = sum(look.n_asked for look in looks) * BLOCK_TOKENS
+    return WhatIf(len(looks), looks[0].when if looks else None, asked, tuple(outcomes))
+
+
+def replay(looks: Iterable[Look], max_bytes: int | None) -> int:
+    """How many prompt tokens would have been found, the least recently used let go first."""
+    kept: OrderedDict[int, int] = OrderedDict()  # bytes by block, least recently used first
+    n_bytes = n_found = 0
+    for look in looks:
+        n_found += sum(1 for _ in takewhile(kept.__contains__, look.blocks[: look.n_asked]))
+        for block in reversed(look.blocks):  # so that none goes before those that follow it
+            n_bytes += look.block_bytes - kept.pop(block, 0)
+            kept[block] = look.block_bytes
+        while max_bytes is not None and n_bytes > max_bytes:
+            n_bytes -= kept.popitem(last=False)[1]
+    return n_found * BLOCK_TOKENS
