@@ -133,15 +133,14 @@ def test_any_prefix_travels_in_one_file(home, tmp_path):
     away = tmp_path / "away"
     away.mkdir()
     (away / "model").symlink_to(home / "model")
-    for name, expected, *options in (
-        ("part", 300, "--tokens", "300"),
-        ("part", n_tokens, "--turn", "1"),
-        (prefix["id"], prefix["n_tokens"]),
-    ):
-        bundle = tmp_path / f"{expected}.kw"
-        cache(home, "export", name, str(bundle), *options)
-        model = ["--model", str(away / "model"), "--agent", f"got-{expected}"]
-        assert cache_json(away, "import", str(bundle), *model)["n_tokens"] == expected
+    bundle = str(tmp_path / "a.kw")
+    assert cache_json(home, "export", "part", bundle, "--turn", "1")["records"] == (
+        -(-n_tokens // 256)
+    )
+    assert cache_json(home, "export", "part", bundle, "--tokens", "300")["records"] == 2
+    cache(home, "export", prefix["id"], bundle)
+    made = cache_json(away, "import", bundle, "--model", str(away / "model"))
+    assert (made["id"], made["n_tokens"]) == ("a", prefix["n_tokens"])
     done = keepwarm("cache", "export", "part", str(tmp_path / "x"), "--turn", "7", home=home)
     assert (done.returncode, b"there is no turn 7" in done.stderr) == (2, True)
     cache(home, "rm", "part")

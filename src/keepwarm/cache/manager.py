@@ -36,7 +36,6 @@ from keepwarm.store.record import Visit
 from keepwarm.store.tier import Known
 from keepwarm.store.tiers import Tiers
 
-
 SMALL_LOAD_S = 0.02
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, Self
 
 from keepwarm.cache.agents import Agent, Agents
 from keepwarm.cache.bundle import Manifest, export_bundle, import_bundle
+from keepwarm.cache.marks import Marks
 from keepwarm.errors import BadInput, BadRecord
 from keepwarm.prefix.blocks import (
     BLOCK_TOKENS,
@@ -68,6 +69,7 @@ class Shelf:
                 "name another directory as KEEPWARM_STORE."
             ) from error
         self.agents = Agents(self.disk)
+        self.marks = Marks(self.disk)
         self.wear = Wear(root, writes_per_day)
         if self.disk.index.is_new:
             self.agents.hold_all()

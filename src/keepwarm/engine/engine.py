@@ -21,24 +21,27 @@ import mlx.core as mx
 from keepwarm.cache.live import Live
 from keepwarm.cache.manager import Plan
 from keepwarm.cache.policy import Policy
+from keepwarm.cache.whatif import Looks
 from keepwarm.config import Settings
 from keepwarm.config import load as load_settings
-from keepwarm.engine.admission import Admission
+from keepwarm.engine.admission import Admission, kv_bytes
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.audit import Auditor
 from keepwarm.engine.jobs import Job, Sequence
 from keepwarm.engine.journal import Entry, Journal, entry_of
 from keepwarm.engine.lane import Lane, Lanes, make_options, options_for
 from keepwarm.engine.memory import MemoryConfig, MemoryScopes, Watcher
+from keepwarm.engine.misses import Misses
 from keepwarm.engine.model import Model
 from keepwarm.engine.prefill import Pace
 from keepwarm.engine.prepare import Prepared, Preparer
 from keepwarm.engine.request import KVOptions, Request
 from keepwarm.engine.scheduler import Scheduler
-from keepwarm.engine.stats import Stats, snapshot
+from keepwarm.engine.stats import MemoryUse, Stats, snapshot
 from keepwarm.engine.store import Store
 from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping
 from keepwarm.kv import make_caches
+from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.prefix.ledger import Recent
 
 LOG = logging.getLogger(__name__)
@@ -94,14 +97,17 @@ class Engine:
         self.live = Live(memory.live_bytes)
         self._recent = Recent()
         self._journal = Journal()
+        self.misses = Misses(self._recent)
+        self.looks = Looks()
         self._auditor = Auditor(self.config.audit_share)
         self._numbers = count(1)
         self._preparer = Preparer(model, _vocabulary(model), self._recent)
         self._lanes = Lanes(model, self.store, self.live)
         on_gpu = mx.default_device() == mx.gpu
+        self._admission = Admission(memory.batch_bytes)
         self._scheduler = Scheduler(
             self._lanes,
-            Admission(memory.batch_bytes),
+            self._admission,
             Pace(max_slice=2048 if on_gpu else 512),
             self._kept,
         )
@@ -136,7 +142,7 @@ class Engine:
             raise Busy(f"{self.config.max_queue} requests wait or run already; ask again later.")
         answer = Answer(self._cancel)
         job = Job(request, prepared, answer, number=next(self._numbers), on_end=self._note_end)
-        self._post(lambda: self._scheduler.add(job))
+        self._post(lambda: self._arrive(job))
         return answer
 
     def warm(self, request: Request) -> Answer:
@@ -171,6 +177,16 @@ class Engine:
         """The latest requests that ended, then those that wait or run."""
         running = [entry_of(job) for job in self._scheduler.jobs if not job.audit]
         return [*self._journal.entries(), *running]
+
+    def memory(self) -> list[MemoryUse]:
+        """What takes memory now, and how much of it each may have."""
+        tiers = self.store.tier_stats()
+        return [
+            MemoryUse("live", self.live.stats.n_bytes, self.live.max_bytes),
+            MemoryUse("memory", tiers["memory"].n_bytes, tiers["memory"].max_bytes),
+            MemoryUse("batch", self._admission.used_bytes, self._admission.limit_bytes),
+            MemoryUse("buffers", mx.get_cache_memory(), self._memory.buffer_active_bytes),
+        ]
 
     @property
     def alive(self) -> bool:
@@ -295,6 +311,8 @@ class Engine:
         if job.request.agent and sequence.choice == 0 and job.request.policy.to_disk:
             tokens = list(sequence.tokens)
             self._chores.submit(self._advance, job.request.agent, job.home, tokens)
+        if job.request.marks and job.request.policy.to_disk:
+            self._chores.submit(self._hold, job, list(sequence.tokens))
         if job.request.policy is Policy.DURABLE and job.is_finished and not job.ended:
             self._chores.submit(self._end_durably, job)
 
@@ -303,8 +321,18 @@ class Engine:
         found = self._lanes.known(options, tenant)
         return found or self.call(lambda: self._lanes.of(options, tenant)).result()
 
+    def _arrive(self, job: Job) -> None:
+        self.misses.arrived(job)
+        self._scheduler.add(job)
+
     def _note_end(self, job: Job, error: KeepwarmError | None) -> None:
         self._journal.add(entry_of(job, error))
+        self.misses.ended(job)
+        if job.receipt is not None and job.request.policy.to_disk:
+            tokens = job.sequences[0].tokens if job.sequences else job.tokens
+            manager = job.home.manager
+            block_bytes = kv_bytes(manager.layout, BLOCK_TOKENS)
+            self.looks.add(manager.namespace, tokens, len(job.tokens), block_bytes)
 
     def _advance(self, agent: str, lane: Lane, tokens: list[int]) -> None:
         try:
@@ -312,6 +340,16 @@ class Engine:
             self.store.shelf.agents.advance(agent, lane.manager.namespace, tokens)
         except KeepwarmError:
             LOG.exception("what agent %r has said could not be noted", agent)
+
+    def _hold(self, job: Job, tokens: list[int]) -> None:
+        try:
+            self.store.flush()
+            marks = self.store.shelf.marks
+            marks.sweep()
+            for place, ttl_s in job.prepared.marks:
+                marks.hold(job.home.manager.namespace, tokens, place, ttl_s)
+        except KeepwarmError:
+            LOG.exception("what was marked could not be held")
 
     def _end_durably(self, job: Job) -> None:
         self.store.flush()

@@ -50,6 +50,12 @@ class Prepared:
     def spliced(self) -> int:
         return self.rendering.spliced
 
+    @property
+    def marks(self) -> list[tuple[int, float | None]]:
+        """Where the prompt is to be kept up to, in tokens, and for how long."""
+        places = [(self.rendering.end_of(m.message), m.ttl_s) for m in self.request.marks]
+        return [(place, ttl_s) for place, ttl_s in places if place]
+
     def matcher(self) -> GrammarMatcher | None:
         return None if self.start is None else self.start.copy()
 

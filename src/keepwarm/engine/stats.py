@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from keepwarm.cache.io import WriteStats
 from keepwarm.cache.live import Live, LiveStats
 from keepwarm.engine.scheduler import Scheduler
 from keepwarm.engine.store import Store
 from keepwarm.store.tier import TierStats
+
+
+class MemoryUse(NamedTuple):
+    """One place that takes memory: live, memory (the tier), batch or buffers (MLX's own)."""
+
+    place: str
+    n_bytes: int
+    max_bytes: int | None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ kw.commit(tokens, cache)
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -22,7 +22,7 @@ from keepwarm.cache.shelf import Shelf
 from keepwarm.engine.catalog import locate
 from keepwarm.errors import BadInput
 from keepwarm.prefix.fingerprint import Identity
-from keepwarm.store.tier import TierStats
+from keepwarm.store.tier import Stored, TierStats
 
 
 class Restored(NamedTuple):
@@ -80,6 +80,10 @@ class Store:
     def clear_memory(self) -> int:
         """Free all blocks in memory that nobody pinned; what is on disk stays."""
         return self.shed(sys.maxsize)
+
+    def blocks(self) -> dict[str, Iterator[Stored]]:
+        """Every block of every tier, in no order; safe while others put and delete."""
+        return {name: tier.walk() for name, tier in self._opened.named_tiers.items()}
 
     def tier_stats(self) -> dict[str, TierStats]:
         return {name: tier.stats() for name, tier in self._opened.named_tiers.items()}

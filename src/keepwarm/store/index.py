@@ -280,7 +280,7 @@ class Index(Lookups):
         with self._transaction() as db:
             db.execute("DELETE FROM pins WHERE owner = ?", (owner,))
 
-    def owners(self, beginning: str) -> list[str]:
+    def pinners(self, beginning: str) -> list[str]:
         """Everybody who pinned something and whose name begins so."""
         with self._lock:
             rows = self._db.execute(

@@ -1,0 +1,46 @@
+"""Pins that end by themselves: somebody asked to keep a prompt up to here, for so long.
+
+The end stands in the owner's name, so that any process can let go of what has expired.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
+from keepwarm.store.disk import DiskTier
+
+OWNER = "mark:"
+TTL_S = 300.0  # for who names none
+
+
+class Marks:
+    def __init__(self, disk: DiskTier, clock: Callable[[], float] = time.time) -> None:
+        self._disk = disk
+        self._clock = clock
+
+    def hold(
+        self, namespace: Namespace, tokens: Sequence[int], place: int, ttl_s: float | None
+    ) -> None:
+        """Keep the blocks of a conversation up to a token; asking again makes it longer.
+
+        The block that the place lies in is kept whole: eviction takes no ancestor of a pinned one.
+        """
+        last = (place - 1) // BLOCK_TOKENS
+        key = next((ref.key for ref in chain(namespace, tokens) if ref.number == last), None)
+        if key is not None:
+            until = self._clock() + (TTL_S if ttl_s is None else ttl_s)
+            self._disk.pin(key, f"{OWNER}{until:.0f}")
+
+    def sweep(self) -> int:
+        """Let go of what has expired; how many ends had passed."""
+        now = self._clock()
+        past = [owner for owner in self._disk.index.pinners(OWNER) if _end(owner) <= now]
+        for owner in past:
+            self._disk.unpin_owner(owner)
+        return len(past)
+
+
+def _end(owner: str) -> float:
+    return float(owner.removeprefix(OWNER))

@@ -1,0 +1,141 @@
+"""Requests that computed again what an earlier one had: where they part from it, and the cost.
+
+The places are kept as a few tokens on each side; whose they are is kept too, for the server to
+show them to nobody else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Literal, NamedTuple
+
+from keepwarm.engine.jobs import Job
+from keepwarm.prefix.blocks import pack, unpack
+from keepwarm.prefix.ledger import Nearest, Recent
+
+MIN_AGAIN = 32  # tokens computed again that are worth a word
+PHRASE = 8  # tokens in a row that are no coincidence
+BEFORE, AFTER = 24, 48  # tokens shown around the place
+N_UNREAD, N_KEPT = 64, 100
+
+Reason = Literal["changed", "not kept"]
+
+
+class Case(NamedTuple):
+    """A prompt and the most similar earlier one, packed; not yet looked into."""
+
+    number: int
+    tenant: str
+    agent: str | None
+    when: float
+    prompt: bytes
+    earlier: bytes
+    n_common: int
+    restored: int
+    tokens_per_s: float
+
+
+class Missed(NamedTuple):
+    """A request that computed tokens again."""
+
+    number: int
+    tenant: str
+    agent: str | None
+    when: float
+    prompt_tokens: int
+    restored: int
+    position: int  # the first token that could not be used
+    again: int  # tokens that an earlier prompt had too
+    seconds: float  # what they cost
+    reason: Reason
+    before: tuple[int, ...]  # the tokens up to the place
+    earlier: tuple[int, ...]  # those after it in the earlier prompt
+    now: tuple[int, ...]  # and in this one
+
+
+class Misses:
+    """Told of requests by the engine's thread, asked by any."""
+
+    def __init__(self, recent: Recent) -> None:
+        self._recent = recent
+        self._nearest: dict[int, Nearest] = {}  # of requests that have not ended
+        self._lock = threading.Lock()
+        self._unread: deque[Case] = deque(maxlen=N_UNREAD)
+        self._found: deque[Missed] = deque(maxlen=N_KEPT)
+
+    def arrived(self, job: Job) -> None:
+        """Find its predecessor, before it is one itself."""
+        if job.request.policy.reads:
+            whose = (job.request.kv, job.request.tenant)
+            self._nearest[job.number] = self._recent.nearest(whose, job.tokens)
+
+    def ended(self, job: Job) -> None:
+        """Put it aside if it may have been a miss; looking into it is for whoever asks."""
+        nearest = self._nearest.pop(job.number, None)
+        if nearest is None or nearest.entry is None or job.receipt is None:
+            return
+        if job.receipt.recomputed < MIN_AGAIN:
+            return
+        case = Case(
+            job.number,
+            job.request.tenant,
+            job.request.agent,
+            time.time(),
+            pack(job.tokens),
+            nearest.entry.packed,
+            nearest.n_common,
+            job.receipt.cached_tokens,
+            job.home.manager.rates.prefill_tokens_per_s,
+        )
+        with self._lock:
+            self._unread.append(case)
+
+    def latest(self) -> list[Missed]:
+        """The latest first."""
+        with self._lock:
+            cases = [self._unread.popleft() for _ in range(len(self._unread))]
+            found = [look_into(case) for case in cases]
+            self._found.extend(missed for missed in found if missed.again >= MIN_AGAIN)
+            return list(self._found)[::-1]
+
+
+def look_into(case: Case) -> Missed:
+    """How much of a prompt was computed again, and where that began."""
+    n_prompt = len(case.prompt) // 4
+    lost = max(0, min(case.n_common, n_prompt - 1) - case.restored)
+    start = max(case.n_common, case.restored)
+    again = lost + repeated(case.prompt[4 * start :], case.earlier[4 * case.n_common :])
+    place = case.restored if lost >= MIN_AGAIN else case.n_common
+    return Missed(
+        case.number,
+        case.tenant,
+        case.agent,
+        case.when,
+        n_prompt,
+        case.restored,
+        place,
+        again,
+        again / case.tokens_per_s,
+        "not kept" if lost >= MIN_AGAIN else "changed",
+        _tokens(case.prompt, max(0, place - BEFORE), place),
+        _tokens(case.earlier, place, place + AFTER),
+        _tokens(case.prompt, place, place + AFTER),
+    )
+
+
+def repeated(now: bytes, earlier: bytes) -> int:
+    """How many tokens of a packed sequence stand in another too, wherever; by whole phrases."""
+    size = 4 * PHRASE
+    known = {earlier[at : at + size] for at in range(0, len(earlier) - size + 1, 4)}
+    at = n = 0
+    while at + size <= len(now):
+        hit = now[at : at + size] in known
+        n += PHRASE * hit
+        at += size if hit else 4
+    return n
+
+
+def _tokens(packed: bytes, start: int, end: int) -> tuple[int, ...]:
+    return tuple(unpack(packed[4 * start : 4 * end]))
