@@ -5,6 +5,7 @@
     │   ├── UnknownModel             404   no model of that name, here or on the hub
     │   ├── UnknownAgent             404   no agent of that id
     │   ├── UnknownResponse          404   no response of that id is kept
+    │   ├── UnknownRequest           404   no request of that number is remembered
     │   ├── BadModelFile             422   a file or directory that is not a whole model
     │   ├── UnsupportedModel         422   a whole model, of an architecture MLX does not run
     │   ├── BadCacheFile             422   a prompt-cache file nobody here can read
@@ -55,6 +56,10 @@ class UnknownAgent(BadInput):
 
 
 class UnknownResponse(BadInput):
+    status = 404
+
+
+class UnknownRequest(BadInput):
     status = 404
 
 

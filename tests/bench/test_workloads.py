@@ -117,6 +117,15 @@ def test_bytes_are_those_on_disk(engine, found):
     assert claim(found, "chat", "disk ÷ KV of distinct tokens").value > 0.9
 
 
+def test_what_is_wanted_is_wanted_of_full_runs_and_of_us(engine, rooms):
+    quick = rooms("late", engine, lambda _: None)
+    full = replace(quick, sizes=Sizes())
+    rival = replace(full, target=Remote("rival", "http://127.0.0.1:1/v1", ""))
+    runs = (quick, full, rival)
+    assert [run.claim("any", [1.0], 2.0).holds for run in runs] == [None, False, None]
+    rival.target.close()
+
+
 def test_a_target_that_does_not_answer_is_a_note(rooms):
     nobody = Remote("nobody", f"http://127.0.0.1:{free_port()}/v1", "")
     (note,) = suite.run_all([("late", nobody)], rooms)

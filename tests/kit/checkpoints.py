@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ CHATML = (
 )
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS = "<|im_end|>"
+NO_CHANGE: Mapping[str, int] = {}
 
 CORPUS = (
     "The quick brown fox jumps over the lazy dog while the other dog sleeps under the tree.",
@@ -32,21 +34,27 @@ def write_checkpoint(
     seed: int = 0,
     dtype: mx.Dtype = mx.float32,
     n_context: int = 4096,
+    tokenizer: Tokenizer | None = None,
+    template: str = CHATML,
+    shape: Mapping[str, int] = NO_CHANGE,  # of the model, where it is to be another
 ) -> Path:
     """Write a Hugging Face style checkpoint that `load` and the command line take as it is."""
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer()
-    config = make_config(tokenizer, n_context)
+    tokenizer = tokenizer or make_tokenizer()
+    config = make_config(tokenizer, n_context) | shape
     weights = {name: array.astype(dtype) for name, array in make_weights(config, seed).items()}
     mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "mlx"})
     tokenizer.save(str(directory / "tokenizer.json"))
     _write_json(directory / "config.json", config)
-    _write_json(directory / "tokenizer_config.json", tokenizer_config(n_context))
+    described = tokenizer_config(n_context) | {"chat_template": template}
+    _write_json(directory / "tokenizer_config.json", described)
     _write_json(directory / "generation_config.json", {"eos_token_id": config["eos_token_id"]})
     return directory
 
 
-def make_tokenizer() -> Tokenizer:
+def make_tokenizer(
+    corpus: Iterable[str] = CORPUS, n_vocab: int = 320, specials: Iterable[str] = SPECIALS
+) -> Tokenizer:
     """Single digits, then byte level without a prefix space: the scheme of the default model."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -57,12 +65,12 @@ def make_tokenizer() -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=[AddedToken(token, special=True) for token in SPECIALS],
+        vocab_size=n_vocab,
+        special_tokens=[AddedToken(token, special=True) for token in specials],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator(corpus, trainer)
     return tokenizer
 
 

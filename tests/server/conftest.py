@@ -96,14 +96,21 @@ def live(serving: Serving) -> Iterator[Live]:
 
 
 @contextmanager
-def serve(model: Any, settings: Settings) -> Iterator[Live]:
+def serve(
+    model: Any,
+    settings: Settings,
+    host_type: Callable[..., EngineHost] = EngineHost,
+    around: Callable[[Any], object] = lambda app: None,  # is given the application first
+) -> Iterator[Live]:
     from keepwarm.engine.store import Store
     from keepwarm.server.app import create_app
     from keepwarm.server.process import DrainingServer, address_of, bind
 
     with bind("127.0.0.1", 0) as listening, Store(settings=settings) as store:
-        host = EngineHost(start_engine(model, store, settings), NAME, settings.strict_model)
-        server = DrainingServer(create_app(host, settings), settings)
+        host = host_type(start_engine(model, store, settings), NAME, settings.strict_model)
+        app = create_app(host, settings)
+        around(app)
+        server = DrainingServer(app, settings)
         url, loops = address_of(listening), []
 
         async def run() -> None:

@@ -22,6 +22,7 @@ import numpy as np
 
 from keepwarm import config, kv
 from keepwarm.bench.store import drop_pages
+from keepwarm.cache.io import Reader
 from keepwarm.cache.live import Live
 from keepwarm.cache.manager import Manager
 from keepwarm.cache.opened import Budgets
@@ -63,6 +64,7 @@ class Case:
         self.manager = self.store.attach(model.module, model.path).manager
         self.manager.rates.load_bytes_per_s = 1e15  # always load
         self.n_bytes = 0
+        self._alone: dict[str, Manager] = {}
 
     def run(self) -> list[Sample]:
         with self.store:
@@ -134,17 +136,25 @@ class Case:
 
     def _restored(self, tier: str) -> None:
         """Restore from one tier alone, and feed one token: the device has then seen the rows."""
-        manager = self.manager
-        alone = Tiers([named for named in manager.tiers.named if named[0] == tier])
-        reader = type(manager.reader)(alone)
-        only = Manager(
-            manager.namespace, manager.layout, alone, reader, manager.writer, manager.rates
-        )
-        restored = only.restore([*self.tokens, 1])
+        restored = self._only(tier).restore([*self.tokens, 1])
         assert restored.n_tokens == len(self.tokens), restored.n_tokens
         assert restored.caches is not None
         self._first_token(restored.caches)
-        reader.close()
+
+    def _only(self, tier: str) -> Manager:
+        """A manager that knows one tier; its readers stay, as those of a server do."""
+        if tier not in self._alone:
+            manager = self.manager
+            tiers = Tiers([named for named in manager.tiers.named if named[0] == tier])
+            self._alone[tier] = Manager(
+                manager.namespace,
+                manager.layout,
+                tiers,
+                Reader(tiers),
+                manager.writer,
+                manager.rates,
+            )
+        return self._alone[tier]
 
     def _first_token(self, caches: kv.Caches) -> None:
         mx.eval(self.model.module(mx.array([[1]]), cache=caches))

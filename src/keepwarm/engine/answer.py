@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from typing import Self, TypeAlias
 
+from keepwarm.engine.prepare import Prepared
 from keepwarm.engine.request import (
     Choice,
     Delta,
@@ -30,7 +31,8 @@ Wake: TypeAlias = Callable[[], None]
 class Answer(Iterator[Event], AsyncIterator[Event]):
     """Iterate once, for events; it ends after `Done` or raises what went wrong."""
 
-    def __init__(self, cancel: Callable[[Answer], None]) -> None:
+    def __init__(self, cancel: Callable[[Answer], None], prepared: Prepared | None = None) -> None:
+        self.prepared = prepared  # what was asked, as tokens
         self._cancel = cancel
         self._outcomes: deque[Outcome] = deque()
         self._changed = threading.Condition()

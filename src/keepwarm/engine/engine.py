@@ -131,6 +131,11 @@ class Engine:
         lane = self._lane(request.kv, request.tenant)
         return self._preparer.prepare(request, lane.stored)
 
+    def count_tokens(self, request: Request) -> int:
+        """How long a prompt is, one that is too long for the model included."""
+        lane = self._lane(request.kv, request.tenant)
+        return len(self._preparer.render(request, lane.stored).tokens)
+
     def submit(self, request: Request) -> Answer:
         """Ask; the answer comes as events. What cannot be asked is refused here and now."""
         if not self._accepting:
@@ -140,8 +145,15 @@ class Engine:
         prepared = self.prepare(request)
         if len(self._scheduler.jobs) >= self.config.max_queue:
             raise Busy(f"{self.config.max_queue} requests wait or run already; ask again later.")
-        answer = Answer(self._cancel)
-        job = Job(request, prepared, answer, number=next(self._numbers), on_end=self._note_end)
+        answer = Answer(self._cancel, prepared)
+        job = Job(
+            request,
+            prepared,
+            answer,
+            number=next(self._numbers),
+            cuts=self._cuts(prepared),
+            on_end=self._note_end,
+        )
         self._post(lambda: self._arrive(job))
         return answer
 
@@ -320,6 +332,11 @@ class Engine:
         """From any thread; made on the engine's if it is new."""
         found = self._lanes.known(options, tenant)
         return found or self.call(lambda: self._lanes.of(options, tenant)).result()
+
+    def _cuts(self, prepared: Prepared) -> list[int]:
+        """Found on the caller's thread, for it takes time, and only where they are needed."""
+        lane = self._lane(prepared.request.kv, prepared.request.tenant)
+        return prepared.cuts if lane.exact_places else []
 
     def _arrive(self, job: Job) -> None:
         self.misses.arrived(job)

@@ -11,9 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple, Self, TypeAlias
+from typing import Self, TypeAlias
 
 from keepwarm.engine.stats import Stats
 from keepwarm.store.atomic import FILE_MODE, exclusive
@@ -42,10 +43,11 @@ def amounts_of(stats: Stats) -> Amounts:
     }
 
 
-class Book(NamedTuple):
-    minutes: Series = {}
-    days: Series = {}
-    total: Amounts = {}
+@dataclass(frozen=True)
+class Book:
+    minutes: Series = field(default_factory=dict)
+    days: Series = field(default_factory=dict)
+    total: Amounts = field(default_factory=dict)
 
     def plus(self, other: Book) -> Book:
         return Book(
@@ -63,9 +65,9 @@ class Book(NamedTuple):
     def read(cls, path: Path) -> Self:
         """A lost or torn file counts as nothing seen."""
         try:
-            minutes, days, total = json.loads(path.read_text())
-            return cls(_series(minutes), _series(days), _amounts(total))
-        except (OSError, ValueError, TypeError, AttributeError):
+            read = json.loads(path.read_text())
+            return cls(_series(read["minutes"]), _series(read["days"]), _amounts(read["total"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return cls()
 
 
@@ -139,7 +141,7 @@ class History:
             book = Book.read(self._path).plus(self._unsaved)
             temp = self._path.with_suffix(".part")
             temp.touch(FILE_MODE)
-            temp.write_text(json.dumps(book, separators=(",", ":")))
+            temp.write_text(json.dumps(asdict(book), separators=(",", ":")))
             temp.replace(self._path)
         self._saved, self._unsaved = book, Book()
 

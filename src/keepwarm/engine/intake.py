@@ -107,7 +107,7 @@ class Intake:
             warm.caches,
             warm.n_tokens,
             keep=lambda checkpoint: self._slice_done(reading, checkpoint),
-            cuts=job.prepared.cuts,
+            cuts=job.cuts,
             exact_places=lane.exact_places,
         )
         reading = Reading(job, lane, tokens, prefill, capture, list(sequences))

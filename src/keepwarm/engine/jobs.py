@@ -112,6 +112,7 @@ class Job:
     answer: Answer
     audit: bool = False  # asked by nobody: a check of an earlier answer
     number: int = 0
+    cuts: Items[int] = ()  # where its prompt is to be kept, if not everywhere
     on_end: Callable[[Job, KeepwarmError | None], None] | None = None
     arrived: float = field(default_factory=time.perf_counter)
     lane: Lane | None = None  # from when it is let in

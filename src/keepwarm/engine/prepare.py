@@ -91,7 +91,7 @@ class Preparer:
         check(request.sampling, self._n_vocab)
         if not 1 <= request.n <= MAX_CHOICES:
             raise BadInput(f"n is {request.n}; it must be from 1 to {MAX_CHOICES}.")
-        rendering = self._prompter.render(request, stored)
+        rendering = self.render(request, stored)
         thinks = request.messages is not None and rendering.opens_thinking
         sampling = request.sampling
         if request.tools and request.tool_choice.mode == "none":
@@ -108,6 +108,9 @@ class Preparer:
             self._grammar(request, thinks),
             self._explainer(request, rendering),
         )
+
+    def render(self, request: Request, stored: Continuations | None = None) -> Rendering:
+        return self._prompter.render(request, stored)
 
     def _room(self, sampling: Sampling, n_prompt: int) -> int:
         if not n_prompt:

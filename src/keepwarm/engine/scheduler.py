@@ -92,13 +92,8 @@ class Scheduler:
 
     def fail_all(self, error: Exception) -> None:
         """The scheduler itself failed: nobody's state can be trusted any more."""
-        jobs = self.jobs
-        for reading in self.reading:
-            reading.ended = True
-        self.reading.clear()
-        self.waiting.clear()
-        self._batches.clear()
-        for job in jobs:
+        self.waiting, self.reading, self._batches = [], deque(), {}
+        for job in self.jobs:
             self._fail(job, error)
 
     # start

@@ -11,11 +11,11 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import Field
+from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
 from keepwarm.cache.agents import Agent
@@ -34,9 +34,10 @@ CHUNK_BYTES = 1 << 20
 RAW_BODY = {
     "requestBody": {
         "required": True,
-        "content": {TAR: {"schema": {"type": "string", "format": "binary"}}},
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
+AgentId: TypeAlias = Annotated[str, StringConstraints(pattern=f"^{AGENT_ID.pattern}$")]
 
 router = APIRouter(
     prefix="/v1/agents",
@@ -61,11 +62,11 @@ class Promises(Shape):
 
 
 class NewAgent(Promises):
-    id: str = Field(description="Up to 100 letters, digits and . _ @ -")
+    id: AgentId = Field(description="Up to 100 letters, digits and . _ @ -")
 
 
 class Fork(Shape):
-    id: str = Field(description="Id of the new agent.")
+    id: AgentId = Field(description="Id of the new agent.")
 
 
 class Rewind(Shape):
@@ -159,13 +160,13 @@ class Mine:
 
     def _found(self, agent_id: str) -> Agent:
         try:
-            return self._shelf.agents.show(owned(self._tenant, _checked(agent_id)))
+            return self._shelf.agents.show(owned(self._tenant, agent_id))
         except UnknownAgent as error:
             raise UnknownAgent(f"There is no agent {agent_id!r}; list them to see.") from error
 
     def _new(self, agent_id: str) -> str:
         """A stored id that is not in use."""
-        stored = owned(self._tenant, _checked(agent_id))
+        stored = owned(self._tenant, agent_id)
         try:
             self._shelf.agents.show(stored)
         except UnknownAgent:
@@ -202,16 +203,6 @@ class Mine:
 Agents = Annotated[Mine, Depends(Mine)]
 
 
-def _checked(agent_id: str) -> str:
-    if not AGENT_ID.fullmatch(agent_id):
-        raise BadField(
-            "An agent's id is up to 100 letters, digits and . _ @ -, "
-            "beginning with a letter or digit.",
-            "id",
-        )
-    return agent_id
-
-
 @router.get("")
 async def list_agents(mine: Agents) -> AgentList:
     """All agents of this key."""
@@ -230,7 +221,7 @@ async def import_agent(
     request: Request,
     mine: Agents,
     settings: Config,
-    agent_id: Annotated[str, Query(alias="id", description="The id it gets here.")],
+    agent_id: Annotated[AgentId, Query(alias="id", description="The id it gets here.")],
 ) -> AgentOut:
     """Take in a bundle, verified; one of another model or key is refused with the reason."""
     with _workshop(settings) as directory:
@@ -253,43 +244,43 @@ async def _receive(chunks: AsyncIterator[bytes], file: Path, max_bytes: int) -> 
 
 
 @router.get("/{agent_id}")
-async def show_agent(agent_id: str, mine: Agents) -> AgentOut:
+async def show_agent(agent_id: AgentId, mine: Agents) -> AgentOut:
     """One agent: its turns, its size, what was promised to it."""
     return await asyncio.to_thread(mine.show, agent_id)
 
 
 @router.delete("/{agent_id}")
-async def delete_agent(agent_id: str, mine: Agents) -> DeletedAgent:
+async def delete_agent(agent_id: AgentId, mine: Agents) -> DeletedAgent:
     """Forget an agent and every block on disk that no other agent reaches."""
     return await asyncio.to_thread(mine.delete, agent_id)
 
 
 @router.post("/{agent_id}/fork")
-async def fork_agent(agent_id: str, body: Fork, mine: Agents) -> AgentOut:
+async def fork_agent(agent_id: AgentId, body: Fork, mine: Agents) -> AgentOut:
     """Make another agent with the same past; no block is copied."""
     return await asyncio.to_thread(mine.fork, agent_id, body.id)
 
 
 @router.post("/{agent_id}/rewind")
-async def rewind_agent(agent_id: str, body: Rewind, mine: Agents) -> AgentOut:
+async def rewind_agent(agent_id: AgentId, body: Rewind, mine: Agents) -> AgentOut:
     """Forget the turns after this one."""
     return await asyncio.to_thread(mine.rewind, agent_id, body.turn)
 
 
 @router.post("/{agent_id}/pin")
-async def pin_agent(agent_id: str, mine: Agents) -> AgentOut:
+async def pin_agent(agent_id: AgentId, mine: Agents) -> AgentOut:
     """Protect an agent's blocks from eviction."""
     return await asyncio.to_thread(mine.promise, agent_id, pinned=True)
 
 
 @router.post("/{agent_id}/unpin")
-async def unpin_agent(agent_id: str, mine: Agents) -> AgentOut:
+async def unpin_agent(agent_id: AgentId, mine: Agents) -> AgentOut:
     """Let an agent's blocks be evicted when room is needed."""
     return await asyncio.to_thread(mine.promise, agent_id, pinned=False)
 
 
 @router.post("/{agent_id}/quota")
-async def set_quota(agent_id: str, body: Quota, mine: Agents) -> AgentOut:
+async def set_quota(agent_id: AgentId, body: Quota, mine: Agents) -> AgentOut:
     """Promise an agent so many bytes that nobody else may evict."""
     return await asyncio.to_thread(mine.promise, agent_id, quota_bytes=body.quota_bytes)
 
@@ -299,7 +290,7 @@ async def set_quota(agent_id: str, body: Quota, mine: Agents) -> AgentOut:
     response_class=StreamingResponse,
     responses={200: {"content": {TAR: {"schema": {"type": "string", "format": "binary"}}}}},
 )
-async def export_agent(agent_id: str, mine: Agents, settings: Config) -> Response:
+async def export_agent(agent_id: AgentId, mine: Agents, settings: Config) -> Response:
     """An agent as one file, which a server with the same model can import. It is not encrypted."""
     with _workshop(settings) as directory:
         await asyncio.to_thread(mine.export, agent_id, directory / "bundle")

@@ -20,6 +20,8 @@ from keepwarm.server import (
     agents,
     anthropic,
     cache_api,
+    dashboard,
+    dashboard_page,
     health,
     metrics,
     openai,
@@ -40,6 +42,7 @@ ROUTERS = (
     cache_api.router,
     admin.router,
     metrics.router,
+    dashboard.router,
 )
 ABOUT = (
     "Local LLM agents that never compute the same prompt twice. Every answer carries a receipt: "
@@ -64,8 +67,10 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
     app.state.responses = ResponseStore()
     app.state.resident = admin.Resident(host, settings)
     app.state.metrics = metrics.Metrics(host)
+    app.state.dashboard = dashboard.Watch(host, settings)
     for router in ROUTERS:
         app.include_router(router)
+    app.include_router(dashboard_page.make_router())
     _say_what_is_wrong(app)
     app.add_middleware(Limits, settings=settings)
     _let_pages_in(app, settings)
@@ -75,7 +80,8 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    yield
+    with app.state.dashboard.watching():
+        yield
     await asyncio.to_thread(app.state.host.close)
 
 

@@ -21,7 +21,7 @@ from keepwarm.config import Settings
 from keepwarm.errors import BadInput, Busy, Forbidden, KeepwarmError, Refused, TooLarge
 from keepwarm.server.problems import problem_of, respond
 
-OPEN = ("/health", "/docs", "/openapi.json")  # tell nothing of anybody's prompts
+OPEN = ("/health", "/docs", "/openapi.json", "/dashboard")  # tell nothing of anybody's prompts
 ADMIN = "/v1/admin"
 UPLOADS = frozenset({"/v1/agents/import"})  # files, read as they come and never held whole
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -201,7 +201,7 @@ class Limits:
         """Whose request it is, or why it is refused."""
         headers = Headers(scope=scope)
         self._doors.check(headers)
-        if scope["path"].startswith(OPEN):
+        if scope["path"] == "/" or scope["path"].startswith(OPEN):
             return ""
         allowed = self._keys.check(headers)
         if _is_admin(scope) and not allowed.admin:

@@ -27,7 +27,7 @@ def bind(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
+        listening = socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise BadInput(
@@ -35,6 +35,9 @@ def bind(host: str, port: int) -> socket.socket:
             ) from error
         why = error.strerror or str(error)
         raise BadInput(f"Cannot listen on {host}, port {port}: {why}.") from error
+    # Connections inherit it: else a token waits for the client to acknowledge the one before.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 def address_of(listening: socket.socket) -> str:

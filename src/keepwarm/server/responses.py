@@ -75,7 +75,11 @@ class Shelf:
         return found
 
 
-Answers = Annotated[Shelf, Depends(Shelf)]
+async def _shelf(request: Request) -> Shelf:
+    return Shelf(request)
+
+
+Answers = Annotated[Shelf, Depends(_shelf)]
 
 
 @router.post("", responses=documented(ResponseOut))

@@ -102,7 +102,8 @@ class Caller(NamedTuple):
     timeout_s: float | None
 
 
-def host_of(request: Request) -> EngineHost:
+async def host_of(request: Request) -> EngineHost:
+    """A coroutine: what is none is sent through a thread, for each request."""
     host: EngineHost = request.app.state.host
     return host
 
@@ -112,8 +113,12 @@ def settings_of(request: Request) -> Settings:
     return settings
 
 
+async def _config(request: Request) -> Settings:
+    return settings_of(request)
+
+
 Host = Annotated[EngineHost, Depends(host_of)]
-Config = Annotated[Settings, Depends(settings_of)]
+Config = Annotated[Settings, Depends(_config)]
 
 
 def caller_of(request: Request, options: Options | None = None, hint: str | None = None) -> Caller:

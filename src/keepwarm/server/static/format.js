@@ -1,0 +1,48 @@
+// Numbers as people read them.
+
+const plain = new Intl.NumberFormat("en");
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+const STEPS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+
+export const count = (n) => plain.format(Math.round(n));
+
+export function short(n) {
+  if (Math.abs(n) < 10000) return count(n);
+  return new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 }).format(n);
+}
+
+export function bytes(n) {
+  let size = Math.abs(n);
+  let unit = 0;
+  while (size >= 1024 && unit < UNITS.length - 1) {
+    size /= 1024;
+    unit += 1;
+  }
+  const digits = unit && size < 100 ? 1 : 0;
+  return `${n < 0 ? "−" : ""}${size.toFixed(digits)} ${UNITS[unit]}`;
+}
+
+export function seconds(s) {
+  if (s < 1) return `${Math.round(s * 1000)} ms`;
+  if (s < 60) return `${s.toFixed(s < 10 ? 1 : 0)} s`;
+  const at = STEPS.findIndex(([size]) => s >= size);
+  const [size, name] = STEPS[at];
+  const whole = Math.floor(s / size);
+  const [next, nextName] = STEPS[Math.min(at + 1, 3)];
+  const rest = Math.floor((s - whole * size) / next);
+  return rest && at < 3 ? `${whole} ${name} ${rest} ${nextName}` : `${whole} ${name}`;
+}
+
+export function ago(when, now = Date.now() / 1000) {
+  const passed = Math.max(0, now - when);
+  if (passed < 5) return "just now";
+  const [size, name] = STEPS.find(([step]) => passed >= step);
+  return `${Math.floor(passed / size)} ${name} ago`;
+}
+
+export const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "–");
+
+export const clock = (when) =>
+  new Date(when * 1000).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
+
+export const sum = (numbers) => Object.values(numbers).reduce((a, b) => a + b, 0);

@@ -1,0 +1,94 @@
+// Keeps the page true: asks the server as long as somebody looks, and for a key where one is needed.
+
+import * as agents from "./agents.js";
+import { get, key, Refused } from "./api.js";
+import { byId } from "./dom.js";
+import * as forest from "./forest.js";
+import * as health from "./health.js";
+import * as misses from "./misses.js";
+import * as now from "./now.js";
+import * as saved from "./saved.js";
+
+const SECOND = 1000;
+const PATIENCE = 30 * SECOND; // after somebody would not give a key
+let hours = 1;
+let refused = false;
+
+const tasks = [
+  { every: 1, path: () => "/v1/dashboard/now", show: (data) => { now.show(data); health.allow(data.you.admin); } },
+  { every: 5, path: () => `/v1/dashboard/saved?hours=${hours}`, show: (data) => saved.show(data, choose) },
+  { every: 5, path: () => "/v1/dashboard/misses", show: misses.show },
+  { every: 3, path: () => "/v1/agents", show: agents.show },
+  { every: 5, path: () => "/v1/dashboard/forest", show: forest.show },
+  { every: 30, path: () => "/v1/dashboard/what-if", show: health.whatIf },
+].map((task) => ({ ...task, due: 0, running: false }));
+
+function choose(value) {
+  hours = value;
+  refresh();
+}
+
+function refresh() {
+  for (const task of tasks) task.due = 0;
+  tick();
+}
+
+function tick() {
+  if (document.hidden || byId("key-dialog").open) return;
+  for (const task of tasks) if (!task.running && Date.now() >= task.due) run(task);
+}
+
+async function run(task) {
+  task.running = true;
+  task.due = Date.now() + task.every * SECOND;
+  try {
+    task.show(await get(task.path()));
+    refused = false;
+    if (task === tasks[0]) status("Live", "live");
+  } catch (error) {
+    refused = error instanceof Refused;
+    if (refused) askKey(key.get() ? error.message : "");
+    else status(error.message, "wrong");
+  } finally {
+    task.running = false;
+  }
+}
+
+function status(text, kind) {
+  const place = byId("status");
+  if (place.textContent !== text) place.textContent = text;
+  place.className = `status ${kind}`;
+}
+
+function askKey(wrong) {
+  const dialog = byId("key-dialog");
+  if (refused) status("A key is needed", "wrong");
+  if (dialog.open) return;
+  byId("key-wrong").textContent = wrong;
+  byId("key-input").value = "";
+  dialog.returnValue = "";
+  dialog.showModal();
+}
+
+function onKeyGiven() {
+  if (byId("key-dialog").returnValue === "ok") {
+    key.set(byId("key-input").value.trim());
+    refresh();
+  } else if (refused) {
+    for (const task of tasks) task.due = Date.now() + PATIENCE;
+  }
+}
+
+function onHidden() {
+  if (document.hidden) status("Paused", "paused");
+  else refresh();
+}
+
+byId("use-key").addEventListener("click", () => askKey(""));
+byId("key-dialog").addEventListener("close", onKeyGiven);
+document.addEventListener("visibilitychange", onHidden);
+agents.start(refresh);
+forest.start();
+health.start();
+setInterval(tick, SECOND / 4);
+tick();

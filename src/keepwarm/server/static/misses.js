@@ -1,0 +1,52 @@
+// Requests that computed again what was known, each with the place where it parted.
+
+import { get } from "./api.js";
+import { diff } from "./diff.js";
+import { h, put, say } from "./dom.js";
+import { ago, count, seconds } from "./format.js";
+
+const places = new Map(); // texts that were asked for, by number
+let shown = "";
+
+export function show({ data }) {
+  const now = JSON.stringify(data.map((miss) => miss.number));
+  if (now === shown && data.length) return; // nothing new; whoever reads is not disturbed
+  shown = now;
+  put("missed", data.length ? h("ul", { class: "misses" }, data.map(item))
+    : h("p", { class: "quiet" }, "None: every prompt cost only what was new in it."));
+}
+
+function item(miss) {
+  const why = miss.reason === "changed"
+    ? `The prompt changed at token ${count(miss.position)} of ${count(miss.prompt_tokens)}.`
+    : `From token ${count(miss.position)} on it was known and no longer kept.`;
+  const details = h("details", {}, h("summary", {}, "Show the place"), h("div", { class: "place" }));
+  details.addEventListener("toggle", () => details.open && open(miss, details.lastElementChild));
+  return h("li", {},
+    h("div", { class: "row" },
+      h("span", {}, `#${miss.number} `, h("strong", {}, miss.agent ?? ""),
+        miss.key ? h("span", { class: "quiet" }, ` key ${miss.key}`) : "",
+        h("span", { class: "quiet" }, ` ${ago(miss.when)}`)),
+      h("span", { class: "cost" }, `${count(miss.again)} tokens again, ${seconds(miss.seconds)}`)),
+    h("p", {}, why, h("span", { class: "quiet" }, ` ${count(miss.restored)} tokens were warm.`)),
+    miss.text ? details : null);
+}
+
+async function open(miss, place) {
+  try {
+    if (!places.has(miss.number)) places.set(miss.number, await get(`/v1/dashboard/misses/${miss.number}`));
+    put(place, texts(places.get(miss.number), miss.reason));
+  } catch (error) {
+    say(error.message);
+  }
+}
+
+function texts({ before, earlier, now }, reason) {
+  if (reason !== "changed") return h("pre", {}, before, h("mark", {}, now));
+  const parts = diff(earlier, now).map(({ kind, text }) => (kind === "same" ? text : h(kind, {}, text)));
+  return [
+    h("pre", {}, h("span", { class: "quiet" }, before), parts),
+    h("p", { class: "quiet" }, h("del", {}, "before"), " ", h("ins", {}, "now"),
+      " — what stands before the first change could be used, nothing after it."),
+  ];
+}

@@ -1,0 +1,86 @@
+// What goes on: requests with their receipts, speed, memory.
+
+import { byId, h, put, table, tile } from "./dom.js";
+import { ago, bytes, count, percent, seconds, short, sum } from "./format.js";
+
+const MEMORY = { live: "Live caches", memory: "Blocks in memory", batch: "Running requests", buffers: "Buffers of MLX" };
+const WINDOW = 6; // looks that speed is measured over
+const REQUESTS = [
+  { name: "Request" }, { name: "State" }, { name: "Prompt" }, { name: "Answer", number: true },
+  { name: "First token", number: true }, { name: "Time", number: true },
+];
+
+const looks = [];
+
+export function show(now) {
+  byId("model").textContent = now.model;
+  looks.push(now);
+  if (looks.length > WINDOW) looks.shift();
+  const others = sum(now.others);
+  const answering = now.running.filter((one) => one.state !== "waiting").length;
+  const note = others ? `and ${others} of other keys` : "";
+  put("now-tiles",
+    tile("Running", count(answering), note),
+    tile("Queued", count(now.running.length - answering)),
+    tile("Answers", speed("generated_tokens"), "tokens per second"),
+    tile("Prompts", speed("prefilled_tokens"), `tokens per second; up to ${short(now.prefill_tokens_per_s)}`));
+  put("running", now.running.length ? requests("Requests that wait or run", now.running, now)
+    : h("p", { class: "quiet" }, "Nothing runs."));
+  put("ended", now.ended.length ? requests("Requests that ended", now.ended.slice(0, 10), now)
+    : h("p", { class: "quiet" }, "Nothing yet. Send a request, and its receipt stands here."));
+  put("memory", now.memory.map(meter));
+}
+
+function speed(counter) {
+  const first = looks[0];
+  const last = looks[looks.length - 1];
+  const passed = last.time - first.time;
+  const more = last[counter] - first[counter];
+  return passed > 0 && more >= 0 ? short(more / passed) : "–";
+}
+
+function requests(caption, list, now) {
+  return table(caption, REQUESTS, list.map((one) => [
+    [`#${one.number} `, h("strong", {}, one.agent ?? ""), one.key ? h("span", { class: "quiet" }, ` key ${one.key}`) : ""],
+    [h("span", { class: `state ${one.state}`, title: one.error || null }, one.state),
+      one.ended ? h("span", { class: "quiet" }, ` ${ago(one.ended, now.time)}`) : ""],
+    receipt(one),
+    count(one.answer_tokens),
+    one.first_token_ms === null ? "–" : seconds(one.first_token_ms / 1000),
+    seconds(one.seconds),
+  ]));
+}
+
+export function receipt(one) {
+  if (!one.receipt) return `${count(one.prompt_tokens)} tokens`;
+  const { reused, recomputed, prompt_tokens: whole, saved_ms: saved, exact } = one.receipt;
+  const parts = [...Object.entries(reused), ["computed", recomputed]].filter(([, n]) => n);
+  const warm = whole - recomputed;
+  const details = parts.map(([place, n]) => `${place} ${count(n)}`).join(", ");
+  return h("div", { class: "receipt", title: details },
+    stack(parts, whole),
+    h("span", {}, `${count(warm)} of ${count(whole)} warm (${percent(warm, whole)})`),
+    h("span", { class: "quiet" }, [` ${details}`, saved ? `; spared ${seconds(saved / 1000)}` : "",
+      exact ? "" : "; quantised"].join("")));
+}
+
+function stack(parts, whole) {
+  const bars = parts.map(([place, n]) => {
+    const bar = h("span", { class: `fill ${place}` });
+    bar.style.width = `${(100 * n) / whole}%`;
+    return bar;
+  });
+  return h("span", { class: "stack", "aria-hidden": "true" }, bars);
+}
+
+function meter({ place, n_bytes: used, max_bytes: limit }) {
+  const share = limit ? Math.min(1, used / limit) : 0;
+  const bar = h("span", { class: `fill ${place}` });
+  bar.style.width = `${100 * share}%`;
+  const name = MEMORY[place] ?? place;
+  return h("div", { class: "meter" },
+    h("div", { class: "row" }, h("span", {}, name),
+      h("span", { class: "quiet" }, limit ? `${bytes(used)} of ${bytes(limit)}` : bytes(used))),
+    h("div", { class: "stack", role: "meter", "aria-label": name, "aria-valuemin": 0,
+      "aria-valuemax": 100, "aria-valuenow": Math.round(100 * share) }, bar));
+}

@@ -1,0 +1,486 @@
+"""The engine's thread: who runs when, how answers end, and what its callers may rely on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from keepwarm.cache.policy import Policy
+from keepwarm.engine.engine import Engine
+from keepwarm.engine.request import Delta, Done, Finished, Progress, Request, Sampling, Started
+from keepwarm.errors import BadInput, Busy, Cancelled, ContextTooLong, NotEnough, Stopping, TimedOut
+from tests.kit.engines import Exam, Models, ask, engine_on, held, memory, tokens_of
+from tests.kit.runs import FedCounter, prompt_of
+
+ALONE = ("llama4", "deepseek_v41")  # whose caches have no batched form
+
+
+@pytest.fixture
+def engine(models: Models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        yield engine
+
+
+@pytest.fixture
+def exam(models: Models) -> Exam:
+    return Exam(models.module("llama"))
+
+
+class Watched(FedCounter):
+    """A model that notes when it was called, and takes its time for every token of a slice."""
+
+    def __init__(self, model: Any, slow_s: float = 0.0) -> None:
+        super().__init__(model)
+        self.slow_s = slow_s
+
+    def __call__(self, inputs: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        time.sleep(self.slow_s * inputs.shape[1])
+        return super().__call__(inputs, *args, **kwargs)
+
+
+# -- events ---------------------------------------------------------------------------------------
+
+
+def test_events_come_in_order_and_end_once(engine):
+    events = list(engine.submit(ask(prompt_of(100), 5)))
+    kinds = [type(event) for event in events]
+    assert kinds[0] is Started
+    assert kinds[-1] is Done
+    assert kinds[-2] is Finished
+    n_progress = kinds.count(Progress)
+    assert n_progress >= 1
+    assert kinds[1 : 1 + n_progress] == [Progress] * n_progress
+    assert all(kind is Delta for kind in kinds[1 + n_progress : -2])
+    assert events[-1].usage.completion_tokens == 5
+    assert events[-1].usage.prompt_tokens == 100
+
+
+def test_the_text_is_what_the_tokenizer_decodes(engine, models):
+    choice = engine.submit(ask(prompt_of(30), 30)).result().choices[0]
+    assert choice.text == models.of("llama").tokenizer.decode(tokens_of(choice))
+    assert choice.reason == "length"
+
+
+def test_logprobs_are_those_of_a_cold_run(engine, exam):
+    prompt = prompt_of(50)
+    for _ in range(2):  # the second time from a cache
+        exam.add(prompt, engine.submit(ask(prompt, 8, top_logprobs=20)).result().choices[0])
+    exam.check()
+    bare = engine.submit(ask(prompt, 2, top_logprobs=None)).result().choices[0]
+    assert [info.logprob for info in bare.tokens] == [None, None]
+    only_chosen = engine.submit(ask(prompt, 2, top_logprobs=0)).result().choices[0]
+    assert [len(info.top) for info in only_chosen.tokens] == [0, 0]
+    assert all(info.logprob is not None for info in only_chosen.tokens)
+
+
+def test_a_stop_string_across_tokens(engine):
+    """It ends the answer, is no part of it, and the text before it is whole."""
+    prompt = prompt_of(40)
+    text = engine.submit(ask(prompt, 30)).result().choices[0].text
+    stop = text[9:13]
+    choice = engine.submit(ask(prompt, 30, stop=(stop,))).result().choices[0]
+    assert choice.reason == "stop"
+    assert choice.stop == stop
+    assert choice.text == text[: text.index(stop)]
+    assert len(choice.tokens) < 30
+
+
+def test_a_stop_token_ends_the_answer_and_is_in_the_cache(models, tmp_path):
+    """What was generated, the end included, is known when the conversation goes on."""
+    model = models.of("llama", endless=False)
+    (eos,) = model.tokenizer.eos_token_ids
+    with engine_on(model, tmp_path) as engine:
+        prompt = prompt_of(40)
+        result = engine.submit(ask(prompt, 30, logit_bias={eos: 100.0})).result()
+        choice = result.choices[0]
+        assert (tokens_of(choice), choice.text, choice.reason) == ([eos], "", "stop")
+        again = engine.submit(ask([*prompt, eos, 7, 8], 1)).result()
+        assert again.receipt.cached_tokens == 41
+
+
+def test_several_answers_from_one_prefill(engine, exam):
+    """n > 1: the prompt is read once, the answers are drawn each from a seed of its own."""
+    prompt = prompt_of(200)
+    result = engine.submit(ask(prompt, 6, n=3, temperature=1.5, seed=3)).result()
+    assert engine.model.module.fed == 200 + 3 * 6
+    answers = [tokens_of(choice) for choice in result.choices]
+    assert len({tuple(answer) for answer in answers}) == 3
+    again = engine.submit(ask(prompt, 6, n=3, temperature=1.5, seed=3)).result()
+    assert [tokens_of(choice) for choice in again.choices] == answers
+    greedy = engine.submit(ask(prompt, 6, n=2)).result()
+    for choice in greedy.choices:
+        exam.add(prompt, choice)
+    exam.check()
+
+
+def test_what_is_drawn_does_not_depend_on_neighbours(engine):
+    request = ask(prompt_of(30), 12, temperature=1.0, top_p=0.9, seed=11)
+    alone = tokens_of(engine.submit(request).result().choices[0])
+    with held(engine):
+        others = [engine.submit(ask(prompt_of(20, i), 12, temperature=0.7)) for i in range(3)]
+        beside = engine.submit(request)
+    assert tokens_of(beside.result().choices[0]) == alone
+    for other in others:
+        other.result()
+
+
+def test_a_prompt_is_read_and_kept_without_an_answer(engine, exam):
+    """S4-07: `warm` feeds the prompt; the next use is fed one token."""
+    prompt = prompt_of(300)
+    result = engine.warm(Request(prompt=prompt)).result()
+    assert result.choices == ()
+    assert engine.model.module.fed == 300
+    asked = engine.submit(ask(prompt, 4)).result()
+    assert asked.receipt.cached_tokens == 299
+    assert engine.model.module.fed == 300 + 1 + 4
+    exam.add(prompt, asked.choices[0])
+    exam.check()
+
+
+def test_a_look_up_changes_nothing(engine):
+    prompt = prompt_of(300)
+    assert engine.lookup(Request(prompt=prompt)).live == 0
+    engine.submit(ask(prompt, 4)).result()
+    for _ in range(2):
+        found = engine.lookup(Request(prompt=[*prompt, 1, 2]))
+        assert (found.prompt_tokens, found.live) == (302, 300)
+    assert engine.model.module.fed == 304
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_asked_is_refused_at_once(engine):
+    with pytest.raises(BadInput, match="empty"):
+        engine.submit(Request(prompt=[]))
+    with pytest.raises(ContextTooLong, match="reads at most"):
+        engine.submit(ask([1] * 4096))
+    with pytest.raises(BadInput, match="n is 0"):
+        engine.submit(ask([1], n=0))
+    assert engine.stats().counters["requests"] == 0
+
+
+def test_the_queue_is_bounded(models, tmp_path):
+    """Those beyond the bound are told so at once; those within it are answered."""
+    with engine_on(models.of("llama"), tmp_path, max_queue=5) as engine:
+        answers = [engine.submit(ask(prompt_of(10, i), 300)) for i in range(5)]
+        engine.call(lambda: None).result()  # all of them have come in
+        with pytest.raises(Busy, match="5 requests"):
+            engine.submit(ask([1, 2], 3))
+        assert [len(answer.result().choices[0].tokens) for answer in answers] == [300] * 5
+        engine.submit(ask([1, 2], 3)).result()
+
+
+def test_what_can_never_fit_is_refused_and_what_fits_later_waits(models, tmp_path):
+    """Admission by bytes: a row of llama takes 1,024 bytes a token here, in steps of 256."""
+    budget = memory(batch_bytes=5 << 20)
+    with engine_on(models.of("llama"), tmp_path, memory=budget) as engine:
+        with pytest.raises(NotEnough):
+            engine.submit(ask(prompt_of(3000), 1000)).result()
+        with held(engine):
+            answers = [engine.submit(ask(prompt_of(600, i), 300)) for i in range(4)]
+        seen = max(engine.stats().decoding + engine.stats().reading for _ in range(50))
+        assert [len(answer.result().choices[0].tokens) for answer in answers] == [300] * 4
+        assert 1 <= seen < 4
+
+
+# -- time -----------------------------------------------------------------------------------------
+
+
+def test_admission_does_not_wait_for_running_answers(engine):
+    """A short question beside a long answer is done long before it."""
+    long = engine.submit(ask(prompt_of(20), 1500))
+    assert isinstance(next(long), Started)
+    short = engine.submit(ask(prompt_of(20, 1), 3)).result()
+    assert len(short.choices[0].tokens) == 3
+    assert engine.stats().decoding == 1
+    long.cancel()
+
+
+def test_a_long_prompt_does_not_freeze_a_running_answer(models, tmp_path):
+    """While it is read, the answer beside it gets a token between any two slices."""
+    model = models.of("llama")
+    model = replace(model, module=Watched(model.module.model, slow_s=0.001))
+    with engine_on(model, tmp_path) as engine:
+        running = engine.submit(ask(prompt_of(10), 400))
+        for event in running:
+            if isinstance(event, Delta):
+                break
+        engine.submit(ask(prompt_of(1500, 1), 1)).result()
+        running.cancel()
+        slices = [i for i, (_, length) in enumerate(model.module.shapes) if length > 1][1:]
+        assert len(slices) >= 8
+        gaps = [after - before for before, after in zip(slices, slices[1:], strict=False)]
+        assert min(gaps) >= 2  # a step between any two
+        longest = max(length for _, length in model.module.shapes[slices[2] :])
+        assert longest <= 1500 / 8
+
+
+def test_several_prompts_are_read_fairly(models, tmp_path):
+    """A short prompt that comes after a long one does not wait for all of it."""
+    model = models.of("llama")
+    with engine_on(model, tmp_path) as engine:
+        engine._scheduler.pace.max_slice = 50
+        with held(engine):
+            long = engine.submit(ask(prompt_of(2000), 1))
+            short = engine.submit(ask(prompt_of(100, 1), 1))
+        assert short.result().usage.ttft_ms < long.result().usage.ttft_ms / 2
+
+
+def test_a_deadline_ends_a_request_wherever_it_is(models, tmp_path):
+    model = models.of("llama")
+    model = replace(model, module=Watched(model.module.model, slow_s=0.002))
+    with engine_on(model, tmp_path) as engine:
+        prompt = prompt_of(1000)
+        with pytest.raises(TimedOut, match="asking again is quicker"):
+            engine.submit(ask(prompt, 5, timeout_s=1.0)).result()  # while it is read
+        with pytest.raises(TimedOut):
+            engine.submit(ask(prompt_of(10, 2), 2000, timeout_s=0.5)).result()  # while it speaks
+        model.module.slow_s = 0
+        assert engine.submit(ask(prompt, 1)).result().receipt.cached_tokens > 0
+
+
+def test_cancelling_keeps_what_was_computed(engine, exam):
+    """Within a step: while a prompt is read, and while an answer is spoken."""
+    engine._scheduler.pace.max_slice = 100
+    prompt = prompt_of(3000)
+    answer = engine.submit(ask(prompt, 5))
+    read = [event for event in (next(answer), next(answer), next(answer))][-1].done
+    answer.cancel()
+    with pytest.raises(Cancelled):
+        answer.result()
+    known = engine.submit(ask(prompt[:1500], 3)).result()
+    exam.add(prompt[:1500], known.choices[0])
+    assert read <= known.receipt.cached_tokens < 1499
+
+    speaking = engine.submit(ask(prompt_of(50, 1), 2000))
+    said: list[int] = []
+    for event in speaking:
+        said += [info.token for info in event.tokens] if isinstance(event, Delta) else []
+        if len(said) >= 20:
+            break
+    speaking.cancel()
+    with pytest.raises(Cancelled):
+        speaking.result()
+    goes_on = [*prompt_of(50, 1), *said[:20], 3]
+    again = engine.submit(ask(goes_on, 3)).result()
+    assert again.receipt.cached_tokens == 70
+    exam.add(goes_on, again.choices[0])
+    exam.check()
+    assert engine.stats().counters["cancelled"] == 2
+
+
+def test_cancelling_twice_or_after_the_end_is_nothing(engine):
+    answer = engine.submit(ask(prompt_of(10), 2))
+    answer.result()
+    answer.cancel()
+    answer.cancel()
+    assert engine.submit(ask(prompt_of(10), 2)).result()
+    assert engine.stats().counters["cancelled"] == 0
+
+
+# -- ends -----------------------------------------------------------------------------------------
+
+
+def test_draining_lets_answers_finish(engine):
+    answer = engine.submit(ask(prompt_of(30), 50))
+    assert engine.drain(30)
+    assert len(answer.result().choices[0].tokens) == 50
+    with pytest.raises(Stopping):
+        engine.submit(ask([1, 2]))
+
+
+def test_draining_in_no_time_ends_them(engine):
+    answer = engine.submit(ask(prompt_of(30), 3000))
+    assert isinstance(next(answer), Started)
+    assert not engine.drain(0)
+    with pytest.raises(Stopping):
+        answer.result()
+
+
+def test_closing_ends_what_runs_and_loses_no_block(models, tmp_path):
+    model = models.of("llama")
+    with engine_on(model, tmp_path) as engine:
+        waits = [engine.submit(ask(prompt_of(400, i), 3000)) for i in range(3)]
+        for event in waits[0]:
+            if isinstance(event, Delta):
+                break
+    for answer in waits:
+        with pytest.raises(Stopping):
+            answer.result()
+    assert not engine.alive
+    engine.close()
+    with pytest.raises(Stopping):
+        engine.submit(ask([1, 2]))
+    with engine_on(model, tmp_path) as engine:
+        assert engine.submit(ask(prompt_of(400), 1)).result().receipt.reused == {"disk": 399}
+
+
+def test_durable_is_answered_after_it_is_on_disk(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine.submit(ask(prompt_of(600), 4, policy=Policy.DURABLE)).result()
+        stats = engine.store.write_stats()
+        assert stats.written_records >= 3
+        assert engine.store.tier_stats()["disk"].blocks >= 3
+
+
+def test_closing_while_a_durable_answer_is_written(models, tmp_path):
+    """It gets its end, one way or the other."""
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        answer = engine.submit(ask(prompt_of(600), 4, policy=Policy.DURABLE))
+        for event in answer:
+            if isinstance(event, Finished):
+                break
+    with ThreadPoolExecutor(1) as pool:
+        rest = pool.submit(list, answer).result(timeout=20)
+    assert isinstance(rest[-1], Done)
+
+
+# -- callers --------------------------------------------------------------------------------------
+
+
+def test_many_threads_may_ask(engine, exam):
+    """S4-01."""
+
+    def talk(i: int) -> list[tuple[list[int], Any]]:
+        prompt, said = prompt_of(20 + i, i), []
+        for turn in range(3):
+            choice = engine.submit(ask(prompt, 4)).result().choices[0]
+            said.append((prompt, choice))
+            prompt = [*prompt, *tokens_of(choice), turn, i]
+        return said
+
+    with ThreadPoolExecutor(12) as pool:
+        for said in pool.map(talk, range(12)):
+            for prompt, choice in said:
+                exam.add(prompt, choice)
+    assert exam.check() == 12 * 3 * 4
+    assert engine.stats().counters["finished"] == 36
+
+
+def test_stats_may_be_read_at_any_time(engine):
+    """From another thread, while everything changes."""
+    answers = [engine.submit(ask(prompt_of(30, i), 30)) for i in range(8)]
+    failures: list[Exception] = []
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            try:
+                engine.stats()
+                len(engine._scheduler.jobs)
+            except Exception as error:
+                failures.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for answer in answers:
+        answer.result()
+    done.set()
+    thread.join()
+    assert not failures
+    stats = engine.stats()
+    assert (stats.waiting, stats.reading, stats.decoding) == (0, 0, 0)
+
+
+def test_coroutines_may_ask(engine, exam):
+    """Events come to the loop they are awaited on, several at a time."""
+
+    async def talk(i: int) -> None:
+        prompt = prompt_of(30 + i, i)
+        answer = engine.submit(ask(prompt, 6))
+        if i % 2:
+            result = await answer.wait()
+        else:
+            kinds = [type(event) async for event in answer]
+            assert kinds[0] is Started
+            assert kinds[-1] is Done
+            result = await engine.submit(ask(prompt, 6)).wait()
+        exam.add(prompt, result.choices[0])
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(talk(i) for i in range(6)))
+
+    asyncio.run(all_of_them())
+    exam.check()
+
+
+def test_a_loop_that_is_gone_harms_nobody(engine):
+    """Whoever awaited an event left with its loop; the engine goes on."""
+
+    async def leave_early() -> Any:
+        with held(engine):
+            answer = engine.submit(ask(prompt_of(20), 40))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(answer), 0.05)
+        return answer
+
+    answer = asyncio.run(leave_early())
+    assert list(answer)[-1].usage.completion_tokens == 40
+    assert engine.alive
+
+
+# -- caches that cannot be batched ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ALONE)
+def test_what_has_no_batched_form_runs_alone_between_steps(models, tmp_path, architecture):
+    """Nothing is refused that mlx-lm can run: they take turns, and each keeps its cache."""
+    model, exam = models.of(architecture), Exam(models.module(architecture))
+    with engine_on(model, tmp_path) as engine:
+        prompts = [prompt_of(40 + 9 * i, i) for i in range(4)]
+        for _ in range(2):
+            fed = model.module.fed
+            n_known = 0
+            with held(engine):
+                answers = [engine.submit(ask(prompt, 6)) for prompt in prompts]
+            for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+                result = answer.result()
+                exam.add(prompt, result.choices[0])
+                n_known += result.receipt.cached_tokens
+                prompts[i] = [*prompt, *tokens_of(result.choices[0]), 5, i]
+            n_prompt = sum(len(prompt) - 8 for prompt in prompts)
+            assert model.module.fed - fed == n_prompt - n_known + 4 * 6
+        assert n_known == sum(len(prompt) - 8 - 2 for prompt in prompts)
+        assert max(rows for rows, _ in model.module.shapes) == 1
+    exam.check()
+
+
+# -- messages -------------------------------------------------------------------------------------
+
+
+def test_a_chat_by_messages_over_a_restart(models, tmp_path):
+    """S2-04, S4-02: answers are sent back as text; from turn 2 on only what is new is fed."""
+    model, exam = models.of("llama", endless=False), Exam(models.module("llama"))
+    messages: list[dict[str, str]] = [{"role": "system", "content": "the answer is in the dog"}]
+    n_fed = n_new = 0
+    for half in range(2):
+        with engine_on(model, tmp_path) as engine:
+            for turn in range(3 * half, 3 * half + 3):
+                messages.append({"role": "user", "content": f"question {turn} of the user"})
+                request = Request(messages=messages, sampling=Sampling(max_tokens=8))
+                before = model.module.fed
+                tokens = engine.prepare(request).tokens
+                result = engine.submit(request).result()
+                exam.add(tokens, result.choices[0])
+                messages.append({"role": "assistant", "content": result.choices[0].text})
+                if turn:
+                    n_fed += model.module.fed - before - result.usage.completion_tokens
+                    n_new += result.receipt.recomputed
+                    assert result.receipt.cached_tokens > 0
+    assert n_fed == n_new
+    exam.check()
+
+
+def test_an_engine_without_a_store_opens_that_of_the_settings(models, tmp_path, monkeypatch):
+    monkeypatch.setenv("KEEPWARM_HOME", str(tmp_path))
+    with Engine(models.of("llama")) as engine:
+        engine.submit(ask(prompt_of(300), 2)).result()
+    assert any((tmp_path / "store").rglob("*.safetensors"))

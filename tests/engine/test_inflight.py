@@ -1,0 +1,192 @@
+"""Prompts that begin alike and arrive together: what they share is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from keepwarm.cache.policy import Policy
+from keepwarm.engine.answer import Answer
+from keepwarm.engine.engine import Engine
+from keepwarm.engine.request import Request, Started
+from keepwarm.errors import Cancelled
+from tests.kit.engines import Exam, ask, engine_on, held, tokens_of
+from tests.kit.runs import prompt_of
+
+SHARED = 600
+KINDS = ("llama", "gemma3_text", "mamba2", "llama4")
+N = 3
+
+each_kind = pytest.mark.parametrize("architecture", KINDS)
+
+
+def agents(n: int) -> list[list[int]]:
+    """Prompts that begin with the same 600 tokens and part at the very next one."""
+    return [[*prompt_of(SHARED), i, *prompt_of(10 + i, seed=i)] for i in range(n)]
+
+
+def ask_together(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
+    with held(engine):
+        return [engine.submit(request) for request in requests]
+
+
+# A tier looks at the few nearest siblings of a tail; with more of them the place at which window
+# rows were kept may not be among these.
+@pytest.mark.parametrize(
+    ("architecture", "n"), [("llama", 10), ("gemma3_text", 4), ("mamba2", 10), ("llama4", 10)]
+)
+def test_ten_at_once_share_one_prefill(models, tmp_path, architecture, n):
+    """Every kind of cache: the shared part is fed once, and each is fed only its own rest."""
+    model, exam = models.of(architecture), Exam(models.module(architecture))
+    prompts = agents(n)
+    with engine_on(model, tmp_path) as engine:
+        results = [a.result() for a in ask_together(engine, [ask(p, N) for p in prompts])]
+        own = sum(len(prompt) - SHARED for prompt in prompts)
+        assert model.module.fed == SHARED + own + n * N
+        assert engine.stats().counters["waited_for_prefix"] == n - 1
+        assert [r.receipt.cached_tokens for r in results] == [0] + (n - 1) * [SHARED]
+        for prompt, result in zip(prompts, results, strict=True):
+            exam.add(prompt, result.choices[0])
+    exam.check()
+
+
+@each_kind
+def test_one_after_another_share_it_too(models, tmp_path, architecture):
+    """The second is told where to part only when it comes; a state is kept there from then on."""
+    model = models.of(architecture)
+    prompts = agents(4)
+    with engine_on(model, tmp_path) as engine:
+        cached = [engine.submit(ask(p, N)).result().receipt.cached_tokens for p in prompts]
+    # What knows any place knows this one; of a state nobody knew that it would be wanted.
+    assert cached[1:] == ([SHARED] * 3 if architecture == "llama" else cached[1:])
+    assert model.module.fed == sum(len(p) for p in prompts) - sum(cached) + 4 * N
+
+
+def test_a_waiter_that_is_asked_later_still_waits(models, tmp_path):
+    model = models.of("llama")
+    prompts = agents(2)
+    with engine_on(model, tmp_path) as engine:
+        leader = engine.submit(ask(prompts[0], N))
+        assert isinstance(next(leader), Started)
+        waiter = engine.submit(ask(prompts[1], N))
+        assert waiter.result().receipt.cached_tokens == SHARED
+        leader.result()
+    assert model.module.fed == SHARED + sum(len(p) - SHARED for p in prompts) + 2 * N
+
+
+@each_kind
+def test_the_first_waiter_leads_when_the_leader_is_cancelled(models, tmp_path, architecture):
+    """What the leader had read is not read again."""
+    model, exam = models.of(architecture), Exam(models.module(architecture))
+    prompts = agents(4)
+    with engine_on(model, tmp_path) as engine:
+        with held(engine):
+            leader, *others = [engine.submit(ask(prompt, N)) for prompt in prompts]
+            leader.cancel()  # obeyed before the first step
+        results = [answer.result() for answer in others]
+        with pytest.raises(Cancelled):
+            leader.result()
+        own = sum(len(prompt) - SHARED for prompt in prompts[1:])
+        assert model.module.fed == SHARED + own + 3 * N
+        for prompt, result in zip(prompts[1:], results, strict=True):
+            exam.add(prompt, result.choices[0])
+    exam.check()
+
+
+def test_a_leader_cancelled_half_way(models, tmp_path):
+    """Its waiters go on from what it had read."""
+    model = models.of("llama")
+    prompts = agents(3)
+    with engine_on(model, tmp_path) as engine:
+        engine._scheduler.pace.max_slice = 50
+        leader, *others = ask_together(engine, [ask(prompt, N) for prompt in prompts])
+        events = [next(leader), next(leader), next(leader)]  # started, and two slices
+        leader.cancel()
+        for answer in others:
+            answer.result()
+        n_read = engine.stats().counters["prefilled_tokens"]
+        assert n_read == SHARED + sum(len(prompt) - SHARED for prompt in prompts[1:])
+        assert events[2].done == 100
+
+
+def test_no_store_neither_waits_nor_leads(models, tmp_path):
+    model = models.of("llama")
+    prompts = agents(3)
+    with engine_on(model, tmp_path) as engine:
+        policies = [Policy.NO_STORE, Policy.READ_WRITE, Policy.NO_STORE]
+        requests = [ask(p, N, policy=how) for p, how in zip(prompts, policies, strict=True)]
+        results = [answer.result() for answer in ask_together(engine, requests)]
+        assert engine.stats().counters["waited_for_prefix"] == 0
+        assert [result.receipt.cached_tokens for result in results] == [0, 0, 0]
+        assert model.module.fed == sum(map(len, prompts)) + 3 * N
+        again = engine.submit(ask(prompts[0], N, policy=Policy.NO_STORE)).result()
+        assert again.receipt.cached_tokens == 0
+        assert tokens_of(again.choices[0]) == tokens_of(results[0].choices[0])
+
+
+def test_read_only_waits_but_does_not_lead(models, tmp_path):
+    model = models.of("llama")
+    prompts = agents(4)
+    with engine_on(model, tmp_path) as engine:
+        policies = [Policy.READ_ONLY, Policy.READ_WRITE, Policy.READ_ONLY, Policy.EPHEMERAL]
+        requests = [ask(p, N, policy=how) for p, how in zip(prompts, policies, strict=True)]
+        results = [answer.result() for answer in ask_together(engine, requests)]
+        assert [r.receipt.cached_tokens for r in results] == [0, 0, SHARED, SHARED]
+        assert engine.stats().counters["waited_for_prefix"] == 2
+        # Of read-only ones nothing is found later; of ephemeral ones all, but not after a restart.
+        assert cached(engine, prompts[2]) == SHARED
+        assert cached(engine, prompts[3]) == len(prompts[3]) - 1
+    with engine_on(model, tmp_path) as engine:
+        assert cached(engine, prompts[3]) == SHARED
+        assert cached(engine, prompts[1]) == len(prompts[1]) - 1
+
+
+def cached(engine: Engine, prompt: list[int]) -> int:
+    request = ask(prompt, 1, policy=Policy.READ_ONLY)
+    return engine.submit(request).result().receipt.cached_tokens
+
+
+def test_a_waiter_holds_no_memory(models, tmp_path):
+    """Only what is being read or decoded is counted against the budget."""
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine._scheduler.pace.max_slice = 100
+        answers = ask_together(engine, [ask(prompt, N) for prompt in agents(6)])
+        [next(answers[0]) for _ in range(3)]
+        leases = engine.call(lambda: [job.lease for job in engine._scheduler.waiting]).result()
+        for answer in answers:
+            answer.result()
+        assert all(lease is None for lease in leases)
+        assert engine.call(lambda: engine._scheduler._intake._admission.used_bytes).result() == 0
+
+
+def test_the_urgent_goes_first_and_lifts_whom_it_waits_for(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine._scheduler.pace.max_slice = 50
+        prompts = [prompt_of(500, seed=80), *agents(1)]
+        urgent = [*prompts[1][:SHARED], 9, 9]
+        with held(engine):
+            slow = engine.submit(ask(prompts[0], N))
+            leader = engine.submit(ask(prompts[1], N))
+        assert isinstance(next(leader), Started)
+        first = engine.submit(ask(urgent, N, priority=5))
+        order = finishing_order({"slow": slow, "leader": leader, "urgent": first})
+    # The one that waits is asked for last, shares with the leader, and both overtake the first.
+    assert order.index("urgent") < order.index("slow")
+
+
+def finishing_order(answers: dict[str, Answer]) -> list[str]:
+    ends = {}
+    for name, answer in answers.items():
+        ends[name] = answer.result().usage.ttft_ms
+    return sorted(ends, key=lambda name: ends[name])
+
+
+def test_priorities_decide_who_waits(models, tmp_path):
+    """Four prompts are read at a time at most; of those behind them the urgent one is next."""
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        with held(engine):
+            plain = [engine.submit(ask(prompt_of(400, seed=90 + i), 2)) for i in range(6)]
+            urgent = engine.submit(ask(prompt_of(400, seed=99), 2, priority=1))
+        ttft = urgent.result().usage.ttft_ms
+        assert ttft < min(answer.result().usage.ttft_ms for answer in plain)

@@ -1,0 +1,134 @@
+"""A tiny random model that coding agents can be tried with: long context, real tokenizer, tools.
+
+What such a model would say is noise, so a grammar leads it: `Leading` stands where the server asks
+its engine, lets a client's first answer be the call that a test wants, and every other one a few
+words. The words are the model's own; everything else is as it always is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from keepwarm.engine.answer import Answer
+from keepwarm.engine.engine import Engine
+from keepwarm.engine.request import Format, Request, Tool, ToolChoice
+from keepwarm.engine.segments import Markup
+from keepwarm.engine.tool_grammar import call_grammar
+from keepwarm.server.host import EngineHost
+from tests.kit.checkpoints import SPECIALS, make_tokenizer, write_checkpoint
+
+N_CONTEXT = 131_072
+N_VOCAB = 4096
+DOCS = Path(__file__).parent.parent.parent / "docs"
+WORDS = 'start: WORD (" " WORD)~3 "."\nWORD: /[a-z]{2,9}/\n'
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+MAX_SAID = 120  # tokens of an answer: enough for a call
+
+TOOLS_CHATML = r"""
+{%- if messages[0].role == 'system' %}{% set first = messages[0].content %}{% endif %}
+{%- if tools %}
+    {{- '<|im_start|>system\n' + (first + '\n\n' if first else '') + '# Tools\n\n' }}
+    {{- 'Functions that may be called:\n<tools>' }}
+    {%- for tool in tools %}{{- '\n' + tool | tojson }}{% endfor %}
+    {{- '\n</tools>\n\nA call is a JSON object between marks:\n<tool_call>\n' }}
+    {{- '{"name": <function>, "arguments": <object>}\n</tool_call><|im_end|>\n' }}
+{%- elif first is defined %}
+    {{- '<|im_start|>system\n' + first + '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if loop.first and message.role == 'system' %}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
+            {{- '<|im_end|>\n' }}
+        {%- endif %}
+    {%- elif message.tool_calls %}
+        {{- '<|im_start|>assistant' }}
+        {%- if message.content %}{{- '\n' + message.content }}{% endif %}
+        {%- for call in message.tool_calls %}
+            {%- set tool_call = call.function %}
+            {{- '\n<tool_call>\n{"name": "' + tool_call.name + '", "arguments": ' }}
+            {{- (tool_call.arguments | tojson) + '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}
+""".strip()
+
+
+def write_agent_checkpoint(directory: Path) -> Path:
+    """The checkpoint; its tokenizer has learnt its merges from what Keepwarm's pages say."""
+    corpus = [path.read_text() for path in sorted(DOCS.glob("*.md"))]
+    tokenizer = make_tokenizer(corpus, N_VOCAB, (*SPECIALS, "<tool_call>", "</tool_call>"))
+    return write_checkpoint(
+        directory, n_context=N_CONTEXT, tokenizer=tokenizer, template=TOOLS_CHATML, shape=SMALL
+    )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as the engine got it, and its prompt as the model sees it."""
+
+    request: Request
+    text: str
+    n_tokens: int
+
+    @property
+    def roles(self) -> list[str]:
+        return [message["role"] for message in self.request.messages or ()]
+
+
+class Leading(EngineHost):
+    """Leads the model by grammars, where the client does not do so itself."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        strict_model: bool = False,
+        *,
+        calls: Mapping[str, Mapping[str, Any]],  # arguments by tool; the first one offered is used
+    ) -> None:
+        super().__init__(engine, name, strict_model)
+        self.asked: list[Asked] = []
+        self._calls = calls
+
+    async def submit(self, request: Request) -> Answer:
+        prepared = self.engine.prepare(request)
+        self.asked.append(Asked(request, prepared.rendering.text, len(prepared.tokens)))
+        return await super().submit(self._led(request))
+
+    def _led(self, request: Request) -> Request:
+        if request.format or request.tool_choice.mode == "required" or request.messages is None:
+            return request
+        grammar = self._call(request) or WORDS
+        most = min(request.sampling.max_tokens or MAX_SAID, MAX_SAID)
+        sampling = replace(request.sampling, max_tokens=most)
+        return replace(request, format=Format(grammar=grammar), sampling=sampling)
+
+    def _call(self, request: Request) -> str | None:
+        """A grammar for the wanted call, unless there is no such tool or one has been called."""
+        offered = {tool["function"]["name"] for tool in request.tools}
+        name = next((name for name in self._calls if name in offered), None)
+        called = any(message["role"] == "tool" for message in request.messages or ())
+        if name is None or called or request.tool_choice.mode == "none":
+            return None
+        markup = Markup.of(self.engine.model.tokenizer)
+        return call_grammar([_only(name, self._calls[name])], ToolChoice("required", name), markup)
+
+
+def _only(name: str, arguments: Mapping[str, Any]) -> Tool:
+    """The tool as if it could be given nothing else."""
+    properties = {key: {"const": value} for key, value in arguments.items()}
+    schema = {"type": "object", "properties": properties, "required": list(arguments)}
+    parameters = {**schema, "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}

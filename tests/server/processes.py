@@ -1,0 +1,107 @@
+"""Server processes for tests: the program itself, or one with small budgets and a model that fails.
+
+    python -m tests.server.processes CHECKPOINT     what `keepwarm serve` does, but for its memory
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from keepwarm import config
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+POISON = "poison"  # a prompt that ends with this word breaks the model
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running process and where it answers."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+PROGRAM = ("-m", "keepwarm", "serve", "--port", "0", "--model")
+SMALL = ("-m", "tests.server.processes")
+
+
+@contextmanager
+def served(
+    checkpoint: Path, home: Path, *, command: tuple[str, ...] = PROGRAM, **environ: str
+) -> Iterator[Served]:
+    """A server process, until the test ends, however it does."""
+    process = subprocess.Popen(
+        [sys.executable, *command, str(checkpoint)],
+        cwd=ROOT,
+        env={**os.environ, "KEEPWARM_HOME": str(home), **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        greeting = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+", greeting)
+        if found is None:
+            process.kill()
+            raise AssertionError(greeting + "".join(process.communicate()))
+        yield Served(process, found[0])
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class Breaks:
+    """A model that fails whenever it is fed one token; all else is the model's."""
+
+    def __init__(self, module: Any, token: int) -> None:
+        self._module = module
+        self._token = token
+
+    def __call__(self, tokens: Any, *arguments: Any, **options: Any) -> Any:
+        if (tokens == self._token).any().item():
+            raise RuntimeError("the model broke")
+        return self._module(tokens, *arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def main(checkpoint: str) -> None:
+    """Serve with budgets so small that whatever grows is a leak."""
+    from keepwarm.engine.engine import Engine, EngineConfig
+    from keepwarm.engine.memory import MemoryConfig
+    from keepwarm.engine.model import load
+    from keepwarm.engine.store import Store
+    from keepwarm.server.app import create_app
+    from keepwarm.server.host import EngineHost
+    from keepwarm.server.process import address_of, bind, serve
+
+    settings = config.load()
+    memory = MemoryConfig(32 * MIB, 16 * MIB, 8 * MIB, 8 * MIB, 256 * MIB)
+    model = load(checkpoint, settings)
+    if "KEEPWARM_BREAKS_AT" in os.environ:
+        module = Breaks(model.module, int(os.environ["KEEPWARM_BREAKS_AT"]))
+        model = replace(model, module=module)
+    with bind(settings.host, 0) as listening, Store(settings=settings) as store:
+        engine = Engine(model, store, EngineConfig(memory), settings=settings)
+        app = create_app(EngineHost(engine, model.name), settings)
+        print(f"answers at {address_of(listening)}", flush=True)
+        serve(app, settings, listening)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
