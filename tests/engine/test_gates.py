@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import subprocess
 import sys
@@ -64,6 +65,7 @@ class Load:
     exam: Exam
     random: random.Random
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    again: dict[int, list[int]] = field(default_factory=dict)
     n_prompt: int = 0  # from turn 2 on
     n_cached: int = 0
     n_cancelled: int = 0
@@ -84,7 +86,8 @@ class Load:
         said = self.tokens.setdefault(talk, [])
         if not said or len(said) > LONGEST:
             said = self.tokens[talk] = _clean(150, number)
-        prompt = [*said, *_clean(self.random.randint(2, 9), number)]
+        prompt = self.again.pop(talk, None)  # whoever got no answer asks once more
+        prompt = prompt or [*said, *_clean(self.random.randint(2, 9), number)]
         fate = self.random.random()
         wishes: dict[str, Any] = {"logit_bias": {FAULT: -100.0}}
         if fails := fate < 0.1:
@@ -100,9 +103,11 @@ class Load:
             result = self.result_of(turn)
         except Cancelled:
             self.n_cancelled += 1
+            self.again[turn.talk] = turn.prompt
         except EngineFailed:
             assert turn.fails, "a request failed that had no fault"
             self.n_failed += 1
+            self.again[turn.talk] = turn.prompt
         else:
             self.note(turn, result)
         self.rss.append(psutil.Process().memory_info().rss)
@@ -160,6 +165,7 @@ def load(architecture: str, n_requests: int, home: Path) -> dict[str, Any]:
         + restore_failures
         + stats.writes.failed
         + sum(tier.errors + tier.quarantined for tier in tiers),
+        "rss": [round(n / MIB) for n in work.rss[:: max(1, n_requests // 20)]],
         "rebuilt": stats.counters["rebuilt_batches"],
     }
 
@@ -223,6 +229,7 @@ def test_a_restored_conversation_takes_no_more_memory(tmp_path, architecture):
 
 
 def main(home: str, what: str, architecture: str, *numbers: str) -> None:
+    logging.disable(logging.CRITICAL)  # the faults are meant
     if what == "load":
         found = load(architecture, int(numbers[0]), Path(home))
     else:

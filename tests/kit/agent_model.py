@@ -24,7 +24,7 @@ N_CONTEXT = 131_072
 N_VOCAB = 4096
 DOCS = Path(__file__).parent.parent.parent / "docs"
 WORDS = 'start: WORD (" " WORD)~3 "."\nWORD: /[a-z]{2,9}/\n'
-SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL = {"num_attention_heads": 1, "num_key_value_heads": 1}
 MAX_SAID = 120  # tokens of an answer: enough for a call
 
 TOOLS_CHATML = r"""

@@ -160,4 +160,5 @@ async def load(url: str, n_clients: int, seconds: float) -> Seen:
 
 if __name__ == "__main__":
     address, n_clients, seconds = sys.argv[1:]
-    print(json.dumps(asdict(asyncio.run(load(address, int(n_clients), float(seconds))))))
+    seen = asyncio.run(load(address, int(n_clients), float(seconds)))
+    sys.stdout.write(json.dumps(asdict(seen)))

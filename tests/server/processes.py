@@ -99,7 +99,8 @@ def main(checkpoint: str) -> None:
     with bind(settings.host, 0) as listening, Store(settings=settings) as store:
         engine = Engine(model, store, EngineConfig(memory), settings=settings)
         app = create_app(EngineHost(engine, model.name), settings)
-        print(f"answers at {address_of(listening)}", flush=True)
+        sys.stdout.write(f"answers at {address_of(listening)}\n")
+        sys.stdout.flush()
         serve(app, settings, listening)
 
 

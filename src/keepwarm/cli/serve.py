@@ -13,6 +13,8 @@ from keepwarm.cli.options import ModelName
 
 if TYPE_CHECKING:
     from keepwarm.config import Settings
+    from keepwarm.engine.store import Store
+    from keepwarm.server.host import EngineHost
 
 EXAMPLE = '{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}'
 
@@ -38,17 +40,23 @@ def serve(
 
     check_binding(settings)
     with bind(settings.host, settings.port) as listening:
-        from keepwarm.engine.model import load
         from keepwarm.engine.store import Store
         from keepwarm.server.app import create_app
-        from keepwarm.server.host import EngineHost, start_engine
 
-        loaded = load(settings.model, settings)
         with Store(settings=settings) as store:
-            engine = start_engine(loaded, store, settings)
-            app = create_app(EngineHost(engine, loaded.name, settings.strict_model), settings)
-            print(_greeting(settings, loaded.name, address_of(listening)), flush=True)
+            running = _host(settings, store)
+            app = create_app(running, settings)
+            print(_greeting(settings, running.name, address_of(listening)), flush=True)
             serve_app(app, settings, listening)
+
+
+def _host(settings: Settings, store: Store) -> EngineHost:
+    """The model, running; nothing else holds it, so that another can take its place."""
+    from keepwarm.engine.model import load
+    from keepwarm.server.host import EngineHost, start_engine
+
+    model = load(settings.model, settings)
+    return EngineHost(start_engine(model, store, settings), model.name, settings.strict_model)
 
 
 def _greeting(settings: Settings, name: str, address: str) -> str:

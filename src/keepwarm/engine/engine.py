@@ -11,25 +11,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Self, TypeAlias, TypeVar
 
 import mlx.core as mx
 
 from keepwarm.cache.live import Live
-from keepwarm.cache.manager import Plan
-from keepwarm.cache.policy import Policy
 from keepwarm.cache.whatif import Looks
 from keepwarm.config import Settings
 from keepwarm.config import load as load_settings
 from keepwarm.engine.admission import Admission, kv_bytes
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.audit import Auditor
+from keepwarm.engine.chores import Chores
 from keepwarm.engine.jobs import Job, Sequence
 from keepwarm.engine.journal import Entry, Journal, entry_of
 from keepwarm.engine.lane import Lane, Lanes, make_options, options_for
+from keepwarm.engine.lookup import Lookup, look_up
 from keepwarm.engine.memory import MemoryConfig, MemoryScopes, Watcher
 from keepwarm.engine.misses import Misses
 from keepwarm.engine.model import Model
@@ -57,16 +58,6 @@ class EngineConfig:
     max_queue: int = 256  # requests that wait or run
     kv: KVOptions = field(default_factory=KVOptions)  # for requests that do not say
     audit_share: float = 0.0  # of the answers from a cache, computed again cold and compared
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """How much of a prompt is warm, and how long its first token would take."""
-
-    prompt_tokens: int
-    live: int  # tokens
-    stored: int
-    first_token_ms: float
 
 
 class Engine:
@@ -112,12 +103,11 @@ class Engine:
             self._kept,
         )
         self._watcher = Watcher([self.live.shed, self.store.shed]).start()
-        self._chores = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-chores")
+        self._chores = Chores(self.store, lambda job: self._post(partial(self._scheduler.end, job)))
         self._commands: deque[Command] = deque()
         self._changed = threading.Condition()
         self._accepting = True
         self._closing = False
-        self._idle = True
         self._thread = threading.Thread(target=self._run, name="keepwarm-engine", daemon=True)
         self._thread.start()
 
@@ -164,7 +154,8 @@ class Engine:
     def lookup(self, request: Request) -> Lookup:
         """Say how much of a prompt is warm. Nothing is loaded or changed."""
         prepared = self.prepare(request)
-        return self.call(lambda: self._lookup(prepared)).result()
+        lane = self._lane(options_for(request.kv, len(prepared.tokens)), request.tenant)
+        return self.call(lambda: look_up(lane, prepared.tokens)).result()
 
     def call(self, work: Callable[[], T]) -> Future[T]:
         """Run something on the engine's thread, between two steps."""
@@ -201,6 +192,10 @@ class Engine:
         ]
 
     @property
+    def accepting(self) -> bool:
+        return self._accepting
+
+    @property
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._closing
 
@@ -218,9 +213,19 @@ class Engine:
             time.sleep(0.01)
         if busy:
             self.call(self._drop_all).result()
-        self._chores.submit(lambda: None).result()
-        self.store.flush()
+        self.settle()
         return not busy
+
+    def settle(self) -> None:
+        """Return once all that was answered is on disk and noted with its agent."""
+        self._chores.settle()
+        self.store.flush()
+
+    def forget(self, agent: str) -> int:
+        """Remove an agent everywhere, with every block no other agent reaches; their number."""
+        self.settle()
+        self.call(partial(self.live.drop_owner, agent)).result()
+        return self.store.forget(agent)
 
     def close(self) -> None:
         """End what runs, write what is queued, let go of everything."""
@@ -228,7 +233,7 @@ class Engine:
             return
         self._accepting = False
         self.call(self._drop_all).result()
-        self._chores.shutdown(wait=True)  # what is promised to be on disk is, before the end
+        self._chores.close()  # what is promised to be on disk is, before the end
         self.call(lambda: None).result()
         with self._changed:
             self._closing = True
@@ -301,13 +306,6 @@ class Engine:
         for job in self._scheduler.jobs:
             self._scheduler.drop(job, Stopping("The engine is shutting down."))
 
-    def _lookup(self, prepared: Prepared) -> Lookup:
-        request = prepared.request
-        lane = self._lanes.of(options_for(request.kv, len(prepared.tokens)), request.tenant)
-        n_live = lane.n_live(prepared.tokens)
-        plan = lane.manager.plan(prepared.tokens)
-        return Lookup(len(prepared.tokens), n_live, plan.n_tokens, _expected_ms(lane, plan, n_live))
-
     def _kept(self, sequence: Sequence) -> None:
         """A sequence is over and findable: remember its text, its owner, and who waits for disk."""
         job = sequence.job
@@ -320,13 +318,7 @@ class Engine:
         if job.request.messages is not None and job.request.policy.writes:
             made = sequence.tokens[len(job.tokens) :]
             self._preparer.splicer.remember(job.request.tenant, rendering.text, job.tokens, made)
-        if job.request.agent and sequence.choice == 0 and job.request.policy.to_disk:
-            tokens = list(sequence.tokens)
-            self._chores.submit(self._advance, job.request.agent, job.home, tokens)
-        if job.request.marks and job.request.policy.to_disk:
-            self._chores.submit(self._hold, job, list(sequence.tokens))
-        if job.request.policy is Policy.DURABLE and job.is_finished and not job.ended:
-            self._chores.submit(self._end_durably, job)
+        self._chores.after(sequence)
 
     def _lane(self, options: KVOptions, tenant: str) -> Lane:
         """From any thread; made on the engine's if it is new."""
@@ -351,27 +343,6 @@ class Engine:
             block_bytes = kv_bytes(manager.layout, BLOCK_TOKENS)
             self.looks.add(manager.namespace, tokens, len(job.tokens), block_bytes)
 
-    def _advance(self, agent: str, lane: Lane, tokens: list[int]) -> None:
-        try:
-            self.store.flush()
-            self.store.shelf.agents.advance(agent, lane.manager.namespace, tokens)
-        except KeepwarmError:
-            LOG.exception("what agent %r has said could not be noted", agent)
-
-    def _hold(self, job: Job, tokens: list[int]) -> None:
-        try:
-            self.store.flush()
-            marks = self.store.shelf.marks
-            marks.sweep()
-            for place, ttl_s in job.prepared.marks:
-                marks.hold(job.home.manager.namespace, tokens, place, ttl_s)
-        except KeepwarmError:
-            LOG.exception("what was marked could not be held")
-
-    def _end_durably(self, job: Job) -> None:
-        self.store.flush()
-        self._post(lambda: self._scheduler.end(job))
-
 
 def _now_before(deadline: float) -> bool:
     return time.monotonic() < deadline
@@ -381,9 +352,3 @@ def _vocabulary(model: Model) -> int:
     """How many logits the model gives: often more than the tokenizer has tokens."""
     logits = model.module(mx.array([[0]]))
     return int(logits.shape[-1])
-
-
-def _expected_ms(lane: Lane, plan: Plan, n_live: int) -> float:
-    rest = plan.n_prompt - max(plan.n_tokens, n_live)
-    load_s = plan.load_s if plan.n_tokens > n_live else 0.0
-    return round(1000 * (load_s + rest / lane.manager.rates.prefill_tokens_per_s), 1)

@@ -327,9 +327,8 @@ def forget(
     if registry is not None:
         registry.invalidate(conversation)
     if on_disk:
-        engine.store.flush()
         with suppress(UnknownAgent):
-            engine.store.shelf.agents.delete(conversation)
+            engine.forget(conversation)
 
 
 def _free(engine: Engine, conversation: str) -> None:

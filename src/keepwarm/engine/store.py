@@ -73,6 +73,16 @@ class Store:
         if self._opened.shelf is not None:
             self._opened.shelf.agents.check_id(agent_id)
 
+    def forget(self, agent_id: str) -> int:
+        """Delete an agent with every block no other reaches, in memory too; their number."""
+        agent = self.shelf.agents.show(agent_id)
+        removed = self.shelf.agents.delete(agent_id)
+        left = self.shelf.disk.have(agent.blocks)
+        for key in agent.blocks:
+            if key not in left:
+                self._opened.memory.delete(key)
+        return removed
+
     def shed(self, n_bytes: int) -> int:
         """Free about so many bytes of memory, least valuable first; how many it was."""
         return self._opened.memory.shed(n_bytes)

@@ -141,14 +141,11 @@ class Mine:
 
     def delete(self, agent_id: str) -> DeletedAgent:
         agent = self._found(agent_id)
-        self._engine.store.flush()
-        removed = self._shelf.agents.delete(agent.id)
-        self._engine.live.drop_owner(agent.id)
+        removed = self._engine.forget(agent.id)
         return {"id": agent_id, "object": "agent", "deleted": True, "removed_blocks": removed}
 
     def export(self, agent_id: str, file: Path) -> None:
         agent = self._found(agent_id)
-        self._engine.store.flush()
         self._shelf.export_agent(agent.id, file)
 
     def import_(self, file: Path, agent_id: str) -> AgentOut:
@@ -159,6 +156,7 @@ class Mine:
             raise BadCacheFile(str(error).replace(str(file), "What was sent")) from error
 
     def _found(self, agent_id: str) -> Agent:
+        self._engine.settle()  # what was just answered belongs to it
         try:
             return self._shelf.agents.show(owned(self._tenant, agent_id))
         except UnknownAgent as error:

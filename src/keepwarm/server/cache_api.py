@@ -70,7 +70,7 @@ class CacheOut(TypedDict):
 
 
 class LookupOut(TypedDict):
-    """How warm a prompt is. Tokens by place; the place with the most would serve it."""
+    """How warm a prompt is: tokens by the place they would come from."""
 
     object: Literal["cache.lookup"]
     prompt_tokens: int
@@ -172,7 +172,7 @@ async def _look_up(host: EngineHost, asked: engine_request.Request) -> LookupOut
     return {
         "object": "cache.lookup",
         "prompt_tokens": found.prompt_tokens,
-        "warm": {"live": found.live, "stored": found.stored},
+        "warm": dict(found.warm),
         "first_token_ms": found.first_token_ms,
         "scrubbed": list(asked.scrubbed),
     }

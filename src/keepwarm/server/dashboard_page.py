@@ -9,6 +9,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import RedirectResponse
 
 PLACE = "/dashboard"
+METHODS = ["GET", "HEAD"]  # Claude Code asks for the head of `/` to see whether there is a server
 FILES = Path(__file__).parent / "static"
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -32,10 +33,10 @@ HEADERS = {
 def make_router() -> APIRouter:
     """A route for every file, and `/` leads to the page."""
     router = APIRouter(include_in_schema=False)
-    router.add_api_route("/", _to_the_page)
-    router.add_api_route(PLACE, _answer(FILES / "index.html"))
+    router.add_api_route("/", _to_the_page, methods=METHODS)
+    router.add_api_route(PLACE, _answer(FILES / "index.html"), methods=METHODS)
     for file in sorted(FILES.iterdir()):
-        router.add_api_route(f"{PLACE}/{file.name}", _answer(file))
+        router.add_api_route(f"{PLACE}/{file.name}", _answer(file), methods=METHODS)
     return router
 
 

@@ -30,19 +30,20 @@ class EngineHost:
     def __init__(self, engine: Engine, name: str, strict_model: bool = False) -> None:
         self._engine: Engine | None = engine
         self._strict = strict_model
+        self._draining = False
         self.name = name
         self.created = int(time.time())
 
     @property
     def engine(self) -> Engine:
         if self._engine is None:
-            raise Stopping("The server is shutting down; ask again in a moment.")
+            raise Stopping("No model is loaded just now; ask again in a moment.")
         return self._engine
 
     @property
     def ready(self) -> bool:
         """Whether the engine's thread runs and takes requests."""
-        return self._engine is not None and self._engine.alive
+        return self._engine is not None and self._engine.alive and not self._draining
 
     async def submit(self, request: Request) -> Answer:
         """Begin an answer. Rendering and tokenising happen off the event loop."""
@@ -55,11 +56,22 @@ class EngineHost:
 
     def drain(self, timeout_s: float) -> None:
         """Take no new requests; running ones end by themselves, or with an error at the end."""
-        if self._engine is not None:
+        self._draining = True
+        if self._engine is not None and self._engine.alive:
             self._engine.drain(timeout_s)
+
+    def take(self) -> Engine | None:
+        """Give the engine away; until another is put here, requests are told to ask again."""
+        engine, self._engine = self._engine, None
+        return engine
+
+    def put(self, engine: Engine, name: str) -> None:
+        """Answer with this engine from now on."""
+        self.name = name
+        self.created = int(time.time())
+        self._engine = engine
 
     def close(self) -> None:
         """Stop the engine; everything it computed is flushed first."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
+        if engine := self.take():
             engine.close()

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import signal
 import socket
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,7 +17,8 @@ from keepwarm.server.host import EngineHost
 
 KEEP_ALIVE_S = 75
 MAX_PORT = 65535
-AFTER_DRAIN_S = 2.0  # for the last words of streams that the drain has cut short
+AFTER_DRAIN_S = 2  # for the last words of streams that the drain has cut short
+STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -48,15 +50,20 @@ def address_of(listening: socket.socket) -> str:
 
 
 def serve(app: FastAPI, settings: Settings, listening: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT; running answers then get `drain_s` to end."""
+    """Serve until SIGTERM or SIGINT; running answers then get `drain_s` to end.
+
+    A second signal ends the process at once; what is not yet on disk is lost, and nothing else.
+    """
     # uvicorn raises the signal again once it has shut down; by then there is nothing left to do.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOPS:
         signal.signal(number, lambda *_: None)
     DrainingServer(app, settings).run(sockets=[listening])
+    for number in STOPS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 class DrainingServer(uvicorn.Server):
-    """Lets running answers end, tells the rest that it stops, and only then closes."""
+    """Lets running answers end while it refuses new ones, and only then closes."""
 
     def __init__(self, app: FastAPI, settings: Settings) -> None:
         super().__init__(
@@ -68,13 +75,19 @@ class DrainingServer(uvicorn.Server):
                 log_level="warning",
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=int(settings.drain_s + AFTER_DRAIN_S) + 1,
+                timeout_graceful_shutdown=AFTER_DRAIN_S,
             )
         )
         self._host: EngineHost = app.state.host
         self._drain_s = settings.drain_s
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        draining = asyncio.create_task(asyncio.to_thread(self._host.drain, self._drain_s))
+        """Who asks while running answers end is told so, and not left before a closed door."""
+        await asyncio.to_thread(self._host.drain, self._drain_s)
         await super().shutdown(sockets)
-        await draining

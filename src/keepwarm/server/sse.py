@@ -1,6 +1,7 @@
 """Answers on their way to a client: whole, or as server-sent events while they are made.
 
-Headers go out when the plan is known, so that they carry the receipt. A client that goes away
+Headers go out when the plan is known, so that they carry the receipt. Who waits longer for it gets
+them without, and signs of life: some clients give up on a silent server. A client that goes away
 cancels its answer; what fails after the headers is said inside the stream.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
@@ -22,6 +24,7 @@ from keepwarm.server.problems import Problem, problem_of
 from keepwarm.server.wire import receipt_headers
 
 KEEP_ALIVE_S = 1.0
+PLAN_S = 3.0  # less than the five seconds after which the most impatient clients give up
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 log = logging.getLogger(__name__)
@@ -85,58 +88,84 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, reply: Reply, encoder: Encoder, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+    def __init__(
+        self,
+        reply: Reply,
+        encoder: Encoder,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        plan_s: float = PLAN_S,
+    ) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._reply = reply
         self._encoder = encoder
         self._keep_alive_s = keep_alive_s
+        self._plan_s = plan_s
         self._progress: Progress | None = None
         self._quiet = True  # nothing was sent since the last sign of life
+        self._opened = False  # headers are out
+        self._planned = False
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        events = aiter(self._reply)
         async with cancelled_if_gone(self._reply, receive):
-            plan = await started(events)
-            await self._open(plan.receipt, send)
             beat = asyncio.create_task(self._keep_alive(send))
             try:
-                await self._send(send, self._encoder.event(plan))
-                await self._send_all(events, send)
+                await self._send_all(send)
             finally:
                 beat.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _open(self, receipt: Receipt, send: Send) -> None:
-        self.headers.update(receipt_headers(receipt))
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
-
-    async def _send_all(self, events: AsyncIterator[Event], send: Send) -> None:
+    async def _send_all(self, send: Send) -> None:
         try:
-            async for event in events:
+            async for event in self._reply:
                 if isinstance(event, Progress):
                     self._progress = event
-                elif frames := self._encoder.event(event):
+                    continue
+                if isinstance(event, Started):
+                    await self._plan(event.receipt, send)
+                if frames := self._encoder.event(event):
                     await self._send(send, frames)
         except Cancelled:
-            return  # nobody is there to be told
+            if not self._opened:
+                raise  # otherwise nobody is there to be told
         except Exception as error:
+            if not self._opened:
+                raise
             problem = problem_of(error)
             if problem.status == 500:
                 log.exception("A stream failed.")
             await self._send(send, self._encoder.problem(problem))
+
+    async def _plan(self, receipt: Receipt, send: Send) -> None:
+        self._planned = True
+        if not self._opened:
+            self.headers.update(receipt_headers(receipt))
+            await self._open(send)
+
+    async def _open(self, send: Send) -> None:
+        self._opened = True
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
 
     async def _send(self, send: Send, frames: bytes) -> None:
         self._quiet = False
         await send({"type": "http.response.body", "body": frames, "more_body": True})
 
     async def _keep_alive(self, send: Send) -> None:
+        patient_until = time.monotonic() + self._plan_s
         while True:
             self._quiet = True
             await asyncio.sleep(self._keep_alive_s)
-            if self._quiet:
+            if self._quiet and self._planned:
                 await self._send(send, self._encoder.waiting(self._progress))
+            elif self._quiet and time.monotonic() >= patient_until:
+                await self._say_that_it_waits(send)
+
+    async def _say_that_it_waits(self, send: Send) -> None:
+        """Before the plan no API knows an event, so it is a comment, for all of them."""
+        if not self._opened:
+            await self._open(send)
+        await self._send(send, comment(self._progress))
 
 
 async def started(events: AsyncIterator[Event]) -> Started:

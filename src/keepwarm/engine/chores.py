@@ -1,0 +1,68 @@
+"""What follows an answer and touches files: on a thread of its own, one after the other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from keepwarm.cache.policy import Policy
+from keepwarm.engine.jobs import Job, Sequence
+from keepwarm.engine.store import Store
+from keepwarm.errors import KeepwarmError
+
+LOG = logging.getLogger(__name__)
+
+
+class Chores:
+    def __init__(self, store: Store, end: Callable[[Job], None]) -> None:
+        """`end` says the last word to whoever wanted the answer to be on disk first."""
+        self._store = store
+        self._end = end
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-chores")
+
+    def after(self, sequence: Sequence) -> None:
+        """A sequence is over: note whose it was, hold what was marked, wait for the disk."""
+        job, policy = sequence.job, sequence.job.request.policy
+        if not policy.to_disk:
+            return
+        tokens = list(sequence.tokens)
+        if job.request.agent and sequence.choice == 0:
+            self._pool.submit(self._advance, job, tokens)
+        if job.request.marks:
+            self._pool.submit(self._hold, job, tokens)
+        if policy is Policy.DURABLE and job.is_finished and not job.ended:
+            self._pool.submit(self._end_durably, job)
+
+    def settle(self) -> None:
+        """Return once all that was to be done so far is."""
+        self._pool.submit(_nothing).result()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+    def _advance(self, job: Job, tokens: list[int]) -> None:
+        try:
+            self._store.flush()
+            agents = self._store.shelf.agents
+            agents.advance(str(job.request.agent), job.home.manager.namespace, tokens)
+        except KeepwarmError:
+            LOG.exception("what agent %r has said could not be noted", job.request.agent)
+
+    def _hold(self, job: Job, tokens: list[int]) -> None:
+        try:
+            self._store.flush()
+            marks = self._store.shelf.marks
+            marks.sweep()
+            for place, ttl_s in job.prepared.marks:
+                marks.hold(job.home.manager.namespace, tokens, place, ttl_s)
+        except KeepwarmError:
+            LOG.exception("what was marked could not be held")
+
+    def _end_durably(self, job: Job) -> None:
+        self._store.flush()
+        self._end(job)
+
+
+def _nothing() -> None:
+    return

@@ -1,0 +1,165 @@
+"""Rows that join and leave a batch say what they would have said alone."""
+
+from __future__ import annotations
+
+import random
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from keepwarm import kv
+from keepwarm.engine.batch import Batch, Row
+from keepwarm.engine.request import Sampling
+from keepwarm.engine.sampling import Chooser
+from tests.kit.models import ARCHITECTURES
+from tests.kit.runs import cold, continue_from, prefill, prompt_of
+
+BATCHED = [name for name in ARCHITECTURES if name not in ("llama4", "deepseek_v41")]
+VOCABULARY = 128
+
+
+def row_of(tokens, **wishes) -> Row:
+    return Row(tokens, Chooser(Sampling(**wishes), VOCABULARY, tokens), top_logprobs=None)
+
+
+def join(batch: Batch, module, prompt, **wishes) -> Row:
+    row, caches = row_of(prompt, **wishes), make_prompt_cache(module)
+    prefill(module, caches, prompt[:-1])
+    logits = module(mx.array([[prompt[-1]]]), cache=caches)[:, -1, :]
+    kv.evaluate(caches)
+    batch.join(row, caches, row.choose_first(logits))
+    return row
+
+
+def step(batch: Batch) -> None:
+    for row, token in batch.feed():
+        row.fed(token)
+    assert not batch.choose()
+
+
+def said(row: Row, prompt) -> list[int]:
+    return row.tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("architecture", BATCHED)
+def test_rows_come_and_go(tiny_model, architecture):
+    """At every step somebody may join or leave; each row's tokens are a cold run's, and the caches
+    it leaves with go on as if it had been alone."""
+    module = tiny_model(architecture)
+    chance = random.Random(3)
+    batch: Batch[Row] = Batch(module)
+    prompts = [prompt_of(chance.randint(5, 60), seed) for seed in range(7)]
+    waiting, inside, gone = list(range(7)), {}, {}
+    while waiting or inside:
+        if waiting and (not inside or chance.random() < 0.5):
+            number = waiting.pop(0)
+            inside[number] = join(batch, module, prompts[number])
+        step(batch)
+        leaving = [n for n, row in inside.items() if len(said(row, prompts[n])) >= 3 + n]
+        # Between two steps the current token is chosen and not fed: it is nowhere yet.
+        caches = batch.leave([inside[n] for n in leaving])
+        for n, own in zip(leaving, caches, strict=True):
+            gone[n] = (inside.pop(n), own)
+    for n, (row, caches) in gone.items():
+        run = cold(module, prompts[n], 3 + n)
+        assert said(row, prompts[n]) == run.tokens
+        assert kv.token_count(caches) in (None, len(row.tokens))
+        after = continue_from(module, caches, [1, 2, 3], 3)
+        assert after.tokens == continue_from(module, run.cache, [1, 2, 3], 3).tokens
+    assert len(gone) == 7
+
+
+def test_a_lone_row_keeps_its_caches(tiny_model):
+    """Nothing is copied or padded while there is no neighbour."""
+    module = tiny_model("llama")
+    batch: Batch[Row] = Batch(module)
+    row = join(batch, module, prompt_of(10))
+    before = batch.peek(row)
+    step(batch)
+    assert batch.peek(row) is before
+    join(batch, module, prompt_of(20, 1))
+    assert batch.peek(row) is not before
+
+
+def test_looking_at_a_row_changes_nothing(tiny_model):
+    module = tiny_model("gemma3_text")
+    batch: Batch[Row] = Batch(module)
+    prompts = [prompt_of(40), prompt_of(20, 1)]
+    rows = [join(batch, module, prompt) for prompt in prompts]
+    for _ in range(6):
+        step(batch)
+        for row in rows:
+            assert kv.token_count(batch.peek(row)) == len(row.tokens)
+    for row, prompt in zip(rows, prompts, strict=True):
+        assert said(row, prompt) == cold(module, prompt, 6).tokens
+
+
+def test_rows_between_feed_and_choose(tiny_model):
+    """That is when the engine lets them go; those that stay choose from their own logits."""
+    module = tiny_model("qwen3_next")
+    batch: Batch[Row] = Batch(module)
+    prompts = [prompt_of(12), prompt_of(20, 1), prompt_of(7, 2)]
+    rows = [join(batch, module, prompt) for prompt in prompts]
+    for row, token in batch.feed():
+        row.fed(token)
+    (caches,) = batch.leave([rows[1]])
+    assert continue_from(module, caches, [5], 2).tokens
+    batch.choose()
+    for _ in range(3):
+        step(batch)
+    for i in (0, 2):
+        assert said(rows[i], prompts[i]) == cold(module, prompts[i], 4).tokens
+
+
+@pytest.mark.parametrize("fed", [False, True])
+def test_a_batch_that_is_given_up_tells_what_was_chosen(tiny_model, fed):
+    """A token that was drawn and not fed is not drawn again: a seeded answer stays the same."""
+    module = tiny_model("llama")
+    prompt = prompt_of(10)
+    batch: Batch[Row] = Batch(module)
+    row = join(batch, module, prompt, temperature=1.0, seed=4)
+    whole: Batch[Row] = Batch(module)
+    twin = join(whole, module, prompt, temperature=1.0, seed=4)
+    for _ in range(6):
+        step(whole)
+    step(batch)
+    if fed:
+        for other, token in batch.feed():
+            other.fed(token)
+    assert batch.disband() == [row]
+    assert (row.pending is None) == fed
+    caches = prefill(module, make_prompt_cache(module), row.tokens[:-1])
+    logits = module(mx.array([[row.tokens[-1]]]), cache=caches)[:, -1, :]
+    again: Batch[Row] = Batch(module)
+    again.join(row, caches, row.choose_first(logits))
+    while len(row.tokens) < len(twin.tokens):
+        step(again)
+    assert row.tokens == twin.tokens
+
+
+class Stuck(Chooser):
+    @property
+    def plain(self) -> bool:
+        return False
+
+    def adjust(self, logits: mx.array) -> mx.array:
+        raise ValueError("stuck")
+
+
+def test_a_row_whose_rules_fail_is_named(tiny_model):
+    """The others choose as ever."""
+    module = tiny_model("llama")
+    batch: Batch[Row] = Batch(module)
+    prompt = prompt_of(15)
+    row = join(batch, module, prompt)
+    bad = join(batch, module, prompt_of(9, 1))
+    bad.chooser = Stuck(Sampling(), VOCABULARY)
+    for some, token in batch.feed():
+        some.fed(token)
+    failed = batch.choose()
+    assert list(failed) == [bad]
+    batch.leave([bad])
+    for _ in range(3):
+        step(batch)
+    assert said(row, prompt) == cold(module, prompt, 4).tokens

@@ -1,0 +1,102 @@
+"""Reading a prompt: where slices end, what is kept of them, and how long they may be."""
+
+from __future__ import annotations
+
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from keepwarm.engine.prefill import SHORT_SLICE, Pace, Prefill
+from tests.kit.compare import TOLERANCE
+from tests.kit.models import ARCHITECTURES
+from tests.kit.runs import FedCounter, cold, prompt_of
+
+
+class Read:
+    """A prefill run to its end, in slices of at most so many tokens."""
+
+    def __init__(self, module, n_tokens, at_most, *, n_done=0, **options):
+        self.counter = FedCounter(module)
+        self.places: list[tuple[int, bool]] = []
+        caches = make_prompt_cache(module)
+        self.tokens = prompt_of(n_tokens)
+        self.prefill = Prefill(
+            self.counter, self.tokens, caches, n_done, keep=self._keep, **options
+        )
+        self.logits = None
+        while self.logits is None:
+            self.logits = self.prefill.feed(at_most)
+
+    def _keep(self, checkpoint: bool) -> None:
+        self.places.append((self.prefill.n_done, checkpoint))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("at_most", [7, 300])
+def test_slices_change_nothing(tiny_model, architecture, at_most):
+    """Whatever the slices, the logits after the prompt are those of a cold run."""
+    module = tiny_model(architecture)
+    n_tokens = 60 if at_most == 7 else 290
+    read = Read(module, n_tokens, at_most, exact_places=True)
+    run = cold(module, read.tokens, 1)
+    logprobs = read.logits[0] - read.logits[0].logsumexp()
+    assert abs(logprobs - run.logprobs[0]).max().item() <= 1.7 * TOLERANCE
+    assert read.counter.fed == n_tokens
+    assert read.prefill.n_done == read.prefill.n_fed == n_tokens
+    assert read.prefill.n_left == 0
+
+
+def test_rows_are_read_in_slices_as_long_as_may_be(tiny_model):
+    read = Read(tiny_model("llama"), 700, 300)
+    assert read.places == [(300, False), (600, False), (699, False), (700, False)]
+
+
+def test_the_last_token_goes_with_a_short_slice(tiny_model):
+    """One run of the weights less; after a long slice it is fed alone, for the vocabulary's sake."""
+    assert Read(tiny_model("llama"), SHORT_SLICE, 300).counter.shapes == [(1, SHORT_SLICE)]
+    longer = Read(tiny_model("llama"), SHORT_SLICE + 1, 300)
+    assert longer.counter.shapes == [(1, SHORT_SLICE), (1, 1)]
+
+
+def test_states_and_windows_are_read_to_the_ends_of_blocks_and_cuts(tiny_model):
+    """So that they can be restored there: every block, every message, and before the last token."""
+    read = Read(tiny_model("mamba2"), 600, 400, cuts=[100, 300], exact_places=True)
+    expected = [(100, True), (256, False), (300, True), (512, False), (599, True), (600, False)]
+    assert read.places == expected
+
+
+def test_cuts_are_no_concern_of_rows(tiny_model):
+    """They can be restored at any token."""
+    assert Read(tiny_model("llama"), 60, 400, cuts=[10, 30]).places == [(60, False)]
+
+
+def test_a_cut_that_is_asked_for_on_the_way(tiny_model):
+    """Somebody waits for the first 40: the slice ends there, and the place is kept."""
+    module = tiny_model("llama")
+    places = []
+    tokens = prompt_of(100)
+    prefill = Prefill(
+        module, tokens, make_prompt_cache(module), 0, keep=lambda c: places.append(c)
+    )
+    prefill.feed(20)
+    prefill.cut_at(40)
+    prefill.cut_at(10)  # that is behind it already
+    prefill.feed(100)
+    assert (prefill.n_done, places) == (40, [False, True])
+    assert prefill.feed(100) is not None
+
+
+def test_a_slice_takes_the_time_that_running_answers_can_bear():
+    pace = Pace(max_slice=512)
+    for _ in range(20):
+        pace.saw_slice(100, 1.0)  # 10 ms a token
+        pace.saw_step(0.04)
+    assert pace.slice_tokens(decoding=True) == pytest.approx(5 * 0.04 / 0.01, abs=1)
+    assert pace.slice_tokens(decoding=False) == pytest.approx(0.5 / 0.01, abs=1)
+
+
+def test_a_slice_has_bounds():
+    slow, fast = Pace(token_s=10.0), Pace(token_s=1e-9, max_slice=512)
+    assert slow.slice_tokens(decoding=True) == 16
+    assert fast.slice_tokens(decoding=False) == 512
+    fast.saw_slice(1, 100.0)  # one token tells of the weights
+    assert fast.slice_tokens(decoding=False) == 512
