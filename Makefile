@@ -28,7 +28,7 @@ format: install
 	$(BIN)/ruff check --fix src tests examples experiments
 
 bench: install
-	$(BIN)/python -m keepwarm.bench $(ARGS)
+	$(BIN)/keepwarm bench $(ARGS)
 
 soak: install
 	MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest --soak $(ARGS)

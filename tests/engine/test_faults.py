@@ -92,16 +92,18 @@ def model_of(models: Models) -> Callable[[str], Model]:
     return make
 
 
-def among_neighbours(engine: Engine, exam: Exam, request: Request | None) -> str:
+def among_neighbours(engine: Engine, exam: Exam, request: Request | None, n_before: int = 2) -> str:
     """Ask this while others answer, and what became of it; their answers are a cold run's, and
     one that is drawn is what it was in peace."""
-    prompts = [unmarked(30 + 11 * i, seed=20 + i) for i in range(2)]
+    prompts = [unmarked(30 + 11 * i, seed=20 + i) for i in range(4)]
     drawn = ask(unmarked(25, seed=30), 40, temperature=1.0, seed=5, logit_bias=UNMARKED)
     calm = engine.submit(drawn).result()
     with held(engine):
-        answers = [engine.submit(ask(prompt, 40, logit_bias=UNMARKED)) for prompt in prompts]
-        again = engine.submit(drawn)
+        requests = [ask(prompt, 40, logit_bias=UNMARKED) for prompt in prompts]
+        answers = [engine.submit(other) for other in requests[:n_before]]
         asked = None if request is None else engine.submit(request)
+        answers += [engine.submit(other) for other in requests[n_before:]]
+        again = engine.submit(drawn)
     error = "" if asked is None else error_of(asked)
     for prompt, answer in zip(prompts, answers, strict=True):
         exam.add(prompt, answer.result().choices[0])
@@ -180,7 +182,8 @@ def spoil(cache: Any) -> None:
 
 
 @each_batched
-def test_a_step_that_always_fails_for_one(model_of, models, tmp_path, architecture):
+@pytest.mark.parametrize("n_before", [1, 4])
+def test_a_step_that_always_fails_for_one(model_of, models, tmp_path, architecture, n_before):
     """A batch that dies is rebuilt from blocks; in the end only who killed it is out."""
     model, exam = model_of(architecture), Exam(models.module(architecture), without=MARKER)
     with engine_on(model, tmp_path) as engine:
@@ -191,7 +194,7 @@ def test_a_step_that_always_fails_for_one(model_of, models, tmp_path, architectu
 
         model.module.fault = fault
         killer = ask(unmarked(20, seed=51), 6, logit_bias=MARKED)
-        assert "out of memory" in among_neighbours(engine, exam, killer)
+        assert "out of memory" in among_neighbours(engine, exam, killer, n_before)
         model.module.fault = None
         counters = engine.stats().counters
         assert counters["failed"] == 1
@@ -215,7 +218,7 @@ def test_a_step_that_fails_once(model_of, models, tmp_path, architecture):
 
         model.module.fault = fault
         among_neighbours(engine, exam, None)
-        assert max(seen) == 3
+        assert max(seen) >= 3
         assert engine.stats().counters["failed"] == 0
         assert engine.stats().counters["rebuilt_batches"] == 1
     exam.check()

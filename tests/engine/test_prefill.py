@@ -51,7 +51,7 @@ def test_rows_are_read_in_slices_as_long_as_may_be(tiny_model):
 
 
 def test_the_last_token_goes_with_a_short_slice(tiny_model):
-    """One run of the weights less; after a long slice it is fed alone, for the vocabulary's sake."""
+    """One run of the weights less; after a long one it is fed alone, for the vocabulary's sake."""
     assert Read(tiny_model("llama"), SHORT_SLICE, 300).counter.shapes == [(1, SHORT_SLICE)]
     longer = Read(tiny_model("llama"), SHORT_SLICE + 1, 300)
     assert longer.counter.shapes == [(1, SHORT_SLICE), (1, 1)]
@@ -74,9 +74,7 @@ def test_a_cut_that_is_asked_for_on_the_way(tiny_model):
     module = tiny_model("llama")
     places = []
     tokens = prompt_of(100)
-    prefill = Prefill(
-        module, tokens, make_prompt_cache(module), 0, keep=lambda c: places.append(c)
-    )
+    prefill = Prefill(module, tokens, make_prompt_cache(module), 0, keep=places.append)
     prefill.feed(20)
     prefill.cut_at(40)
     prefill.cut_at(10)  # that is behind it already

@@ -1,4 +1,4 @@
-"""Engines around the kit's tiny models, which count what they are fed, and cold runs beside them."""
+"""Engines around the kit's tiny models, and cold runs that their answers are held against."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def held(engine: Engine) -> Iterator[None]:
 
 
 def ask(prompt: Sequence[int], n: int = 6, /, **wishes: Any) -> Request:
-    """A request for n tokens after these, with their logprobs; what is no sampling is the rest's."""
+    """A request for n tokens after these, with logprobs; more wishes by their names."""
     names = Sampling.__dataclass_fields__
     sampling = {name: wishes.pop(name) for name in list(wishes) if name in names}
     chosen = Sampling(**{"max_tokens": n, "top_logprobs": 20, **sampling})

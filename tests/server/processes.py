@@ -1,6 +1,6 @@
 """Server processes for tests: the program itself, or one with small budgets and a model that fails.
 
-    python -m tests.server.processes CHECKPOINT     what `keepwarm serve` does, but for its memory
+python -m tests.server.processes CHECKPOINT     what `keepwarm serve` does, but for its memory
 """
 
 from __future__ import annotations

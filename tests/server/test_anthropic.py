@@ -28,8 +28,9 @@ from keepwarm.engine.request import (
 )
 from keepwarm.errors import BadField
 from keepwarm.server.anthropic_shapes import CountRequest, MessagesRequest
-from keepwarm.server.messages import ignored_tools, request_of, session_of
+from keepwarm.server.messages import request_of, session_of
 from keepwarm.server.messages_out import Heading, Kept, MessageStream, message, usage_of
+from keepwarm.server.messages_tools import ignored_tools
 from keepwarm.server.problems import Problem
 from keepwarm.server.wire import Caller
 
@@ -192,6 +193,50 @@ def test_tools_that_only_anthropic_runs_are_left_out_and_named():
     given = body(tools=[search, READ], max_tokens=1)
     assert [tool["function"]["name"] for tool in asked(tools=[search, READ]).tools] == ["read"]
     assert ignored_tools(given) == ["web_search"]
+
+
+FETCH = {"name": "fetch", "description": "Fetches", "input_schema": {"type": "object"}}
+WRITTEN = (
+    '<function>{"description": "Fetches", "name": "fetch", "parameters": {"type": "object"}}'
+    "</function>"
+)
+
+
+def names(request, deferred):
+    return [t["function"]["name"] for t in request.tools if bool(t.get("deferred")) is deferred]
+
+
+def test_a_deferred_tool_is_written_where_it_was_found():
+    """Found by the client's own search: it can be called, and the prompt's beginning stays."""
+    tools = [READ, {**FETCH, "defer_loading": True}]
+    found = {"type": "tool_result", "tool_use_id": "1"}
+    found["content"] = [{"type": "tool_reference", "tool_name": "fetch"}]
+    request = asked({"role": "user", "content": [found]}, tools=tools)
+    assert names(request, deferred=False) == ["read"]
+    assert names(request, deferred=True) == ["fetch"]
+    assert request.messages[0]["content"] == WRITTEN
+
+
+def test_no_tool_is_deferred_where_only_anthropic_could_search():
+    search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search"}
+    request = asked(tools=[search, READ, {**FETCH, "defer_loading": True}])
+    assert names(request, deferred=False) == ["read", "fetch"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tool", "text"),
+    [
+        ("tool_addition", {"type": "tool_definition", "definition": FETCH}, WRITTEN),
+        ("tool_addition", {"type": "tool_reference", "name": "read"}, '"name": "read"'),
+        ("tool_removal", {"type": "tool_reference", "name": "read"}, "read can no longer"),
+    ],
+)
+def test_a_message_of_the_system_changes_the_tools(kind, tool, text):
+    change = {"role": "system", "content": [{"type": kind, "tool": tool}]}
+    request = asked(HELLO, change, tools=[READ])
+    assert text in request.messages[1]["content"][0]["text"]
+    assert names(request, deferred=False) == ["read"]
+    assert names(request, deferred=True) == ["fetch"] * ("definition" in tool)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from keepwarm.engine.request import (
     TokenInfo,
     Usage,
 )
-from keepwarm.errors import Busy, Cancelled, EngineFailed
+from keepwarm.errors import Busy, Cancelled, EngineFailed, TimedOut
 from keepwarm.server.chat import ChatStream, Heading
 from keepwarm.server.several import Several
 from keepwarm.server.sse import EventStream, WholeAnswer
@@ -222,3 +222,52 @@ def test_cancelling_several_cancels_each():
     pairs = [scripted(ANSWER[:1]) for _ in range(3)]
     Several([answer for answer, _ in pairs], 1).cancel()
     assert all(cancelled for _, cancelled in pairs)
+
+
+def wait_for_a_plan(events, waits_s=0.1, then=(), **options):
+    """A stream whose plan, or error, comes late; the client and what it had before that."""
+
+    async def run():
+        client = Client()
+        answer, _ = scripted(events)
+        response = stream(answer, keep_alive_s=0.01, **options)
+        task = asyncio.create_task(response({"type": "http"}, client.receive, client.send))
+        await asyncio.sleep(waits_s)
+        before = list(client.sent)
+        for event in then:
+            answer.put(event)
+        await asyncio.gather(task, return_exceptions=True)
+        return client, before, task
+
+    return asyncio.run(run())
+
+
+def test_who_waits_long_for_a_plan_hears_of_it():
+    """Headers without a receipt, comments until the plan; the receipt is in the last event."""
+    client, before, _ = wait_for_a_plan([Progress(0, 7)], then=[*ANSWER, END], plan_s=0.02)
+    assert before[0]["status"] == 200
+    assert "x-keepwarm-receipt" not in client.headers
+    waited = b"".join(message["body"] for message in before[1:]).decode()
+    assert set(waited.split("\n\n")) == {': {"prompt_tokens_done": 0, "prompt_tokens": 7}', ""}
+    *chunks, _ = data(client.body)
+    assert json.loads(chunks[0])["choices"][0]["delta"]["role"] == "assistant"
+    assert json.loads(chunks[-1])["keepwarm"]["reused"] == {"memory": 5}
+    assert len([m for m in client.sent if m["type"] == "http.response.start"]) == 1
+
+
+def test_who_waits_a_little_gets_the_receipt():
+    client, before, _ = wait_for_a_plan([Progress(0, 7)], then=[*ANSWER, END], plan_s=5)
+    assert before == []
+    assert "x-keepwarm-receipt" in client.headers
+
+
+def test_what_fails_after_a_long_wait_is_said_in_the_stream():
+    """A status cannot be given any more, so the stream says it."""
+    client, _, task = wait_for_a_plan([], then=[TimedOut("Too late; ask again.")], plan_s=0.02)
+    assert task.exception() is None
+    *_, said, end = data(client.body)
+    assert json.loads(said)["error"]["code"] == "timeout"
+    assert end == "[DONE]"
+    client, before, task = wait_for_a_plan([], then=[TimedOut("Too late.")], plan_s=5)
+    assert isinstance(task.exception(), TimedOut)
+    assert client.sent == before == []

@@ -124,6 +124,8 @@ class Batch(Generic[R]):
     def leave(self, rows: Iterable[R]) -> list[kv.Caches]:
         """Take rows out, each with caches of its own; those that stay do not notice."""
         leaving = [self.rows.index(row) for row in rows]
+        if not leaving:
+            return []
         caches = [self._extract(i) for i in leaving]
         keep = [i for i in range(len(self.rows)) if i not in leaving]
         self.rows = [self.rows[i] for i in keep]

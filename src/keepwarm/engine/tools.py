@@ -34,6 +34,7 @@ To call a function, write its name and arguments as JSON between <tool_call> and
 </tool_call>
 What it returns comes back between <tool_response> and </tool_response>."""
 
+DEFERRED = "deferred"  # a tool with this key can be called; where it is shown is the client's care
 _HARMONY = {"<|channel|>", "<|message|>", "<|call|>"}
 _HARMONY_CALL = re.compile(r"([\w.-]+).*?<\|message\|>(.*)", re.DOTALL)
 _PROBE = "keepwarm_probe"  # a name that no template writes by itself
@@ -131,6 +132,7 @@ def canonical_tools(tools: Iterable[Tool]) -> list[Tool]:
 
 def offer(tool_format: ToolFormat, messages: Sequence[Message], tools: Iterable[Tool]) -> Offer:
     """Messages and tools as the model's template can render them."""
+    tools = [tool for tool in tools if not tool.get(DEFERRED)]
     if not tool_format.native:
         return Offer(with_tools(messages, tools), None)
     return Offer([_with_objects(message) for message in messages], canonical_tools(tools) or None)

@@ -19,6 +19,7 @@ from keepwarm.server.anthropic_shapes import (
 )
 from keepwarm.server.host import EngineHost
 from keepwarm.server.messages_out import Heading, Kept, MessageStream, message
+from keepwarm.server.messages_tools import ignored_tools
 from keepwarm.server.sse import EventStream, WholeAnswer
 from keepwarm.server.wire import Caller, Config, Host, caller_of, documented, new_id
 
@@ -43,7 +44,7 @@ async def create_message(
     keeps = asked.marks and asked.policy.writes
     kept = await asyncio.to_thread(_kept, host, asked) if keeps else ()
     answer = await host.submit(asked)
-    heading = Heading(new_id("msg_"), host.name, kept, messages.ignored_tools(body))
+    heading = Heading(new_id("msg_"), host.name, kept, ignored_tools(body))
     if body.stream:
         return EventStream(answer, MessageStream(heading))
     return WholeAnswer(answer, lambda result: message(heading, result))

@@ -23,8 +23,29 @@ class CacheControl(Shape):
     ttl: Ttl = "5m"
 
 
+class ToolIn(Shape):
+    """A tool of the client. One that only Anthropic's servers have is left out and named."""
+
+    type: str | None = None
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    defer_loading: bool | None = Field(
+        default=None, description="Not shown at the beginning: a message refers to it."
+    )
+    cache_control: CacheControl | None = None
+
+
+class ToolChange(Shape):
+    """A tool that a message adds or takes away: by its name, or whole."""
+
+    type: str
+    name: str | None = None
+    definition: ToolIn | None = None
+
+
 class Block(Shape):
-    """A part of a message: text, thinking, tool_use or tool_result. Media are refused."""
+    """A part of a message: text, thinking, tool_use, tool_result, tools. Media are refused."""
 
     type: str
     text: str | None = None
@@ -34,6 +55,7 @@ class Block(Shape):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     tool_name: str | None = None
+    tool: ToolChange | None = None
     content: str | list[Block] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
@@ -42,16 +64,6 @@ class Block(Shape):
 class MessageIn(Shape):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
-
-
-class ToolIn(Shape):
-    """A tool of the client. One that only Anthropic's servers have is left out and named."""
-
-    type: str | None = None
-    name: str = Field(min_length=1, max_length=128)
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    cache_control: CacheControl | None = None
 
 
 class ToolChoiceIn(Shape):

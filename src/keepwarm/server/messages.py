@@ -14,8 +14,6 @@ from keepwarm.engine.request import (
     Message,
     Request,
     Sampling,
-    Tool,
-    ToolChoice,
 )
 from keepwarm.errors import BadField
 from keepwarm.server.anthropic_shapes import (
@@ -24,14 +22,13 @@ from keepwarm.server.anthropic_shapes import (
     CountRequest,
     MessageIn,
     MessagesRequest,
-    ToolIn,
 )
+from keepwarm.server.messages_tools import choice_of, offered, spelled_out
 from keepwarm.server.wire import Caller, media_refused
 
 TTL_S = {"5m": 300.0, "1h": 3600.0}
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 THINKING = {"enabled": True, "disabled": False}  # whatever else: as the template does by itself
-MODES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 IS_ERROR = "Error: "  # stands before what a tool that failed gave back
 PREFILL = (
     "The last message is the assistant's, and answers are not begun by the client here; "
@@ -49,19 +46,16 @@ class Placed(NamedTuple):
 
 def request_of(body: CountRequest, caller: Caller, settings: Settings) -> Request:
     """What the client asks, in the engine's words."""
-    placed = [
-        *_system(body),
-        *(each for i, m in enumerate(body.messages) for each in _placed(m, i)),
-    ]
+    given = spelled_out(body)
+    placed = [*_system(body), *(each for i, m in enumerate(given) for each in _placed(m, i))]
     messages = [each.message for each in placed]
-    tools = [_tool(tool) for tool in body.tools or () if is_ours(tool)]
     _check_end(body)
     output = body.output_config
     effort = output.effort if output else None
     return Request(
         messages=messages,
-        tools=tools,
-        tool_choice=_tool_choice(body),
+        tools=offered(body),
+        tool_choice=choice_of(body),
         thinking=THINKING.get(body.thinking.type) if body.thinking else None,
         template_options={"reasoning_effort": EFFORTS.get(effort, effort)} if effort else {},
         format=Format(json=True, schema=output.format.schema_)
@@ -86,15 +80,6 @@ def session_of(user_id: str | None) -> str | None:
         return session if isinstance(session, str) and session else user_id
     named = _SESSION.search(user_id)
     return named[1] if named else user_id
-
-
-def is_ours(tool: ToolIn) -> bool:
-    """Whether the client itself runs the tool and says what goes into it."""
-    return tool.type in (None, "custom")
-
-
-def ignored_tools(body: CountRequest) -> list[str]:
-    return [tool.name for tool in body.tools or () if not is_ours(tool)]
 
 
 def _sampling(body: MessagesRequest, settings: Settings) -> Sampling:
@@ -161,17 +146,11 @@ def _tool_result(block: Block, where: str) -> Placed:
         raise BadField(f"{where}.tool_use_id is needed and not there.", f"{where}.tool_use_id")
     content = block.content or ""
     if not isinstance(content, str):
-        texts = [_result_text(b, f"{where}.content[{i}]") for i, b in enumerate(content)]
+        texts = [_text(b, f"{where}.content[{i}]") for i, b in enumerate(content)]
         content = "\n".join(texts)
     content = IS_ERROR + content if block.is_error else content
     message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
     return Placed(message, block.cache_control)
-
-
-def _result_text(block: Block, where: str) -> str:
-    if block.type == "tool_reference" and block.tool_name:
-        return block.tool_name
-    return _text(block, where)
 
 
 def _assistant(content: str | Sequence[Block], where: str) -> Placed:
@@ -214,33 +193,7 @@ def _text(block: Block, where: str) -> str:
     return block.text
 
 
-# Tools, and what is to be kept.
-
-
-def _tool(tool: ToolIn) -> Tool:
-    if tool.input_schema is None:
-        where = "tools.input_schema"
-        raise BadField(f"The tool {tool.name!r} has no input_schema; send one.", where)
-    function = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    return {"type": "function", "function": function}
-
-
-def _tool_choice(body: CountRequest) -> ToolChoice:
-    wanted = body.tool_choice
-    if wanted is None:
-        return ToolChoice()
-    names = {tool.name for tool in body.tools or () if is_ours(tool)}
-    if wanted.type == "any" and not names:
-        raise BadField("tool_choice is any and there are no tools; send some.", "tool_choice")
-    if wanted.type == "tool" and wanted.name not in names:
-        raise BadField("tool_choice names a tool that is not in tools.", "tool_choice.name")
-    return ToolChoice(
-        mode=MODES[wanted.type],  # type: ignore[arg-type]
-        name=wanted.name if wanted.type == "tool" else None,
-        parallel=not wanted.disable_parallel_tool_use,
-    )
+# What is to be kept.
 
 
 def _marks(body: CountRequest, placed: Sequence[Placed]) -> tuple[Mark, ...]:

@@ -5,6 +5,7 @@ import { diff } from "./diff.js";
 import { h, put, say } from "./dom.js";
 import { ago, count, seconds } from "./format.js";
 
+const FEW = 8;
 const places = new Map(); // texts that were asked for, by number
 let shown = "";
 
@@ -12,8 +13,15 @@ export function show({ data }) {
   const now = JSON.stringify(data.map((miss) => miss.number));
   if (now === shown && data.length) return; // nothing new; whoever reads is not disturbed
   shown = now;
-  put("missed", data.length ? h("ul", { class: "misses" }, data.map(item))
-    : h("p", { class: "quiet" }, "None: every prompt cost only what was new in it."));
+  put("missed", data.length ? list(data) : h("p", { class: "quiet" }, "None: every prompt cost only what was new in it."));
+}
+
+function list(data) {
+  const few = h("ul", { class: "misses" }, data.slice(0, FEW).map(item));
+  const rest = data.slice(FEW);
+  const more = h("button", { type: "button", onclick: () => more.replaceWith(h("ul", { class: "misses" }, rest.map(item))) },
+    `Show ${count(rest.length)} more`);
+  return rest.length ? [few, more] : [few];
 }
 
 function item(miss) {

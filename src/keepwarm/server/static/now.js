@@ -1,34 +1,45 @@
 // What goes on: requests with their receipts, speed, memory.
 
-import { byId, h, put, table, tile } from "./dom.js";
+import { byId, h, put, svg, table, tile } from "./dom.js";
 import { ago, bytes, count, percent, seconds, short, sum } from "./format.js";
 
 const MEMORY = { live: "Live caches", memory: "Blocks in memory", batch: "Running requests", buffers: "Buffers of MLX" };
 const WINDOW = 6; // looks that speed is measured over
+const SPEEDS = 120; // that are drawn
+const ENDED = 6;
 const REQUESTS = [
   { name: "Request" }, { name: "State" }, { name: "Prompt" }, { name: "Answer", number: true },
   { name: "First token", number: true }, { name: "Time", number: true },
 ];
 
 const looks = [];
+const speeds = [];
 
 export function show(now) {
   byId("model").textContent = now.model;
-  looks.push(now);
-  if (looks.length > WINDOW) looks.shift();
+  keep(looks, now, WINDOW);
+  const answers = speed("generated_tokens");
+  const prompts = speed("prefilled_tokens");
+  keep(speeds, { answers, prompts }, SPEEDS);
   const others = sum(now.others);
   const answering = now.running.filter((one) => one.state !== "waiting").length;
   const note = others ? `and ${others} of other keys` : "";
   put("now-tiles",
     tile("Running", count(answering), note),
     tile("Queued", count(now.running.length - answering)),
-    tile("Answers", speed("generated_tokens"), "tokens per second"),
-    tile("Prompts", speed("prefilled_tokens"), `tokens per second; up to ${short(now.prefill_tokens_per_s)}`));
+    tile("Answers", words(answers), "tokens per second"),
+    tile("Prompts", words(prompts), `tokens per second; at best ${short(now.prefill_tokens_per_s)}`));
   put("running", now.running.length ? requests("Requests that wait or run", now.running, now)
     : h("p", { class: "quiet" }, "Nothing runs."));
-  put("ended", now.ended.length ? requests("Requests that ended", now.ended.slice(0, 10), now)
+  put("ended", now.ended.length ? requests("Requests that ended", now.ended.slice(0, ENDED), now)
     : h("p", { class: "quiet" }, "Nothing yet. Send a request, and its receipt stands here."));
   put("memory", now.memory.map(meter));
+  put("speeds", spark("answers", "Answers", "live"), spark("prompts", "Prompts", "computed"));
+}
+
+function keep(list, value, most) {
+  list.push(value);
+  if (list.length > most) list.shift();
 }
 
 function speed(counter) {
@@ -36,7 +47,24 @@ function speed(counter) {
   const last = looks[looks.length - 1];
   const passed = last.time - first.time;
   const more = last[counter] - first[counter];
-  return passed > 0 && more >= 0 ? short(more / passed) : "–";
+  return passed > 0 && more >= 0 ? more / passed : null;
+}
+
+const words = (rate) => (rate === null ? "–" : short(rate));
+
+function spark(name, title, kind) {
+  const [width, height] = [300, 46];
+  const values = speeds.map((each) => each[name] ?? 0);
+  const most = Math.max(...values, 1);
+  const step = width / (SPEEDS - 1);
+  const at = (value, index) => [width - (values.length - 1 - index) * step, height - 1 - (value / most) * (height - 4)];
+  const line = values.map((value, index) => at(value, index).map((n) => n.toFixed(1)).join(",")).join(" ");
+  const text = `${title}: at most ${short(most)} tokens per second in the last two minutes`;
+  return h("div", { class: "spark" },
+    h("div", { class: "row" }, h("span", {}, title), h("span", { class: "quiet" }, `peak ${short(most)}`)),
+    svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": text },
+      svg("line", { class: "grid", x1: 0, x2: width, y1: height - 1, y2: height - 1 }),
+      svg("polyline", { class: `speed ${kind}`, points: line })));
 }
 
 function requests(caption, list, now) {

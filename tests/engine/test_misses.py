@@ -1,0 +1,75 @@
+"""Which requests computed again what was known, and where they parted from it."""
+
+import pytest
+
+from keepwarm.engine.misses import MIN_AGAIN, Case, look_into, repeated
+from keepwarm.prefix.blocks import common_tokens, pack
+from tests.kit.engines import Models, ask, engine_on
+from tests.store.kit import tokens_of
+
+
+def case(prompt, earlier, restored=None):
+    common = common_tokens(pack(prompt), pack(earlier))
+    restored = common if restored is None else restored
+    return Case(1, "", None, 0.0, pack(prompt), pack(earlier), common, restored, 100.0)
+
+
+HEAD, TAIL = tokens_of(40, 1), tokens_of(200, 2)
+
+
+def test_a_change_at_the_top_costs_all_below_it():
+    """S0-75: the same text after a changed date is computed again, and that has a price."""
+    missed = look_into(case([*HEAD, 7, *TAIL], [*HEAD, 8, *TAIL]))
+    assert missed.reason == "changed"
+    assert missed.position == 40
+    assert 192 <= missed.again <= 200
+    assert missed.seconds == missed.again / 100.0
+    assert missed.before == tuple(HEAD[-24:])
+    assert missed.earlier[0] == 8
+    assert missed.now[0] == 7
+    assert missed.earlier[1:] == missed.now[1:]
+
+
+def test_a_question_that_nobody_asked_costs_nothing():
+    assert look_into(case([*HEAD, *tokens_of(300, 3)], [*HEAD, *TAIL])).again == 0
+
+
+def test_what_was_evicted_is_computed_again():
+    missed = look_into(case([*HEAD, *TAIL, 1, 2], [*HEAD, *TAIL], restored=100))
+    assert (missed.reason, missed.position, missed.again) == ("not kept", 100, 140)
+
+
+def test_more_was_restored_than_is_remembered():
+    """A store outlives the process that remembers prompts."""
+    missed = look_into(case([*HEAD, *TAIL], HEAD, restored=200))
+    assert missed.again == 0
+
+
+@pytest.mark.parametrize(
+    ("now", "earlier", "n"),
+    [(TAIL, TAIL, 200), (TAIL, TAIL[3:], 192), (TAIL[:7], TAIL, 0), ([], TAIL, 0), (TAIL, [], 0)],
+)
+def test_repetition_is_counted_by_phrases(now, earlier, n):
+    assert repeated(pack(now), pack(earlier)) == n
+
+
+def test_the_engine_finds_its_misses(tmp_path):
+    """Only what was computed again is a miss; a continuation and a first prompt are none."""
+    first = tokens_of_model(300)
+    changed = [*first[:3], 5, *first[4:]]
+    with engine_on(Models(tmp_path / "models").of("llama"), tmp_path / "home") as engine:
+        engine.submit(ask(first, 2)).result()
+        engine.submit(ask([*first, *tokens_of_model(50, 9)], 2)).result()
+        assert engine.misses.latest() == []
+        engine.submit(ask(changed, 2, agent="a", tenant="")).result()
+        engine.submit(ask(changed[:-1] + [9], 2, tenant="other")).result()
+        (missed,) = engine.misses.latest()
+        assert (missed.number, missed.agent, missed.position) == (3, "a", 3)
+        assert missed.again >= 280
+        assert missed.prompt_tokens == 300
+        assert engine.misses.latest() == [missed]
+        assert MIN_AGAIN < missed.again
+
+
+def tokens_of_model(n, seed=4):
+    return [10 + token % 80 for token in tokens_of(n, seed)]

@@ -1,0 +1,47 @@
+"""A real browser, and pages that fail their test for what nobody asked of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """Headless, and the machine's own: nothing is downloaded."""
+    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
+    if program is None:
+        pytest.skip("needs `chromium`")
+    driver = pytest.importorskip("playwright.sync_api", reason="needs `playwright`")
+    with driver.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=program)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def watched(browser: Any, url: str, allowed: str = "", **options: Any) -> Iterator[Any]:
+    """A page of this server. Errors in its console, and calls elsewhere, fail the test at the end.
+
+    `allowed` is part of an error that the test means to cause.
+    """
+    options = {"viewport": {"width": 1280, "height": 900}, **options}
+    context = browser.new_context(**options)
+    page = context.new_page()
+    errors: list[str] = []
+    asked: list[str] = []
+    page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.set_default_timeout(15_000)
+    yield page
+    context.close()
+    assert [error for error in errors if not allowed or allowed not in error] == []
+    assert [one for one in asked if not one.startswith((url, f"blob:{url}"))] == []
+    assert asked

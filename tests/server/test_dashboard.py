@@ -1,0 +1,264 @@
+"""The dashboard's own endpoints: what they tell, and to whom."""
+
+import uuid
+
+import httpx
+import pytest
+
+from keepwarm.server.dashboard_page import FILES, POLICY
+from tests.server.conftest import wait_until
+
+A, B = {"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}
+ADMIN = {"Authorization": "Bearer admin"}
+SECRET = "The password of the vault is swordfish. "
+LONG = "The quick brown fox jumps over the lazy dog. " * 40
+
+
+def ask(live, text, agent="", **headers):
+    """One answer, on disk by the time this returns."""
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
+    headers |= {"X-Keepwarm-Cache": "durable"} | ({"X-Keepwarm-Agent": agent} if agent else {})
+    answer = live.post("/v1/chat/completions", body, **headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["keepwarm"]
+
+
+def show(live, what, **headers):
+    answer = live.get(f"/v1/dashboard/{what}", **headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.fixture(scope="module")
+def two(serving):
+    """A server with two keys, an admin, and a prompt of each key that it misses."""
+    with serving(api_keys="a,b", admin_key="admin") as live:
+        for name, key in (("alice", A), ("bob", B)):
+            ask(live, f"{name} at nine. {SECRET}{LONG}", name, **key)
+            ask(live, f"{name} at ten. {SECRET}{LONG}", name, **key)
+        yield live
+
+
+# The page.
+
+
+def test_the_page_needs_no_key_and_tells_nothing(two):
+    """S0-75: what is open to anybody is files, the same for all; data needs the key."""
+    for path in ("/dashboard", *(f"/dashboard/{file.name}" for file in FILES.iterdir())):
+        answer = two.get(path)
+        assert answer.status_code == 200
+        assert answer.headers["content-security-policy"] == POLICY
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    moved = two.get("/")
+    assert (moved.status_code, moved.headers["location"]) == (307, "/dashboard")
+    for what in ("now", "saved", "forest", "misses", "misses/1", "what-if"):
+        assert two.get(f"/v1/dashboard/{what}").status_code == 401
+
+
+def test_the_page_asks_nothing_of_others():
+    """S0-75: no address but this server's, no script or style in the page itself."""
+    assert "unsafe" not in POLICY
+    for file in FILES.iterdir():
+        text = file.read_text().replace('"http://www.w3.org/2000/svg"', "")
+        assert "http://" not in text, file.name
+        assert "https://" not in text, file.name
+        assert "innerHTML" not in text, file.name
+
+
+def test_no_other_file_is_served(live):
+    for path in ("/dashboard/app.py", "/dashboard/..%2fapp.py", "/dashboard/../app.py"):
+        assert httpx.get(f"{live.url}{path}").status_code == 404
+
+
+def test_another_name_for_this_machine_is_refused(live):
+    assert live.get("/dashboard", Host="evil.example").status_code == 403
+
+
+# Now.
+
+
+def test_a_request_is_shown_with_its_receipt(live):
+    agent = f"agent-{uuid.uuid4()}"
+    receipt = ask(live, LONG + agent, agent)
+    (entry,) = [one for one in show(live, "now")["ended"] if one["agent"] == agent]
+    assert entry["receipt"] == receipt
+    assert entry["state"] == "done"
+    assert entry["answer_tokens"] > 0
+    assert entry["first_token_ms"] > 0
+
+
+def test_a_running_request_is_shown_and_then_is_not(live):
+    agent = f"agent-{uuid.uuid4()}"
+    with live.openai().chat.completions.create(
+        model="any",
+        messages=[{"role": "user", "content": "Hi."}],
+        max_tokens=3000,
+        stream=True,
+        logit_bias={str(end): -100 for end in live.host.engine.model.tokenizer.eos_token_ids},
+        extra_headers={"X-Keepwarm-Agent": agent},
+    ) as stream:
+        next(iter(stream))
+
+        def running():
+            return [one for one in show(live, "now")["running"] if one["agent"] == agent]
+
+        wait_until(lambda: any(one["state"] == "answering" for one in running()))
+        before = running()[0]["answer_tokens"]
+        wait_until(lambda: running()[0]["answer_tokens"] > before)
+        assert running()[0]["receipt"]["prompt_tokens"] > 0
+    wait_until(lambda: not running())
+
+
+def test_memory_by_budget(live):
+    ask(live, LONG)
+    memory = {use["place"]: use for use in show(live, "now")["memory"]}
+    assert list(memory) == ["live", "memory", "batch", "buffers"]
+    assert 0 < memory["memory"]["n_bytes"] <= memory["memory"]["max_bytes"]
+    assert 0 < memory["live"]["n_bytes"] <= memory["live"]["max_bytes"]
+    assert memory["batch"]["max_bytes"] > 0
+
+
+# Saved.
+
+
+def test_what_was_spared_is_told_by_place(serving):
+    """S0-75: hit rate by tier, tokens and seconds not recomputed, writes per day."""
+    with serving() as live:
+        cold = ask(live, LONG)
+        warm = ask(live, LONG)
+        saved = show(live, "saved")
+        assert saved["today"]["computed"] == cold["recomputed"] + warm["recomputed"]
+        assert sum(saved["today"]["reused"].values()) == sum(warm["reused"].values()) > 0
+        assert saved["today"]["saved_s"] == pytest.approx(warm["saved_ms"] / 1000, abs=0.001)
+        assert saved["today"] == saved["total"]
+        assert len(saved["points"]) == 60
+        assert sum(point["computed"] for point in saved["points"]) == saved["today"]["computed"]
+        assert saved["disk"]["n_bytes"] > 0
+        assert list(saved["written_by_day"].values())[-1] > 0
+        assert set(saved["health"].values()) == {0}
+
+
+def test_today_survives_a_restart(serving, tmp_path):
+    with serving(home=tmp_path) as live:
+        ask(live, LONG)
+        before = show(live, "saved")["today"]
+    with serving(home=tmp_path) as live:
+        after = show(live, "saved")["today"]
+        assert after["computed"] == before["computed"] > 0
+
+
+@pytest.mark.parametrize(("hours", "status"), [(1, 200), (24, 200), (0, 400), (25, 400), ("x", 400)])
+def test_so_many_hours(live, hours, status):
+    answer = live.get(f"/v1/dashboard/saved?hours={hours}")
+    assert answer.status_code == status
+    if status == 200:
+        first, second, *_ = answer.json()["points"]
+        assert second["at"] - first["at"] == 60 * hours
+
+
+# The forest.
+
+
+def test_agents_share_and_part(serving):
+    """S0-29, S0-75: who shares what, where a conversation forked, where it lies, what is pinned."""
+    with serving() as live:
+        ask(live, LONG, "one")
+        assert live.post("/v1/agents/one/fork", {"id": "two"}).status_code == 200
+        ask(live, LONG + "And now something else. " + LONG, "three")
+        assert live.post("/v1/agents/one/pin", {}).status_code == 200
+        forest = show(live, "forest")
+        names = [agent["id"] for agent in forest["agents"]]
+        runs = forest["runs"]
+        ends = {names[place]: run for run in runs for place in run["ends"]}
+        assert sorted(names) == ["one", "three", "two"]
+        assert runs[0]["parent"] is None
+        assert {names[place] for place in runs[0]["agents"]} == {"one", "two", "three"}
+        assert ends["one"] == ends["two"] != ends["three"]
+        assert ends["one"]["pinned"]
+        assert not ends["three"]["pinned"]
+        assert all(run["disk"] for run in runs)
+        assert sum(run["blocks"] for run in runs) == forest["blocks"] > 3
+
+
+# Misses.
+
+
+def test_a_miss_shows_its_place_as_text(live):
+    """S0-75: where the prompt changed, what stood there, and what it cost."""
+    mark = uuid.uuid4().hex[:6]
+    ask(live, f"{mark} It is nine. {LONG}")
+    receipt = ask(live, f"{mark} It is ten. {LONG}", "late")
+    missed = show(live, "misses")["data"][0]
+    assert (missed["agent"], missed["reason"], missed["text"]) == ("late", "changed", True)
+    assert missed["restored"] <= missed["position"] < missed["prompt_tokens"]
+    assert missed["again"] > 0.9 * receipt["recomputed"] - 16
+    assert missed["seconds"] > 0
+    place = show(live, f"misses/{missed['number']}")
+    assert mark in place["before"] + place["now"]
+    assert "nine" in place["before"] + place["earlier"]
+    assert "ten" in place["before"] + place["now"]
+    assert live.get("/v1/dashboard/misses/999999").status_code == 404
+
+
+# Whose it is.
+
+
+def test_a_key_sees_its_own_alone(two):
+    """S0-75: nothing of another key's but numbers."""
+    for own, other, key in (("alice", "bob", A), ("bob", "alice", B)):
+        told = {w: show(two, w, **key) for w in ("now", "saved", "forest", "misses", "what-if")}
+        assert {entry["agent"] for entry in told["now"]["ended"]} == {own}
+        assert [agent["id"] for agent in told["forest"]["agents"]] == [own]
+        assert told["forest"]["others"] > 0
+        assert [missed["agent"] for missed in told["misses"]["data"]] == [own]
+        assert other not in str(told)
+        assert "swordfish" not in str(told)
+        assert two.get("/v1/agents", **key).json()["data"][0]["id"] == own
+
+
+def test_text_is_for_its_owner_alone(two):
+    """S0-75: not even an admin reads another's prompts."""
+    (mine,) = show(two, "misses", **A)["data"]
+    path = f"/v1/dashboard/misses/{mine['number']}"
+    assert "ten" in str(show(two, f"misses/{mine['number']}", **A))
+    assert two.get(path, **B).status_code == 404
+    assert two.get(path, **ADMIN).status_code == 404
+    assert not any(missed["text"] for missed in show(two, "misses", **ADMIN)["data"])
+
+
+def test_an_admin_sees_whose_everything_is(two):
+    forest, now = show(two, "forest", **ADMIN), show(two, "now", **ADMIN)
+    assert forest["others"] == 0
+    assert len({agent["key"] for agent in forest["agents"]}) == 2
+    assert None not in {entry["key"] for entry in now["ended"]}
+    assert now["you"] == {"key_needed": True, "admin": True, "texts": True}
+    assert show(two, "now", **A)["you"]["admin"] is False
+
+
+def test_keys_that_share_a_cache_read_no_texts(serving):
+    """Nobody could say which of them a prompt was."""
+    with serving(api_keys="a,b", share_cache=True) as live:
+        ask(live, f"At nine. {SECRET}{LONG}", **A)
+        ask(live, f"At ten. {SECRET}{LONG}", **A)
+        (missed,) = show(live, "misses", **B)["data"]
+        assert missed["text"] is False
+        assert live.get(f"/v1/dashboard/misses/{missed['number']}", **A).status_code == 404
+
+
+# What if.
+
+
+def test_a_bigger_budget_is_tried_out(serving):
+    """S0-75: the look-ups of this server, played again."""
+    with serving(disk_bytes=1 << 30) as live:
+        assert show(live, "what-if")["looks"] == 0
+        ask(live, LONG)
+        ask(live, LONG)
+        found = show(live, "what-if")
+        assert found["looks"] == 2
+        now = [each for each in found["outcomes"] if each["max_bytes"] == found["max_bytes"]]
+        assert found["max_bytes"] == 1 << 30
+        assert now[0]["found_tokens"] > 0
+        assert now[0]["more_tokens"] == 0
+        assert found["outcomes"][-1]["max_bytes"] is None
+        assert show(live, "what-if") == found

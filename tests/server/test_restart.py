@@ -1,0 +1,239 @@
+"""S0-24: what happens to streams and to what was computed when the server ends, in any way.
+
+Real processes: a signal reaches no thread alone.
+"""
+
+import asyncio
+import signal
+import time
+from contextlib import suppress
+
+import httpx
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from tests.server.conftest import wait_until
+from tests.server.processes import SMALL, served
+
+N_TALKS = 8
+N_TOKENS = 40
+SLICE = 512  # prompt tokens that are read in one go, at most
+RULES = "You answer the questions of the user. " * 6
+QUESTIONS = ("What is the answer?", "Which dog sleeps under the tree?", "And the other dog?")
+DURABLE = {"X-Keepwarm-Cache": "durable"}  # answered when it is on disk
+
+
+@pytest.fixture(scope="session")
+def plain(checkpoint):
+    """Bias such that an answer is ASCII and goes on for ever: its text alone says its tokens."""
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    texts = {i: tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())}
+    return {str(i): -100 for i, text in texts.items() if not text.isascii() or not text}
+
+
+def client_of(url):
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60)
+
+
+def begun(number):
+    return [{"role": "user", "content": f"{RULES}This is talk {number}. {QUESTIONS[0]}"}]
+
+
+def ask(client, messages, plain, n_tokens=N_TOKENS, **options):
+    return client.chat.completions.create(
+        model="m", messages=messages, max_tokens=n_tokens, logit_bias=plain, **options
+    )
+
+
+async def turn(client, messages, plain, **options):
+    """One turn of a talk: its messages with the next question, and what the turn cost."""
+    answer = await ask(client, messages, plain, **options)
+    said = {"role": "assistant", "content": answer.choices[0].message.content}
+    asked = {"role": "user", "content": QUESTIONS[(len(messages) // 2 + 1) % len(QUESTIONS)]}
+    return [*messages, said, asked], answer.usage
+
+
+async def turns(url, talks, plain, **options):
+    """All talks at once, each by one turn."""
+    async with client_of(url) as client:
+        return await asyncio.gather(*(turn(client, talk, plain, **options) for talk in talks))
+
+
+async def cut_off(server, talks, plain):
+    """Begin an endless answer in all talks, kill the server; what each client had by then."""
+    texts = [""] * len(talks)
+
+    async def read(number, client):
+        with suppress(openai.APIConnectionError, httpx.RemoteProtocolError):
+            stream = await ask(client, talks[number], plain, 4000, stream=True)
+            async for chunk in stream:
+                texts[number] += chunk.choices[0].delta.content or ""
+            raise AssertionError("an endless answer ended")
+
+    async with client_of(server.url) as client:
+        reading = [asyncio.create_task(read(number, client)) for number in range(len(talks))]
+        async with asyncio.timeout(60):
+            while not all(texts):
+                await asyncio.sleep(0.01)
+        server.process.kill()
+        await asyncio.gather(*reading)
+    return texts
+
+
+def test_a_killed_server_goes_on_where_it_was(checkpoint, serving, plain, tmp_path):
+    """S0-01: after kill -9 in mid-stream every prefix comes from disk, and answers are the same."""
+    talks = [begun(number) for number in range(N_TALKS)]
+    with serving() as undisturbed:
+        wanted = [talks]
+        for _ in QUESTIONS:
+            wanted.append(
+                [talk for talk, _ in asyncio.run(turns(undisturbed.url, wanted[-1], plain))]
+            )
+
+    with served(checkpoint, tmp_path) as server:
+        first = asyncio.run(turns(server.url, talks, plain, extra_headers=DURABLE))
+        assert [talk for talk, _ in first] == wanted[1]
+        heard = asyncio.run(cut_off(server, wanted[1], plain))
+        for text, talk in zip(heard, wanted[2], strict=True):
+            said = talk[-2]["content"]
+            assert text[: len(said)] == said[: len(text)]
+
+    with served(checkpoint, tmp_path) as server:
+        second = asyncio.run(turns(server.url, wanted[1], plain))
+        third = asyncio.run(turns(server.url, wanted[2], plain))
+    assert [talk for talk, _ in second] == wanted[2]
+    assert [talk for talk, _ in third] == wanted[3]
+    costs = [[usage for _, usage in each] for each in (first, second, third)]
+    for before, after in zip(costs[0] + costs[1], costs[1] + costs[2], strict=True):
+        known = before.prompt_tokens + before.completion_tokens
+        assert known <= after.prompt_tokens_details.cached_tokens < after.prompt_tokens
+
+
+def test_a_signal_lets_answers_end_and_refuses_new_ones(checkpoint, serving, plain, tmp_path):
+    """Running streams end whole, who comes is told in the shape of his API, all is on disk."""
+
+    async def stop_in_mid_stream(server):
+        async with client_of(server.url) as client:
+            stream = await ask(client, begun(0), plain, 400, stream=True)
+            chunks = [await anext(stream) for _ in range(3)]
+            server.process.send_signal(signal.SIGTERM)
+            async with httpx.AsyncClient(base_url=server.url) as plain_client:
+                told = await refused(plain_client)
+            chunks += [chunk async for chunk in stream]
+        return chunks, told
+
+    async def refused(client):
+        while (ready := await client.get("/health/ready")).is_success:
+            await asyncio.sleep(0.01)
+        chat = {"model": "m", "max_tokens": 4, "messages": begun(1)}
+        posted = [
+            await client.post(f"/v1/{path}", json=chat) for path in ("chat/completions", "messages")
+        ]
+        return [ready, *posted, await client.get("/health/live")]
+
+    with served(checkpoint, tmp_path, KEEPWARM_DRAIN_S="20") as server:
+        chunks, told = asyncio.run(stop_in_mid_stream(server))
+        assert server.process.wait(20) == 0
+        assert server.process.stderr.read() == ""
+    assert [answer.status_code for answer in told] == [503, 503, 503, 200]
+    assert told[1].json()["error"]["code"] == "shutting_down"
+    assert told[2].json()["error"]["type"] == "overloaded_error"
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    talk = [
+        *begun(0),
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "Go on."},
+    ]
+    with serving(home=tmp_path) as again:
+        ((_, usage),) = asyncio.run(turns(again.url, [talk], plain))
+    assert usage.prompt_tokens_details.cached_tokens > 400
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(checkpoint, plain, tmp_path, number):
+    async def stop_twice(server):
+        async with client_of(server.url) as client:
+            stream = await ask(client, begun(0), plain, 4000, stream=True)
+            await anext(stream)
+            server.process.send_signal(number)
+            await asyncio.sleep(0.3)
+            assert server.process.poll() is None  # it waits for the stream
+            begun_at = time.monotonic()
+            server.process.send_signal(number)
+            wait_until(lambda: server.process.poll() is not None)
+            return time.monotonic() - begun_at
+
+    with served(checkpoint, tmp_path, KEEPWARM_DRAIN_S="60") as server:
+        assert asyncio.run(stop_twice(server)) < 2
+        assert server.process.returncode == -number
+
+
+def test_a_stream_that_fails_says_so_and_others_go_on(checkpoint, serving, plain, tmp_path):
+    """The model breaks under one of three streams, which are one batch."""
+    token = 50
+    others = {**plain, str(token): -100}
+    poisoned = {**plain, str(token): 100}
+
+    async def all_at_once(server):
+        async with client_of(server.url) as client:
+            whole = [ask(client, begun(number), others, 100, stream=True) for number in (1, 2)]
+            streams = await asyncio.gather(*whole)
+            first = [await anext(stream) for stream in streams]
+            with pytest.raises(openai.APIError, match="the model broke") as failed:
+                async for _ in await ask(client, begun(3), poisoned, 100, stream=True):
+                    pass
+            chunks = [[head, *[c async for c in s]] for head, s in zip(first, streams, strict=True)]
+            texts = ["".join(c.choices[0].delta.content or "" for c in some) for some in chunks]
+            return failed.value, texts
+
+    with serving() as undisturbed:
+        wanted = asyncio.run(turns(undisturbed.url, [begun(1), begun(2)], others, n_tokens=100))
+    with served(checkpoint, tmp_path, command=SMALL, KEEPWARM_BREAKS_AT=str(token)) as server:
+        error, texts = asyncio.run(all_at_once(server))
+        after = httpx.get(f"{server.url}/health/ready")
+    assert not isinstance(error, openai.APIStatusError)  # said in the stream, not as a status
+    assert texts == [talk[1]["content"] for talk, _ in wanted]
+    assert after.is_success
+
+
+def test_a_client_that_leaves_costs_no_more_than_a_step(serving, plain):
+    """While its prompt is read, and while it is answered; what was done by then is used again."""
+    long = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 500}]
+    body = {"model": "m", "max_tokens": 8000, "logit_bias": plain, "stream": True}
+    with serving() as live:
+        path = "/v1/chat/completions"
+
+        def done():
+            return live.host.engine.stats().counters
+
+        def leave(messages, when):
+            """Ask, go away once something has been done; how much was done by that moment."""
+            asked = {**body, "messages": messages}
+            with httpx.stream("POST", f"{live.url}{path}", json=asked, timeout=60):
+                wait_until(when)
+                return done()
+
+        def ask_again(messages):
+            asked = {**body, "messages": messages, "stream": False, "max_tokens": 1}
+            usage = live.post(path, asked).json()["usage"]
+            return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+        left = leave(long, lambda: done()["prefilled_tokens"])
+        wait_until(lambda: done()["cancelled"] == 1)
+        read = done()["prefilled_tokens"]
+        assert done()["generated_tokens"] == 0
+        assert read - left["prefilled_tokens"] <= 2 * SLICE  # the one under way, and one more
+        n_prompt, cached = ask_again(long)
+        assert cached == read < n_prompt
+
+        before = done()["generated_tokens"]
+        left = leave(begun(0), lambda: done()["generated_tokens"] > before + 40)
+        wait_until(lambda: done()["cancelled"] == 2)
+        made = done()["generated_tokens"]
+        assert made - left["generated_tokens"] < 200  # of 8000; how long the news takes is chance
+        assert live.host.engine.stats().decoding == 0
+        n_prompt, cached = ask_again(begun(0))
+        assert cached == n_prompt - 1
