@@ -9,11 +9,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(BACKEND)
 
-.PHONY: run test lint format bench soak install backend clean
+.PHONY: run chat test lint format bench soak install backend clean
 
 run: install
 	$(BIN)/keepwarm pull smollm2
-	$(BIN)/keepwarm chat
+	$(BIN)/keepwarm serve $(ARGS)
+
+chat: install
+	$(BIN)/keepwarm pull smollm2
+	$(BIN)/keepwarm chat $(ARGS)
 
 test: install
 	MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest $(ARGS)

@@ -10,6 +10,7 @@
     │   ├── UnsupportedModel         422   a whole model, of an architecture MLX does not run
     │   ├── BadCacheFile             422   a prompt-cache file nobody here can read
     │   ├── BadField                 400   a field of a request, named, that is not what it must be
+    │   │   └── NoThreads            400   a conversation that the server would have to remember
     │   ├── TooLarge                 413   more bytes than anybody here reads
     │   ├── ContextTooLong           400   more tokens than the model reads
     │   └── RepeatedToolCall         400   a model that calls the same tool in the same way again
@@ -81,6 +82,10 @@ class BadField(BadInput):
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
         self.param = param
+
+
+class NoThreads(BadField):
+    pass
 
 
 class TooLarge(BadInput):

@@ -8,16 +8,18 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from keepwarm import config
-from keepwarm.engine.journal import Entry
+from keepwarm.engine.request import Receipt
 from tests.kit.agent_model import Asked, Leading, write_agent_checkpoint
+from tests.kit.checkpoints import EOS
 from tests.server.conftest import Live, serve
 
 Calls = Mapping[str, Mapping[str, Any]]
+SLACK = 16  # tokens that may be computed beside the new ones
 
 
 @dataclass
@@ -44,7 +46,8 @@ class Recorder:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+            await self.app(scope, receive, send)
+            return
         query = scope["query_string"].decode()
         path = scope["path"] + (f"?{query}" if query else "")
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
@@ -64,6 +67,18 @@ class Recorder:
         await self.app(scope, received, sent)
 
 
+class Turn(NamedTuple):
+    """A request of a conversation, what was new in it, and what it cost."""
+
+    asked: Asked
+    n_new: int  # tokens behind the request before and its answer
+    receipt: Receipt
+
+    @property
+    def is_warm(self) -> bool:
+        return self.receipt.recomputed <= self.n_new + SLACK
+
+
 @dataclass(frozen=True)
 class Watched:
     """A server, what came to it, and what its engine was asked."""
@@ -81,14 +96,25 @@ class Watched:
         return self.live.host
 
     @property
-    def failed(self) -> list[tuple[str, str, int]]:
-        """What was refused or went wrong."""
-        return [(e.method, e.path, e.status) for e in self.seen if not 200 <= e.status < 300]
+    def refused(self) -> list[tuple[str, str, int]]:
+        return [(e.method, e.path, e.status) for e in self.seen if not 200 <= e.status < 400]
 
-    def conversation(self) -> list[tuple[Asked, Entry]]:
-        """Requests that offer tools, each with what the journal says of it."""
-        ended = {entry.prompt_tokens: entry for entry in self.host.engine.requests()}
-        return [(a, ended[a.n_tokens]) for a in self.host.asked if a.request.tools]
+    def turns(self) -> list[Turn]:
+        """The requests that offer tools, each of which must go on from the one before."""
+        receipts = {e.prompt_tokens: e.receipt for e in self.host.engine.requests()}
+        turns, before = [], ""
+        for asked in (asked for asked in self.host.asked if asked.request.tools):
+            assert asked.text.startswith(before), "the beginning of the prompt has changed"
+            answer, _, new = asked.text.removeprefix(before).partition(EOS)
+            n_new = self._n_tokens(new if before else answer + EOS + new)
+            receipt = receipts[asked.n_tokens]
+            assert receipt is not None
+            turns.append(Turn(asked, n_new, receipt))
+            before = asked.text
+        return turns
+
+    def _n_tokens(self, text: str) -> int:
+        return len(self.host.engine.model.tokenizer.encode(text, add_special_tokens=False))
 
 
 Watching = Callable[[Calls], AbstractContextManager[Watched]]

@@ -147,11 +147,11 @@ def test_a_prompt_is_read_and_kept_without_an_answer(engine, exam):
 
 def test_a_look_up_changes_nothing(engine):
     prompt = prompt_of(300)
-    assert engine.lookup(Request(prompt=prompt)).live == 0
+    assert engine.lookup(Request(prompt=prompt)).warm_tokens == 0
     engine.submit(ask(prompt, 4)).result()
     for _ in range(2):
         found = engine.lookup(Request(prompt=[*prompt, 1, 2]))
-        assert (found.prompt_tokens, found.live) == (302, 300)
+        assert (found.prompt_tokens, found.warm) == (302, {"live": 300})
     assert engine.model.module.fed == 304
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import random
@@ -110,7 +111,7 @@ class Load:
             self.again[turn.talk] = turn.prompt
         else:
             self.note(turn, result)
-        self.rss.append(psutil.Process().memory_info().rss)
+        self.rss.append(held_bytes())
 
     def result_of(self, turn: Turn) -> Result:
         if turn.cancel_after is None:
@@ -131,6 +132,13 @@ class Load:
         self.tokens[turn.talk] = [*turn.prompt, *tokens_of(choice)]
 
 
+def held_bytes() -> int:
+    """What the process holds, without what its allocator keeps free for later."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss
+
+
 def _in(running: deque[Turn], talk: int) -> bool:
     return any(turn.talk == talk for turn in running)
 
@@ -144,9 +152,9 @@ def load(architecture: str, n_requests: int, home: Path) -> dict[str, Any]:
     model = models.of(architecture)
     model = replace(model, tokenizer=FaultyTokenizer(model.tokenizer))
     budgets = Budgets(
-        memory_bytes=8 * MIB, queue_bytes=8 * MIB, disk_bytes=16 * MIB, min_free_disk_bytes=0
+        memory_bytes=4 * MIB, queue_bytes=4 * MIB, disk_bytes=16 * MIB, min_free_disk_bytes=0
     )
-    limits = memory(live_bytes=4 * MIB, buffer_active_bytes=16 * MIB)
+    limits = memory(live_bytes=4 * MIB, buffer_active_bytes=4 * MIB)
     exam = Exam(models.module(architecture), without=FAULT)
     with engine_on(model, home, budgets=budgets, memory=limits) as engine:
         work = Load(engine, exam, random.Random(1))
@@ -159,7 +167,7 @@ def load(architecture: str, n_requests: int, home: Path) -> dict[str, Any]:
     return {
         "compared": exam.check(),
         "hit_rate": work.n_cached / work.n_prompt,
-        "growth": work.rss[-1] / work.rss[len(work.rss) // 5] - 1,
+        "growth": work.rss[-1] / work.rss[200] - 1,
         "cancelled": work.n_cancelled / n_requests,
         "failed": work.n_failed / n_requests,
         "wrongly_failed": stats.counters["failed"] - work.n_failed,
@@ -167,7 +175,6 @@ def load(architecture: str, n_requests: int, home: Path) -> dict[str, Any]:
         + restore_failures
         + stats.writes.failed
         + sum(tier.errors + tier.quarantined for tier in tiers),
-        "rss": [round(n / MIB) for n in work.rss[:: max(1, n_requests // 20)]],
         "rebuilt": stats.counters["rebuilt_batches"],
     }
 
@@ -191,10 +198,10 @@ def hold(found: dict[str, Any]) -> None:
     assert found["compared"] > 20
 
 
-@pytest.mark.parametrize(("architecture", "n"), [("gemma3_text", 300), ("qwen3_next", 150)])
-def test_mixed_requests(tmp_path, architecture, n):
+@pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3_next"])
+def test_mixed_requests(tmp_path, architecture):
     """S0-61, S0-71, S0-74: the gates of the long run, over fewer requests."""
-    hold(in_a_process(tmp_path, "load", architecture, str(n)))
+    hold(in_a_process(tmp_path, "load", architecture, "300"))
 
 
 @pytest.mark.soak

@@ -1,8 +1,8 @@
 """A tiny random model that coding agents can be tried with: long context, real tokenizer, tools.
 
 What such a model would say is noise, so a grammar leads it: `Leading` stands where the server asks
-its engine, lets a client's first answer be the call that a test wants, and every other one a few
-words. The words are the model's own; everything else is as it always is.
+its engine, lets the first answers be the calls that a test wants, of those tools that are offered,
+and every other one a few words. The words are the model's own; all else is as it always is.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Leading(EngineHost):
         name: str,
         strict_model: bool = False,
         *,
-        calls: Mapping[str, Mapping[str, Any]],  # arguments by tool; the first one offered is used
+        calls: Mapping[str, Mapping[str, Any]],  # arguments by tool, in the order of the calls
     ) -> None:
         super().__init__(engine, name, strict_model)
         self.asked: list[Asked] = []
@@ -116,12 +116,13 @@ class Leading(EngineHost):
         return replace(request, format=Format(grammar=grammar), sampling=sampling)
 
     def _call(self, request: Request) -> str | None:
-        """A grammar for the wanted call, unless there is no such tool or one has been called."""
+        """A grammar for the next of the wanted calls, if there is one left."""
         offered = {tool["function"]["name"] for tool in request.tools}
-        name = next((name for name in self._calls if name in offered), None)
-        called = any(message["role"] == "tool" for message in request.messages or ())
-        if name is None or called or request.tool_choice.mode == "none":
+        wanted = [name for name in self._calls if name in offered]
+        n_done = sum(message["role"] == "tool" for message in request.messages or ())
+        if n_done >= len(wanted) or request.tool_choice.mode == "none":
             return None
+        name = wanted[n_done]
         markup = Markup.of(self.engine.model.tokenizer)
         return call_grammar([_only(name, self._calls[name])], ToolChoice("required", name), markup)
 

@@ -147,7 +147,9 @@ def test_today_survives_a_restart(serving, tmp_path):
         assert after["computed"] == before["computed"] > 0
 
 
-@pytest.mark.parametrize(("hours", "status"), [(1, 200), (24, 200), (0, 400), (25, 400), ("x", 400)])
+@pytest.mark.parametrize(
+    ("hours", "status"), [(1, 200), (24, 200), (0, 400), (25, 400), ("x", 400)]
+)
 def test_so_many_hours(live, hours, status):
     answer = live.get(f"/v1/dashboard/saved?hours={hours}")
     assert answer.status_code == status

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import NamedTuple
 
 from keepwarm.cache.agents import Agent
@@ -116,9 +117,11 @@ def _latest(nodes: Mapping[BlockKey, Node], max_blocks: int) -> dict[BlockKey, N
     """The most recently used, each with all that comes before it."""
     kept: dict[BlockKey, Node] = {}
     for node in sorted(nodes.values(), key=lambda node: -node.used):
-        if len(kept) >= max_blocks:
+        new = list(takewhile(lambda one: one.key not in kept, _way_up(nodes, node.key)))
+        room = max_blocks - len(kept)
+        kept |= {one.key: one for one in new[::-1][:room]}
+        if len(new) >= room:
             break
-        kept |= {one.key: one for one in _way_up(nodes, node.key) if one.key not in kept}
     return kept
 
 

@@ -7,8 +7,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from keepwarm import config
 from keepwarm.cli.options import (
     AgentId,
     KVBits,
@@ -19,16 +21,18 @@ from keepwarm.cli.options import (
     SystemFile,
     Temperature,
     checked,
-    live_cache,
+    note,
     opening,
-    settings_for,
+    question,
+    running,
+    shown,
 )
-from keepwarm.errors import BadInput, KeepwarmError
+from keepwarm.errors import BadInput, Cancelled, KeepwarmError
 
 if TYPE_CHECKING:
-    from keepwarm.config import Settings
-    from keepwarm.engine.generate import Generation, LiveCache, Usage
-    from keepwarm.engine.model import Model
+    from keepwarm.engine.answer import Answer
+    from keepwarm.engine.engine import Engine
+    from keepwarm.engine.request import Event, Receipt, Request, Usage
 
 HELP = "Ctrl-C stops an answer, /clear starts over, /exit or Ctrl-D leaves."
 
@@ -45,14 +49,12 @@ def chat(
     agent: AgentId = None,
 ) -> None:
     """Talk with a model in the terminal."""
-    from keepwarm.engine.model import load
-
     first = opening(system)
-    settings = settings_for(model, max_tokens, temperature, seed)
-    loaded = load(settings.model, settings)
-    _note(f"{loaded.name}. {HELP}")
-    with live_cache(loaded, settings, kv_bits, no_cache, agent) as cache:
-        talk = Conversation(loaded, cache, first, settings, seed)
+    settings = config.load(model=model, max_tokens=max_tokens, temperature=temperature)
+    asks = question(settings, seed, kv_bits, no_cache, agent)
+    with running(settings, asks) as engine:
+        talk = Conversation(engine, asks, first)
+        note(f"{engine.model.name}. {HELP}")
         for line in _lines():
             _obey(talk, line)
 
@@ -61,78 +63,103 @@ def _obey(talk: Conversation, line: str) -> None:
     """A command, or something to answer."""
     if line == "/clear":
         talk.clear()
-        _note("Forgotten; a new conversation.")
+        note("Forgotten; a new conversation.")
     elif line.startswith("/"):
-        _note(f"There is no {line.split(maxsplit=1)[0]}. {HELP}")
+        note(f"There is no {line.split(maxsplit=1)[0]}. {HELP}")
     else:
         _turn(talk, line)
 
 
+class Said:
+    """What has come of an answer so far."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.reasoning = ""
+        self.n_tokens = 0
+        self.receipt: Receipt | None = None  # None before it has begun
+        self.usage: Usage | None = None  # None where it was stopped
+
+    def add(self, event: Event) -> None:
+        from keepwarm.engine.request import Delta, Done, Finished, Started
+
+        if isinstance(event, Started):
+            self.receipt = event.receipt
+        if isinstance(event, Delta):
+            self.text += event.text
+            self.reasoning += event.reasoning
+        if isinstance(event, Delta | Finished):
+            self.n_tokens += len(event.tokens)
+        if isinstance(event, Done):
+            self.usage = event.usage
+
+    @property
+    def message(self) -> dict[str, str]:
+        message = {"role": "assistant", "content": self.text}
+        return message | ({"reasoning_content": self.reasoning} if self.reasoning else {})
+
+    @property
+    def summary(self) -> str:
+        """What it cost, in a line."""
+        if self.receipt is None:
+            return "Stopped before it began."
+        warm = f"{self.receipt.cached_tokens} of {self.receipt.prompt_tokens} already warm"
+        end = f"{self.usage.tokens_per_second} tok/s" if self.usage else "stopped"
+        return f"{self.n_tokens} tokens · {warm} · {end}"
+
+
 class Conversation:
-    """The messages so far and the live cache of what the model has read of them."""
+    """The messages so far; the engine knows what it has read of them."""
 
-    def __init__(
-        self,
-        model: Model,
-        cache: LiveCache,
-        opening: list[dict[str, str]],
-        settings: Settings,
-        seed: int | None,
-    ) -> None:
-        self._model = model
+    def __init__(self, engine: Engine, asks: Request, opening: list[dict[str, str]]) -> None:
+        """What would be refused with every question, whatever it is, is refused here."""
+        self._engine = engine
+        self._asks = asks
         self._opening = opening
-        self._settings = settings
-        self._seed = seed
-        self._cache = cache
         self.messages = list(opening)
+        engine.prepare(self._request("?"))
 
-    def ask(self, text: str, should_stop: Callable[[], bool]) -> Generation:
-        """Start the answer to this; `keep` it when it has ended."""
-        from keepwarm.engine.generate import generate
-        from keepwarm.engine.prompt import render
+    def ask(self, text: str) -> Answer:
+        """Begin the answer to this; `keep` what comes of it."""
+        return self._engine.submit(self._request(text))
 
-        messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = render(self._model.tokenizer, messages)
-        return generate(
-            self._model,
-            prompt.tokens,
-            cache=self._cache,
-            cuts=prompt.cuts,
-            max_tokens=self._settings.max_tokens,
-            temperature=self._settings.temperature,
-            seed=self._seed,
-            should_stop=should_stop,
-        )
-
-    def keep(self, text: str, answer: str) -> None:
+    def keep(self, text: str, said: Said) -> None:
         """Add a turn to the history."""
-        self.messages.append({"role": "user", "content": text})
-        self.messages.append({"role": "assistant", "content": answer})
+        self.messages += [{"role": "user", "content": text}, said.message]
 
     def clear(self) -> None:
-        """Forget the turns. The cache stays: the next prompt takes of it what still serves."""
+        """Forget the turns. What was read stays warm: the next prompt takes what still serves."""
         self.messages = list(self._opening)
+
+    def _request(self, text: str) -> Request:
+        return replace(self._asks, messages=[*self.messages, {"role": "user", "content": text}])
 
 
 def _turn(talk: Conversation, line: str) -> None:
     """Answer one line; what was said before Ctrl-C stays, a turn that failed leaves no trace."""
     with _interruptible() as interrupted:
         try:
-            _note(_summary(_answer(talk, line, interrupted)))
+            said = _read(talk.ask(checked(line)), interrupted)
         except KeepwarmError as error:
-            _note(f"{error} /clear starts over.")
+            note(f"{error} /clear starts over.")
+            return
+    if said.n_tokens:
+        talk.keep(line, said)
+    note(said.summary)
 
 
-def _answer(talk: Conversation, line: str, should_stop: Callable[[], bool]) -> Usage:
-    pieces = []
-    with contextlib.closing(talk.ask(checked(line), should_stop)) as generation:
-        for step in generation:
-            pieces.append(step.text)
-            print(step.text, end="", flush=True)
+def _read(answer: Answer, interrupted: Callable[[], bool]) -> Said:
+    said = Said()
+    try:
+        for event in shown(answer):
+            said.add(event)
+            if interrupted():
+                answer.cancel()
+    except Cancelled:
+        pass
+    finally:
         print(flush=True)
-    if generation.usage.completion_tokens:
-        talk.keep(line, "".join(pieces))
-    return generation.usage
+    return said
 
 
 @contextlib.contextmanager
@@ -157,7 +184,7 @@ def _lines() -> Iterator[str]:
         except EOFError:
             return
         except KeyboardInterrupt:
-            _note(f"\n{HELP}")
+            note(f"\n{HELP}")
             continue
         except UnicodeDecodeError as error:
             raise BadInput("Standard input is not UTF-8 text; convert it.") from error
@@ -165,17 +192,3 @@ def _lines() -> Iterator[str]:
             return
         if line:
             yield line
-
-
-def _summary(usage: Usage) -> str:
-    return (
-        f"{usage.completion_tokens} tokens · {usage.cached_tokens} of {usage.prompt_tokens}"
-        f" already warm · {usage.tokens_per_second} tok/s"
-    )
-
-
-def _note(text: str) -> None:
-    """A dim line beside the conversation; standard output holds the answers alone."""
-    from rich.console import Console
-
-    Console(stderr=True, highlight=False, soft_wrap=True).print(text, style="dim", markup=False)

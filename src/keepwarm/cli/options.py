@@ -1,11 +1,13 @@
-"""What `run` and `chat` are asked alike, and how the answers are checked."""
+"""What `run` and `chat` have in common: what they are asked, and how they show an answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -13,8 +15,8 @@ from keepwarm import config
 from keepwarm.errors import BadInput
 
 if TYPE_CHECKING:
-    from keepwarm.engine.generate import LiveCache
-    from keepwarm.engine.model import Model
+    from keepwarm.engine.engine import Engine
+    from keepwarm.engine.request import Event, Request
 
 ModelName: TypeAlias = Annotated[
     str | None, typer.Option("--model", help="Alias, directory, .gguf file or hub id.")
@@ -35,53 +37,64 @@ KVBits: TypeAlias = Annotated[
     int | None, typer.Option("--kv-bits", help="Round keys and values to 2, 4 or 8 bits.")
 ]
 AgentId: TypeAlias = Annotated[
-    str | None, typer.Option("--agent", help="Keep what is said under this agent's name.")
+    str | None,
+    typer.Option(
+        "--agent",
+        help="Name what is kept on disk, for `keepwarm cache`. Earlier messages do not come back.",
+    ),
 ]
 NoCache: TypeAlias = Annotated[
-    bool, typer.Option("--no-cache", help="Neither look up nor keep blocks.")
+    bool, typer.Option("--no-cache", help="Read every prompt whole and keep nothing.")
 ]
 
 
-def settings_for(
-    model: str | None, max_tokens: int | None, temperature: float | None, seed: int | None
-) -> config.Settings:
-    """The settings with these arguments on top; numbers that mean nothing are refused."""
-    from keepwarm.engine.generate import check_options
-
-    settings = config.load(model=model, max_tokens=max_tokens, temperature=temperature)
-    check_options(settings.max_tokens, settings.temperature, seed)
-    return settings
-
-
-@contextmanager
-def live_cache(
-    model: Model,
+def question(
     settings: config.Settings,
+    seed: int | None,
     kv_bits: int | None,
     no_cache: bool,
     agent: str | None,
-) -> Iterator[LiveCache]:
-    """The caches of a conversation, backed by the block store; leaving saves what is queued."""
-    from keepwarm import kv
-    from keepwarm.engine.generate import LiveCache
+) -> Request:
+    """A request without its messages; numbers that mean nothing are refused."""
+    from keepwarm.cache.policy import Policy
+    from keepwarm.engine.request import KVOptions, Request, Sampling
+    from keepwarm.engine.sampling import check
+
+    if agent is not None and no_cache:
+        raise BadInput("--agent and --no-cache cannot be combined: an agent is what is kept.")
+    if settings.max_tokens < 1:
+        raise BadInput(f"max-tokens is {settings.max_tokens}; it must be 1 or more.")
+    sampling = Sampling(max_tokens=settings.max_tokens, temperature=settings.temperature, seed=seed)
+    check(sampling, n_vocab=0)
+    policy = Policy.NO_STORE if no_cache else Policy.READ_WRITE
+    return Request(sampling=sampling, kv=KVOptions(kv_bits=kv_bits), policy=policy, agent=agent)
+
+
+@contextmanager
+def running(settings: config.Settings, asks: Request) -> Iterator[Engine]:
+    """The engine for such requests; leaving waits until what is to be kept is on disk."""
+    from keepwarm.cache.opened import Budgets
+    from keepwarm.engine.engine import Engine
+    from keepwarm.engine.model import load
     from keepwarm.engine.store import Store
 
-    kv_options: dict[str, Any] = {} if kv_bits is None else {"kv_bits": kv_bits}
-    if no_cache:
-        if agent is not None:
-            raise BadInput("--agent and --no-cache cannot be combined: an agent is what is kept.")
-        kv.probe(model.module, kv.make_caches(model.module, **kv_options))
-        yield LiveCache(model, kv_options=kv_options)
-        return
-    with Store(settings=settings) as store:
-        attached = store.attach(model.module, model.path, **kv_options)
-        if agent is not None:
-            store.shelf.agents.check_id(agent)
-        cache = LiveCache(model, attached.manager, kv_options)
-        yield cache
-        if agent is not None and cache.tokens:
-            store.flush()
-            store.shelf.agents.advance(agent, attached.manager.namespace, cache.tokens)
+    budgets = replace(Budgets.of(settings), disk=asks.policy.to_disk)
+    with _unlogged(), Store(budgets=budgets, settings=settings) as store:
+        if asks.agent is not None:
+            store.check_agent(asks.agent)
+        with Engine(load(settings.model, settings), store, settings=settings) as engine:
+            yield engine
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """What people must know is raised; a log without a place to go would run into the answer."""
+    logger, nowhere = logging.getLogger("keepwarm"), logging.NullHandler()
+    logger.addHandler(nowhere)
+    try:
+        yield
+    finally:
+        logger.removeHandler(nowhere)
 
 
 def opening(system: Path | None) -> list[dict[str, str]]:
@@ -107,3 +120,27 @@ def checked(text: str) -> str:
     except UnicodeEncodeError as error:
         raise BadInput("The prompt is not UTF-8 text; convert it.") from error
     return text
+
+
+def shown(events: Iterable[Event]) -> Iterator[Event]:
+    """Pass an answer on and print it: its text, and its reasoning dim on standard error."""
+    from keepwarm.engine.request import Delta
+
+    thinks = False
+    for event in events:
+        if isinstance(event, Delta):
+            if event.reasoning:
+                note(event.reasoning, end="")
+            elif thinks and event.text:
+                note("\n")
+            print(event.text, end="", flush=True)
+            thinks = bool(event.reasoning) or (thinks and not event.text)
+        yield event
+
+
+def note(text: str, end: str = "\n") -> None:
+    """Something dim beside the answers, which have standard output for themselves."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(text, style="dim", markup=False, end=end)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from keepwarm import config
 from keepwarm.cli.options import (
     AgentId,
     KVBits,
@@ -19,14 +20,16 @@ from keepwarm.cli.options import (
     SystemFile,
     Temperature,
     checked,
-    live_cache,
     opening,
-    settings_for,
+    question,
+    running,
+    shown,
 )
 from keepwarm.errors import BadInput
 
 if TYPE_CHECKING:
-    from keepwarm.engine.generate import Generation
+    from keepwarm.engine.answer import Answer
+    from keepwarm.engine.request import Result
 
 
 def run(
@@ -45,33 +48,16 @@ def run(
     ] = False,
 ) -> None:
     """Answer one prompt and leave."""
-    from keepwarm.engine.generate import generate
-    from keepwarm.engine.model import load
-    from keepwarm.engine.prompt import render
-
     text = checked(_standard_input() if prompt == "-" else prompt)
     messages = [*opening(system), {"role": "user", "content": text}]
-    settings = settings_for(model, max_tokens, temperature, seed)
-    loaded = load(settings.model, settings)
-    prompt_tokens, cuts = render(loaded.tokenizer, messages)
-    with (
-        live_cache(loaded, settings, kv_bits, no_cache, agent) as cache,
-        closing(
-            generate(
-                loaded,
-                prompt_tokens,
-                cache=cache,
-                cuts=cuts,
-                max_tokens=settings.max_tokens,
-                temperature=settings.temperature,
-                seed=seed,
-            )
-        ) as generation,
-    ):
+    settings = config.load(model=model, max_tokens=max_tokens, temperature=temperature)
+    asks = replace(question(settings, seed, kv_bits, no_cache, agent), messages=messages)
+    with running(settings, asks) as engine:
+        answer = engine.submit(asks)
         if as_json:
-            print(_as_json(generation))
+            print(_as_json(answer.result()))
         else:
-            _stream(generation)
+            _stream(answer)
 
 
 def _standard_input() -> str:
@@ -81,17 +67,21 @@ def _standard_input() -> str:
         raise BadInput("Standard input is not UTF-8 text; convert it.") from error
 
 
-def _stream(generation: Generation) -> None:
-    for step in generation:
-        print(step.text, end="", flush=True)
+def _stream(answer: Answer) -> None:
+    for _ in shown(answer):
+        continue
     print()
 
 
-def _as_json(generation: Generation) -> str:
-    steps = list(generation)
-    answer = {
-        "text": "".join(step.text for step in steps),
-        "finish_reason": steps[-1].finish_reason,
-        "usage": generation.usage._asdict(),
+def _as_json(result: Result) -> str:
+    (choice,), usage, receipt = result.choices, result.usage, result.receipt
+    spent = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "prefilled_tokens": receipt.recomputed,
+        "ttft_ms": usage.ttft_ms,
+        "tokens_per_second": usage.tokens_per_second,
+        "exact": receipt.exact,
     }
-    return json.dumps(answer)
+    return json.dumps({"text": choice.text, "finish_reason": choice.reason, "usage": spent})

@@ -105,8 +105,7 @@ def look_into(case: Case) -> Missed:
     """How much of a prompt was computed again, and where that began."""
     n_prompt = len(case.prompt) // 4
     lost = max(0, min(case.n_common, n_prompt - 1) - case.restored)
-    start = max(case.n_common, case.restored)
-    again = lost + repeated(case.prompt[4 * start :], case.earlier[4 * case.n_common :])
+    again = lost + _after_the_place(case)
     place = case.restored if lost >= MIN_AGAIN else case.n_common
     return Missed(
         case.number,
@@ -123,6 +122,17 @@ def look_into(case: Case) -> Missed:
         _tokens(case.earlier, place, place + AFTER),
         _tokens(case.prompt, place, place + AFTER),
     )
+
+
+def _after_the_place(case: Case) -> int:
+    """Tokens of the earlier prompt that come again after both have parted.
+
+    Where a good deal more was restored than the two share, some other prompt was nearer.
+    """
+    if case.restored >= case.n_common + MIN_AGAIN:
+        return 0
+    start = max(case.n_common, case.restored)
+    return repeated(case.prompt[4 * start :], case.earlier[4 * case.n_common :])
 
 
 def repeated(now: bytes, earlier: bytes) -> int:

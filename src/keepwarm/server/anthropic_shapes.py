@@ -113,6 +113,7 @@ class MessagesRequest(CountRequest):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0, le=LARGEST)
     metadata: Metadata | None = None
+    thread: Any = Field(default=None, description="Refused: send the whole conversation.")
     keepwarm: Options | None = None
 
 
@@ -176,9 +177,14 @@ class TokensOut(TypedDict):
     input_tokens: int
 
 
+class ErrorCode(TypedDict):
+    error_code: str
+
+
 class ErrorDetail(TypedDict):
     type: str
     message: str
+    details: NotRequired[ErrorCode]
 
 
 class ErrorOut(TypedDict):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from keepwarm.engine.model import Model
     from keepwarm.engine.request import Request
     from keepwarm.engine.store import Store
+    from keepwarm.engine.warm import Warmer
 
 
 def start_engine(model: Model, store: Store, settings: Settings) -> Engine:
@@ -22,6 +23,13 @@ def start_engine(model: Model, store: Store, settings: Settings) -> Engine:
     from keepwarm.engine.engine import Engine  # loads MLX
 
     return Engine(model, store, settings=settings)
+
+
+def _warming(engine: Engine) -> Warmer:
+    """Conversations that will likely go on are read from disk while nobody asks for anything."""
+    from keepwarm.engine.warm import Warmer
+
+    return Warmer(engine).run_in_background()
 
 
 class EngineHost:
@@ -33,6 +41,7 @@ class EngineHost:
         self._draining = False
         self.name = name
         self.created = int(time.time())
+        self._warmer: Warmer | None = _warming(engine)
 
     @property
     def engine(self) -> Engine:
@@ -63,6 +72,9 @@ class EngineHost:
     def take(self) -> Engine | None:
         """Give the engine away; until another is put here, requests are told to ask again."""
         engine, self._engine = self._engine, None
+        if self._warmer is not None:
+            self._warmer.close()
+        self._warmer = None  # it knows the engine, whose memory is wanted back
         return engine
 
     def put(self, engine: Engine, name: str) -> None:
@@ -70,6 +82,7 @@ class EngineHost:
         self.name = name
         self.created = int(time.time())
         self._engine = engine
+        self._warmer = _warming(engine)
 
     def close(self) -> None:
         """Stop the engine; everything it computed is flushed first."""

@@ -15,7 +15,7 @@ from keepwarm.engine.request import (
     Request,
     Sampling,
 )
-from keepwarm.errors import BadField
+from keepwarm.errors import BadField, NoThreads
 from keepwarm.server.anthropic_shapes import (
     Block,
     CacheControl,
@@ -34,6 +34,10 @@ PREFILL = (
     "The last message is the assistant's, and answers are not begun by the client here; "
     "end with a user message."
 )
+NO_THREADS = (
+    "thread asks the server to remember the conversation, which it does not; leave it out and send "
+    "all messages, of which only the new ones are computed."
+)
 _SESSION = re.compile(r"_session_([0-9a-fA-F-]{36})$")
 
 
@@ -46,10 +50,10 @@ class Placed(NamedTuple):
 
 def request_of(body: CountRequest, caller: Caller, settings: Settings) -> Request:
     """What the client asks, in the engine's words."""
+    _check(body)
     given = spelled_out(body)
     placed = [*_system(body), *(each for i, m in enumerate(given) for each in _placed(m, i))]
     messages = [each.message for each in placed]
-    _check_end(body)
     output = body.output_config
     effort = output.effort if output else None
     return Request(
@@ -95,8 +99,10 @@ def _sampling(body: MessagesRequest, settings: Settings) -> Sampling:
 # Messages.
 
 
-def _check_end(body: CountRequest) -> None:
-    """An answer that the client began can be counted, not continued."""
+def _check(body: CountRequest) -> None:
+    """The whole conversation must be there; an answer that the client began is only counted."""
+    if isinstance(body, MessagesRequest) and body.thread:
+        raise NoThreads(NO_THREADS, "thread")
     spoken = [message.role for message in body.messages if message.role != "system"]
     if isinstance(body, MessagesRequest) and spoken[-1:] == ["assistant"]:
         raise BadField(PREFILL, "messages")

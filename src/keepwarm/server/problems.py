@@ -27,6 +27,7 @@ CODES: Sequence[tuple[type[errors.KeepwarmError], str]] = (
     (errors.ContextTooLong, "context_length_exceeded"),
     (errors.UnknownModel, "model_not_found"),
     (errors.UnknownAgent, "agent_not_found"),
+    (errors.NoThreads, "thread_unsupported_request"),  # the SDK knows it, and sends everything
     (errors.TooLarge, "request_too_large"),
     (errors.Refused, "invalid_api_key"),
     (errors.Forbidden, "forbidden"),
@@ -78,7 +79,10 @@ def openai_body(problem: Problem) -> dict[str, Any]:
 def anthropic_body(problem: Problem) -> dict[str, Any]:
     usual = "invalid_request_error" if problem.status < 500 else "api_error"
     kind = ANTHROPIC_TYPES.get(problem.status, usual)
-    return {"type": "error", "error": {"type": kind, "message": problem.message}}
+    error: dict[str, Any] = {"type": kind, "message": problem.message}
+    if problem.code:
+        error["details"] = {"error_code": problem.code}
+    return {"type": "error", "error": error}
 
 
 def body_for(path: str, problem: Problem) -> dict[str, Any]:

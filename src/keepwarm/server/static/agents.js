@@ -20,7 +20,7 @@ export function show({ data }) {
   if (now === shown) return;
   shown = now;
   const focused = document.activeElement?.dataset?.action;
-  put("agent-list", data.length ? table("Agents", COLUMNS, data.map(row))
+  put("agent-list", data.length ? table("All agents", COLUMNS, data.map(row))
     : h("p", { class: "quiet" }, "None yet: name one with the header ", h("code", {}, "X-Keepwarm-Agent"), "."));
   if (focused) document.querySelector(`[data-action="${CSS.escape(focused)}"]`)?.focus();
 }

@@ -28,8 +28,8 @@ export function put(place, ...children) {
   const element = typeof place === "string" ? byId(place) : place;
   const flat = children.flat();
   const [old, now] = [element.firstElementChild, flat[0]];
-  const same = flat.length === 1 && now?.ariaLabel && old?.ariaLabel === now.ariaLabel;
-  if (same) old.querySelector("tbody").replaceWith(now.querySelector("tbody"));
+  const rows = flat.length === 1 && now.querySelector?.("tbody");
+  if (rows && old?.ariaLabel === now.ariaLabel) old.querySelector("tbody").replaceWith(rows);
   else element.replaceChildren(...flat);
 }
 

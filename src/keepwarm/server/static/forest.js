@@ -222,6 +222,7 @@ function render() {
     canvas.width = width * scale;
     canvas.height = height * scale;
   }
+  canvas.dataset.scale = state.view.sx.toFixed(2); // pixels to a block
   pen.setTransform(scale, 0, 0, scale, 0, 0);
   pen.clearRect(0, 0, width, height);
   const colour = colours();

@@ -1,7 +1,7 @@
 // Keeps the page true: asks the server as long as somebody looks, and for a key where one is needed.
 
 import * as agents from "./agents.js";
-import { get, key, Refused } from "./api.js";
+import { Failed, get, key, Refused } from "./api.js";
 import { byId } from "./dom.js";
 import * as forest from "./forest.js";
 import * as health from "./health.js";
@@ -49,6 +49,7 @@ async function run(task) {
     refused = error instanceof Refused;
     if (refused) askKey(key.get() ? error.message : "");
     else status(error.message, "wrong");
+    if (!refused && !(error instanceof Failed)) console.error(error); // ours
   } finally {
     task.running = false;
   }

@@ -6,6 +6,7 @@ import { h, put, say } from "./dom.js";
 import { ago, count, seconds } from "./format.js";
 
 const FEW = 8;
+const BEFORE = 24; // tokens that are shown before the place
 const places = new Map(); // texts that were asked for, by number
 let shown = "";
 
@@ -43,18 +44,25 @@ function item(miss) {
 async function open(miss, place) {
   try {
     if (!places.has(miss.number)) places.set(miss.number, await get(`/v1/dashboard/misses/${miss.number}`));
-    put(place, texts(places.get(miss.number), miss.reason));
+    put(place, texts(places.get(miss.number), miss));
   } catch (error) {
     say(error.message);
   }
 }
 
-function texts({ before, earlier, now }, reason) {
-  if (reason !== "changed") return h("pre", {}, before, h("mark", {}, now));
-  const parts = diff(earlier, now).map(({ kind, text }) => (kind === "same" ? text : h(kind, {}, text)));
+function texts({ before, earlier, now }, { reason, position }) {
+  const opening = h("span", { class: "quiet" }, position > BEFORE ? "…" : "", before);
+  if (reason !== "changed") return h("pre", {}, opening, h("mark", {}, now), "…");
+  const parts = whole(diff(earlier, now)).map(({ kind, text }) => (kind === "same" ? text : h(kind, {}, text)));
   return [
-    h("pre", {}, h("span", { class: "quiet" }, before), parts),
+    h("pre", {}, opening, parts, "…"),
     h("p", { class: "quiet" }, h("del", {}, "before"), " ", h("ins", {}, "now"),
       " — what stands before the first change could be used, nothing after it."),
   ];
+}
+
+// Both texts are cut off somewhere, and not at the same word: that is no change.
+function whole(parts) {
+  const last = parts.findLastIndex(({ kind }) => kind === "same");
+  return parts.findIndex(({ kind }) => kind !== "same") < last ? parts.slice(0, last + 1) : parts;
 }

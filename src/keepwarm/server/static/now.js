@@ -69,7 +69,7 @@ function spark(name, title, kind) {
 
 function requests(caption, list, now) {
   return table(caption, REQUESTS, list.map((one) => [
-    [`#${one.number} `, h("strong", {}, one.agent ?? ""), one.key ? h("span", { class: "quiet" }, ` key ${one.key}`) : ""],
+    [h("span", { class: "quiet" }, `#${one.number} `), h("strong", {}, one.agent ?? ""), one.key ? h("span", { class: "quiet" }, ` key ${one.key}`) : ""],
     [h("span", { class: `state ${one.state}`, title: one.error || null }, one.state),
       one.ended ? h("span", { class: "quiet" }, ` ${ago(one.ended, now.time)}`) : ""],
     receipt(one),

@@ -1,0 +1,30 @@
+"""The Anthropic SDK's tool runner: it calls the function and asks again until there is an answer.
+
+keepwarm launch any --run -- python examples/clients/anthropic_tools.py
+"""
+
+from __future__ import annotations
+
+from anthropic import Anthropic, beta_tool
+
+
+@beta_tool
+def count_leaves(tree: str) -> str:
+    """Say how many leaves a tree has.
+
+    Args:
+        tree: Which tree.
+    """
+    return f"The {tree} has four leaves."
+
+
+runner = Anthropic().beta.messages.tool_runner(
+    model="served",
+    max_tokens=100,
+    tools=[count_leaves],
+    messages=[{"role": "user", "content": "How many leaves has the oak?"}],
+)
+for message in runner:
+    usage = message.usage
+    said = [getattr(block, "text", "") or block.type for block in message.content]
+    print(f"{' '.join(said)} ({usage.cache_read_input_tokens} prompt tokens were warm)")

@@ -1,0 +1,138 @@
+"""What coding agents send, played again: `shapes/README.md` says how the files are read."""
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+SHAPES = Path(__file__).parent / "shapes"
+SESSION = "01a1de6b-71e5-7bf2-bc81-4ebd1856929b"
+
+
+def shape_of(name):
+    return json.loads((SHAPES / f"{name}.json").read_text())
+
+
+class Player:
+    """Sends the turns of a shape one after the other, with the answers that really came."""
+
+    def __init__(self, shape, url, come_back):
+        self.shape = shape
+        self.url = url
+        self.come_back = come_back  # an answer's events → what the client makes of them
+        self.answers = []
+        self.calls = []  # ids
+
+    def play(self):
+        for turn in range(len(self.shape["turns"])):
+            self.send(turn)
+
+    def send(self, turn):
+        body = self.filled({**self.shape["body"], **self.shape["turns"][turn]}, turn)
+        for name in ("messages", "input"):
+            if name in body:
+                body[name] = [each for item in body[name] for each in self.with_answers(item)]
+        headers = self.filled(self.shape["headers"], turn)
+        response = httpx.post(self.url + self.shape["path"], json=body, headers=headers, timeout=60)
+        assert response.status_code == 200, response.text
+        answer, calls = self.come_back(events_of(response.text))
+        self.answers.append(answer)
+        self.calls.append(calls[0] if calls else "")
+
+    def filled(self, value, turn):
+        text = json.dumps(value).replace("$SESSION", SESSION).replace("$CHANGING", f"{turn:03x}")
+        for index, call in enumerate(self.calls):
+            text = text.replace(f"$CALL{index}", call)
+        return json.loads(text)
+
+    def with_answers(self, item):
+        return self.answers[int(item.removeprefix("$ANSWER"))] if isinstance(item, str) else [item]
+
+
+def events_of(text):
+    data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(each) for each in data if each != "[DONE]"]
+
+
+def of_claude_code(events):
+    """Blocks as they were streamed, in one message."""
+    blocks = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append({**event["content_block"], "written": ""})
+        elif event["type"] == "content_block_delta":
+            delta = event["delta"]
+            blocks[-1]["written"] += delta.get("text") or delta.get("partial_json") or ""
+    assert events[-1]["type"] == "message_stop"
+    content = [claude_block(block) for block in blocks]
+    calls = [block["id"] for block in content if block["type"] == "tool_use"]
+    return [{"role": "assistant", "content": content}], calls
+
+
+def claude_block(block):
+    written = block.pop("written")
+    if block["type"] == "tool_use":
+        return {**block, "input": json.loads(written)}
+    return {**block, "text": written}
+
+
+def of_codex(events):
+    """The items of the finished answer."""
+    assert events[-1]["type"] == "response.completed"
+    items = events[-1]["response"]["output"]
+    return items, [item["call_id"] for item in items if item["type"] == "function_call"]
+
+
+def of_opencode(events):
+    """One message; arguments are written anew, without spaces."""
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    message = {"role": "assistant", "content": "".join(d.get("content") or "" for d in deltas)}
+    parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
+    if parts:
+        arguments = json.loads("".join(part["function"].get("arguments", "") for part in parts))
+        compact = json.dumps(arguments, separators=(",", ":"))
+        function = {"name": parts[0]["function"]["name"], "arguments": compact}
+        message["tool_calls"] = [{"id": parts[0]["id"], "type": "function", "function": function}]
+    return [message], [call["id"] for call in message.get("tool_calls", ())]
+
+
+CLIENTS = {"claude-code": of_claude_code, "codex": of_codex, "opencode": of_opencode}
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_from_the_second_request_on_only_what_is_new_is_computed(watching, name):
+    """Through all three APIs, as streams, with a tool call and a second question."""
+    shape = shape_of(name)
+    with watching(shape["calls"]) as watched:
+        player = Player(shape, watched.url, CLIENTS[name])
+        player.play()
+        turns = watched.turns()
+    assert len(list(filter(None, player.calls))) == len(shape["calls"])
+    assert all(turn.is_warm for turn in turns[1:])
+    assert all(turn.n_new < turn.asked.n_tokens / 4 for turn in turns[1:])
+    assert {turn.asked.request.agent for turn in turns} == {SESSION}
+    assert {turn.receipt.scrubbed for turn in turns} == {tuple(shape["scrubbed"])}
+
+
+def test_a_tool_that_is_found_later_can_be_called(watching):
+    """Claude Code's search brings a tool along; the model may call it, and nothing is read anew."""
+    shape = shape_of("claude-code")
+    arguments = {"url": "http://127.0.0.1/", "prompt": "What is there?"}
+    with watching({**shape["calls"], "WebFetch": arguments}) as watched:
+        player = Player(shape, watched.url, of_claude_code)
+        for turn in range(3):
+            player.send(turn)
+    (block,) = player.answers[2][0]["content"]
+    assert (block["name"], block["input"]) == ("WebFetch", arguments)
+    assert '"name": "WebFetch"' not in watched.host.asked[1].text
+    assert '"name": "WebFetch"' in watched.host.asked[2].text
+    assert "Placeholder" not in watched.host.asked[2].text
+
+
+def test_a_client_may_look_first_whether_there_is_a_server(watching):
+    """Older versions of Claude Code ask for the head of the address itself."""
+    with watching({}) as watched:
+        answer = httpx.head(watched.url, follow_redirects=True)
+    assert answer.status_code == 200
+    assert watched.refused == []

@@ -1,0 +1,46 @@
+"""Talks through OpenAI's client, greedy, so that those of two servers can be compared."""
+
+import asyncio
+
+import openai
+from tokenizers import Tokenizer
+
+N_TOKENS = 40
+RULES = "You answer the questions of the user. " * 6
+QUESTIONS = ("What is the answer?", "Which dog sleeps under the tree?", "And the other dog?")
+DURABLE = {"X-Keepwarm-Cache": "durable"}  # answered when it is on disk
+
+
+def plain_bias(checkpoint):
+    """Bias such that an answer is ASCII and goes on for ever: its text alone says its tokens."""
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    texts = {i: tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())}
+    return {str(i): -100 for i, text in texts.items() if not text.isascii() or not text}
+
+
+def client_of(url):
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60)
+
+
+def begun(number):
+    return [{"role": "user", "content": f"{RULES}This is talk {number}. {QUESTIONS[0]}"}]
+
+
+def ask(client, messages, plain, n_tokens=N_TOKENS, **options):
+    return client.chat.completions.create(
+        model="m", messages=messages, max_tokens=n_tokens, logit_bias=plain, **options
+    )
+
+
+async def turn(client, messages, plain, **options):
+    """One turn of a talk: its messages with the next question, and what the turn cost."""
+    answer = await ask(client, messages, plain, **options)
+    said = {"role": "assistant", "content": answer.choices[0].message.content}
+    asked = {"role": "user", "content": QUESTIONS[(len(messages) // 2 + 1) % len(QUESTIONS)]}
+    return [*messages, said, asked], answer.usage
+
+
+async def turns(url, talks, plain, **options):
+    """All talks at once, each by one turn."""
+    async with client_of(url) as client:
+        return await asyncio.gather(*(turn(client, talk, plain, **options) for talk in talks))

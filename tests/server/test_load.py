@@ -1,0 +1,147 @@
+"""S0-61: many clients at once, many of which leave; nothing fails, nothing stays behind.
+
+A minute here; five minutes with `--soak`, which prints what it has measured.
+"""
+
+import asyncio
+import gc
+import http.client
+import json
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from keepwarm.engine.answer import Answer
+from keepwarm.engine.jobs import Job
+from tests.server.conftest import wait_until
+from tests.server.load_client import load
+from tests.server.processes import ROOT, SMALL, served
+
+N_CLIENTS = 64
+MINUTE_S, SOAK_S = 40, 300
+WARM_UP = 0.4  # of the time
+PROBE_S = 0.05
+MIB = 1 << 20
+GROWTH = 48 * MIB  # texts and tokens of recent prompts: two stores of 16 MiB each, and some slack
+BUDGETS = {"KEEPWARM_MEMORY_BYTES": str(8 * MIB), "KEEPWARM_DISK_BYTES": str(64 * MIB)}
+
+
+class Sample(NamedTuple):
+    """The server process at one moment."""
+
+    rss: int
+    threads: int
+    files: int
+
+
+class Measured(NamedTuple):
+    seen: dict
+    health_s: list[float]  # ascending
+    samples: list[Sample]
+    after: Sample
+
+    def health(self, share):
+        return self.health_s[int(share * (len(self.health_s) - 1))]
+
+
+def sample(process):
+    return Sample(process.memory_info().rss, process.num_threads(), process.num_fds())
+
+
+def under_load(server, seconds):
+    """Ask for its health all the while; another process makes the load."""
+    process = psutil.Process(server.pid)
+    begin = sample(process)
+    command = [sys.executable, "-m", "tests.server.load_client", server.url]
+    health_s, samples = [], []
+    with (
+        subprocess.Popen(
+            [*command, str(N_CLIENTS), str(seconds)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        ) as clients,
+        closing(http.client.HTTPConnection(urlsplit(server.url).netloc)) as connection,
+    ):
+        while clients.poll() is None:
+            health_s.append(asked(connection))
+            samples.append(sample(process))
+            time.sleep(PROBE_S)
+        seen = json.load(clients.stdout)
+    wait_until(lambda: process.num_fds() <= begin.files)
+    return Measured(seen, sorted(health_s), samples, sample(process))
+
+
+def asked(connection):
+    begun = time.perf_counter()
+    connection.request("GET", "/health")
+    answer = connection.getresponse()
+    answer.read()
+    assert answer.status == 200
+    return time.perf_counter() - begun
+
+
+def check(measured):
+    """No error, and after it has warmed up the process grows no more."""
+    assert measured.seen["wrong"] == {}
+    assert measured.seen["whole"] > N_CLIENTS
+    assert measured.seen["left"] > N_CLIENTS // 2
+    warm = measured.samples[int(WARM_UP * len(measured.samples)) :]
+    quarter = len(warm) // 4
+    early = max(each.rss for each in warm[:quarter])
+    late = max(each.rss for each in warm[-quarter:])
+    assert late - early < GROWTH
+    assert max(each.threads for each in warm) <= max(each.threads for each in warm[:quarter])
+    assert measured.after.threads <= warm[0].threads
+
+
+@pytest.mark.parametrize(
+    "seconds", [MINUTE_S, pytest.param(SOAK_S, marks=pytest.mark.soak)], ids=["minute", "soak"]
+)
+def test_many_clients_some_of_whom_leave(checkpoint, tmp_path, seconds, record_property, capsys):
+    with served(checkpoint, tmp_path, command=SMALL, **BUDGETS) as server:
+        measured = under_load(server, seconds)
+        server.process.terminate()
+        assert server.process.wait(30) == 0
+        assert server.process.stderr.read() == ""
+    health = {f"p{100 * share:g}": round(1000 * measured.health(share), 1) for share in (0.5, 0.99)}
+    record_property("health_ms", health)
+    rss = [measured.samples[0].rss // MIB, measured.samples[-1].rss // MIB]
+    with capsys.disabled():
+        sys.stdout.write(f"\n{measured.seen}, /health ms {health}, RSS MiB {rss}\n")
+    check(measured)
+    assert measured.health(0.5) < 0.04  # what an unanswered packet would cost every time
+
+
+def running_requests(server):
+    stats = server.host.engine.stats()
+    return stats.waiting + stats.reading + stats.decoding
+
+
+def test_nothing_stays_behind(serving):
+    """Neither answers nor jobs, tasks or threads, whether a client stayed or left."""
+
+    def running(server):
+        return {task for task in asyncio.all_tasks(server.loop) if not task.done()}
+
+    def alive(kind):
+        gc.collect()
+        return sum(isinstance(each, kind) for each in gc.get_objects())
+
+    with serving() as server:
+        asyncio.run(load(server.url, 8, 1))  # everything is made that is made once
+        wait_until(lambda: not running_requests(server))
+        settled = [len(running(server)), threading.active_count(), alive(Answer), alive(Job)]
+        seen = asyncio.run(load(server.url, N_CLIENTS, 4))
+        wait_until(lambda: len(running(server)) <= settled[0])
+        assert seen.wrong == {}
+        assert seen.left
+        assert alive(Answer) <= settled[2]
+        assert alive(Job) <= settled[3]
+        assert threading.active_count() <= settled[1] + 6  # of the pool that tokenises
+        assert not running_requests(server)
+        assert {use.place: use.n_bytes for use in server.host.engine.memory()}["batch"] == 0
