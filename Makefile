@@ -20,7 +20,7 @@ chat: install
 	$(BIN)/keepwarm chat $(ARGS)
 
 test: install
-	MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest $(ARGS)
+	MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
 lint: install
 	$(BIN)/ruff format --check src tests examples experiments

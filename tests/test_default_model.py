@@ -3,13 +3,19 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from keepwarm.engine.generate import LiveCache, generate
+import keepwarm
+from keepwarm import config
+from keepwarm.cache.opened import Budgets
 from keepwarm.engine.prompt import tokenize
+from keepwarm.engine.request import Choice
 from keepwarm.kv.files import export_prompt_cache
+from tests.kit.engines import tokens_of
 
 ROOT = Path(__file__).parent.parent
 QUESTION = {"role": "user", "content": "What is the capital of France? Answer in one sentence."}
@@ -20,54 +26,75 @@ NEW_PROCESS = """
 import json, sys
 from dataclasses import replace
 import keepwarm
-from keepwarm.engine.generate import LiveCache, generate
 from keepwarm.kv.files import import_prompt_cache
 from tests.kit.runs import FedCounter
+from tests.test_default_model import ask, memory_store, tokens_of
 
-file, prompts = sys.argv[1], json.load(sys.stdin)
+home, file = sys.argv[1:]
 model = keepwarm.load("smollm2")
+model = replace(model, module=FedCounter(model.module))
 answers = []
-for prompt in prompts:
-    counted = replace(model, module=FedCounter(model.module))
-    cache = LiveCache(counted)
+with memory_store(home) as store, keepwarm.Engine(model, store) as engine:
     found = import_prompt_cache(file)
-    cache.layers, cache.tokens = found.caches, json.loads(found.metadata["tokens"])
-    made = [step.token for step in generate(counted, prompt, cache=cache, max_tokens=32)]
-    answers.append([made, counted.module.fed - (len(made) - 1)])
+    kw = store.attach(model.module, source=model.path)
+    kw.commit(json.loads(found.metadata["tokens"]), found.caches)
+    for prompt in json.load(sys.stdin):
+        before = model.module.fed
+        made = tokens_of(ask(engine, prompt))
+        answers.append([made, model.module.fed - before - len(made)])
 print(json.dumps(answers))
 """
 
 
-def answer(model, prompt, cache=None):
-    """The greedy answer: its tokens and its text."""
-    steps = list(generate(model, prompt, cache=cache, max_tokens=32))
-    return [step.token for step in steps], "".join(step.text for step in steps)
+def memory_store(home: Path | str) -> keepwarm.Store:
+    """A store without files; the home is for the digest of the weights."""
+    settings = config.load({"KEEPWARM_HOME": str(home)})
+    return keepwarm.Store(budgets=Budgets(disk=False), settings=settings)
+
+
+def ask(engine: keepwarm.Engine, prompt: Sequence[int], **wishes: Any) -> Choice:
+    """The greedy answer to these tokens."""
+    sampling = keepwarm.Sampling(max_tokens=32)
+    request = keepwarm.Request(prompt=prompt, sampling=sampling, **wishes)
+    return engine.submit(request).result().choices[0]
 
 
 @pytest.fixture(scope="module")
-def first(smollm2):
-    """The prompt, the answer and the cache that they left."""
-    prompt = tokenize(smollm2.tokenizer, [QUESTION])
-    cache = LiveCache(smollm2)
-    return prompt, *answer(smollm2, prompt, cache), cache
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2, home):
+    with memory_store(home) as store, keepwarm.Engine(smollm2, store) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def first(engine):
+    """The prompt and its answer."""
+    prompt = tokenize(engine.model.tokenizer, [QUESTION])
+    return prompt, ask(engine, prompt)
 
 
 def test_the_capital_of_france(first):
-    _, _, text, _ = first
-    assert text == "The capital of France is Paris."
+    _, choice = first
+    assert choice.text == "The capital of France is Paris."
 
 
-def test_the_same_answer_from_a_saved_cache_in_a_new_process(smollm2, first, tmp_path):
+def test_the_same_answer_from_a_saved_cache_in_a_new_process(engine, first, home, tmp_path):
     """The question again prefills one token, the next question only what is new."""
-    prompt, tokens, text, cache = first
-    said = {"role": "assistant", "content": text}
-    longer = tokenize(smollm2.tokenizer, [QUESTION, said, NEXT])
-    held = cache.tokens
-    assert longer[: len(held)] == held
+    prompt, choice = first
+    said = {"role": "assistant", "content": choice.text}
+    longer = tokenize(engine.model.tokenizer, [QUESTION, said, NEXT])
+    held = [*prompt, *tokens_of(choice)]
+    kw = engine.store.attach(engine.model.module, source=engine.model.path)
+    caches, rest = kw.restore(longer)
+    assert longer == held + rest
     file = tmp_path / "france.safetensors"
-    export_prompt_cache(file, cache.layers, {"tokens": json.dumps(held)})
+    export_prompt_cache(file, caches, {"tokens": json.dumps(held)})
     done = subprocess.run(
-        [sys.executable, "-c", NEW_PROCESS, file],
+        [sys.executable, "-c", NEW_PROCESS, home, file],
         input=json.dumps([prompt, longer]),
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -76,5 +103,6 @@ def test_the_same_answer_from_a_saved_cache_in_a_new_process(smollm2, first, tmp
         check=True,
     )
     again, following = json.loads(done.stdout)
-    assert again == [tokens, 1]
-    assert following == [answer(smollm2, longer)[0], len(longer) - len(held)]
+    assert again == [tokens_of(choice), 1]
+    cold = ask(engine, longer, policy=keepwarm.Policy.NO_STORE)
+    assert following == [tokens_of(cold), len(rest)]

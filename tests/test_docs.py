@@ -1,8 +1,13 @@
 """The pages are true: their code runs, their commands exist, their links lead somewhere."""
 
 import ast
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
+import tomllib
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -14,12 +19,18 @@ import typer.main
 from keepwarm.cli.main import app
 from keepwarm.config import Settings
 from keepwarm.kv.kinds import KINDS
+from tests.kit import generated
 from tests.kit.checkpoints import write_checkpoint
+from tests.server.processes import served
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "keepwarm"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("experiments/*.md")])
 DEFAULT = 'keepwarm.load("smollm2")'
+ADDRESS = "http://127.0.0.1:8181"  # as pages say it; the suite has a server elsewhere
+LANGUAGES = {"python", "sh", "json", "toml", "text"}  # the last is not code
+FILES = ("LICENSE", "deploy", "docs", "examples")  # what the code of a page finds beside it
+UNMEASURED = {"KEEPWARM_BLAS": "none", "KEEPWARM_BLAS_THREADS": "1"}  # saves seconds a process
 GROUND = "ground"  # the row of structure.md for modules outside of rooms
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -32,38 +43,109 @@ class Block(NamedTuple):
     why_not_run: str | None
 
 
-BLOCK = re.compile(r"^(?:<!-- not run: (.+) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^(?:<!-- not run: ([^\n]+) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 def blocks(text: str) -> list[Block]:
     return [Block(m[2], m[3], text[: m.start(3)].count("\n"), m[1]) for m in BLOCK.finditer(text)]
 
 
-def execute(page: Path, namespace: dict[str, object], checkpoint: Path) -> None:
+def code_of(page: Path, language: str) -> list[Block]:
+    """What of a page is to be run."""
+    found = blocks(page.read_text())
+    return [block for block in found if block.language == language and block.why_not_run is None]
+
+
+def holding(language: str) -> pytest.MarkDecorator:
+    """Every page that has code in this language to run."""
+    pages = [page for page in PAGES if code_of(page, language)]
+    return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def execute(page: Path, checkpoint: Path, address: str = ADDRESS) -> None:
     """Run a page's blocks in order, as one program; a tiny model stands for the default one."""
-    for block in blocks(page.read_text()):
-        if block.language == "python" and block.why_not_run is None:
-            code = block.code.replace(DEFAULT, f"keepwarm.load({str(checkpoint)!r})")
-            exec(compile("\n" * block.line + code, str(page), "exec"), namespace)
+    namespace: dict[str, object] = {}
+    for block in code_of(page, "python"):
+        code = block.code.replace(DEFAULT, f"keepwarm.load({str(checkpoint)!r})")
+        code = "\n" * block.line + code.replace(ADDRESS, address)
+        exec(compile(code, str(page), "exec"), namespace)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("model"))
+    return write_checkpoint(tmp_path_factory.mktemp("model"), shape={"head_dim": 64})
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, tmp_path_factory):
+    """A server as `keepwarm serve` starts it, for every block that speaks with one."""
+    home = tmp_path_factory.mktemp("home")
+    with served(checkpoint, home, **UNMEASURED) as running:
+        yield running.url, home
 
 
 @pytest.fixture
 def _own_home(tmp_path, monkeypatch):
     """What the code of a page writes lands in a directory of its own."""
+    for name in FILES:
+        (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KEEPWARM_HOME", str(tmp_path))
     monkeypatch.delenv("KEEPWARM_STORE", raising=False)
 
 
-@every_page
+@holding("python")
 @pytest.mark.usefixtures("_own_home")
-def test_python_runs(page, checkpoint):
-    execute(page, {}, checkpoint)
+def test_python_runs(page, checkpoint, server):
+    execute(page, checkpoint, server[0])
+
+
+@holding("sh")
+@pytest.mark.usefixtures("_own_home")
+def test_shell_runs(page, checkpoint, server, tmp_path):
+    """All blocks of a page in one shell, which stops at the first command that fails."""
+    address, home = server
+    code = "\n".join(block.code for block in code_of(page, "sh")).replace(ADDRESS, address)
+    environ = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "KEEPWARM_HOME": str(home),
+        "KEEPWARM_PORT": address.rpartition(":")[2],
+        "KEEPWARM_MODEL": str(checkpoint),
+        "KEEPWARM_MAX_TOKENS": "8",
+        **UNMEASURED,
+    }
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", code],
+        cwd=tmp_path,
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert '"error"' not in done.stdout  # what curl shows and does not fail for
+
+
+@every_page
+def test_every_block_is_run_or_says_why_not(page):
+    """Each has a language that is handled here; data parses, and settings exist."""
+    for block in blocks(page.read_text()):
+        assert block.language in LANGUAGES, f"line {block.line}"
+        if block.language == "json":
+            json.loads(block.code)
+        if block.language == "toml":
+            assert set(tomllib.loads(block.code)) <= {field.name for field in fields(Settings)}
+
+
+def test_no_fence_is_overlooked():
+    """What looks like a block is one: the pattern sees every fence of every page."""
+    for page in PAGES:
+        text = page.read_text()
+        n_fences = len(re.findall(r"^\s*(?:```|~~~)", text, re.MULTILINE))
+        assert n_fences == 2 * len(blocks(text)), page
 
 
 @pytest.mark.usefixtures("_own_home")
@@ -71,12 +153,52 @@ def test_the_library_in_ten_lines_is_warm_the_second_time(checkpoint, capsys):
     """What the README says of its program is what it prints."""
     warm = []
     for _ in range(2):
-        execute(ROOT / "README.md", {}, checkpoint)
+        execute(ROOT / "README.md", checkpoint)
         warm.append(re.search(r"(\d+) of (\d+) tokens were warm", capsys.readouterr().out))
     assert warm[0][1] == "0"
     assert int(warm[1][1]) == int(warm[1][2]) - 1
-    (program,) = [b for b in blocks((ROOT / "README.md").read_text()) if b.language == "python"]
+    (program,) = code_of(ROOT / "README.md", "python")
     assert len([line for line in program.code.splitlines() if line]) <= 10
+
+
+# What is made from the code.
+
+
+def test_the_help_is_current():
+    page = generated.COMMAND_LINE.read_text()
+    assert page == generated.command_line(), "run: python -m tests.kit.generated"
+
+
+def test_every_setting_is_described():
+    """S3-75: name, default and meaning as the code has them."""
+    page = generated.TUNING.read_text()
+    assert generated.settings_table() in page, "run: python -m tests.kit.generated"
+    assert all(f"| `{field.name}` |" in page for field in fields(Settings))
+
+
+def test_every_page_is_listed():
+    listed = set(re.findall(r"\]\(([\w/-]+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
+    assert pages - listed == {"index.md"}
+
+
+def test_the_references_are_cited():
+    """S0-79."""
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    words = ("generate.py", "models/cache.py", "#13606", "#17107", "#548", "#917", "kv_cache")
+    assert [word for word in words if word not in page] == []
+
+
+def test_caches_are_compared_in_five_respects():
+    """S0-27, S0-28: those of transformers, llama.cpp, mlx-lm, and ours."""
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    respects = "runtime format | disk format | restoration | partial reuse | memory efficiency"
+    _, table = page.split(f"| {respects} |\n", 1)
+    rows = [line.split("|")[1:-1] for line in table.split("\n\n")[0].splitlines()[1:]]
+    assert {len(row) for row in rows} == {6}
+    names = " ".join(row[0] for row in rows)
+    for name in ("legacy tuples", "DynamicCache", "StaticCache", "llama.cpp", "mlx-lm", "Keepwarm"):
+        assert name in names
 
 
 # Commands.
@@ -100,7 +222,14 @@ def unknown_words(line: str) -> list[str]:
         return [] if verb in {"--help", "--version"} else [verb]
     if verb not in root.commands:
         return [verb]
-    options = {name for parameter in root.commands[verb].params for name in parameter.opts}
+    command = root.commands[verb]
+    if rest and (inner := getattr(command, "commands", {})) and rest[0] != "--help":
+        if rest[0] not in inner:
+            return [f"{verb} {rest[0]}"]
+        command = inner[rest[0]]
+    if "--" in rest:  # what follows is another program's
+        rest = rest[: rest.index("--")]
+    options = {name for parameter in command.params for name in parameter.opts}
     return [word for word in rest if re.match(r"--\w", word) and word not in options]
 
 
@@ -108,6 +237,9 @@ def test_wrong_commands_are_seen():
     assert unknown_words("keepwarm run - --json") == []
     assert unknown_words("keepwarm fly") == ["fly"]
     assert unknown_words("keepwarm run hi --fast") == ["--fast"]
+    assert unknown_words("keepwarm cache burn") == ["cache burn"]
+    assert unknown_words("keepwarm cache rm x --hard") == ["--hard"]
+    assert unknown_words("keepwarm launch claude --run -- --resume") == []
     text = "`keepwarm a`\n```sh\nhead -c 9 x | keepwarm b # c\n```\n"
     assert command_lines(text, "keepwarm") == ["keepwarm b", "keepwarm a"]
 

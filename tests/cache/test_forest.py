@@ -34,7 +34,9 @@ def agent(name, tokens):
 
 
 def merged(*prompts, **how):
-    return list({block.key: block for tokens in prompts for block in blocks(tokens, **how)}.values())
+    return list(
+        {block.key: block for tokens in prompts for block in blocks(tokens, **how)}.values()
+    )
 
 
 def test_a_conversation_is_one_run():

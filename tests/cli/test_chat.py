@@ -9,18 +9,18 @@ import subprocess
 import sys
 import termios
 import time
+from itertools import count
 
 import pytest
 
-from keepwarm.cli.chat import Conversation
+from keepwarm.cli.chat import Conversation, _read
+from keepwarm.cli.options import question, running
 from keepwarm.config import Settings
-from keepwarm.engine.generate import LiveCache
-from keepwarm.engine.model import load
 from keepwarm.engine.prompt import tokenize
 from tests.cli import environment, keepwarm, write_endless
 from tests.kit.checkpoints import write_checkpoint
 
-SUMMARY = r"(\d+) tokens · (\d+) of (\d+) already warm · ([\d.]+) tok/s"
+SUMMARY = r"(\d+) tokens · (\d+) of (\d+) already warm · ([\d.]+ tok/s|stopped)"
 
 # A new session has no terminal of its own until it asks for one; only then does ^C reach it.
 IN_TERMINAL = (
@@ -127,7 +127,7 @@ def test_piped_conversation(checkpoint, tmp_path):
     assert done.stdout.endswith(once)
     assert len(done.stdout) > 2 * len(once)
     notes = done.stderr.decode()
-    first, second, third = (tuple(map(float, found)) for found in re.findall(SUMMARY, notes))
+    first, second, third = (tuple(map(int, found[:3])) for found in re.findall(SUMMARY, notes))
     assert first[:2] == (12, 0)
     assert second[1] >= first[2]  # the first turn's prompt was warm
     assert third[1] == first[2] - 1  # after /clear the same prompt: all but the token to be fed
@@ -152,8 +152,30 @@ def test_a_turn_that_does_not_fit_is_refused_and_the_next_one_answered(checkpoin
     assert prompts[1] < 100  # the refused line left no trace
 
 
-@pytest.mark.parametrize("options", [["--system", "no-such-file"], ["--max-tokens", "-1"]])
-def test_bad_options_are_one_sentence(main_here, checkpoint, options):
+def test_without_a_cache_every_turn_is_read_whole(main_here, checkpoint, tmp_path):
+    options = ("--model", checkpoint, "--max-tokens", 4, "--no-cache")
+    code, _, notes = main_here("chat", *options, stdin=b"the fox\nthe dog\n")
+    assert code == 0
+    found = re.findall(SUMMARY, notes)
+    assert [int(n_warm) for _, n_warm, _, _ in found] == [0, 0]
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--system", "no-such-file"],
+        ["--system", "{too long}"],
+        ["--max-tokens", "-1"],
+        ["--kv-bits", "3"],
+        ["--agent", "../fox"],
+    ],
+)
+def test_bad_options_are_one_sentence(main_here, checkpoint, tmp_path, options):
+    """Before anything is asked: each would be refused with every question."""
+    long = tmp_path / "system.txt"
+    long.write_text("far too long " * 100)
+    options = [option.replace("{too long}", str(long)) for option in options]
     code, out, err = main_here("chat", "--model", checkpoint, *options)
     assert (code, out) == (2, "")
     assert re.fullmatch(r"[^\n]*\.\n", err)
@@ -169,29 +191,72 @@ def test_input_that_is_not_text_is_one_sentence(main_here, checkpoint):
 
 
 @pytest.fixture
-def conversation(checkpoint, tmp_path):
+def conversation(tmp_path):
     system = [{"role": "system", "content": "Answer the fox."}]
-    settings = Settings(home=tmp_path, store=tmp_path, max_tokens=6)
-    model = load(str(checkpoint))
-    return Conversation(model, LiveCache(model), system, settings, seed=None)
+    model = write_endless(tmp_path / "model")
+    settings = Settings(tmp_path, tmp_path / "store", str(model), max_tokens=500)
+    asks = question(settings, None, None, False, None)
+    with running(settings, asks) as engine:
+        yield Conversation(engine, asks, system)
 
 
-def test_an_interrupted_answer_stays_in_the_history(conversation):
-    answer = conversation.ask("the dog", lambda: False)
-    said = next(answer).text + next(answer).text
-    conversation.keep("the dog", said)
+def interrupt_after(n_asked):
+    """Ctrl-C, once it was asked for so often."""
+    asked = count()
+    return lambda: next(asked) >= n_asked
+
+
+def test_an_interrupted_answer_stays_in_the_history(conversation, capsys):
+    """What was shown is what was said, and it is not read again."""
+    stopped = _read(conversation.ask("the dog"), interrupt_after(20))
+    assert 0 < stopped.n_tokens < 500
+    assert stopped.summary.endswith("· stopped")
+    conversation.keep("the dog", stopped)
     assert [message["role"] for message in conversation.messages] == ["system", "user", "assistant"]
-    assert conversation.messages[-1]["content"] == said
+    assert conversation.messages[-1]["content"] + "\n" == capsys.readouterr().out
+    goes_on = _read(conversation.ask("the fox"), interrupt_after(20))
+    assert goes_on.receipt.cached_tokens >= stopped.receipt.prompt_tokens
+    assert goes_on.receipt.prompt_tokens > stopped.receipt.prompt_tokens + stopped.n_tokens
 
 
-def test_clear_keeps_the_system_prompt_warm(conversation, checkpoint):
-    for _ in conversation.ask("the dog", lambda: False):
-        pass
-    conversation.keep("the dog", "said")
+def test_clear_keeps_the_system_prompt_warm(conversation):
+    said = _read(conversation.ask("the dog"), interrupt_after(3))
+    conversation.keep("the dog", said)
     conversation.clear()
     assert [message["role"] for message in conversation.messages] == ["system"]
-    again = conversation.ask("a fox", lambda: False)
-    next(again)
-    tokenizer = load(str(checkpoint)).tokenizer
+    again = _read(conversation.ask("a fox"), interrupt_after(3))
+    tokenizer = conversation._engine.model.tokenizer
     opening = tokenize(tokenizer, conversation.messages, add_generation_prompt=False)
-    assert again.usage.cached_tokens >= len(opening)
+    assert again.receipt.cached_tokens >= len(opening)
+
+
+FAILING = """
+import sys
+from keepwarm import config
+from keepwarm.cli.chat import Conversation, _turn
+from keepwarm.cli.options import question, running
+
+settings = config.load(model=sys.argv[1], max_tokens=3)
+asks = question(settings, None, None, False, None)
+with running(settings, asks) as engine:
+    talk, model = Conversation(engine, asks, []), engine.model.module
+    whole, model.lm_head = model.lm_head, None
+    _turn(talk, "hi")
+    model.lm_head = whole
+    _turn(talk, "hi")
+    assert len(talk.messages) == 2
+"""
+
+
+def test_a_turn_that_fails_in_the_engine_leaves_no_trace(checkpoint, tmp_path):
+    """One sentence, no traceback, and the next turn is answered."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING, checkpoint],
+        capture_output=True,
+        env=environment(tmp_path),
+        timeout=120,
+        check=True,
+    )
+    failed, answered = done.stderr.decode().splitlines()
+    assert re.fullmatch(r"This request failed .* Ask again\. /clear starts over\.", failed)
+    assert re.fullmatch(SUMMARY, answered)

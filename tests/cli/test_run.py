@@ -7,10 +7,14 @@ import subprocess
 
 import pytest
 
+from keepwarm.cli.options import shown
+from keepwarm.config import Settings
 from keepwarm.engine.model import load
 from keepwarm.engine.prompt import tokenize
+from keepwarm.engine.request import Delta, Finished
+from keepwarm.engine.store import Store
 from tests.cli import command, environment, keepwarm, write_endless
-from tests.kit.checkpoints import EOS, write_checkpoint
+from tests.kit.checkpoints import CHATML, EOS, make_tokenizer, write_checkpoint
 from tests.kit.runs import cold
 
 QUESTION = "What is the answer, 🦊?"
@@ -114,6 +118,51 @@ def test_a_seed_repeats_the_draws(main_here, checkpoint):
     assert [code for code, _, _ in draws] == [0, 0, 0]
 
 
+def test_quantised_keys_and_values_are_said_not_to_be_exact(main_here, tmp_path):
+    wide = write_checkpoint(tmp_path / "wide", shape={"head_dim": 64})
+    options = ("--model", wide, "--max-tokens", 3, "--kv-bits", 8, "--json")
+    code, out, _ = main_here("run", "hi", *options)
+    usage = json.loads(out)["usage"]
+    assert (code, usage["exact"], usage["completion_tokens"]) == (0, False, 3)
+
+
+def test_without_a_cache_nothing_is_left(main_here, checkpoint, tmp_path):
+    for _ in range(2):
+        _, out, _ = main_here("run", "hi", "--model", checkpoint, "--no-cache", "--json")
+        usage = json.loads(out)["usage"]
+        assert usage["cached_tokens"] == 0
+        assert usage["prefilled_tokens"] == usage["prompt_tokens"]
+    assert not (tmp_path / "store").exists()
+
+
+def test_an_agent_is_named_when_it_leaves(main_here, checkpoint, tmp_path):
+    assert main_here("run", "the fox", "--model", checkpoint, "--agent", "fox")[0] == 0
+    with Store(settings=Settings(tmp_path, tmp_path / "store")) as store:
+        assert [agent.id for agent in store.shelf.agents.all()] == ["fox"]
+
+
+def test_reasoning_is_shown_beside_the_answer(capsys):
+    events = [
+        Delta(0, reasoning="I th"),
+        Delta(0, reasoning="ink."),
+        Delta(0),
+        Delta(0, text="So "),
+    ]
+    events += [Delta(0, text="it is."), Finished(0, "stop")]
+    assert list(shown(events)) == events
+    assert capsys.readouterr() == ("So it is.", "I think.\n\n")
+
+
+def test_a_thought_that_never_ends_is_no_answer(main_here, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    template = CHATML.replace("assistant\n", "assistant\n<think>")
+    checkpoint = write_checkpoint(tmp_path / "model", tokenizer=tokenizer, template=template)
+    code, out, err = main_here("run", "hi", "--model", checkpoint, "--max-tokens", 8)
+    assert (code, out) == (0, "\n")
+    assert err
+
+
 @pytest.mark.parametrize(
     ("arguments", "stdin", "says"),
     [
@@ -125,7 +174,10 @@ def test_a_seed_repeats_the_draws(main_here, checkpoint):
         (["hi", "--max-tokens", "0"], b"", "max-tokens is 0"),
         (["hi", "--max-tokens", "-1"], b"", "max-tokens is -1"),
         (["hi", "--temperature", "-1"], b"", "temperature is -1"),
-        (["hi", "--seed", "-1"], b"", "seed is -1"),
+        (["hi", "--seed", str(2**64)], b"", "seed is 18446744073709551616"),
+        (["hi", "--kv-bits", "3"], b"", "kv_bits is 3"),
+        (["hi", "--agent", ""], b"", "agent"),
+        (["hi", "--agent", "fox", "--no-cache"], b"", "an agent is what is kept"),
         (["hi " * 300], b"", "tokens long and .* reads at most 199"),
         (["\udcff"], b"", "not UTF-8"),
     ],

@@ -1,13 +1,25 @@
 """What coding agents send, played again: `shapes/README.md` says how the files are read."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
 import pytest
 
 SHAPES = Path(__file__).parent / "shapes"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "clients.md"
 SESSION = "01a1de6b-71e5-7bf2-bc81-4ebd1856929b"
+
+
+@pytest.fixture(scope="module")
+def idle(watching):
+    """A server of which no answer is wanted."""
+    with watching({}) as watched:
+        yield watched
 
 
 def shape_of(name):
@@ -130,9 +142,15 @@ def test_a_tool_that_is_found_later_can_be_called(watching):
     assert "Placeholder" not in watched.host.asked[2].text
 
 
-def test_a_client_may_look_first_whether_there_is_a_server(watching):
+def test_a_client_may_look_first_whether_there_is_a_server(idle):
     """Older versions of Claude Code ask for the head of the address itself."""
-    with watching({}) as watched:
-        answer = httpx.head(watched.url, follow_redirects=True)
-    assert answer.status_code == 200
-    assert watched.refused == []
+    assert httpx.head(idle.url, follow_redirects=True).status_code == 200
+
+
+@pytest.mark.parametrize("client", ["claude", "codex", "opencode", "aider", "any"])
+def test_the_page_shows_what_is_printed(idle, client):
+    launch = (sys.executable, "-m", "keepwarm", "launch", client, "--url", idle.url)
+    environ = {**os.environ, "KEEPWARM_HOME": str(idle.live.settings.home)}
+    printed = subprocess.run(launch, env=environ, capture_output=True, text=True, check=True).stdout
+    shown = printed.replace(idle.url, "http://127.0.0.1:8181")
+    assert re.sub(r"\btiny\b", "org/model", shown) in PAGE.read_text()

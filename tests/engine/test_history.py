@@ -48,7 +48,12 @@ def test_differences_go_to_their_minute_and_day(path):
     clock.now += 60
     history.observe(stats(live=30, prefilled=5, disk=7, saved_ms=100.4, written=9))
     book = history.book
-    assert book.minutes[minute_of(NOON)] == {"live": 10, "prefilled": 5, "prompt": 15, "saved_ms": 100}
+    assert book.minutes[minute_of(NOON)] == {
+        "live": 10,
+        "prefilled": 5,
+        "prompt": 15,
+        "saved_ms": 100,
+    }
     second = book.minutes[minute_of(NOON + 60)]
     assert second == {"live": 20, "disk": 7, "prompt": 27, "written_bytes": 9}
     assert history.today()["live"] == book.total["live"] == 30

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keepwarm.engine.misses import MIN_AGAIN, Case, look_into, repeated
+from keepwarm.engine.misses import Case, look_into, repeated
 from keepwarm.prefix.blocks import common_tokens, pack
 from tests.kit.engines import Models, ask, engine_on
 from tests.store.kit import tokens_of
@@ -34,6 +34,13 @@ def test_a_question_that_nobody_asked_costs_nothing():
     assert look_into(case([*HEAD, *tokens_of(300, 3)], [*HEAD, *TAIL])).again == 0
 
 
+@pytest.mark.parametrize(("n_new", "is_worth"), [(0, True), (400, True), (700, False)])
+def test_some_phrases_are_in_every_prompt(n_new, is_worth):
+    missed = look_into(case([*HEAD, 7, *TAIL, *tokens_of(n_new, 5)], [*HEAD, 8, *TAIL]))
+    assert missed.again >= 192
+    assert missed.is_worth_a_word is is_worth
+
+
 def test_what_was_evicted_is_computed_again():
     missed = look_into(case([*HEAD, *TAIL, 1, 2], [*HEAD, *TAIL], restored=100))
     assert (missed.reason, missed.position, missed.again) == ("not kept", 100, 140)
@@ -63,13 +70,12 @@ def test_the_engine_finds_its_misses(tmp_path):
         engine.submit(ask([*first, *tokens_of_model(50, 9)], 2)).result()
         assert engine.misses.latest() == []
         engine.submit(ask(changed, 2, agent="a", tenant="")).result()
-        engine.submit(ask(changed[:-1] + [9], 2, tenant="other")).result()
+        engine.submit(ask([*changed[:-1], 9], 2, tenant="other")).result()
         (missed,) = engine.misses.latest()
         assert (missed.number, missed.agent, missed.position) == (3, "a", 3)
         assert missed.again >= 280
         assert missed.prompt_tokens == 300
         assert engine.misses.latest() == [missed]
-        assert MIN_AGAIN < missed.again
 
 
 def tokens_of_model(n, seed=4):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from keepwarm.engine.request import Sampling, TokenInfo, TopLogprob
-from keepwarm.engine.sampling import Chooser, check, logprobs_of, make_sampler, sample, token_info
+from keepwarm.engine.sampling import Chooser, check, logprobs_of, sample, token_info
 from keepwarm.errors import BadInput
 
 N_VOCAB = 24
@@ -84,8 +84,7 @@ def test_the_test_of_distributions_can_fail(drawn, claimed):
 def test_draws_of_one_seed_are_independent():
     """The chain of one sequence, not only the first draw of many, has the distribution."""
     sampling = Sampling(temperature=1.0, seed=3)
-    draw = make_sampler(sampling.temperature, sampling.seed)
-    tokens = np.array([draw(mx.array(LOGITS)[None]).item() for _ in range(2000)])
+    tokens = np.array(tokens_of(Chooser(sampling, N_VOCAB), [mx.array(LOGITS)] * 2000))
     assert is_drawn_from(tokens, reference(sampling))
     pairs = (tokens[:-1] == tokens[1:]).mean()
     assert abs(pairs - (reference(sampling) ** 2).sum()) < 0.04
@@ -160,6 +159,11 @@ def test_equal_logits_of_half_precision_are_no_obstacle(dtype):
     choosers = [Chooser(Sampling(temperature=1.0, top_k=2, seed=i), 4) for i in range(64)]
     tokens = sample(choosers, mx.broadcast_to(logits, (64, 4)))
     assert set(tokens.tolist()) == {0, 1, 2}
+
+
+def test_the_coldest_draw_in_half_precision_is_the_best_token():
+    logits = mx.log(mx.array([[0.1, 0.9]])).astype(mx.float16)
+    assert sample([Chooser(Sampling(temperature=1e-6, seed=0), 2)], logits).item() == 1
 
 
 def test_without_a_seed_every_sequence_draws_its_own():

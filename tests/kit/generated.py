@@ -44,7 +44,7 @@ PLAIN = {
     "max_body_bytes": "of one request",
     "request_timeout_s": "an answer that takes longer is ended; 0 is no limit",
 }
-PLACES = {"home": "~/.cache/keepwarm", "store": "store"}  # on Linux; below the home
+PLACES = {"home": "~/.cache/keepwarm", "store": "~/.cache/keepwarm/store"}  # on Linux
 MIB, GIB = 1 << 20, 1 << 30
 
 

@@ -39,7 +39,7 @@ def watched(browser: Any, url: str, allowed: str = "", **options: Any) -> Iterat
     page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("request", lambda request: asked.append(request.url))
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(30_000)
     yield page
     context.close()
     assert [error for error in errors if not allowed or allowed not in error] == []

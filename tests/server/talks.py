@@ -8,14 +8,22 @@ from tokenizers import Tokenizer
 N_TOKENS = 40
 RULES = "You answer the questions of the user. " * 6
 QUESTIONS = ("What is the answer?", "Which dog sleeps under the tree?", "And the other dog?")
+LETTERS = "answer the question"
 DURABLE = {"X-Keepwarm-Cache": "durable"}  # answered when it is on disk
 
 
+def tokenizer_of(checkpoint):
+    return Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+
+
 def plain_bias(checkpoint):
-    """Bias such that an answer is ASCII and goes on for ever: its text alone says its tokens."""
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    """Bias such that an answer is spelt letter by letter, and goes on for ever.
+
+    A tokenizer would write it with fewer tokens: from its text alone nothing of it is found again.
+    """
+    tokenizer = tokenizer_of(checkpoint)
     texts = {i: tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())}
-    return {str(i): -100 for i, text in texts.items() if not text.isascii() or not text}
+    return {str(i): -100 for i, text in texts.items() if len(text) != 1 or text not in LETTERS}
 
 
 def client_of(url):

@@ -38,7 +38,6 @@ class Sample(NamedTuple):
 
     rss: int
     threads: int
-    files: int
 
 
 class Measured(NamedTuple):
@@ -52,28 +51,27 @@ class Measured(NamedTuple):
 
 
 def sample(process):
-    return Sample(process.memory_info().rss, process.num_threads(), process.num_fds())
+    return Sample(process.memory_info().rss, process.num_threads())
 
 
 def under_load(server, seconds):
     """Ask for its health all the while; another process makes the load."""
     process = psutil.Process(server.pid)
-    begin = sample(process)
     command = [sys.executable, "-m", "tests.server.load_client", server.url]
     health_s, samples = [], []
-    with (
-        subprocess.Popen(
+    with closing(http.client.HTTPConnection(urlsplit(server.url).netloc)) as connection:
+        asked(connection)
+        n_files = process.num_fds()
+        with subprocess.Popen(
             [*command, str(N_CLIENTS), str(seconds)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        ) as clients,
-        closing(http.client.HTTPConnection(urlsplit(server.url).netloc)) as connection,
-    ):
-        while clients.poll() is None:
-            health_s.append(asked(connection))
-            samples.append(sample(process))
-            time.sleep(PROBE_S)
-        seen = json.load(clients.stdout)
-    wait_until(lambda: process.num_fds() <= begin.files)
-    return Measured(seen, sorted(health_s), samples, sample(process))
+        ) as clients:
+            while clients.poll() is None:
+                health_s.append(asked(connection))
+                samples.append(sample(process))
+                time.sleep(PROBE_S)
+            seen = json.load(clients.stdout)
+        wait_until(lambda: process.num_fds() <= n_files)
+        return Measured(seen, sorted(health_s), samples, sample(process))
 
 
 def asked(connection):

@@ -14,7 +14,17 @@ import pytest
 
 from tests.server.conftest import wait_until
 from tests.server.processes import SMALL, served
-from tests.server.talks import DURABLE, QUESTIONS, ask, begun, client_of, plain_bias, turns
+from tests.server.talks import (
+    DURABLE,
+    N_TOKENS,
+    QUESTIONS,
+    ask,
+    begun,
+    client_of,
+    plain_bias,
+    tokenizer_of,
+    turns,
+)
 
 N_TALKS = 8
 SLICE = 512  # prompt tokens that are read in one go, at most
@@ -55,6 +65,10 @@ def test_a_killed_server_goes_on_where_it_was(checkpoint, serving, plain, tmp_pa
             wanted.append(
                 [talk for talk, _ in asyncio.run(turns(undisturbed.url, wanted[-1], plain))]
             )
+
+    tokenizer = tokenizer_of(checkpoint)
+    said = [message["content"] for talk in wanted[-1] for message in talk[1::2]]
+    assert all(len(tokenizer.encode(text).ids) < len(text) == N_TOKENS for text in said)
 
     with served(checkpoint, tmp_path) as server:
         first = asyncio.run(turns(server.url, talks, plain, extra_headers=DURABLE))

@@ -119,7 +119,7 @@ def _latest(nodes: Mapping[BlockKey, Node], max_blocks: int) -> dict[BlockKey, N
     for node in sorted(nodes.values(), key=lambda node: -node.used):
         new = list(takewhile(lambda one: one.key not in kept, _way_up(nodes, node.key)))
         room = max_blocks - len(kept)
-        kept |= {one.key: one for one in new[::-1][:room]}
+        kept.update((one.key, one) for one in new[::-1][:room])
         if len(new) >= room:
             break
     return kept

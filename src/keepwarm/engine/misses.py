@@ -16,6 +16,7 @@ from keepwarm.prefix.blocks import pack, unpack
 from keepwarm.prefix.ledger import Nearest, Recent
 
 MIN_AGAIN = 32  # tokens computed again that are worth a word
+MIN_SHARE = 4  # and at least a fourth of all that was computed
 PHRASE = 8  # tokens in a row that are no coincidence
 BEFORE, AFTER = 24, 48  # tokens shown around the place
 N_UNREAD, N_KEPT = 64, 100
@@ -53,6 +54,12 @@ class Missed(NamedTuple):
     before: tuple[int, ...]  # the tokens up to the place
     earlier: tuple[int, ...]  # those after it in the earlier prompt
     now: tuple[int, ...]  # and in this one
+
+    @property
+    def is_worth_a_word(self) -> bool:
+        """Some phrases are in every prompt; a good part of what was computed must be known."""
+        computed = self.prompt_tokens - self.restored
+        return self.again >= max(MIN_AGAIN, computed // MIN_SHARE)
 
 
 class Misses:
@@ -97,7 +104,7 @@ class Misses:
         with self._lock:
             cases = [self._unread.popleft() for _ in range(len(self._unread))]
             found = [look_into(case) for case in cases]
-            self._found.extend(missed for missed in found if missed.again >= MIN_AGAIN)
+            self._found.extend(missed for missed in found if missed.is_worth_a_word)
             return list(self._found)[::-1]
 
 

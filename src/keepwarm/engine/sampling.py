@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -21,8 +21,6 @@ from keepwarm.errors import BadInput
 
 if TYPE_CHECKING:
     from keepwarm.engine.grammar import GrammarMatcher
-
-Sampler: TypeAlias = Callable[[mx.array], mx.array]  # logits (1, vocabulary) to tokens (1,)
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
@@ -186,12 +184,6 @@ def _likeliest(row: NDArray[np.float32], n_tokens: int) -> list[int]:
     least = np.partition(row, -n_tokens)[-n_tokens]
     candidates: list[int] = np.flatnonzero(row >= least).tolist()
     return sorted(candidates, key=lambda i: (-row[i], i))[:n_tokens]
-
-
-def make_sampler(temperature: float, seed: int | None = None) -> Sampler:
-    """One sequence without further rules: greedy at temperature 0, else draws of the seed."""
-    chooser = Chooser(Sampling(temperature=temperature, seed=seed), n_vocab=0)
-    return lambda logits: sample([chooser], logits)
 
 
 def check(sampling: Sampling, n_vocab: int) -> None:

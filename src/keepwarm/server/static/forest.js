@@ -7,6 +7,7 @@ import { arrange, matches, neighbour } from "./trees.js";
 const LABELS = 240; // room at the right for names
 const PADDING = 16;
 const ROW = 24; // most pixels between rows
+const HEIGHTS = [220, 640]; // of the picture, least and most
 const PAGE = 100; // rows of the table
 const AGES = [[300, "last 5 min"], [3600, "last hour"], [86400, "last day"], [Infinity, "older"]];
 const COLUMNS = [
@@ -131,8 +132,10 @@ function reveal(run, row) {
 const size = () => [canvas.clientWidth, canvas.clientHeight];
 
 function fit() {
-  const [width, height] = size();
   const { tree, view } = state;
+  const [least, most] = HEIGHTS;
+  canvas.style.height = `${Math.min(most, Math.max(least, tree.rows * 16 + 2 * PADDING))}px`;
+  const [width, height] = size();
   view.sx = Math.min(40, (width - LABELS - 2 * PADDING) / tree.width);
   view.sy = Math.min(ROW, (height - 2 * PADDING) / Math.max(tree.rows, 1));
   view.x = PADDING;
@@ -230,8 +233,8 @@ function render() {
   const rows = state.tree.placed.filter(({ row }) => visible(row, height));
   for (const one of rows) connect(one, colour);
   for (const one of rows) bar(one, colour, now);
-  if (state.view.sy >= 11) for (const one of rows) label(one, colour);
-  legend(now);
+  labels(rows, colour);
+  legend();
 }
 
 function visible(row, height) {
@@ -285,17 +288,29 @@ function outline(x, y, width, height, colour, line) {
   pen.stroke();
 }
 
-function label({ run, row, index, children }, colour) {
-  const goesOn = children.some((child) => state.tree.placed[child].row === row);
-  if (goesOn || (!run.ends.length && run.agents.length)) return;
+// Who ends where, and how old the ends are that are nobody's, as far as there is room.
+function labels(rows, colour) {
+  const taken = [];
+  const isEnd = ({ row, children }) => !children.some((child) => state.tree.placed[child].row === row);
+  const named = rows.filter(({ run }) => run.ends.length);
+  const nameless = state.view.sy < 11 ? [] : rows.filter((one) => isEnd(one) && !one.run.ends.length);
+  pen.font = "12px system-ui, sans-serif";
+  pen.textBaseline = "middle";
+  for (const one of [...named, ...nameless]) label(one, colour, taken);
+}
+
+function label({ run, row, index }, colour, taken) {
   const { view, found } = state;
   const names = run.ends.map((place) => state.data.agents[place].id);
   const text = names.length ? listed(names) : ago(run.used);
+  const x = (run.number + run.blocks) * view.sx + view.x + 6;
+  const y = row * view.sy + view.y + 0.5;
+  const end = x + pen.measureText(text).width;
+  if (taken.some((other) => Math.abs(other.y - y) < 11 && x < other.end && end > other.x)) return;
+  taken.push({ x, y, end });
   pen.globalAlpha = found && !found.has(index) ? 0.3 : 1;
-  pen.font = `${Math.min(12, view.sy * 0.8)}px system-ui, sans-serif`;
   pen.fillStyle = colour(names.length ? "text" : "quiet");
-  pen.textBaseline = "middle";
-  pen.fillText(text, (run.number + run.blocks) * view.sx + view.x + 6, row * view.sy + view.y + 0.5);
+  pen.fillText(text, x, y);
   pen.globalAlpha = 1;
 }
 

@@ -61,8 +61,16 @@ function texts({ before, earlier, now }, { reason, position }) {
   ];
 }
 
-// Both texts are cut off somewhere, and not at the same word: that is no change.
+// Both texts are cut off somewhere, and not at the same word: that is no change. Where hardly a
+// word is the same, the words in between would only confuse.
 function whole(parts) {
+  const of = (kind) => parts.filter((part) => part.kind === kind || part.kind === "same");
+  const text = (some) => some.map((part) => part.text).join("");
+  const same = parts.filter(({ kind }) => kind === "same");
+  const [known, all] = [same, of("ins")].map((some) => text(some).replace(/\s/g, "").length);
+  if (known < all / 3) {
+    return [{ kind: "del", text: text(of("del")) }, { kind: "same", text: "\n" }, { kind: "ins", text: text(of("ins")) }];
+  }
   const last = parts.findLastIndex(({ kind }) => kind === "same");
   return parts.findIndex(({ kind }) => kind !== "same") < last ? parts.slice(0, last + 1) : parts;
 }

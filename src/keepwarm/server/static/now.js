@@ -28,7 +28,7 @@ export function show(now) {
     tile("Running", count(answering), note),
     tile("Queued", count(now.running.length - answering)),
     tile("Answers", words(answers), "tokens per second"),
-    tile("Prompts", words(prompts), `tokens per second; at best ${short(now.prefill_tokens_per_s)}`));
+    tile("Prompts", words(prompts), "tokens per second"));
   put("running", now.running.length ? requests("Requests that wait or run", now.running, now)
     : h("p", { class: "quiet" }, "Nothing runs."));
   put("ended", now.ended.length ? requests("Requests that ended", now.ended.slice(0, ENDED), now)

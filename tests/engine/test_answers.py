@@ -1,0 +1,158 @@
+"""One answer at a time: what it is fed and counted as, where it ends, and what repeats it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from keepwarm.engine.engine import Engine
+from keepwarm.engine.request import Result
+from keepwarm.errors import BadInput
+from tests.kit.engines import Exam, Models, ask, engine_on, tokens_of
+from tests.kit.models import WINDOW
+from tests.kit.runs import prefill, prompt_of
+
+
+@pytest.fixture
+def engine(models: Models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        yield engine
+
+
+def answer(engine: Engine, *asked, **wishes) -> Result:
+    return engine.submit(ask(*asked, **wishes)).result()
+
+
+def said(engine: Engine, *asked, **wishes) -> list[int]:
+    return tokens_of(answer(engine, *asked, **wishes).choices[0])
+
+
+# -- what is fed, and what is counted -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 64, 65, 256, 257, 258, 582])
+def test_what_is_counted_is_what_the_model_was_fed(engine, n_tokens):
+    result = answer(engine, prompt_of(n_tokens), 4)
+    usage, receipt = result.usage, result.receipt
+    assert usage.prompt_tokens == receipt.prompt_tokens == receipt.recomputed == n_tokens
+    assert (usage.cached_tokens, receipt.reused, usage.completion_tokens) == (0, {}, 4)
+    assert engine.model.module.fed == n_tokens + 4
+    assert usage.ttft_ms > 0
+    assert usage.tokens_per_second > 0
+
+
+def test_a_repeat_is_fed_one_token(engine):
+    prompt = prompt_of(300)
+    first = said(engine, prompt, 5)
+    fed = engine.model.module.fed
+    again = answer(engine, prompt, 5)
+    assert tokens_of(again.choices[0]) == first
+    assert (again.usage.cached_tokens, again.receipt.recomputed) == (299, 1)
+    assert engine.model.module.fed - fed == 1 + 5
+
+
+def test_one_token_has_no_rate(engine):
+    assert answer(engine, prompt_of(5), 1).usage.tokens_per_second == 0
+
+
+@pytest.mark.parametrize(("n_tokens", "place"), [(WINDOW - 10, "live"), (WINDOW + 60, "memory")])
+def test_a_window_that_has_not_slid_is_trimmed(models, tmp_path, n_tokens, place):
+    """S3-37: what can be trimmed is; where a window has slid, blocks serve in its place."""
+    model, exam = models.of("gemma3_text"), Exam(models.module("gemma3_text"))
+    first = prompt_of(n_tokens)
+    second = [*first[:12], *prompt_of(20, seed=5)]
+    with engine_on(model, tmp_path) as engine:
+        answer(engine, first, 3)
+        parted = answer(engine, second, 10)
+        assert parted.receipt.reused == {place: 12}
+        exam.add(second, parted.choices[0])
+    exam.check()
+
+
+def test_a_wrong_cache_would_be_seen(engine, models):
+    """The control: with rows of other tokens under the right ledger the answer differs."""
+    module = models.module("llama")
+    exam, prompt = Exam(module), prompt_of(100)
+    wrong = prefill(module, make_prompt_cache(module), prompt_of(99, seed=9))
+    namespace = engine._lanes.known(engine.config.kv, "").manager.namespace
+    assert engine.call(lambda: engine.live.put(namespace, prompt[:99], wrong)).result()
+    result = answer(engine, prompt, 10)
+    assert result.receipt.reused == {"live": 99}
+    exam.add(prompt, result.choices[0])
+    with pytest.raises(AssertionError, match="step 0"):
+        exam.check()
+
+
+# -- where it ends --------------------------------------------------------------------------------
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_in_its_text(models, tmp_path):
+    model, prompt = models.of("llama"), prompt_of(30)
+    with engine_on(model, tmp_path) as engine:
+        free = said(engine, prompt, 12)
+    stop = free[6]
+    kept = free[: free.index(stop)]
+    model.tokenizer.eos_token_ids = {stop}
+    with engine_on(model, tmp_path) as engine:
+        result = answer(engine, prompt, 12)
+    (choice,) = result.choices
+    assert tokens_of(choice) == [*kept, stop]
+    assert (choice.text, choice.reason) == (model.tokenizer.decode(kept), "stop")
+    assert result.usage.completion_tokens == len(kept) + 1
+
+
+def test_the_context_ends_the_answer(models, tmp_path):
+    with engine_on(replace(models.of("llama"), n_context=40), tmp_path) as engine:
+        for n_prompt, n_wanted in ((30, 100), (30, None), (39, 100)):
+            (choice,) = answer(engine, prompt_of(n_prompt), n_wanted).choices
+            assert len(choice.tokens) == 40 - n_prompt
+            assert choice.reason == "length"
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wishes", "says"),
+    [
+        ([], {}, "prompt is empty"),
+        (prompt_of(40), {}, "40 tokens long and llama reads at most 39"),
+        ([1], {"max_tokens": -1}, "max_tokens is -1"),
+        ([1], {"temperature": -0.1}, "temperature is -0.1"),
+        ([1], {"temperature": math.nan}, "temperature is nan"),
+        ([1], {"temperature": math.inf}, "temperature is inf"),
+        ([1], {"seed": 2**64}, "seed is 18446744073709551616"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(models, tmp_path, prompt, wishes, says):
+    model = replace(models.of("llama"), n_context=40)
+    with engine_on(model, tmp_path) as engine:
+        with pytest.raises(BadInput, match=says):
+            engine.submit(ask(prompt, **wishes))
+        assert model.module.fed == 0
+
+
+# -- what repeats it ------------------------------------------------------------------------------
+
+
+def test_a_seed_makes_the_draws_repeatable(engine):
+    def draw(seed: int | None) -> list[int]:
+        return said(engine, prompt_of(20), 20, temperature=1.0, seed=seed)
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+    assert draw(None) != draw(None)
+
+
+def test_the_seed_is_the_requests_own_and_not_the_process(engine):
+    def draw() -> list[int]:
+        return said(engine, prompt_of(20), 10, temperature=1.0, seed=3)
+
+    first = draw()
+    mx.random.seed(99)
+    mx.random.normal((10,))
+    assert draw() == first
