@@ -33,15 +33,17 @@ from tests.test_default_model import ask, memory_store, tokens_of
 home, file = sys.argv[1:]
 model = keepwarm.load("smollm2")
 model = replace(model, module=FedCounter(model.module))
-answers = []
-with memory_store(home) as store, keepwarm.Engine(model, store) as engine:
+prompts, answers = json.load(sys.stdin), []
+with memory_store(home) as store:
     found = import_prompt_cache(file)
     kw = store.attach(model.module, source=model.path)
     kw.commit(json.loads(found.metadata["tokens"]), found.caches)
-    for prompt in json.load(sys.stdin):
-        before = model.module.fed
-        made = tokens_of(ask(engine, prompt))
-        answers.append([made, model.module.fed - before - len(made)])
+    with keepwarm.Engine(model, store) as engine:
+        engine.prepare(keepwarm.Request(prompt=prompts[0]))  # the first looks at the caches
+        for prompt in prompts:
+            before = model.module.fed
+            made = tokens_of(ask(engine, prompt))
+            answers.append([made, model.module.fed - before - len(made)])
 print(json.dumps(answers))
 """
 

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import fields
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import typer.main
+import yaml
 
 from keepwarm.cli.main import app
 from keepwarm.config import Settings
@@ -28,7 +30,7 @@ SOURCE = ROOT / "src" / "keepwarm"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("experiments/*.md")])
 DEFAULT = 'keepwarm.load("smollm2")'
 ADDRESS = "http://127.0.0.1:8181"  # as pages say it; the suite has a server elsewhere
-LANGUAGES = {"python", "sh", "json", "toml", "text"}  # the last is not code
+LANGUAGES = {"python", "sh", "json", "toml", "yaml", "text"}  # the last is not code
 FILES = ("LICENSE", "deploy", "docs", "examples")  # what the code of a page finds beside it
 UNMEASURED = {"KEEPWARM_BLAS": "none", "KEEPWARM_BLAS_THREADS": "1"}  # saves seconds a process
 GROUND = "ground"  # the row of structure.md for modules outside of rooms
@@ -138,6 +140,8 @@ def test_every_block_is_run_or_says_why_not(page):
             json.loads(block.code)
         if block.language == "toml":
             assert set(tomllib.loads(block.code)) <= {field.name for field in fields(Settings)}
+        if block.language == "yaml":
+            yaml.safe_load(block.code)
 
 
 def test_no_fence_is_overlooked():
@@ -214,9 +218,14 @@ def command_lines(text: str, program: str) -> list[str]:
     return [line for line in [*parts, *inline] if re.match(rf"{program}(\s|$)", line)]
 
 
+@cache
+def command_line():
+    return typer.main.get_command(app)
+
+
 def unknown_words(line: str) -> list[str]:
     """The verb and options of a `keepwarm` command line that do not exist."""
-    root = typer.main.get_command(app)
+    root = command_line()
     verb, *rest = line.split()[1:] or ["--help"]
     if verb.startswith("-"):
         return [] if verb in {"--help", "--version"} else [verb]
@@ -342,7 +351,7 @@ def test_every_module_has_its_place_in_the_structure():
 
 def test_the_life_of_a_request_names_files_that_exist():
     page = (ROOT / "docs" / "structure.md").read_text()
-    named = set(re.findall(r"\b((?:cli|engine|cache|store|kv|prefix)/\w+)\b(?!\.)", page))
+    named = set(re.findall(r"\b((?:cli|server|engine|cache|store|kv|prefix)/\w+)\b(?!\.)", page))
     assert named
     assert [name for name in named if not (SOURCE / f"{name}.py").is_file()] == []
 

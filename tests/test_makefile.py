@@ -73,7 +73,16 @@ def test_an_installed_environment_is_not_installed_again(project):
     once, twice = (make("-n", "test", "BACKEND=cpu", cwd=project) for _ in range(2))
     assert once == twice
     (command,) = once.splitlines()
-    assert command.endswith("-m pytest")
+    assert " -m pytest" in command
+
+
+@needs_make
+@pytest.mark.parametrize(("target", "verb"), [("run", "serve --port 0"), ("chat", "chat --port 0")])
+def test_the_program_is_started_with_its_model(project, target, verb):
+    """`make run` ends with a server, `make chat` in the terminal."""
+    said = make("-n", target, "BACKEND=cpu", "ARGS=--port 0", cwd=project)
+    programs = [line.partition("/keepwarm ")[2] for line in said.splitlines()]
+    assert programs == ["pull smollm2", verb]
 
 
 @needs_make

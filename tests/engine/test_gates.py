@@ -165,9 +165,9 @@ def load(architecture: str, n_requests: int, home: Path) -> dict[str, Any]:
     model = models.of(architecture)
     model = replace(model, tokenizer=FaultyTokenizer(model.tokenizer))
     budgets = Budgets(
-        memory_bytes=4 * MIB, queue_bytes=4 * MIB, disk_bytes=16 * MIB, min_free_disk_bytes=0
+        memory_bytes=8 * MIB, queue_bytes=8 * MIB, disk_bytes=16 * MIB, min_free_disk_bytes=0
     )
-    limits = memory(live_bytes=4 * MIB, buffer_active_bytes=4 * MIB)
+    limits = memory(live_bytes=4 * MIB, buffer_active_bytes=16 * MIB)
     exam = Exam(models.module(architecture), without=FAULT)
     with engine_on(model, home, budgets=budgets, memory=limits) as engine:
         work = Load(engine, exam, random.Random(1))

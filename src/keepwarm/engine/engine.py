@@ -313,11 +313,13 @@ class Engine:
             return
         if self._auditor.wants(sequence):
             self._scheduler.add(self._auditor.job(sequence, self._scheduler.counters.audited))
-        rendering = job.prepared.rendering
+        if not job.request.policy.writes:
+            return
         self._recent.remember((job.request.kv, job.request.tenant), sequence.tokens)
-        if job.request.messages is not None and job.request.policy.writes:
+        if job.request.messages is not None:
             made = sequence.tokens[len(job.tokens) :]
-            self._preparer.splicer.remember(job.request.tenant, rendering.text, job.tokens, made)
+            text = job.prepared.rendering.text
+            self._preparer.splicer.remember(job.request.tenant, text, job.tokens, made)
         self._chores.after(sequence)
 
     def _lane(self, options: KVOptions, tenant: str) -> Lane:

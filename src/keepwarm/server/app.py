@@ -80,6 +80,7 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    app.state.host.begin()
     with app.state.dashboard.watching():
         yield
     await asyncio.to_thread(app.state.host.close)

@@ -41,7 +41,12 @@ class EngineHost:
         self._draining = False
         self.name = name
         self.created = int(time.time())
-        self._warmer: Warmer | None = _warming(engine)
+        self._warmer: Warmer | None = None
+
+    def begin(self) -> None:
+        """Serving begins: while nobody asks, what will likely go on is read from disk."""
+        if self._engine is not None:
+            self._warmer = _warming(self._engine)
 
     @property
     def engine(self) -> Engine:
@@ -82,7 +87,7 @@ class EngineHost:
         self.name = name
         self.created = int(time.time())
         self._engine = engine
-        self._warmer = _warming(engine)
+        self.begin()
 
     def close(self) -> None:
         """Stop the engine; everything it computed is flushed first."""
