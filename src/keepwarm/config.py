@@ -31,7 +31,7 @@ class Settings:
     model: str = "smollm2"
     max_tokens: int = 512
     temperature: float = 0.0
-    memory_bytes: int = 1 << 30  # blocks kept in memory
+    memory_bytes: int = 0  # blocks kept in memory; 0 is a share of this machine's
     disk_bytes: int = 20 << 30  # everything under the store directory together
     disk_writes_per_day: int = 0  # bytes; 0 is no limit
 
@@ -52,6 +52,7 @@ class Settings:
     max_body_bytes: int = 32 << 20
     max_concurrency: int = 128  # requests of one key under way at once
     max_queue: int = 256  # requests of all that wait or run
+    audit_share: float = 0.0  # of the answers from a cache, computed again cold and compared
     request_timeout_s: float = 3600.0
     rate_per_minute: int = 0  # requests a key; 0 is no limit
     drain_s: float = 20.0  # what a stopping server gives its running answers

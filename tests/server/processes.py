@@ -19,7 +19,6 @@ from keepwarm import config
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
-POISON = "poison"  # a prompt that ends with this word breaks the model
 
 
 @dataclass(frozen=True)

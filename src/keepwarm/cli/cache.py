@@ -278,5 +278,5 @@ def _print(fields: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(fields))
         return
     for name, value in fields.items():
-        shown = f"{len(value)}" if name == "blocks" else value
+        shown = len(value) if isinstance(value, list | tuple) else value
         print(f"{name}: {shown}")

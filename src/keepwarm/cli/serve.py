@@ -61,7 +61,7 @@ def _host(settings: Settings, store: Store) -> EngineHost:
 
 def _greeting(settings: Settings, name: str, address: str) -> str:
     return (
-        f"{name} answers at {address}/v1 (its pages: {address}/docs). Try:\n"
+        f"{name} answers at {address}/v1 (its pages: {address}/dashboard, {address}/docs). Try:\n"
         f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'"
         f"{_key(settings)} -d '{EXAMPLE}'"
     )

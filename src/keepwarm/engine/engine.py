@@ -78,7 +78,9 @@ class Engine:
         """
         self.model = model
         settings = settings or load_settings()
-        self.config = config or EngineConfig(max_queue=settings.max_queue)
+        self.config = config or EngineConfig(
+            max_queue=settings.max_queue, audit_share=settings.audit_share
+        )
         memory = self.config.memory or MemoryConfig.automatic(model_bytes=model.n_bytes)
         self._own_store = store is None
         self.store = store or Store(settings=settings)
@@ -307,20 +309,21 @@ class Engine:
             self._scheduler.drop(job, Stopping("The engine is shutting down."))
 
     def _kept(self, sequence: Sequence) -> None:
-        """A sequence is over and findable: remember its text, its owner, and who waits for disk."""
-        job = sequence.job
-        if job.audit:
+        """A sequence is over and its blocks are findable."""
+        if sequence.job.audit:
             return
         if self._auditor.wants(sequence):
             self._scheduler.add(self._auditor.job(sequence, self._scheduler.counters.audited))
-        if not job.request.policy.writes:
-            return
-        self._recent.remember((job.request.kv, job.request.tenant), sequence.tokens)
-        if job.request.messages is not None:
-            made = sequence.tokens[len(job.tokens) :]
-            text = job.prepared.rendering.text
-            self._preparer.splicer.remember(job.request.tenant, text, job.tokens, made)
         self._chores.after(sequence)
+
+    def _remember(self, job: Job) -> None:
+        """What was answered, by its text, before anybody can send it back."""
+        for sequence in job.sequences if job.request.policy.writes else ():
+            made = sequence.tokens[len(job.tokens) :]
+            self._recent.remember((job.request.kv, job.request.tenant), sequence.tokens)
+            if job.request.messages is not None and made:
+                text = job.prepared.rendering.text
+                self._preparer.splicer.remember(job.request.tenant, text, job.tokens, made)
 
     def _lane(self, options: KVOptions, tenant: str) -> Lane:
         """From any thread; made on the engine's if it is new."""
@@ -337,6 +340,7 @@ class Engine:
         self._scheduler.add(job)
 
     def _note_end(self, job: Job, error: KeepwarmError | None) -> None:
+        self._remember(job)
         self._journal.add(entry_of(job, error))
         self.misses.ended(job)
         if job.receipt is not None and job.request.policy.to_disk:

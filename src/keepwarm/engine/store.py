@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -20,6 +21,7 @@ from keepwarm.cache.opened import Budgets, OpenedStore
 from keepwarm.cache.rates import RateBook
 from keepwarm.cache.shelf import Shelf
 from keepwarm.engine.catalog import locate
+from keepwarm.engine.memory import MemoryConfig
 from keepwarm.errors import BadInput
 from keepwarm.prefix.fingerprint import Identity
 from keepwarm.store.tier import Stored, TierStats
@@ -44,7 +46,7 @@ class Store:
         self.settings = settings or config.load(store=path)
         self._rates = RateBook(self.settings.home / "rates.json")
         self._opened = OpenedStore(
-            self.settings.store, budgets or Budgets.of(self.settings), self.settings.secret()
+            self.settings.store, budgets or _budgets(self.settings), self.settings.secret()
         )
 
     @property
@@ -114,6 +116,14 @@ class Store:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _budgets(settings: config.Settings) -> Budgets:
+    """Those of the settings; memory that is not named is scaled to the machine."""
+    budgets = Budgets.of(settings)
+    if settings.memory_bytes:
+        return budgets
+    return replace(budgets, memory_bytes=MemoryConfig.automatic().tier_bytes)
 
 
 def identity_of(

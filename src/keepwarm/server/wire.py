@@ -45,9 +45,7 @@ class KVShape(Shape):
     max_kv_size: int | None = Field(
         default=None, ge=1, description="Keep only so many last tokens."
     )
-    kv_bits: Literal[2, 3, 4, 5, 6, 8] | None = Field(
-        default=None, description="Round them to bits."
-    )
+    kv_bits: Literal[2, 4, 8] | None = Field(default=None, description="Round them to bits.")
     kv_group_size: Literal[32, 64, 128] = 64
     quantized_kv_start: int = Field(default=0, ge=0, description="Tokens before it stay exact.")
 
