@@ -127,6 +127,16 @@ def test_from_the_second_request_on_only_what_is_new_is_computed(watching, name)
     assert {turn.receipt.scrubbed for turn in turns} == {tuple(shape["scrubbed"])}
 
 
+def test_without_scrubbing_the_beginning_changes(watching):
+    """The control: the changing line is there, and would cost."""
+    shape = shape_of("claude-code")
+    shape["headers"]["x-keepwarm-scrub"] = "none"
+    with watching(shape["calls"]) as watched:
+        Player(shape, watched.url, of_claude_code).play()
+        with pytest.raises(AssertionError, match="the beginning of the prompt has changed"):
+            watched.turns()
+
+
 def test_a_tool_that_is_found_later_can_be_called(watching):
     """Claude Code's search brings a tool along; the model may call it, and nothing is read anew."""
     shape = shape_of("claude-code")
