@@ -11,7 +11,6 @@ import sys
 from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import psutil
@@ -74,7 +73,6 @@ class Load:
     n_cached: int = 0
     n_cancelled: int = 0
     n_failed: int = 0
-    rss: list[int] = field(default_factory=list)
 
     def run(self, n_requests: int) -> None:
         running: deque[Turn] = deque()
@@ -114,7 +112,6 @@ class Load:
             self.again[turn.talk] = turn.prompt
         else:
             self.note(turn, result)
-        self.rss.append(held_bytes())
 
     def result_of(self, turn: Turn) -> Result:
         if turn.cancel_after is None:
@@ -135,8 +132,10 @@ class Load:
         self.tokens[turn.talk] = [*turn.prompt, *tokens_of(choice)]
 
 
-def held_bytes() -> int:
-    """What the process holds, without what its allocator keeps free for later."""
+def at_rest(engine: Engine) -> int:
+    """Bytes of the process while nothing runs and nothing waits for the disk, without what its
+    allocator keeps free for later."""
+    engine.store.flush()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
     return psutil.Process().memory_info().rss
@@ -171,8 +170,10 @@ def load(architecture: str, n_requests: int, home: Path) -> dict[str, Any]:
     exam = Exam(models.module(architecture), without=FAULT)
     with engine_on(model, home, budgets=budgets, memory=limits) as engine:
         work = Load(engine, exam, random.Random(1))
-        work.run(n_requests)
-        engine.store.flush()
+        work.run(200)
+        at_200 = at_rest(engine)
+        work.run(n_requests - 200)
+        growth = at_rest(engine) / at_200 - 1
         stats = engine.stats()
         lane = engine.call(lambda: engine._lanes.of(engine.config.kv, "")).result()
         restore_failures = lane.manager.restore_failures
@@ -180,8 +181,7 @@ def load(architecture: str, n_requests: int, home: Path) -> dict[str, Any]:
     return {
         "compared": exam.check(),
         "hit_rate": work.n_cached / work.n_prompt,
-        # Others run while one is measured, so a single number would say little.
-        "growth": median(work.rss[-50:]) / median(work.rss[200:250]) - 1,
+        "growth": growth,
         "cancelled": work.n_cancelled / n_requests,
         "failed": work.n_failed / n_requests,
         "wrongly_failed": stats.counters["failed"] - work.n_failed,
