@@ -15,7 +15,7 @@ from keepwarm import kv
 from keepwarm.bench import batch
 from keepwarm.bench import kv as single
 from keepwarm.bench.caches import GEMMA_12B, LLAMA_8B, SMALL, Shape
-from keepwarm.bench.measure import Peak, Skipped, peak_growth, why_no_room
+from keepwarm.bench.measure import Peak, Skipped, in_child, peak_growth, why_no_room
 
 # Both kinds of layer: 2 that keep all of 8,192 tokens and 10 with a window, 218 MB together.
 MEDIUM = Shape("medium", n_layers=12, n_heads=8, width=256, window=1024, global_every=6)
@@ -142,7 +142,12 @@ def test_a_restored_cache_is_seen_in_memory(medium_peaks):
 
 def test_memory_that_was_given_back_counts():
     n_bytes = 100_000_000
-    assert peak_growth(lambda: np.ones(n_bytes, np.uint8).sum()) > 0.9 * n_bytes
+    assert in_child(growth_for, n_bytes) > 0.9 * n_bytes
+
+
+def growth_for(n_bytes: int) -> int:
+    """In a process of its own: one that has run many tests has freed memory to take it from."""
+    return peak_growth(lambda: np.ones(n_bytes, np.uint8).sum())
 
 
 @pytest.mark.parametrize(("growth", "holds"), [(1_300, True), (1_301, False)])

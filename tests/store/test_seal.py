@@ -192,7 +192,7 @@ def test_tensors_of_an_older_record_of_the_same_block_do_not_mix(sealed):
 def test_a_tensor_opens_under_key_part_name_dtype_and_shape_only():
     seal, made = Seal(bytes(range(32))), chain_of(1)[0]
     blob = pieces(made, seal)[2]
-    label = [made.header.key.hex(), "d", "L0_B0_K", "U8", [512]]
+    label = [made.header.key.hex(), "d", "L0_B0_K", "U8", list(made.tensors[0].shape)]
 
     def name(parts):
         return json.dumps(parts, separators=(",", ":")).encode()

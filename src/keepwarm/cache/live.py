@@ -205,6 +205,7 @@ def _copy(caches: kv.Caches, n_excess: int) -> kv.Caches:
     copy = kv.copy_of(caches)
     if n_excess:
         kv.trim(copy, n_excess)
+        copy = kv.copy_of(copy)  # in buffers that hold no more than is left
     return kv.evaluate(copy)
 
 

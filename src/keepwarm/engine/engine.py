@@ -135,7 +135,7 @@ class Engine:
         if request.kv == KVOptions():
             request = replace(request, kv=self.config.kv)
         prepared = self.prepare(request)
-        if len(self._scheduler.jobs) >= self.config.max_queue:
+        if len(self._scheduler.jobs) + len(self._commands) >= self.config.max_queue:
             raise Busy(f"{self.config.max_queue} requests wait or run already; ask again later.")
         answer = Answer(self._cancel, prepared)
         job = Job(
