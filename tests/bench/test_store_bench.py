@@ -10,7 +10,7 @@ import pytest
 from keepwarm.bench import store
 from keepwarm.bench.caches import Shape
 from keepwarm.bench.kv import arrays_of, raw_bytes
-from keepwarm.bench.measure import Cost, Peak, Speed, in_child
+from keepwarm.bench.measure import Cost, Peak, Speed, drop_files, in_child
 from keepwarm.cache.io import Reader
 from keepwarm.prefix.blocks import chain
 from keepwarm.store.disk import DiskLimits, DiskTier
@@ -74,7 +74,7 @@ def test_the_plain_file_is_as_large_as_the_record(tiny, tmp_path):
 
 def test_reading_reads_every_byte(tiny):
     files = sorted((tiny.root / "blocks").rglob("*.safetensors"))
-    store.drop_pages(files)
+    drop_files(files)
     for n_threads in (1, 3):
         assert store.read_all(files, n_threads) == sum(file.stat().st_size for file in files)
 

@@ -125,7 +125,7 @@ def test_a_slow_tier_loses_to_recomputing(tier, tiny_model):
     plan = kept.plan(PROMPT)
     assert plan.n_tokens == len(PROMPT) - 1
     assert plan.point.n_bytes > 600 * 2 * 2 * 2 * 64 * 4
-    assert not plan.worth_loading
+    assert not plan.worth_loading()
     assert kept.restore(PROMPT).caches is None
 
 

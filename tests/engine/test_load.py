@@ -11,6 +11,7 @@ import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 
+from keepwarm.bench.files import llama_shapes
 from keepwarm.engine import space
 from keepwarm.engine.catalog import n_context
 from keepwarm.engine.model import load
@@ -20,7 +21,6 @@ from tests.kit.checkpoints import (
     make_config,
     make_tokenizer,
     make_weights,
-    weight_shapes,
     write_checkpoint,
 )
 
@@ -207,7 +207,7 @@ def test_model_larger_than_memory_is_refused_before_it_is_read(directory):
     rows = 2**31 - 1
     config = make_config(make_tokenizer()) | {"vocab_size": rows, "tie_word_embeddings": True}
     (directory / "config.json").write_text(json.dumps(config))
-    shapes = weight_shapes(config)
+    shapes = llama_shapes(config)
     del shapes["lm_head.weight"]
     header, end = {}, 0
     for name, shape in shapes.items():

@@ -10,6 +10,8 @@ from typing import Any
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from keepwarm.bench.files import llama_shapes
+
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -109,7 +111,7 @@ def tokenizer_config(n_context: int = 4096) -> dict[str, Any]:
 
 def make_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
     """Random fp32 weights under the names of the Hugging Face format."""
-    shapes = weight_shapes(config)
+    shapes = llama_shapes(config)
     keys = mx.random.split(mx.random.key(seed), len(shapes))
     weights = {}
     for key, (name, shape) in zip(keys, shapes.items(), strict=True):
@@ -118,31 +120,6 @@ def make_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
         weights[name] = 1 + 0.1 * noise if norm else noise * (1.5 / shape[-1] ** 0.5)
     mx.eval(weights)
     return weights
-
-
-def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    n_queries = config["num_attention_heads"] * config["head_dim"]
-    n_keys = config["num_key_value_heads"] * config["head_dim"]
-    layer = {
-        "self_attn.q_proj": (n_queries, hidden),
-        "self_attn.k_proj": (n_keys, hidden),
-        "self_attn.v_proj": (n_keys, hidden),
-        "self_attn.o_proj": (hidden, n_queries),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (config["vocab_size"], hidden),
-    }
-    for index in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{index}.{part}.weight": shape for part, shape in layer.items()}
-    return shapes
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from playwright.sync_api import sync_playwright
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -18,8 +19,7 @@ def chromium() -> Iterator[Any]:
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:
         pytest.skip("needs `chromium`")
-    driver = pytest.importorskip("playwright.sync_api", reason="needs `playwright`")
-    with driver.sync_playwright() as play:
+    with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=program)
         yield browser
         browser.close()

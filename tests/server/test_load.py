@@ -30,6 +30,7 @@ WARM_UP = 0.4  # of the time
 PROBE_S = 0.05
 MIB = 1 << 20
 GROWTH = 48 * MIB  # texts and tokens of recent prompts: two stores of 16 MiB each, and some slack
+LATE_THREADS = 4  # pools start a thread when first they need it; a leak would be hundreds
 BUDGETS = {"KEEPWARM_MEMORY_BYTES": str(8 * MIB), "KEEPWARM_DISK_BYTES": str(64 * MIB)}
 
 
@@ -93,8 +94,8 @@ def check(measured):
     early = max(each.rss for each in warm[:quarter])
     late = max(each.rss for each in warm[-quarter:])
     assert late - early < GROWTH
-    assert max(each.threads for each in warm) <= max(each.threads for each in warm[:quarter])
-    assert measured.after.threads <= warm[0].threads
+    threads = [each.threads for each in (*warm, measured.after)]
+    assert max(threads) <= warm[0].threads + LATE_THREADS
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ from keepwarm.engine.request import (
 )
 from keepwarm.errors import BadField
 from keepwarm.server import chat, completions
-from keepwarm.server.chat import ChatStream, Heading
+from keepwarm.server.chat import ChatStream
+from keepwarm.server.chunks import Heading
 from keepwarm.server.completions import TextStream
 from keepwarm.server.openai_shapes import ChatRequest, CompletionRequest
 from keepwarm.server.problems import invalid

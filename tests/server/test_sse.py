@@ -21,7 +21,8 @@ from keepwarm.engine.request import (
     Usage,
 )
 from keepwarm.errors import Busy, Cancelled, EngineFailed, TimedOut
-from keepwarm.server.chat import ChatStream, Heading
+from keepwarm.server.chat import ChatStream
+from keepwarm.server.chunks import Heading
 from keepwarm.server.several import Several
 from keepwarm.server.sse import EventStream, WholeAnswer
 

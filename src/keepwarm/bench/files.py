@@ -73,21 +73,23 @@ def tiny_like(source: Path, folder: Path) -> Path:
         name: mx.random.normal(shape, key=next(keys)) * shape[-1] ** -0.5
         if len(shape) > 1
         else mx.ones(shape)
-        for name, shape in _shapes(made).items()
+        for name, shape in llama_shapes(made).items()
     }
     mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})
     _finish(target, made)
     return target
 
 
-def _shapes(made: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def llama_shapes(made: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The weights of a Llama with this config, under the names of the Hugging Face format."""
     wide, inner, n_vocab = made["hidden_size"], made["intermediate_size"], made["vocab_size"]
+    n_queries = made["num_attention_heads"] * made["head_dim"]
     n_keys = made["num_key_value_heads"] * made["head_dim"]
     layer = {
-        "self_attn.q_proj": (wide, wide),
+        "self_attn.q_proj": (n_queries, wide),
         "self_attn.k_proj": (n_keys, wide),
         "self_attn.v_proj": (n_keys, wide),
-        "self_attn.o_proj": (wide, wide),
+        "self_attn.o_proj": (wide, n_queries),
         "mlp.gate_proj": (inner, wide),
         "mlp.up_proj": (inner, wide),
         "mlp.down_proj": (wide, inner),

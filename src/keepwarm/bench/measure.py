@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import platform
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -208,3 +209,12 @@ def describe_machine() -> dict[str, Any]:
         "blas": found.blas and f"{found.blas.name} ({found.blas.layer})",
         "versions": found.versions,
     }
+
+
+def drop_files(files: Sequence[Path]) -> None:
+    """Ask the system to forget the pages of these files."""
+    free()
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

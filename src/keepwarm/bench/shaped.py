@@ -21,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from keepwarm import config, kv
-from keepwarm.bench.store import drop_pages
+from keepwarm.bench.measure import drop_files
 from keepwarm.cache.io import Reader
 from keepwarm.cache.live import Live
 from keepwarm.cache.manager import Manager
@@ -69,16 +69,14 @@ class Case:
     def run(self) -> list[Sample]:
         with self.store:
             self._time("prefill, nothing kept", self._cold, lambda: None)
-            caches = self._kept()
-            self.n_bytes = kv.live_bytes(caches)
-            self._live(caches)
-            del caches
+            self.n_bytes = kv.live_bytes(self._kept())
+            self._live()
             self._time("from memory", lambda: self._restored("memory"), mx.clear_cache)
             self._time("mx.array of the same bytes", self._copied(), mx.clear_cache)
             self.store.flush()
             files = sorted((self.store.settings.store / "blocks").rglob("*.safetensors"))
             self._time("from disk, pages warm", lambda: self._restored("disk"), mx.clear_cache)
-            drop = partial(drop_pages, files)
+            drop = partial(drop_files, files)
             self._time("from disk, pages dropped", lambda: self._restored("disk"), drop)
             self._time("plain read, pages dropped", lambda: _read(files, 1), drop)
             self._time("plain read, 8 threads", lambda: _read(files, 8), drop)
@@ -115,31 +113,28 @@ class Case:
         )
         return caches
 
-    def _live(self, caches: kv.Caches) -> None:
-        live = Live(1 << 40)
-        live.put(self.manager.namespace, self.tokens, caches)
-        prompt = [*self.tokens, 1]
+    def _live(self) -> None:
+        live, namespace = Live(1 << 40), self.manager.namespace
+
+        def put() -> None:
+            live.put(namespace, self.tokens, self._from("memory"))
 
         def take() -> None:
-            taken = live.take(self.manager.namespace, prompt)
+            taken = live.take(namespace, [*self.tokens, 1])
             assert taken is not None
             self._first_token(taken.caches)
-            kv.trim(taken.caches, 1) if not self.manager.needs.window else None
-            live.put(self.manager.namespace, self.tokens, taken.caches)
 
-        if self.manager.needs.window:  # a ring cannot be taken back, so it is taken once
-            self.repeats, repeats = 1, self.repeats
-            self._time("live", lambda: self._first_token(live_of(live, self, prompt)), _nothing)
-            self.repeats = repeats
-        else:
-            self._time("live", take, _nothing)
+        self._time("live", take, put)
 
     def _restored(self, tier: str) -> None:
         """Restore from one tier alone, and feed one token: the device has then seen the rows."""
+        self._first_token(self._from(tier))
+
+    def _from(self, tier: str) -> kv.Caches:
         restored = self._only(tier).restore([*self.tokens, 1])
         assert restored.n_tokens == len(self.tokens), restored.n_tokens
         assert restored.caches is not None
-        self._first_token(restored.caches)
+        return restored.caches
 
     def _only(self, tier: str) -> Manager:
         """A manager that knows one tier; its readers stay, as those of a server do."""
@@ -163,16 +158,6 @@ class Case:
         piece = np.random.default_rng(0).integers(0, 2**16, 16 << 20, dtype=np.uint16)
         times = max(1, self.n_bytes // piece.nbytes)
         return lambda: mx.eval([mx.array(piece) for _ in range(times)])
-
-
-def live_of(live: Live, case: Case, prompt: list[int]) -> kv.Caches:
-    taken = live.take(case.manager.namespace, prompt)
-    assert taken is not None
-    return taken.caches
-
-
-def _nothing() -> None:
-    return
 
 
 def _prefilled(

@@ -27,6 +27,7 @@ from keepwarm.bench.measure import (
     Skipped,
     Speed,
     Task,
+    drop_files,
     free,
     in_child,
     peak_growth,
@@ -170,7 +171,7 @@ def restores(shape: Shape, n_tokens: int, root: Path) -> list[Record]:
         Work("read, warm", partial(read_all, files, 1)),
     ]
     if hasattr(os, "posix_fadvise"):
-        drop = partial(drop_pages, files)
+        drop = partial(drop_files, files)
         works += [
             Work("restore, cold", restore, drop),
             Work("read, cold", partial(read_all, files, 1), drop),
@@ -234,14 +235,6 @@ def read_file(path: Path) -> int:
         while n_more := file.readinto(memory):
             n_read += n_more
     return n_read
-
-
-def drop_pages(files: Sequence[Path]) -> None:
-    free()
-    for path in files:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 # Many blocks

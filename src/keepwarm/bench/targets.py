@@ -19,6 +19,7 @@ import psutil
 
 from keepwarm.bench.bare import BareEngine
 from keepwarm.bench.client import Ask, HttpClient, Reply
+from keepwarm.bench.measure import drop_files
 from keepwarm.errors import BadInput, KeepwarmError, Unreachable
 
 START_S = 180.0
@@ -294,11 +295,7 @@ def drop_pages(folder: Path) -> bool:
     """Ask the system to forget the files below it; whether it can be asked."""
     if not hasattr(os, "posix_fadvise"):
         return False
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    drop_files([path for path in folder.rglob("*") if path.is_file()])
     return True
 
 

@@ -52,9 +52,14 @@ class Plan:
     def n_tokens(self) -> int:
         return self.point.n_tokens
 
-    @property
-    def worth_loading(self) -> bool:
-        return self.load_s <= self.prefill_s
+    def worth_loading(self, beyond: int = 0) -> bool:
+        """Whether to load rather than compute what lies beyond the tokens one has already."""
+        # Below this, what was measured is noise, and computing wears the machine more.
+        load_s = 0.0 if self.load_s < SMALL_LOAD_S else self.load_s
+        held = Candidate(beyond, beyond, can_trim=True)
+        speed = self.n_tokens / self.prefill_s if self.prefill_s else 0.0
+        decision = decide(self.n_prompt, held, Stored(self.n_tokens, load_s), speed)
+        return decision.action is Action.RESTORE
 
 
 class Restored(NamedTuple):
@@ -106,7 +111,7 @@ class Manager:
         missed: set[BlockKey] = set()
         while policy.reads:
             plan = self.plan(tokens, missed)
-            if not self._is_worth(plan, beyond):
+            if not plan.worth_loading(beyond):
                 break
             loaded = self._load(plan, pack(tokens))
             if loaded.restored is not None:
@@ -114,14 +119,6 @@ class Manager:
             self.restore_failures += 1
             missed |= loaded.missed
         return EMPTY
-
-    def _is_worth(self, plan: Plan, beyond: int) -> bool:
-        held = Candidate(beyond, beyond, can_trim=True)
-        # Below this, what was measured is noise, and computing wears the machine more.
-        load_s = 0.0 if plan.load_s < SMALL_LOAD_S else plan.load_s
-        stored = Stored(plan.n_tokens, load_s)
-        speed = self.rates.prefill_tokens_per_s
-        return decide(plan.n_prompt, held, stored, speed).action is Action.RESTORE
 
     def open(self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE) -> Capture:
         """Begin keeping what a request computes, from wherever it starts.

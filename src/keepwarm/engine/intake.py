@@ -47,6 +47,13 @@ class Intake:
             job.lease = self._admission.reserve(n_bytes, batch, n_rows=max(1, job.n_answers))
         return job.lease is not None
 
+    def make_room(self, sequence: Sequence) -> None:
+        """An answer has used what was set aside for it: count more, so that others wait for it."""
+        job = sequence.job
+        if job.lease is not None:
+            room = len(sequence.tokens) + ANSWER_ROOM
+            job.lease.grow(Admission.needs(room, 0, job.home.manager.layout))
+
     def waits(self, job: Job, readings: Iterable[Reading]) -> bool:
         """Find out whether somebody is computing what this prompt begins with."""
         if not job.request.policy.reads:

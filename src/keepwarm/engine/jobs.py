@@ -86,7 +86,7 @@ class Sequence(Row):
 
     def _why_finished(self, token: int) -> FinishReason | None:
         is_end = token in self.job.prepared.stop_tokens or self.chooser.finished
-        if is_end or self._reader.stopped is not None:
+        if is_end or self._reader.done:
             return "stop"
         return "length" if self.n_tokens >= self._room else None
 

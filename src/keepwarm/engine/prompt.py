@@ -103,6 +103,8 @@ class Rendering:
     @property
     def opens_thinking(self) -> bool:
         """Whether the answer begins inside a block of reasoning."""
+        if not self._tokenizer.has_thinking:
+            return False  # and nothing has to be rendered again to know
         return opens_thinking(self._tokenizer, self.generation_prompt)
 
     def end_of(self, message: int) -> int | None:

@@ -20,7 +20,7 @@ from keepwarm.cache.policy import Policy
 from keepwarm.engine.admission import Admission
 from keepwarm.engine.batch import Batch
 from keepwarm.engine.counters import Counters
-from keepwarm.engine.intake import Intake
+from keepwarm.engine.intake import ANSWER_ROOM, Intake
 from keepwarm.engine.jobs import Job, Reading, Sequence
 from keepwarm.engine.keeper import Keeper, OnKept
 from keepwarm.engine.lane import Lanes
@@ -100,7 +100,7 @@ class Scheduler:
 
     def _start(self) -> bool:
         """Let in the first that may: at most one a turn, for a restore takes time."""
-        if len(self.reading) >= MAX_READINGS or len(self.rows) >= MAX_ROWS:
+        if not self.waiting or len(self.reading) >= MAX_READINGS or len(self.rows) >= MAX_ROWS:
             return False
         for job in list(self.waiting):
             if job.is_blocked:
@@ -225,6 +225,8 @@ class Scheduler:
             row.job.take(row, token)
         except Exception as error:
             self._fail(row.job, error)
+        if row.n_tokens % ANSWER_ROOM == 0:
+            self._intake.make_room(row)
         return not (row.reason or row.job.ended)
 
     def _leave(self, key: Hashable, batch: Batch[Sequence], rows: list[Sequence]) -> None:

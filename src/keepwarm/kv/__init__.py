@@ -25,7 +25,7 @@ from keepwarm.kv.batch import (  # noqa: E402
     trim,
 )
 from keepwarm.kv.codec import Encoded, copy_of, decode, encode, evaluate, live_bytes  # noqa: E402
-from keepwarm.kv.kinds import Caches, Kind, is_quantized, kind_of, token_count  # noqa: E402
+from keepwarm.kv.kinds import Caches, Kind, kind_of, token_count  # noqa: E402
 from keepwarm.kv.layout import Layout, layout_of, probe  # noqa: E402
 from keepwarm.kv.make import make_caches  # noqa: E402
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache, quantized  # noqa: E402
@@ -68,7 +68,6 @@ __all__ = [
     "extract",
     "filter_rows",
     "finalize",
-    "is_quantized",
     "kind_of",
     "layout_of",
     "live_bytes",

@@ -101,11 +101,6 @@ def is_batched(cache: Cache) -> bool:
     return isinstance(cache, BATCHED)
 
 
-def is_quantized(caches: Sequence[Cache]) -> bool:
-    """Whether any layer holds rounded keys and values."""
-    return any(isinstance(leaf, QUANTIZED) for _, leaf in leaves(caches))
-
-
 def token_count(caches: Sequence[Cache]) -> int | None:
     """Tokens that single-sequence caches represent; None where no layer can tell.
 

@@ -19,7 +19,7 @@ from keepwarm.kv.layout import TensorSpec
 
 SLOT_BYTES = 32 << 20
 ALIGNMENT = 256
-READ_MOSTLY_AT_HOST = 3  # CU_MEM_ADVISE_SET_PREFERRED_LOCATION
+STAYS_WITH_HOST = 3  # CU_MEM_ADVISE_SET_PREFERRED_LOCATION
 MAPPED_BY_DEVICE = 5  # CU_MEM_ADVISE_SET_ACCESSED_BY
 HOST, DEVICE = -1, 0
 
@@ -105,7 +105,7 @@ def _advise(memory: Any) -> None:
     """Keep these pages with the host and let the device read them there. A mere wish."""
     driver, context = _driver()
     if driver is not None and not driver.cuCtxSetCurrent(context):
-        for advice, whom in ((READ_MOSTLY_AT_HOST, HOST), (MAPPED_BY_DEVICE, DEVICE)):
+        for advice, whom in ((STAYS_WITH_HOST, HOST), (MAPPED_BY_DEVICE, DEVICE)):
             driver.cuMemAdvise(memory.ctypes.data, memory.nbytes, advice, whom)
 
 

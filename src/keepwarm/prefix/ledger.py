@@ -98,8 +98,11 @@ class Explained(NamedTuple):
     nearest: int
 
 
+MAX_PROMPTS = 1024  # every one is looked at for each request
+
+
 class Recent:
-    """Prompts seen lately, bounded in bytes, least recently seen first out.
+    """Prompts seen lately, bounded in bytes and number, least recently seen first out.
 
     `whose` tells namespaces and tenants apart: nobody's miss is explained by another's prompt.
     """
@@ -121,7 +124,7 @@ class Recent:
                 self._forget(key)
         self._seen[whose, next(self._numbers)] = entry
         self._n_bytes += len(entry.packed)
-        while self._n_bytes > self._max_bytes:
+        while self._n_bytes > self._max_bytes or len(self._seen) > MAX_PROMPTS:
             self._forget(next(iter(self._seen)))
 
     def nearest(self, whose: Hashable, tokens: Sequence[int]) -> Nearest:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from keepwarm.config import Settings
 from keepwarm.engine import request as engine_request
+from keepwarm.engine.answer import Answer
 from keepwarm.server import messages, scrub
 from keepwarm.server.anthropic_shapes import (
     CountRequest,
@@ -17,7 +18,6 @@ from keepwarm.server.anthropic_shapes import (
     MessagesRequest,
     TokensOut,
 )
-from keepwarm.server.host import EngineHost
 from keepwarm.server.messages_out import Heading, Kept, MessageStream, message
 from keepwarm.server.messages_tools import ignored_tools
 from keepwarm.server.sse import EventStream, WholeAnswer
@@ -41,9 +41,8 @@ async def create_message(
     host.check_model(body.model)
     session = messages.session_of(body.metadata.user_id if body.metadata else None)
     asked = _asked(body, request, caller_of(request, body.keepwarm, session), settings)
-    keeps = asked.marks and asked.policy.writes
-    kept = await asyncio.to_thread(_kept, host, asked) if keeps else ()
     answer = await host.submit(asked)
+    kept = await asyncio.to_thread(_kept, answer) if asked.marks else ()
     heading = Heading(new_id("msg_"), host.name, kept, ignored_tools(body))
     if body.stream:
         return EventStream(answer, MessageStream(heading))
@@ -57,8 +56,7 @@ async def count_tokens(
     """How many tokens the model would read for this request."""
     host.check_model(body.model)
     asked = _asked(body, request, caller_of(request), settings)
-    prepared = await asyncio.to_thread(host.engine.prepare, asked)
-    return {"input_tokens": len(prepared.tokens)}
+    return {"input_tokens": await asyncio.to_thread(host.engine.count_tokens, asked)}
 
 
 def _asked(
@@ -68,7 +66,9 @@ def _asked(
     return scrub.clean(messages.request_of(body, caller, settings), rules)
 
 
-def _kept(host: EngineHost, asked: engine_request.Request) -> Sequence[Kept]:
-    """Where in the prompt the breakpoints stand."""
-    rendering = host.engine.prepare(asked).rendering
-    return [Kept(rendering.end_of(mark.message) or 0, mark.ttl_s or 0.0) for mark in asked.marks]
+def _kept(answer: Answer) -> Sequence[Kept]:
+    """Where in the prompt the breakpoints stand, if they are kept."""
+    prepared = answer.prepared
+    if prepared is None or not prepared.request.policy.writes:
+        return ()
+    return [Kept(place, ttl_s or 0.0) for place, ttl_s in prepared.marks]

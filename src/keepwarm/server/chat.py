@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from keepwarm.config import Settings
@@ -16,7 +14,6 @@ from keepwarm.engine.request import (
     Finished,
     Format,
     Message,
-    Progress,
     Request,
     Result,
     Sampling,
@@ -26,9 +23,9 @@ from keepwarm.engine.request import (
     ToolCall,
     ToolCalled,
     ToolChoice,
-    Usage,
 )
 from keepwarm.errors import BadField
+from keepwarm.server.chunks import Chunks, Heading, usage_dict
 from keepwarm.server.openai_shapes import (
     ChatChoice,
     ChatCompletion,
@@ -41,16 +38,12 @@ from keepwarm.server.openai_shapes import (
     ResponseFormat,
     Sampled,
     ToolCallOut,
-    UsageOut,
 )
-from keepwarm.server.problems import Problem, openai_body
-from keepwarm.server.sse import comment, frame
 from keepwarm.server.tokens import Pieces, chat_logprobs
 from keepwarm.server.wire import Caller, receipt_dict, text_of
 
 NOT_THINKING = frozenset({"none", "minimal"})
 SEEDS = 1 << 63
-DONE = frame("[DONE]")
 
 
 # The request.
@@ -163,15 +156,6 @@ def _format(wanted: ResponseFormat | None) -> Format | None:
 # The answer.
 
 
-@dataclass(frozen=True)
-class Heading:
-    """What stands at the head of an answer and of every chunk of it."""
-
-    id: str
-    created: int
-    model: str
-
-
 def completion(heading: Heading, result: Result, pieces: Pieces | None) -> ChatCompletion:
     """A whole answer. `pieces` are there when logprobs were asked for."""
     return {
@@ -214,30 +198,17 @@ def _logprobs(pieces: Pieces | None, tokens: Sequence[TokenInfo]) -> ChatLogprob
     return {"content": chat_logprobs(pieces, tokens), "refusal": None}
 
 
-def usage_dict(usage: Usage) -> UsageOut:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-    }
-
-
-class ChatStream:
+class ChatStream(Chunks):
     """Chunks: the role of each choice first, then deltas, how it ended, usage, `[DONE]`.
 
     The last chunk carries the receipt: that of the usage, or of how the last choice ended.
     """
 
     def __init__(self, heading: Heading, n: int, usage: bool, pieces: Pieces | None) -> None:
-        fields = {"id": heading.id, "object": "chat.completion.chunk", "created": heading.created}
-        self._head = json.dumps(fields | {"model": heading.model})[:-1]
+        super().__init__("chat.completion.chunk", heading, usage)
         self._n = n
-        self._usage = usage
         self._pieces = pieces
         self._called = [0] * n  # tool calls so far
-        self._held: dict[str, Any] | None = None  # how the last choice ended, until Done
 
     def event(self, event: Event) -> bytes:
         match event:
@@ -246,19 +217,14 @@ class ChatStream:
             case ToolCalled():
                 return self._release() + self._tool_called(event)
             case Finished():
-                return self._release() + self._finished(event)
+                end = self._choice(event.choice, {}, event.tokens)
+                return self._hold(end | {"finish_reason": event.reason})
             case Started():
                 role = {"role": "assistant", "content": ""}
                 return b"".join(self._chunk(choice, role) for choice in range(self._n))
             case Done():
                 return self._done(event)
         return b""
-
-    def waiting(self, progress: Progress | None) -> bytes:
-        return comment(progress)
-
-    def problem(self, problem: Problem) -> bytes:
-        return self._release() + frame(json.dumps(openai_body(problem))) + DONE
 
     def _delta(self, event: Delta) -> bytes:
         delta = {}
@@ -278,22 +244,6 @@ class ChatStream:
             event.choice, {"tool_calls": [rest]}
         )
 
-    def _finished(self, event: Finished) -> bytes:
-        self._held = self._choice(event.choice, {}, event.tokens) | {"finish_reason": event.reason}
-        return b""
-
-    def _done(self, event: Done) -> bytes:
-        receipt = {"keepwarm": receipt_dict(event.receipt)}
-        if not self._usage:
-            return self._release(receipt) + DONE
-        usage = {"choices": [], "usage": usage_dict(event.usage)}
-        return self._release() + self._framed(usage | receipt) + DONE
-
-    def _release(self, more: dict[str, Any] | None = None) -> bytes:
-        """The chunk that was held back, if there is one."""
-        held, self._held = self._held, None
-        return self._framed({"choices": [held], **(more or {})}) if held else b""
-
     def _chunk(self, index: int, delta: dict[str, Any], tokens: Sequence[TokenInfo] = ()) -> bytes:
         return self._framed({"choices": [self._choice(index, delta, tokens)]})
 
@@ -302,7 +252,3 @@ class ChatStream:
     ) -> dict[str, Any]:
         logprobs = _logprobs(self._pieces, tokens) if tokens else None
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-
-    def _framed(self, fields: dict[str, Any]) -> bytes:
-        """The head is the same in all chunks, and written only once."""
-        return frame(f"{self._head}, {json.dumps(fields)[1:]}")

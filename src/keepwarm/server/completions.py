@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,22 +12,20 @@ from keepwarm.engine.request import (
     Done,
     Event,
     Finished,
-    Progress,
     Request,
     Result,
     Started,
     TokenInfo,
 )
 from keepwarm.errors import BadField
-from keepwarm.server.chat import DONE, Heading, sampling_of, usage_dict
+from keepwarm.server.chat import sampling_of
+from keepwarm.server.chunks import Chunks, Heading, usage_dict
 from keepwarm.server.openai_shapes import (
     MAX_ANSWERS,
     CompletionRequest,
     TextChoice,
     TextCompletion,
 )
-from keepwarm.server.problems import Problem, openai_body
-from keepwarm.server.sse import comment, frame
 from keepwarm.server.tokens import Pieces, text_logprobs
 from keepwarm.server.wire import Caller, receipt_dict
 
@@ -92,30 +89,25 @@ def _choice(index: int, choice: Choice, echo: str, pieces: Pieces | None) -> Tex
     }
 
 
-class TextStream:
+class TextStream(Chunks):
     """Chunks of text; the last carries the receipt: that of the usage, or of the last end."""
 
     def __init__(
         self, heading: Heading, echoed: Sequence[str], usage: bool, pieces: Pieces | None
     ) -> None:
-        fields = {"id": heading.id, "object": "text_completion", "created": heading.created}
-        self._head = json.dumps(fields | {"model": heading.model})[:-1]
+        super().__init__("text_completion", heading, usage)
         self._echoed = echoed
-        self._usage = usage
         self._pieces = pieces
         self._offsets = [len(echo) for echo in echoed]
-        self._held: dict[str, Any] | None = None  # how the last choice ended, until Done
 
     def event(self, event: Event) -> bytes:
         match event:
             case Delta():
                 return self._release() + self._delta(event)
             case Finished():
-                released = self._release()
                 end = self._choice(event.choice, "", event.tokens)
                 reason = "length" if event.reason == "length" else "stop"
-                self._held = end | {"finish_reason": reason}
-                return released
+                return self._hold(end | {"finish_reason": reason})
             case Started():
                 texts = enumerate(self._echoed)
                 return b"".join(self._chunk(self._choice(i, text)) for i, text in texts if text)
@@ -123,28 +115,11 @@ class TextStream:
                 return self._done(event)
         return b""
 
-    def waiting(self, progress: Progress | None) -> bytes:
-        return comment(progress)
-
-    def problem(self, problem: Problem) -> bytes:
-        return self._release() + frame(json.dumps(openai_body(problem))) + DONE
-
     def _delta(self, event: Delta) -> bytes:
         text = event.reasoning + event.text
         if not text and not (self._pieces and event.tokens):
             return b""
         return self._chunk(self._choice(event.choice, text, event.tokens))
-
-    def _done(self, event: Done) -> bytes:
-        receipt = {"keepwarm": receipt_dict(event.receipt)}
-        if not self._usage:
-            return self._release(receipt) + DONE
-        usage = {"choices": [], "usage": usage_dict(event.usage)}
-        return self._release() + self._framed(usage | receipt) + DONE
-
-    def _release(self, more: dict[str, Any] | None = None) -> bytes:
-        held, self._held = self._held, None
-        return self._framed({"choices": [held], **(more or {})}) if held else b""
 
     def _choice(self, index: int, text: str, tokens: Sequence[TokenInfo] = ()) -> dict[str, Any]:
         logprobs = None
@@ -155,6 +130,3 @@ class TextStream:
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         return self._framed({"choices": [choice]})
-
-    def _framed(self, fields: dict[str, Any]) -> bytes:
-        return frame(f"{self._head}, {json.dumps(fields)[1:]}")

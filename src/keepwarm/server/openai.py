@@ -13,7 +13,8 @@ from keepwarm.engine.answer import Answer
 from keepwarm.engine.text import decode
 from keepwarm.errors import UnknownModel
 from keepwarm.server import chat, completions, scrub
-from keepwarm.server.chat import ChatStream, Heading
+from keepwarm.server.chat import ChatStream
+from keepwarm.server.chunks import Heading
 from keepwarm.server.completions import TextStream
 from keepwarm.server.host import EngineHost
 from keepwarm.server.openai_shapes import (

@@ -112,8 +112,8 @@ async def count_input_tokens(
     host.check_model(body.model)
     asked = request_of(body, answers.conversation(body), caller_of(request), settings)
     clean = scrub.clean(asked, scrub.rules(settings.scrub, request.headers))
-    prepared = await asyncio.to_thread(host.engine.prepare, clean)
-    return {"object": "response.input_tokens", "input_tokens": len(prepared.tokens)}
+    n_tokens = await asyncio.to_thread(host.engine.count_tokens, clean)
+    return {"object": "response.input_tokens", "input_tokens": n_tokens}
 
 
 @router.get("/{response_id}")
