@@ -12,7 +12,7 @@ import pytest
 import keepwarm
 from keepwarm import config
 from keepwarm.cache.opened import Budgets
-from keepwarm.engine.prompt import tokenize
+from keepwarm.engine.prompt import Prompter
 from keepwarm.engine.request import Choice
 from keepwarm.kv.files import export_prompt_cache
 from tests.kit.engines import tokens_of
@@ -75,7 +75,7 @@ def engine(smollm2, home):
 @pytest.fixture(scope="module")
 def first(engine):
     """The prompt and its answer."""
-    prompt = tokenize(engine.model.tokenizer, [QUESTION])
+    prompt = engine.prepare(keepwarm.Request(messages=[QUESTION])).tokens
     return prompt, ask(engine, prompt)
 
 
@@ -88,7 +88,8 @@ def test_the_same_answer_from_a_saved_cache_in_a_new_process(engine, first, home
     """The question again prefills one token, the next question only what is new."""
     prompt, choice = first
     said = {"role": "assistant", "content": choice.text}
-    longer = tokenize(engine.model.tokenizer, [QUESTION, said, NEXT])
+    plain = Prompter(engine.model.tokenizer)  # it knows nothing of the answer but its text
+    longer = plain.render(keepwarm.Request(messages=[QUESTION, said, NEXT])).tokens
     held = [*prompt, *tokens_of(choice)]
     kw = engine.store.attach(engine.model.module, source=engine.model.path)
     caches, rest = kw.restore(longer)

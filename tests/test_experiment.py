@@ -56,7 +56,7 @@ def test_the_experiment_passes(tmp_path):
 
 
 def test_the_kept_output_passed_with_the_default_model():
-    """S1-17, S1-18: with its date and versions."""
+    """S1-17, S1-18, S2-06: with its date and versions."""
     kept = (EXPERIMENTS / "injection.md").read_text()
     versions = r"mlx \d+\.\d+\.\d+, mlx-lm \d+\.\d+\.\d+, keepwarm "
     assert re.search(rf"^Passed on \d{{4}}-\d\d-\d\d with smollm2, {versions}", kept, re.MULTILINE)

@@ -65,7 +65,7 @@ def test_models_hold_no_lazy_array(name):
 
 @every_architecture
 def test_continuing_from_a_copied_cache_is_bit_equal_on_equal_slices(name, tiny_model):
-    """S0-44, S1-10: and the donor of a copy is untouched, so it serves twice."""
+    """S0-44, S1-10, D9: and the donor of a copy is untouched, so it serves twice."""
     model = tiny_model(name)
     reference = cold(model, PROMPT, N, step=16)
     donor = prefill(model, make_prompt_cache(model), PROMPT[:CUT], step=16)
@@ -191,6 +191,7 @@ def _run(*rows: list[float]) -> Run:
 
 
 def test_a_tie_ends_the_comparison_and_is_reported():
+    """D9: two best tokens closer than 1e-3."""
     reference = _run([0.0, 1.0], [0.5, 0.5 + TIE / 20], [1.0, 0.0])
     other = _run([0.0, 1.0], [0.5 + TIE / 20, 0.5], [0.0, 1.0])
     assert gaps(reference)[1] < TIE
@@ -211,6 +212,7 @@ def test_a_tie_ends_the_comparison_and_is_reported():
     ],
 )
 def test_what_is_not_the_same_fails_with_its_reason(other, message):
+    """D9: more than 1e-4 apart, or other tokens."""
     with pytest.raises(AssertionError, match=message):
         assert_same(_run([0.0, 1.0], [0.0, 1.0]), other)
 

@@ -105,7 +105,7 @@ def test_a_run_is_like_itself():
 
 
 def test_what_got_worse_is_named():
-    """S2-23: timed against a stored baseline."""
+    """S2-23, S2-29: timed against a stored baseline."""
     worse = changed(0, samples=(2.0, 2.2, 2.1))
     (found,) = [c for c in changes(RESULTS, worse) if c.verdict != "within the spread"]
     assert (found.what, found.verdict, found.factor) == ("cold, 256", "worse", pytest.approx(2.1))

@@ -44,7 +44,9 @@ def test_everything_is_measured_and_drawn(tmp_path):
     speeds = {speed["what"] for speed in found["speeds"]}
     assert {"put", "write", "restore, warm", "mx.load, warm", "read, warm"} <= speeds
     assert {cost["n_blocks"] for cost in found["costs"]} == {100, 1000}
-    assert all(len(speed["seconds"]) == store.SAMPLES for speed in found["speeds"])
+    n_samples = {speed["what"]: len(speed["seconds"]) for speed in found["speeds"]}
+    assert n_samples["put"] == n_samples["write"] == store.SAMPLES
+    assert n_samples["restore, warm"] == n_samples["read, warm"] == store.READ_SAMPLES
     assert "mx.load, warm" in run.stdout
     assert drawing.read_bytes().startswith(b"\x89PNG")
 

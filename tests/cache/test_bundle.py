@@ -1,11 +1,12 @@
 """Any prefix as one file: an agent's first tokens or turns, or a prompt without a name."""
 
+import tarfile
 from dataclasses import replace
 
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.bundle import trimmed
+from keepwarm.cache.bundle import Manifest, _add, trimmed
 from keepwarm.cache.opened import Budgets, OpenedStore
 from keepwarm.cache.records import block_of, records_of
 from keepwarm.cache.shelf import Shelf
@@ -14,7 +15,7 @@ from keepwarm.kv.layout import probe
 from keepwarm.kv.slices import cut
 from keepwarm.prefix.blocks import block_key, chain, pack
 from keepwarm.prefix.fingerprint import FORMAT_VERSION
-from keepwarm.store.record import Part
+from keepwarm.store.record import Part, pieces
 from tests.cache.test_agents import IDENTITY, LIMITS, NAME, holds_tokens, turn
 from tests.kit.compare import assert_same
 from tests.kit.runs import cold, continue_from, prefill, prompt_of
@@ -162,26 +163,143 @@ def test_trimmed_rows_are_those_of_a_shorter_prompt(name, tiny_model):
             assert (left[tensor].words == rows[tensor].words[..., :n_left, :]).all()
 
 
-def test_an_imported_prefix_is_restored_to_its_last_token(tiny_model, tmp_path):
-    """S0-14: 300 of 600 tokens go to another store, and serve there as if computed."""
-    model = tiny_model("llama")
-    prompt = prompt_of(600, seed=3)
-    layout = probe(model, make_prompt_cache(model))
-    budgets = Budgets(min_free_disk_bytes=0)
-    home = OpenedStore(tmp_path / "home", budgets)
-    manager = home.manager(IDENTITY, layout)
-    manager.open(prompt).finish(prompt, prefill(model, make_prompt_cache(model), prompt))
-    home.saver.flush()
-    home.shelf.agents.advance("a", manager.namespace, prompt)
-    home.shelf.export_agent(home.shelf.find("a", 300), tmp_path / "a.kw")
+BUDGETS = Budgets(min_free_disk_bytes=0)
+PROMPT = prompt_of(600, seed=3)
+TURNS = (300, 600)
+
+
+@pytest.fixture
+def away(tmp_path):
+    store = OpenedStore(tmp_path / "away", BUDGETS)
+    yield store
+    store.close()
+
+
+def talk(store, manager, model):
+    """Two turns of an agent, each kept to its last token, as an engine does."""
+    caches = make_prompt_cache(model)
+    capture = manager.open(PROMPT)
+    for start, end in ((0, 256), (256, 300), (300, 512), (512, 600)):
+        caches = prefill(model, caches, PROMPT[start:end])
+        capture.capture(caches, end, checkpoint=end in TURNS)
+    store.saver.flush()
+    for end in TURNS:
+        store.shelf.agents.advance("a", manager.namespace, PROMPT[:end])
+
+
+def bundle_of(tmp_path, model, whose="", **wanted):
+    """What a store of its own exports of an agent."""
+    home, file = OpenedStore(tmp_path / "home", BUDGETS), tmp_path / "a.kw"
+    identity = replace(IDENTITY, salt=whose)
+    talk(home, home.manager(identity, probe(model, make_prompt_cache(model))), model)
+    home.shelf.export_agent(home.shelf.find("a", **wanted), file)
     home.close()
-    away = OpenedStore(tmp_path / "away", budgets)
-    away.shelf.import_agent(tmp_path / "a.kw", IDENTITY)
-    restored = away.manager(IDENTITY, layout).restore(prompt[:400])
-    assert restored.n_tokens == 300
-    run = continue_from(model, restored.caches, prompt[300:400], 3)
-    assert_same(cold(model, prompt[:400], 3), run)
-    away.close()
+    return file
+
+
+def assert_goes_on(manager, model, n_restored, n_prompt):
+    restored = manager.restore(PROMPT[:n_prompt])
+    assert restored.n_tokens == n_restored
+    run = continue_from(model, restored.caches, PROMPT[n_restored:n_prompt], 3)
+    assert_same(cold(model, PROMPT[:n_prompt], 3), run)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "mamba2"])
+@pytest.mark.parametrize(("wanted", "n_restored"), [({"turn": 1}, 300), ({"n_tokens": 400}, 400)])
+def test_an_imported_prefix_goes_on_there(name, wanted, n_restored, tiny_model, away, tmp_path):
+    """S0-14: to its last token; with states, which cannot be cut, from the last one before."""
+    model = tiny_model(name)
+    made = away.shelf.import_agent(bundle_of(tmp_path, model, **wanted), IDENTITY)
+    assert away.shelf.tokens_of(made) == PROMPT[: made.n_tokens]
+    manager = away.manager(IDENTITY, probe(model, make_prompt_cache(model)))
+    has_states = name in ("qwen3_next", "mamba2")
+    assert_goes_on(manager, model, 300 if has_states else n_restored, 500)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "mamba2"])
+def test_an_imported_agent_goes_on_and_back(name, tiny_model, away, tmp_path):
+    """Its last turn is restored, and the one before: the checkpoints of all turns went along."""
+    model = tiny_model(name)
+    away.shelf.import_agent(bundle_of(tmp_path, model), IDENTITY)
+    manager = away.manager(IDENTITY, probe(model, make_prompt_cache(model)))
+    more = [*PROMPT, 1, 2, 3]
+    assert manager.restore(more).n_tokens == 600
+    assert_goes_on(manager, model, 300 if name != "llama" else 309, 310)
+
+
+def test_a_prefix_of_states_alone_is_listed_and_travels(tiny_model, away, tmp_path):
+    """Blocks that hold nothing say their tokens, so that whoever looks finds the whole prompt."""
+    model = tiny_model("mamba2")
+    home, file = OpenedStore(tmp_path / "home", BUDGETS), tmp_path / "a.kw"
+    manager = home.manager(IDENTITY, probe(model, make_prompt_cache(model)))
+    manager.open(PROMPT).finish(PROMPT, prefill(model, make_prompt_cache(model), PROMPT))
+    home.saver.flush()
+    (prefix,) = home.shelf.prefixes()
+    assert prefix.n_tokens == len(PROMPT)
+    home.shelf.export_agent(prefix.id, file)
+    home.close()
+    assert away.shelf.tokens_of(away.shelf.import_agent(file, IDENTITY)) == PROMPT
+    manager = away.manager(IDENTITY, probe(model, make_prompt_cache(model)))
+    assert manager.restore([*PROMPT, 1]).n_tokens == len(PROMPT)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("k-ada", "k-bob"), ("k-ada", ""), ("", "k-bob")])
+def test_a_bundle_becomes_that_of_whoever_takes_it_in(theirs, ours, tiny_model, away, tmp_path):
+    """Under its own key an importer finds every block, and under the exporter's nobody does."""
+    model = tiny_model("llama")
+    file = bundle_of(tmp_path, model, theirs)
+    assert not theirs or theirs.encode() not in file.read_bytes()
+    mine = replace(IDENTITY, salt=ours)
+    layout = probe(model, make_prompt_cache(model))
+    away.shelf.import_agent(file, mine)
+    assert_goes_on(away.manager(mine, layout), model, 599, 600)
+    assert away.manager(replace(IDENTITY, salt=theirs), layout).plan(PROMPT).n_tokens == 0
+
+
+def blocks_of(shelf, name):
+    """Blocks of 300 tokens, put under the names of one key."""
+    made = [record(ref, namespace=name) for ref in chain(name, tokens_of(300))]
+    for one in made:
+        shelf.disk.put(one)
+    return made
+
+
+def test_where_quantisation_starts_is_nobodys_name(shelf, other, tmp_path):
+    late = replace(IDENTITY, salt="ada from 500")
+    name = shelf.register(late)
+    blocks_of(shelf, name)
+    shelf.agents.advance("a", name, tokens_of(300))
+    shelf.export_agent("a", tmp_path / "a.kw")
+    for refused in ("", "ada", "bob from 600"):
+        with pytest.raises(BadCacheFile, match="quantized_kv_start differ"):
+            other.import_agent(tmp_path / "a.kw", replace(IDENTITY, salt=refused))
+    made = other.import_agent(tmp_path / "a.kw", replace(IDENTITY, salt="bob from 500"))
+    assert other.tokens_of(made) == tokens_of(300)
+
+
+def forged(file, said, records):
+    """A bundle by somebody who knows the format and tells lies."""
+    keys = tuple(one.header.key.hex() for one in records)
+    with tarfile.open(file, "w") as archive:
+        _add(archive, "manifest.json", [replace(said, blocks=keys).to_json()])
+        for one in records:
+            _add(archive, f"{one.header.key.hex()}.d.safetensors", pieces(one))
+
+
+def test_nobody_brings_blocks_under_anothers_names(shelf, other, tmp_path):
+    """A bundle that says it is of one key and holds blocks of another's."""
+    records = blocks_of(shelf, shelf.register(replace(IDENTITY, salt="victim")))
+    forged(tmp_path / "a.kw", Manifest(IDENTITY, pack(tokens_of(300)), ()), records)
+    with pytest.raises(BadCacheFile, match="does not follow"):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
+    assert not list(other.disk.walk())
+
+
+def test_a_bundle_whose_tokens_are_others_is_refused(shelf, other, tmp_path):
+    wrong = Manifest(IDENTITY, pack(tokens_of(300, seed=1)), ())
+    forged(tmp_path / "a.kw", wrong, blocks_of(shelf, NAME))
+    with pytest.raises(BadCacheFile, match="not those of its tokens"):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
 
 
 def test_what_has_no_rows_is_not_cut(shelf, tmp_path):

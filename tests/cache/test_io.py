@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from keepwarm.cache.io import Reader, Writer
+from keepwarm.cache.io import MemoryOnly, Reader, Writer
 from keepwarm.cache.plan import Read
 from keepwarm.cache.policy import Policy
 from keepwarm.errors import CorruptBlock
@@ -61,6 +61,23 @@ def test_a_record_is_findable_before_it_is_on_disk(disk, records):
     assert key in disk.have([key])
     assert not writer.queued.have([key])
     writer.close()
+
+
+def test_what_lasts_is_known_from_the_moment_it_is_put(disk, records):
+    """What is in memory alone does not last."""
+    gated, memory = Gated(disk), MemoryTier(64 * MIB)
+    writer = Writer(memory, gated, 64 * MIB)
+    keys = [record.header.key for record in records[:2]]
+    writer.put(records[0], Policy.READ_WRITE)
+    writer.put(records[1], Policy.EPHEMERAL)
+    assert memory.have(keys).keys() == set(keys)
+    assert writer.kept(keys).keys() == {keys[0]}
+    gated.gate.set()
+    writer.flush()
+    assert writer.kept(keys).keys() == {keys[0]}
+    assert MemoryOnly(memory).kept(keys).keys() == set(keys)
+    writer.close()
+    memory.close()
 
 
 def test_the_same_record_is_written_once(disk, records):

@@ -63,7 +63,7 @@ def reference(tiny_model):
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_an_identical_request_reuses_all_but_its_last_token(name, tier, tiny_model, reference):
-    """The second request of the same prompt feeds one token (checkpoint at prompt[:-1])."""
+    """S0-76: for every cache class the same prompt again feeds one token (a checkpoint there)."""
     model = tiny_model(name)
     kept = manager(model, tier)
     compute(model, kept, PROMPT, kept.restore(PROMPT), checkpoints=[len(PROMPT) - 1])
@@ -77,7 +77,7 @@ def test_an_identical_request_reuses_all_but_its_last_token(name, tier, tiny_mod
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_a_sibling_reuses_the_shared_part_to_the_token(name, tier, tiny_model, reference):
-    """Two prompts that share 600 tokens; state layers go back to their last checkpoint."""
+    """S0-26, D4: two prompts share 600 tokens; state layers go back to their last checkpoint."""
     model = tiny_model(name)
     kept = manager(model, tier)
     compute(model, kept, PROMPT, kept.restore(PROMPT), checkpoints=[555])
@@ -90,6 +90,7 @@ def test_a_sibling_reuses_the_shared_part_to_the_token(name, tier, tiny_model, r
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
 def test_a_growing_conversation_recomputes_only_what_is_new(name, tier, tiny_model, reference):
+    """D2: the open block is kept too, so each turn goes on from the token where the last ended."""
     model = tiny_model(name)
     kept = manager(model, tier)
     tokens = []

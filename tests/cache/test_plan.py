@@ -105,6 +105,22 @@ def test_window_rows_are_read_within_the_window_only():
     assert [read.number for read in found.reads if read.part is W] == [3]
 
 
+def test_window_rows_here_and_there():
+    """A disk has them only before places that were kept: the last of these is the point."""
+    held = [known(D, W), known(D, W), known(D), known(D)]
+    found = longest(WIDE, forest(held, WIDE, [Child(key(1), 50)], more={key(1): known(D, W)}), 1100)
+    assert found.n_tokens == 512
+    assert [read.number for read in found.reads if read.part is W] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "blocks_of"), [(1000, [2, 3]), (1024, [2, 3]), (812, [2, 3]), (811, [1, 2, 3])]
+)
+def test_the_blocks_of_a_window(n_tokens, blocks_of):
+    assert list(WIDE.windowed(n_tokens)) == blocks_of
+    assert list(DELTA.windowed(n_tokens)) == []
+
+
 def test_a_window_alone_needs_no_older_block():
     held = [None, None, None, known(W)]
     found = longest(ONLY_WINDOW, forest(held, ONLY_WINDOW), 1024)

@@ -16,7 +16,7 @@ import pytest
 from keepwarm.cli.chat import Conversation, _read
 from keepwarm.cli.options import question, running
 from keepwarm.config import Settings
-from keepwarm.engine.prompt import tokenize
+from keepwarm.engine.request import Request
 from tests.cli import environment, keepwarm, write_endless
 from tests.kit.checkpoints import write_checkpoint
 
@@ -225,9 +225,8 @@ def test_clear_keeps_the_system_prompt_warm(conversation):
     conversation.clear()
     assert [message["role"] for message in conversation.messages] == ["system"]
     again = _read(conversation.ask("a fox"), interrupt_after(3))
-    tokenizer = conversation._engine.model.tokenizer
-    opening = tokenize(tokenizer, conversation.messages, add_generation_prompt=False)
-    assert again.receipt.cached_tokens >= len(opening)
+    opening = conversation._engine.prepare(Request(messages=conversation.messages)).rendering
+    assert again.receipt.cached_tokens >= opening.end_of(0) > 0
 
 
 FAILING = """

@@ -10,8 +10,8 @@ import pytest
 from keepwarm.cli.options import shown
 from keepwarm.config import Settings
 from keepwarm.engine.model import load
-from keepwarm.engine.prompt import tokenize
-from keepwarm.engine.request import Delta, Finished
+from keepwarm.engine.prompt import Prompter
+from keepwarm.engine.request import Delta, Finished, Request
 from keepwarm.engine.store import Store
 from tests.cli import command, environment, keepwarm, write_endless
 from tests.kit.checkpoints import CHATML, EOS, make_tokenizer, write_checkpoint
@@ -48,7 +48,7 @@ def ask(checkpoint, tmp_path):
 def expected(checkpoint, messages, n):
     """The greedy answer, by a plain loop over the model."""
     model = load(str(checkpoint))
-    tokens = tokenize(model.tokenizer, messages)
+    tokens = Prompter(model.tokenizer).render(Request(messages=messages)).tokens
     text = model.tokenizer.decode(cold(model.module, tokens, n).tokens)
     return text.split(EOS)[0], len(tokens)
 

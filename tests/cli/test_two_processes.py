@@ -62,7 +62,8 @@ def test_the_default_model(tmp_path):
 def test_prompts_that_share_628_tokens(tmp_path):
     """To the token: 256-token blocks do not round what is reused."""
     from keepwarm.engine.model import load
-    from keepwarm.engine.prompt import common_prefix, tokenize
+    from keepwarm.engine.prompt import Prompter, common_prefix
+    from keepwarm.engine.request import Request
 
     model = write_checkpoint(tmp_path / "model", n_context=4096)
     shared = prompt_of_words(150)
@@ -70,9 +71,9 @@ def test_prompts_that_share_628_tokens(tmp_path):
         f"{shared} first {prompt_of_words(20, 1)}",
         f"{shared} second {prompt_of_words(25, 2)}",
     ]
-    tokenizer = load(str(model)).tokenizer
-    first, second = (tokenize(tokenizer, [{"role": "user", "content": p}]) for p in prompts)
-    n_shared = common_prefix(first, second)
+    prompter = Prompter(load(str(model)).tokenizer)
+    asked = [Request(messages=[{"role": "user", "content": p}]) for p in prompts]
+    n_shared = common_prefix(*(prompter.render(request).tokens for request in asked))
     assert n_shared % 256
     assert n_shared > 512
     run(tmp_path, model, prompts[0])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
+from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -10,10 +13,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm import kv
 from keepwarm.engine.batch import Batch, Row
-from keepwarm.engine.request import Sampling
+from keepwarm.engine.request import Delta, Sampling
 from keepwarm.engine.sampling import Chooser
+from tests.kit.engines import ask, engine_on
 from tests.kit.models import ARCHITECTURES
-from tests.kit.runs import cold, continue_from, prefill, prompt_of
+from tests.kit.runs import FedCounter, cold, continue_from, prefill, prompt_of
 
 BATCHED = [name for name in ARCHITECTURES if name not in ("llama4", "deepseek_v41")]
 VOCABULARY = 128
@@ -32,9 +36,14 @@ def join(batch: Batch, module, prompt, **wishes) -> Row:
     return row
 
 
-def step(batch: Batch) -> None:
-    for row, token in batch.feed():
+def feed(batch: Batch) -> None:
+    batch.feed()
+    for row, token in batch.give():
         row.fed(token)
+
+
+def step(batch: Batch) -> None:
+    feed(batch)
     assert not batch.choose()
 
 
@@ -101,8 +110,7 @@ def test_rows_between_feed_and_choose(tiny_model):
     batch: Batch[Row] = Batch(module)
     prompts = [prompt_of(12), prompt_of(20, 1), prompt_of(7, 2)]
     rows = [join(batch, module, prompt) for prompt in prompts]
-    for row, token in batch.feed():
-        row.fed(token)
+    feed(batch)
     (caches,) = batch.leave([rows[1]])
     assert continue_from(module, caches, [5], 2).tokens
     batch.choose()
@@ -125,8 +133,7 @@ def test_a_batch_that_is_given_up_tells_what_was_chosen(tiny_model, fed):
         step(whole)
     step(batch)
     if fed:
-        for other, token in batch.feed():
-            other.fed(token)
+        feed(batch)
     assert batch.disband() == [row]
     assert (row.pending is None) == fed
     caches = prefill(module, make_prompt_cache(module), row.tokens[:-1])
@@ -155,11 +162,33 @@ def test_a_row_whose_rules_fail_is_named(tiny_model):
     row = join(batch, module, prompt)
     bad = join(batch, module, prompt_of(9, 1))
     bad.chooser = Stuck(Sampling(), VOCABULARY)
-    for some, token in batch.feed():
-        some.fed(token)
+    feed(batch)
     failed = batch.choose()
     assert list(failed) == [bad]
     batch.leave([bad])
     for _ in range(3):
         step(batch)
     assert said(row, prompt) == cold(module, prompt, 4).tokens
+
+
+class Slow(FedCounter):
+    """A model that, asked for a step after the prompt, waits until somebody has seen a token."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.seen = threading.Event()
+
+    def __call__(self, inputs: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        if inputs.shape[1] == 1 and (1, 20) in self.shapes:
+            assert self.seen.wait(10)
+        return super().__call__(inputs, *args, **kwargs)
+
+
+def test_a_first_token_does_not_wait_for_the_second(models, tmp_path):
+    model = models.of("llama")
+    model = replace(model, module=Slow(model.module.model))
+    with engine_on(model, tmp_path) as engine:
+        for event in engine.submit(ask(prompt_of(20))):
+            if isinstance(event, Delta):
+                model.module.seen.set()
+    assert model.module.seen.is_set()

@@ -180,7 +180,8 @@ def test_the_queue_is_bounded(models, tmp_path):
 
 
 def test_what_can_never_fit_is_refused_and_what_fits_later_waits(models, tmp_path):
-    """Admission by bytes: a row of llama takes 1,024 bytes a token here, in steps of 256."""
+    """S4-32: the budget that an engine is made with holds: a row of llama takes 1,024 bytes a
+    token here, in steps of 256."""
     budget = memory(batch_bytes=5 << 20)
     with engine_on(models.of("llama"), tmp_path, memory=budget) as engine:
         with pytest.raises(NotEnough):

@@ -177,8 +177,9 @@ def test_neighbours_that_join_and_leave(models, tmp_path, architecture):
     ],
 )
 def test_caches_of_another_choice(models, tmp_path, architecture, options):
-    """S4-04, S4-05: a talk with quantised or bounded caches, over a restart and beside others, is
-    what it is without store and neighbours. That is compared, for a cold run rounds otherwise."""
+    """S0-66, S4-04, S4-05: a talk with quantised or bounded caches, over a restart and beside
+    others, is what it is without store and neighbours. That is compared, for a cold run rounds
+    otherwise."""
     model = models.of(architecture)
     said: list[list[int]] = []
     for policy in (Policy.NO_STORE, Policy.READ_WRITE):

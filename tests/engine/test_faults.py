@@ -15,7 +15,8 @@ from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.model import Model
 from keepwarm.engine.prepare import Prepared
-from keepwarm.engine.request import Request, Result, Started
+from keepwarm.engine.request import Delta, Request, Result, Started
+from keepwarm.engine.sampling import Chooser
 from keepwarm.errors import KeepwarmError
 from tests.kit.engines import Exam, Models, ask, engine_on, held, tokens_of
 from tests.kit.runs import FedCounter, prompt_of
@@ -80,6 +81,18 @@ class StuckRule:
         return mx.ones((128,), dtype=mx.bool_)
 
     def advance(self, token: int) -> None:
+        return
+
+
+class Keyless(Chooser):
+    """Has nothing to draw with."""
+
+    @property
+    def key(self) -> Any:
+        raise RuntimeError("no key")
+
+    @key.setter
+    def key(self, key: Any) -> None:
         return
 
 
@@ -260,10 +273,33 @@ def test_choosing(model_of, models, tmp_path, architecture):
     exam.check()
 
 
+def test_drawing(model_of, tmp_path):
+    """A draw that fails takes the whole batch along; what the others had drawn is drawn again."""
+    drawn = ask(unmarked(25, seed=30), 200, temperature=1.0, seed=5)
+    broken = ask(unmarked(30, seed=31), 200, temperature=1.0)
+    with engine_on(model_of("llama"), tmp_path) as engine:
+        calm = engine.submit(drawn).result()
+        with held(engine):
+            again, faulty = engine.submit(drawn), engine.submit(broken)
+        assert any(isinstance(event, Delta) for event in faulty)
+
+        def break_it() -> None:
+            others, last = engine._scheduler.rows
+            assert others.job.answer is again
+            last.chooser = Keyless(broken.sampling, 128)
+
+        engine.call(break_it).result()
+        assert "no key" in error_of(faulty)
+        assert tokens_of(again.result().choices[0]) == tokens_of(calm.choices[0])
+        assert engine.stats().counters["rebuilt_batches"] > 0
+
+
 # -- what the cache does wrong costs no answer ----------------------------------------------------
 
 
 class BrokenReader:
+    staging = None
+
     def read(self, reads: Any, use: Any) -> Any:
         raise ValueError("cannot broadcast")
 
@@ -331,7 +367,7 @@ def test_the_loop_outlives_a_failing_scheduler(model_of, models, tmp_path):
         assert isinstance(next(running), Started)
 
         def break_it() -> None:
-            engine._scheduler.reading = None
+            engine._scheduler.waiting = None
 
         engine.call(break_it).result()
         assert "others go on" in error_of(running)

@@ -41,7 +41,7 @@ def path(tmp_path):
 
 
 def test_differences_go_to_their_minute_and_day(path):
-    """S0-75: hit rate over time, today and in all."""
+    """S0-56, S0-75: hit rate over time, today and in all."""
     clock = Clock()
     history = History(path, clock)
     history.observe(stats(live=10, prefilled=5, saved_ms=100.4))
@@ -63,6 +63,7 @@ def test_differences_go_to_their_minute_and_day(path):
 
 
 def test_today_survives_a_restart(path):
+    """S0-56: what was noted is on file."""
     clock = Clock()
     first = History(path, clock)
     first.observe(stats(live=10))

@@ -239,7 +239,7 @@ def test_an_abandoned_answer_releases(before):
 
 @pytest.mark.parametrize("order", [(SMALL, LARGE), (LARGE, SMALL)])
 def test_two_engines_with_different_settings_do_not_race(before, order, caplog):
-    """S4-24: whoever comes first, the larger holds while it is active, and somebody is told."""
+    """S4-24, D6: whoever comes first, the larger holds while it is active, and somebody is told."""
     scopes = MemoryScopes()
     with caplog.at_level(logging.WARNING), scopes.join(order[0]), scopes.join(order[1]):
         assert "different memory settings" in caplog.text

@@ -19,15 +19,11 @@ class Read:
         self.places: list[tuple[int, bool]] = []
         caches = make_prompt_cache(module)
         self.tokens = prompt_of(n_tokens)
-        self.prefill = Prefill(
-            self.counter, self.tokens, caches, n_done, keep=self._keep, **options
-        )
+        self.prefill = Prefill(self.counter, self.tokens, caches, n_done, **options)
         self.logits = None
         while self.logits is None:
             self.logits = self.prefill.feed(at_most)
-
-    def _keep(self, checkpoint: bool) -> None:
-        self.places.append((self.prefill.n_done, checkpoint))
+            self.places.append((self.prefill.n_done, self.prefill.at_cut))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -72,19 +68,18 @@ def test_cuts_are_no_concern_of_rows(tiny_model):
 def test_a_cut_that_is_asked_for_on_the_way(tiny_model):
     """Somebody waits for the first 40: the slice ends there, and the place is kept."""
     module = tiny_model("llama")
-    places = []
-    tokens = prompt_of(100)
-    prefill = Prefill(module, tokens, make_prompt_cache(module), 0, keep=places.append)
+    prefill = Prefill(module, prompt_of(100), make_prompt_cache(module), 0)
     prefill.feed(20)
+    assert not prefill.at_cut
     prefill.cut_at(40)
     prefill.cut_at(10)  # that is behind it already
     prefill.feed(100)
-    assert (prefill.n_done, places) == (40, [False, True])
+    assert (prefill.n_done, prefill.at_cut) == (40, True)
     assert prefill.feed(100) is not None
 
 
 def test_a_slice_takes_the_time_that_running_answers_can_bear():
-    pace = Pace(max_slice=512)
+    pace = Pace(max_slice=512, patience=5)
     for _ in range(20):
         pace.saw_slice(100, 1.0)  # 10 ms a token
         pace.saw_step(0.04)

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from keepwarm.engine.prompt import TOOLS, Prompter, common_prefix, render, tokenize
+from keepwarm.engine.prompt import TOOLS, Prompter, common_prefix
 from keepwarm.engine.request import Mark, Request
+from keepwarm.engine.splice import encode
+from keepwarm.engine.template import write
 from keepwarm.engine.tools import offer, tool_format
 from keepwarm.errors import BadInput
 from tests.kit.checkpoints import CHATML, EOS, write_checkpoint
@@ -35,6 +37,15 @@ def with_template(tmp_path):
     return make
 
 
+def render(tokenizer, messages, **wishes):
+    return Prompter(tokenizer).render(Request(messages=messages, **wishes))
+
+
+def plainly(tokenizer, messages, add_generation_prompt=False):
+    """The tokens of a conversation as the template writes it, all of it tokenised at once."""
+    return encode(tokenizer, write(tokenizer, messages, None, add_generation_prompt))
+
+
 def test_the_model_template_renders_the_messages(with_template):
     tokenizer = with_template(CHATML)
     text = tokenizer.decode(render(tokenizer, TALK[:2]).tokens)
@@ -43,7 +54,7 @@ def test_the_model_template_renders_the_messages(with_template):
         "<|im_start|>user\nWhat is the quick brown fox?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    closed = tokenizer.decode(render(tokenizer, TALK[:2], add_generation_prompt=False).tokens)
+    closed = tokenizer.decode(plainly(tokenizer, TALK[:2]))
     assert text == closed + "<|im_start|>assistant\n"
 
 
@@ -57,7 +68,7 @@ def test_tokens_are_plain_ints_of_the_whole_text(with_template):
 def test_cuts_stand_at_the_end_of_each_message(with_template):
     tokenizer = with_template(CHATML)
     prompt = render(tokenizer, TALK)
-    parts = [tokenize(tokenizer, TALK[:n], add_generation_prompt=False) for n in (1, 2, 3, 4)]
+    parts = [plainly(tokenizer, TALK[:n]) for n in (1, 2, 3, 4)]
     assert prompt.cuts == [len(part) for part in parts]
     assert all(prompt.tokens[:cut] == part for cut, part in zip(prompt.cuts, parts, strict=True))
 
@@ -83,14 +94,15 @@ talks = st.lists(
 def test_a_cut_is_the_common_token_prefix(with_template, template):
     """Whatever is said, special tokens included: the quick way gives what the plain one gives."""
     tokenizer = with_template(template)
+    prompter = Prompter(tokenizer)
 
     @settings(deadline=None, derandomize=True, database=None)
     @given(messages=talks)
     def check(messages):
-        prompt = render(tokenizer, messages)
-        ends = range(1, len(messages) + 1)
-        parts = [tokenize(tokenizer, messages[:n], add_generation_prompt=False) for n in ends]
-        assert prompt.tokens == tokenize(tokenizer, messages)
+        prompt = prompter.render(Request(messages=messages))
+        talks = [prompter.template.conform(messages[: n + 1]) for n in range(len(messages))]
+        parts = [plainly(tokenizer, talk) for talk in talks]
+        assert prompt.tokens == plainly(tokenizer, talks[-1], add_generation_prompt=True)
         assert prompt.cuts == sorted({common_prefix(prompt.tokens, part) for part in parts} - {0})
 
     check()
@@ -108,7 +120,7 @@ def test_a_cut_moves_back_where_tokens_merge_across_messages(with_template):
     tokenizer = with_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     messages = [{"role": "user", "content": "while th"}, {"role": "user", "content": "e"}]
     prompt = render(tokenizer, messages)
-    part = tokenize(tokenizer, messages[:1], add_generation_prompt=False)
+    part = plainly(tokenizer, messages[:1])
     assert prompt.tokens == tokenizer.encode("while the", add_special_tokens=False)
     assert prompt.tokens[: len(part)] != part
     assert prompt.cuts == [common_prefix(prompt.tokens, part), len(prompt.tokens)]
@@ -119,7 +131,7 @@ def test_a_template_that_rewrites_earlier_turns_cuts_before_them(with_template):
     shown = "{{ m['content'] if loop.last or m['role'] != 'assistant' else '(gone)' }}"
     tokenizer = with_template("{% for m in messages %}|" + shown + "{% endfor %}")
     prompt = render(tokenizer, TALK)
-    answered = tokenize(tokenizer, TALK[:3], add_generation_prompt=False)
+    answered = plainly(tokenizer, TALK[:3])
     assert prompt.cuts[1] <= prompt.cuts[2] < len(answered)
 
 
@@ -188,8 +200,8 @@ class Counting:
 
 def test_a_request_renders_as_its_messages_do(with_template):
     tokenizer = with_template(CHATML)
-    rendering = Prompter(tokenizer).render(Request(messages=TALK))
-    assert (rendering.tokens, rendering.cuts) == render(tokenizer, TALK)
+    rendering = render(tokenizer, TALK)
+    assert rendering.tokens == plainly(tokenizer, TALK, add_generation_prompt=True)
     assert rendering.text == tokenizer.decode(rendering.tokens)
     assert rendering.spliced == 0
     assert rendering.generation_prompt == "<|im_start|>assistant\n"
@@ -199,9 +211,7 @@ def test_every_message_says_where_it_ends(with_template):
     tokenizer = with_template(CHATML)
     rendering = Prompter(tokenizer).render(Request(messages=TALK))
     ends = [rendering.end_of(message) for message in range(len(TALK))]
-    assert ends == [
-        len(tokenize(tokenizer, TALK[: n + 1], add_generation_prompt=False)) for n in range(4)
-    ]
+    assert ends == [len(plainly(tokenizer, TALK[: n + 1])) for n in range(4)]
     for message, end in enumerate(ends):
         assert rendering.message_at(end - 1) == message
     assert rendering.message_at(0) == 0
@@ -256,7 +266,9 @@ def test_tools_that_the_template_does_not_show_stand_in_the_messages(with_templa
     rendering = prompter.render(request)
     assert "search" in rendering.text
     assert rendering.cuts[0] == rendering.end_of(0)
-    assert prompter.render(Request(messages=TALK)).tokens == tokenize(tokenizer, TALK)
+    assert prompter.render(Request(messages=TALK)).tokens == plainly(
+        tokenizer, TALK, add_generation_prompt=True
+    )
 
 
 def test_thinking_and_options_reach_the_template(with_template):
@@ -345,9 +357,7 @@ def test_without_special_tokens_a_long_conversation_has_fewer_cuts(with_template
     rendering = prompter.render(Request(messages=LONG))
     assert rendering.cuts[-1] == len(rendering.tokens)
     assert tokenizer.n_characters < 2 * len(rendering.text)
-    assert rendering.end_of(100) == len(
-        tokenize(tokenizer, LONG[:101], add_generation_prompt=False)
-    )
+    assert rendering.end_of(100) == len(plainly(tokenizer, LONG[:101]))
 
 
 @settings(derandomize=True, database=None)

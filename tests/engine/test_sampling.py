@@ -101,7 +101,13 @@ samplings = st.builds(
 
 
 def tokens_of(chooser, rows):
-    return [sample([chooser], row[None]).item() for row in rows]
+    return [chosen(chooser, row) for row in rows]
+
+
+def chosen(chooser, row):
+    token = sample([chooser], row[None]).item()
+    chooser.accept(token)
+    return token
 
 
 @quick
@@ -119,6 +125,7 @@ def test_neighbours_never_change_a_rows_tokens(neighbours, place, seed):
         rows = mx.random.normal((len(batch), N_VOCAB), key=mx.random.key(1))
         rows[here] = row
         among.append(sample(batch, rows)[here].item())
+        me.accept(among[-1])
         others = others[1:]
     assert among == alone
 
@@ -168,9 +175,22 @@ def test_the_coldest_draw_in_half_precision_is_the_best_token():
 
 def test_without_a_seed_every_sequence_draws_its_own():
     flat = mx.zeros((8, 4096))
-    assert len(set(sample([Chooser(Sampling(temperature=1.0), 4096)] * 8, flat).tolist())) > 1
+    assert len(set(tokens_of(Chooser(Sampling(temperature=1.0), 4096), flat))) > 1
     fresh = [Chooser(Sampling(temperature=1.0), 4096) for _ in range(8)]
     assert len(set(sample(fresh, flat).tolist())) > 1
+
+
+def test_a_draw_that_is_made_again_is_the_same_draw():
+    """What was drawn and lost, because something else failed, costs nobody a key."""
+    sampling, flat = Sampling(temperature=1.0, seed=7), mx.zeros((6, 4096))
+    calm, shaken = tokens_of(Chooser(sampling, 4096), flat), []
+    chooser = Chooser(sampling, 4096)
+    for row in flat:
+        lost = [sample([chooser], row[None]).item() for _ in range(2)]
+        shaken.append(chosen(chooser, row))
+        assert set(lost) == {shaken[-1]}
+    assert shaken == calm
+    assert len(set(calm)) > 1
 
 
 def test_the_answers_of_one_request_differ_and_repeat():

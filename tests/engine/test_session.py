@@ -140,7 +140,7 @@ def test_an_abandoned_stream_frees_the_session(engine):
 
 
 def test_a_conversation_goes_on_after_a_restart(counted, tmp_path):
-    """S0-01, S0-24: messages are the caller's to keep, what they cost is ours."""
+    """S0-01, S0-24, S2-24: messages are the caller's to keep, what they cost is ours."""
     with engine_on(counted, tmp_path) as engine:
         session = Session(engine, system=SYSTEM, id="ada")
         session.respond("What is a fox?")

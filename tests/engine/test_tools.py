@@ -3,12 +3,14 @@
 import json
 import pkgutil
 import re
+from functools import partial
 from pathlib import Path
 
 import mlx_lm.tool_parsers
 import pytest
 
-from keepwarm.engine.prompt import tokenize
+from keepwarm.engine.prompt import Prompter
+from keepwarm.engine.request import Request
 from keepwarm.engine.segments import AnswerReader, Markup, Text
 from keepwarm.engine.tools import (
     BLOCK,
@@ -84,11 +86,13 @@ def test_reordered_tools_give_the_same_prompt(tmp_path):
     for template in (CHATML, WITH_TOOLS):
         tokenizer = make(tmp_path, template=template, parser="json_tools")
         own = tool_format(tokenizer)
+        prompter = Prompter(tokenizer, offer=partial(offer, own))
         prompts = [
-            tokenize(tokenizer, *offer(own, TALK[:2], tools))
+            prompter.render(Request(messages=TALK[:2], tools=tools))
             for tools in ([WEATHER, CLOCK], [CLOCK, WEATHER])
         ]
-        assert prompts[0] == prompts[1]
+        assert prompts[0].tokens == prompts[1].tokens
+        assert "get_weather" in prompts[0].text
 
 
 @pytest.mark.parametrize("tool", [{}, {"function": {}}, {"function": "f"}, {"type": "web_search"}])
@@ -104,9 +108,9 @@ def test_parameters_that_are_no_schema_are_refused():
 
 def test_our_block_reaches_a_template_without_tools(tmp_path):
     tokenizer = make(tmp_path, template=CHATML)
-    messages, tools = offer(OURS, TALK, [WEATHER, CLOCK])
-    assert tools is None
-    text = tokenizer.decode(tokenize(tokenizer, messages))
+    assert offer(OURS, TALK, [WEATHER, CLOCK]).tools is None
+    prompter = Prompter(tokenizer, offer=partial(offer, OURS))
+    text = prompter.render(Request(messages=TALK, tools=[WEATHER, CLOCK])).text
     assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
     assert json.dumps(canonical_tools([WEATHER])[0]) in text
     results = (
@@ -156,9 +160,9 @@ def test_templates_get_arguments_as_objects(tmp_path):
     template += "{% for k in c.function.arguments %}{{ k }};{% endfor %}{% endfor %}{% endfor %}"
     tokenizer = make(tmp_path, template=template)
     own = tool_format(make(tmp_path / "own", parser="json_tools"))
-    messages, tools = offer(own, TALK, [])
-    assert tools is None
-    assert tokenizer.decode(tokenize(tokenizer, messages)) == "city;days;"
+    assert offer(own, TALK, []).tools is None
+    prompter = Prompter(tokenizer, offer=partial(offer, own))
+    assert prompter.render(Request(messages=TALK)).text == "city;days;"
     broken = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
     assert offer(own, [broken], []).messages == [broken]
 

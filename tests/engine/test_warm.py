@@ -138,12 +138,13 @@ def test_another_models_agents_are_left_alone(models, tmp_path):
         assert Warmer(engine).run() == []
 
 
-def test_a_model_of_states_alone_is_left_to_its_requests(models, tmp_path):
-    """Its checkpoints lie far apart and say nothing of the tokens between them."""
+def test_a_model_of_states_alone_is_warmed_too(models, tmp_path):
+    """Its checkpoints lie far apart, and the blocks between them say their tokens."""
     said = fill(models, tmp_path, ["ada"], "mamba2")
     with engine_on(models.of("mamba2"), tmp_path) as engine:
-        assert Warmer(engine).run() == []
-        assert goes_on(engine, said["ada"]) == {"disk": len(said["ada"])}
+        (warmed,) = Warmer(engine).run()
+        assert (warmed.agent, warmed.n_tokens) == ("ada", len(said["ada"]))
+        assert goes_on(engine, said["ada"]) == {"live": len(said["ada"])}
 
 
 def test_what_is_torn_is_not_warmed(models, tmp_path):

@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.request import Format, Request, Tool, ToolChoice
 from keepwarm.engine.segments import Markup
 from keepwarm.engine.tool_grammar import call_grammar
-from keepwarm.server.host import EngineHost
+from keepwarm.server.host import EngineHost, Noted
 from tests.kit.checkpoints import SPECIALS, make_tokenizer, write_checkpoint
 
 N_CONTEXT = 131_072
@@ -102,7 +101,7 @@ class Leading(EngineHost):
         self.asked: list[Asked] = []
         self._calls = calls
 
-    async def submit(self, request: Request) -> Answer:
+    async def submit(self, request: Request) -> Noted:
         prepared = self.engine.prepare(request)
         self.asked.append(Asked(request, prepared.rendering.text, len(prepared.tokens)))
         return await super().submit(self._led(request))

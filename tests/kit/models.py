@@ -197,14 +197,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(name: str) -> Model:
-    """A new tiny model of this architecture; two calls give equal weights."""
-    return ARCHITECTURES[name]()
+def tiny(name: str, **changes: Any) -> Model:
+    """A new tiny model of this architecture, or nearly; two calls give equal weights."""
+    return ARCHITECTURES[name](**changes)
 
 
-def _build(name: str) -> Model:
+def _build(name: str, **changes: Any) -> Model:
     arch = importlib.import_module(f"mlx_lm.models.{name}")
-    config = {"model_type": name, **COMMON, **CONFIGS[name]}
+    config = {"model_type": name, **COMMON, **CONFIGS[name], **changes}
     if name == "llama4":
         config = {"model_type": name, "text_config": config}
     model: Model = arch.Model(arch.ModelArgs.from_dict(config))
@@ -234,4 +234,4 @@ def _random(path: str, shape: tuple[int, ...], key: mx.array) -> mx.array:
     return noise * (GAIN / math.sqrt(shape[-1]))
 
 
-ARCHITECTURES: dict[str, Callable[[], Model]] = {name: partial(_build, name) for name in CONFIGS}
+ARCHITECTURES: dict[str, Callable[..., Model]] = {name: partial(_build, name) for name in CONFIGS}

@@ -106,7 +106,7 @@ def test_dynamic_roll_refuses_shifts_that_do_not_fit():
 
 
 def test_batch_cache_with_left_padding():
-    """S3-12, S3-13, S3-14, S3-21, S3-22, S3-46: the source's prompts of 3, 1 and 4 tokens."""
+    """S3-12, S3-13, S3-14, S3-21, S3-22, S3-46, S3-64: prompts of 3, 1 and 4 tokens."""
     batch = empty_batch([KVCache()], 3)
     prepare(batch, Left((1, 3, 0)))
     (cache,) = batch
@@ -125,7 +125,7 @@ def test_batch_cache_with_left_padding():
 
 
 def test_batch_cache_prepare_finalize():
-    """S3-15, S3-22: right padding [0, 1, 2] becomes left padding; what came before stays put."""
+    """S3-15, S3-22, S3-64: right padding [0, 1, 2] becomes left; what came before stays put."""
     batch = merge([[kv(1)], [kv(2)], [kv(3)]])
     prepare(batch, Right((3, 2, 1)))
     (cache,) = batch
@@ -140,7 +140,7 @@ def test_batch_cache_prepare_finalize():
 
 
 def test_batch_cache_filter():
-    """S3-16, S3-22: rows leave and change places; padding that all have in common goes too."""
+    """S3-16, S3-22, S3-64: rows leave and change places; padding that all have goes too."""
     batch = merge([[kv(1, 2)], [kv(3, 4, 5, 6)], [kv(7, 8, 9)]])
     assert batch[0].size() == 4
     filter_rows(batch, [2, 0])
@@ -153,7 +153,7 @@ def test_batch_cache_filter():
 
 
 def test_batch_cache_extend():
-    """S3-17: two batches of different lengths end at one place and go on together."""
+    """S3-17, S3-64: two batches of different lengths end at one place and go on together."""
     batch, other = merge([[kv(1, 2)], [kv(3)]]), merge([[kv(4, 5, 6)], [kv()]])
     extend(batch, other)
     assert batch[0].offset.tolist() == [2, 1, 3, 0]
@@ -163,7 +163,7 @@ def test_batch_cache_extend():
 
 
 def test_batch_cache_extract():
-    """S3-18: a plain cache of its own, without padding; the batch goes on untouched."""
+    """S3-18, S3-64: a plain cache of its own, without padding; the batch goes on untouched."""
     batch = merge([[kv(1, 2, 3)], [kv(4)]])
     (row,) = extract(batch, 1)
     assert type(row) is KVCache
@@ -196,7 +196,7 @@ def test_a_row_of_an_empty_batch_is_a_fresh_cache(fresh):
 
 
 def test_batch_cache_merge():
-    """S3-19: singles of any lengths, empty ones too; the donors stay as they were."""
+    """S3-19, S3-64: singles of any lengths, empty ones too; the donors stay as they were."""
     donors = [[kv(1, 2)], [kv()], [kv(3, 4, 5)]]
     batch = merge(donors)
     assert type(batch[0]) is BatchKVCache

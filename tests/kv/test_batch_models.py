@@ -304,7 +304,7 @@ def test_tuples_and_arrays_are_no_caches(wrong):
 
 @every_batchable
 def test_submit_with_cache_reconstructs(name, tiny_model):
-    """S0-02, S0-08, S0-40: blocks are cut, rebuilt, handed over; only the rest is prefilled."""
+    """S0-02, S0-08, S0-40, S0-80: blocks are cut, rebuilt, handed over; the rest is prefilled."""
     model = tiny_model(name)
     live = prefill(model, make_prompt_cache(model), LONG[:-8], step=100)
     blocks = list(cut(live, len(LONG) - 8))
@@ -344,7 +344,8 @@ def load_blocks(path):
     ("name", "ending"), [*((name, "length") for name in BATCHABLE), ("gemma3_text", "stop")]
 )
 def test_cache_roundtrip_e2e(name, ending, tiny_model, tmp_path):
-    """S0-41, S0-52: generate, cut, save, load, submit again; the same tokens as without."""
+    """S0-41, S0-47, S0-52, S0-80: generate, cut, save, load, submit again; the same tokens as
+    without."""
     model = tiny_model(name)
     first = Answer(model, LONG, N)
     total = len(first.all_tokens)

@@ -59,7 +59,7 @@ def sight(cache, *rows, **how):
 
 
 def test_batch_rotating_temporal_order():
-    """S3-25, S3-26, S3-31, S3-56: a turned ring is saved, merged and extracted oldest first."""
+    """S3-25, S3-26, S3-31, S3-56, S3-65: a turned ring is saved and extracted oldest first."""
     batch = merge([[window(1, 2, 3)], [window(*range(11, 18))]])
     for step in range(4):
         batch[0].update_and_fetch(*labelled([30 + step], [40 + step]))
@@ -77,7 +77,7 @@ def test_batch_rotating_temporal_order():
 
 
 def test_batch_rotating_with_padding():
-    """S3-24, S3-28, S3-33: window 2048, left padding [0, 5, 2], a prompt in chunks, then decode."""
+    """S3-24, S3-28, S3-33, S3-65: window 2048, left padding [0, 5, 2], chunks, then decode."""
     size, padding, total = 2048, (0, 5, 2), 2500
     batch = empty_batch([RotatingKVCache(size)], 3)
     prepare(batch, Left(padding))
@@ -97,7 +97,7 @@ def test_batch_rotating_with_padding():
 
 
 def test_batch_rotating_masking():
-    """S3-21, S3-30, S3-45: a query sees its window, never padding, before and after rotation."""
+    """S3-21, S3-30, S3-45, S3-65: a query sees its window, never padding, also when rotated."""
     batch = merge([[window(1)], [window(*range(11, 18))]])
     (cache,) = batch
     assert sight(cache, [2], [18]) == [[[1, 2]], [[*range(11, 19)]]]
@@ -122,7 +122,7 @@ def test_a_window_may_be_asked_for_less_than_it_holds():
 
 
 def test_batch_rotating_right_padding_protection():
-    """S3-15, S3-27: padding behind a short row pushes none of its tokens out."""
+    """S3-15, S3-27, S3-65: padding behind a short row pushes none of its tokens out."""
     batch = merge([[window(*range(1, 9))], [window(*range(11, 19))], [window(21)]])
     prepare(batch, Right((1, 6, 2)))
     batch[0].update_and_fetch(

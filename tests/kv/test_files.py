@@ -70,7 +70,7 @@ def test_old_files_become_current_ones(stem, tmp_path):
 
 @pytest.mark.parametrize("stem", READABLE)
 def test_files_of_every_version(stem):
-    """S0-54, S3-36, S3-41: every row, number and name of what each version of mlx-lm saved."""
+    """S0-54, S3-06, S3-36, S3-41: every row, number and name that each version of mlx-lm saved."""
     version, name = stem.split("-", 1)
     found = assert_file_holds(GOLDEN / f"{stem}.safetensors", HOLDS[name])
     assert found.metadata == METADATA

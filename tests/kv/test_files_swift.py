@@ -85,7 +85,7 @@ SWIFT = {
 
 @pytest.mark.parametrize("name", SWIFT)
 def test_swift_files(name, tmp_path):
-    """S3-42: Swift's files come in, although mlx-lm can load none of them."""
+    """S3-06, S3-42: Swift's files come in, although mlx-lm can load none of them."""
     layers, expected = SWIFT[name]
     path = swift_file(tmp_path / "swift.safetensors", *layers, metadata={"from": "swift"})
     found = assert_file_holds(path, expected)

@@ -128,7 +128,7 @@ def test_block_count_and_names(tiny_model):
 
 
 def test_reconstruct_cache_from_single_block(tiny_model):
-    """S0-30, S0-40."""
+    """S0-30, S0-40, S0-46."""
     model = tiny_model("llama")
     live, blocks = blocks_of(model, PROMPT[:100], [100])
     assert len(blocks) == 1
@@ -139,7 +139,7 @@ def test_reconstruct_cache_from_single_block(tiny_model):
 
 
 def test_reconstruct_cache_from_multiple_blocks(tiny_model):
-    """S0-17, S0-40: rows stand in block order, bit for bit."""
+    """S0-17, S0-40, S0-47: rows stand in block order, bit for bit."""
     model = tiny_model("llama")
     live, blocks = blocks_of(model, PROMPT, [600])
     for rebuilt, original in zip(reconstruct_cache(layout_of(live), blocks), live, strict=True):
@@ -237,7 +237,7 @@ def test_a_state_model_must_be_told_its_length(tiny_model):
 
 
 def test_concatenate_cache_blocks():
-    """S0-33, S0-35 to S0-39: numpy or mx, three or four axes, checked against the first."""
+    """S0-33, S0-35 to S0-39, S0-46: numpy or mx, three or four axes, checked against the first."""
     k = np.arange(2 * 5 * 4, dtype=np.float32).reshape(2, 5, 4)
     keys, values = concatenate_cache_blocks([k[:, :3], k[:, 3:]], [k[:, :3, :2], k[:, 3:, :2]])
     assert keys.shape == (1, 2, 5, 4)
@@ -252,7 +252,7 @@ def test_concatenate_cache_blocks():
 
 
 def test_create_cache_from_state():
-    """S0-07, S0-34."""
+    """S0-07, S0-21, S0-34, S0-46: numpy or mx goes in, and the cache grows on."""
     k = np.ones((1, 2, 7, 4), np.float32)
     made = create_cache_from_state(k, mx.array(k))
     assert type(made) is KVCache

@@ -185,6 +185,17 @@ def test_a_bundle_is_warm_where_it_arrives(serving, bundle):
         assert answer["keepwarm"]["reused"]["disk"] == answer["usage"]["prompt_tokens"] - 1
 
 
+def test_a_bundle_of_another_key_becomes_ones_own(serving):
+    """The same weights are enough; it is warm under the key that took it in."""
+    with serving(api_keys="a,b") as live:
+        say(live, "mine", LONG, **A)
+        bundle = live.get("/v1/agents/mine/export", **A).content
+        assert upload(live, bundle, "yours", **B).status_code == 200
+        answer = say(live, "yours", LONG, **B)
+        assert answer["keepwarm"]["reused"]["disk"] == answer["usage"]["prompt_tokens"] - 1
+        assert (listed(live, **A), listed(live, **B)) == (["mine"], ["yours"])
+
+
 def test_nothing_is_left_of_what_travelled(live, bundle):
     names = [path.name for path in live.settings.home.iterdir()]
     assert not [name for name in names if name.startswith("bundle-")]

@@ -325,14 +325,44 @@ def test_it_asks_for_the_key_and_shows_no_more_than_it_opens(browser, serving):
             assert "bob" not in page.content()
             page.reload()
             page.get_by_role("button", name="Pin alice").wait_for()
-            assert page.get_by_role("button", name="Verify every record").is_disabled()
+            verify = page.get_by_role("button", name="Verify every record")
+            assert verify.is_disabled()
+            page.get_by_text("Needs the admin key").wait_for()
             page.get_by_role("button", name="Key…").click()
             give(dialog, "admin")
-            page.get_by_role("button", name="Verify every record").click()
+            verify.click()
             page.get_by_text("are whole").wait_for()
+            assert page.get_by_text("Needs the admin key").is_hidden()
+            page.get_by_role("button", name="Key…").click()
+            give(dialog, "a")
+            page.get_by_text("Needs the admin key").wait_for()
+            assert verify.is_disabled()
         with watched(browser, live.url, allowed="401") as page:  # another tab knows no key
             page.goto(live.url)
             page.get_by_role("dialog", name="API key").wait_for()
+
+
+def test_verify_waits_for_the_key_and_for_itself(browser, serving):
+    """Not to be pressed before the page knows whose it is, nor while it runs."""
+    with serving(admin_key="admin") as live, watched(browser, live.url) as page:
+        page.route("**/v1/dashboard/now", lambda route: None)  # an answer that does not come
+        page.goto(f"{live.url}/dashboard")
+        verify = page.get_by_role("button", name="Verify every record")
+        assert verify.is_disabled()
+        page.unroute_all()
+        page.evaluate("sessionStorage.setItem('keepwarm-key', 'admin')")
+        page.reload()
+        held = []
+        page.route("**/v1/cache/verify", lambda route: held.insert(0, route))
+        verify.click()
+        page.get_by_text("Every record is being read").wait_for()
+        with page.expect_response("**/v1/dashboard/now"):
+            pass  # which tells the page that it may verify
+        page.wait_for_timeout(100)
+        assert verify.is_disabled()
+        held[0].continue_()
+        page.get_by_text("are whole").wait_for()
+        assert verify.is_enabled()
 
 
 def give(dialog, key):

@@ -1,7 +1,16 @@
 """Whether the server lives, and whether it can answer."""
 
+import asyncio
 import threading
+import time
 
+import httpx
+import pytest
+
+from keepwarm import config
+from keepwarm.server.app import create_app
+from keepwarm.server.host import EngineHost
+from keepwarm.server.process import make_ready
 from tests.server.conftest import wait_until
 
 ENDLESS = {
@@ -9,6 +18,7 @@ ENDLESS = {
     "max_tokens": 3000,
     "logit_bias": {"2": -100},
 }
+SHORT = {"max_tokens": 2}
 
 
 def test_it_lives_and_is_ready(live):
@@ -16,6 +26,38 @@ def test_it_lives_and_is_ready(live):
         answer = live.get(path)
         assert answer.status_code == 200
         assert answer.json() == {"status": "ok"}
+
+
+def test_it_waits_for_nothing_that_the_engine_does(live):
+    """A step that does not end, and a request behind it."""
+    released = threading.Event()
+    done = live.host.engine.call(lambda: released.wait(60))
+    asking = threading.Thread(target=live.post, args=("/v1/chat/completions", ENDLESS | SHORT))
+    asking.start()
+    try:
+        for path in ("/health", "/health/live", "/health/ready", "/metrics"):
+            assert httpx.get(f"{live.url}{path}", timeout=20).status_code == 200
+        assert not done.done()
+    finally:
+        released.set()
+        asking.join()
+
+
+@pytest.mark.parametrize("path", ["/health/live", "/nowhere", "/openapi.json"])
+def test_the_first_to_ask_waits_no_longer_than_the_second(path):
+    """Processor time, for all others wait as long: the event loop serves everybody."""
+    app = create_app(EngineHost(None, "none"), config.load({}))
+    make_ready(app)
+
+    async def seconds():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            begun = time.thread_time()
+            await client.get(path)
+            return time.thread_time() - begun
+
+    first, second = asyncio.run(seconds()), asyncio.run(seconds())
+    assert first < second + 0.05
 
 
 def test_it_takes_no_key(serving):

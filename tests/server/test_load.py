@@ -139,8 +139,7 @@ def test_nothing_stays_behind(serving):
         wait_until(lambda: len(running(server)) <= settled[0])
         assert seen.wrong == {}
         assert seen.left
-        assert alive(Answer) <= settled[2]
-        assert alive(Job) <= settled[3]
+        wait_until(lambda: alive(Answer) <= settled[2] and alive(Job) <= settled[3])
         assert threading.active_count() <= settled[1] + 6  # of the pool that tokenises
         assert not running_requests(server)
         assert {use.place: use.n_bytes for use in server.host.engine.memory()}["batch"] == 0

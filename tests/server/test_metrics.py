@@ -4,11 +4,19 @@ import re
 import uuid
 from pathlib import Path
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from keepwarm import config
 from keepwarm.server import metrics
+from keepwarm.server.app import create_app
+from keepwarm.server.host import EngineHost
+from keepwarm.server.openai_shapes import MAX_ANSWERS
+from tests.server.conftest import wait_until
 
+N_ASKED = 4
+ENDLESS = {"logit_bias": {"2": -100}}  # the end of a turn
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 
 
@@ -28,7 +36,7 @@ def ask(live, text=None):
     body = {
         "messages": [{"role": "user", "content": text}],
         "max_tokens": 4,
-        "logit_bias": {"2": -100},  # the end of a turn
+        **ENDLESS,
     }
     answer = live.post("/v1/chat/completions", body)
     assert answer.status_code == 200
@@ -65,6 +73,34 @@ def test_times_are_counted_once(live):
     first, second = read(live), read(live)
     name = ("keepwarm_token_seconds_count",)
     assert first[name] == second[name]
+
+
+def test_no_answer_is_lost_between_two_readings(serving):
+    """S0-59: more answers than the engine's journal holds, and each is counted once."""
+    prompts = [[token] for token in range(10, 10 + MAX_ANSWERS)]
+    body = {"prompt": prompts, "max_tokens": 2, "keepwarm": {"cache": "no-store"}, **ENDLESS}
+    with serving() as live:
+        for _ in range(N_ASKED):
+            assert live.post("/v1/completions", body).status_code == 200
+        found = read(live)
+        n_journal = len(live.host.engine.requests())
+    counts = [found.get(("keepwarm_first_token_seconds_count", w), 0) for w in ("no", "yes")]
+    assert sum(counts) == N_ASKED * MAX_ANSWERS > n_journal
+    assert found["keepwarm_token_seconds_count",] == N_ASKED * MAX_ANSWERS
+
+
+def test_an_answer_that_nobody_awaits_has_no_times(live):
+    before = read(live)
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3000}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{live.url}/v1/chat/completions", json=body | ENDLESS, timeout=0.5)
+    wait_until(lambda: read(live)["keepwarm_answers_total", "cancelled"] > cancelled(before))
+    name = ("keepwarm_token_seconds_count",)
+    assert read(live)[name] == before[name]
+
+
+def cancelled(found):
+    return found["keepwarm_answers_total", "cancelled"]
 
 
 def test_what_is_refused_is_counted(serving):
@@ -107,11 +143,23 @@ def test_openmetrics_is_spoken_too(live):
         ("/v1/responses/resp_1", "responses"),
         ("/v1/messages", "messages"),
         ("/v1/messagesque", "other"),
-        ("/health", "other"),
+        ("/v1/dashboard/misses/7", "dashboard"),
+        ("/health/live", "health"),
+        ("/", "page"),
+        ("/v1", "other"),
+        ("/nowhere", "other"),
     ],
 )
 def test_paths_have_few_names(path, api):
     assert metrics._api(path) == api
+
+
+def test_every_route_has_a_name():
+    """So that what the server's own pages ask is not taken for what nobody knows."""
+    app = create_app(EngineHost(None, "none"), config.load({}))
+    paths = {*app.openapi()["paths"], "/", "/dashboard/main.js", app.docs_url, app.openapi_url}
+    assert "/v1/dashboard/now" in paths
+    assert {path for path in paths if metrics._api(path) == "other"} == set()
 
 
 def test_the_manual_lists_what_there_is():

@@ -71,10 +71,11 @@ def test_plain_messages_pass_as_they_are():
     assert request.sampling.max_tokens is None
 
 
-def test_lists_of_parts_become_text_and_developers_the_system():
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+def test_lists_of_parts_stay_apart_and_developers_become_the_system():
+    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
     request = asked(messages=[{"role": "developer", "content": parts}])
-    assert request.messages == [{"role": "system", "content": "a\nb"}]
+    told = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert request.messages == [{"role": "system", "content": told}]
 
 
 def test_calls_results_and_reasoning_are_kept():

@@ -246,6 +246,19 @@ def test_what_is_wrong_is_named(client, fields, param):
     assert error.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("fields", "instead"),
+    [
+        ({"background": True}, "stream"),
+        ({"conversation": {"id": "conv_1"}}, "previous_response_id"),
+        ({"prompt": {"id": "pmpt_1"}}, "instructions"),
+    ],
+)
+def test_what_is_not_here_says_what_is(client, fields, instead):
+    with pytest.raises(openai.BadRequestError, match=instead):
+        ask(client, **fields)
+
+
 def test_a_prompt_over_the_context_is_a_bad_request(client):
     with pytest.raises(openai.BadRequestError) as error:
         ask(client, "9" * (N_CONTEXT + 1))

@@ -7,12 +7,20 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from keepwarm.engine.request import Mark, Request
+from keepwarm import config
+from keepwarm.cache.policy import Policy
+from keepwarm.engine.request import KVOptions, Mark, Request
 from keepwarm.errors import BadInput
-from keepwarm.server import scrub
+from keepwarm.server import chat, messages, responses_in, scrub
+from keepwarm.server.anthropic_shapes import CountRequest
+from keepwarm.server.openai_shapes import ChatRequest
+from keepwarm.server.responses_shapes import InputRequest, Item
 from keepwarm.server.scrub import RULES, Place, choose
+from keepwarm.server.wire import Caller
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "scrubbing.md"
+SETTINGS = config.load({})
+CALLER = Caller("", None, Policy.READ_WRITE, False, KVOptions(), None)
 DEFAULTS = choose()
 BY_NAME = {rule.name: rule for rule in RULES}
 BILLING = "x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=cli; cch={};"
@@ -219,6 +227,77 @@ def test_without_rules_nothing_changes(messages):
     left = scrub.scrub(messages, ())
     assert list(left.messages) == messages
     assert left.names == ()
+
+
+# Through every API.
+
+
+def as_chat(system_parts, user_parts):
+    body = ChatRequest.model_validate(
+        {
+            "messages": [
+                {"role": "developer", "content": typed("text", system_parts)},
+                {"role": "user", "content": typed("text", user_parts)},
+            ]
+        }
+    )
+    return chat.request_of(body, CALLER, SETTINGS)
+
+
+def as_messages(system_parts, user_parts):
+    body = CountRequest.model_validate(
+        {
+            "system": typed("text", system_parts),
+            "messages": [{"role": "user", "content": typed("text", user_parts)}],
+        }
+    )
+    return messages.request_of(body, CALLER, SETTINGS)
+
+
+def as_responses(system_parts, user_parts):
+    items = [
+        Item(role="developer", content=typed("input_text", system_parts)),
+        Item(role="user", content=typed("input_text", user_parts)),
+    ]
+    return responses_in.request_of(InputRequest(), items, CALLER, SETTINGS)
+
+
+def typed(kind, texts):
+    return [{"type": kind, "text": text} for text in texts]
+
+
+apis = pytest.mark.parametrize("api", [as_chat, as_messages, as_responses])
+
+
+@apis
+def test_a_part_of_its_own_is_a_block_of_its_own(api):
+    """A line that would stand in the middle of the text, were the parts joined."""
+    asked = api(["Rules", BILLING.format(1), "More"], ["Go on", reminder(COUNTER.format(5))])
+    left = scrub.clean(asked, DEFAULTS)
+    assert [message["content"] for message in left.messages] == [
+        [part("Rules"), part("More")],
+        [part("Go on")],
+    ]
+    assert left.scrubbed == ("billing-header", "total-tokens")
+
+
+@apis
+def test_parts_that_would_make_a_reminder_together_are_none(api):
+    asked = api(["Rules"], ["<system-reminder>", COUNTER.format(5), "</system-reminder>"])
+    left = scrub.clean(asked, DEFAULTS)
+    assert left.messages == asked.messages
+    assert left.scrubbed == ()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_the_receipt_names_what_went_from_a_part(live, path):
+    kind, name = ("text", "messages") if "chat" in path else ("input_text", "input")
+    said = [
+        {"role": "system", "content": typed(kind, ["Rules", BILLING.format(1)])},
+        {"role": "user", "content": typed(kind, ["Hello"])},
+    ]
+    answer = live.post(path, {name: said})
+    assert answer.json()["keepwarm"]["scrubbed"] == ["billing-header"]
 
 
 # Marks, switches, the page.

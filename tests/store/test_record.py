@@ -78,7 +78,7 @@ def test_forging_an_honest_record_gives_that_record():
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), SHAPES), max_size=5))
 def test_every_dtype_and_shape_comes_back(specs):
-    """S0-15, D1: native dtypes, bf16 and empty tensors among them."""
+    """S0-15, S0-77, D1: native dtypes, bf16 and empty tensors among them."""
     made = small(*(tensor(f"L{i}_B0_K", dtype, shape) for i, (dtype, shape) in enumerate(specs)))
     opened, tensors = decode(encode(made))
     assert opened.header == made.header

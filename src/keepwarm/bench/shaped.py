@@ -171,11 +171,12 @@ def _prefilled(
         tokens,
         kv.make_caches(model.module),
         0,
-        keep=lambda checkpoint: keep(checkpoint, prefill) if keep else None,
         exact_places=exact_places,
     )
     while prefill.n_left:
         prefill.feed(SLICE)
+        if keep is not None:
+            keep(prefill.at_cut, prefill)
     return prefill.caches
 
 

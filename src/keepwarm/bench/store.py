@@ -53,6 +53,7 @@ COUNTS = (100, 1_000, 10_000, 100_000)
 PROMPT_TOKENS = 100_000
 NAMESPACE = Namespace(bytes(32))
 SAMPLES = 5
+READ_SAMPLES = 15  # reading wears nothing, and what else the machine does shows in it the most
 READ_BYTES = 1 << 20  # at a time; the memory stays in reach of the core
 MEMORY = "memory a record, bytes"
 PLAIN = Shape("plain", n_layers=8, n_heads=8, width=128)
@@ -98,10 +99,12 @@ def _if_room(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
         free()
 
 
-def measured(shape: Shape, n_tokens: int, works: Sequence[Work]) -> list[Record]:
+def measured(
+    shape: Shape, n_tokens: int, works: Sequence[Work], n_samples: int = SAMPLES
+) -> list[Record]:
     """In turns, so that what else the machine does meets all of them alike."""
     seconds: dict[str, list[float]] = {work.what: [] for work in works}
-    for _ in range(SAMPLES):
+    for _ in range(n_samples):
         for work in works:
             seconds[work.what] += seconds_of(work.run, 1, work.before)
     live, case = shape.live_bytes(n_tokens), f"store, {shape.name}"
@@ -178,7 +181,7 @@ def restores(shape: Shape, n_tokens: int, root: Path) -> list[Record]:
             Work("read in as many threads, cold", partial(read_all, files, reader.n_threads), drop),
         ]
     restore()  # so that all are warm
-    found = measured(shape, n_tokens, works)
+    found = measured(shape, n_tokens, works, READ_SAMPLES)
     reader.close()
     disk.close()
     growth = in_child(restore_growth, shape, n_tokens, root)

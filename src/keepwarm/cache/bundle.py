@@ -1,9 +1,9 @@
 """An agent, or any prefix, as one file that can be carried to another machine.
 
 A tar archive: `manifest.json` first (identity of the model, token ids, blocks), then the records as
-they lie in a store that is not encrypted: a bundle is to be read where the key is not. Everything
-is verified on the way in, and a bundle for other weights or another KV dtype is refused with the
-reason.
+they lie in a store that is not encrypted and belongs to nobody: a bundle is to be read where the
+keys are not. Everything is verified on the way in and gets the names of whoever takes it in. A
+bundle for other weights or another KV dtype is refused with the reason.
 """
 
 from __future__ import annotations
@@ -17,17 +17,26 @@ from base64 import b64decode, b64encode
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from keepwarm.errors import BadCacheFile, BadRecord, NewerFormat
-from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, root
+from keepwarm.prefix.blocks import (
+    BLOCK_TOKENS,
+    BlockKey,
+    Namespace,
+    block_key,
+    chain,
+    root,
+    unpack,
+)
 from keepwarm.prefix.fingerprint import Identity, digest, namespace
 from keepwarm.store.atomic import FILE_MODE
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.record import (
     ITEM_BYTES,
+    Header,
     Part,
     Record,
     Tensor,
@@ -41,6 +50,7 @@ from keepwarm.store.upkeep import Progress, quietly
 
 VERSION = 1
 MAX_MANIFEST_BYTES = 64 << 20
+START = " from "  # in a salt, between whose it is and where quantisation begins
 
 
 @dataclass(frozen=True)
@@ -75,24 +85,36 @@ class Manifest:
         return [BlockKey(bytes.fromhex(key)) for key in self.blocks]
 
 
+class _Held(NamedTuple):
+    """A block on disk that goes along, and its place."""
+
+    key: BlockKey
+    number: int
+
+
 def export_bundle(
     disk: DiskTier, path: Path, manifest: Manifest, progress: Progress = quietly
 ) -> int:
     """Write the blocks of a prefix into one file; answers with the number of records.
 
-    Of the last block no more goes along than the tokens of the prefix.
+    Of the last block no more goes along than the tokens of the prefix. Checkpoints inside blocks
+    go along: states cannot be cut, so a model that has some could go on from nowhere else.
     """
     temp = path.with_name(f"{path.name}.part")
-    inside, outside = _namespaces(disk, manifest)
-    headers = list(_records(disk, manifest, tensors=()))
-    if {record.header.number for record in headers} != set(range(len(manifest.blocks))):
+    inside, tokens = _stored_name(disk, manifest.identity), manifest.tokens
+    manifest = replace(manifest, identity=nobodys(manifest.identity))
+    outside = namespace(manifest.identity)
+    held = [_Held(key, number) for number, key in enumerate(manifest.keys)]
+    held += _checkpoints(disk, inside, manifest)
+    headers = list(_records(disk, held, tokens, tensors=()))
+    if not _is_whole(inside, tokens, {record.header.key for record in headers}):
         raise BadCacheFile("Some of the blocks cannot be read any more; nothing was exported.")
     renames = renamed(headers, inside, outside)
     blocks = tuple(dict.fromkeys(record.header.key.hex() for record in renames))
     n_records = 0
     with _private(temp) as file, tarfile.open(fileobj=file, mode="w") as archive:
         _add(archive, "manifest.json", [replace(manifest, blocks=blocks).to_json()])
-        for record in renamed(_records(disk, manifest), inside, outside):
+        for record in renamed(_records(disk, held, tokens), inside, outside):
             name = f"{record.header.key.hex()}.{record.header.part.value}.safetensors"
             _add(archive, name, pieces(record))
             n_records += 1
@@ -110,14 +132,14 @@ def import_bundle(
         with tarfile.open(path) as archive:
             manifest = _read_manifest(archive)
             refuse_other_model(manifest.identity, expected)
-            found = set()
-            for record in _records_in(archive):
+            name, found = namespace(manifest.identity), set()
+            for record in renamed(_records_in(archive), name, name):
                 found.add(record.header.key)
                 progress(archive.offset, total)
             _check_whole(manifest, found)
         with tarfile.open(path) as archive:
-            inside, outside = _namespaces(disk, _read_manifest(archive))
-            for record in renamed(_records_in(archive), outside, inside):
+            _read_manifest(archive)
+            for record in renamed(_records_in(archive), name, _stored_name(disk, expected)):
                 disk.put(record).durable.result()
                 progress(total // 2 + archive.offset, total)
             return manifest
@@ -133,38 +155,53 @@ def _check_whole(manifest: Manifest, found: set[BlockKey]) -> None:
     """Every block is there and no other is."""
     if found != set(manifest.keys):
         raise BadRecord(f"{len(manifest.blocks)} blocks are listed, {len(found)} are inside")
+    if not _is_whole(namespace(manifest.identity), manifest.tokens, found):
+        raise BadRecord("its blocks are not those of its tokens")
+
+
+def _is_whole(name: Namespace, tokens: bytes, found: Collection[BlockKey]) -> bool:
+    return all(ref.key in found for ref in chain(name, unpack(tokens)))
+
+
+def nobodys(identity: Identity) -> Identity:
+    """The same model without the key that its blocks were made under.
+
+    What else is in a salt stays: from which token on rows are quantised.
+    """
+    _, at, start = identity.salt.partition(START)
+    return replace(identity, salt=at + start)
 
 
 def refuse_other_model(theirs: Identity, ours: Identity) -> None:
     """Raise, saying what differs, where blocks of one model cannot serve the other."""
-    different = [name for name, value in asdict(theirs).items() if value != asdict(ours)[name]]
+    wanted = asdict(nobodys(ours))
+    different = [n for n, value in asdict(nobodys(theirs)).items() if value != wanted[n]]
     if different:
+        names = ("quantized_kv_start" if name == "salt" else name for name in different)
         raise BadCacheFile(
-            f"The bundle is of another model: {', '.join(different)} differ; "
+            f"The bundle is of another model: {', '.join(names)} differ; "
             "load the model it was made with."
         )
 
 
 def renamed(records: Iterable[Record], old: Namespace, new: Namespace) -> Iterator[Record]:
-    """The same records under the keys of another namespace; every parent comes before its child."""
-    if old == new:
-        yield from records
-        return
+    """The same records under the keys of another namespace; every parent comes before its child.
+
+    Raises where one is of a third: nobody may bring blocks under another's names.
+    """
     keys = {root(old): root(new)}
     for record in records:
         header = record.header
         parent = keys.get(header.parent)
-        if parent is None:
-            raise BadRecord("a block comes before the one it follows")
+        if parent is None or header.namespace != old:
+            raise BadRecord("a block does not follow one that came before it")
         keys[header.key] = block_key(new, parent, header.tokens)
         moved = replace(header, namespace=new, key=keys[header.key], parent=parent)
         yield replace(record, header=moved)
 
 
-def _namespaces(disk: DiskTier, manifest: Manifest) -> tuple[Namespace, Namespace]:
-    """Of the store and of the bundle; they differ where the store is sealed."""
-    outside = namespace(manifest.identity)
-    return stored_namespace(disk.seal, outside), outside
+def _stored_name(disk: DiskTier, identity: Identity) -> Namespace:
+    return stored_namespace(disk.seal, namespace(identity))
 
 
 def _private(path: Path) -> BinaryIO:
@@ -173,18 +210,44 @@ def _private(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "wb")
 
 
+def _checkpoints(disk: DiskTier, name: Namespace, manifest: Manifest) -> Iterator[_Held]:
+    """Blocks with a state inside those of a prefix."""
+    tokens, keys = manifest.tokens, manifest.keys
+    numbers = {parent: number for number, parent in enumerate([root(name), *keys])}
+    for state in disk.states(list(numbers)):
+        number = numbers[state.parent]
+        start, end = number * BLOCK_TOKENS, number * BLOCK_TOKENS + state.n_tokens
+        own = tokens[4 * start : 4 * end]
+        if state.key not in keys and block_key(name, state.parent, own) == state.key:
+            yield _Held(state.key, number)
+
+
 def _records(
-    disk: DiskTier, manifest: Manifest, tensors: Collection[str] | None = None
+    disk: DiskTier, held: Sequence[_Held], tokens: bytes, tensors: Collection[str] | None = None
 ) -> Iterator[Record]:
-    keys, n_tokens = manifest.keys, len(manifest.tokens) // 4
-    known = disk.have(keys)
-    for number, key in enumerate(keys):
-        for part in Part:
-            if key in known and part in known[key].parts:
-                record = disk.read(key, part, tensors)
-                first = record and trimmed(record, n_tokens - number * BLOCK_TOKENS)
-                if first:
-                    yield first
+    known = disk.have([block.key for block in held])
+    for key, number in held:
+        if key in known:
+            parts = [part for part in Part if part in known[key].parts]
+            found = [r for part in parts if (r := disk.read(key, part, tensors)) is not None]
+            yield from _firsts(found, len(tokens) // 4 - number * BLOCK_TOKENS)
+
+
+def _firsts(records: Sequence[Record], n_tokens: int) -> Iterator[Record]:
+    """The parts of one block as far as its first tokens; without any, the tokens alone."""
+    firsts = [first for r in records if (first := trimmed(r, n_tokens)) is not None]
+    yield from firsts or [_only_tokens(record.header, n_tokens) for record in records[:1]]
+
+
+def _only_tokens(header: Header, n_tokens: int) -> Record:
+    """A block that holds nothing is kept as no rows of a window."""
+    return Record(replace(_shorter(header, n_tokens), part=Part.WINDOW, extra={"w_rows": 0}), ())
+
+
+def _shorter(header: Header, n_tokens: int) -> Header:
+    tokens = header.tokens[: 4 * n_tokens]
+    key = block_key(header.namespace, header.parent, tokens)
+    return replace(header, key=key, tokens=tokens)
 
 
 def trimmed(record: Record, n_tokens: int) -> Record | None:
@@ -200,11 +263,9 @@ def trimmed(record: Record, n_tokens: int) -> Record | None:
     w_rows = header.w_rows - (n_held - n_tokens)
     if header.part is Part.STATE or (header.part is Part.WINDOW and w_rows <= 0):
         return None
-    tokens = header.tokens[: 4 * n_tokens]
     extra = dict(header.extra) | ({"w_rows": w_rows} if header.part is Part.WINDOW else {})
-    key = block_key(header.namespace, header.parent, tokens)
     tensors = tuple(_without_last_rows(t, n_held - n_tokens) for t in record.tensors)
-    return Record(replace(header, key=key, tokens=tokens, extra=extra), tensors)
+    return Record(replace(_shorter(header, n_tokens), extra=extra), tensors)
 
 
 def _without_last_rows(tensor: Tensor, n_rows: int) -> Tensor:

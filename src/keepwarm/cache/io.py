@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from keepwarm.kv.staging import Staging
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Buffer, Part, Record, Visit
-from keepwarm.store.tier import Put, Tier
+from keepwarm.store.tier import Known, Put, Tier
 from keepwarm.store.tiers import Tiers
 from keepwarm.store.wear import Wear
 
@@ -48,6 +48,9 @@ class Saver(Protocol):
     def put(self, record: Record, policy: Policy) -> None:
         """Make a record findable at once and, where the policy says so, durable in its own time."""
 
+    def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
+        """Which blocks are, or will be, where they last as long as records do here."""
+
     def flush(self) -> None:
         """Return once everything put so far is on disk or was given up."""
 
@@ -68,6 +71,9 @@ class MemoryOnly:
 
     def put(self, record: Record, policy: Policy) -> None:  # noqa: ARG002
         _put(self._memory, record)
+
+    def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
+        return self._memory.have(keys)
 
     def flush(self) -> None:
         return
@@ -125,6 +131,9 @@ class Writer:
         if header.part is not Part.DELTA or header.number == 0:
             return False
         return not (self.queued.have([header.parent]) or self._disk.have([header.parent]))
+
+    def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
+        return Tiers([("queue", self.queued), ("disk", self._disk)]).have(keys)
 
     def flush(self) -> None:
         with self._changed:

@@ -6,10 +6,12 @@ what is under way lives in the `Capture` that `open` returns.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from keepwarm.cache.io import Reader, Saver
@@ -32,9 +34,11 @@ from keepwarm.prefix.blocks import (
     root,
 )
 from keepwarm.prefix.reuse import Action, Candidate, Stored, decide
-from keepwarm.store.record import Visit
+from keepwarm.store.record import Part, Visit
 from keepwarm.store.tier import Known
 from keepwarm.store.tiers import Tiers
+
+LOG = logging.getLogger(__name__)
 
 SMALL_LOAD_S = 0.02
 
@@ -177,7 +181,8 @@ class Manager:
             if outcome.missed:
                 return _Loaded(None, outcome.missed)
             caches = assembly.finish()
-        except CacheError:
+        except CacheError as error:
+            LOG.warning("blocks of a prompt could not be put together: %s", error)
             return _Loaded(None, {read.key for read in reads})
         self.rates.saw_load(plan.point.n_bytes, self.clock() - started)
         self.tiers.touch([read.key for read in reads])
@@ -188,20 +193,37 @@ class Manager:
 class Capture:
     """Keeps the blocks of one request as they are computed.
 
-    `capture` may be called after any slice; blocks that are whole by then are kept at once.
+    `capture` may be called after any slice; blocks that are whole by then are kept at once. Window
+    rows are worth a file only within a window before a place that may be restored; of all other
+    blocks they stay in memory.
     """
 
     def __init__(self, manager: Manager, tokens: Sequence[int], policy: Policy) -> None:
         self._manager = manager
         self._tokens = tokens
         self._policy = policy
+        self._n_start = 0
         self._n_blocks = 0  # whole blocks kept so far
         self._parent = root(manager.namespace)
+        self._windowed: set[int] = set()  # blocks whose window rows are worth a file
+        self._behind: dict[int, int] = {}  # those of them that were passed before, and the place
+        self._latest: deque[BlockRef] = deque(maxlen=manager.needs.window // BLOCK_TOKENS + 2)
 
     def start_at(self, n_tokens: int) -> None:
         """Say that the first tokens were restored, so their blocks need not be put again."""
         for ref in self._refs(n_tokens // BLOCK_TOKENS * BLOCK_TOKENS):
             self._passed(ref)
+        self._n_start = n_tokens
+        if n_tokens % BLOCK_TOKENS:  # what was worth restoring will be again
+            self._windowed.add(self._n_blocks)
+
+    def expect(self, places: Iterable[int]) -> None:
+        """Say where it may be restored, from the start on: at ends of messages, say."""
+        for place in sorted(place for place in places if place >= self._n_start):
+            for number in self._manager.needs.windowed(place):
+                if number < self._n_blocks and number not in self._windowed:
+                    self._behind[number] = place
+                self._windowed.add(number)
 
     def capture(
         self, caches: Caches, upto: int, checkpoint: bool = False, fleeting: bool = False
@@ -211,10 +233,16 @@ class Capture:
         A checkpoint keeps the open block too, so that the very token can be restored; where it
         will soon be outgrown, as a fleeting one it is not worth a file.
         """
-        n_whole = upto // BLOCK_TOKENS
-        if not self._policy.writes or not (checkpoint or n_whole > self._n_blocks):
+        if not self._policy.writes:
             return
-        blocks = cut(caches, upto, first_block=self._n_blocks)
+        if checkpoint and not fleeting:
+            self.expect([upto])
+        behind, n_whole = self._lost_behind(), upto // BLOCK_TOKENS
+        first = min([self._n_blocks, *(ref.number for ref in behind)])
+        if not checkpoint and first == n_whole:
+            return
+        blocks = cut(caches, upto, first_block=first)
+        self._keep_behind(behind, islice(blocks, self._n_blocks - first))
         for ref in self._refs(upto if checkpoint else n_whole * BLOCK_TOKENS):
             block = next(blocks)
             is_whole = ref.n_tokens == BLOCK_TOKENS
@@ -226,6 +254,7 @@ class Capture:
     def finish(self, all_tokens: Sequence[int], caches: Caches) -> None:
         """Keep everything, generated tokens and the last open block included."""
         self._tokens = all_tokens
+        self.expect([len(all_tokens) - 1])  # asked again, all but the last token is to be restored
         self.capture(caches, len(self._tokens), checkpoint=True)
 
     def _refs(self, upto: int) -> Iterator[BlockRef]:
@@ -242,14 +271,43 @@ class Capture:
 
     def _passed(self, ref: BlockRef) -> None:
         self._n_blocks, self._parent = ref.number + 1, ref.key
+        self._latest.append(ref)
+
+    def _lost_behind(self) -> list[BlockRef]:
+        """Passed blocks whose window rows are worth a file now and have none. Each is told once."""
+        behind, self._behind = self._behind, {}
+        if not behind or not self._policy.to_disk:
+            return []
+        refs = [ref for ref in self._latest if ref.number in behind]
+        kept = self._manager.writer.kept([ref.key for ref in refs])
+
+        def is_lost(ref: BlockRef) -> bool:
+            place = behind[ref.number]
+            return not self._manager.needs.window_held(kept.get(ref.key), ref.number, place)
+
+        return [ref for ref in refs if is_lost(ref)]
+
+    def _keep_behind(self, refs: Sequence[BlockRef], blocks: Iterable[Block]) -> None:
+        """The caches still have the rows of the last window: put those, and nothing else."""
+        wanted = {ref.number: ref for ref in refs}
+        for block in blocks:
+            if block.index in wanted and block.window:
+                self._keep(wanted[block.index], _window_of(block), self._policy)
 
     def _keep(self, ref: BlockRef, block: Block, policy: Policy) -> None:
+        # Where no layer keeps every row, window rows are all there is of a block.
+        all_parts = ref.number in self._windowed or not self._manager.needs.delta
         for record in records_of(self._manager.namespace, ref, block):
-            self._manager.writer.put(record, policy)
+            to_file = all_parts or record.header.part is not Part.WINDOW
+            self._manager.writer.put(record, policy if to_file else Policy.EPHEMERAL)
 
 
 def _stateless(block: Block) -> Block:
     return Block(block.index, block.n_tokens, block.delta, block.window, block.first_rows)
+
+
+def _window_of(block: Block) -> Block:
+    return Block(block.index, block.n_tokens, window=block.window, first_rows=block.first_rows)
 
 
 def _tokens_by_tier(plan: Plan, tiers: Sequence[str]) -> dict[str, int]:

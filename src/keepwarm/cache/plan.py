@@ -35,6 +35,19 @@ class Needs:
         """Whether a place inside a block must be kept on purpose to be restored there."""
         return self.state or 0 < self.window < BLOCK_TOKENS
 
+    def windowed(self, n_tokens: int) -> range:
+        """The blocks whose window rows it takes to go on from a point."""
+        n_blocks = -(-n_tokens // BLOCK_TOKENS)
+        first = max(0, n_tokens - self.window) // BLOCK_TOKENS if self.window else n_blocks
+        return range(first, n_blocks)
+
+    def window_held(self, known: Known | None, number: int, n_tokens: int) -> bool:
+        """Whether a block has the window rows that a point takes of it."""
+        if known is None or Part.WINDOW not in known.parts:
+            return False
+        first_needed = max(0, n_tokens - self.window - number * BLOCK_TOKENS)
+        return known.n_tokens - known.w_rows <= first_needed
+
     @classmethod
     def of(cls, layout: Layout) -> Needs:
         windows = [leaf.window or 0 for leaf in layout.leaves()]
@@ -124,11 +137,12 @@ def _inside(needs: Needs, forest: Forest, limit: int) -> Iterator[Candidate]:
 
 def _reads(needs: Needs, forest: Forest, candidate: Candidate) -> tuple[Read, ...] | None:
     """The records for one point, or None if something is missing."""
+    windowed = needs.windowed(candidate.n_tokens)
+    # These first: they are few, and mostly it is they that are missing.
+    if not _windows_held(needs, forest, candidate, windowed):
+        return None
     reads: list[Read] = []
-    n_tokens = candidate.n_tokens
-    n_blocks = -(-n_tokens // BLOCK_TOKENS)
-    first_windowed = max(0, n_tokens - needs.window) // BLOCK_TOKENS if needs.window else n_blocks
-    for number in range(0 if needs.delta else first_windowed, n_blocks):
+    for number in range(0 if needs.delta else windowed.start, windowed.stop):
         key = _holder(forest, candidate, number)
         known = forest.known.get(key) if key else None
         if key is None or known is None:
@@ -137,17 +151,23 @@ def _reads(needs: Needs, forest: Forest, candidate: Candidate) -> tuple[Read, ..
             if Part.DELTA not in known.parts:
                 return None
             reads.append(Read(key, Part.DELTA, number))
-        if number >= first_windowed:
-            if not _window_held(known, number, n_tokens, needs.window):
-                return None
+        if number in windowed:
             reads.append(Read(key, Part.WINDOW, number))
     if needs.state:
-        key = candidate.beside or forest.refs[n_blocks - 1].key
+        key = candidate.beside or forest.refs[windowed.stop - 1].key
         known = forest.known.get(key)
         if known is None or Part.STATE not in known.parts:
             return None
-        reads.append(Read(key, Part.STATE, n_blocks - 1))
+        reads.append(Read(key, Part.STATE, windowed.stop - 1))
     return tuple(reads)
+
+
+def _windows_held(needs: Needs, forest: Forest, candidate: Candidate, windowed: range) -> bool:
+    holders = ((number, _holder(forest, candidate, number)) for number in windowed)
+    return all(
+        key is not None and needs.window_held(forest.known.get(key), number, candidate.n_tokens)
+        for number, key in holders
+    )
 
 
 def _holder(forest: Forest, candidate: Candidate, number: int) -> BlockKey | None:
@@ -156,10 +176,3 @@ def _holder(forest: Forest, candidate: Candidate, number: int) -> BlockKey | Non
         return forest.refs[number].key
     is_last = number == (candidate.n_tokens - 1) // BLOCK_TOKENS
     return candidate.beside if is_last else None
-
-
-def _window_held(known: Known, number: int, n_tokens: int, window: int) -> bool:
-    start = number * BLOCK_TOKENS
-    first_needed = max(0, n_tokens - window - start)
-    first_held = known.n_tokens - known.w_rows
-    return Part.WINDOW in known.parts and first_held <= first_needed

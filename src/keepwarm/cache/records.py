@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 
 from keepwarm.kv.buffers import HostArray, from_buffer, to_buffer
@@ -9,16 +10,23 @@ from keepwarm.kv.slices import Block, Rows
 from keepwarm.prefix.blocks import BlockRef, Namespace
 from keepwarm.store.record import Header, Part, Record, Tensor, Visit
 
+LOG = logging.getLogger(__name__)
+
 
 def records_of(namespace: Namespace, ref: BlockRef, block: Block) -> Iterator[Record]:
-    """One record for each part that holds something; bytes are shared with the block."""
-    for part, tensors in _parts(block).items():
-        if tensors:
-            header = Header(
-                namespace, ref.key, ref.parent, part, ref.number, ref.tokens, _extra(part, block)
-            )
-            buffers = ((name, to_buffer(array)) for name, array in tensors.items())
-            yield Record(header, tuple(Tensor(name, *buffer) for name, buffer in buffers))
+    """One record for each part that holds something; bytes are shared with the block.
+
+    A block that holds nothing, before a state or a window, still says its tokens: as no rows of a
+    window. Else nobody could tell of which conversation that state is.
+    """
+    parts = {part: tensors for part, tensors in _parts(block).items() if tensors}
+    for part, tensors in (parts or {Part.WINDOW: {}}).items():
+        _tell(part, ref, tensors)
+        header = Header(
+            namespace, ref.key, ref.parent, part, ref.number, ref.tokens, _extra(part, block)
+        )
+        buffers = ((name, to_buffer(array)) for name, array in tensors.items())
+        yield Record(header, tuple(Tensor(name, *buffer) for name, buffer in buffers))
 
 
 class _Arrays(Mapping[str, HostArray]):
@@ -54,6 +62,13 @@ def block_of(record: Record | Visit) -> Block:
     )
 
 
+def _tell(part: Part, ref: BlockRef, tensors: Mapping[str, Rows]) -> None:
+    """The shapes of what is saved, for whoever looks for a wrong one."""
+    if LOG.isEnabledFor(logging.DEBUG):  # hundreds of tensors a block are long to write
+        shapes = (f"{name} shape={tuple(array.shape)}" for name, array in tensors.items())
+        LOG.debug("%s of block %d: %s", part.name.lower(), ref.number, ", ".join(shapes))
+
+
 def _parts(block: Block) -> dict[Part, Mapping[str, Rows]]:
     return {Part.DELTA: block.delta, Part.WINDOW: block.window, Part.STATE: block.state}
 
@@ -61,5 +76,5 @@ def _parts(block: Block) -> dict[Part, Mapping[str, Rows]]:
 def _extra(part: Part, block: Block) -> dict[str, object]:
     if part is not Part.WINDOW:
         return {}
-    w_rows = block.n_tokens - max(block.first_rows.values())
+    w_rows = block.n_tokens - max(block.first_rows.values(), default=block.n_tokens)
     return {"first_rows": dict(block.first_rows), "w_rows": w_rows}

@@ -201,9 +201,12 @@ class Shelf:
         agent_id: str | None = None,
         progress: Progress = quietly,
     ) -> Agent:
-        """Read an agent from a file, verified; refused if it belongs to another model."""
+        """Read an agent from a file, verified; refused if it belongs to another model.
+
+        Its blocks become those of `expected`, under whosever key they were made.
+        """
         manifest = import_bundle(self.disk, path, expected, progress)
-        name = self.register(manifest.identity)
+        name = self.register(expected)
         tokens = unpack(manifest.tokens)
         return self.agents.create(
             agent_id or manifest.agent or path.stem,

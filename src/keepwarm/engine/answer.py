@@ -60,8 +60,7 @@ class Answer(Iterator[Event], AsyncIterator[Event]):
             raise StopIteration
         with self._changed:
             self._changed.wait_for(lambda: self._outcomes)
-            outcome = self._outcomes.popleft()
-        return self._seen(outcome)
+        return self._seen(self._outcomes.popleft())  # there is one reader
 
     def __aiter__(self) -> Self:
         return self
@@ -97,7 +96,10 @@ class Answer(Iterator[Event], AsyncIterator[Event]):
     def _seen(self, outcome: Outcome) -> Event:
         if isinstance(outcome, KeepwarmError):
             self._ended = True
-            raise outcome
+            try:
+                raise outcome
+            finally:
+                del outcome  # its traceback knows this frame, and so would keep the whole answer
         self._ended = isinstance(outcome, Done)
         return outcome
 

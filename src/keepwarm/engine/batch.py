@@ -46,7 +46,7 @@ class Row:
         self.logprobs = None if self.top_logprobs is None else logprobs_of(logits)[0]
 
     def fed(self, token: int) -> TokenInfo:
-        """The current token went into the cache: it is part of the sequence now."""
+        """The current token was given out and goes into the cache: it is part of the sequence."""
         self.tokens.append(token)
         self.chooser.accept(token)
         if self.logprobs is None:
@@ -66,7 +66,8 @@ class Batch(Generic[R]):
         self._merged = False
         self._tokens: mx.array | None = None  # (rows,), everybody's current token
         self._logits: mx.array | None = None  # after it, between feed and choose
-        self._is_fed = False  # the current tokens were given out
+        self._is_given = False  # the current tokens were given out
+        self._has_newcomer = False
         self.rows: list[R] = []
 
     def join(self, row: R, caches: kv.Caches, token: mx.array) -> None:
@@ -79,23 +80,36 @@ class Batch(Generic[R]):
             kv.extend(self._caches, kv.merge([caches]))
         tokens = [token] if self._tokens is None else [self._tokens, token]
         self._tokens = mx.concatenate(tokens)
+        self._has_newcomer = True
         self.rows.append(row)
 
-    def feed(self) -> list[tuple[R, int]]:
-        """Run the model on everybody's current token; which these were comes back."""
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether to feed before giving: a GPU has the next step to do while tokens are read.
+
+        A CPU is done with the step before `feed` returns, and a first token is waited for.
+        """
+        return not self._has_newcomer and mx.default_device() != mx.Device(mx.cpu)
+
+    def give(self) -> list[tuple[R, int]]:
+        """Everybody's current token."""
+        given = list(zip(self.rows, self._current(), strict=True))
+        self._is_given = True
+        return given
+
+    def feed(self) -> None:
+        """Run the model on everybody's current token."""
         assert self._tokens is not None
+        self._has_newcomer = False
         logits = self._module(self._tokens[:, None], cache=self._caches)
         self._logits = logits[:, -1, :]
         mx.async_eval(self._logits)
-        fed = list(zip(self.rows, self._current(), strict=True))
-        self._is_fed = True
-        return fed
 
     def disband(self) -> list[R]:
         """Give up a batch that died: its rows, each with the token it was about to be fed."""
         rows, self.rows = self.rows, []
         try:
-            tokens = [] if self._is_fed else self._current()
+            tokens = [] if self._is_given else self._current()
         except Exception:  # what chose them is what died
             tokens = []
         for row, token in zip(rows, tokens, strict=False):
@@ -117,7 +131,7 @@ class Batch(Generic[R]):
         for i, row in enumerate(self.rows):
             row.look(self._logits[i : i + 1])
         self._tokens = sample([row.chooser for row in self.rows], logits)
-        self._logits, self._is_fed = None, False
+        self._logits, self._is_given = None, False
         mx.async_eval(self._tokens)
         return failed
 
@@ -130,7 +144,7 @@ class Batch(Generic[R]):
         keep = [i for i in range(len(self.rows)) if i not in leaving]
         self.rows = [self.rows[i] for i in keep]
         if not keep:
-            self._caches, self._tokens, self._logits, self._is_fed = [], None, None, False
+            self._caches, self._tokens, self._logits, self._is_given = [], None, None, False
             return caches
         kv.filter_rows(self._caches, keep)
         index = mx.array(keep)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from keepwarm.cache.policy import Policy
 from keepwarm.engine.jobs import Job, Sequence
 from keepwarm.engine.store import Store
 from keepwarm.errors import KeepwarmError
@@ -22,17 +21,19 @@ class Chores:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-chores")
 
     def after(self, sequence: Sequence) -> None:
-        """A sequence is over: note whose it was, hold what was marked, wait for the disk."""
-        job, policy = sequence.job, sequence.job.request.policy
-        if not policy.to_disk:
+        """A sequence is over: note whose it was, hold what was marked."""
+        job = sequence.job
+        if not job.request.policy.to_disk:
             return
         tokens = list(sequence.tokens)
         if job.request.agent and sequence.choice == 0:
             self._pool.submit(self._advance, job, tokens)
         if job.request.marks:
             self._pool.submit(self._hold, job, tokens)
-        if policy is Policy.DURABLE and job.is_finished and not job.ended:
-            self._pool.submit(self._end_durably, job)
+
+    def end_durably(self, job: Job) -> None:
+        """Say the last word when all that was kept so far is on disk."""
+        self._pool.submit(self._end_durably, job)
 
     def settle(self) -> None:
         """Return once all that was to be done so far is."""

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -98,18 +99,21 @@ class Engine:
         self._lanes = Lanes(model, self.store, self.live)
         on_gpu = mx.default_device() == mx.gpu
         self._admission = Admission(memory.batch_bytes)
+        self._chores = Chores(self.store, lambda job: self._post(partial(self._scheduler.end, job)))
         self._scheduler = Scheduler(
             self._lanes,
             self._admission,
             Pace(max_slice=2048 if on_gpu else 512),
             self._kept,
+            self._chores.end_durably,
         )
-        self._watcher = Watcher([self.live.shed, self.store.shed]).start()
-        self._chores = Chores(self.store, lambda job: self._post(partial(self._scheduler.end, job)))
+        self._watcher = Watcher([self.live.shed, self.store.shed], rested=self._scopes.rested)
+        self._watcher.start()
         self._commands: deque[Command] = deque()
         self._changed = threading.Condition()
         self._accepting = True
         self._closing = False
+        self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="keepwarm-engine", daemon=True)
         self._thread.start()
 
@@ -130,13 +134,10 @@ class Engine:
 
     def submit(self, request: Request) -> Answer:
         """Ask; the answer comes as events. What cannot be asked is refused here and now."""
-        if not self._accepting:
-            raise Stopping("The engine is shutting down and takes no more requests.")
+        self._check_open()
         if request.kv == KVOptions():
             request = replace(request, kv=self.config.kv)
         prepared = self.prepare(request)
-        if len(self._scheduler.jobs) + len(self._commands) >= self.config.max_queue:
-            raise Busy(f"{self.config.max_queue} requests wait or run already; ask again later.")
         answer = Answer(self._cancel, prepared)
         job = Job(
             request,
@@ -146,7 +147,10 @@ class Engine:
             cuts=self._cuts(prepared),
             on_end=self._note_end,
         )
-        self._post(lambda: self._arrive(job))
+        with self._changed:  # whoever gets in here comes before the end, and is told of it
+            self._check_open()
+            self._check_queue()
+            self._post(lambda: self._arrive(job))
         return answer
 
     def warm(self, request: Request) -> Answer:
@@ -209,7 +213,7 @@ class Engine:
 
     def drain(self, timeout_s: float) -> bool:
         """Take no more, wait for what runs, then end the rest; whether all could finish."""
-        self._accepting = False
+        self._refuse_more()
         deadline = time.monotonic() + timeout_s
         while (busy := bool(self._scheduler.jobs or self._commands)) and _now_before(deadline):
             time.sleep(0.01)
@@ -231,9 +235,12 @@ class Engine:
 
     def close(self) -> None:
         """End what runs, write what is queued, let go of everything."""
-        if self._closing:
-            return
-        self._accepting = False
+        with self._ending:  # whoever closes it too waits until it is closed
+            if not self._closing:
+                self._close()
+
+    def _close(self) -> None:
+        self._refuse_more()
         self.call(self._drop_all).result()
         self._chores.close()  # what is promised to be on disk is, before the end
         self.call(lambda: None).result()
@@ -263,6 +270,7 @@ class Engine:
             self._work_until_idle()
             with self._changed:
                 self._changed.wait_for(lambda: self._commands or self._closing)
+        self._obey()  # what was asked before the end was known
 
     def _work_until_idle(self) -> None:
         """Everything there is to do, inside one scope of active memory."""
@@ -295,13 +303,25 @@ class Engine:
             self._commands.append(command)
             self._changed.notify_all()
 
+    def _check_open(self) -> None:
+        if not self._accepting:
+            raise Stopping("The engine is shutting down and takes no more requests.")
+
+    def _check_queue(self) -> None:
+        if len(self._scheduler.jobs) + len(self._commands) >= self.config.max_queue:
+            raise Busy(f"{self.config.max_queue} requests wait or run already; ask again later.")
+
+    def _refuse_more(self) -> None:
+        with self._changed:
+            self._accepting = False
+
     def _cancel(self, answer: Answer) -> None:
         def cancel() -> None:
             for job in self._scheduler.jobs:
                 if job.answer is answer:
                     self._scheduler.drop(job, Cancelled("The request was cancelled."))
 
-        if not self._closing:
+        with suppress(Stopping):  # then it has ended, or is about to
             self._post(cancel)
 
     def _drop_all(self) -> None:
@@ -312,7 +332,7 @@ class Engine:
         """A sequence is over and its blocks are findable."""
         if sequence.job.audit:
             return
-        if self._auditor.wants(sequence):
+        if self._accepting and sequence.reason and self._auditor.wants(sequence):
             self._scheduler.add(self._auditor.job(sequence, self._scheduler.counters.audited))
         self._chores.after(sequence)
 
@@ -333,7 +353,7 @@ class Engine:
     def _cuts(self, prepared: Prepared) -> list[int]:
         """Found on the caller's thread, for it takes time, and only where they are needed."""
         lane = self._lane(prepared.request.kv, prepared.request.tenant)
-        return prepared.cuts if lane.exact_places else []
+        return prepared.cuts if lane.has_places else []
 
     def _arrive(self, job: Job) -> None:
         self.misses.arrived(job)

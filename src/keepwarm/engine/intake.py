@@ -12,6 +12,7 @@ from keepwarm.engine.prefill import Prefill, Stopwatch
 from keepwarm.engine.request import Receipt, Started
 from keepwarm.engine.sampling import Chooser
 from keepwarm.engine.segments import AnswerReader
+from keepwarm.errors import NotEnough
 from keepwarm.prefix.blocks import common_tokens, pack
 
 MIN_SHARED = 16  # tokens that are worth waiting for
@@ -25,14 +26,12 @@ class Intake:
         admission: Admission,
         counters: Counters,
         *,
-        slice_done: Callable[[Reading, bool], None],
         publish: Callable[[Reading], None],
     ) -> None:
         """`publish` makes findable what a reading has so far."""
         self._lanes = lanes
         self._admission = admission
         self._counters = counters
-        self._slice_done = slice_done
         self._publish = publish
 
     def reserve(self, job: Job) -> bool:
@@ -48,11 +47,18 @@ class Intake:
         return job.lease is not None
 
     def make_room(self, sequence: Sequence) -> None:
-        """An answer has used what was set aside for it: count more, so that others wait for it."""
+        """Set more memory aside for an answer that has used its own; raises if there is none."""
         job = sequence.job
-        if job.lease is not None:
-            room = len(sequence.tokens) + ANSWER_ROOM
-            job.lease.grow(Admission.needs(room, 0, job.home.manager.layout))
+        if job.lease is None or sequence.n_tokens % ANSWER_ROOM:
+            return
+        n_more = min(sequence.n_left, ANSWER_ROOM)
+        n_bytes = Admission.needs(len(sequence.tokens), n_more, job.home.manager.layout)
+        if not job.lease.grow(n_bytes):
+            raise NotEnough(
+                f"The answer is {sequence.n_tokens:,} tokens long and there is no memory for more "
+                "beside the other requests; it is kept so far: send it back to have it continued "
+                "when less runs, lower max_tokens, or raise the memory budget."
+            )
 
     def waits(self, job: Job, readings: Iterable[Reading]) -> bool:
         """Find out whether somebody is computing what this prompt begins with."""
@@ -108,17 +114,16 @@ class Intake:
         tokens = list(tokens)
         capture = lane.manager.open(tokens, job.request.policy)
         capture.start_at(warm.n_kept)
+        capture.expect([*job.cuts, len(tokens) - 1])
         prefill = Prefill(
             lane.model.module,
             tokens,
             warm.caches,
             warm.n_tokens,
-            keep=lambda checkpoint: self._slice_done(reading, checkpoint),
             cuts=job.cuts,
             exact_places=lane.exact_places,
         )
-        reading = Reading(job, lane, tokens, prefill, capture, list(sequences))
-        return reading
+        return Reading(job, lane, tokens, prefill, capture, list(sequences))
 
 
 def _leads(reading: Reading, job: Job) -> bool:

@@ -67,6 +67,11 @@ class Sequence(Row):
         return len(self.tokens) - len(self.job.tokens)
 
     @property
+    def n_left(self) -> int:
+        """Tokens that it may still have."""
+        return self._room - self.n_tokens
+
+    @property
     def n_reasoning(self) -> int:
         return self._reader.n_reasoning
 
@@ -192,6 +197,7 @@ class Job:
         if self.on_end is not None:
             self.on_end(self, error)
         self.answer.put(self.done() if error is None else error)
+        self.sequences = []  # they know their job: both would stay until garbage is collected
 
     def reassure(self) -> None:
         """Tell whoever waits, now and then, that it is not forgotten."""

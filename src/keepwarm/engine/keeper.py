@@ -50,15 +50,13 @@ class Keeper:
             with self._saving():
                 row.capture.capture(batch.peek(row), len(row.tokens))
 
-    def answered(self, row: Sequence, caches: kv.Caches) -> bool:
-        """Keep a whole sequence, in blocks and as it is; whether those were told who must know."""
+    def answered(self, row: Sequence, caches: kv.Caches) -> None:
+        """Keep a whole sequence, in blocks and as it is, and tell who must know."""
         self._capture(row.capture, caches, len(row.tokens), checkpoint=True)
         if row.job.request.policy.writes:
             self._keep_live(row.job, row.tokens, caches)
         with self._saving():
             self._on_kept(row)
-            return True
-        return False
 
     def warmed(self, reading: Reading) -> None:
         """Keep a prompt that was read for its own sake."""

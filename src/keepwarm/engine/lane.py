@@ -52,6 +52,11 @@ class Lane:
         return self.manager.needs.checkpoints
 
     @property
+    def has_places(self) -> bool:
+        """Whether what is kept for longer depends on where the messages of a prompt end."""
+        return self.manager.needs.state or self.manager.needs.window > 0
+
+    @property
     def stored(self) -> Continuations:
         """What the store holds after a prompt."""
         return partial(continuations, self.manager.namespace, self.manager.tiers)

@@ -2,18 +2,20 @@
 
 MemoryConfig   how much each place may take, scaled to the machine
 MemoryScopes   MLX's buffer limits: high while something runs, low while nothing does
-Watcher        drops cached state when the machine runs low
+Watcher        drops cached state when the machine runs low, gives freed memory back
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self, TypeAlias
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 import mlx.core as mx
 import psutil
@@ -25,6 +27,7 @@ LOG = logging.getLogger(__name__)
 MIB, GIB = 1 << 20, 1 << 30
 UNLIMITED = 1 << 62  # more than any machine has
 CONTAINER = Path("/sys/fs/cgroup")
+INTERVAL_S = 1.0  # between two looks of a watcher
 
 
 class Host(NamedTuple):
@@ -75,7 +78,23 @@ def free_buffers() -> int:
     """Give buffers that MLX keeps for reuse back to the system; how many bytes that were."""
     before = mx.get_cache_memory()
     mx.clear_cache()
+    give_back()
     return before - mx.get_cache_memory()
+
+
+def give_back() -> None:
+    """Return what was freed to the system.
+
+    glibc keeps pages that lie between blocks in use, so that a process that has dropped a cache of
+    many small tensors is as large as before. Others return them by themselves.
+    """
+    if (trim := _malloc_trim()) is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Any:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 @dataclass(frozen=True)
@@ -154,7 +173,7 @@ class MLX:
         return mx.set_wired_limit(n_bytes)
 
     def clear_cache(self) -> None:
-        mx.clear_cache()
+        free_buffers()
 
     def wired_limit(self) -> int | None:
         return wired_limit()
@@ -191,6 +210,7 @@ class MemoryScopes:
         self._lock = threading.Lock()
         self._tokens = count()
         self._scopes: dict[int, _Known] = {}
+        self._ran = False  # since `rested` last said so
         self._limit: int | None = None  # as set here; None: not ours
         self._before = 0
         self._wired_before: int | None = None
@@ -201,20 +221,32 @@ class MemoryScopes:
 
     def active(self, config: MemoryConfig) -> Scope:
         """Something runs, until its scope is closed."""
+        self._ran = True
         return self._open(_Known(config, active=True))
 
     @property
     def is_active(self) -> bool:
         with self._lock:
-            return any(known.active for known in self._scopes.values())
+            return self._is_active()
+
+    def rested(self) -> bool:
+        """Whether nothing runs and something did; said once."""
+        with self._lock:
+            if self._is_active():
+                return False
+            ran, self._ran = self._ran, False
+            return ran
 
     def evict_if_idle(self) -> bool:
         """Free MLX's unused buffers unless something runs, which would want them again."""
         with self._lock:
-            idle = not any(known.active for known in self._scopes.values())
+            idle = not self._is_active()
             if idle:
                 self._device.clear_cache()
             return idle
+
+    def _is_active(self) -> bool:
+        return any(known.active for known in self._scopes.values())
 
     def _open(self, known: _Known) -> Scope:
         with self._lock:
@@ -275,7 +307,8 @@ class Watcher:
     """Sheds cached state when less than a floor is left, until there is a good deal more.
 
     `shed` is asked in order: what costs least to have again stands first. Buffers that MLX only
-    keeps for reuse go before all of it. Nothing runs until `start`, or call `check` yourself.
+    keeps for reuse go before all of it. Whenever something has `rested`, freed memory is given
+    back. Nothing runs until `start`, or call `check` yourself.
     """
 
     def __init__(
@@ -284,13 +317,15 @@ class Watcher:
         floor_bytes: int | None = None,
         *,
         headroom: Callable[[], int] = headroom,
-        interval_s: float = 1.0,
+        rested: Callable[[], bool] = bool,  # never
+        interval_s: float = INTERVAL_S,
     ) -> None:
         self.floor_bytes = floor_bytes or max(256 * MIB, host_memory().total_bytes // 20)
         self.enough_bytes = self.floor_bytes * 3 // 2
         self.shed_bytes = 0  # since it was made
         self._shed = shed
         self._headroom = headroom
+        self._rested = rested
         self._interval_s = interval_s
         self._low = False
         self._stop = threading.Event()
@@ -334,6 +369,8 @@ class Watcher:
         while not self._stop.wait(self._interval_s):
             try:
                 self.check()
+                if self._rested():
+                    give_back()
             except Exception:
                 LOG.exception("The memory could not be looked at.")
 

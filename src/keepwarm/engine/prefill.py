@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,6 @@ from keepwarm.prefix.blocks import BLOCK_TOKENS
 # some more rows of the vocabulary's projection.
 SHORT_SLICE = 64
 
-Keep = Callable[[bool], None]  # after each slice; True at a checkpoint
-
 
 class Prefill:
     """One prompt on its way into its caches. `n_done` tokens are in them, whatever happens."""
@@ -29,14 +27,12 @@ class Prefill:
         caches: kv.Caches,
         n_done: int,
         *,
-        keep: Keep,
         cuts: Iterable[int] = (),
         exact_places: bool = False,
     ) -> None:
-        """`exact_places`: layers that are restored only where a slice ended (states, windows)."""
+        """`exact_places`: layers restored only where a slice ended: states, small windows."""
         self._module = module
         self._tokens = tokens
-        self._keep = keep
         self._exact = exact_places
         self._cuts = {*cuts, len(tokens) - 1} if exact_places else set()
         self.caches = caches
@@ -46,6 +42,11 @@ class Prefill:
     @property
     def n_left(self) -> int:
         return len(self._tokens) - self.n_done
+
+    @property
+    def at_cut(self) -> bool:
+        """Whether the very place that it has come to is to be kept."""
+        return self.n_done in self._cuts
 
     def cut_at(self, n_tokens: int) -> None:
         """End a slice there and keep the very place: somebody waits for it."""
@@ -63,7 +64,6 @@ class Prefill:
             mx.eval(last)
         self.n_fed += end - self.n_done
         self.n_done = end
-        self._keep(end in self._cuts)
         return last
 
     def _end_of_slice(self, n_tokens: int) -> int:
@@ -82,7 +82,7 @@ class Pace:
     """How long things take here, and so how long a slice may be."""
 
     max_slice: int = 512
-    patience: float = 5.0  # a slice beside running answers takes as long as so many of their steps
+    patience: float = 4.25  # a slice beside running answers takes as long as so many of their steps
     slice_s: float = 0.5  # a slice of its own: cancellation and newcomers wait for it
     token_s: float = 0.005  # reading one token in a slice
     step_s: float = 0.05  # one token for everybody

@@ -9,7 +9,7 @@ from typing import Any
 
 from keepwarm.engine.grammar import GrammarMatcher, Grammars
 from keepwarm.engine.model import Model
-from keepwarm.engine.prompt import Prompter, Rendering
+from keepwarm.engine.prompt import Prompt, Prompter
 from keepwarm.engine.request import Format, Miss, Request, Sampling
 from keepwarm.engine.sampling import check
 from keepwarm.engine.segments import NORMAL, REASONING, Markup
@@ -28,7 +28,7 @@ class Prepared:
     """A request as tokens, and how its answer is to be chosen and read."""
 
     request: Request
-    rendering: Rendering
+    rendering: Prompt
     sampling: Sampling
     room: int  # answer tokens, at most
     n_vocab: int
@@ -109,7 +109,7 @@ class Preparer:
             self._explainer(request, rendering),
         )
 
-    def render(self, request: Request, stored: Continuations | None = None) -> Rendering:
+    def render(self, request: Request, stored: Continuations | None = None) -> Prompt:
         return self._prompter.render(request, stored)
 
     def _room(self, sampling: Sampling, n_prompt: int) -> int:
@@ -134,7 +134,7 @@ class Preparer:
         after = self._model.tokenizer.think_end_tokens if thinks else ()
         return self._grammars.compile(wanted, after or ())
 
-    def _explainer(self, request: Request, rendering: Rendering) -> Callable[[int], Miss | None]:
+    def _explainer(self, request: Request, rendering: Prompt) -> Callable[[int], Miss | None]:
         whose = (request.kv, request.tenant)
 
         def explain(n_known: int) -> Miss | None:

@@ -38,11 +38,6 @@ RESERVED = frozenset(
 )
 
 
-class Prompt(NamedTuple):
-    tokens: list[int]
-    cuts: list[int]  # lengths in tokens, ascending: where another prompt may part from this one
-
-
 class Anchor(NamedTuple):
     """A place in the text from which on it is tokenised on its own: a special token, mostly."""
 
@@ -61,8 +56,8 @@ class Tokenised:
     spliced: int = 0  # tokens that come from answers
 
 
-class Rendering:
-    """The prompt of one request, and where its messages end."""
+class Prompt:
+    """The tokens of one request, and the cuts: where another may part from it."""
 
     def __init__(self, tokenizer: Any, whole: Tokenised, n_messages: int, parts: Parts) -> None:
         self._tokenizer = tokenizer
@@ -153,7 +148,7 @@ class Prompter:
         self._splicer = splicer
         self._offer = offer or self._as_they_are
 
-    def render(self, request: Request, stored: Continuations | None = None) -> Rendering:
+    def render(self, request: Request, stored: Continuations | None = None) -> Prompt:
         """The tokens of a request; marks are looked up, so that they are among the cuts.
 
         Answers from before a restart are looked for in what is `stored`.
@@ -162,7 +157,7 @@ class Prompter:
             raise BadInput("A request has either messages or a prompt; give one of them.")
         if request.messages is None:
             whole = self._raw(request.prompt or "")
-            return Rendering(self._tokenizer, whole, 0, lambda _: "")
+            return Prompt(self._tokenizer, whole, 0, lambda _: "")
         rendering = self._rendered(request, request.messages, stored)
         for mark in request.marks:
             rendering.end_of(mark.message)
@@ -170,7 +165,7 @@ class Prompter:
 
     def _rendered(
         self, request: Request, messages: Sequence[Message], stored: Continuations | None
-    ) -> Rendering:
+    ) -> Prompt:
         if not messages:
             raise BadInput("There are no messages; send at least one.")
         options = _options(request)
@@ -190,7 +185,7 @@ class Prompter:
             starts = _answer_starts(text, closed)
             spots = self._splicer.spots(request.tenant, text, starts, stored)
         whole = _tokenised(self._tokenizer, text, spots)
-        return Rendering(self._tokenizer, whole, len(messages), part)
+        return Prompt(self._tokenizer, whole, len(messages), part)
 
     def _write(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
         shown, tools_shown = self._offer([plain(message) for message in messages], tools)
@@ -212,32 +207,6 @@ class Prompter:
         if bad:
             raise BadInput(f"The model has {n_vocabulary:,} tokens and none is {bad[0]}.")
         return Tokenised("", list(prompt), [])
-
-
-def render(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    tools: Sequence[Tool] | None = None,
-    add_generation_prompt: bool = True,
-) -> Prompt:
-    """The whole conversation as tokens, with cuts after its messages, and nothing put in."""
-
-    def part(message: int) -> str:
-        return write(tokenizer, messages[: message + 1], tools, add_generation_prompt=False)
-
-    text = write(tokenizer, messages, tools, add_generation_prompt)
-    rendering = Rendering(tokenizer, _tokenised(tokenizer, text), len(messages), part)
-    return Prompt(rendering.tokens, rendering.cuts)
-
-
-def tokenize(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    tools: Sequence[Tool] | None = None,
-    add_generation_prompt: bool = True,
-) -> list[int]:
-    """The conversation as tokens, tokenised whole, without its cuts."""
-    return encode(tokenizer, write(tokenizer, messages, tools, add_generation_prompt))
 
 
 def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:

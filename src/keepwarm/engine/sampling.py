@@ -85,6 +85,7 @@ class Chooser:
         self._offset = self._start_offset(n_vocab)
         seed = None if sampling.seed is None else sampling.seed % 2**64
         self._keys = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(choice,)))
+        self.key = self._next_key()
 
     @property
     def plain(self) -> bool:
@@ -111,6 +112,7 @@ class Chooser:
 
     def accept(self, token: int) -> None:
         """Note the token that was chosen. A stop token ends the answer and is no part of it."""
+        self.key = self._next_key()
         if token in self._stop_tokens:
             return
         if self._repeated is not None:
@@ -123,8 +125,9 @@ class Chooser:
         if self._grammar is not None:
             self._grammar.advance(token)
 
-    def next_key(self) -> NDArray[np.uint32]:
-        """The key of the next draw: the k-th depends on the seed and on k alone."""
+    def _next_key(self) -> NDArray[np.uint32]:
+        """The key of the k-th token depends on the seed and on k alone: a draw that failed and is
+        made again gives the same."""
         return np.asarray(self._keys.random_raw(1)).view(np.uint32)
 
     @property
@@ -150,7 +153,7 @@ class Chooser:
 
 
 def sample(choosers: Sequence[Chooser], logits: mx.array) -> mx.array:
-    """Adjusted logits (rows, vocabulary) to tokens (rows,), lazily. Every draw uses up a key."""
+    """Adjusted logits (rows, vocabulary) to tokens (rows,), lazily. Changes no chooser."""
     best = mx.argmax(logits, axis=-1)
     drawn = [i for i, chooser in enumerate(choosers) if not chooser.greedy]
     if not drawn:
@@ -217,7 +220,7 @@ def _draw(choosers: Sequence[Chooser], logits: mx.array) -> mx.array:
     scores = scores - scores.max(axis=-1, keepdims=True)
     kept = mx.where(scores < _thresholds(choosers, scores), -mx.inf, scores)
     temperatures = _column([max(c.sampling.temperature, COLDEST) for c in choosers])
-    keys = mx.array(np.stack([chooser.next_key() for chooser in choosers]))
+    keys = mx.array(np.stack([chooser.key for chooser in choosers]))
     noise = mx.vmap(lambda key: mx.random.gumbel(scores.shape[1:], key=key))(keys)
     return mx.argmax(kept / temperatures + noise, axis=-1)
 

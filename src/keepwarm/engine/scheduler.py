@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import mlx.core as mx
 
@@ -20,7 +20,7 @@ from keepwarm.cache.policy import Policy
 from keepwarm.engine.admission import Admission
 from keepwarm.engine.batch import Batch
 from keepwarm.engine.counters import Counters
-from keepwarm.engine.intake import ANSWER_ROOM, Intake
+from keepwarm.engine.intake import Intake
 from keepwarm.engine.jobs import Job, Reading, Sequence
 from keepwarm.engine.keeper import Keeper, OnKept
 from keepwarm.engine.lane import Lanes
@@ -36,7 +36,15 @@ MAX_FAILURES = 2  # batches that may die under a sequence before it is held to b
 
 
 class Scheduler:
-    def __init__(self, lanes: Lanes, admission: Admission, pace: Pace, on_kept: OnKept) -> None:
+    def __init__(
+        self,
+        lanes: Lanes,
+        admission: Admission,
+        pace: Pace,
+        on_kept: OnKept,
+        end_durably: Callable[[Job], None],
+    ) -> None:
+        """`end_durably` ends a job, by `end`, when all that was kept of it is on disk."""
         self.pace = pace
         self.counters = Counters()
         self.waiting: list[Job] = []
@@ -44,14 +52,9 @@ class Scheduler:
         self._batches: dict[Hashable, Batch[Sequence]] = {}
         self._open: dict[Job, None] = {}  # all that are not computed yet; other threads look at it
         self._just_read = False
+        self._end_durably = end_durably
         self._keeper = Keeper(self.counters, on_kept)
-        self._intake = Intake(
-            lanes,
-            admission,
-            self.counters,
-            slice_done=self._keeper.slice_done,
-            publish=self._keeper.place,
-        )
+        self._intake = Intake(lanes, admission, self.counters, publish=self._keeper.place)
 
     @property
     def rows(self) -> list[Sequence]:
@@ -129,6 +132,7 @@ class Scheduler:
         n_before, watch = reading.prefill.n_done, Stopwatch()
         try:
             logits = reading.prefill.feed(self.pace.slice_tokens(decoding=bool(self._batches)))
+            self._keeper.slice_done(reading, reading.prefill.at_cut)
         except Exception as error:
             self._end_reading(reading)
             self._fail(reading.job, error)
@@ -168,7 +172,7 @@ class Scheduler:
         """The prompt is read: its sequences join the batch; without any, that was all."""
         if not reading.sequences:
             self._keeper.warmed(reading)
-            self.end(reading.job)
+            self._finish(reading.job)
             return
         self._keeper.place(reading)
         caches = reading.prefill.caches
@@ -208,7 +212,12 @@ class Scheduler:
         return bool(batches)
 
     def _decode_batch(self, key: Hashable, batch: Batch[Sequence]) -> None:
-        finished = [row for row, token in batch.feed() if not self._take(row, token)]
+        ahead = batch.runs_ahead
+        if ahead:
+            batch.feed()
+        finished = [row for row, token in batch.give() if not self._take(row, token)]
+        if not ahead:
+            batch.feed()
         self._leave(key, batch, finished)
         if not batch.rows:
             return
@@ -223,10 +232,10 @@ class Scheduler:
         self.counters.generated_tokens += 1
         try:
             row.job.take(row, token)
+            if not (row.reason or row.job.ended):
+                self._intake.make_room(row)
         except Exception as error:
             self._fail(row.job, error)
-        if row.n_tokens % ANSWER_ROOM == 0:
-            self._intake.make_room(row)
         return not (row.reason or row.job.ended)
 
     def _leave(self, key: Hashable, batch: Batch[Sequence], rows: list[Sequence]) -> None:
@@ -241,10 +250,8 @@ class Scheduler:
         for row, caches in zip(rows, left, strict=True):
             if row.job.request.policy is not Policy.DURABLE:
                 self._end_finished([row])  # before keeping, which nobody needs to wait for
-            if row.job.is_finished:
-                self._open.pop(row.job, None)
-            if not self._keeper.answered(row, caches):
-                self._end_finished([row])
+            self._keeper.answered(row, caches)
+        self._end_finished(rows)
         if not batch.rows:
             self._batches.pop(key, None)
 
@@ -266,6 +273,14 @@ class Scheduler:
 
     def _end_finished(self, rows: list[Sequence]) -> None:
         for job in {row.job for row in rows if row.job.is_finished}:
+            self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        """Nothing is left to be computed, and what must be on disk first was kept."""
+        self._open.pop(job, None)
+        if job.request.policy is Policy.DURABLE and not job.ended:
+            self._end_durably(job)
+        else:
             self.end(job)
 
     def _close(self, job: Job, error: KeepwarmError | None = None) -> None:
@@ -293,6 +308,7 @@ class Scheduler:
         self.counters.rebuilt_batches += 1
         self._batches.pop(key, None)
         rows = batch.disband()
+        self._end_finished(rows)
         mx.clear_cache()
         for row in rows:
             if row.job.ended or row.reason:

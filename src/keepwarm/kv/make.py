@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
@@ -38,16 +40,18 @@ def make_caches(
             f"kv_group_size is {kv_group_size}; "
             f"it must be one of {', '.join(map(str, GROUP_SIZES))}."
         )
+    caches: Caches = make_prompt_cache(model)
+    if max_kv_size is not None:
+        other = partial(RotatingKVCache, max_size=max_kv_size, keep=0)
+    elif kv_bits is not None:
+        other = partial(QuantKVCache, group_size=kv_group_size, bits=kv_bits)
+    else:
+        return caches
+    return [_changed(cache, other) for cache in caches]
 
-    def changed(cache: Cache) -> Cache:
-        if isinstance(cache, CacheList):
-            return CacheList(*(changed(part) for part in cache.caches))
-        if type(cache) is not KVCache:
-            return cache
-        if max_kv_size is not None:
-            return RotatingKVCache(max_size=max_kv_size, keep=0)
-        if kv_bits is not None:
-            return QuantKVCache(group_size=kv_group_size, bits=kv_bits)
-        return cache
 
-    return [changed(cache) for cache in make_prompt_cache(model)]
+def _changed(cache: Cache, other: Callable[[], Cache]) -> Cache:
+    """Another cache for a layer that keeps every token; the same for any else."""
+    if isinstance(cache, CacheList):
+        return CacheList(*(_changed(part, other) for part in cache.caches))
+    return other() if type(cache) is KVCache else cache

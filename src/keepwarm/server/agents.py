@@ -221,7 +221,7 @@ async def import_agent(
     settings: Config,
     agent_id: Annotated[AgentId, Query(alias="id", description="The id it gets here.")],
 ) -> AgentOut:
-    """Take in a bundle, verified; one of another model or key is refused with the reason."""
+    """Take in a bundle, verified; one of another model is refused with the reason."""
     with _workshop(settings) as directory:
         file = directory / "bundle"
         await _receive(request.stream(), file, settings.disk_bytes)

@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request, Response
 
 from keepwarm.config import Settings
 from keepwarm.engine import request as engine_request
-from keepwarm.engine.answer import Answer
 from keepwarm.server import messages, scrub
 from keepwarm.server.anthropic_shapes import (
     CountRequest,
@@ -18,6 +17,7 @@ from keepwarm.server.anthropic_shapes import (
     MessagesRequest,
     TokensOut,
 )
+from keepwarm.server.host import Noted
 from keepwarm.server.messages_out import Heading, Kept, MessageStream, message
 from keepwarm.server.messages_tools import ignored_tools
 from keepwarm.server.sse import EventStream, WholeAnswer
@@ -66,7 +66,7 @@ def _asked(
     return scrub.clean(messages.request_of(body, caller, settings), rules)
 
 
-def _kept(answer: Answer) -> Sequence[Kept]:
+def _kept(answer: Noted) -> Sequence[Kept]:
     """Where in the prompt the breakpoints stand, if they are kept."""
     prepared = answer.prepared
     if prepared is None or not prepared.request.policy.writes:

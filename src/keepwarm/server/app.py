@@ -27,11 +27,12 @@ from keepwarm.server import (
     openai,
     responses,
 )
+from keepwarm.server.body import sound_json
 from keepwarm.server.host import EngineHost
 from keepwarm.server.limits import Limits
-from keepwarm.server.problems import Problem, invalid, problem_of, respond
+from keepwarm.server.problems import invalid, of_http, problem_of, respond
 from keepwarm.server.responses_store import ResponseStore
-from keepwarm.server.wire import RECEIPT_HEADER, whole_characters
+from keepwarm.server.wire import RECEIPT_HEADER
 
 ROUTERS = (
     health.router,
@@ -60,7 +61,7 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
         description=ABOUT,
         lifespan=_lifespan,
         redoc_url=None,
-        dependencies=[Depends(whole_characters)],
+        dependencies=[Depends(sound_json)],
     )
     app.state.host = host
     app.state.settings = settings
@@ -112,8 +113,10 @@ def _say_what_is_wrong(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        problem = Problem(error.status_code, f"{error.detail} ({request.url.path}).")
-        return respond(request.url.path, problem)
+        problem = of_http(error.status_code, error.detail, request.method, request.url.path)
+        answer = respond(request.url.path, problem)
+        answer.headers.update(error.headers or {})
+        return answer
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:

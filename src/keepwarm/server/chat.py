@@ -40,7 +40,7 @@ from keepwarm.server.openai_shapes import (
     ToolCallOut,
 )
 from keepwarm.server.tokens import Pieces, chat_logprobs
-from keepwarm.server.wire import Caller, receipt_dict, text_of
+from keepwarm.server.wire import Caller, content_of, receipt_dict
 
 NOT_THINKING = frozenset({"none", "minimal"})
 SEEDS = 1 << 63
@@ -109,10 +109,10 @@ def _top_logprobs(body: ChatRequest) -> int | None:
 
 
 def _message(message: ChatMessage, index: int) -> Message:
-    """In the shape of chat templates: text alone; what OpenAI calls a developer is the system."""
+    """In the shape of chat templates; what OpenAI calls a developer is the system."""
     role = "system" if message.role == "developer" else message.role
-    text = text_of(message.content, f"messages[{index}].content")
-    fields: dict[str, Any] = {"role": role, "content": text}
+    content = content_of(message.content, f"messages[{index}].content")
+    fields: dict[str, Any] = {"role": role, "content": content}
     if message.tool_calls:
         fields["tool_calls"] = [call.model_dump() for call in message.tool_calls]
     reasoning = message.reasoning_content or message.reasoning

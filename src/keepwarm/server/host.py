@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Self
 
+from keepwarm.engine.request import Done, Event, Result, Usage
 from keepwarm.errors import Stopping, UnknownModel
 
 if TYPE_CHECKING:
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from keepwarm.engine.answer import Answer
     from keepwarm.engine.engine import Engine
     from keepwarm.engine.model import Model
+    from keepwarm.engine.prepare import Prepared
     from keepwarm.engine.request import Request
     from keepwarm.engine.store import Store
     from keepwarm.engine.warm import Warmer
@@ -32,6 +35,35 @@ def _warming(engine: Engine) -> Warmer:
     return Warmer(engine).run_in_background()
 
 
+class Noted(AsyncIterator[Event]):
+    """An engine's answer; what it took is told when its end is read."""
+
+    def __init__(self, answer: Answer, note: Callable[[Usage], None]) -> None:
+        self._answer = answer
+        self._note = note
+
+    @property
+    def prepared(self) -> Prepared | None:
+        return self._answer.prepared
+
+    def cancel(self) -> None:
+        self._answer.cancel()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        event = await anext(self._answer)
+        if isinstance(event, Done):
+            self._note(event.usage)
+        return event
+
+    async def wait(self) -> Result:
+        result = await self._answer.wait()
+        self._note(result.usage)
+        return result
+
+
 class EngineHost:
     """Owns one running engine; whoever answers requests asks here for it."""
 
@@ -42,6 +74,7 @@ class EngineHost:
         self.name = name
         self.created = int(time.time())
         self._warmer: Warmer | None = None
+        self._listeners: list[Callable[[Usage], None]] = []
 
     def begin(self) -> None:
         """Serving begins: while nobody asks, what will likely go on is read from disk."""
@@ -59,9 +92,17 @@ class EngineHost:
         """Whether the engine's thread runs and takes requests."""
         return self._engine is not None and self._engine.alive and not self._draining
 
-    async def submit(self, request: Request) -> Answer:
+    async def submit(self, request: Request) -> Noted:
         """Begin an answer. Rendering and tokenising happen off the event loop."""
-        return await asyncio.to_thread(self.engine.submit, request)
+        return Noted(await asyncio.to_thread(self.engine.submit, request), self._answered)
+
+    def on_answer(self, listener: Callable[[Usage], None]) -> None:
+        """Tell this listener what each answer took, once it has ended; whichever engine gave it."""
+        self._listeners.append(listener)
+
+    def _answered(self, usage: Usage) -> None:
+        for listener in self._listeners:
+            listener(usage)
 
     def check_model(self, name: str | None) -> None:
         """One model is here. It answers to any name unless the server was told to be strict."""

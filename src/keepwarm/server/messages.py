@@ -77,7 +77,7 @@ def session_of(user_id: str | None) -> str | None:
         return None
     try:
         fields = json.loads(user_id)
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     if isinstance(fields, dict):
         session = fields.get("session_id")

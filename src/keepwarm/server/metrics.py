@@ -1,13 +1,11 @@
-"""What Prometheus reads: the engine's own snapshot, and times from its journal of answers.
+"""What Prometheus reads: the engine's own snapshot, and the times of every answer.
 
 Each application has a registry of its own.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from itertools import takewhile
 from typing import Literal, NamedTuple, TypeAlias
 
 from fastapi import APIRouter, Request, Response
@@ -17,7 +15,6 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from keepwarm.engine.journal import Entry
 from keepwarm.engine.request import Usage
 from keepwarm.engine.stats import Stats
 from keepwarm.server.host import EngineHost
@@ -34,6 +31,12 @@ APIS = {
     "/v1/agents": "agents",
     "/v1/cache": "cache",
     "/v1/admin": "admin",
+    "/v1/dashboard": "dashboard",
+    "/dashboard": "page",
+    "/docs": "docs",
+    "/openapi.json": "docs",
+    "/health": "health",
+    "/metrics": "metrics",
 }
 FIRST_TOKEN = "keepwarm_first_token_seconds", "From a request's arrival to its first token."
 TOKEN = "keepwarm_token_seconds", "Time of one token of an answer."
@@ -202,30 +205,18 @@ class Metrics:
 
     def __init__(self, host: EngineHost) -> None:
         self.registry = CollectorRegistry()
-        self._host = host
-        self._lock = threading.Lock()
-        self._last: Entry | None = None  # of the journal, that was counted
         self._first = Histogram(*FIRST_TOKEN, ["warm"], buckets=FIRST_S, registry=self.registry)
         self._token = Histogram(*TOKEN, buckets=TOKEN_S, registry=self.registry)
         self._http = Counter(*HTTP, ["api", "outcome"], registry=self.registry)
         self.registry.register(EngineCollector(host))
         ProcessCollector(registry=self.registry)
+        host.on_answer(self.answered)
 
     def request_ended(self, api: str, outcome: str) -> None:
         self._http.labels(api, outcome).inc()
 
-    def catch_up(self) -> None:
-        """Count the times of the answers that have ended since the last call: the latest 500."""
-        if not self._host.ready:
-            return
-        with self._lock:
-            ended = [entry for entry in self._host.engine.requests() if entry.ended is not None]
-            fresh = takewhile(lambda entry: entry is not self._last, reversed(ended))
-            for usage in [entry.usage for entry in fresh if entry.usage is not None]:
-                self._observe(usage)
-            self._last = ended[-1] if ended else None
-
-    def _observe(self, usage: Usage) -> None:
+    def answered(self, usage: Usage) -> None:
+        """Count what an answer took."""
         if usage.completion_tokens:
             warm = "yes" if usage.cached_tokens else "no"
             self._first.labels(warm).observe(usage.ttft_ms / 1000)
@@ -266,6 +257,8 @@ def _outcome(status: int) -> str:
 
 def _api(path: str) -> str:
     """The API of a path; a set of known words, so that nobody can make up new ones."""
+    if path == "/":
+        return "page"  # where it leads
     for prefix, api in APIS.items():
         if path == prefix or path.startswith(f"{prefix}/"):
             return api
@@ -277,7 +270,6 @@ def read_metrics(request: Request) -> Response:
     """Everything that is measured, as Prometheus reads it."""
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
     metrics: Metrics = request.app.state.metrics
-    metrics.catch_up()
     return Response(encode(metrics.registry), media_type=media_type)
 
 

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request, Response
 
 from keepwarm.engine import request as engine_request
-from keepwarm.engine.answer import Answer
 from keepwarm.engine.text import decode
 from keepwarm.errors import UnknownModel
 from keepwarm.server import chat, completions, scrub
 from keepwarm.server.chat import ChatStream
 from keepwarm.server.chunks import Heading
 from keepwarm.server.completions import TextStream
-from keepwarm.server.host import EngineHost
+from keepwarm.server.host import EngineHost, Noted
 from keepwarm.server.openai_shapes import (
     ChatCompletion,
     ChatRequest,
@@ -92,7 +91,7 @@ async def show_model(name: str, host: Host) -> ModelOut:
     return _model(host)
 
 
-async def _submit_all(host: EngineHost, requests: Sequence[engine_request.Request]) -> list[Answer]:
+async def _submit_all(host: EngineHost, requests: Sequence[engine_request.Request]) -> list[Noted]:
     """Begin all answers, or none: where one is refused, the others are cancelled."""
     begun = await asyncio.gather(*map(host.submit, requests), return_exceptions=True)
     answers = [answer for answer in begun if not isinstance(answer, BaseException)]

@@ -58,6 +58,16 @@ def problem_of(error: BaseException) -> Problem:
     return Problem(error.status, str(error), code, param, retry)
 
 
+def of_http(status: int, detail: str, method: str, path: str) -> Problem:
+    """What the framework refuses by itself, in sentences of our own."""
+    sentences = {
+        400: "The body cannot be read as JSON; send UTF-8 text that nests less deep.",
+        404: f"There is nothing at {path}; /docs lists what there is.",
+        405: f"{method} is not possible at {path}; /docs lists what is.",
+    }
+    return Problem(status, sentences.get(status, f"{detail} ({path})."))
+
+
 def speaks_anthropic(path: str) -> bool:
     return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 

@@ -55,6 +55,7 @@ def serve(app: FastAPI, settings: Settings, listening: socket.socket) -> None:
 
     A second signal ends the process at once; what is not yet on disk is lost, and nothing else.
     """
+    make_ready(app)
     # uvicorn raises the signal again once it has shut down; by then there is nothing left to do.
     for number in STOPS:
         signal.signal(number, lambda *_: None)
@@ -62,6 +63,14 @@ def serve(app: FastAPI, settings: Settings, listening: socket.socket) -> None:
     DrainingServer(app, settings).run(sockets=[listening])
     for number in STOPS:
         signal.signal(number, signal.SIG_DFL)
+
+
+def make_ready(app: FastAPI) -> None:
+    """Do what would else be done while clients wait: routes are built when first one is asked for.
+
+    That takes half a second, in which nobody else would be answered either.
+    """
+    app.openapi()
 
 
 class DrainingServer(uvicorn.Server):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, TypeAlias
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from keepwarm.errors import BadField
+from keepwarm.engine import request as engine_request
+from keepwarm.engine.engine import Engine
+from keepwarm.errors import BadField, ContextTooLong
 from keepwarm.server import scrub
+from keepwarm.server.host import EngineHost, Noted
 from keepwarm.server.openai_shapes import ErrorOut
+from keepwarm.server.responses_fit import shortened
 from keepwarm.server.responses_in import items_of, offered, request_of
 from keepwarm.server.responses_out import (
     ResponseBuilder,
@@ -32,6 +36,14 @@ from keepwarm.server.responses_store import ResponseStore, Stored
 from keepwarm.server.sse import EventStream, WholeAnswer
 from keepwarm.server.wire import Config, Host, caller_of, documented
 
+REFUSED = {
+    "background": "background is not possible here: answers are awaited; leave it out, and use "
+    "stream to see an answer while it is made.",
+    "conversation": "conversation names items that OpenAI keeps; continue an answer with "
+    "previous_response_id, or send all items as input.",
+    "prompt": "prompt names a text that OpenAI keeps; send it as instructions or input.",
+}
+
 router = APIRouter(
     prefix="/v1/responses",
     tags=["OpenAI responses"],
@@ -40,6 +52,9 @@ router = APIRouter(
         "5XX": {"model": ErrorOut, "description": "The server failed, or is stopping."},
     },
 )
+
+
+Ask: TypeAlias = Callable[[Sequence[Item]], engine_request.Request]
 
 
 class Shelf:
@@ -92,16 +107,40 @@ async def create_response(
     items = answers.conversation(body)
     caller = caller_of(request, body.keepwarm, body.prompt_cache_key)
     rules = scrub.rules(settings.scrub, request.headers)
-    asked = scrub.clean(request_of(body, items, caller, settings), rules)
-    wishes = wishes_of(body, offered(body.tools or ()), asked)
+
+    def ask(some: Sequence[Item]) -> engine_request.Request:
+        return scrub.clean(request_of(body, some, caller, settings), rules)
+
+    asked = ask(items)
+    answer, n_dropped = await _submit(host, ask, items, forget=body.truncation == "auto")
+    wishes = wishes_of(body, offered(body.tools or ()), asked, n_dropped)
     n_given = len(items_of(body.input))
-    answer = await host.submit(asked)
     builder = ResponseBuilder(
         begun(body, host.name, asked), wishes, lambda made: answers.keep(made, items, n_given)
     )
     if body.stream:
         return EventStream(answer, ResponseStream(builder))
     return WholeAnswer(answer, lambda result: whole(builder, result))
+
+
+async def _submit(
+    host: EngineHost, ask: Ask, items: Sequence[Item], *, forget: bool
+) -> tuple[Noted, int]:
+    """Begin an answer; where all items are too long and it may forget, say how many it has."""
+    try:
+        return await host.submit(ask(items)), 0
+    except ContextTooLong:
+        if not forget:
+            raise
+    kept = await asyncio.to_thread(_shortened, host.engine, ask, items)
+    return await host.submit(ask(kept)), len(items) - len(kept)
+
+
+def _shortened(engine: Engine, ask: Ask, items: Sequence[Item]) -> list[Item]:
+    def count(some: Sequence[Item]) -> int:
+        return engine.count_tokens(ask(some))
+
+    return shortened(items, count, engine.model.n_context, ask(items).sampling.max_tokens)
 
 
 @router.post("/input_tokens")
@@ -146,6 +185,6 @@ async def delete_response(response_id: str, answers: Answers) -> DeletedOut:
 
 def _check_known(body: ResponsesRequest) -> None:
     """Refuse what would change the prompt or the way to the answer, and is not here."""
-    for name in ("background", "conversation", "prompt"):
+    for name, sentence in REFUSED.items():
         if getattr(body, name):
-            raise BadField(f"{name} is not known here; send all that is asked as input.", name)
+            raise BadField(sentence, name)

@@ -19,7 +19,7 @@ from keepwarm.server.responses_shapes import (
     TextFormat,
     ToolIn,
 )
-from keepwarm.server.wire import Caller, text_of
+from keepwarm.server.wire import Caller, content_of, text_of
 
 SEALED = "keepwarm1:"  # before reasoning that a client keeps for us
 NAMESPACE = "__"  # between the name of a namespace and that of its function
@@ -174,12 +174,7 @@ def _other(item: Item, where: str) -> dict[str, Any]:
         raise BadField(f"{where}.role is needed and not there.", f"{where}.role")
     if item.content is None:
         raise BadField(f"{where}.content is needed and not there.", f"{where}.content")
-    text = text_of(item.content, f"{where}.content")
-    if isinstance(item.content, str):
-        return {"role": item.role, "content": text}
-    # Parts stay apart: whoever scrubs must know them.
-    parts = [{"type": "text", "text": part.text or part.refusal} for part in item.content]
-    return {"role": item.role, "content": parts}
+    return {"role": item.role, "content": content_of(item.content, f"{where}.content")}
 
 
 # Tools and wishes.

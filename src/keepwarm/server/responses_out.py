@@ -45,11 +45,14 @@ class Wishes:
     ignored: Sequence[str]
     encrypted: bool  # reasoning is to come back from the client
     writes: bool  # what was computed is kept
+    n_dropped: int = 0  # items that were left out for lack of room
 
 
-def wishes_of(body: ResponsesRequest, offered: Offered, asked: Request) -> Wishes:
+def wishes_of(
+    body: ResponsesRequest, offered: Offered, asked: Request, n_dropped: int = 0
+) -> Wishes:
     encrypted = ENCRYPTED in (body.include or ())
-    return Wishes(offered.names, offered.ignored, encrypted, asked.policy.writes)
+    return Wishes(offered.names, offered.ignored, encrypted, asked.policy.writes, n_dropped)
 
 
 def begun(body: ResponsesRequest, model: str, asked: Request) -> ResponseOut:
@@ -81,7 +84,7 @@ def begun(body: ResponsesRequest, model: str, asked: Request) -> ResponseOut:
         "tool_choice": given.get("tool_choice", "auto"),
         "tools": given.get("tools", []),
         "top_p": asked.sampling.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
     }
@@ -151,7 +154,7 @@ class ResponseBuilder:
         self.response["status"] = status
         self.response["completed_at"] = int(time.time())
         self.response["usage"] = _usage(event, self._wishes.writes)
-        self.response["keepwarm"] = _receipt(event, self._wishes.ignored)
+        self.response["keepwarm"] = _receipt(event, self._wishes)
         self._keep(self.response)
         return self.state(status)
 
@@ -274,8 +277,10 @@ def _usage(event: Done, writes: bool) -> UsageOut:
     }
 
 
-def _receipt(event: Done, ignored: Sequence[str]) -> ResponseReceipt:
+def _receipt(event: Done, wishes: Wishes) -> ResponseReceipt:
     fields: ResponseReceipt = receipt_dict(event.receipt)  # type: ignore[assignment]
-    if ignored:
-        fields["ignored_tools"] = list(ignored)
+    if wishes.ignored:
+        fields["ignored_tools"] = list(wishes.ignored)
+    if wishes.n_dropped:
+        fields["dropped_items"] = wishes.n_dropped
     return fields

@@ -91,15 +91,18 @@ class ResponsesRequest(InputRequest):
     prompt: Any = Field(default=None, description="Refused: no prompts are kept here.")
     metadata: Metadata | None = None
     prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
-    truncation: Literal["auto", "disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        default=None, description="`auto`: the oldest turns are left out if there is no room."
+    )
     user: str | None = None
     keepwarm: Options | None = None
 
 
 class ResponseReceipt(ReceiptShape):
-    """The receipt, and which tools were left out."""
+    """The receipt, and what was left out: tools, and items for which there was no room."""
 
     ignored_tools: NotRequired[list[str]]
+    dropped_items: NotRequired[int]
 
 
 class InputDetails(TypedDict):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from keepwarm.engine.answer import Answer, collect
+from keepwarm.engine.answer import collect
 from keepwarm.engine.request import (
     Delta,
     Done,
@@ -20,13 +20,14 @@ from keepwarm.engine.request import (
     Usage,
 )
 from keepwarm.errors import KeepwarmError
+from keepwarm.server.host import Noted
 from keepwarm.server.sse import started
 
 
 class Several:
     """Events of all, as they come; choices are numbered through, the cost is summed up."""
 
-    def __init__(self, answers: Sequence[Answer], n: int) -> None:
+    def __init__(self, answers: Sequence[Noted], n: int) -> None:
         self._answers = answers
         self._n = n  # choices of each
 

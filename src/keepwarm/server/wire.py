@@ -7,9 +7,8 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypeAlias
 
 from fastapi import Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,7 +17,7 @@ from typing_extensions import TypedDict
 from keepwarm.cache.policy import Policy
 from keepwarm.config import Settings
 from keepwarm.engine.request import KVOptions, Receipt
-from keepwarm.errors import BadField, BadInput
+from keepwarm.errors import BadField
 from keepwarm.server.host import EngineHost
 
 AGENT_HEADER = "x-keepwarm-agent"
@@ -28,7 +27,6 @@ RECEIPT_HEADER = "x-keepwarm-receipt"
 SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id", "x-session-id")
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 AGENT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")  # the tenant has to fit in front
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 PolicyName = Literal["read-write", "read-only", "ephemeral", "no-store", "durable"]
 
@@ -67,6 +65,9 @@ class ContentPart(Shape):
     type: str = Field(description="`text`; everything else is refused.")
     text: str | None = None
     refusal: str | None = None
+
+
+Content: TypeAlias = str | Sequence[ContentPart] | None
 
 
 class MissShape(TypedDict):
@@ -170,11 +171,22 @@ def _policy(headers: Mapping[str, str], options: Options) -> Policy:
         raise BadField(f"{name!r} is no cache policy; use one of {known}.", CACHE_HEADER) from error
 
 
-def text_of(content: str | Sequence[ContentPart] | None, where: str) -> str:
+def text_of(content: Content, where: str) -> str:
     """The text of a message; parts stand on lines of their own."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+    return "\n".join(_texts(content, where))
+
+
+def content_of(content: Content, where: str) -> str | list[dict[str, str]]:
+    """The content of a message, as it was sent. Parts stay apart: whoever scrubs must know them."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return [{"type": "text", "text": text} for text in _texts(content, where)]
+
+
+def _texts(parts: Sequence[ContentPart], where: str) -> list[str]:
+    return [_part(part, f"{where}[{index}]") for index, part in enumerate(parts)]
 
 
 def _part(part: ContentPart, where: str) -> str:
@@ -188,24 +200,6 @@ def _part(part: ContentPart, where: str) -> str:
 
 def media_refused(kind: str, where: str) -> BadField:
     return BadField(f"{where} is of type {kind!r}; this model reads text only.", where)
-
-
-async def whole_characters(request: Request) -> None:
-    """Refuse halves of surrogate pairs, which JSON can write and no tokenizer can read."""
-    if "json" not in request.headers.get("content-type", ""):
-        return
-    body = await request.body()
-    if _SURROGATE.search(body) is None:
-        return
-    with suppress(ValueError):  # what is no JSON is refused elsewhere
-        _check_unicode(json.loads(body))
-
-
-def _check_unicode(value: object) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise BadInput("The body holds half a character (a lone surrogate); mend it.") from error
 
 
 def receipt_dict(receipt: Receipt) -> ReceiptShape:

@@ -53,15 +53,30 @@ class Lookups(Database):
 
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
         """In the order of token bytes the longest common prefixes are neighbours of the query."""
-        found = []
-        for compare, order in (("<=", "DESC"), (">", "ASC")):
-            rows = self._rows(
-                f"SELECT key, tokens FROM tokens WHERE parent = ? AND tokens {compare} ? "  # noqa: S608
-                f"ORDER BY tokens {order} LIMIT {NEIGHBOURS}",
-                (parent, tokens),
-            )
-            found += [Child(BlockKey(key), common_tokens(held, tokens)) for key, held in rows]
+        near = self._neighbours(parent, tokens, "<=", "DESC")
+        if len(near) == NEIGHBOURS:  # there may be more of them
+            near |= self._beginnings(parent, tokens)
+        near |= self._neighbours(parent, tokens, ">", "ASC")
+        found = [Child(key, common_tokens(held, tokens)) for key, held in near.items()]
         return sorted((c for c in found if c.n_common), key=lambda c: -c.n_common)
+
+    def _neighbours(
+        self, parent: BlockKey, tokens: bytes, compare: str, order: str
+    ) -> dict[BlockKey, bytes]:
+        query = (
+            f"SELECT key, tokens FROM tokens WHERE parent = ? AND tokens {compare} ? "  # noqa: S608
+            f"ORDER BY tokens {order} LIMIT {NEIGHBOURS}"
+        )
+        return dict(self._rows(query, (parent, tokens)))
+
+    def _beginnings(self, parent: BlockKey, tokens: bytes) -> dict[BlockKey, bytes]:
+        """Children whose tokens the query begins with: any number may lie between it and them."""
+        query = (
+            "WITH RECURSIVE ends(at) AS (SELECT 4 UNION ALL SELECT at + 4 FROM ends "
+            "WHERE at < length(?1)) SELECT key, tokens FROM ends "
+            "CROSS JOIN tokens ON parent = ?2 AND tokens = substr(?1, 1, at)"
+        )
+        return dict(self._rows(query, (tokens, parent)))
 
     def parents(self, key: BlockKey) -> Iterator[BlockKey]:
         """The chain from a block up to its first, the block itself included."""
@@ -107,7 +122,7 @@ class Lookups(Database):
         """The states on the way to a block that has one, and the K and V bytes on that way."""
         found = self._rows("SELECT 1 FROM blocks WHERE key = ? AND s > 0 AND NOT doomed", (key,))
         way = list(self.parents(key)) if found else []
-        rows = self._among("SELECT key, parent, d + w", "key", way)
+        rows = self._among("SELECT key, parent, d + w * (w_rows > 0)", "key", way)
         at = {parent: own for own, parent, _ in rows}
         return list(self._checkpoints(at)), sum(n_bytes for *_, n_bytes in rows)
 

@@ -26,11 +26,11 @@ class SealedIndex(Index):
         super().__init__(path, half_life_s)
 
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
-        found = [
-            Child(key, common_tokens(held, tokens)) for key, held in self._beside(parent).items()
-        ]
+        beside = self._beside(parent)
+        found = [Child(key, common_tokens(held, tokens)) for key, held in beside.items()]
         shared = sorted((c for c in found if c.n_common), key=lambda c: -c.n_common)
-        return shared[: 2 * NEIGHBOURS]
+        begun = [c for c in shared[2 * NEIGHBOURS :] if 4 * c.n_common == len(beside[c.key])]
+        return shared[: 2 * NEIGHBOURS] + begun
 
     def shorter_siblings(self, key: BlockKey) -> list[BlockKey]:
         rows = self._rows("SELECT parent FROM blocks WHERE key = ?", (key,))

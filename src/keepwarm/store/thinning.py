@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from keepwarm.prefix.blocks import BlockKey
 
-LAST_KEPT = 2  # of a conversation; the next turn goes on from one of them
+# Of a conversation: where its prompt ended, where its answer did, even one that was cancelled, and
+# the end of the turn before, from which that is asked again in other words.
+LAST_KEPT = 3
 
 
 class Checkpoint(NamedTuple):

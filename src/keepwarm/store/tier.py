@@ -144,7 +144,8 @@ class Tier(Protocol):
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
         """Children of `parent` that share leading tokens with these, the most first; a few.
 
-        More than one, because the nearest may lack window rows that a neighbour has.
+        More than one, because the nearest may lack window rows that a neighbour has. Every child
+        that these tokens begin with is among them: a conversation that ended there goes on.
         """
 
     def states(self, parents: Collection[BlockKey]) -> list[State]:

@@ -9,18 +9,23 @@ const COLUMNS = [
   { name: "Time", number: true },
 ];
 
+let admin = false;
+let reading = false;
+
 export function start() {
   byId("verify").addEventListener("click", verify);
 }
 
-export function allow(admin) {
-  byId("verify").disabled = !admin;
-  if (!admin && !byId("verified").textContent) byId("verified").textContent = "Needs the admin key.";
-  if (admin && byId("verified").textContent === "Needs the admin key.") byId("verified").textContent = "";
+// Only the admin key may verify; to others the button says why it does nothing.
+export function allow(isAdmin) {
+  admin = isAdmin;
+  byId("verify").disabled = !admin || reading;
+  byId("verify-why").hidden = admin;
 }
 
 async function verify() {
-  byId("verify").disabled = true;
+  reading = true;
+  allow(admin);
   byId("verified").textContent = "Every record is being read…";
   try {
     const { records, n_bytes: size, bad } = await post("/v1/cache/verify");
@@ -30,7 +35,8 @@ async function verify() {
   } catch (error) {
     byId("verified").textContent = error.message;
   }
-  byId("verify").disabled = false;
+  reading = false;
+  allow(admin);
 }
 
 export function whatIf(found) {

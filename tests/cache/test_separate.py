@@ -1,0 +1,36 @@
+"""What conversations begin with and how far they have come are kept apart, each in its module."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import keepwarm.cache
+from keepwarm.cache.conversations import Conversations, State
+from keepwarm.cache.prefixes import Opening, Prefixes
+
+
+@pytest.mark.parametrize(
+    ("module", "other"), [("prefixes", "conversations"), ("conversations", "prefixes")]
+)
+def test_neither_module_knows_the_other(module, other):
+    """S2-21."""
+    tree = ast.parse((Path(keepwarm.cache.__file__).parent / f"{module}.py").read_text())
+    imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert imported
+    assert not [name for name in imported if other in name]
+
+
+def test_forgetting_in_one_leaves_the_other():
+    """S2-21."""
+    prefixes, conversations = Prefixes(), Conversations()
+    opening = Opening("ada", "tiny", "Be brief.")
+    prefixes.store(opening, [1, 2, 3])
+    conversations.update("ada", "tiny", State(30, 2))
+    prefixes.invalidate("ada")
+    assert prefixes.get(opening) is None
+    assert conversations.get("ada", "tiny").n_tokens == 30
+    prefixes.store(opening, [1, 2, 3])
+    conversations.invalidate("ada")
+    assert conversations.get("ada", "tiny") is None
+    assert prefixes.get(opening) is not None

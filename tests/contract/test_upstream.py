@@ -1,0 +1,130 @@
+"""What is used of MLX and mlx-lm is current, pinned, and what a layer's cache has to offer."""
+
+import ast
+import re
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import (
+    BatchKVCache,
+    BatchRotatingKVCache,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from keepwarm.kv.codec import encode
+from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
+from tests.contract.rows import filled
+
+ROOT = Path(__file__).parents[2]
+CODE = [
+    path for name in ("src", "examples", "experiments") for path in ROOT.glob(f"{name}/**/*.py")
+]
+
+
+def nodes(kind):
+    """Every node of this kind in all code, with the file it stands in."""
+    for path in CODE:
+        yield from ((path, n) for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, kind))
+
+
+# Memory.
+
+
+def test_no_deprecated_memory_function_is_called():
+    """S4-14: what MLX has itself is not asked of `mx.metal`, where it is deprecated."""
+    moved = {name for name in dir(mx.metal) if hasattr(mx, name)} - {"is_available"}
+    assert {"set_cache_limit", "set_wired_limit", "clear_cache", "device_info"} <= moved
+    called = [(path.name, ast.unparse(node)) for path, node in nodes(ast.Attribute)]
+    metal = {(file, text) for file, text in called if text.startswith("mx.metal.")}
+    assert {text for _, text in metal} <= {"mx.metal.is_available"}, metal
+    assert {"mx.set_cache_limit", "mx.set_wired_limit"} <= {text for _, text in called}
+
+
+# Versions.
+
+
+@pytest.mark.parametrize("name", ["mlx", "mlx-lm"])
+def test_versions_are_pinned_and_the_reasons_are_written_down(name):
+    """S4-13, D10: from the release that was tried to the next one that may break."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == ">=3.11"
+    (wanted,) = [d for d in project["dependencies"] if re.match(rf"{name}>", d)]
+    low, high = re.fullmatch(rf"{name}>=([\d.]+),<([\d.]+)", wanted).groups()
+    assert number(low) <= number(version(name)) < number(high)
+    assert number(high)[:2] == (number(low)[0], number(low)[1] + 1)
+    page = (ROOT / "docs" / "caches.md").read_text()
+    assert re.search(rf"^\| {name} ≥ {low}, < {high} \| .{{40,}} \|$", page, re.MULTILINE)
+
+
+def number(text):
+    return tuple(int(part) for part in text.split("."))
+
+
+# Names that there are not.
+
+
+def test_nobody_calls_prompt_cache():
+    """S1-13: it is an attribute of a response."""
+    calls = [(path.name, node) for path, node in nodes(ast.Call)]
+    named = [(file, n.func.attr) for file, n in calls if isinstance(n.func, ast.Attribute)]
+    assert ("injection.py", "insert") in named
+    assert [file for file, name in named if name == "prompt_cache"] == []
+
+
+# What a layer's cache offers.
+
+
+@runtime_checkable
+class LayerRows(Protocol):
+    """A cache of rows as a model and Keepwarm see it; `meta_state` is gone since 0.32."""
+
+    offset: Any
+    state: Any
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]: ...
+    def is_trimmable(self) -> bool: ...
+
+
+@runtime_checkable
+class Masked(LayerRows, Protocol):
+    def make_mask(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+@runtime_checkable
+class Trimmable(LayerRows, Protocol):
+    def trim(self, n: int) -> int: ...
+
+
+@runtime_checkable
+class Bounded(LayerRows, Protocol):
+    max_size: int
+
+
+SINGLE = [KVCache, QuantizedKVCache, QuantKVCache, ConcatenateKVCache]
+BOUNDED = [lambda: RotatingKVCache(8), lambda: BatchRotatingKVCache(8, [0])]
+BATCHED = [lambda: BatchKVCache([0]), lambda: BatchQuantizedKVCache([0])]
+
+
+@pytest.mark.parametrize("make", [*SINGLE, *BOUNDED, *BATCHED, lambda: ChunkedKVCache(8)])
+def test_every_cache_of_rows_offers_the_same(make):
+    """S3-51: offset, update, state, trimming, mask, a bound where there is one; and the arrays to
+    evaluate, which mlx-lm has no name for and the codec gives."""
+    cache = make()
+    assert isinstance(cache, LayerRows)
+    assert not hasattr(cache, "meta_state")
+    # What slides by chunks is masked by its model.
+    assert isinstance(cache, Masked) == (not isinstance(cache, ChunkedKVCache))
+    assert isinstance(cache, Bounded) == (make in BOUNDED)
+    assert isinstance(cache, Trimmable) or not cache.is_trimmable()
+    filled(cache, 5)
+    arrays = encode(cache).arrays()
+    assert arrays
+    mx.eval(arrays)

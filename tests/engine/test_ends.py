@@ -1,0 +1,257 @@
+"""How answers end: while the engine closes, when they must be on disk, when they outgrow memory."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import count
+
+import pytest
+
+from keepwarm.cache.policy import Policy
+from keepwarm.engine.answer import Answer
+from keepwarm.engine.engine import Engine
+from keepwarm.engine.jobs import Sequence
+from keepwarm.engine.prepare import Prepared
+from keepwarm.engine.request import Delta, Request
+from keepwarm.errors import Cancelled, NotEnough, Stopping
+from keepwarm.prefix.blocks import chain
+from tests.kit.engines import ask, engine_on, held, memory, tokens_of
+from tests.kit.runs import prompt_of
+
+PATIENCE_S = 30
+
+
+# -- closing --------------------------------------------------------------------------------------
+
+
+class Slow(Engine):
+    """An engine that takes until `ready` to look at a request."""
+
+    ready: threading.Event | None = None
+    looking = threading.Event()
+
+    def prepare(self, request: Request) -> Prepared:
+        if self.ready is not None:
+            self.looking.set()
+            assert self.ready.wait(PATIENCE_S)
+        return super().prepare(request)
+
+
+def test_who_comes_to_a_closing_door_is_refused_at_once(models, tmp_path):
+    """Asked before, looked at since: nobody would answer it any more."""
+    with (
+        engine_on(models.of("llama"), tmp_path, engine_class=Slow) as engine,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        engine.ready, written = threading.Event(), threading.Event()
+        asked = pool.submit(engine.submit, ask(prompt_of(30), 50))
+        assert engine.looking.wait(PATIENCE_S)
+        engine._chores._pool.submit(written.wait)  # something is still to be on disk
+        closing = pool.submit(engine.close)
+        while engine.accepting:
+            time.sleep(0.001)
+        engine.call(lambda: None).result(PATIENCE_S)  # all that ran has been ended
+        engine.ready.set()
+        refused = asked.exception(PATIENCE_S)
+        written.set()
+        closing.result(PATIENCE_S)
+    assert isinstance(refused, Stopping)
+
+
+def test_a_door_that_closes_twice(models, tmp_path):
+    """Whoever closes second waits for the first, and comes back when all is closed."""
+    for _ in range(5):
+        with engine_on(models.of("llama"), tmp_path) as engine, ThreadPoolExecutor(4) as pool:
+            for closed in [pool.submit(engine.close) for _ in range(4)]:
+                closed.result(PATIENCE_S)
+            assert not engine.alive
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Threads take turns so often that they meet everywhere."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+class Talker(threading.Thread):
+    """Asks again and again until it is refused; `outcome` says by which error."""
+
+    def __init__(self, say: Callable[[], object]) -> None:
+        super().__init__(daemon=True)  # one that hangs must not hold up the end of the test
+        self.outcome = "nothing"
+        self._say = say
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            try:
+                self._say()
+            except Cancelled:
+                continue
+            except Exception as error:
+                self.outcome = type(error).__name__
+                return
+
+
+def test_what_was_asked_of_the_thread_is_done_before_it_ends(models, tmp_path, quick_switches):
+    """Or is refused: a future that nobody fulfils is waited for without end."""
+    for _ in range(8):
+        with engine_on(models.of("llama"), tmp_path) as engine:
+            talkers = [Talker(lambda e=engine: e.call(lambda: None).result()) for _ in range(6)]
+            time.sleep(0.02)
+        for talker in talkers:
+            talker.join(PATIENCE_S)
+            assert talker.outcome == "Stopping"
+
+
+def test_many_ask_while_the_engine_closes(models, tmp_path):
+    """Each is answered or refused, and nobody hangs."""
+    outcomes: list[str] = []
+    for round_ in range(6):
+        with engine_on(models.of("llama"), tmp_path) as engine:
+            talkers = [Talker(say) for say in sayings(engine) for _ in range(2)]
+            for _ in range(10 * round_):
+                engine.call(lambda: None).result(PATIENCE_S)
+        for talker in talkers:
+            talker.join(PATIENCE_S)
+            outcomes.append(talker.outcome)
+    assert set(outcomes) == {"Stopping"}
+
+
+def sayings(engine: Engine) -> list[Callable[[], object]]:
+    numbers = count()
+
+    def answered() -> None:
+        engine.submit(ask(prompt_of(9, next(numbers)), 3)).result()
+
+    def cancelled() -> None:
+        answer = engine.submit(ask(prompt_of(300, next(numbers)), 50))
+        answer.cancel()
+        answer.result()
+
+    def looked_up() -> None:
+        engine.lookup(ask(prompt_of(9, next(numbers))))
+
+    return [answered, cancelled, looked_up, lambda: engine.call(lambda: None).result()]
+
+
+# -- on disk --------------------------------------------------------------------------------------
+
+
+def busy_disk(engine: Engine) -> None:
+    """For a moment nothing is written."""
+    busy = ExitStack()
+    busy.enter_context(engine.store._opened.saver.restoring())
+    threading.Timer(0.3, busy.close).start()
+
+
+class SlowDisk(Engine):
+    """After the first of several answers was kept, the disk takes its time."""
+
+    def _kept(self, sequence: Sequence) -> None:
+        super()._kept(sequence)
+        if sequence.choice == 0:
+            self._chores.settle()
+            busy_disk(self)
+
+
+def on_disk(engine: Engine, tokens: list[int]) -> bool:
+    manager = engine._lanes.of(engine.config.kv, "").manager
+    keys = [ref.key for ref in chain(manager.namespace, tokens)]
+    return set(keys) <= set(engine.store.shelf.disk.have(keys))
+
+
+def test_durable_means_every_answer(models, tmp_path):
+    """Several that end in one step: the last word is said when the last of them is on disk."""
+    prompt = prompt_of(300)
+    with engine_on(models.of("llama"), tmp_path, engine_class=SlowDisk) as engine:
+        request = ask(prompt, 5, n=3, temperature=1.5, seed=1, policy=Policy.DURABLE)
+        result = engine.submit(request).result()
+        answers = [[*prompt, *tokens_of(choice)] for choice in result.choices]
+        assert [on_disk(engine, tokens) for tokens in answers] == [True] * 3
+        assert engine.stats().counters["finished"] == 1
+
+
+def test_durable_means_a_prompt_without_an_answer_too(models, tmp_path):
+    prompt = prompt_of(300)
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        busy_disk(engine)
+        engine.warm(Request(prompt=prompt, policy=Policy.DURABLE)).result()
+        assert on_disk(engine, prompt)
+
+
+# -- cut short ------------------------------------------------------------------------------------
+
+
+def test_an_answer_that_was_cut_short_is_not_audited(models, tmp_path):
+    """Computed again it would be whole, and nothing drifted."""
+    with engine_on(models.of("llama"), tmp_path, audit_share=1.0) as engine:
+        prompt = prompt_of(100)
+        engine.submit(ask(prompt, 4)).result()
+        answer = engine.submit(ask(prompt, 300))
+        next(event for event in answer if isinstance(event, Delta))
+        answer.cancel()
+        with pytest.raises(Cancelled):
+            answer.result()
+        engine.submit(ask(prompt, 4)).result()
+        while engine.stats().counters["audits"] == 0 or engine._scheduler.jobs:
+            time.sleep(0.01)
+        counters = engine.stats().counters
+        assert (counters["audits"], counters["drifts"]) == (1, 0)
+
+
+# -- room for long answers ------------------------------------------------------------------------
+
+ROW = 2048  # bytes that a token takes here, counted in steps of 256 tokens
+ROOM = 1024  # tokens that are counted for an answer before it has begun
+
+
+def used_bytes(engine: Engine) -> int:
+    return engine.call(lambda: engine._admission.used_bytes).result()
+
+
+def listen(answer: Answer, said: list[int]) -> None:
+    for event in answer:
+        if isinstance(event, Delta):
+            said += [info.token for info in event.tokens]
+
+
+def test_a_long_answer_is_counted_as_it_grows(models, tmp_path):
+    """Room is set aside for 1,024 tokens at first, later for no more than may still come."""
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        answer = engine.submit(ask(prompt_of(256), ROOM + 250, top_logprobs=None))
+        next(event for event in answer if isinstance(event, Delta))
+        assert used_bytes(engine) == ROW * (256 + ROOM)
+        n_tokens = 1
+        while n_tokens <= ROOM:
+            n_tokens += len(next(answer).tokens)
+        assert used_bytes(engine) == ROW * (256 + ROOM + 256)
+        assert answer.result().choices[0].reason == "length"
+        assert used_bytes(engine) == 0
+
+
+def test_an_answer_that_outgrows_the_memory_ends_alone(models, tmp_path):
+    """It is told why, and what it said is kept; its neighbour goes on, and so does the engine."""
+    long, short = prompt_of(200, 1), prompt_of(200, 2)
+    budget = memory(batch_bytes=3 * ROW * (256 + ROOM))
+    with engine_on(models.of("llama"), tmp_path, memory=budget) as engine:
+        with held(engine):
+            outgrows = engine.submit(ask(long, 3000, top_logprobs=None))
+            neighbour = engine.submit(ask(short, ROOM, top_logprobs=None))
+        said: list[int] = []
+        with pytest.raises(NotEnough, match=r"1,024 tokens .* memory"):
+            listen(outgrows, said)
+        choice = neighbour.result().choices[0]
+        assert (len(choice.tokens), choice.reason) == (ROOM, "length")
+        assert used_bytes(engine) == 0
+        assert engine.stats().counters["failed"] == 1
+        rest = engine.submit(ask([*long, *said, 1], 4)).result()
+        assert rest.receipt.cached_tokens == len(long) + len(said)

@@ -1,0 +1,138 @@
+"""What is let go of leaves the process: no request lingers, and freed pages go back."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import weakref
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import mlx.core as mx
+import psutil
+import pytest
+
+from keepwarm.cache.policy import Policy
+from keepwarm.engine.memory import MIB, MemoryScopes, Watcher, _malloc_trim, give_back
+from keepwarm.errors import Cancelled, EngineFailed
+from tests.engine.test_gates import FAULT, FaultyTokenizer
+from tests.kit.engines import ask, engine_on, memory
+from tests.kit.runs import prompt_of
+
+keeps_pages = pytest.mark.skipif(_malloc_trim() is None, reason="not glibc: pages go back at once")
+
+
+@contextmanager
+def no_collector():
+    """Only what nothing refers to is freed, as between two runs of the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def whole(engine, **wishes):
+    answer = engine.submit(ask(prompt_of(900), 3, policy=Policy.NO_STORE, **wishes))
+    with suppress(EngineFailed):
+        answer.result()
+    return weakref.ref(answer)
+
+
+def failed(engine):
+    return whole(engine, logit_bias={FAULT: 100.0})
+
+
+def two(engine):
+    return whole(engine, n=2)
+
+
+def cancelled(engine):
+    answer = engine.submit(ask(prompt_of(900), 200, policy=Policy.NO_STORE))
+    next(answer)
+    answer.cancel()
+    with suppress(Cancelled):
+        list(answer)
+    return weakref.ref(answer)
+
+
+@pytest.mark.parametrize("end", [whole, two, failed, cancelled])
+def test_nothing_of_a_request_stays(models, tmp_path, end, caplog):
+    """S4-30: its caches go with it, and do not wait for the garbage collector."""
+    caplog.set_level(logging.CRITICAL)  # pytest would keep the tracebacks that are logged
+    model = models.of("llama")
+    model = replace(model, tokenizer=FaultyTokenizer(model.tokenizer))
+    with engine_on(model, tmp_path) as engine, no_collector():
+        end(engine)  # whatever is made once is made
+        engine.call(mx.synchronize).result()
+        before = mx.get_active_memory()
+        answer = end(engine)
+        engine.call(mx.synchronize).result()
+        assert answer() is None
+        assert mx.get_active_memory() <= before
+
+
+def rss():
+    return psutil.Process().memory_info().rss
+
+
+def full_of_holes(n_arrays=3000):
+    """Every hundredth of many small arrays; the others are freed, and their pages kept."""
+    arrays = [mx.full((5000,), number) for number in range(n_arrays)]
+    mx.eval(arrays)
+    kept = arrays[::100]
+    del arrays
+    mx.clear_cache()
+    return kept
+
+
+@keeps_pages
+def test_freed_pages_go_back():
+    """S4-30: what was freed is freed for the system too."""
+    kept = full_of_holes()
+    before = rss()
+    give_back()
+    assert before - rss() > 20 * MIB
+    assert [int(array[0]) for array in kept] == list(range(0, 3000, 100))
+
+
+@keeps_pages
+def test_an_engine_that_rests_gives_back():
+    """S4-12: and one that runs does not, for it would want the pages again."""
+    scopes = MemoryScopes()
+    with scopes.join(memory()), Watcher([], rested=scopes.rested, interval_s=0.01):
+        with scopes.active(memory()):
+            kept = full_of_holes()
+            start = rss()
+            time.sleep(0.1)
+            assert start - rss() < 10 * MIB
+        deadline = time.monotonic() + 5
+        while start - rss() < 20 * MIB and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert start - rss() > 20 * MIB
+    assert kept
+
+
+def test_a_rest_is_told_once():
+    scopes = MemoryScopes()
+    with scopes.join(memory()):
+        assert not scopes.rested()  # nothing has run
+        with scopes.active(memory()):
+            assert not scopes.rested()
+        assert [scopes.rested(), scopes.rested()] == [True, False]
+
+
+@keeps_pages
+def test_clearing_an_engine_shrinks_the_process(models, tmp_path):
+    """S4-30: by about as much as it kept."""
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        for seed in range(60):
+            engine.warm(ask(prompt_of(100, seed))).result()
+        engine.settle()
+        kept = sum(use.n_bytes for use in engine.memory() if use.place in ("live", "memory"))
+        start = rss()
+        engine.clear()
+        assert kept > 10 * MIB
+        assert start - rss() > kept / 2

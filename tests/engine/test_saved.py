@@ -1,0 +1,79 @@
+"""What lies on disk after an answer: every layer's rows in blocks, their place, their owner."""
+
+import json
+import logging
+
+import mlx.core as mx
+import pytest
+
+import keepwarm
+from keepwarm.cache.policy import Policy
+from keepwarm.cache.records import records_of
+from keepwarm.kv.slices import cut
+from keepwarm.prefix.blocks import Namespace, chain
+from tests.kit.checkpoints import write_checkpoint
+from tests.kit.engines import ask, engine_on, tokens_of
+from tests.kit.runs import Job, batched, prompt_of
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return keepwarm.load(str(write_checkpoint(tmp_path_factory.mktemp("model"))))
+
+
+def blocks_under(root):
+    """Header and tensors of every block of rows, by its number, as MLX itself reads them."""
+    files = [mx.load(str(p), return_metadata=True) for p in root.glob("blocks/*/*.d.safetensors")]
+    headers = [(json.loads(metadata["keepwarm"]), tensors) for tensors, metadata in files]
+    return {header["number"]: (header, tensors) for header, tensors in headers}
+
+
+def test_a_generators_cache_becomes_blocks_of_every_layer_in_order(model, tmp_path):
+    """S0-11, S0-16, D2: taken from the last response, cut every 256 tokens, the tail too."""
+    prompt = prompt_of(600)
+    (run,) = batched(model.module, [Job(prompt, 8)])
+    tokens = [*prompt, *run.tokens]
+    with keepwarm.Store(tmp_path) as store:
+        kept = store.attach(model.module, source=model.path)
+        kept.commit(tokens, run.cache)
+        point = kept.manager.plan([*tokens, 0]).point
+    assert (point.n_tokens, [read.number for read in point.reads]) == (608, [0, 1, 2])
+    blocks = blocks_under(tmp_path)
+    assert sorted(blocks) == [0, 1, 2]
+    for layer, cache in enumerate(run.cache):
+        for name, rows in zip("KV", cache.keys_and_values(), strict=True):
+            parts = [blocks[n][1][f"L{layer}_B{n}_{name}"] for n in range(3)]
+            assert [part.shape[2] for part in parts] == [256, 256, 96]
+            assert mx.array_equal(mx.concatenate(parts, axis=2), rows)
+
+
+def test_a_saved_cache_says_its_place_and_its_owner(models, tmp_path):
+    """S0-23, D3: blocks by the hash of their tokens, in order, and a list of them by agent."""
+    prompt = prompt_of(300)
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        answer = (
+            engine.submit(ask(prompt, 4, agent="ada", policy=Policy.DURABLE)).result().choices[0]
+        )
+        agent = engine.store.shelf.agents.show("ada")
+        said = engine.store.shelf.tokens_of(agent)
+    blocks = blocks_under(tmp_path / "store")
+    assert said == [*prompt, *tokens_of(answer)]
+    assert (agent.id, agent.n_tokens, agent.turns) == ("ada", 304, (304,))
+    assert agent.blocks == tuple(ref.key for ref in chain(agent.namespace, said))
+    own = [blocks[number][0] for number in (0, 1)]
+    assert [header["key"] for header in own] == [key.hex() for key in agent.blocks]
+    assert own[1]["parent"] == own[0]["key"]
+
+
+def test_shapes_are_told_on_save(model, caplog):
+    """S0-78: four axes, the batch of one among them; nothing is written unless it is asked for."""
+    (run,) = batched(model.module, [Job(prompt_of(20), 4)])
+    ref = next(chain(Namespace(bytes(32)), prompt_of(24)))
+    (block,) = cut(run.cache)
+    list(records_of(Namespace(bytes(32)), ref, block))
+    assert caplog.text == ""
+    with caplog.at_level(logging.DEBUG, "keepwarm.cache.records"):
+        list(records_of(Namespace(bytes(32)), ref, block))
+    assert "delta of block 0: L0_B0_K shape=(1, 2, 24, 16), L0_B0_V shape=(1, 2, 24, 16)" in (
+        caplog.text
+    )

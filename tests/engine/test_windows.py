@@ -1,0 +1,199 @@
+"""Window rows on disk: within one window before a place that may be restored, nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+from keepwarm.cache.opened import Budgets
+from keepwarm.cache.policy import Policy
+from keepwarm.engine.engine import Engine
+from keepwarm.engine.model import Model
+from keepwarm.engine.request import Message, Request, Sampling
+from keepwarm.kv.kinds import Kind
+from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.store.record import Part
+from tests.kit.engines import N_CONTEXT, Exam, ask, engine_on, tokens_of, write_tiny
+from tests.kit.models import tiny
+from tests.kit.runs import FedCounter, prompt_of
+
+# Smaller than a block, larger, and no multiple of one.
+WINDOWS = [("gpt_oss", 32), ("gemma3_text", 512), ("gpt_oss", 300)]
+wide = pytest.mark.parametrize("made", WINDOWS[1:], indirect=True)
+one_of_each = pytest.mark.parametrize(
+    "made", [("gemma3_text", 32), ("gpt_oss", 300)], indirect=True
+)
+
+
+@pytest.fixture(scope="module", params=WINDOWS, ids=str)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    architecture, window = request.param
+    module = tiny(architecture, sliding_window=window)
+    path = write_tiny(tmp_path_factory.mktemp("model"), architecture, module)
+    tokenizer = load_tokenizer(path)
+    tokenizer.eos_token_ids = set()
+    return Model(architecture, path, FedCounter(module), tokenizer, {}, N_CONTEXT)
+
+
+def window_of(engine: Engine) -> tuple[int, int]:
+    """Rows of the widest window, and the bytes that one row of all windows takes."""
+    layout = lane_of(engine).manager.layout
+    leaves = [leaf for leaf in layout.leaves() if leaf.kind is Kind.WINDOW]
+    sizes = [spec.with_rows(1) for leaf in leaves for spec in leaf.tensors.values()]
+    return max(leaf.window or 0 for leaf in leaves), sum(4 * h * w for _, h, _, w in sizes)
+
+
+def lane_of(engine: Engine):
+    return engine.call(lambda: engine._lanes.of(engine.config.kv, "")).result()
+
+
+def held(engine: Engine, tier: str) -> int:
+    """Bytes of window rows in a tier."""
+    engine.settle()
+    return sum(block.n_bytes.get(Part.WINDOW, 0) for block in engine.store.blocks()[tier])
+
+
+def n_windowed(engine: Engine, tier: str) -> int:
+    """Blocks of a tier that have window rows."""
+    return sum(Part.WINDOW in block.n_bytes for block in engine.store.blocks()[tier])
+
+
+def said(engine: Engine, prompt: list[int], n: int = 6) -> list[int]:
+    result = engine.submit(ask(prompt, n)).result()
+    return [*prompt, *tokens_of(result.choices[0])]
+
+
+def test_files_do_not_grow_with_the_prompt(made, tmp_path):
+    """S0-52, S0-65, D4: two places, before the last token of the prompt and after the answer."""
+    for n_tokens in (1500, 1500 + 6 * BLOCK_TOKENS):
+        with engine_on(made, tmp_path / str(n_tokens)) as engine:
+            window, row_bytes = window_of(engine)
+            said(engine, prompt_of(n_tokens))
+            n_rows = -(-window // BLOCK_TOKENS) * BLOCK_TOKENS + BLOCK_TOKENS
+            # A tenth more for what files say of themselves.
+            assert 0 < held(engine, "disk") <= 1.1 * 2 * n_rows * row_bytes
+            assert n_windowed(engine, "memory") >= n_tokens // BLOCK_TOKENS  # all, as captured
+
+
+def test_after_a_restart_all_is_found_that_was_asked(made, tmp_path):
+    """S0-01, S0-70, S3-02: the same prompt but for its last token, and the next turn whole."""
+    exam, prompt = Exam(made.module.model), prompt_of(1500)
+    with engine_on(made, tmp_path) as engine:
+        talk = said(engine, prompt)
+    with engine_on(made, tmp_path) as engine:
+        again = engine.submit(ask(prompt, 4, policy=Policy.READ_ONLY)).result()
+        assert again.receipt.reused == {"disk": len(prompt) - 1}
+        following = [*talk, *prompt_of(30, seed=1)]
+        result = engine.submit(ask(following, 4)).result()
+        assert result.receipt.reused == {"disk": len(talk)}
+        exam.add(prompt, again.choices[0])
+        exam.add(following, result.choices[0])
+    exam.check()
+
+
+@one_of_each
+def test_a_long_answer_is_found_again(made, tmp_path):
+    """Its rows went to memory as it grew; those before its end are on disk nevertheless."""
+    exam, prompt = Exam(made.module.model), prompt_of(300)
+    with engine_on(made, tmp_path) as engine:
+        talk = said(engine, prompt, 700)
+        assert held(engine, "disk") < held(engine, "memory")
+    with engine_on(made, tmp_path) as engine:
+        result = engine.submit(ask([*talk, 5], 4, policy=Policy.READ_ONLY)).result()
+        assert result.receipt.reused == {"disk": len(talk)}
+        exam.add([*talk, 5], result.choices[0])
+        again = engine.submit(ask(prompt, 4, policy=Policy.READ_ONLY)).result()
+        assert again.receipt.reused == {"disk": len(prompt) - 1}
+    exam.check()
+
+
+@pytest.mark.parametrize("n_common", [1100, 1024])
+def test_a_place_after_rows_that_were_in_memory_only(made, tmp_path, n_common):
+    """A prompt that parts from another far from all its places is on disk itself."""
+    exam, first = Exam(made.module.model), prompt_of(2200)
+    parted = [*first[:n_common], (first[n_common] + 1) % 128, *prompt_of(20, seed=2)]
+    with engine_on(made, tmp_path) as engine:
+        said(engine, first)
+        receipt = engine.submit(ask(parted, 4)).result().receipt
+        if window_of(engine)[0] >= BLOCK_TOKENS:
+            assert receipt.reused == {"memory": n_common}
+    with engine_on(made, tmp_path) as engine:
+        result = engine.submit(ask(parted, 4)).result()
+        assert result.receipt.reused == {"disk": len(parted) - 1}
+        exam.add(parted, result.choices[0])
+    exam.check()
+
+
+def messages(*contents: str) -> list[Message]:
+    roles = ("system", "user", "assistant", "user")
+    return [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+
+
+def text(n: int, seed: int) -> str:
+    return " ".join(f"w{token:02x}" for token in prompt_of(n, seed=seed))
+
+
+def test_after_a_restart_a_talk_goes_on_from_where_its_messages_ended(made, tmp_path):
+    """S2-20, S4-21: an earlier question is put differently, far from the end of the talk."""
+    parts = [text(n, n) for n in (150, 90, 160, 110)]
+    other = [*parts[:1], text(20, 5)]
+    with engine_on(made, tmp_path) as engine:
+        asked = Request(messages=messages(*parts), sampling=Sampling(max_tokens=4))
+        cut = engine.prepare(asked).cuts[0]
+        engine.submit(asked).result()
+    with engine_on(made, tmp_path) as engine:
+        n_parts = n_common(engine, asked, Request(messages=messages(*other)))
+        receipt = engine.submit(Request(messages=messages(*other), sampling=Sampling(max_tokens=4)))
+        reused = receipt.result().receipt.reused
+        assert cut <= reused["disk"] <= n_parts < cut + 20
+
+
+def n_common(engine: Engine, one: Request, other: Request) -> int:
+    pairs = zip(engine.prepare(one).tokens, engine.prepare(other).tokens, strict=False)
+    return next(n for n, (a, b) in enumerate(pairs) if a != b)
+
+
+@wide
+def test_many_small_messages_are_read_in_few_slices(made, tmp_path):
+    """Where rows of a whole slice are held, a message's end needs no slice of its own."""
+    talk: list[Message] = [
+        {"role": role, "content": text(4, n)} for n in range(30) for role in ("user", "assistant")
+    ]
+    with engine_on(made, tmp_path) as engine:
+        asked = Request(messages=[*talk, talk[0]], sampling=Sampling(max_tokens=1))
+        n_cuts = len(engine.prepare(asked).cuts)
+        engine.submit(asked).result()
+        assert sum(length > 1 for _, length in made.module.shapes) < n_cuts - 5
+
+
+@one_of_each
+def test_an_ephemeral_prompt_is_in_memory_only(made, tmp_path):
+    prompt = prompt_of(700)
+    with engine_on(made, tmp_path) as engine:
+        engine.submit(ask(prompt, 4, policy=Policy.EPHEMERAL)).result()
+        assert held(engine, "disk") == 0 < held(engine, "memory")
+
+
+@one_of_each
+def test_a_durable_prompt_is_on_disk_when_it_is_answered(made, tmp_path):
+    prompt = prompt_of(700)
+    with engine_on(made, tmp_path) as engine:
+        engine.submit(ask(prompt, 4, policy=Policy.DURABLE)).result()
+        files = sorted(Path(engine.store.settings.store).rglob("*.w.safetensors"))
+        assert files
+        engine.settle()
+        assert sorted(Path(engine.store.settings.store).rglob("*.w.safetensors")) == files
+
+
+@one_of_each
+def test_without_a_disk_nothing_is_lost(made, tmp_path):
+    """Any token is restored from memory, where the window is as long as a block at least."""
+    budgets, first = Budgets(disk=False), prompt_of(1500)
+    with engine_on(made, tmp_path, budgets=budgets) as engine:
+        said(engine, first)
+        n_common = 1100 if window_of(engine)[0] >= BLOCK_TOKENS else 1024
+        parted = [*first[:n_common], (first[n_common] + 1) % 128]
+        receipt = engine.submit(ask(parted, 4)).result().receipt
+        assert receipt.cached_tokens == n_common

@@ -1,0 +1,64 @@
+"""A conversation that ended inside a block is found among any number that went on otherwise."""
+
+import time
+from base64 import b64encode
+
+import pytest
+
+from keepwarm.prefix.blocks import BLOCK_TOKENS, pack, root
+from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.lookup import NEIGHBOURS
+from keepwarm.store.memory import MemoryTier
+from keepwarm.store.unlock import unlock
+from tests.store.kit import NAMESPACE, BrokenFiles, first_block, record, tokens_of
+
+PROMPT = [token + 1 for token in tokens_of(BLOCK_TOKENS)]
+ENDS = (1, 7, 40, 90)
+
+
+def memory(directory):
+    return MemoryTier(1 << 28)
+
+
+def disk(directory, seal=None):
+    return DiskTier(directory, DiskLimits(min_free_bytes=0), BrokenFiles(), seal=seal)
+
+
+def sealed(directory):
+    return disk(directory, unlock(directory, b64encode(bytes(32)).decode()))
+
+
+@pytest.fixture(params=[memory, disk, sealed])
+def tier(request, tmp_path):
+    made = request.param(tmp_path / "store")
+    yield made
+    made.close()
+
+
+def siblings(n):
+    """Blocks that share 100 and more tokens with the prompt and sort just before or behind it."""
+    for number in range(n):
+        at, step = 100 + number // 2, -1 if number % 2 else 1
+        yield [*PROMPT[:at], PROMPT[at] + step, *tokens_of(BLOCK_TOKENS - at - 1, seed=number)]
+
+
+def test_every_beginning_is_found_among_many_siblings(tier):
+    for tokens in (*siblings(150), *(PROMPT[:n] for n in ENDS)):
+        assert tier.put(record(first_block(tokens), n_bytes=16)).stored
+    found = tier.children(root(NAMESPACE), pack(PROMPT))
+    ends = {first_block(PROMPT[:n]).key: n for n in ENDS}
+    assert {c.key: c.n_common for c in found if c.key in ends} == ends
+    assert found[0].n_common == 174
+    assert len({child.key for child in found}) == len(found) <= 2 * NEIGHBOURS + len(ENDS)
+
+
+def test_many_siblings_cost_little(tier):
+    """Far below the 10 ms of a look-up, where 150 conversations part in one block."""
+    for tokens in siblings(150):
+        tier.put(record(first_block(tokens), n_bytes=16))
+    seconds = []
+    for _ in range(9):
+        start = time.thread_time()
+        tier.children(root(NAMESPACE), pack(PROMPT))
+        seconds.append(time.thread_time() - start)
+    assert min(seconds) < 0.005

@@ -1,0 +1,46 @@
+"""Gemma 3 from a directory, as a real one comes: small here, random, with windows that turn."""
+
+import json
+import subprocess
+import sys
+
+import keepwarm
+from keepwarm.engine.request import Request, Sampling
+from tests.kit.engines import write_tiny
+from tests.kit.models import COMMON, CONFIGS, WINDOW, tiny
+from tests.kit.runs import prompt_of
+from tests.test_experiment import SCRIPT, check
+
+NAME = "gemma3_text"
+
+
+def write(directory, window):
+    """A checkpoint that is loaded like any other."""
+    write_tiny(directory, NAME, tiny(NAME))
+    config = json.loads((directory / "config.json").read_text())
+    config = {**COMMON, **CONFIGS[NAME], **config, "sliding_window": window}
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def test_the_experiment_passes(tmp_path):
+    """S0-48: with a window as wide as the real one's, which the script takes by `--model`."""
+    model = write(tmp_path / "model", 1024)
+    command = [sys.executable, SCRIPT, "--model", model, "--max-tokens", "6"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    check(done.stdout)
+
+
+def test_a_conversation_longer_than_its_window_outlives_a_restart(tmp_path):
+    """S0-48: all but the last token of it comes from disk, and the answer is the same."""
+    checkpoint, prompt = write(tmp_path / "model", WINDOW), prompt_of(10 * WINDOW)
+    request = Request(prompt=prompt, sampling=Sampling(max_tokens=8))
+    results = []
+    for _ in range(2):
+        model = keepwarm.load(checkpoint)
+        with keepwarm.Store(tmp_path / "store") as store, keepwarm.Engine(model, store) as engine:
+            results.append(engine.submit(request).result())
+    cold, warm = results
+    assert (cold.receipt.reused, warm.receipt.reused) == ({}, {"disk": len(prompt) - 1})
+    assert warm.choices[0].text == cold.choices[0].text
