@@ -134,6 +134,22 @@ def test_a_target_that_does_not_answer_is_a_note(rooms):
     nobody.close()
 
 
+class Impatient(InProcess):
+    """A target whose user presses Ctrl-C at its first question."""
+
+    def ask(self, ask):
+        raise KeyboardInterrupt
+
+
+def test_what_was_measured_before_it_was_stopped_is_kept(engine, rooms, model, tmp_path):
+    impatient = Impatient("impatient", model, tmp_path)
+    steps = [("late", engine), ("late", impatient), ("chat", engine)]
+    *records, note = suite.run_all(steps, rooms)
+    assert {record.target for record in records} == {"engine"}
+    assert (note.workload, note.target) == ("late", "impatient")
+    assert "not run" in note.text
+
+
 @pytest.mark.parametrize("wanted", ["", "vllm", "ftp://host/v1", "a=b"])
 def test_an_unknown_target_is_refused(wanted, tmp_path):
     with pytest.raises(BadInput, match="is no target"):

@@ -1,5 +1,6 @@
 """Any prefix as one file: an agent's first tokens or turns, or a prompt without a name."""
 
+import gzip
 import tarfile
 from dataclasses import replace
 
@@ -300,6 +301,44 @@ def test_a_bundle_whose_tokens_are_others_is_refused(shelf, other, tmp_path):
     forged(tmp_path / "a.kw", wrong, blocks_of(shelf, NAME))
     with pytest.raises(BadCacheFile, match="not those of its tokens"):
         other.import_agent(tmp_path / "a.kw", IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "says"),
+    [(b"[" * 100_000, "recursion"), (b"[]", "must be"), (b"{}", "version"), (b"\xff", "decode")],
+)
+def test_a_manifest_that_is_none_is_refused(manifest, says, other, tmp_path):
+    with tarfile.open(tmp_path / "a.kw", "w") as archive:
+        _add(archive, "manifest.json", [manifest])
+    with pytest.raises(BadCacheFile, match=says):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
+
+
+def test_turns_are_numbers_of_tokens(shelf, other, tmp_path):
+    said = Manifest(IDENTITY, pack(tokens_of(300)), (), turns=("x",))
+    forged(tmp_path / "a.kw", said, blocks_of(shelf, NAME))
+    with pytest.raises(BadCacheFile, match="turns"):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
+
+
+def test_nothing_is_unpacked(shelf, other, tmp_path):
+    """A small file could become a huge one, and a cut-off one raises whatever it likes."""
+    turn(shelf, "a", tokens_of(300))
+    shelf.export_agent("a", tmp_path / "a.kw")
+    packed = gzip.compress((tmp_path / "a.kw").read_bytes())
+    for data in (packed, packed[:-100]):
+        (tmp_path / "b.kw").write_bytes(data)
+        with pytest.raises(BadCacheFile, match="not a whole bundle"):
+            other.import_agent(tmp_path / "b.kw", IDENTITY)
+
+
+def test_an_agents_name_loses_the_key_in_front(shelf, other, tmp_path):
+    name = shelf.register(replace(IDENTITY, salt="0123"))
+    blocks_of(shelf, name)
+    shelf.agents.advance("0123.ada", name, tokens_of(300))
+    shelf.export_agent("0123.ada", tmp_path / "a.kw")
+    assert b"0123" not in (tmp_path / "a.kw").read_bytes()[:4096]
+    assert other.import_agent(tmp_path / "a.kw", IDENTITY).id == "ada"
 
 
 def test_what_has_no_rows_is_not_cut(shelf, tmp_path):

@@ -169,12 +169,14 @@ def test_records_are_read_in_parallel_and_a_miss_is_told(disk, records):
     reader = Reader(Tiers([("disk", disk)]), n_threads=3)
     reads = [Read(r.header.key, Part.DELTA, i) for i, r in enumerate(records)]
     seen = []
-    outcome = reader.read(reads, lambda read, record: seen.append(record.header.number))
-    assert outcome == (["disk"] * len(records), set())
+    started = reader.start(reads, lambda read, record: seen.append(record.header.number))
+    assert started.outcome() == (["disk"] * len(records), set())
+    assert started.is_done
     assert sorted(seen) == list(range(len(records)))
     missing = Read(type(reads[0].key)(bytes(20)), Part.DELTA, 9)
     # Only what is really missing is told: the others may serve the next plan.
-    assert reader.read([missing, *reads], lambda read, record: None).missed == {missing.key}
+    started = reader.start([missing, *reads], lambda read, record: None)
+    assert started.outcome().missed == {missing.key}
     reader.close()
 
 
@@ -186,5 +188,5 @@ def test_a_record_that_is_refused_counts_as_missed(disk, records):
         raise CorruptBlock("0", 0, "it is not wanted")
 
     key = records[0].header.key
-    assert reader.read([Read(key, Part.DELTA, 0)], refuse).missed == {key}
+    assert reader.start([Read(key, Part.DELTA, 0)], refuse).outcome().missed == {key}
     reader.close()

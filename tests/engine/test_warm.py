@@ -60,6 +60,19 @@ def test_without_warming_it_comes_from_disk(models, tmp_path):
         assert goes_on(engine, said["ada"]) == {"disk": len(said["ada"])}
 
 
+def test_each_keys_conversations_are_warmed_under_its_key(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        for seed, tenant in enumerate(("", "k1", "k2")):
+            prompt = prompt_of(N_PROMPT, seed)
+            engine.submit(ask(prompt, agent=f"ada{seed}", tenant=tenant)).result()
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        assert len(Warmer(engine).run()) == 3
+        again = ask(prompt_of(N_PROMPT, 1), 2, tenant="k1")
+        assert engine.submit(again).result().receipt.reused == {"live": N_PROMPT - 1}
+        other = ask(prompt_of(N_PROMPT, 1), 2, tenant="k2")
+        assert engine.submit(other).result().receipt.cached_tokens == 0
+
+
 def test_the_pinned_first_then_those_used_last(models, tmp_path):
     fill(models, tmp_path)
     with engine_on(models.of("llama"), tmp_path) as engine:

@@ -111,6 +111,22 @@ def test_a_session_that_nests_deep(strict):
     assert strict.post("/v1/messages", body).status_code == 200
 
 
+@pytest.mark.parametrize("arguments", [nested(10_000), '{"a": "\\ud800"}', "{", "[1]", "7"])
+def test_arguments_of_an_earlier_call_are_text_whatever_they_are(strict, arguments):
+    """A client's own JSON inside of a text: only what a template can walk through is parsed."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    gave = {"role": "tool", "tool_call_id": "c", "content": "1"}
+    body = {"messages": [TEXT, said, gave], "max_tokens": 4}
+    assert strict.post("/v1/chat/completions", body).status_code == 200
+
+
+@paths
+def test_json_is_json_in_capitals_too(strict, path):
+    answer = strict.post(path, with_tool(path, "NaN"), **{"Content-Type": "Application/JSON"})
+    assert "not finite" in refused(answer, 400, path)
+
+
 @paths
 def test_a_half_character_among_nested_values(strict, path):
     body = with_field(path, "user", f'["\\ud800", {nested(10)}]')

@@ -120,7 +120,10 @@ def run_all(steps: Sequence[tuple[str, Target]], room: Room) -> list[Record]:
             def say(what: str, name: str = name, target: Target = target) -> None:
                 progress.update(bar, description=f"{name} on {target.name}: {what}")
 
-            records += _attempt(room(name, target, say), WORKLOADS[name].work)
+            try:
+                records += _attempt(room(name, target, say), WORKLOADS[name].work)
+            except KeyboardInterrupt:  # an hour's work is not thrown away
+                return [*records, Note(name, target.name, "stopped here; the rest was not run")]
             progress.advance(bar)
     return records
 

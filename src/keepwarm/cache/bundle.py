@@ -50,6 +50,8 @@ from keepwarm.store.upkeep import Progress, quietly
 
 VERSION = 1
 MAX_MANIFEST_BYTES = 64 << 20
+# What reading a file that is no bundle, or a hostile one, may raise.
+WRONG_INSIDE = (tarfile.TarError, ValueError, LookupError, TypeError, RecursionError)
 START = " from "  # in a salt, between whose it is and where quantisation begins
 
 
@@ -72,6 +74,8 @@ class Manifest:
             raise BadCacheFile("The bundle was made by a newer Keepwarm; update this one.")
         if fields.pop("digest") != digest(fields, 32):
             raise BadRecord("the manifest does not match its digest")
+        if not all(type(n_tokens) is int and n_tokens >= 0 for n_tokens in fields["turns"]):
+            raise BadRecord("its turns are no numbers")
         return cls(
             identity=Identity(**fields["identity"]),
             tokens=b64decode(fields["tokens"]),
@@ -102,7 +106,7 @@ def export_bundle(
     """
     temp = path.with_name(f"{path.name}.part")
     inside, tokens = _stored_name(disk, manifest.identity), manifest.tokens
-    manifest = replace(manifest, identity=nobodys(manifest.identity))
+    manifest = _nobodys(manifest)
     outside = namespace(manifest.identity)
     held = [_Held(key, number) for number, key in enumerate(manifest.keys)]
     held += _checkpoints(disk, inside, manifest)
@@ -129,7 +133,7 @@ def import_bundle(
     """Put a bundle's records into a store, once all of it is verified and of the right model."""
     try:
         total = 2 * path.stat().st_size  # it is read twice
-        with tarfile.open(path) as archive:
+        with tarfile.open(path, "r:") as archive:
             manifest = _read_manifest(archive)
             refuse_other_model(manifest.identity, expected)
             name, found = namespace(manifest.identity), set()
@@ -137,7 +141,7 @@ def import_bundle(
                 found.add(record.header.key)
                 progress(archive.offset, total)
             _check_whole(manifest, found)
-        with tarfile.open(path) as archive:
+        with tarfile.open(path, "r:") as archive:
             _read_manifest(archive)
             for record in renamed(_records_in(archive), name, _stored_name(disk, expected)):
                 disk.put(record).durable.result()
@@ -145,7 +149,7 @@ def import_bundle(
             return manifest
     except NewerFormat as error:
         raise BadCacheFile(f"{path} was made by a newer Keepwarm; update this one.") from error
-    except (tarfile.TarError, BadRecord, ValueError, KeyError, TypeError) as error:
+    except (*WRONG_INSIDE, BadRecord) as error:
         raise BadCacheFile(f"{path} is not a whole bundle ({error}); export it again.") from error
     except OSError as error:
         raise BadCacheFile(f"{path} could not be read and kept ({error}).") from error
@@ -170,6 +174,13 @@ def nobodys(identity: Identity) -> Identity:
     """
     _, at, start = identity.salt.partition(START)
     return replace(identity, salt=at + start)
+
+
+def _nobodys(manifest: Manifest) -> Manifest:
+    """Without the key in the agent's name either, which begins with it in a shared store."""
+    whose = manifest.identity.salt.partition(START)[0]
+    agent = manifest.agent.removeprefix(f"{whose}.") if whose else manifest.agent
+    return replace(manifest, identity=nobodys(manifest.identity), agent=agent)
 
 
 def refuse_other_model(theirs: Identity, ours: Identity) -> None:

@@ -12,7 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -218,6 +218,21 @@ class Outcome(NamedTuple):
     missed: set[BlockKey]
 
 
+class Reads(NamedTuple):
+    """Records that are being read."""
+
+    futures: list[Future[str]]
+    missed: set[BlockKey]  # so far
+
+    @property
+    def is_done(self) -> bool:
+        return all(future.done() for future in self.futures)
+
+    def outcome(self) -> Outcome:
+        """Wait for all of them."""
+        return Outcome([future.result() for future in self.futures], self.missed)
+
+
 class _PerThread(threading.local):
     """Memory that each reader uses for one tensor after the other."""
 
@@ -236,7 +251,7 @@ class Reader:
         self.n_threads = n_threads or min(8, max(4, (os.cpu_count() or 2) // 2))
         self._pool = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-reader")
 
-    def read(self, reads: Sequence[Read], use: Callable[[Read, Visit], None]) -> Outcome:
+    def start(self, reads: Sequence[Read], use: Callable[[Read, Visit], None]) -> Reads:
         """Hand every record to `use`, in no order; the first miss or refusal ends it.
 
         Each thread has one tensor in hand at a time: memory stays small, and in reach.
@@ -255,8 +270,7 @@ class Reader:
                 missed.add(read.key)
             return tier or ""
 
-        tiers = [future.result() for future in [self._pool.submit(one, read) for read in reads]]
-        return Outcome(tiers, missed)
+        return Reads([self._pool.submit(one, read) for read in reads], missed)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

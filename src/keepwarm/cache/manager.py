@@ -6,23 +6,20 @@ what is under way lives in the `Capture` that `open` returns.
 
 from __future__ import annotations
 
-import logging
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
 
 from keepwarm.cache.io import Reader, Saver
-from keepwarm.cache.plan import NOTHING, Forest, Needs, Point, Read, longest, n_matched
+from keepwarm.cache.loading import EMPTY, Loading, Restored
+from keepwarm.cache.plan import NOTHING, Forest, Needs, Point, longest, n_matched
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.rates import Rates
-from keepwarm.cache.records import block_of, records_of
-from keepwarm.errors import BadRecord, CacheError
+from keepwarm.cache.records import records_of
 from keepwarm.kv.kinds import Caches
 from keepwarm.kv.layout import Layout
-from keepwarm.kv.slices import Assembly, Block, cut
+from keepwarm.kv.slices import Block, cut
 from keepwarm.prefix.blocks import (
     BLOCK_TOKENS,
     BlockKey,
@@ -34,11 +31,9 @@ from keepwarm.prefix.blocks import (
     root,
 )
 from keepwarm.prefix.reuse import Action, Candidate, Stored, decide
-from keepwarm.store.record import Part, Visit
+from keepwarm.store.record import Part
 from keepwarm.store.tier import Known
 from keepwarm.store.tiers import Tiers
-
-LOG = logging.getLogger(__name__)
 
 SMALL_LOAD_S = 0.02
 
@@ -66,24 +61,6 @@ class Plan:
         return decision.action is Action.RESTORE
 
 
-class Restored(NamedTuple):
-    """Caches that hold exactly the first `n_tokens` of the prompt, and where they came from."""
-
-    caches: Caches | None
-    n_tokens: int
-    tokens_by_tier: dict[str, int]
-
-
-EMPTY = Restored(None, 0, {})
-
-
-class _Loaded(NamedTuple):
-    """A restore, or the blocks that could not be read or are not what the index said."""
-
-    restored: Restored | None
-    missed: set[BlockKey]
-
-
 @dataclass
 class Manager:
     namespace: Namespace
@@ -92,7 +69,6 @@ class Manager:
     reader: Reader
     writer: Saver
     rates: Rates = field(default_factory=Rates)
-    clock: Callable[[], float] = time.perf_counter
     restore_failures: int = 0
 
     def __post_init__(self) -> None:
@@ -101,27 +77,51 @@ class Manager:
     def plan(self, tokens: Sequence[int], without: Collection[BlockKey] = ()) -> Plan:
         """The longest known prefix; at least one token is left, because a model must be fed."""
         point = self._longest(tokens, len(tokens) - 1, without) if len(tokens) > 1 else NOTHING
-        load_s = point.n_bytes / self.rates.load_bytes_per_s
-        return Plan(point, len(tokens), load_s, point.n_tokens / self.rates.prefill_tokens_per_s)
+        prefill_s = point.n_tokens / self.rates.prefill_tokens_per_s
+        return Plan(point, len(tokens), self.load_s(point), prefill_s)
+
+    def load_s(self, point: Point) -> float:
+        """How long it will take to load that, by what was measured."""
+        return point.n_bytes / self.rates.load_bytes_per_s
 
     def restore(
         self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE, beyond: int = 0
     ) -> Restored:
-        """Plan and load. A record that turns out bad is a miss: the plan is made again without it.
+        """Plan, load and wait. Call it on the thread that owns MLX.
 
         Nothing is loaded that reaches no further than the tokens one has already, `beyond`.
-        Call it on the thread that owns MLX.
         """
+        loading = self.begin(tokens, policy, beyond)
+        return EMPTY if loading is None else self.finish(loading, beyond)
+
+    def begin(
+        self,
+        tokens: Sequence[int],
+        policy: Policy,
+        beyond: int = 0,
+        without: Collection[BlockKey] = (),
+    ) -> Loading | None:
+        """Have what is known of a prompt loaded; None where there is nothing worth it."""
+        if not policy.reads:
+            return None
+        plan = self.plan(tokens, without)
+        if not plan.worth_loading(beyond):
+            return None
+        return Loading(tokens, plan.point, self.layout, self.reader, self.writer)
+
+    def finish(self, loading: Loading, beyond: int = 0) -> Restored:
+        """What was loaded. A bad record is a miss: the next plan is made without it."""
         missed: set[BlockKey] = set()
-        while policy.reads:
-            plan = self.plan(tokens, missed)
-            if not plan.worth_loading(beyond):
-                break
-            loaded = self._load(plan, pack(tokens))
+        under_way: Loading | None = loading
+        while under_way is not None:
+            loaded = under_way.finish()
             if loaded.restored is not None:
+                self.rates.saw_load(under_way.point.n_bytes, under_way.seconds)
+                self.tiers.touch(under_way.keys)
                 return loaded.restored
             self.restore_failures += 1
             missed |= loaded.missed
+            under_way = self.begin(loading.tokens, Policy.READ_ONLY, beyond, missed)
         return EMPTY
 
     def open(self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE) -> Capture:
@@ -162,32 +162,6 @@ class Manager:
         self, keys: Sequence[BlockKey], without: Collection[BlockKey]
     ) -> dict[BlockKey, Known]:
         return self.tiers.have([key for key in keys if key not in without])
-
-    def _load(self, plan: Plan, packed: bytes) -> _Loaded:
-        started = self.clock()
-        reads = plan.point.reads
-
-        def place(read: Read, record: Visit) -> None:
-            start = read.number * BLOCK_TOKENS
-            end = min(start + BLOCK_TOKENS, plan.n_tokens)
-            if not record.header.tokens.startswith(packed[4 * start : 4 * end]):
-                raise BadRecord("its tokens are not those of the prompt")
-            assembly.add(block_of(record))
-
-        try:
-            assembly = Assembly(self.layout, plan.n_tokens, self.reader.staging)
-            with self.writer.restoring():
-                outcome = self.reader.read(reads, place)
-            if outcome.missed:
-                return _Loaded(None, outcome.missed)
-            caches = assembly.finish()
-        except CacheError as error:
-            LOG.warning("blocks of a prompt could not be put together: %s", error)
-            return _Loaded(None, {read.key for read in reads})
-        self.rates.saw_load(plan.point.n_bytes, self.clock() - started)
-        self.tiers.touch([read.key for read in reads])
-        tokens_by_tier = _tokens_by_tier(plan, outcome.tiers)
-        return _Loaded(Restored(caches, plan.n_tokens, tokens_by_tier), set())
 
 
 class Capture:
@@ -308,16 +282,3 @@ def _stateless(block: Block) -> Block:
 
 def _window_of(block: Block) -> Block:
     return Block(block.index, block.n_tokens, window=block.window, first_rows=block.first_rows)
-
-
-def _tokens_by_tier(plan: Plan, tiers: Sequence[str]) -> dict[str, int]:
-    """Each block counts for the tier that its first record came from."""
-    by_number: dict[int, str] = {}
-    for read, tier in zip(plan.point.reads, tiers, strict=True):
-        by_number.setdefault(read.number, tier)
-    counts: Counter[str] = Counter()
-    for number, tier in by_number.items():
-        counts[tier] += min(BLOCK_TOKENS, plan.n_tokens - number * BLOCK_TOKENS)
-    # Blocks that no layer had to read, before a window or a state, go with the last.
-    counts[tiers[-1]] += plan.n_tokens - counts.total()
-    return dict(counts)

@@ -16,6 +16,7 @@ from keepwarm.errors import NotEnough
 from keepwarm.prefix.blocks import common_tokens, pack
 
 MIN_SHARED = 16  # tokens that are worth waiting for
+LONG_LOAD_S = 0.1  # a restore that others should not have to wait for
 ANSWER_ROOM = 1024  # answer tokens that memory is set aside for at first
 
 
@@ -88,10 +89,22 @@ class Intake:
             job.waits_for, job.wait_until = reading, n_tokens
             reading.prefill.cut_at(n_tokens)
 
+    def is_loading(self, job: Job) -> bool:
+        """Have a long restore go on beside the others; whether it does so still."""
+        lane = job.home
+        if not lane.loads_beside or not job.request.policy.reads:
+            return False
+        if job.loading is None:
+            job.loading = lane.begin(job.tokens, job.request.policy)
+            if job.loading is None or lane.manager.load_s(job.loading.point) < LONG_LOAD_S:
+                return False
+        return not job.loading.is_done
+
     def open(self, job: Job) -> Reading:
         """Restore what is known of the prompt and say so; what is left is to be read."""
         lane, watch = job.home, Stopwatch()
-        warm = lane.warm(job.tokens, job.request.policy)
+        loading, job.loading = job.loading, None
+        warm = lane.warm(job.tokens, job.request.policy, loading)
         job.receipt = _receipt(job, lane, warm.reused, watch.seconds())
         if not job.audit:
             self._counters.prompt_tokens += len(job.tokens)

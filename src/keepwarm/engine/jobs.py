@@ -10,6 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+from keepwarm.cache.loading import Loading
 from keepwarm.cache.manager import Capture
 from keepwarm.engine.admission import Lease
 from keepwarm.engine.answer import Answer
@@ -126,6 +127,7 @@ class Job:
     sequences: list[Sequence] = field(default_factory=list)
     first_token: float | None = None
     last_token: float | None = None
+    loading: Loading | None = None  # blocks that come while others go on
     waits_for: Reading | None = None
     wait_until: int = 0  # tokens that the other must have read
     ended: bool = False
@@ -192,6 +194,8 @@ class Job:
         if self.ended:
             return
         self.ended = True
+        if self.loading is not None:
+            self.loading.abandon()
         if self.lease is not None:
             self.lease.release()
         if self.on_end is not None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from keepwarm import kv
 from keepwarm.cache.continuations import continuations
 from keepwarm.cache.live import Live
+from keepwarm.cache.loading import Loading
 from keepwarm.cache.manager import Manager
 from keepwarm.cache.policy import Policy
 from keepwarm.engine.model import Model
@@ -61,9 +62,25 @@ class Lane:
         """What the store holds after a prompt."""
         return partial(continuations, self.manager.namespace, self.manager.tiers)
 
-    def warm(self, tokens: list[int], policy: Policy) -> Warm:
-        """The longest known prefix of a prompt as caches; fresh ones where nothing is known."""
-        found = self._known(tokens, policy) if policy.reads else None
+    def begin(self, tokens: list[int], policy: Policy) -> Loading | None:
+        """Have what the store knows of a prompt loaded, where nothing live reaches as far."""
+        try:
+            return self.manager.begin(tokens, policy, beyond=self.n_live(tokens))
+        except Exception:
+            self._failed()
+            return None
+
+    @property
+    def loads_beside(self) -> bool:
+        """Whether blocks can be loaded while the model runs: not where a device copies them."""
+        return self.manager.reader.staging is None
+
+    def warm(self, tokens: list[int], policy: Policy, loading: Loading | None = None) -> Warm:
+        """The longest known prefix of a prompt as caches; fresh ones where nothing is known.
+
+        `loading` is what `begin` has begun for it.
+        """
+        found = self._known(tokens, policy, loading) if policy.reads else None
         if self.before is not None and policy.reads:
             n_known = found.n_tokens if found else 0
             found = self.before.quantised(tokens, self.options, n_known) or found
@@ -93,19 +110,29 @@ class Lane:
     def fresh(self) -> kv.Caches:
         return kv.make_caches(self.model.module, **make_options(self.options))
 
-    def _known(self, tokens: list[int], policy: Policy) -> Warm | None:
+    def _known(
+        self, tokens: list[int], policy: Policy, loading: Loading | None = None
+    ) -> Warm | None:
         """What fails to come back is a miss, whatever the reason."""
         try:
-            return self._found(tokens, policy)
+            return self._found(tokens, policy, loading)
         except Exception:
-            LOG.exception("a restore failed; the prompt is read anew")
-            self.manager.restore_failures += 1
+            self._failed()
             return None
 
-    def _found(self, tokens: list[int], policy: Policy) -> Warm | None:
-        stored = self.manager.restore(tokens, policy, beyond=self.n_live(tokens))
-        if stored.caches is not None:
-            return Warm(stored.caches, stored.n_tokens, stored.tokens_by_tier, stored.n_tokens)
+    def _failed(self) -> None:
+        LOG.exception("a restore failed; the prompt is read anew")
+        self.manager.restore_failures += 1
+
+    def _found(self, tokens: list[int], policy: Policy, loading: Loading | None) -> Warm | None:
+        n_live = self.n_live(tokens)
+        loading = loading or self.manager.begin(tokens, policy, beyond=n_live)
+        if loading is not None and loading.point.n_tokens > n_live:
+            stored = self.manager.finish(loading, beyond=n_live)
+            if stored.caches is not None:
+                return Warm(stored.caches, stored.n_tokens, stored.tokens_by_tier, stored.n_tokens)
+        elif loading is not None:
+            loading.abandon()  # somebody has left a longer one alive meanwhile
         mine = self.live.take(self.manager.namespace, tokens, keep=not policy.writes)
         if mine is None:
             return None

@@ -65,6 +65,11 @@ class Scheduler:
         """Everybody who still waits for something, each once."""
         return list(self._open)
 
+    @property
+    def _is_busy(self) -> bool:
+        """Whether somebody would have to wait if this thread did."""
+        return bool(self._batches or self.reading)
+
     def add(self, job: Job) -> None:
         self.counters.requests += not job.audit
         self._open[job] = None
@@ -111,7 +116,9 @@ class Scheduler:
             try:
                 if not self._intake.reserve(job):
                     return False  # nor may those behind it overtake, or it would wait for ever
-                if self._intake.waits(job, self.reading):
+                if job.loading is None and self._intake.waits(job, self.reading):
+                    continue
+                if self._is_busy and self._intake.is_loading(job):
                     continue
                 self.waiting.remove(job)
                 self.reading.append(self._intake.open(job))

@@ -22,7 +22,7 @@ SYSTEM_LABEL = "System message:\n"  # stands before a system text that a user me
 BETWEEN = "\n\n"  # between texts that become one message
 
 # What a template may raise on messages it did not expect.
-REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
 _TOOL = {
     "type": "function",
@@ -199,7 +199,8 @@ def _as_object(arguments: Any) -> Any:
     """Arguments as templates print them; a text that is no JSON object stays as it came."""
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+        json.dumps(value, ensure_ascii=False).encode()  # half characters stay text
+    except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
 

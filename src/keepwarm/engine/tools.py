@@ -194,8 +194,10 @@ def _with_objects(message: Message) -> Message:
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
     # An object already, or no JSON: then the template gets it as it came.
-    with suppress(TypeError, ValueError):
-        function["arguments"] = json.loads(function["arguments"] or "{}")
+    with suppress(TypeError, ValueError, RecursionError):
+        value = json.loads(function["arguments"] or "{}")
+        _json(value)  # half characters, and what nests too deep, stay text
+        function["arguments"] = value
     return {**call, "function": function}
 
 

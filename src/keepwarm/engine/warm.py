@@ -18,6 +18,7 @@ from keepwarm.cache.plan import Read
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import make_options
 from keepwarm.errors import BadInput, KeepwarmError, Stopping
+from keepwarm.prefix.blocks import Namespace
 
 LOG = logging.getLogger(__name__)
 PATIENCE_S = 0.05  # between two looks at an engine that is busy
@@ -77,18 +78,25 @@ class Warmer:
             agents = list(self._engine.store.shelf.agents.all())
         except BadInput:  # nothing is kept on disk
             return []
-        if not agents:
-            return []
-        manager = self._manager()
-        mine = [agent for agent in agents if agent.namespace == manager.namespace]
+        salts = {self._salt(name) for name in {agent.namespace for agent in agents}}
+        managers = [self._manager(salt) for salt in salts if salt is not None]
+        by_name = {manager.namespace: manager for manager in managers}
+        mine = [agent for agent in agents if agent.namespace in by_name]
         mine.sort(key=lambda agent: (not agent.pinned, -agent.used))
-        return [(manager, agent) for agent in mine]
+        return [(by_name[agent.namespace], agent) for agent in mine]
 
-    def _manager(self) -> Manager:
+    def _salt(self, name: Namespace) -> str | None:
+        """Whose blocks these are; None where nobody can say."""
+        try:
+            return self._engine.store.shelf.identity_of(name).salt
+        except BadInput:
+            return None
+
+    def _manager(self, salt: str) -> Manager:
         """Of the engine's model with the options it has when nobody names others."""
         model, attach = self._engine.model, self._engine.store.attach
         options = make_options(self._engine.config.kv)
-        made = self._engine.call(lambda: attach(model.module, model.path, **options))
+        made = self._engine.call(lambda: attach(model.module, model.path, salt=salt, **options))
         return made.result().manager
 
     def _warm(self, manager: Manager, agent: Agent) -> None:

@@ -20,7 +20,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 async def sound_json(request: Request) -> None:
     """Refuse half characters, numbers that JSON does not know, and what nests too deep."""
-    if "json" not in request.headers.get("content-type", "") or request.url.path in UPLOADS:
+    if "json" not in request.headers.get("content-type", "").lower() or request.url.path in UPLOADS:
         return
     body = await request.body()
     with suppress(ValueError, RecursionError):  # what cannot be parsed is refused elsewhere

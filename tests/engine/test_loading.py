@@ -1,0 +1,104 @@
+"""A long restore does not keep others waiting."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepwarm.cache.io import Reader
+from keepwarm.engine.engine import Engine
+from keepwarm.engine.lane import Lane
+from keepwarm.engine.request import Delta
+from keepwarm.errors import Cancelled
+from tests.kit.engines import Exam, Models, ask, engine_on
+from tests.kit.runs import prompt_of
+
+LONG, SHORT = prompt_of(1000, seed=5), prompt_of(20, seed=6)
+
+
+class Held:
+    """A reader whose records come when they are let."""
+
+    staging = None
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.asked, self.let = threading.Event(), threading.Event()
+
+    def start(self, reads: Any, use: Callable[[Any, Any], None]) -> Any:
+        def late(read: Any, record: Any) -> None:
+            self.asked.set()
+            assert self.let.wait(20)
+            use(read, record)
+
+        return self._reader.start(reads, late)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+@pytest.fixture
+def engine(models: Models, tmp_path: Path) -> Iterator[Engine]:
+    """It has a long prompt in blocks, believes that loading it takes long, computing it longer."""
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine.submit(ask(LONG)).result()
+        engine.call(engine.live.clear).result()
+        rates = lane_of(engine).manager.rates
+        rates.load_bytes_per_s, rates.prefill_tokens_per_s = 1e5, 1.0
+        yield engine
+
+
+@pytest.fixture
+def reader(engine: Engine) -> Iterator[Held]:
+    manager = lane_of(engine).manager
+    reader, manager.reader = manager.reader, Held(manager.reader)  # type: ignore[assignment]
+    yield manager.reader  # type: ignore[misc]
+    manager.reader.let.set()  # type: ignore[attr-defined]
+    manager.reader = reader
+
+
+def lane_of(engine: Engine) -> Lane:
+    return engine.call(lambda: engine._lanes.of(engine.config.kv, "")).result()
+
+
+def test_others_go_on_while_blocks_are_loaded(engine: Engine, reader: Held) -> None:
+    talking = engine.submit(ask(SHORT, 300))
+    events = iter(talking)
+    next(event for event in events if isinstance(event, Delta))
+    waiting = engine.submit(ask(LONG))
+    assert reader.asked.wait(10)
+    for _ in range(20):
+        next(event for event in events if isinstance(event, Delta))
+    assert engine.stats().waiting == 1
+    reader.let.set()
+    result = waiting.result()
+    assert result.receipt.cached_tokens == len(LONG) - 1
+    talking.cancel()
+    exam = Exam(engine.model.module)
+    exam.add(LONG, result.choices[0])
+    exam.check()
+
+
+def test_whoever_is_alone_is_not_made_to_wait(engine: Engine, reader: Held) -> None:
+    """Nobody else would be served meanwhile: it is loaded at once."""
+    reader.let.set()
+    result = engine.submit(ask(LONG)).result()
+    assert result.receipt.cached_tokens == len(LONG) - 1
+
+
+def test_it_may_be_cancelled_while_it_loads(engine: Engine, reader: Held) -> None:
+    talking = engine.submit(ask(SHORT, 300))
+    next(event for event in talking if isinstance(event, Delta))
+    waiting = engine.submit(ask(LONG))
+    assert reader.asked.wait(10)
+    waiting.cancel()
+    with pytest.raises(Cancelled):
+        waiting.result()
+    reader.let.set()
+    talking.cancel()
+    assert engine.submit(ask(LONG)).result().receipt.cached_tokens == len(LONG) - 1
+    assert engine.stats().waiting == 0
