@@ -296,6 +296,15 @@ def test_nobody_brings_blocks_under_anothers_names(shelf, other, tmp_path):
     assert not list(other.disk.walk())
 
 
+def test_a_block_that_says_it_stands_elsewhere_is_refused(shelf, other, tmp_path):
+    """Its key does not cover its number; put at a wrong place it could never be restored."""
+    first, second = blocks_of(shelf, NAME)
+    moved = replace(second, header=replace(second.header, number=7))
+    forged(tmp_path / "a.kw", Manifest(IDENTITY, pack(tokens_of(300)), ()), [first, moved])
+    with pytest.raises(BadCacheFile, match="does not follow"):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
+
+
 def test_a_bundle_whose_tokens_are_others_is_refused(shelf, other, tmp_path):
     wrong = Manifest(IDENTITY, pack(tokens_of(300, seed=1)), ())
     forged(tmp_path / "a.kw", wrong, blocks_of(shelf, NAME))

@@ -127,6 +127,35 @@ def test_saves_wait_for_restores(disk, records):
     writer.close()
 
 
+class OneByOne(Gated):
+    """Takes a record for each time it is told to."""
+
+    def __init__(self, disk):
+        super().__init__(disk)
+        self.turns = threading.Semaphore(0)
+
+    def put(self, record):
+        assert self.turns.acquire(timeout=10)
+        return self.disk.put(record)
+
+
+def test_flushing_waits_for_no_more_than_was_there(disk, records):
+    """Under steady traffic the queue is never empty; whoever flushes gets through all the same."""
+    slow = OneByOne(disk)
+    writer = Writer(None, slow, 64 * MIB)
+    writer.put(records[0], Policy.READ_WRITE)
+    flushing = threading.Thread(target=writer.flush)
+    flushing.start()
+    time.sleep(0.1)
+    writer.put(records[1], Policy.READ_WRITE)
+    slow.turns.release()
+    flushing.join(10)
+    assert not flushing.is_alive()
+    assert disk.have([r.header.key for r in records[:2]]).keys() == {records[0].header.key}
+    slow.turns.release()
+    writer.close()
+
+
 def test_closing_writes_what_is_queued(disk, records):
     writer = Writer(None, disk, 64 * MIB)
     for record in records:

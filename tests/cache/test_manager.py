@@ -106,6 +106,22 @@ def test_a_growing_conversation_recomputes_only_what_is_new(name, tier, tiny_mod
     )
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba"])
+def test_who_stops_at_the_end_of_a_block_has_its_state(name, tier, tiny_model, reference):
+    """The block was kept as it was passed, without a state: nobody knew that it would end there."""
+    model = tiny_model(name)
+    kept = manager(model, tier)
+    capture, caches = kept.open(PROMPT), make_prompt_cache(model)
+    prefill(model, caches, PROMPT[:512])
+    capture.capture(caches, 512)
+    assert kept.restore(PROMPT).n_tokens == 0
+    capture.capture(caches, 512, checkpoint=True)
+    restored = kept.restore(PROMPT)
+    assert restored.n_tokens == 512
+    run = continue_from(model, restored.caches, PROMPT[512:], N)
+    assert_same(reference(name, tuple(PROMPT)), run)
+
+
 def test_policies(tier, tiny_model):
     model = tiny_model("llama")
     kept = manager(model, tier)

@@ -92,11 +92,10 @@ def test_one_that_runs_alone_needs_its_own_caches_only(admission):
 def test_joining_counts_twice_until_it_is_done(admission):
     lease = admission.reserve(400)
     assert admission.used_bytes == 800
-    assert not admission.fits(200)
     assert admission.reserve(200) is None
     lease.joined()
     assert admission.used_bytes == 400
-    assert admission.fits(200)
+    assert admission.reserve(200) is not None
 
 
 def test_in_a_batch_every_row_is_as_long_as_the_longest(admission):
@@ -104,7 +103,7 @@ def test_in_a_batch_every_row_is_as_long_as_the_longest(admission):
     admission.reserve(400).joined()
     assert admission.reserve(10) is not None
     assert admission.used_bytes == 2 * 400 + 10
-    assert not admission.fits(10)
+    assert admission.reserve(10) is None
 
 
 def test_several_answers_are_as_many_rows(admission):
@@ -168,4 +167,4 @@ def test_the_budget_is_never_passed(steps):
     for lease in leases:
         lease.release()
     assert admission.used_bytes == 0
-    assert admission.fits(LIMIT // 2)
+    assert admission.reserve(LIMIT // 2) is not None

@@ -42,6 +42,12 @@ class Slow(Engine):
         return super().prepare(request)
 
 
+def test_an_answer_ends_though_its_end_cannot_be_noted(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine._journal = None  # whatever keeps books may break
+        assert engine.submit(ask(prompt_of(20))).result().choices[0].tokens
+
+
 def test_who_comes_to_a_closing_door_is_refused_at_once(models, tmp_path):
     """Asked before, looked at since: nobody would answer it any more."""
     with (

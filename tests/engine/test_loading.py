@@ -83,6 +83,21 @@ def test_others_go_on_while_blocks_are_loaded(engine: Engine, reader: Held) -> N
     exam.check()
 
 
+def test_two_that_load_the_same_compute_what_follows_once(engine: Engine, reader: Held) -> None:
+    talking = engine.submit(ask(SHORT, 300))
+    next(event for event in talking if isinstance(event, Delta))
+    longer = [*LONG, *prompt_of(600, seed=7)]
+    before = engine.stats().counters["prefilled_tokens"]
+    both = [engine.submit(ask([*longer, last])) for last in (1, 2)]
+    assert reader.asked.wait(10)
+    reader.let.set()
+    for answer in both:
+        answer.result()
+    computed = engine.stats().counters["prefilled_tokens"] - before
+    assert computed <= len(longer) - len(LONG) + 10
+    talking.cancel()
+
+
 def test_whoever_is_alone_is_not_made_to_wait(engine: Engine, reader: Held) -> None:
     """Nobody else would be served meanwhile: it is loaded at once."""
     reader.let.set()

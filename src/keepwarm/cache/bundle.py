@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import re
 import tarfile
 from base64 import b64decode, b64encode
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -51,8 +52,10 @@ from keepwarm.store.upkeep import Progress, quietly
 VERSION = 1
 MAX_MANIFEST_BYTES = 64 << 20
 # What reading a file that is no bundle, or a hostile one, may raise.
-WRONG_INSIDE = (tarfile.TarError, ValueError, LookupError, TypeError, RecursionError)
-START = " from "  # in a salt, between whose it is and where quantisation begins
+WRONG_INSIDE = (
+    tarfile.TarError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
+)  # fmt: skip
+START = re.compile(r" from \d+$")  # in a salt, behind whose it is: where quantisation begins
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,7 @@ def import_bundle(
             refuse_other_model(manifest.identity, expected)
             name, found = namespace(manifest.identity), set()
             for record in renamed(_records_in(archive), name, name):
+                _check_tokens(manifest, record.header)
                 found.add(record.header.key)
                 progress(archive.offset, total)
             _check_whole(manifest, found)
@@ -163,6 +167,13 @@ def _check_whole(manifest: Manifest, found: set[BlockKey]) -> None:
         raise BadRecord("its blocks are not those of its tokens")
 
 
+def _check_tokens(manifest: Manifest, header: Header) -> None:
+    """Nothing comes along that the manifest does not say."""
+    start = 4 * BLOCK_TOKENS * header.number
+    if not manifest.tokens[start:].startswith(header.tokens):
+        raise BadRecord("its blocks are not those of its tokens")
+
+
 def _is_whole(name: Namespace, tokens: bytes, found: Collection[BlockKey]) -> bool:
     return all(ref.key in found for ref in chain(name, unpack(tokens)))
 
@@ -172,13 +183,13 @@ def nobodys(identity: Identity) -> Identity:
 
     What else is in a salt stays: from which token on rows are quantised.
     """
-    _, at, start = identity.salt.partition(START)
-    return replace(identity, salt=at + start)
+    start = START.search(identity.salt)
+    return replace(identity, salt=start.group() if start else "")
 
 
 def _nobodys(manifest: Manifest) -> Manifest:
     """Without the key in the agent's name either, which begins with it in a shared store."""
-    whose = manifest.identity.salt.partition(START)[0]
+    whose = START.sub("", manifest.identity.salt)
     agent = manifest.agent.removeprefix(f"{whose}.") if whose else manifest.agent
     return replace(manifest, identity=nobodys(manifest.identity), agent=agent)
 
@@ -200,15 +211,16 @@ def renamed(records: Iterable[Record], old: Namespace, new: Namespace) -> Iterat
 
     Raises where one is of a third: nobody may bring blocks under another's names.
     """
-    keys = {root(old): root(new)}
+    places = {root(old): (root(new), 0)}  # of what may follow: its new parent, its number
     for record in records:
         header = record.header
-        parent = keys.get(header.parent)
-        if parent is None or header.namespace != old:
+        parent, number = places.get(header.parent, (None, 0))
+        if parent is None or header.namespace != old or header.number != number:
             raise BadRecord("a block does not follow one that came before it")
-        keys[header.key] = block_key(new, parent, header.tokens)
-        moved = replace(header, namespace=new, key=keys[header.key], parent=parent)
-        yield replace(record, header=moved)
+        key = block_key(new, parent, header.tokens)
+        if len(header.tokens) == 4 * BLOCK_TOKENS:
+            places[header.key] = (key, number + 1)
+        yield replace(record, header=replace(header, namespace=new, key=key, parent=parent))
 
 
 def _stored_name(disk: DiskTier, identity: Identity) -> Namespace:
@@ -315,6 +327,6 @@ def _records_in(archive: tarfile.TarFile) -> Iterator[Record]:
 
 def _open(archive: tarfile.TarFile, member: tarfile.TarInfo) -> BinaryIO:
     file = archive.extractfile(member)
-    if file is None:
+    if file is None or member.issparse():
         raise BadCacheFile(f"{member.name} in the bundle is not a file.")
     return file  # type: ignore[return-value]

@@ -102,7 +102,7 @@ class Writer:
         self._changed = threading.Condition()
         self._restores = 0
         self._closing = False
-        self._busy = False
+        self._n_put = self._n_done = 0  # records
         self._stats = WriteStats()
         self._thread = threading.Thread(target=self._run, name="keepwarm-writer", daemon=True)
         self._thread.start()
@@ -117,6 +117,7 @@ class Writer:
                 self._count(dropped=1)
             elif self.queued.put(record).stored:
                 self._order.append((record.header.key, record.header.part))
+                self._n_put += 1
                 self._changed.notify_all()
             elif not self._known(record):
                 self._count(dropped=1)
@@ -137,7 +138,8 @@ class Writer:
 
     def flush(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._order and not self._busy)
+            n_put = self._n_put
+            self._changed.wait_for(lambda: self._n_done >= n_put)
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
@@ -168,7 +170,7 @@ class Writer:
                 LOG.exception("a block could not be saved")
                 self._count(failed=1)
             with self._changed:
-                self._busy = False
+                self._n_done += 1
                 self._changed.notify_all()
 
     def _next(self) -> tuple[BlockKey, Part] | None:
@@ -177,7 +179,6 @@ class Writer:
             if not self._order:
                 return None
             self._changed.wait_for(lambda: not self._restores or self._closing, MAX_DEFERRAL_S)
-            self._busy = True
             return self._order.popleft()
 
     def _write(self, key: BlockKey, part: Part) -> None:
@@ -227,6 +228,11 @@ class Reads(NamedTuple):
     @property
     def is_done(self) -> bool:
         return all(future.done() for future in self.futures)
+
+    def stop(self) -> None:
+        """Begin no more of them."""
+        for future in self.futures:
+            future.cancel()
 
     def outcome(self) -> Outcome:
         """Wait for all of them."""

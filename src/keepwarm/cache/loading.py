@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 from time import perf_counter
 from typing import NamedTuple
 
@@ -57,9 +56,8 @@ class Loading:
         self.seconds = 0.0  # that it took, without the time for which its end was not asked for
         self._started = self._last_read = perf_counter()
         self._assembly = Assembly(layout, point.n_tokens, reader.staging)
+        self._saver = saver
         self._reads = reader.start(point.reads, self._place)
-        self._restoring = ExitStack()
-        self._restoring.enter_context(saver.restoring())
 
     @property
     def is_done(self) -> bool:
@@ -71,8 +69,7 @@ class Loading:
         return [read.key for read in self.point.reads]
 
     def finish(self) -> Loaded:
-        with self._restoring:
-            outcome = self._reads.outcome()
+        outcome = self._reads.outcome()
         if outcome.missed:
             return Loaded(None, outcome.missed)
         began = perf_counter()
@@ -86,14 +83,15 @@ class Loading:
 
     def abandon(self) -> None:
         """Nobody waits for it any more; what is being read is read to its end, and dropped."""
-        self._restoring.close()
+        self._reads.stop()
 
     def _place(self, read: Read, record: Visit) -> None:
         start = read.number * BLOCK_TOKENS
         end = min(start + BLOCK_TOKENS, self.point.n_tokens)
         if not record.header.tokens.startswith(self._packed[4 * start : 4 * end]):
             raise BadRecord("its tokens are not those of the prompt")
-        self._assembly.add(block_of(record))
+        with self._saver.restoring():
+            self._assembly.add(block_of(record))
         self._last_read = perf_counter()
 
     def _by_tier(self, tiers: Sequence[str]) -> dict[str, int]:

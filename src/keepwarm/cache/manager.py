@@ -213,6 +213,8 @@ class Capture:
             self.expect([upto])
         behind, n_whole = self._lost_behind(), upto // BLOCK_TOKENS
         first = min([self._n_blocks, *(ref.number for ref in behind)])
+        if checkpoint and self._is_stateless_end(upto):
+            first = min(first, self._n_blocks - 1)
         if not checkpoint and first == n_whole:
             return
         blocks = cut(caches, upto, first_block=first)
@@ -261,12 +263,20 @@ class Capture:
 
         return [ref for ref in refs if is_lost(ref)]
 
+    def _is_stateless_end(self, upto: int) -> bool:
+        """Whether this is the end of a block that was passed without keeping the state there."""
+        at_end = bool(self._latest) and upto == self._n_blocks * BLOCK_TOKENS
+        return at_end and self._manager.needs.state and upto > self._n_start
+
     def _keep_behind(self, refs: Sequence[BlockRef], blocks: Iterable[Block]) -> None:
-        """The caches still have the rows of the last window: put those, and nothing else."""
-        wanted = {ref.number: ref for ref in refs}
+        """The caches still have the rows of the last window: put those, and the state if any."""
+        wanted = {ref.number for ref in refs}
+        passed = {ref.number: ref for ref in self._latest}
         for block in blocks:
             if block.index in wanted and block.window:
-                self._keep(wanted[block.index], _window_of(block), self._policy)
+                self._keep(passed[block.index], _window_of(block), self._policy)
+            if block.state:
+                self._keep(passed[block.index], _state_of(block), self._policy)
 
     def _keep(self, ref: BlockRef, block: Block, policy: Policy) -> None:
         # Where no layer keeps every row, window rows are all there is of a block.
@@ -282,3 +292,7 @@ def _stateless(block: Block) -> Block:
 
 def _window_of(block: Block) -> Block:
     return Block(block.index, block.n_tokens, window=block.window, first_rows=block.first_rows)
+
+
+def _state_of(block: Block) -> Block:
+    return Block(block.index, block.n_tokens, state=block.state)

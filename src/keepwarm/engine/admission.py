@@ -78,11 +78,6 @@ class Admission:
         with self._lock:
             return _together(self._leases)
 
-    def fits(self, n_bytes: int, batch: Hashable | None = "batch", n_rows: int = 1) -> bool:
-        """Whether it may start now. Does not reserve."""
-        with self._lock:
-            return self._fits(Lease(n_bytes, batch, n_rows, self))
-
     def reserve(
         self, n_bytes: int, batch: Hashable | None = "batch", n_rows: int = 1
     ) -> Lease | None:

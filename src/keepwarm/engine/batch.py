@@ -1,11 +1,13 @@
 """Sequences that are decoded together: one run of the weights gives each of them a token.
 
-A step has two halves, so that the model computes while the host looks at tokens:
+A step has three parts:
 
-    feed      run the model on everybody's current token; say which tokens these were
+    give      say which everybody's current token is
+    feed      run the model on these tokens
     choose    pick everybody's next token from the logits, each row by its own rules
 
-Between the two, rows may leave. Whatever was fed is in the caches: a row's ledger says so.
+A GPU is fed first, so that it computes while the host looks at tokens. Before the choice rows may
+leave: whatever was given and fed is in the caches, and a row's ledger says so.
 """
 
 from __future__ import annotations
@@ -114,6 +116,7 @@ class Batch(Generic[R]):
             tokens = []
         for row, token in zip(rows, tokens, strict=False):
             row.pending = token
+        self._caches, self._tokens, self._logits = [], None, None  # room for building it anew
         return rows
 
     def _current(self) -> list[int]:

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from keepwarm.engine.jobs import Job, Sequence
 from keepwarm.engine.store import Store
-from keepwarm.errors import KeepwarmError
 
 LOG = logging.getLogger(__name__)
 
@@ -27,9 +26,9 @@ class Chores:
             return
         tokens = list(sequence.tokens)
         if job.request.agent and sequence.choice == 0:
-            self._pool.submit(self._advance, job, tokens)
+            self._pool.submit(self._do, self._advance, job, tokens)
         if job.request.marks:
-            self._pool.submit(self._hold, job, tokens)
+            self._pool.submit(self._do, self._hold, job, tokens)
 
     def end_durably(self, job: Job) -> None:
         """Say the last word when all that was kept so far is on disk."""
@@ -42,27 +41,29 @@ class Chores:
     def close(self) -> None:
         self._pool.shutdown(wait=True)
 
-    def _advance(self, job: Job, tokens: list[int]) -> None:
+    def _do(self, note: Callable[[Job, list[int]], None], job: Job, tokens: list[int]) -> None:
+        """Once the blocks are on disk; what fails is told, and costs nobody an answer."""
         try:
             self._store.flush()
-            agents = self._store.shelf.agents
-            agents.advance(str(job.request.agent), job.home.manager.namespace, tokens)
-        except KeepwarmError:
+            note(job, tokens)
+        except Exception:
             LOG.exception("what agent %r has said could not be noted", job.request.agent)
 
+    def _advance(self, job: Job, tokens: list[int]) -> None:
+        agents = self._store.shelf.agents
+        agents.advance(str(job.request.agent), job.home.manager.namespace, tokens)
+
     def _hold(self, job: Job, tokens: list[int]) -> None:
-        try:
-            self._store.flush()
-            marks = self._store.shelf.marks
-            marks.sweep()
-            for place, ttl_s in job.prepared.marks:
-                marks.hold(job.home.manager.namespace, tokens, place, ttl_s)
-        except KeepwarmError:
-            LOG.exception("what was marked could not be held")
+        marks = self._store.shelf.marks
+        marks.sweep()
+        for place, ttl_s in job.prepared.marks:
+            marks.hold(job.home.manager.namespace, tokens, place, ttl_s)
 
     def _end_durably(self, job: Job) -> None:
-        self._store.flush()
-        self._end(job)
+        try:
+            self._store.flush()
+        finally:
+            self._end(job)
 
 
 def _nothing() -> None:

@@ -281,11 +281,11 @@ class Engine:
     def _obey(self) -> bool:
         """Carry out what other threads asked for; answers False so that a step follows."""
         while self._commands:
-            command = self._commands.popleft()
             try:
-                command()
+                self._commands[0]()
             except Exception:
                 LOG.exception("a command of the engine failed")
+            self._commands.popleft()  # not before it is done: whoever drains waits for it
         return False
 
     def _step(self) -> bool:
@@ -356,8 +356,8 @@ class Engine:
         return prepared.cuts if lane.has_places else []
 
     def _arrive(self, job: Job) -> None:
-        self.misses.arrived(job)
         self._scheduler.add(job)
+        self.misses.arrived(job)
 
     def _note_end(self, job: Job, error: KeepwarmError | None) -> None:
         self._remember(job)

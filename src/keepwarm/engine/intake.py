@@ -77,9 +77,8 @@ class Intake:
                 self._wait(job, reading, shared)
             else:
                 self._publish(reading)
-        if job.waits_for is not None and job.lease is not None:
-            job.lease.release()  # whoever waits needs no memory yet
-            job.lease = None
+        if job.waits_for is not None:
+            job.let_go()  # whoever waits needs no memory yet
         return job.waits_for is not None
 
     def _wait(self, job: Job, reading: Reading, n_tokens: int) -> None:
@@ -105,7 +104,8 @@ class Intake:
         lane, watch = job.home, Stopwatch()
         loading, job.loading = job.loading, None
         warm = lane.warm(job.tokens, job.request.policy, loading)
-        job.receipt = _receipt(job, lane, warm.reused, watch.seconds())
+        load_s = max(watch.seconds(), loading.seconds if loading else 0.0)
+        job.receipt = _receipt(job, lane, warm.reused, load_s)
         if not job.audit:
             self._counters.prompt_tokens += len(job.tokens)
             self._counters.saved_ms += job.receipt.saved_ms

@@ -5,6 +5,7 @@ A reading is a prompt on its way into caches; its sequences join the batch when 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -36,6 +37,8 @@ from keepwarm.engine.sampling import Chooser
 from keepwarm.engine.segments import AnswerReader, Piece, Reasoning
 from keepwarm.errors import KeepwarmError, TimedOut
 from keepwarm.prefix.blocks import pack
+
+LOG = logging.getLogger(__name__)
 
 PATIENCE_S = 1.0
 
@@ -77,7 +80,7 @@ class Sequence(Row):
         return self._reader.n_reasoning
 
     def take(self, token: int) -> list[Event]:
-        """The token was fed: what that means to whoever waits for the answer."""
+        """The token was given out: what that means to whoever waits for the answer."""
         self._infos.append(self.fed(token))
         pieces = self._reader.add(token)
         self.reason = self._why_finished(token)
@@ -168,7 +171,7 @@ class Job:
     def take(self, sequence: Sequence, token: int) -> None:
         """Pass on what a token of one of its sequences means."""
         if self.ended:
-            sequence.fed(token)  # nobody reads it, but it is in the cache
+            sequence.fed(token)  # nobody reads it, but it goes into the cache
             return
         self.last_token = time.perf_counter()
         self.first_token = self.first_token or self.last_token
@@ -194,14 +197,26 @@ class Job:
         if self.ended:
             return
         self.ended = True
+        self.let_go()
+        self._tell_end(error)
+        self.answer.put(self.done() if error is None else error)
+        self.sequences = []  # they know their job: both would stay until garbage is collected
+
+    def let_go(self) -> None:
+        """Give back memory that was set aside, and what is being loaded into it."""
         if self.loading is not None:
             self.loading.abandon()
         if self.lease is not None:
             self.lease.release()
-        if self.on_end is not None:
-            self.on_end(self, error)
-        self.answer.put(self.done() if error is None else error)
-        self.sequences = []  # they know their job: both would stay until garbage is collected
+        self.loading = self.lease = None
+
+    def _tell_end(self, error: KeepwarmError | None) -> None:
+        """Whoever keeps books may fail; the answer ends all the same."""
+        try:
+            if self.on_end is not None:
+                self.on_end(self, error)
+        except Exception:
+            LOG.exception("the end of a request could not be noted")
 
     def reassure(self) -> None:
         """Tell whoever waits, now and then, that it is not forgotten."""

@@ -35,7 +35,7 @@ class Entry:
 
 def entry_of(job: Job, error: KeepwarmError | None = None) -> Entry:
     """How a job stands now, or how it ended."""
-    usage = job.done().usage if job.ended and error is None else None
+    usage = job.done().usage if job.ended and job.receipt and error is None else None
     return Entry(
         number=job.number,
         seconds=round(time.perf_counter() - job.arrived, 3),

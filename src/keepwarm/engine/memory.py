@@ -221,7 +221,6 @@ class MemoryScopes:
 
     def active(self, config: MemoryConfig) -> Scope:
         """Something runs, until its scope is closed."""
-        self._ran = True
         return self._open(_Known(config, active=True))
 
     @property
@@ -253,6 +252,7 @@ class MemoryScopes:
             token = next(self._tokens)
             self._warn_of_others(known)
             self._scopes[token] = known
+            self._ran = self._ran or known.active
             self._apply()
         return Scope(lambda: self._close(token))
 

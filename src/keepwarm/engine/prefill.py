@@ -37,7 +37,6 @@ class Prefill:
         self._cuts = {*cuts, len(tokens) - 1} if exact_places else set()
         self.caches = caches
         self.n_done = n_done
-        self.n_fed = 0
 
     @property
     def n_left(self) -> int:
@@ -62,7 +61,6 @@ class Prefill:
         kv.evaluate(self.caches)
         if last is not None:
             mx.eval(last)
-        self.n_fed += end - self.n_done
         self.n_done = end
         return last
 

@@ -116,9 +116,7 @@ class Scheduler:
             try:
                 if not self._intake.reserve(job):
                     return False  # nor may those behind it overtake, or it would wait for ever
-                if job.loading is None and self._intake.waits(job, self.reading):
-                    continue
-                if self._is_busy and self._intake.is_loading(job):
+                if not self._may_open(job):
                     continue
                 self.waiting.remove(job)
                 self.reading.append(self._intake.open(job))
@@ -127,6 +125,17 @@ class Scheduler:
                 self._fail(job, error)
             return True
         return False
+
+    def _may_open(self, job: Job) -> bool:
+        """Whether it has what it needs of others: a prefix that is being read, blocks on their way.
+
+        While its blocks come somebody may have begun to read the same: then it waits for that.
+        """
+        if self._is_busy and job.loading is not None and not job.loading.is_done:
+            return False
+        if self._intake.waits(job, self.reading):
+            return False
+        return not (self._is_busy and self._intake.is_loading(job))
 
     # read
 
@@ -306,7 +315,7 @@ class Scheduler:
         """A batch died. Its sequences go on from their blocks; a repeated cause ends one."""
         for row in batch.rows:
             row.n_failures += 1
-            if row.n_failures > MAX_FAILURES:
+            if row.n_failures > MAX_FAILURES and not row.reason:
                 self._fail(row.job, error)
         self._rebuild(key, batch)
 

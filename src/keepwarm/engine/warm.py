@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple, Self
 
 from keepwarm.cache.agents import Agent
@@ -78,22 +80,27 @@ class Warmer:
             agents = list(self._engine.store.shelf.agents.all())
         except BadInput:  # nothing is kept on disk
             return []
-        salts = {self._salt(name) for name in {agent.namespace for agent in agents}}
-        managers = [self._manager(salt) for salt in salts if salt is not None]
-        by_name = {manager.namespace: manager for manager in managers}
-        mine = [agent for agent in agents if agent.namespace in by_name]
+        if not agents:
+            return []
+        managers = {name: self._manager(salt) for name, salt in self._salts(agents).items()}
+        mine = [agent for agent in agents if agent.namespace in managers]
         mine.sort(key=lambda agent: (not agent.pinned, -agent.used))
-        return [(by_name[agent.namespace], agent) for agent in mine]
+        return [(managers[agent.namespace], agent) for agent in mine]
 
-    def _salt(self, name: Namespace) -> str | None:
-        """Whose blocks these are; None where nobody can say."""
-        try:
-            return self._engine.store.shelf.identity_of(name).salt
-        except BadInput:
-            return None
+    def _salts(self, agents: Sequence[Agent]) -> dict[Namespace, str]:
+        """Of whose blocks of this model there are: what its manager is made with."""
+        identity_of = self._engine.store.shelf.identity_of
+        ours, found = identity_of(self._manager("").namespace), {}
+        for name in {agent.namespace for agent in agents}:
+            with suppress(BadInput):  # nobody knows what it was made from
+                theirs = identity_of(name)
+                if replace(theirs, salt=ours.salt) == ours:
+                    found[name] = theirs.salt
+        return found
 
     def _manager(self, salt: str) -> Manager:
         """Of the engine's model with the options it has when nobody names others."""
+        self._wait_until_idle()
         model, attach = self._engine.model, self._engine.store.attach
         options = make_options(self._engine.config.kv)
         made = self._engine.call(lambda: attach(model.module, model.path, salt=salt, **options))

@@ -55,7 +55,6 @@ KINDS: dict[type, Kind] = {
 }
 
 BATCHED = (BatchKVCache, BatchQuantizedKVCache, BatchRotatingKVCache)
-QUANTIZED = (QuantizedKVCache, QuantKVCache, BatchQuantizedKVCache)
 
 
 def kind_of(cache: Cache) -> Kind:
