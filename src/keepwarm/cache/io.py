@@ -45,8 +45,11 @@ class WriteStats:
 class Saver(Protocol):
     """Where captured records go."""
 
-    def put(self, record: Record, policy: Policy) -> None:
-        """Make a record findable at once and, where the policy says so, durable in its own time."""
+    def put(self, record: Record, policy: Policy, loose: bool = False) -> None:
+        """Make a record findable at once and, where the policy says so, durable in its own time.
+
+        Loose window rows are the first to go from memory, and no file is written for them.
+        """
 
     def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
         """Which blocks are, or will be, where they last as long as records do here."""
@@ -69,11 +72,13 @@ class MemoryOnly:
     def __init__(self, memory: Tier) -> None:
         self._memory = memory
 
-    def put(self, record: Record, policy: Policy) -> None:  # noqa: ARG002
-        _put(self._memory, record)
+    def put(self, record: Record, policy: Policy, loose: bool = False) -> None:  # noqa: ARG002
+        _put_in_memory(self._memory, record, loose)
 
     def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
-        return self._memory.have(keys)
+        memory = self._memory
+        loose = memory.loose(keys) if isinstance(memory, MemoryTier) else set()
+        return memory.have([key for key in keys if key not in loose])
 
     def flush(self) -> None:
         return
@@ -107,10 +112,10 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="keepwarm-writer", daemon=True)
         self._thread.start()
 
-    def put(self, record: Record, policy: Policy) -> None:
+    def put(self, record: Record, policy: Policy, loose: bool = False) -> None:
         if self._memory is not None:
-            _put(self._memory, record)
-        if not policy.to_disk:
+            _put_in_memory(self._memory, record, loose)
+        if loose or not policy.to_disk:
             return
         with self._changed:
             if self._is_orphan(record):
@@ -210,6 +215,12 @@ def _put(tier: Tier, record: Record) -> Put:
     if put.stored:
         tier.drop_outgrown(record.header.key)
     return put
+
+
+def _put_in_memory(memory: Tier, record: Record, loose: bool) -> None:
+    _put(memory, record)
+    if loose and isinstance(memory, MemoryTier):
+        memory.loosen(record.header.key)
 
 
 class Outcome(NamedTuple):

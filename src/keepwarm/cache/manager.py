@@ -282,8 +282,8 @@ class Capture:
         # Where no layer keeps every row, window rows are all there is of a block.
         all_parts = ref.number in self._windowed or not self._manager.needs.delta
         for record in records_of(self._manager.namespace, ref, block):
-            to_file = all_parts or record.header.part is not Part.WINDOW
-            self._manager.writer.put(record, policy if to_file else Policy.EPHEMERAL)
+            loose = record.header.part is Part.WINDOW and not all_parts
+            self._manager.writer.put(record, policy, loose)
 
 
 def _stateless(block: Block) -> Block:

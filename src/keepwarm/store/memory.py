@@ -36,6 +36,7 @@ class MemoryTier:
         self._index = Index(":memory:")
         self._records: dict[tuple[BlockKey, Part], Record] = {}
         self._cut_off = CutOff()
+        self._loose: dict[BlockKey, None] = {}  # their window rows go first; the oldest first
         self._lock = threading.RLock()
         self._counts: Counter[str] = Counter()
         self._durable: Future[None] = Future()  # as durable as it gets, for every record
@@ -77,7 +78,15 @@ class MemoryTier:
 
     def put(self, record: Record) -> Put:
         with self._lock:
+            if record.header.part is Part.WINDOW:
+                self._loose.pop(record.header.key, None)
             return Put(self._put(record), self._durable)
+
+    def loosen(self, key: BlockKey) -> None:
+        """Let the window rows of a block go before anything else does: nobody will likely ask."""
+        with self._lock:
+            if (key, Part.WINDOW) in self._records:
+                self._loose[key] = None
 
     @outage_is(bool)
     def _put(self, record: Record) -> bool:
@@ -97,6 +106,7 @@ class MemoryTier:
     def _make_room(self, record: Record, n_bytes: int, now: float) -> bool:
         """Evict what is worth less than a block used once, now."""
         over = self._index.n_bytes() + n_bytes - self._max_bytes
+        over -= self._let_loose_go(over)
         if over <= 0:
             return True
         if n_bytes > self._max_bytes:
@@ -112,11 +122,29 @@ class MemoryTier:
         self._count(evicted=len(victims))
         return bool(victims)
 
+    def loose(self, keys: Collection[BlockKey]) -> set[BlockKey]:
+        """Which of these have window rows that go first."""
+        with self._lock:
+            return {key for key in keys if key in self._loose}
+
+    def _let_loose_go(self, n_bytes: int) -> int:
+        """As many window rows that nobody misses as it takes; their bytes."""
+        freed = 0
+        while self._loose and freed < n_bytes:
+            key = next(iter(self._loose))
+            del self._loose[key]
+            record = self._records.get((key, Part.WINDOW))
+            if record is not None:
+                freed += max(1, record.n_bytes)
+                self.delete_part(key, Part.WINDOW)
+        return freed
+
     def shed(self, n_bytes: int) -> int:
         """Evict the least valuable until so many bytes are free; how many it was."""
         with self._lock:
             before = self._index.n_bytes()
-            victims = self._index.evict(n_bytes, set(), math.inf, partly=True)
+            n_bytes -= self._let_loose_go(n_bytes)
+            victims = self._index.evict(max(0, n_bytes), set(), math.inf, partly=True)
             for victim in victims:
                 for part in Part:
                     self._records.pop((victim.key, part), None)
@@ -124,7 +152,8 @@ class MemoryTier:
             return before - self._index.n_bytes()
 
     def pin(self, key: BlockKey, owner: str) -> None:
-        with telling(self, "pin a block"):
+        with telling(self, "pin a block"), self._lock:
+            self._loose.pop(key, None)
             self._index.pin(key, owner)
 
     def unpin(self, key: BlockKey, owner: str) -> None:

@@ -1,0 +1,82 @@
+"""Window rows that nobody will likely ask for are the first to go from memory."""
+
+import pytest
+
+from keepwarm.store.memory import MemoryTier
+from keepwarm.store.record import Part
+from tests.store.kit import record, refs_of
+
+KIB = 1 << 10
+
+
+@pytest.fixture
+def memory():
+    tier = MemoryTier(8 * KIB)
+    yield tier
+    tier.close()
+
+
+def fill(memory, n_blocks=4):
+    """Blocks of 2 KiB, half of it window rows, all of it loose: the tier is full."""
+    refs = refs_of(n_blocks)
+    for ref in refs:
+        for part in (Part.DELTA, Part.WINDOW):
+            memory.put(record(ref, part, KIB))
+        memory.loosen(ref.key)
+    return refs
+
+
+def parts(memory, refs):
+    known = memory.have([ref.key for ref in refs])
+    return ["".join(sorted(known[ref.key].parts)) if ref.key in known else "" for ref in refs]
+
+
+def newcomer(memory):
+    (ref,) = refs_of(1, seed=9)
+    assert memory.put(record(ref, n_bytes=KIB)).stored
+    return ref
+
+
+def test_the_oldest_loose_rows_make_room(memory):
+    refs = fill(memory)
+    newcomer(memory)
+    assert parts(memory, refs) == ["d", "dw", "dw", "dw"]
+    assert memory.stats().evicted == 0
+    assert memory.stats().n_bytes == 8 * KIB
+
+
+def test_rows_put_again_are_loose_no_more(memory):
+    """Somebody may restore there: whoever says so puts them once more."""
+    refs = fill(memory)
+    memory.put(record(refs[0], Part.WINDOW, KIB))
+    assert memory.loose([ref.key for ref in refs[:2]]) == {refs[1].key}
+    newcomer(memory)
+    assert parts(memory, refs) == ["dw", "d", "dw", "dw"]
+
+
+def test_rows_of_a_pinned_block_stay(memory):
+    refs = fill(memory)
+    memory.pin(refs[0].key, "me")
+    newcomer(memory)
+    assert parts(memory, refs) == ["dw", "d", "dw", "dw"]
+
+
+def test_under_pressure_they_go_first_too(memory):
+    refs = fill(memory)
+    assert memory.shed(2 * KIB) == 2 * KIB
+    assert parts(memory, refs) == ["d", "d", "dw", "dw"]
+
+
+def test_when_none_is_left_blocks_go(memory):
+    refs = fill(memory)
+    assert memory.shed(6 * KIB) >= 6 * KIB
+    assert parts(memory, refs)[-1] == ""
+    assert memory.stats().evicted > 0
+
+
+def test_what_is_deleted_is_not_missed(memory):
+    refs = fill(memory)
+    memory.delete(refs[0].key)
+    memory.delete(refs[1].key)
+    assert memory.shed(KIB) == KIB
+    assert parts(memory, refs) == ["", "", "d", "dw"]
