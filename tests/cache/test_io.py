@@ -146,7 +146,8 @@ def test_flushing_waits_for_no_more_than_was_there(disk, records):
     writer.put(records[0], Policy.READ_WRITE)
     flushing = threading.Thread(target=writer.flush)
     flushing.start()
-    time.sleep(0.1)
+    while not writer._n_flushing:
+        time.sleep(0.01)
     writer.put(records[1], Policy.READ_WRITE)
     slow.turns.release()
     flushing.join(10)

@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.cache.io import Reader
+from keepwarm.engine.admission import Admission
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import Lane
 from keepwarm.engine.request import Delta
 from keepwarm.errors import Cancelled
-from tests.kit.engines import Exam, Models, ask, engine_on
+from keepwarm.kv.layout import probe
+from tests.kit.engines import Exam, Models, ask, engine_on, memory
 from tests.kit.runs import prompt_of
 
+ENDLESS = 3000  # tokens; nobody waits for the last
 LONG, SHORT = prompt_of(1000, seed=5), prompt_of(20, seed=6)
 
 
@@ -29,13 +33,13 @@ class Held:
         self._reader = reader
         self.asked, self.let = threading.Event(), threading.Event()
 
-    def start(self, reads: Any, use: Callable[[Any, Any], None]) -> Any:
+    def start(self, reads: Any, use: Callable[[Any, Any], None], aside: bool = False) -> Any:
         def late(read: Any, record: Any) -> None:
             self.asked.set()
             assert self.let.wait(20)
             use(read, record)
 
-        return self._reader.start(reads, late)
+        return self._reader.start(reads, late, aside)
 
     def close(self) -> None:
         self._reader.close()
@@ -66,7 +70,7 @@ def lane_of(engine: Engine) -> Lane:
 
 
 def test_others_go_on_while_blocks_are_loaded(engine: Engine, reader: Held) -> None:
-    talking = engine.submit(ask(SHORT, 300))
+    talking = engine.submit(ask(SHORT, ENDLESS))
     events = iter(talking)
     next(event for event in events if isinstance(event, Delta))
     waiting = engine.submit(ask(LONG))
@@ -84,7 +88,7 @@ def test_others_go_on_while_blocks_are_loaded(engine: Engine, reader: Held) -> N
 
 
 def test_two_that_load_the_same_compute_what_follows_once(engine: Engine, reader: Held) -> None:
-    talking = engine.submit(ask(SHORT, 300))
+    talking = engine.submit(ask(SHORT, ENDLESS))
     next(event for event in talking if isinstance(event, Delta))
     longer = [*LONG, *prompt_of(600, seed=7)]
     before = engine.stats().counters["prefilled_tokens"]
@@ -106,7 +110,7 @@ def test_whoever_is_alone_is_not_made_to_wait(engine: Engine, reader: Held) -> N
 
 
 def test_it_may_be_cancelled_while_it_loads(engine: Engine, reader: Held) -> None:
-    talking = engine.submit(ask(SHORT, 300))
+    talking = engine.submit(ask(SHORT, ENDLESS))
     next(event for event in talking if isinstance(event, Delta))
     waiting = engine.submit(ask(LONG))
     assert reader.asked.wait(10)
@@ -117,3 +121,29 @@ def test_it_may_be_cancelled_while_it_loads(engine: Engine, reader: Held) -> Non
     talking.cancel()
     assert engine.submit(ask(LONG)).result().receipt.cached_tokens == len(LONG) - 1
     assert engine.stats().waiting == 0
+
+
+def test_memory_that_a_load_holds_comes_free_again(models: Models, tmp_path: Path) -> None:
+    """One that does not fit beside it stands before it in the queue; both are answered."""
+    model = models.of("llama")
+    n_bytes = Admission.needs(len(LONG), 6, layout_of(model))
+    with engine_on(model, tmp_path, memory=memory(batch_bytes=3 * n_bytes)) as engine:
+        engine.submit(ask(LONG)).result()
+        engine.call(engine.live.clear).result()
+        manager = lane_of(engine).manager
+        manager.rates.load_bytes_per_s, manager.rates.prefill_tokens_per_s = 1e5, 1.0
+        reader, manager.reader = manager.reader, Held(manager.reader)  # type: ignore[assignment]
+        talking = engine.submit(ask(SHORT, 200))
+        next(event for event in talking if isinstance(event, Delta))
+        loading = engine.submit(ask(LONG))
+        assert manager.reader.asked.wait(10)  # type: ignore[attr-defined]
+        urgent = engine.submit(ask(prompt_of(1000, seed=8), priority=1))
+        talking.result()
+        manager.reader.let.set()  # type: ignore[attr-defined]
+        assert loading.result().receipt.cached_tokens == len(LONG) - 1
+        assert urgent.result().choices[0].tokens
+        manager.reader = reader
+
+
+def layout_of(model: Any) -> Any:
+    return probe(model.module, make_prompt_cache(model.module))

@@ -45,18 +45,18 @@ def test_the_oldest_loose_rows_make_room(memory):
     assert memory.stats().n_bytes == 8 * KIB
 
 
-def test_rows_put_again_are_loose_no_more(memory):
-    """Somebody may restore there: whoever says so puts them once more."""
+def test_rows_that_may_be_asked_for_are_loose_no_more(memory):
     refs = fill(memory)
-    memory.put(record(refs[0], Part.WINDOW, KIB))
+    memory.tighten(refs[0].key)
     assert memory.loose([ref.key for ref in refs[:2]]) == {refs[1].key}
     newcomer(memory)
     assert parts(memory, refs) == ["dw", "d", "dw", "dw"]
 
 
-def test_rows_of_a_pinned_block_stay(memory):
+@pytest.mark.parametrize("use", ["pin", "touch"])
+def test_rows_of_a_block_in_use_stay(memory, use):
     refs = fill(memory)
-    memory.pin(refs[0].key, "me")
+    memory.pin(refs[0].key, "me") if use == "pin" else memory.touch([refs[0].key])
     newcomer(memory)
     assert parts(memory, refs) == ["dw", "d", "dw", "dw"]
 

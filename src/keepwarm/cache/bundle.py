@@ -54,6 +54,7 @@ MAX_MANIFEST_BYTES = 64 << 20
 # What reading a file that is no bundle, or a hostile one, may raise.
 WRONG_INSIDE = (
     tarfile.TarError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
+    MemoryError, OverflowError,
 )  # fmt: skip
 START = re.compile(r" from \d+$")  # in a salt, behind whose it is: where quantisation begins
 
@@ -79,6 +80,8 @@ class Manifest:
             raise BadRecord("the manifest does not match its digest")
         if not all(type(n_tokens) is int and n_tokens >= 0 for n_tokens in fields["turns"]):
             raise BadRecord("its turns are no numbers")
+        if not isinstance(fields["agent"], str):
+            raise BadRecord("its agent has no name")
         return cls(
             identity=Identity(**fields["identity"]),
             tokens=b64decode(fields["tokens"]),

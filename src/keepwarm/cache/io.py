@@ -100,6 +100,7 @@ class Writer:
         self, memory: Tier | None, disk: Tier, max_queued_bytes: int, wear: Wear | None = None
     ) -> None:
         self._wear = wear
+        self._max_queued_bytes = max_queued_bytes
         self.queued = MemoryTier(max_queued_bytes)
         self._memory = memory
         self._disk = disk
@@ -108,6 +109,7 @@ class Writer:
         self._restores = 0
         self._closing = False
         self._n_put = self._n_done = 0  # records
+        self._n_flushing = 0  # who wait for all that was put
         self._stats = WriteStats()
         self._thread = threading.Thread(target=self._run, name="keepwarm-writer", daemon=True)
         self._thread.start()
@@ -144,7 +146,10 @@ class Writer:
     def flush(self) -> None:
         with self._changed:
             n_put = self._n_put
+            self._n_flushing += 1
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._n_done >= n_put)
+            self._n_flushing -= 1
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
@@ -183,8 +188,14 @@ class Writer:
             self._changed.wait_for(lambda: self._order or self._closing)
             if not self._order:
                 return None
-            self._changed.wait_for(lambda: not self._restores or self._closing, MAX_DEFERRAL_S)
+            self._changed.wait_for(lambda: not self._gives_way(), MAX_DEFERRAL_S)
             return self._order.popleft()
+
+    def _gives_way(self) -> bool:
+        """To restores, unless somebody waits or much is queued: what finds no room is lost."""
+        if not self._restores or self._closing or self._n_flushing:
+            return False
+        return 2 * self.queued.stats().n_bytes < self._max_queued_bytes
 
     def _write(self, key: BlockKey, part: Part) -> None:
         record = self.queued.read(key, part)
@@ -218,8 +229,12 @@ def _put(tier: Tier, record: Record) -> Put:
 
 
 def _put_in_memory(memory: Tier, record: Record, loose: bool) -> None:
-    _put(memory, record)
-    if loose and isinstance(memory, MemoryTier):
+    put = _put(memory, record)
+    if record.header.part is not Part.WINDOW or not isinstance(memory, MemoryTier):
+        return
+    if not loose:
+        memory.tighten(record.header.key)
+    elif put.stored:
         memory.loosen(record.header.key)
 
 
@@ -267,12 +282,17 @@ class Reader:
         # More than cores: those that wait for the disk leave theirs to others.
         self.n_threads = n_threads or min(8, max(4, (os.cpu_count() or 2) // 2))
         self._pool = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-reader")
+        self._aside = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-aside")
 
-    def start(self, reads: Sequence[Read], use: Callable[[Read, Visit], None]) -> Reads:
+    def start(
+        self, reads: Sequence[Read], use: Callable[[Read, Visit], None], aside: bool = False
+    ) -> Reads:
         """Hand every record to `use`, in no order; the first miss or refusal ends it.
 
-        Each thread has one tensor in hand at a time: memory stays small, and in reach.
+        Each thread has one tensor in hand at a time: memory stays small, and in reach. What is
+        read aside has threads of its own, so that nobody who waits stands behind it.
         """
+        pool = self._aside if aside else self._pool
         missed: set[BlockKey] = set()
 
         def one(read: Read) -> str:
@@ -287,7 +307,8 @@ class Reader:
                 missed.add(read.key)
             return tier or ""
 
-        return Reads([self._pool.submit(one, read) for read in reads], missed)
+        return Reads([pool.submit(one, read) for read in reads], missed)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._pool, self._aside):
+            pool.shutdown(wait=True, cancel_futures=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from time import perf_counter
@@ -49,15 +50,19 @@ class Loading:
         layout: Layout,
         reader: Reader,
         saver: Saver,
+        aside: bool = False,
     ) -> None:
+        """What is loaded aside keeps nobody from loading something else."""
         self.tokens = tokens
         self.point = point
+        self.aside = aside
         self._packed = pack(tokens[: point.n_tokens])
-        self.seconds = 0.0  # that it took, without the time for which its end was not asked for
-        self._started = self._last_read = perf_counter()
+        self.seconds = 0.0  # from its first read on, without the time that nobody asked for its end
         self._assembly = Assembly(layout, point.n_tokens, reader.staging)
         self._saver = saver
-        self._reads = reader.start(point.reads, self._place)
+        self._lock = threading.Lock()
+        self._first_read = self._last_read = 0.0
+        self._reads = reader.start(point.reads, self._place, aside)
 
     @property
     def is_done(self) -> bool:
@@ -69,7 +74,11 @@ class Loading:
         return [read.key for read in self.point.reads]
 
     def finish(self) -> Loaded:
-        outcome = self._reads.outcome()
+        try:
+            outcome = self._reads.outcome()
+        except Exception:
+            self.abandon()
+            raise
         if outcome.missed:
             return Loaded(None, outcome.missed)
         began = perf_counter()
@@ -78,7 +87,7 @@ class Loading:
         except CacheError as error:
             LOG.warning("blocks of a prompt could not be put together: %s", error)
             return Loaded(None, set(self.keys))
-        self.seconds = self._last_read - self._started + perf_counter() - began
+        self.seconds = self._last_read - self._first_read + perf_counter() - began
         return Loaded(Restored(caches, self.point.n_tokens, self._by_tier(outcome.tiers)), set())
 
     def abandon(self) -> None:
@@ -90,9 +99,12 @@ class Loading:
         end = min(start + BLOCK_TOKENS, self.point.n_tokens)
         if not record.header.tokens.startswith(self._packed[4 * start : 4 * end]):
             raise BadRecord("its tokens are not those of the prompt")
+        began = perf_counter()
         with self._saver.restoring():
             self._assembly.add(block_of(record))
-        self._last_read = perf_counter()
+        with self._lock:
+            self._first_read = min(self._first_read or began, began)
+            self._last_read = perf_counter()
 
     def _by_tier(self, tiers: Sequence[str]) -> dict[str, int]:
         """Each block counts for the tier that its first record came from."""

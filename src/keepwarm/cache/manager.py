@@ -36,6 +36,7 @@ from keepwarm.store.tier import Known
 from keepwarm.store.tiers import Tiers
 
 SMALL_LOAD_S = 0.02
+LONG_LOAD_S = 0.1  # a restore that others should not have to wait for
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,8 @@ class Manager:
     def plan(self, tokens: Sequence[int], without: Collection[BlockKey] = ()) -> Plan:
         """The longest known prefix; at least one token is left, because a model must be fed."""
         point = self._longest(tokens, len(tokens) - 1, without) if len(tokens) > 1 else NOTHING
-        prefill_s = point.n_tokens / self.rates.prefill_tokens_per_s
-        return Plan(point, len(tokens), self.load_s(point), prefill_s)
-
-    def load_s(self, point: Point) -> float:
-        """How long it will take to load that, by what was measured."""
-        return point.n_bytes / self.rates.load_bytes_per_s
+        load_s = point.n_bytes / self.rates.load_bytes_per_s
+        return Plan(point, len(tokens), load_s, point.n_tokens / self.rates.prefill_tokens_per_s)
 
     def restore(
         self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE, beyond: int = 0
@@ -100,14 +97,19 @@ class Manager:
         policy: Policy,
         beyond: int = 0,
         without: Collection[BlockKey] = (),
+        beside: bool = False,
     ) -> Loading | None:
-        """Have what is known of a prompt loaded; None where there is nothing worth it."""
+        """Have what is known of a prompt loaded; None where there is nothing worth it.
+
+        `beside` others who would have to wait, what takes long is loaded aside.
+        """
         if not policy.reads:
             return None
         plan = self.plan(tokens, without)
         if not plan.worth_loading(beyond):
             return None
-        return Loading(tokens, plan.point, self.layout, self.reader, self.writer)
+        aside = beside and plan.load_s >= LONG_LOAD_S
+        return Loading(tokens, plan.point, self.layout, self.reader, self.writer, aside)
 
     def finish(self, loading: Loading, beyond: int = 0) -> Restored:
         """What was loaded. A bad record is a miss: the next plan is made without it."""
@@ -116,7 +118,8 @@ class Manager:
         while under_way is not None:
             loaded = under_way.finish()
             if loaded.restored is not None:
-                self.rates.saw_load(under_way.point.n_bytes, under_way.seconds)
+                if not under_way.aside:  # else others have read or computed meanwhile
+                    self.rates.saw_load(under_way.point.n_bytes, under_way.seconds)
                 self.tiers.touch(under_way.keys)
                 return loaded.restored
             self.restore_failures += 1
@@ -218,7 +221,7 @@ class Capture:
         if not checkpoint and first == n_whole:
             return
         blocks = cut(caches, upto, first_block=first)
-        self._keep_behind(behind, islice(blocks, self._n_blocks - first))
+        self._keep_behind(behind, islice(blocks, self._n_blocks - first), checkpoint)
         for ref in self._refs(upto if checkpoint else n_whole * BLOCK_TOKENS):
             block = next(blocks)
             is_whole = ref.n_tokens == BLOCK_TOKENS
@@ -252,7 +255,7 @@ class Capture:
     def _lost_behind(self) -> list[BlockRef]:
         """Passed blocks whose window rows are worth a file now and have none. Each is told once."""
         behind, self._behind = self._behind, {}
-        if not behind or not self._policy.to_disk:
+        if not behind:
             return []
         refs = [ref for ref in self._latest if ref.number in behind]
         kept = self._manager.writer.kept([ref.key for ref in refs])
@@ -268,14 +271,16 @@ class Capture:
         at_end = bool(self._latest) and upto == self._n_blocks * BLOCK_TOKENS
         return at_end and self._manager.needs.state and upto > self._n_start
 
-    def _keep_behind(self, refs: Sequence[BlockRef], blocks: Iterable[Block]) -> None:
+    def _keep_behind(
+        self, refs: Sequence[BlockRef], blocks: Iterable[Block], checkpoint: bool
+    ) -> None:
         """The caches still have the rows of the last window: put those, and the state if any."""
         wanted = {ref.number for ref in refs}
         passed = {ref.number: ref for ref in self._latest}
         for block in blocks:
             if block.index in wanted and block.window:
                 self._keep(passed[block.index], _window_of(block), self._policy)
-            if block.state:
+            if block.state and checkpoint:
                 self._keep(passed[block.index], _state_of(block), self._policy)
 
     def _keep(self, ref: BlockRef, block: Block, policy: Policy) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
 from keepwarm.store.disk import DiskTier
+from keepwarm.store.index import MARK
 
-OWNER = "mark:"
 TTL_S = 300.0  # for who names none
 
 
@@ -31,16 +31,8 @@ class Marks:
         key = next((ref.key for ref in chain(namespace, tokens) if ref.number == last), None)
         if key is not None:
             until = self._clock() + (TTL_S if ttl_s is None else ttl_s)
-            self._disk.pin(key, f"{OWNER}{until:.0f}")
+            self._disk.pin(key, f"{MARK}{until:.0f}")
 
     def sweep(self) -> int:
-        """Let go of what has expired; how many ends had passed."""
-        now = self._clock()
-        past = [owner for owner in self._disk.index.pinners(OWNER) if _end(owner) <= now]
-        for owner in past:
-            self._disk.unpin_owner(owner)
-        return len(past)
-
-
-def _end(owner: str) -> float:
-    return float(owner.removeprefix(OWNER))
+        """Let go of what has expired; how many pins that were. Eviction does so by itself."""
+        return self._disk.index.let_go(self._clock())

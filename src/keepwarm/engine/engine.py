@@ -110,6 +110,7 @@ class Engine:
         self._watcher = Watcher([self.live.shed, self.store.shed], rested=self._scopes.rested)
         self._watcher.start()
         self._commands: deque[Command] = deque()
+        self._obeying = False  # a command is being carried out
         self._changed = threading.Condition()
         self._accepting = True
         self._closing = False
@@ -215,12 +216,16 @@ class Engine:
         """Take no more, wait for what runs, then end the rest; whether all could finish."""
         self._refuse_more()
         deadline = time.monotonic() + timeout_s
-        while (busy := bool(self._scheduler.jobs or self._commands)) and _now_before(deadline):
+        while (busy := self._is_busy) and _now_before(deadline):
             time.sleep(0.01)
         if busy:
             self.call(self._drop_all).result()
         self.settle()
         return not busy
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._commands or self._obeying or self._scheduler.jobs)
 
     def settle(self) -> None:
         """Return once all that was answered is on disk and noted with its agent."""
@@ -281,11 +286,13 @@ class Engine:
     def _obey(self) -> bool:
         """Carry out what other threads asked for; answers False so that a step follows."""
         while self._commands:
+            self._obeying = True  # whoever drains waits for it
+            command = self._commands.popleft()
             try:
-                self._commands[0]()
+                command()
             except Exception:
                 LOG.exception("a command of the engine failed")
-            self._commands.popleft()  # not before it is done: whoever drains waits for it
+        self._obeying = False
         return False
 
     def _step(self) -> bool:

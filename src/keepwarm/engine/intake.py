@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from keepwarm.engine.admission import Admission
 from keepwarm.engine.counters import Counters
 from keepwarm.engine.jobs import Job, Reading, Sequence
-from keepwarm.engine.lane import Lane, Lanes, Warm, options_for
+from keepwarm.engine.lane import MIN_SHARED, Lane, Lanes, Warm, options_for
 from keepwarm.engine.prefill import Prefill, Stopwatch
 from keepwarm.engine.request import Receipt, Started
 from keepwarm.engine.sampling import Chooser
@@ -15,8 +15,6 @@ from keepwarm.engine.segments import AnswerReader
 from keepwarm.errors import NotEnough
 from keepwarm.prefix.blocks import common_tokens, pack
 
-MIN_SHARED = 16  # tokens that are worth waiting for
-LONG_LOAD_S = 0.1  # a restore that others should not have to wait for
 ANSWER_ROOM = 1024  # answer tokens that memory is set aside for at first
 
 
@@ -95,9 +93,7 @@ class Intake:
             return False
         if job.loading is None:
             job.loading = lane.begin(job.tokens, job.request.policy)
-            if job.loading is None or lane.manager.load_s(job.loading.point) < LONG_LOAD_S:
-                return False
-        return not job.loading.is_done
+        return job.loading is not None and job.loading.aside and not job.loading.is_done
 
     def open(self, job: Job) -> Reading:
         """Restore what is known of the prompt and say so; what is left is to be read."""

@@ -23,6 +23,8 @@ from keepwarm.engine.store import Store
 
 LOG = logging.getLogger(__name__)
 
+MIN_SHARED = 16  # tokens that are worth waiting for
+
 
 class Warm(NamedTuple):
     """Caches that hold the first `n_tokens` of a prompt, and where these came from."""
@@ -65,7 +67,7 @@ class Lane:
     def begin(self, tokens: list[int], policy: Policy) -> Loading | None:
         """Have what the store knows of a prompt loaded, where nothing live reaches as far."""
         try:
-            return self.manager.begin(tokens, policy, beyond=self.n_live(tokens))
+            return self.manager.begin(tokens, policy, self.n_live(tokens), beside=True)
         except Exception:
             self._failed()
             return None
@@ -120,12 +122,20 @@ class Lane:
             self._failed()
             return None
 
+    def _is_stale(self, loading: Loading) -> bool:
+        """Whether somebody has kept more of the same prompt meanwhile."""
+        n_known = self.manager.plan(loading.tokens).n_tokens
+        return n_known >= loading.point.n_tokens + MIN_SHARED
+
     def _failed(self) -> None:
         LOG.exception("a restore failed; the prompt is read anew")
         self.manager.restore_failures += 1
 
     def _found(self, tokens: list[int], policy: Policy, loading: Loading | None) -> Warm | None:
         n_live = self.n_live(tokens)
+        if loading is not None and loading.aside and self._is_stale(loading):
+            loading.abandon()
+            loading = None
         loading = loading or self.manager.begin(tokens, policy, beyond=n_live)
         if loading is not None and loading.point.n_tokens > n_live:
             stored = self.manager.finish(loading, beyond=n_live)

@@ -110,12 +110,14 @@ class Scheduler:
         """Let in the first that may: at most one a turn, for a restore takes time."""
         if not self.waiting or len(self.reading) >= MAX_READINGS or len(self.rows) >= MAX_ROWS:
             return False
+        full = False
         for job in list(self.waiting):
-            if job.is_blocked:
-                continue
+            if job.is_blocked or (full and job.lease is None):
+                continue  # nobody may overtake whom there is no memory for: it would wait for ever
             try:
                 if not self._intake.reserve(job):
-                    return False  # nor may those behind it overtake, or it would wait for ever
+                    full = True
+                    continue
                 if not self._may_open(job):
                     continue
                 self.waiting.remove(job)
@@ -221,7 +223,7 @@ class Scheduler:
             try:
                 self._decode_batch(key, batch)
             except Exception as error:
-                LOG.warning("a batch of %d died: %s", len(batch.rows), error)
+                LOG.warning("a batch of %d died", len(batch.rows), exc_info=error)
                 self._survive(key, batch, error)
         if batches and not self._just_read:
             self.pace.saw_step(watch.seconds())

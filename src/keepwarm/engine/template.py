@@ -200,7 +200,7 @@ def _as_object(arguments: Any) -> Any:
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
         json.dumps(value, ensure_ascii=False).encode()  # half characters stay text
-    except (ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
 

@@ -226,6 +226,7 @@ class DiskTier(Records):
             missing = self._missing_bytes(n_bytes)
             if missing <= 0:  # another process has just done it
                 return True
+            self.index.let_go(self._clock())
             victims = self.index.condemn(missing, {header.key, header.parent}, priority)
             self._finish_deleting(victims)
         self._count(evicted=len(victims))

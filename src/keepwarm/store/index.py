@@ -28,6 +28,7 @@ from keepwarm.store.record import Header, Part
 from keepwarm.store.tier import Stored
 
 MAX_TOUCHES = 20_000  # that wait for the next write
+MARK = "mark:"  # an owner that lets go by itself: the time of its end follows
 EVICTABLE = (
     "pins = 0 AND doomed = 0 AND used + value + cost <= ? "
     "AND NOT EXISTS (SELECT 1 FROM writes w WHERE b.key IN (w.key, w.parent))"
@@ -280,14 +281,14 @@ class Index(Lookups):
         with self._transaction() as db:
             db.execute("DELETE FROM pins WHERE owner = ?", (owner,))
 
-    def pinners(self, beginning: str) -> list[str]:
-        """Everybody who pinned something and whose name begins so."""
-        with self._lock:
-            rows = self._db.execute(
-                "SELECT DISTINCT owner FROM pins WHERE substr(owner, 1, ?) = ?",
-                (len(beginning), beginning),
-            )
-            return [str(row[0]) for row in rows]
+    def let_go(self, now: float) -> int:
+        """End the pins of marks whose time has come; how many these were."""
+        query = (
+            "DELETE FROM pins WHERE substr(owner, 1, ?1) = ?2 "
+            "AND CAST(substr(owner, ?1 + 1) AS REAL) <= ?3"
+        )
+        with self._transaction() as db:
+            return db.execute(query, (len(MARK), MARK, now)).rowcount
 
     def forget_writer(self, writer: str) -> None:
         with self._transaction() as db:

@@ -78,8 +78,6 @@ class MemoryTier:
 
     def put(self, record: Record) -> Put:
         with self._lock:
-            if record.header.part is Part.WINDOW:
-                self._loose.pop(record.header.key, None)
             return Put(self._put(record), self._durable)
 
     def loosen(self, key: BlockKey) -> None:
@@ -87,6 +85,11 @@ class MemoryTier:
         with self._lock:
             if (key, Part.WINDOW) in self._records:
                 self._loose[key] = None
+
+    def tighten(self, key: BlockKey) -> None:
+        """Somebody may ask for them after all."""
+        with self._lock:
+            self._loose.pop(key, None)
 
     @outage_is(bool)
     def _put(self, record: Record) -> bool:
@@ -106,13 +109,15 @@ class MemoryTier:
     def _make_room(self, record: Record, n_bytes: int, now: float) -> bool:
         """Evict what is worth less than a block used once, now."""
         over = self._index.n_bytes() + n_bytes - self._max_bytes
-        over -= self._let_loose_go(over)
         if over <= 0:
             return True
         if n_bytes > self._max_bytes:
             return False
         if self._cut_off.follows(record.header.parent, self._index.have):
             return False
+        over -= self._let_loose_go(over)
+        if over <= 0:
+            return True
         spare = {record.header.key, record.header.parent}
         priority = self._index.priority_of(record.header, n_bytes, now)
         victims = self._index.evict(over, spare, priority)
@@ -152,8 +157,8 @@ class MemoryTier:
             return before - self._index.n_bytes()
 
     def pin(self, key: BlockKey, owner: str) -> None:
-        with telling(self, "pin a block"), self._lock:
-            self._loose.pop(key, None)
+        with telling(self, "pin a block"):
+            self.tighten(key)
             self._index.pin(key, owner)
 
     def unpin(self, key: BlockKey, owner: str) -> None:
@@ -162,6 +167,8 @@ class MemoryTier:
 
     @outage_is(lambda: None)
     def touch(self, keys: Collection[BlockKey]) -> None:
+        for key in keys:
+            self.tighten(key)
         self._index.touch(keys, self._clock())
 
     @outage_is(lambda: None)
