@@ -291,9 +291,18 @@ def headings(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in found}
 
 
+def links(text: str) -> list[str]:
+    """Of Markdown, and of the HTML in it: also what a picture is made of."""
+    found = re.findall(r"\]\(([^)\s]+)\)", text)
+    found += re.findall(r"<[^>]+\s(?:src|href)=[\"']([^\"']+)", text)
+    for several in re.findall(r"<[^>]+\ssrcset=[\"']([^\"']+)", text):
+        found += [one.split()[0] for one in several.split(",")]
+    return found
+
+
 def broken_links(page: Path) -> list[str]:
     broken = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", page.read_text())):
+    for link in links(BLOCK.sub("", page.read_text())):
         if re.match(r"[a-z]+:", link):
             continue
         path, _, anchor = link.partition("#")
@@ -312,6 +321,16 @@ def test_a_broken_link_is_seen(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A b\n[x](#a-b) [x](#c) [x](page.md#a-b) [x](gone.md) [x](https://a.b/c)\n")
     assert broken_links(page) == ["#c", "gone.md"]
+
+
+def test_a_broken_picture_is_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        '<picture>\n<source media="x" srcset="page.md 1x, a.png 2x">\n'
+        '<img src="b.png" alt="see">\n<img alt="c"\n src=\'page.md\'></picture>\n'
+        '<a href="d.md">d</a> <a href="https://a.b/c">c</a>\n```text\n<img src="e.png">\n```\n'
+    )
+    assert sorted(broken_links(page)) == ["a.png", "b.png", "d.md"]
 
 
 # What single pages promise.

@@ -6,6 +6,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from rich.console import Console
 
 from keepwarm.bench import page, tables
 from keepwarm.bench.client import Reply
@@ -130,11 +131,21 @@ def test_a_claim_says_whether_it_holds():
 def test_targets_stand_side_by_side():
     grid = tables.claims(RESULTS)
     assert grid.heads[-2:] == ("keepwarm", "mlx-lm")
-    assert grid.rows == [("pipeline", "recomputed ÷ new", "≤ 1.02", "1 yes", "3")]
+    assert grid.rows == [("pipeline", "recomputed ÷ new", "≤ 1.02", "1 ±1% yes", "3 ±0%")]
     text = tables.markdown(RESULTS)
     assert "| recomputed | 1 | tokens | 10 ±0% | 90 ±0% |" in text
     assert "failed: it did not answer" in text
     assert HOW[COLD] in text
+
+
+def test_ratios_have_their_spread_wherever_they_are_shown(capsys):
+    """In the terminal, in Markdown, on the page and in the file; of one sample there is none."""
+    Console(width=200).print(tables.claims(RESULTS).rich())
+    for text in (capsys.readouterr().out, tables.markdown(RESULTS), page.html(RESULTS)):
+        assert "1 ±1% yes" in text
+    assert RESULTS.as_json()["claims"][0]["spread"] == pytest.approx(0.01)
+    assert tables.shown(Claim("any", "any", "any", 1.0, (1.0,))) == "1"
+    assert tables.shown(Claim("any", "any", "any", -2.0, (-1.0, -2.0, -3.0))) == "-2 ±100%"
 
 
 class Page(HTMLParser):

@@ -1,17 +1,20 @@
 """The workloads of `keepwarm bench` on a tiny model: their numbers agree with each other."""
 
+import re
 from dataclasses import replace
 from statistics import median
 
 import pytest
 
-from keepwarm.bench import files, suite
+from keepwarm.bench import files, lengths, overhead, suite
+from keepwarm.bench.bare import Decoded
 from keepwarm.bench.client import Ask
 from keepwarm.bench.prompts import Words, system, user
-from keepwarm.bench.results import Note, Results
+from keepwarm.bench.results import Note, Results, Series
 from keepwarm.bench.run import QUICK, Sizes
 from keepwarm.bench.targets import InProcess, Remote, disk_bytes, free_port, make
 from keepwarm.errors import BadInput
+from tests.kit import generated
 from tests.kit.checkpoints import write_checkpoint
 
 IN_PROCESS = [name for name, workload in suite.WORKLOADS.items() if not workload.once]
@@ -66,17 +69,49 @@ def test_lengths_are_as_asked_and_known_to_the_last_token(found):
         assert ratio.value == pytest.approx(median(cold.samples) / median(again.samples))
 
 
+PAGES = {"after a restart": "page cache", "page cache dropped": "pages were dropped"}
+REPEATS = {"after a restart", "again", "exact repeat", "page cache dropped"}
+
+
 def test_claims_say_their_conditions(found):
-    first = found.of("lengths")
-    assert any("page cache" in series.how for series in first)
-    assert any("pages were dropped" in series.how for series in first)
-    assert any("identical prompt" in series.how for series in first)
+    """Every series of every workload; after a restart what became of the pages, too."""
+    assert [series for series in found.series if not series.how] == []
+    named = [series for series in found.series if not series.what.startswith("ready")]
+    for series in named:
+        last = re.split(", | prompt ", series.what)[-1]
+        assert PAGES.get(last, "") in series.how
+        assert (last in REPEATS) == ("identical prompt" in series.how), series
+    restarted = {series.workload for series in named if "restart" in series.what}
+    assert restarted == {"lengths", "chat"}
+
+
+def test_the_overhead_says_its_conditions(engine, rooms):
+    run = rooms("overhead", engine, lambda _: None)
+    decoded = Decoded([0.002], [0.001])
+    for part in (overhead.times, overhead.processor):
+        series = [record for record in part(run, decoded, decoded) if isinstance(record, Series)]
+        assert all("identical prompt" in one.how for one in series)
+        assert len(series) == 2
+
+
+def test_pages_that_cannot_be_dropped_are_no_figure(engine, rooms):
+    """Where the system has no call for it the series is left out, and it is said."""
+    run = rooms("lengths", engine, lambda _: None)
+    sizes = replace(QUICK, samples=1, lengths=(64,))
+    records = list(lengths.run(replace(run, sizes=sizes, drops_pages=False)))
+    (note,) = [record for record in records if isinstance(record, Note)]
+    assert "cannot be asked" in note.text
+    whats = {record.what for record in records if isinstance(record, Series)}
+    assert lengths.RESTARTED in whats
+    assert not [what for what in whats if lengths.DROPPED in what]
 
 
 def test_a_conversation_computes_what_is_new(found):
     """S4-16, S0-71: nothing else from turn 2 on, and the answers are those without cache."""
     assert claim(found, "pipeline", "recomputed ÷ new tokens from turn 2").value <= 1.02
     assert claim(found, "pipeline", "answers unlike those without cache").value == 0
+    (compared,) = found.of("pipeline", "answers compared")
+    assert min(compared.samples) >= 1  # the first turn, at least
     first = {s.x: s for s in found.of("pipeline", "recomputed")}
     assert max(first[2].samples) < min(first[1].samples)
 
@@ -208,3 +243,9 @@ def test_quick_asks_for_less():
     assert all(a <= b for a, b in zip(QUICK.lengths, full.lengths, strict=False))
     names = ("samples", "turns", "n_agents", "shared", "long", "stream", "persisted", "stressed")
     assert all(getattr(QUICK, name) < getattr(full, name) for name in names)
+
+
+def test_rows_of_the_readme_are_measured(found):
+    """A full run fills every row of its table: the names are those of the workloads."""
+    known = {(record.workload, record.what) for record in (*found.series, *found.claims)}
+    assert {(line.workload, line.what) for line in generated.LINES} <= known

@@ -1,8 +1,11 @@
 """Pins that end by themselves."""
 
+import pytest
+
 from keepwarm.cache.marks import Marks
 from keepwarm.prefix.blocks import chain
-from keepwarm.store.disk import DiskTier
+from keepwarm.store.disk import INDEX_ROOM, DiskLimits, DiskTier
+from keepwarm.store.unlock import unlock
 from tests.store.kit import NAMESPACE, record
 
 
@@ -36,9 +39,33 @@ def test_a_mark_pins_the_block_it_lies_in_until_its_end(tmp_path):
 
 
 def test_a_place_beyond_the_conversation_is_nobodys(tmp_path):
-    disk = DiskTier(tmp_path)
-    Marks(disk).hold(NAMESPACE, [1, 2, 3], 999, None)
-    assert disk.index.pinners("mark:") == []
+    disk, clock = DiskTier(tmp_path), Clock()
+    Marks(disk, clock).hold(NAMESPACE, [1, 2, 3], 999, None)
+    clock.now += 1e6
+    assert Marks(disk, clock).sweep() == 0
+    disk.close()
+
+
+@pytest.mark.parametrize("secret", [None, "a passphrase"])
+def test_eviction_spares_a_mark_until_its_end_and_no_longer(tmp_path, secret):
+    """Nobody has to sweep: what has expired is in nobody's way, in a sealed store neither."""
+    clock, limits = Clock(), DiskLimits(INDEX_ROOM + (4 << 20), min_free_bytes=0)
+    disk = DiskTier(tmp_path, limits, clock=clock, seal=unlock(tmp_path, secret))
+
+    def put(tokens):
+        clock.now += 1
+        made = record(next(chain(NAMESPACE, tokens)), n_bytes=1 << 20)
+        assert disk.put(made).stored
+        return made.header.key
+
+    marked, other = put([1]), put([2])
+    Marks(disk, clock).hold(NAMESPACE, [1], 1, 60)
+    for n in range(3, 9):
+        put([n])
+    assert set(disk.have([marked, other])) == {marked}
+    clock.now += 60
+    put([9])
+    assert not disk.have([marked])
     disk.close()
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from keepwarm.bench.client import Reply
-from keepwarm.bench.demo import BAR, TURNS, Turn, bar, lines
+from keepwarm.bench.demo import BAR, TURNS, Turn, bar, compared, cut_off, lines
 from tests.cli import keepwarm
 from tests.kit.checkpoints import write_checkpoint
 
@@ -40,8 +40,11 @@ def test_the_prefix_is_shared_and_survives_the_kill(shown):
 
 
 def test_answers_are_the_same(shown):
-    n_same, n_all = re.search(r"Answers: (\d) of (\d) are the same", shown).groups()
-    assert n_same == n_all != "0"
+    said = " ".join(shown.split())
+    n_turns = sum(map(len, TURNS.values()))
+    verdict = f"{n_turns} of {n_turns} compared with and without the cache, identical."
+    assert f"Answers: {verdict}" in said
+    assert "other tokens" not in said
 
 
 def reply(text, n_prompt=100, seconds=1.0):
@@ -54,7 +57,19 @@ def test_another_answer_is_seen():
     other = Turn("a", 1, reply("x"), reply("y"))
     assert other.differs
     assert "ANOTHER ANSWER" in "".join(lines(other, 1.0))
-    assert not Turn("a", 1, reply("x"), reply("y", n_prompt=99)).differs
+    aside = Turn("a", 1, reply("x"), reply("y", n_prompt=99))
+    assert not aside.differs
+    same = Turn("a", 1, reply("x"), reply("x"))
+    assert compared([same, same]).endswith("2 of 2 compared with and without the cache, identical.")
+    assert compared([same, other, aside]).startswith("Answers: 2 of 3 compared")
+    assert compared([same, other, aside]).endswith(", 1 differ.")
+
+
+def test_what_goes_back_is_not_what_came():
+    """An answer that does keeps its tokens with the cache, and may have others without."""
+    assert cut_off("The lamp is lit bef") == "The lamp is lit ..."
+    assert cut_off("Yes") == "Yes ..."
+    assert cut_off("") == " ..."
 
 
 def test_bars_are_as_long_as_their_part():

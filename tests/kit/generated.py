@@ -1,26 +1,33 @@
-"""Pages that are made from the code: the command line's help, the table of settings.
+"""Pages that are made from the code and from what was measured: the command line's help, the table
+of settings, the results of `keepwarm bench` and the README's share of them.
 
-python -m tests.kit.generated     writes them; tests/test_docs.py holds them to the code
+python -m tests.kit.generated     writes them; the suite holds them to the code
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import typer.main
 from typer.testing import CliRunner
 
+from keepwarm.bench import agents, chat, lengths, tables
+from keepwarm.bench.results import Claim, Results, Series
 from keepwarm.cli.main import app
 from keepwarm.config import Settings
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 COMMAND_LINE = DOCS / "cli.md"
 TUNING = DOCS / "tuning.md"
+README = ROOT / "README.md"
+BASELINE = DOCS / "results" / "baseline.json"
+RESULTS = DOCS / "results" / "bench.md"
 BETWEEN = re.compile(r"(?<=<!-- settings, from the code -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 HELP_INTRO = """\
@@ -44,6 +51,33 @@ PLAIN = {
     "max_body_bytes": "of one request",
     "request_timeout_s": "an answer that takes longer is ended; 0 is no limit",
 }
+MEASURED = re.compile(
+    r"(?<=<!-- measured, from docs/results/baseline.json -->\n).*?(?=<!-- end -->)", re.DOTALL
+)
+Key: TypeAlias = tuple[str, str, str, float | None]  # workload, target, what, x
+
+
+class Line(NamedTuple):
+    """A row of the README's table, and where it is in the results."""
+
+    words: str
+    workload: str
+    what: str
+    x: float | None = None
+
+
+AT_ONCE = f"{agents.PREFILLS}, all at once"
+LINES = (
+    Line("2,048 tokens nobody has seen: first token, s", "lengths", lengths.COLD, 2048),
+    Line("the same 2,048 tokens again, s", "lengths", lengths.AGAIN, 2048),
+    Line("again after `kill -9` and a restart, s", "lengths", lengths.RESTARTED, 2048),
+    Line("and with the store's files out of the page cache, s", "lengths", lengths.DROPPED, 2048),
+    Line("turn 2 of a chat of 644 tokens: first token, s", "chat", chat.SECOND),
+    Line("another agent with the same system prompt: first token, s", "chat", chat.OTHER),
+    Line("ten agents at once: prefills of what they share", "agents", AT_ONCE),
+    Line("four streams at once: tokens/s", "streams", "throughput", 4),
+)
+COLUMNS = {"keepwarm": "Keepwarm", "mlx-lm": "mlx_lm.server"}  # by target
 PLACES = {"home": "~/.cache/keepwarm", "store": "~/.cache/keepwarm/store"}  # on Linux
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -95,6 +129,38 @@ def tuning(page: str) -> str:
     return BETWEEN.sub(lambda _: settings_table(), page)
 
 
+def measured_table(results: Results) -> str:
+    """Those rows for which something was measured, and under what conditions."""
+    found = {record.key: record for record in (*results.series, *results.claims)}
+    rows = [_measured(line, found) for line in LINES]
+    heads = f"| | {' | '.join(COLUMNS.values())} |\n|---|{'--:|' * len(COLUMNS)}\n"
+    return f"{heads}{''.join(rows)}\n{_conditions(results)}\n"
+
+
+def _measured(line: Line, found: Mapping[Key, Series | Claim]) -> str:
+    of_all = [found.get((line.workload, name, line.what, line.x)) for name in COLUMNS]
+    cells = [tables.shown(one) if one else "" for one in of_all]
+    return f"| {line.words} | {' | '.join(cells)} |\n" if any(of_all) else ""
+
+
+def _conditions(results: Results) -> str:
+    machine = results.machine
+    return (
+        f"{results.model}, {machine['system']}, {machine['backend']} on {machine['n_cpus']} cores "
+        f"of {machine['architecture']}, {results.date}; medians of {results.samples} samples, ± is "
+        "how far apart the highest and the lowest are. Made by "
+        f"`{results.command}`: [all results](docs/results/bench.md), "
+        "[what the words mean](docs/benchmarks.md)."
+    )
+
+
+def readme(page: str) -> str:
+    """The page with the table as it must be."""
+    return MEASURED.sub(lambda _: measured_table(Results.read(BASELINE)), page)
+
+
 if __name__ == "__main__":
     COMMAND_LINE.write_text(command_line())
     TUNING.write_text(tuning(TUNING.read_text()))
+    RESULTS.write_text(tables.markdown(Results.read(BASELINE)))
+    README.write_text(readme(README.read_text()))

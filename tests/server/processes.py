@@ -64,15 +64,17 @@ def served(
 
 
 class Breaks:
-    """A model that fails whenever it is fed one token; all else is the model's."""
+    """A model that fails whenever it is fed one token, and quotes all it was fed."""
 
-    def __init__(self, module: Any, token: int) -> None:
+    def __init__(self, module: Any, token: int, tokenizer: Any) -> None:
         self._module = module
         self._token = token
+        self._tokenizer = tokenizer
 
     def __call__(self, tokens: Any, *arguments: Any, **options: Any) -> Any:
         if (tokens == self._token).any().item():
-            raise RuntimeError("the model broke")
+            quoted = self._tokenizer.decode(tokens.flatten().tolist())
+            raise RuntimeError(f"the model broke at {quoted!r}")
         return self._module(tokens, *arguments, **options)
 
     def __getattr__(self, name: str) -> Any:
@@ -93,7 +95,7 @@ def main(checkpoint: str) -> None:
     memory = MemoryConfig(32 * MIB, 16 * MIB, 8 * MIB, 8 * MIB, 256 * MIB)
     model = load(checkpoint, settings)
     if "KEEPWARM_BREAKS_AT" in os.environ:
-        module = Breaks(model.module, int(os.environ["KEEPWARM_BREAKS_AT"]))
+        module = Breaks(model.module, int(os.environ["KEEPWARM_BREAKS_AT"]), model.tokenizer)
         model = replace(model, module=module)
     with bind(settings.host, 0) as listening, Store(settings=settings) as store:
         engine = Engine(model, store, EngineConfig(memory), settings=settings)

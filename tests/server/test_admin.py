@@ -127,6 +127,7 @@ def test_without_a_model_it_says_so(admin, checkpoint):
     assert admin.get("/health/ready").status_code == 503
     refused = admin.post("/v1/chat/completions", QUESTION)
     assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
     assert "keepwarm_ready 0.0" in admin.get("/metrics").text
     assert change(admin, "unload", {}).json()["before"] is None
     assert change(admin, "load", {"model": str(checkpoint)}).status_code == 200

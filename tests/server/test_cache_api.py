@@ -50,6 +50,57 @@ def test_how_warm_a_prompt_is(live, api):
     assert lookup(live, messages, api) == warm
 
 
+SHORT = {"keepwarm": {"kv": {"max_kv_size": 4096}}}
+ASKED = {"": "chat/completions", "/messages": "messages", "/responses": "responses"}
+FIELDS = {
+    "": {"prompt_cache_key": "warmed"},
+    "/messages": {"metadata": {"user_id": "warmed"}},
+    "/responses": {"prompt_cache_key": "warmed"},
+}
+
+
+@every_api
+def test_the_body_says_how_keys_and_values_are_held(live, api):
+    """With other options it is another namespace, and that is the one looked in."""
+    body = BODIES[api](prompt())
+    limit = {"max_output_tokens": 2} if api == "/responses" else {"max_tokens": 2}
+    answer = live.post(f"/v1/{ASKED[api]}", body | SHORT | limit)
+    assert answer.status_code == 200, answer.text
+    usual = live.post(f"/v1/cache/lookup{api}", body).json()
+    short = live.post(f"/v1/cache/lookup{api}", body | SHORT).json()
+    assert sum(usual["warm"].values()) < 32
+    assert sum(short["warm"].values()) == short["prompt_tokens"] - 1
+
+
+@every_api
+def test_the_body_says_whose_prompt_is_warmed(live, api):
+    for named in (FIELDS[api], {"keepwarm": {"agent": "warmed"}}):
+        assert live.post(f"/v1/cache/warm{api}", BODIES[api](prompt()) | named).is_success
+        assert live.host.engine.requests()[-1].agent == "warmed"
+    wrong = live.post(f"/v1/cache/warm{api}", BODIES[api](prompt()) | {"keepwarm": {"agent": "?"}})
+    assert wrong.json()["error"]["param"] == "keepwarm.agent"
+
+
+@every_api
+def test_the_body_says_what_warming_may_keep(live, api):
+    body = BODIES[api](prompt()) | {"keepwarm": {"cache": "no-store"}}
+    assert live.post(f"/v1/cache/warm{api}", body).is_success
+    found = live.post(f"/v1/cache/lookup{api}", body).json()
+    assert sum(found["warm"].values()) < 32
+
+
+def test_a_text_completion_is_looked_up_and_warmed(live):
+    text = prompt()[0]["content"]
+    cold = live.post("/v1/cache/lookup/completions", {"prompt": text}).json()
+    assert sum(cold["warm"].values()) < 32
+    assert live.post("/v1/cache/warm/completions", {"prompt": [text]}).status_code == 200
+    warm = live.post("/v1/cache/lookup/completions", {"prompt": text}).json()
+    assert sum(warm["warm"].values()) == warm["prompt_tokens"] - 1
+    several = live.post("/v1/cache/lookup/completions", {"prompt": [text, text]})
+    assert several.status_code == 400
+    assert several.json()["error"]["param"] == "prompt"
+
+
 @every_api
 def test_a_prompt_is_warmed_before_it_is_asked(live, api):
     messages = prompt()

@@ -456,6 +456,7 @@ def test_draining_lets_answers_end_and_says_why_it_cuts_the_rest(serving):
         with pytest.raises(openai.APIStatusError) as refused:
             ask(client)
         assert refused.value.status_code == 503
+        assert int(refused.value.response.headers["retry-after"]) >= 1
 
 
 def test_a_deadline_is_said_in_the_stream_or_as_a_status(serving):
@@ -464,5 +465,6 @@ def test_a_deadline_is_said_in_the_stream_or_as_a_status(serving):
         with pytest.raises(openai.APIStatusError, match=r"within 0\.3 seconds") as late:
             ask(client, **options)
         assert late.value.status_code == 504
+        assert int(late.value.response.headers["retry-after"]) >= 1
         with pytest.raises(openai.APIError, match=r"within 0\.3 seconds"):
             list(ask(client, stream=True, **options))

@@ -132,19 +132,42 @@ def test_what_was_spared_is_told_by_place(serving):
         assert saved["today"]["saved_s"] == pytest.approx(warm["saved_ms"] / 1000, abs=0.001)
         assert saved["today"] == saved["total"]
         assert len(saved["points"]) == 60
-        assert sum(point["computed"] for point in saved["points"]) == saved["today"]["computed"]
+        assert over_time(saved) == saved["today"]["reused"] | {
+            "computed": saved["today"]["computed"]
+        }
         assert saved["disk"]["n_bytes"] > 0
         assert list(saved["written_by_day"].values())[-1] > 0
         assert set(saved["health"].values()) == {0}
 
 
-def test_today_survives_a_restart(serving, tmp_path):
+def over_time(saved):
+    """The points of all time that is shown, added up by place."""
+    names = ("live", "memory", "disk", "computed")
+    return {name: sum(point[name] for point in saved["points"]) for name in names}
+
+
+def test_sums_survive_a_restart(serving, tmp_path):
+    """S0-75: today and in all; what the new process finds on disk is counted on."""
     with serving(home=tmp_path) as live:
         ask(live, LONG)
-        before = show(live, "saved")["today"]
+        ask(live, LONG)
+        before = show(live, "saved")
+        assert before["total"]["saved_s"] > 0
     with serving(home=tmp_path) as live:
-        after = show(live, "saved")["today"]
-        assert after["computed"] == before["computed"] > 0
+        after = show(live, "saved")
+        for name in ("today", "total"):
+            assert after[name]["computed"] == before[name]["computed"] > 0
+            assert after[name]["reused"] == before[name]["reused"]
+            assert after[name]["saved_s"] == before[name]["saved_s"]
+        assert over_time(after) == over_time(before)
+        warm = ask(live, LONG)
+        assert warm["reused"]["disk"] > 0
+        again = show(live, "saved")
+        assert (
+            over_time(again)["disk"] == again["total"]["reused"]["disk"] >= warm["reused"]["disk"]
+        )
+        spared = again["total"]["saved_s"] - before["total"]["saved_s"]
+        assert spared == pytest.approx(warm["saved_ms"] / 1000, abs=0.002)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +229,9 @@ def test_a_miss_shows_its_place_as_text(live):
 
 
 def test_a_key_sees_its_own_alone(two):
-    """S0-75: nothing of another key's but numbers."""
+    """S0-75: of another key's, how many blocks and running requests there are, and nothing else."""
     for own, other, key in (("alice", "bob", A), ("bob", "alice", B)):
-        told = {w: show(two, w, **key) for w in ("now", "saved", "forest", "misses", "what-if")}
+        told = {what: show(two, what, **key) for what in ("now", "forest", "misses")}
         assert {entry["agent"] for entry in told["now"]["ended"]} == {own}
         assert [agent["id"] for agent in told["forest"]["agents"]] == [own]
         assert told["forest"]["others"] > 0
@@ -228,13 +251,56 @@ def test_text_is_for_its_owner_alone(two):
     assert not any(missed["text"] for missed in show(two, "misses", **ADMIN)["data"])
 
 
+def test_why_a_request_failed_is_for_its_owner(serving):
+    """Some errors quote the prompt."""
+    with serving(api_keys="a,b", admin_key="admin", request_timeout_s=1e-6) as live:
+        body = {"messages": [{"role": "user", "content": LONG}]}
+        assert live.post("/v1/chat/completions", body, **A).status_code == 504
+        (mine,), (admins,) = (show(live, "now", **key)["ended"] for key in (A, ADMIN))
+        assert (mine["state"], admins["state"]) == ("failed", "failed")
+        assert mine["error"]
+        assert admins["error"] == ""
+
+
 def test_an_admin_sees_whose_everything_is(two):
     forest, now = show(two, "forest", **ADMIN), show(two, "now", **ADMIN)
     assert forest["others"] == 0
     assert len({agent["key"] for agent in forest["agents"]}) == 2
     assert None not in {entry["key"] for entry in now["ended"]}
-    assert now["you"] == {"key_needed": True, "admin": True, "texts": True}
+    assert now["you"] == {"key_needed": True, "admin": True, "texts": True, "sums": True}
     assert show(two, "now", **A)["you"]["admin"] is False
+
+
+COUNTED = ("/v1/dashboard/saved", "/v1/dashboard/what-if", "/v1/cache")
+
+
+def sums_of(live, **headers):
+    """What a key is told of all keys together."""
+    now = show(live, "now", **headers)
+    told = {path: live.get(path, **headers).status_code == 200 for path in COUNTED}
+    told["/metrics"] = "keepwarm_prompt_tokens_total" in live.get("/metrics", **headers).text
+    counted = ("memory", "prefilled_tokens", "generated_tokens")
+    return told | {name: now[name] is not None for name in counted} | {"sums": now["you"]["sums"]}
+
+
+def test_what_is_counted_over_all_keys_is_for_the_admin(two):
+    """S0-75: one key cannot tell from a sum what another does."""
+    assert set(sums_of(two, **A).values()) == {False}
+    assert set(sums_of(two, **ADMIN).values()) == {True}
+    for path in COUNTED:
+        refused = two.get(path, **A)
+        assert refused.status_code == 403
+        assert "admin key" in refused.json()["error"]["message"]
+    told = [line for line in two.get("/metrics", **A).text.splitlines() if line[0] != "#"]
+    assert told == ["keepwarm_ready 1.0"]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"api_keys": "a"}, {"api_keys": "a,b", "share_cache": True}]
+)
+def test_where_all_is_one_tenants_sums_are_told(serving, settings):
+    with serving(**settings) as live:
+        assert set(sums_of(live, **A).values()) == {True}
 
 
 def test_keys_that_share_a_cache_read_no_texts(serving):

@@ -3,6 +3,7 @@
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -16,35 +17,124 @@ CHECKS = (
     response_schema_conformance,
     status_code_conformance,
 )
+GENERATING = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
+MANY, FEW = 25, 8
+SHORT = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2}
+RESPONSE = {"input": "Hello", "background": None, "conversation": None, "prompt": None}
+ADMIN = {"Authorization": "Bearer admin"}
+AGENT = "fuzzed"
+
 OPERATIONS = [
+    ("GET", "/health"),
+    ("GET", "/health/live"),
+    ("GET", "/health/ready"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"),
-    ("GET", "/health/live"),
+    ("POST", "/v1/responses"),
+    ("POST", "/v1/responses/input_tokens"),
+    ("GET", "/v1/responses/{response_id}"),
+    ("DELETE", "/v1/responses/{response_id}"),
+    ("GET", "/v1/responses/{response_id}/input_items"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("GET", "/v1/agents"),
+    ("POST", "/v1/agents"),
+    ("POST", "/v1/agents/import"),
+    ("GET", "/v1/agents/{agent_id}"),
+    ("DELETE", "/v1/agents/{agent_id}"),
+    ("POST", "/v1/agents/{agent_id}/fork"),
+    ("POST", "/v1/agents/{agent_id}/rewind"),
+    ("POST", "/v1/agents/{agent_id}/pin"),
+    ("POST", "/v1/agents/{agent_id}/unpin"),
+    ("POST", "/v1/agents/{agent_id}/quota"),
+    ("GET", "/v1/agents/{agent_id}/export"),
+    ("GET", "/v1/cache"),
+    ("POST", "/v1/cache/lookup"),
+    ("POST", "/v1/cache/lookup/completions"),
+    ("POST", "/v1/cache/lookup/messages"),
+    ("POST", "/v1/cache/lookup/responses"),
+    ("POST", "/v1/cache/warm"),
+    ("POST", "/v1/cache/warm/completions"),
+    ("POST", "/v1/cache/warm/messages"),
+    ("POST", "/v1/cache/warm/responses"),
+    ("POST", "/v1/cache/clear"),
+    ("POST", "/v1/cache/verify"),
+    ("GET", "/metrics"),
+    ("GET", "/v1/dashboard/now"),
+    ("GET", "/v1/dashboard/saved"),
+    ("GET", "/v1/dashboard/forest"),
+    ("GET", "/v1/dashboard/misses"),
+    ("GET", "/v1/dashboard/misses/{number}"),
+    ("GET", "/v1/dashboard/what-if"),
 ]
+NOT_HERE = {  # these take the model away; test_admin.py does so
+    ("POST", "/v1/admin/load"),
+    ("POST", "/v1/admin/swap"),
+    ("POST", "/v1/admin/unload"),
+}
 
 
 @pytest.fixture(scope="module")
-def document(live):
-    return schemathesis.openapi.from_url(f"{live.url}/openapi.json")
+def server(serving):
+    """One of its own: what is kept there is cleared."""
+    with serving(admin_key="admin") as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def document(server):
+    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+
+@pytest.fixture
+def known(server):
+    """Names of things that are there."""
+    body = {"input": "Hello", "max_output_tokens": 2}
+    named = {"X-Keepwarm-Agent": AGENT, "X-Keepwarm-Cache": "durable"}
+    answer = server.post("/v1/responses", body, **named).json()
+    number = server.host.engine.requests()[-1].number
+    return {"agent_id": AGENT, "response_id": answer["id"], "name": "tiny", "number": number}
+
+
+def test_every_operation_is_tried(document):
+    found = {
+        (method.upper(), path)
+        for path, methods in document.raw_schema["paths"].items()
+        for method in methods
+    }
+    assert found == {*OPERATIONS, *NOT_HERE}
+
+
+def requests(operation, path):
+    """What the document allows, and where the model is asked also what it does not."""
+    good = operation.as_strategy()
+    if path not in GENERATING:
+        return good
+    bad = operation.as_strategy(generation_mode=schemathesis.GenerationMode.NEGATIVE)
+    return st.one_of(good, bad)
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_no_request_breaks_it(document, method, path):
+def test_no_request_breaks_it(document, known, method, path):
     """No 5xx, and no answer that is not in the document."""
 
-    @given(case=document[path][method].as_strategy())
+    @given(case=requests(document[path][method], path), there=st.booleans(), stream=st.booleans())
     @settings(
-        max_examples=25,
+        max_examples=MANY if path in GENERATING else FEW,
         deadline=None,
         derandomize=True,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    def run(case):
+    def run(case, there, stream):
         if isinstance(case.body, dict):
-            case.body |= {"max_tokens": 2, "max_completion_tokens": 2}  # long answers are no news
-        case.call_and_validate(checks=CHECKS)
+            case.body |= SHORT | {"stream": stream}  # long answers are no news
+        if there and isinstance(case.body, dict) and "responses" in path:
+            case.body |= RESPONSE | {"previous_response_id": known["response_id"]}
+        if there and case.path_parameters:
+            case.path_parameters = {name: known[name] for name in case.path_parameters}
+        case.call_and_validate(checks=CHECKS, headers=ADMIN)
 
     run()

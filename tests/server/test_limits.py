@@ -75,6 +75,14 @@ def test_each_key_is_a_tenant_of_its_own_unless_shared():
     assert {ask(shared, x_api_key=key).json()["tenant"] for key in "ab"} == {""}
 
 
+def test_an_admin_alone_is_no_tenant_of_its_own():
+    """Where nobody else has a key, the admin sees what everybody sees."""
+    answer = ask(settings(admin_key="root"), x_api_key="root").json()
+    assert (answer["tenant"], answer["admin"]) == ("", True)
+    apart = settings(api_keys="a", admin_key="root")
+    assert ask(apart, x_api_key="root").json()["tenant"]
+
+
 def test_keys_come_from_a_file_nobody_else_reads(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("one\ntwo\n")

@@ -25,7 +25,7 @@ from tests.server.load_client import load
 from tests.server.processes import ROOT, SMALL, served
 
 N_CLIENTS = 64
-MINUTE_S, SOAK_S = 40, 300
+MINUTE_S, SOAK_S = 60, 300
 WARM_UP = 0.4  # of the time
 PROBE_S = 0.05
 MIB = 1 << 20

@@ -1,5 +1,6 @@
 """OpenAI's responses as pure functions: JSON to a request, events to JSON, answers by their id."""
 
+import asyncio
 import json
 
 import pytest
@@ -10,15 +11,14 @@ from pydantic import TypeAdapter
 
 from keepwarm import config
 from keepwarm.cache.policy import Policy
+from keepwarm.engine.answer import Answer
 from keepwarm.engine.request import (
-    Choice,
     Delta,
     Done,
     Finished,
     KVOptions,
     Progress,
     Receipt,
-    Result,
     Started,
     ToolCall,
     ToolCalled,
@@ -35,7 +35,7 @@ from keepwarm.server.responses_in import (
     sealed,
     unsealed,
 )
-from keepwarm.server.responses_out import ResponseBuilder, ResponseStream, begun, whole, wishes_of
+from keepwarm.server.responses_out import Built, ResponseBuilder, ResponseStream, begun, wishes_of
 from keepwarm.server.responses_shapes import Item, ResponsesRequest, ToolIn
 from keepwarm.server.responses_store import ResponseStore
 from keepwarm.server.wire import Caller
@@ -329,9 +329,14 @@ def test_what_an_answer_holds():
 
 
 def test_a_whole_answer_says_the_same_as_a_stream():
-    choice = Choice("Hello", "Let me see", (CALL,), "tool_calls", None, ())
-    made = whole(builder(**FIELDS), Result((choice,), USAGE, RECEIPT))
-    assert without_ids(made) == without_ids(streamed(ANSWER, builder(**FIELDS))[-1]["response"])
+    made = builder(**FIELDS)
+    answer = Answer(lambda answer: None)
+    for event in ANSWER:
+        answer.put(event)
+    result = asyncio.run(Built(answer, made).wait())
+    assert result.choices[0].text == "Hello"
+    stream = streamed(ANSWER, builder(**FIELDS))
+    assert without_ids(made.response) == without_ids(stream[-1]["response"])
 
 
 def without_ids(response):

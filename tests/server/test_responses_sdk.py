@@ -76,6 +76,31 @@ def test_a_stream_says_what_a_whole_answer_says(client):
     assert final is None or final.output_text == text
 
 
+@pytest.mark.parametrize(
+    ("options", "n_top"),
+    [({"top_logprobs": 2}, 2), ({"include": ["message.output_text.logprobs"]}, 0)],
+)
+def test_logprobs(client, options, n_top):
+    """Of the message's tokens, alike whole, in pieces and at the end of a stream."""
+    (part,) = ask(client, **options).output[0].content
+    assert part.logprobs
+    assert all(each.logprob < 1e-4 for each in part.logprobs)
+    assert {len(each.top_logprobs) for each in part.logprobs} == {n_top}
+    events = list(ask(client, stream=True, **options))
+    pieces = [e.logprobs for e in events if e.type == "response.output_text.delta"]
+    (done,) = [e.logprobs for e in events if e.type == "response.output_text.done"]
+    named = [each.token for each in part.logprobs]
+    assert [each.token for each in done] == named
+    assert [each.token for piece in pieces for each in piece] == named[: sum(map(len, pieces))]
+    final = events[-1].response.output[0].content[0].logprobs
+    assert [(each.token, each.logprob) for each in final] == [(e.token, e.logprob) for e in done]
+    assert events[-1].response.top_logprobs == n_top
+
+
+def test_without_a_wish_there_are_no_logprobs(client):
+    assert ask(client).output[0].content[0].logprobs == []
+
+
 def test_asynchronously(live):
     async def both():
         async with live.async_openai() as client:

@@ -118,3 +118,14 @@ def test_reasoning_is_streamed(gpt):
     assert text
     assert isinstance(events[-1], openai.types.responses.ResponseIncompleteEvent)
     assert events[-1].response.output[0].content[0].text == text
+
+
+def test_a_text_completion_has_one_place_for_thoughts_and_answer(live, gpt):
+    """Whole and streamed alike: a thought that the model begins by itself is all there."""
+    think = live.host.engine.model.tokenizer.convert_tokens_to_ids("<think>")
+    asked = {"model": "x", "prompt": WORDS, "max_tokens": 8, "logit_bias": {str(think): 100}}
+    whole = gpt.completions.create(**asked)
+    assert whole.usage.completion_tokens_details.reasoning_tokens >= 7
+    streamed = gpt.completions.create(stream=True, **asked)
+    text = "".join(choice.text for chunk in streamed for choice in chunk.choices)
+    assert whole.choices[0].text == text == "<think>" * 7

@@ -147,6 +147,15 @@ def test_numbers_too_long_for_anything(strict, path, digits):
 
 
 @paths
+def test_caches_that_the_model_does_not_run_with(strict, path):
+    """Its heads are smaller than what is rounded together."""
+    body = with_field(path, "keepwarm", '{"kv": {"kv_bits": 8}}')
+    answer = strict.post(path, body)
+    assert answer.status_code == 400
+    assert "KV options" in answer.json()["error"]["message"]
+
+
+@paths
 def test_what_is_too_large(strict, path):
     body = with_field(path, "user", json.dumps("x" * MAX_BYTES))
     refused(strict.post(path, body), 413, path)

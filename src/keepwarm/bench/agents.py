@@ -10,10 +10,11 @@ from keepwarm.bench.client import Message, Reply
 from keepwarm.bench.prompts import system, user
 from keepwarm.bench.results import Record
 from keepwarm.bench.run import Run, together
-from keepwarm.bench.targets import InProcess, disk_bytes
+from keepwarm.bench.targets import disk_bytes
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 ROUNDING = 1.02
+PREFILLS = "prefills of the shared part"
 
 
 class Round(NamedTuple):
@@ -70,8 +71,7 @@ def _records(run: Run, how: str, rounds: Sequence[Round]) -> Iterator[Record]:
     recomputed = [sum(r.recomputed for r in found.replies) for found in rounds]
     yield run.series(f"recomputed, {how}", "tokens", recomputed, how="all agents together")
     prefills = [found.prefills for found in rounds]
-    what = f"prefills of the shared part, {how}"
-    yield run.claim(what, prefills, ROUNDING, at_least=False)
+    yield run.claim(f"{PREFILLS}, {how}", prefills, ROUNDING, at_least=False)
     if run.target.store is None:
         return
     grown = [found.disk_bytes for found in rounds]
@@ -89,10 +89,7 @@ def _allowed(found: Round, kv_bytes: int) -> float:
 
 
 def _memory(run: Run) -> Iterator[Record]:
-    """Only the engine itself shows what its tiers in memory hold; live caches are stated apart."""
-    if isinstance(run.target, InProcess):
-        stats = run.target.engine.stats()
-        how = "in all, at the end of the workload"
-        for name, tier in stats.tiers.items():
-            yield run.series(f"{name} tier", "bytes", [tier.n_bytes], how=how)
-        yield run.series("live caches", "bytes", [stats.live.n_bytes], how=how)
+    """What the target itself says of its tiers; live caches are stated apart."""
+    how = "in all, at the end of the workload"
+    for place, n_bytes in run.target.held_bytes().items():
+        yield run.series(place, "bytes", [n_bytes], how=how)

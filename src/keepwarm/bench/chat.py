@@ -13,6 +13,13 @@ from keepwarm.bench.targets import disk_bytes
 
 COLD, REPEAT, OTHER = "cold", "exact repeat", "other agent, same system prompt"
 SECOND, RESTARTED = "turn 2", "after a restart"
+HOW = {
+    COLD: "a prompt nobody has seen, from sending it to its first text",
+    REPEAT: "the identical prompt, right after its answer",
+    OTHER: "a question nobody has asked after the same system prompt, right after",
+    SECOND: "the prompt, its answer and 16 new tokens, right after",
+    RESTARTED: "identical prompt to a new process that is ready; files may be in the page cache",
+}
 
 
 class Visit(NamedTuple):
@@ -58,10 +65,10 @@ def _firsts(run: Run, visits: list[Visit]) -> Iterator[Record]:
     found = {}
     for what in visits[0].replies:
         replies = [visit.replies[what] for visit in visits]
-        found[what] = run.series(what, "s", [reply.first_s for reply in replies])
+        found[what] = run.series(what, "s", [r.first_s for r in replies], how=HOW[what])
         yield found[what]
         cached = [reply.cached_tokens for reply in replies]
-        yield run.series(f"cached, {what}", "tokens", cached, better="higher")
+        yield run.series(f"cached, {what}", "tokens", cached, how=HOW[what], better="higher")
     for what in list(found)[1:]:
         yield run.ratio(f"{what} ÷ cold", found[what], found[COLD], at_least=False)
 

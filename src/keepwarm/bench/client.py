@@ -85,6 +85,17 @@ class HttpClient:
                     break
         return reader.reply(time.perf_counter() - start)
 
+    def get(self, path: str) -> Any:
+        """What lies at a path below the base, as JSON."""
+        url = f"{self._base}{path}"
+        try:
+            response = self._http.get(url)
+            if response.is_error:
+                raise Unreachable(_refusal(url, response))
+            return response.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise Unreachable(_silent(url, error)) from error
+
     @contextmanager
     def _stream(self, ask: Ask) -> Iterator[Iterator[str]]:
         headers = {"X-Keepwarm-Cache": ask.policy} if ask.policy else {}
@@ -95,8 +106,7 @@ class HttpClient:
                     raise Unreachable(_refusal(url, response))
                 yield response.iter_lines()
         except httpx.HTTPError as error:
-            why = str(error) or type(error).__name__
-            raise Unreachable(f"{url} does not answer ({why}); see that it runs.") from error
+            raise Unreachable(_silent(url, error)) from error
 
     def _body(self, ask: Ask) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -113,6 +123,10 @@ class HttpClient:
 
     def close(self) -> None:
         self._http.close()
+
+
+def _silent(url: str, error: Exception) -> str:
+    return f"{url} does not answer ({str(error) or type(error).__name__}); see that it runs."
 
 
 def _refusal(url: str, response: httpx.Response) -> str:

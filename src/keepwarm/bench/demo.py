@@ -1,15 +1,16 @@
 """Three agents with one handbook, a server that is killed and started again, and a stopwatch.
 
 Every turn is asked twice, of the same process: first with the cache off, then as it comes. The two
-answers must be the same text, if both were asked in the same tokens: with the cache on, an answer
-that comes back stays in the tokens in which it was generated, and there may be others for its text.
+answers must be the same text, if both were asked in the same tokens. So that they are, no answer
+goes back as it came: with the cache on, one that does stays in the tokens in which it was
+generated, and there may be others for its text.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -126,11 +127,11 @@ class Demo:
                 self.console.print(line, highlight=False)
 
     def _turn(self, agent: str, number: int, question: str) -> Turn:
-        """The conversation goes on from the answer that came with the cache."""
+        """The conversation goes on from the answer that came with the cache, cut off as it is."""
         asked = [*self._said.get(agent, [system(HANDBOOK)]), user(question)]
         cold = self.target.ask(Ask(asked, N_ANSWER, "no-store"))
         warm = self.target.ask(Ask(asked, N_ANSWER))
-        self._said[agent] = [*asked, assistant(warm.text)]
+        self._said[agent] = [*asked, assistant(cut_off(warm.text))]
         return Turn(agent, number + 1, cold, warm)
 
     @property
@@ -143,18 +144,20 @@ class Demo:
         n_prompt = sum(turn.warm.prompt_tokens for turn in self.turns)
         n_read = sum(turn.warm.recomputed for turn in self.turns)
         after = [turn for turn in self.turns if turn.number > BEFORE_KILL]
-        n_comparable = sum(turn.is_comparable for turn in self.turns)
-        n_same = n_comparable - sum(turn.differs for turn in self.turns)
         self.console.print(
             f"\nWaiting for first tokens: {cold:.1f} s without the cache, {warm:.1f} s with it, "
             f"{cold / warm:.1f} times less.\n"
             f"Prompt tokens read: {n_read:,} of {n_prompt:,}; after the kill "
             f"{sum(turn.warm.recomputed for turn in after):,} of "
             f"{sum(turn.warm.prompt_tokens for turn in after):,}.\n"
-            f"Answers: {n_same} of {n_comparable} are the same text with and without the cache."
-            f"\nAll of it took {seconds:.0f} s.",
+            f"{compared(self.turns)}\nAll of it took {seconds:.0f} s.",
             highlight=False,
         )
+
+
+def cut_off(answer: str) -> str:
+    """Its whole words; of what was known of it, all but the last is still known."""
+    return f"{answer.rpartition(' ')[0] or answer} ..."
 
 
 def lines(turn: Turn, longest: float) -> Iterator[str]:
@@ -162,6 +165,15 @@ def lines(turn: Turn, longest: float) -> Iterator[str]:
     name = f"{turn.agent} {turn.number}"
     yield f"{name:<11} off {bar(turn.cold.first_s, longest, '░')} {_told(turn.cold)}"
     yield f"{'':<11} on  {bar(turn.warm.first_s, longest, '█')} {_told(turn.warm)}, {turn.verdict}"
+
+
+def compared(turns: Sequence[Turn]) -> str:
+    """How many answers were held against each other, and what came of it."""
+    n_compared = sum(turn.is_comparable for turn in turns)
+    n_differ = sum(turn.differs for turn in turns)
+    verdict = f"{n_differ} differ" if n_differ else "identical"
+    how_many = f"{n_compared} of {len(turns)}"
+    return f"Answers: {how_many} compared with and without the cache, {verdict}."
 
 
 def bar(seconds: float, longest: float, full: str) -> str:

@@ -28,8 +28,11 @@ def run(run: Run) -> Iterator[Record]:
     found = list(_warm(run, prompts))
     if run.target.restarts:
         found += _restarted(run, prompts, RESTARTED)
-        if run.target.store is not None:
+        if run.target.store is not None and run.drops_pages:
             found += _restarted(run, prompts, DROPPED)
+        elif run.target.store is not None:
+            why = "page cache dropped: left out, this system cannot be asked to drop it"
+            yield Note(run.workload, run.target.name, why)
     else:
         yield Note(run.workload, run.target.name, "it cannot be restarted from here")
     yield from found
@@ -74,7 +77,8 @@ def _restarted(run: Run, prompts: Prompts, what: str) -> list[Series]:
 
 
 def _cached(run: Run, what: str, cached: Sequence[int], n_tokens: int) -> Series:
-    return run.series(f"cached, {what}", "tokens", cached, x=n_tokens, better="higher")
+    name, how = f"cached, {what}", HOW[what]
+    return run.series(name, "tokens", cached, x=n_tokens, how=how, better="higher")
 
 
 def _claims(run: Run, found: Sequence[Series]) -> Iterator[Record]:

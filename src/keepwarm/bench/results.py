@@ -22,7 +22,7 @@ class Series:
     workload: str
     target: str
     what: str
-    unit: str  # s, tokens, bytes, tokens/s, ms
+    unit: str  # s, tokens, bytes, tokens/s, ms, answers
     samples: tuple[float, ...]
     x: float | None = None  # prompt tokens, turn or streams: what it is drawn against
     how: str = ""  # conditions, for people
@@ -38,8 +38,7 @@ class Series:
 
     @property
     def spread(self) -> float:
-        """How far apart the samples are, as a part of their median."""
-        return (max(self.samples) - min(self.samples)) / self.median if self.median else 0.0
+        return spread(self.samples, self.median)
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,10 @@ class Claim:
     @property
     def key(self) -> tuple[str, str, str, None]:
         return self.workload, self.target, self.what, None
+
+    @property
+    def spread(self) -> float:
+        return spread(self.samples, self.value)
 
     @property
     def holds(self) -> bool | None:
@@ -120,7 +123,9 @@ class Results:
             "format": FORMAT,
             **head,
             "series": [asdict(s) | _rounded(median=s.median, spread=s.spread) for s in self.series],
-            "claims": [asdict(c) | {"holds": c.holds} for c in self.claims],
+            "claims": [
+                asdict(c) | _rounded(spread=c.spread) | {"holds": c.holds} for c in self.claims
+            ],
             "notes": [asdict(note) for note in self.notes],
         }
 
@@ -154,6 +159,11 @@ def _rounded(**values: float) -> dict[str, float]:
 def _made(kind: Any, fields: Mapping[str, Any]) -> Any:
     known = {name: fields[name] for name in kind.__dataclass_fields__}
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
+
+
+def spread(samples: Sequence[float], middle: float) -> float:
+    """How far apart the samples are, as a part of what stands for them."""
+    return (max(samples) - min(samples)) / abs(middle) if middle else 0.0
 
 
 def percentile(values: Iterable[float], part: float) -> float:

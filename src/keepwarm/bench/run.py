@@ -15,7 +15,7 @@ from typing import Any
 from keepwarm.bench.client import Ask, Message, Reply
 from keepwarm.bench.prompts import Words, system, user
 from keepwarm.bench.results import Better, Claim, Series
-from keepwarm.bench.targets import Target, drop_pages
+from keepwarm.bench.targets import DROPS_PAGES, Target, drop_pages
 from keepwarm.errors import Unreachable
 
 
@@ -89,6 +89,7 @@ class Run:
     kv_bytes: int | None  # of one token
     seeds: count[int]  # no two prompts of a run begin alike
     say: Callable[[str], None] = lambda _: None
+    drops_pages: bool = DROPS_PAGES
 
     def ask(self, messages: Sequence[Message], n_answer: int | None = None, **more: Any) -> Reply:
         """The answer, always of its full length."""

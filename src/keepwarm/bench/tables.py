@@ -66,12 +66,12 @@ def claims(results: Results) -> Grid:
         cells = [_claimed(found[name]) if name in found else "" for name in names]
         bound = next((claim.bound for claim in found.values() if claim.bound), "")
         rows.append((workload, what, bound, *cells))
-    return Grid("Ratios within this run", ("workload", "what", "wanted", *names), rows)
+    return Grid("Ratios within this run ± spread", ("workload", "what", "wanted", *names), rows)
 
 
 def _claimed(claim: Claim) -> str:
     verdict = "" if claim.holds is None else f" {YES if claim.holds else NO}"
-    return f"{_number(claim.value)}{verdict}"
+    return f"{shown(claim)}{verdict}"
 
 
 def _measured(workload: str, found: Sequence[Series], names: Sequence[str]) -> Grid:
@@ -87,9 +87,10 @@ def _measured(workload: str, found: Sequence[Series], names: Sequence[str]) -> G
     return Grid(f"{workload}: medians ± spread", ("what", "at", "unit", *names, "how"), rows)
 
 
-def shown(series: Series) -> str:
-    one = f"{_number(series.median)}"
-    return one if len(series.samples) < 2 else f"{one} ±{series.spread:.0%}"
+def shown(found: Series | Claim) -> str:
+    """What stands for the samples, with their spread where there are some."""
+    one = _number(found.median if isinstance(found, Series) else found.value)
+    return one if len(found.samples) < 2 else f"{one} ±{found.spread:.0%}"
 
 
 def _number(value: float) -> str:

@@ -24,6 +24,7 @@ from keepwarm.errors import BadInput, KeepwarmError, Unreachable
 
 START_S = 180.0
 QUIET_S = 1.0  # a store that has not grown for so long is written
+DROPS_PAGES = hasattr(os, "posix_fadvise")  # whether the system can be asked to forget files
 
 # Before mlx is imported: the first import fixes the BLAS, and both sides must have the same. This
 # room does not import mlx_lm, so the rival is a program of its own.
@@ -68,6 +69,9 @@ class Target(Protocol):
 
     def cpu_s(self) -> float | None:
         """Processor seconds used so far, where that can be seen."""
+
+    def held_bytes(self) -> Mapping[str, int]:
+        """By place, live caches stated apart from the tiers; empty where it does not say."""
 
     def close(self) -> None: ...
 
@@ -148,6 +152,13 @@ class Served:
         times = psutil.Process(self._running.pid).cpu_times()
         return times.user + times.system
 
+    def held_bytes(self) -> Mapping[str, int]:
+        if not self.ours or self._client is None:
+            return {}
+        shown = self._client.get("/cache")
+        tiers = {name: tier["n_bytes"] for name, tier in shown["tiers"].items()}
+        return _by_place(shown["live"]["n_bytes"], tiers)
+
     def close(self) -> None:
         self.kill()
 
@@ -175,6 +186,9 @@ class Remote:
 
     def cpu_s(self) -> float | None:
         return None
+
+    def held_bytes(self) -> Mapping[str, int]:
+        return {}
 
     def close(self) -> None:
         self._client.close()
@@ -217,10 +231,19 @@ class InProcess:
     def cpu_s(self) -> float | None:
         return time.process_time()
 
+    def held_bytes(self) -> Mapping[str, int]:
+        stats = self.engine.stats()
+        tiers = {name: tier.n_bytes for name, tier in stats.tiers.items()}
+        return _by_place(stats.live.n_bytes, tiers)
+
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+
+
+def _by_place(live: int, tiers: Mapping[str, int]) -> Mapping[str, int]:
+    return {"live caches": live, **{f"{name} tier": n_bytes for name, n_bytes in tiers.items()}}
 
 
 def keepwarm_server(model: Path, folder: Path, name: str = "keepwarm") -> Served:
@@ -291,12 +314,9 @@ def wait_until_quiet(folder: Path, timeout_s: float = 60.0) -> None:
             size, since = now, time.monotonic()
 
 
-def drop_pages(folder: Path) -> bool:
-    """Ask the system to forget the files below it; whether it can be asked."""
-    if not hasattr(os, "posix_fadvise"):
-        return False
+def drop_pages(folder: Path) -> None:
+    """Ask the system to forget the files below it, where it can be asked."""
     drop_files([path for path in folder.rglob("*") if path.is_file()])
-    return True
 
 
 def said(error: Exception) -> str:

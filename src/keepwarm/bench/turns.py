@@ -12,6 +12,9 @@ from keepwarm.bench.prompts import system, user, with_answer
 from keepwarm.bench.results import Record
 from keepwarm.bench.run import Run
 
+HOW = "from turn 2 on a follow-up: all that was said before, and a new question"
+NEW = "what neither the prompt before nor its answer had"
+
 
 class Talk(NamedTuple):
     """A conversation: what came back with the cache, and without it where that can be asked."""
@@ -37,8 +40,12 @@ def _against_off(run: Run, talks: Sequence[Talk], on: Sequence[float]) -> Iterat
     yield run.series("whole conversation, cache off", "s", off, how="policy no-store")
     saved = [1 - a / b for a, b in zip(on, off, strict=True)]
     yield run.claim("time saved against cache off", saved, 0.6)
-    unlike = [_unlike(talk) for talk in talks]
-    yield run.claim("answers unlike those without cache", unlike, 0, at_least=False)
+    n_compared = [len(_comparable(talk)) for talk in talks]
+    how = f"of {run.sizes.turns} turns, those whose prompts have as many tokens"
+    yield run.series("answers compared", "answers", n_compared, how=how, better="")
+    unlike = [sum(a.text != b.text for a, b in _comparable(talk)) for talk in talks]
+    what, n_unlike = "answers unlike those without cache", float(sum(unlike))
+    yield run.claim(what, unlike, 0, at_least=False, value=n_unlike)
 
 
 def _talk(run: Run) -> Talk:
@@ -68,21 +75,22 @@ def _hit_rate(talk: Sequence[Reply]) -> float:
     return sum(r.cached_tokens for r in talk[1:]) / sum(r.prompt_tokens for r in talk[1:])
 
 
-def _unlike(talk: Talk) -> int:
+def _comparable(talk: Talk) -> list[tuple[Reply, Reply]]:
     """Only prompts in the same tokens count: an answer that comes back keeps those that it was
     generated in, and without the cache it is tokenised again.
     """
     pairs = zip(talk.on, talk.off, strict=True)
-    return sum(a.text != b.text for a, b in pairs if a.prompt_tokens == b.prompt_tokens)
+    return [(a, b) for a, b in pairs if a.prompt_tokens == b.prompt_tokens]
 
 
 def _turn_series(run: Run, talks: Sequence[Talk]) -> Iterator[Record]:
     news = [_new_tokens(talk.on) for talk in talks]
     for turn in range(run.sizes.turns):
         replies, x = [talk.on[turn] for talk in talks], turn + 1
-        yield run.series("recomputed", "tokens", [r.recomputed for r in replies], x=x)
-        yield run.series("new", "tokens", [new[turn] for new in news], x=x, better="")
-        yield run.series("first token", "s", [r.first_s for r in replies], x=x)
+        new = [of_talk[turn] for of_talk in news]
+        yield run.series("recomputed", "tokens", [r.recomputed for r in replies], x=x, how=HOW)
+        yield run.series("new", "tokens", new, x=x, how=NEW, better="")
+        yield run.series("first token", "s", [r.first_s for r in replies], x=x, how=HOW)
 
 
 def trace(run: Run) -> Iterator[Record]:

@@ -50,6 +50,7 @@ class Loading:
         layout: Layout,
         reader: Reader,
         saver: Saver,
+        *,
         aside: bool = False,
     ) -> None:
         """What is loaded aside keeps nobody from loading something else."""

@@ -109,7 +109,7 @@ class Manager:
         if not plan.worth_loading(beyond):
             return None
         aside = beside and plan.load_s >= LONG_LOAD_S
-        return Loading(tokens, plan.point, self.layout, self.reader, self.writer, aside)
+        return Loading(tokens, plan.point, self.layout, self.reader, self.writer, aside=aside)
 
     def finish(self, loading: Loading, beyond: int = 0) -> Restored:
         """What was loaded. A bad record is a miss: the next plan is made without it."""

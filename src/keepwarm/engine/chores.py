@@ -30,6 +30,11 @@ class Chores:
         if job.request.marks:
             self._pool.submit(self._do, self._hold, job, tokens)
 
+    def after_reading(self, job: Job) -> None:
+        """A prompt was read for its own sake: hold what was marked."""
+        if job.request.policy.to_disk and job.request.marks:
+            self._pool.submit(self._do, self._hold, job, list(job.tokens))
+
     def end_durably(self, job: Job) -> None:
         """Say the last word when all that was kept so far is on disk."""
         self._pool.submit(self._end_durably, job)

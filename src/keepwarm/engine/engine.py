@@ -370,6 +370,8 @@ class Engine:
         self._remember(job)
         self._journal.add(entry_of(job, error))
         self.misses.ended(job)
+        if error is None and not job.sequences:
+            self._chores.after_reading(job)
         if job.receipt is not None and job.request.policy.to_disk:
             tokens = job.sequences[0].tokens if job.sequences else job.tokens
             manager = job.home.manager

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from keepwarm.errors import CacheMismatch, UnsupportedCache
+from keepwarm.errors import BadInput, CacheMismatch
 from keepwarm.kv.codec import Encoded, Scalar, encode
 from keepwarm.kv.kinds import Caches, Kind, kind_of
 
@@ -129,7 +129,7 @@ def probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Layout:
         mx.eval([array for cache in caches for array in encode(cache).arrays()])
     except (ValueError, TypeError) as error:
         # Mostly a group size that does not divide a head, or sinks beside quantised keys.
-        raise UnsupportedCache(
+        raise BadInput(
             f"This model does not run with these caches ({error}); change or drop the KV options."
         ) from error
     return layout_of(caches)

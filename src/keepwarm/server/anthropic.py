@@ -21,7 +21,7 @@ from keepwarm.server.host import Noted
 from keepwarm.server.messages_out import Heading, Kept, MessageStream, message
 from keepwarm.server.messages_tools import ignored_tools
 from keepwarm.server.sse import EventStream, WholeAnswer
-from keepwarm.server.wire import Caller, Config, Host, caller_of, documented, new_id
+from keepwarm.server.wire import Config, Host, caller_of, documented, new_id
 
 router = APIRouter(
     prefix="/v1/messages",
@@ -39,8 +39,7 @@ async def create_message(
 ) -> Response:
     """Answer a conversation, whole or as a stream of events."""
     host.check_model(body.model)
-    session = messages.session_of(body.metadata.user_id if body.metadata else None)
-    asked = _asked(body, request, caller_of(request, body.keepwarm, session), settings)
+    asked = messages_asked(body, request, settings)
     answer = await host.submit(asked)
     kept = await asyncio.to_thread(_kept, answer) if asked.marks else ()
     heading = Heading(new_id("msg_"), host.name, kept, ignored_tools(body))
@@ -55,13 +54,16 @@ async def count_tokens(
 ) -> TokensOut:
     """How many tokens the model would read for this request."""
     host.check_model(body.model)
-    asked = _asked(body, request, caller_of(request), settings)
+    asked = messages_asked(body, request, settings)
     return {"input_tokens": await asyncio.to_thread(host.engine.count_tokens, asked)}
 
 
-def _asked(
-    body: CountRequest, request: Request, caller: Caller, settings: Settings
+def messages_asked(
+    body: CountRequest, request: Request, settings: Settings
 ) -> engine_request.Request:
+    """The request as the engine gets it."""
+    session = messages.session_of(body.metadata.user_id if body.metadata else None)
+    caller = caller_of(request, body.keepwarm, session)
     rules = scrub.rules(settings.scrub, request.headers)
     return scrub.clean(messages.request_of(body, caller, settings), rules)
 

@@ -91,7 +91,7 @@ class Metadata(Shape):
 
 
 class CountRequest(Shape):
-    """What a prompt is made of."""
+    """What a prompt is made of, and whose it is."""
 
     model: str | None = Field(default=None, description="The one that is loaded answers.")
     messages: list[MessageIn] = Field(min_length=1)
@@ -101,6 +101,8 @@ class CountRequest(Shape):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
+    metadata: Metadata | None = None
+    keepwarm: Options | None = None
 
 
 class MessagesRequest(CountRequest):
@@ -112,9 +114,7 @@ class MessagesRequest(CountRequest):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0, le=LARGEST)
-    metadata: Metadata | None = None
     thread: Any = Field(default=None, description="Refused: send the whole conversation.")
-    keepwarm: Options | None = None
 
 
 class MessageReceipt(ReceiptShape):

@@ -104,7 +104,7 @@ def _say_what_is_wrong(app: FastAPI) -> None:
     @app.exception_handler(KeepwarmError)
     async def ours(request: Request, error: KeepwarmError) -> Response:
         if error.status == 500:
-            log.error("%s failed: %s", request.url.path, error, exc_info=error)
+            log.error("%s failed", request.url.path, exc_info=error)
         return respond(request.url.path, problem_of(error))
 
     @app.exception_handler(RequestValidationError)

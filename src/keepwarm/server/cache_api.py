@@ -1,7 +1,7 @@
 """The cache over HTTP: what is kept, how warm a prompt is, and how to warm, clear and check it.
 
 A prompt comes as the body of the API that would be asked with it: a chat completion, or under
-`/messages` and `/responses` one of theirs.
+`/completions`, `/messages` and `/responses` one of theirs.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from keepwarm.cache.shelf import Shelf
 from keepwarm.engine import request as engine_request
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.request import Result
-from keepwarm.errors import Forbidden
-from keepwarm.server import chat, messages, responses_in, scrub
+from keepwarm.errors import BadField, Forbidden
+from keepwarm.server import chat, completions, scrub
+from keepwarm.server.anthropic import messages_asked
 from keepwarm.server.anthropic_shapes import CountRequest
+from keepwarm.server.dashboard_viewer import needs_sums
 from keepwarm.server.host import EngineHost
-from keepwarm.server.openai_shapes import ChatRequest, ErrorOut
-from keepwarm.server.responses import Answers
+from keepwarm.server.openai_shapes import ChatRequest, CompletionRequest, ErrorOut
+from keepwarm.server.responses import Answers, asker
 from keepwarm.server.responses_shapes import InputRequest
 from keepwarm.server.sse import WholeAnswer
 from keepwarm.server.wire import (
@@ -110,27 +112,38 @@ def _by_chat(body: ChatRequest, request: Request, settings: Config) -> engine_re
     return scrub.clean(asked, scrub.rules(settings.scrub, request.headers))
 
 
+def _by_completion(
+    body: CompletionRequest, request: Request, settings: Config
+) -> engine_request.Request:
+    caller = caller_of(request, body.keepwarm, body.prompt_cache_key)
+    asked = completions.requests_of(body, caller, settings)
+    if len(asked) > 1:
+        raise BadField("There are several prompts; send one of them at a time.", "prompt")
+    return asked[0]
+
+
 def _by_messages(body: CountRequest, request: Request, settings: Config) -> engine_request.Request:
-    asked = messages.request_of(body, caller_of(request), settings)
-    return scrub.clean(asked, scrub.rules(settings.scrub, request.headers))
+    return messages_asked(body, request, settings)
 
 
 def _by_responses(
     body: InputRequest, request: Request, settings: Config, answers: Answers
 ) -> engine_request.Request:
-    items = answers.conversation(body)
-    asked = responses_in.request_of(body, items, caller_of(request), settings)
-    return scrub.clean(asked, scrub.rules(settings.scrub, request.headers))
+    return asker(body, request, settings)(answers.conversation(body))
 
 
 ByChat: TypeAlias = Annotated[engine_request.Request, Depends(_by_chat)]
+ByCompletion: TypeAlias = Annotated[engine_request.Request, Depends(_by_completion)]
 ByMessages: TypeAlias = Annotated[engine_request.Request, Depends(_by_messages)]
 ByResponses: TypeAlias = Annotated[engine_request.Request, Depends(_by_responses)]
 
 
-@router.get("")
+@router.get("", dependencies=[Depends(needs_sums)])
 def show_cache(host: Host) -> CacheOut:
-    """What is kept, what it has served, what was written."""
+    """What is kept, what it has served, what was written.
+
+    Of all keys together; where there are several, it takes the admin key.
+    """
     engine = host.engine
     stats = engine.stats()
     return {
@@ -152,6 +165,12 @@ def show_cache(host: Host) -> CacheOut:
 @router.post("/lookup")
 async def look_up(asked: ByChat, host: Host) -> LookupOut:
     """How much of this chat completion's prompt is warm; computes nothing."""
+    return await _look_up(host, asked)
+
+
+@router.post("/lookup/completions")
+async def look_up_completion(asked: ByCompletion, host: Host) -> LookupOut:
+    """The same for a text completion with one prompt."""
     return await _look_up(host, asked)
 
 
@@ -184,6 +203,12 @@ WARMED: Mapping[int | str, dict[str, Any]] = {200: {"model": WarmOut}}
 @router.post("/warm", responses=dict(WARMED))
 async def warm(asked: ByChat, host: Host) -> Response:
     """Read this chat completion's prompt and keep it, so that its first use is warm."""
+    return await _warm(host, asked)
+
+
+@router.post("/warm/completions", responses=dict(WARMED))
+async def warm_completion(asked: ByCompletion, host: Host) -> Response:
+    """The same for a text completion with one prompt."""
     return await _warm(host, asked)
 
 

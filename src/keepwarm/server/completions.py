@@ -83,7 +83,7 @@ def completion(
 def _choice(index: int, choice: Choice, echo: str, pieces: Pieces | None) -> TextChoice:
     return {
         "index": index,
-        "text": echo + choice.text,
+        "text": echo + choice.reasoning + choice.text,  # this API has one place for both
         "logprobs": text_logprobs(pieces, choice.tokens) if pieces else None,
         "finish_reason": "length" if choice.reason == "length" else "stop",
     }

@@ -1,7 +1,8 @@
 """What the dashboard shows: what goes on, what was spared, what is kept, what was computed again.
 
-A key sees its own requests, agents and blocks; of others it is told numbers. The admin key sees
-whose everything is, and the text of nobody's prompts but its own.
+A key sees its own requests, agents and blocks; of others it is told how many there are. The admin
+key sees whose everything is, what all of it sums up to, and the text of nobody's prompts but its
+own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from keepwarm.errors import UnknownRequest
 from keepwarm.server.dashboard_forest import forest_out
 from keepwarm.server.dashboard_shapes import (
     ForestOut,
+    MemoryOut,
     MissedOut,
     MissesOut,
     NowOut,
@@ -38,7 +40,7 @@ from keepwarm.server.dashboard_shapes import (
     SumOut,
     WhatIfOut,
 )
-from keepwarm.server.dashboard_viewer import Viewer
+from keepwarm.server.dashboard_viewer import Viewer, Who, needs_sums
 from keepwarm.server.host import EngineHost
 from keepwarm.server.openai_shapes import ErrorOut
 from keepwarm.server.wire import Host, receipt_dict
@@ -88,7 +90,6 @@ def _watch_of(request: Request) -> Watch:
 
 
 Watched = Annotated[Watch, Depends(_watch_of)]
-Who = Annotated[Viewer, Depends(Viewer.of)]
 
 
 @router.get("/now")
@@ -102,18 +103,27 @@ def show_now(host: Host, you: Who) -> NowOut:
         "object": "dashboard.now",
         "time": time.time(),
         "model": host.name,
-        "you": {"key_needed": you.key_needed, "admin": you.admin, "texts": you.texts},
+        "you": {
+            "key_needed": you.key_needed,
+            "admin": you.admin,
+            "texts": you.texts,
+            "sums": you.sums,
+        },
         "running": [_request(entry, you) for entry in running if you.sees(entry.tenant)],
         "ended": [_request(entry, you) for entry in ended[: -N_ENDED - 1 : -1]],
         "others": Counter(entry.state for entry in running if not you.sees(entry.tenant)),
-        "prefilled_tokens": stats.counters["prefilled_tokens"],
-        "generated_tokens": stats.counters["generated_tokens"],
+        "prefilled_tokens": stats.counters["prefilled_tokens"] if you.sums else None,
+        "generated_tokens": stats.counters["generated_tokens"] if you.sums else None,
         "prefill_tokens_per_s": stats.prefill_tokens_per_s,
-        "memory": [
-            {"place": use.place, "n_bytes": use.n_bytes, "max_bytes": use.max_bytes}
-            for use in engine.memory()
-        ],
+        "memory": _memory(engine) if you.sums else None,
     }
+
+
+def _memory(engine: Engine) -> list[MemoryOut]:
+    return [
+        {"place": use.place, "n_bytes": use.n_bytes, "max_bytes": use.max_bytes}
+        for use in engine.memory()
+    ]
 
 
 def _request(entry: Entry, you: Viewer) -> RequestOut:
@@ -130,12 +140,12 @@ def _request(entry: Entry, you: Viewer) -> RequestOut:
         "first_token_ms": usage.ttft_ms if usage and answered else None,
         "tokens_per_second": usage.tokens_per_second if usage and answered else None,
         "receipt": None if entry.receipt is None else receipt_dict(entry.receipt),
-        "error": entry.error,
+        "error": entry.error if you.reads(entry.tenant) else "",  # it may quote the prompt
         "ended": entry.ended,
     }
 
 
-@router.get("/saved")
+@router.get("/saved", dependencies=[Depends(needs_sums)])
 def show_saved(
     host: Host,
     watch: Watched,
@@ -143,7 +153,7 @@ def show_saved(
 ) -> SavedOut:
     """Where prompt tokens came from over time, what that spared, and what lies on disk.
 
-    Of all keys together.
+    Of all keys together; where there are several, it takes the admin key.
     """
     stats = host.engine.stats()
     watch.history.observe(stats)
@@ -257,9 +267,12 @@ def _place(engine: Engine, missed: Missed) -> PlaceOut:
     }
 
 
-@router.get("/what-if")
+@router.get("/what-if", dependencies=[Depends(needs_sums)])
 async def show_what_if(host: Host, watch: Watched) -> WhatIfOut:
-    """What another disk budget would have spared, from the look-ups of all keys since the start."""
+    """What another disk budget would have spared, from the look-ups of all keys since the start.
+
+    Where there are several keys, it takes the admin key.
+    """
     return await asyncio.to_thread(_what_if, host.engine, watch)
 
 

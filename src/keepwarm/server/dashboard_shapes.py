@@ -17,6 +17,7 @@ class YouOut(TypedDict):
     key_needed: bool
     admin: bool
     texts: bool  # whether the texts of one's own prompts are shown
+    sums: bool  # whether what is counted over all keys is shown
 
 
 class RequestOut(TypedDict):
@@ -48,10 +49,10 @@ class NowOut(TypedDict):
     running: list[RequestOut]
     ended: list[RequestOut]
     others: dict[str, int]  # requests of other keys, by state
-    prefilled_tokens: int
-    generated_tokens: int
+    prefilled_tokens: int | None  # of all keys, as is the rest; null where that is not shown
+    generated_tokens: int | None
     prefill_tokens_per_s: float
-    memory: list[MemoryOut]
+    memory: list[MemoryOut] | None
 
 
 class PointOut(TypedDict):

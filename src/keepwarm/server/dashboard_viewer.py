@@ -1,11 +1,13 @@
-"""Whoever looks at the dashboard, and what is theirs to see."""
+"""Whoever looks at the dashboard or at what is counted, and what is theirs to see."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
-from fastapi import Request
+from fastapi import Depends, Request
 
+from keepwarm.config import Settings
+from keepwarm.errors import Forbidden
 from keepwarm.server.wire import owned, settings_of
 
 KEY_DIGITS = 8
@@ -16,13 +18,16 @@ class Viewer(NamedTuple):
     admin: bool
     key_needed: bool
     texts: bool  # where keys share one cache, nobody can say whose prompt it was
+    sums: bool  # where keys are apart, what is counted over all of them is for the admin
 
     @classmethod
     def of(cls, request: Request) -> Self:
         settings = settings_of(request)
         key_needed = bool(settings.accepted_keys())
         texts = not (key_needed and settings.share_cache)
-        return cls(request.state.tenant, request.state.admin, key_needed, texts)
+        tenant, admin = request.state.tenant, request.state.admin
+        sums = admin or not tenant or _is_only_key(settings)
+        return cls(tenant, admin, key_needed, texts, sums)
 
     def sees(self, tenant: str | None) -> bool:
         """Whether that which is this tenant's is shown; None is nobody knows whose."""
@@ -43,3 +48,16 @@ class Viewer(NamedTuple):
         if agent is None:
             return None
         return agent.removeprefix(owned(self.tenant, ""))
+
+
+def _is_only_key(settings: Settings) -> bool:
+    return len(settings.accepted_keys()) == 1 and not settings.admin_key
+
+
+Who = Annotated[Viewer, Depends(Viewer.of)]
+
+
+def needs_sums(you: Who) -> None:
+    """Refuses whoever would be told what others have done."""
+    if not you.sums:
+        raise Forbidden("This is counted over all keys; ask with the admin key.")

@@ -93,7 +93,7 @@ class Keys:
     def __init__(self, settings: Settings) -> None:
         self._keys = [_digest(key) for key in settings.accepted_keys()]
         self._admin = _digest(settings.admin_key) if settings.admin_key else None
-        self._shared = settings.share_cache
+        self._shared = settings.share_cache or not self._keys  # an admin alone has no tenant
 
     def check(self, headers: Mapping[str, str]) -> Pass:
         """Whom the request comes from, or why it is refused."""

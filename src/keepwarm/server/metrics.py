@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keepwarm.engine.request import Usage
 from keepwarm.engine.stats import Stats
+from keepwarm.server.dashboard_viewer import Who
 from keepwarm.server.host import EngineHost
 
 Values: TypeAlias = Mapping[str, float]  # by label; "" where there is none
@@ -176,8 +177,8 @@ SAMPLES = (
 )  # fmt: skip
 
 
-class EngineCollector(Collector):
-    """Reads one snapshot whenever Prometheus asks."""
+class ReadyCollector(Collector):
+    """Says what `/health/ready` says."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
@@ -187,6 +188,13 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily(*READY, value=float(self._host.ready))
+
+
+class EngineCollector(ReadyCollector):
+    """Reads one snapshot whenever Prometheus asks."""
+
+    def collect(self) -> Iterator[Metric]:
+        yield from super().collect()
         if self._host.ready:
             stats = self._host.engine.stats()
             yield from (_family(sample, sample.read(stats)) for sample in SAMPLES)
@@ -205,6 +213,8 @@ class Metrics:
 
     def __init__(self, host: EngineHost) -> None:
         self.registry = CollectorRegistry()
+        self.ready = CollectorRegistry()
+        self.ready.register(ReadyCollector(host))
         self._first = Histogram(*FIRST_TOKEN, ["warm"], buckets=FIRST_S, registry=self.registry)
         self._token = Histogram(*TOKEN, buckets=TOKEN_S, registry=self.registry)
         self._http = Counter(*HTTP, ["api", "outcome"], registry=self.registry)
@@ -266,11 +276,14 @@ def _api(path: str) -> str:
 
 
 @router.get("/metrics", response_class=Response)
-def read_metrics(request: Request) -> Response:
-    """Everything that is measured, as Prometheus reads it."""
+def read_metrics(request: Request, you: Who) -> Response:
+    """Everything that is measured, as Prometheus reads it.
+
+    Of all keys together; where there are several, all but the admin are told `keepwarm_ready`.
+    """
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
     metrics: Metrics = request.app.state.metrics
-    return Response(encode(metrics.registry), media_type=media_type)
+    return Response(encode(metrics.registry if you.sums else metrics.ready), media_type=media_type)
 
 
 def table() -> str:

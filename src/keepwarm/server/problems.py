@@ -35,6 +35,7 @@ CODES: Sequence[tuple[type[errors.KeepwarmError], str]] = (
     (errors.TimedOut, "timeout"),
     (errors.Stopping, "shutting_down"),
 )
+RETRY_AFTER_S = {503: 5.0, 504: 5.0}  # a model is being changed, or there is much to do
 UNEXPECTED = "The server failed on this request; its log says more. Other requests go on."
 
 
@@ -54,8 +55,14 @@ def problem_of(error: BaseException) -> Problem:
         return Problem(500, UNEXPECTED)
     code = next((code for kind, code in CODES if isinstance(error, kind)), None)
     param = error.param if isinstance(error, errors.BadField) else None
-    retry = error.retry_after_s if isinstance(error, errors.Busy) else None
-    return Problem(error.status, str(error), code, param, retry)
+    return Problem(error.status, str(error), code, param, _retry_after_s(error))
+
+
+def _retry_after_s(error: errors.KeepwarmError) -> float | None:
+    """When it may be worth to ask again; None where it is not."""
+    if isinstance(error, errors.Busy):
+        return error.retry_after_s
+    return RETRY_AFTER_S.get(error.status)
 
 
 def of_http(status: int, detail: str, method: str, path: str) -> Problem:

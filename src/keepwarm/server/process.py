@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput
 from keepwarm.server.host import EngineHost
+from keepwarm.server.logs import log_to_stderr
 
 KEEP_ALIVE_S = 75
 MAX_PORT = 65535
@@ -55,6 +56,7 @@ def serve(app: FastAPI, settings: Settings, listening: socket.socket) -> None:
 
     A second signal ends the process at once; what is not yet on disk is lost, and nothing else.
     """
+    log_to_stderr()
     make_ready(app)
     # uvicorn raises the signal again once it has shut down; by then there is nothing left to do.
     for number in STOPS:

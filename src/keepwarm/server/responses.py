@@ -8,6 +8,7 @@ from typing import Annotated, TypeAlias
 
 from fastapi import APIRouter, Depends, Request, Response
 
+from keepwarm.config import Settings
 from keepwarm.engine import request as engine_request
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadField, ContextTooLong
@@ -17,10 +18,10 @@ from keepwarm.server.openai_shapes import ErrorOut
 from keepwarm.server.responses_fit import shortened
 from keepwarm.server.responses_in import items_of, offered, request_of
 from keepwarm.server.responses_out import (
+    Built,
     ResponseBuilder,
     ResponseStream,
     begun,
-    whole,
     wishes_of,
 )
 from keepwarm.server.responses_shapes import (
@@ -34,6 +35,7 @@ from keepwarm.server.responses_shapes import (
 )
 from keepwarm.server.responses_store import ResponseStore, Stored
 from keepwarm.server.sse import EventStream, WholeAnswer
+from keepwarm.server.tokens import Pieces
 from keepwarm.server.wire import Config, Host, caller_of, documented
 
 REFUSED = {
@@ -105,22 +107,26 @@ async def create_response(
     host.check_model(body.model)
     _check_known(body)
     items = answers.conversation(body)
-    caller = caller_of(request, body.keepwarm, body.prompt_cache_key)
-    rules = scrub.rules(settings.scrub, request.headers)
-
-    def ask(some: Sequence[Item]) -> engine_request.Request:
-        return scrub.clean(request_of(body, some, caller, settings), rules)
-
+    ask = asker(body, request, settings)
     asked = ask(items)
     answer, n_dropped = await _submit(host, ask, items, forget=body.truncation == "auto")
-    wishes = wishes_of(body, offered(body.tools or ()), asked, n_dropped)
+    scored = asked.sampling.top_logprobs is not None
+    pieces = Pieces(host.engine.model.tokenizer) if scored else None
+    wishes = wishes_of(body, offered(body.tools or ()), asked, n_dropped, pieces)
     n_given = len(items_of(body.input))
     builder = ResponseBuilder(
         begun(body, host.name, asked), wishes, lambda made: answers.keep(made, items, n_given)
     )
     if body.stream:
         return EventStream(answer, ResponseStream(builder))
-    return WholeAnswer(answer, lambda result: whole(builder, result))
+    return WholeAnswer(Built(answer, builder), lambda _: builder.response)
+
+
+def asker(body: InputRequest, request: Request, settings: Settings) -> Ask:
+    """A function: the request as the engine gets it, with these items."""
+    caller = caller_of(request, body.keepwarm, body.prompt_cache_key)
+    rules = scrub.rules(settings.scrub, request.headers)
+    return lambda items: scrub.clean(request_of(body, items, caller, settings), rules)
 
 
 async def _submit(
@@ -149,9 +155,8 @@ async def count_input_tokens(
 ) -> TokensOut:
     """How many tokens the model would read for this request."""
     host.check_model(body.model)
-    asked = request_of(body, answers.conversation(body), caller_of(request), settings)
-    clean = scrub.clean(asked, scrub.rules(settings.scrub, request.headers))
-    n_tokens = await asyncio.to_thread(host.engine.count_tokens, clean)
+    ask = asker(body, request, settings)
+    n_tokens = await asyncio.to_thread(host.engine.count_tokens, ask(answers.conversation(body)))
     return {"object": "response.input_tokens", "input_tokens": n_tokens}
 
 

@@ -22,6 +22,7 @@ from keepwarm.server.responses_shapes import (
 from keepwarm.server.wire import Caller, content_of, text_of
 
 SEALED = "keepwarm1:"  # before reasoning that a client keeps for us
+LOGPROBS = "message.output_text.logprobs"  # among what is to be included
 NAMESPACE = "__"  # between the name of a namespace and that of its function
 
 # The order of what an assistant does in one turn; whatever comes earlier in it begins another.
@@ -215,4 +216,11 @@ def _sampling(body: ResponsesRequest, settings: Settings) -> Sampling:
         max_tokens=body.max_output_tokens,
         temperature=settings.temperature if body.temperature is None else body.temperature,
         top_p=body.top_p or 1.0,
+        top_logprobs=_top_logprobs(body),
     )
+
+
+def _top_logprobs(body: ResponsesRequest) -> int | None:
+    """Who names how many wants them, and who asks for them to be included."""
+    wanted = body.top_logprobs or LOGPROBS in (body.include or ())
+    return body.top_logprobs or 0 if wanted else None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from keepwarm.engine.answer import collect
 from keepwarm.engine.request import (
     Delta,
     Done,
@@ -17,9 +18,11 @@ from keepwarm.engine.request import (
     Request,
     Result,
     Started,
+    TokenInfo,
     ToolCall,
     ToolCalled,
 )
+from keepwarm.server.openai_shapes import LogprobOut
 from keepwarm.server.problems import Problem
 from keepwarm.server.responses_in import Name, Offered, sealed
 from keepwarm.server.responses_shapes import (
@@ -29,7 +32,8 @@ from keepwarm.server.responses_shapes import (
     Status,
     UsageOut,
 )
-from keepwarm.server.sse import frame, progress_json
+from keepwarm.server.sse import Reply, frame, progress_json
+from keepwarm.server.tokens import Pieces, chat_logprobs
 from keepwarm.server.wire import new_id, receipt_dict
 
 Frames: TypeAlias = list[dict[str, Any]]
@@ -46,13 +50,18 @@ class Wishes:
     encrypted: bool  # reasoning is to come back from the client
     writes: bool  # what was computed is kept
     n_dropped: int = 0  # items that were left out for lack of room
+    pieces: Pieces | None = None  # where logprobs were asked for
 
 
 def wishes_of(
-    body: ResponsesRequest, offered: Offered, asked: Request, n_dropped: int = 0
+    body: ResponsesRequest,
+    offered: Offered,
+    asked: Request,
+    n_dropped: int = 0,
+    pieces: Pieces | None = None,
 ) -> Wishes:
-    encrypted = ENCRYPTED in (body.include or ())
-    return Wishes(offered.names, offered.ignored, encrypted, asked.policy.writes, n_dropped)
+    encrypted, writes = ENCRYPTED in (body.include or ()), asked.policy.writes
+    return Wishes(offered.names, offered.ignored, encrypted, writes, n_dropped, pieces)
 
 
 def begun(body: ResponsesRequest, model: str, asked: Request) -> ResponseOut:
@@ -83,6 +92,7 @@ def begun(body: ResponsesRequest, model: str, asked: Request) -> ResponseOut:
         "text": {"format": {"type": "text"}} | given.get("text", {}),
         "tool_choice": given.get("tool_choice", "auto"),
         "tools": given.get("tools", []),
+        "top_logprobs": asked.sampling.top_logprobs or 0,
         "top_p": asked.sampling.top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,
@@ -90,19 +100,23 @@ def begun(body: ResponsesRequest, model: str, asked: Request) -> ResponseOut:
     }
 
 
-def whole(builder: ResponseBuilder, result: Result) -> ResponseOut:
-    """A whole answer, put together as a stream of it would be."""
-    for event in _events(result):
-        builder.add(event)
-    return builder.response
+class Built:
+    """An answer that is put together from its events, as a stream of it would be."""
 
+    def __init__(self, reply: Reply, builder: ResponseBuilder) -> None:
+        self._reply = reply
+        self._builder = builder
 
-def _events(result: Result) -> Iterable[Event]:
-    choice = result.choices[0]
-    yield Delta(0, text=choice.text, reasoning=choice.reasoning)
-    yield from (ToolCalled(0, call) for call in choice.tool_calls)
-    yield Finished(0, choice.reason, choice.stop)
-    yield Done(result.usage, result.receipt)
+    def cancel(self) -> None:
+        self._reply.cancel()
+
+    async def wait(self) -> Result:
+        return collect([event async for event in self])
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        async for event in self._reply:
+            self._builder.add(event)
+            yield event
 
 
 class ResponseBuilder:
@@ -117,6 +131,7 @@ class ResponseBuilder:
         self._keep = keep
         self._item: dict[str, Any] | None = None  # that is being written
         self._text: list[str] = []  # of it
+        self._logprobs: list[LogprobOut] = []  # of it; none for reasoning
         self._cut = False  # the answer had no room to end
 
     def add(self, event: Event) -> Frames:
@@ -125,11 +140,12 @@ class ResponseBuilder:
                 return [self.state("created"), self.state("in_progress")]
             case Delta():
                 thought = self._write("reasoning", event.reasoning)
-                return thought + self._write("message", event.text)
+                return thought + self._write("message", event.text, event.tokens)
             case ToolCalled():
                 return self._close() + self._called(event.call)
             case Finished():
                 self._cut = event.reason == "length"
+                self._scored(event.tokens)
                 return self._close("incomplete" if self._cut else "completed")
             case Done():
                 return [self._done(event)]
@@ -162,12 +178,20 @@ class ResponseBuilder:
     def _index(self) -> int:
         return len(self.response["output"])
 
-    def _write(self, kind: str, text: str) -> Frames:
+    def _write(self, kind: str, text: str, tokens: Sequence[TokenInfo] = ()) -> Frames:
         if not text:
             return []
         opened = [] if self._item and self._item["type"] == kind else self._open(kind)
         self._text.append(text)
-        return [*opened, self._piece("delta", delta=text)]
+        return [*opened, self._piece("delta", self._scored(tokens), delta=text)]
+
+    def _scored(self, tokens: Sequence[TokenInfo]) -> list[LogprobOut]:
+        """The logprobs of new tokens of a message; they stand in the whole of it too."""
+        if self._wishes.pieces is None or self._item is None or self._kind != "message":
+            return []
+        new = chat_logprobs(self._wishes.pieces, tokens)
+        self._logprobs += new
+        return new
 
     def _open(self, kind: str) -> Frames:
         closed = self._close()
@@ -186,10 +210,11 @@ class ResponseBuilder:
         item |= {"status": status, "content": [self._part(text)]}
         if item["type"] == "reasoning" and self._wishes.encrypted:
             item["encrypted_content"] = sealed(text)
-        written = [self._piece("done", text=text), self._part_event("done", text)]
+        whole = self._piece("done", self._logprobs, text=text)
+        written = [whole, self._part_event("done", text)]
         frames = [*written, self._item_event("done")]
         self.response["output"].append(item)
-        self._item, self._text = None, []
+        self._item, self._text, self._logprobs = None, [], []
         return frames
 
     def _called(self, call: ToolCall) -> Frames:
@@ -217,16 +242,18 @@ class ResponseBuilder:
     def _part_event(self, what: str, text: str) -> dict[str, Any]:
         return {"type": f"response.content_part.{what}", **self._place(), "part": self._part(text)}
 
-    def _piece(self, what: str, **fields: str) -> dict[str, Any]:
+    def _piece(self, what: str, logprobs: list[LogprobOut], **fields: str) -> dict[str, Any]:
         """A piece of text, or all of it."""
         kind = PARTS[self._kind]
-        extra: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
+        extra: dict[str, Any] = {"logprobs": logprobs} if kind == "output_text" else {}
         return {"type": f"response.{kind}.{what}", **self._place(), **fields, **extra}
 
     def _part(self, text: str) -> dict[str, Any]:
         kind = PARTS[self._kind]
-        extra: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
-        return {"type": kind, "text": text, **extra}
+        part: dict[str, Any] = {"type": kind, "text": text}
+        if kind == "output_text":
+            part |= {"annotations": [], "logprobs": self._logprobs}
+        return part
 
     def _place(self) -> dict[str, Any]:
         item_id = self._item["id"] if self._item else ""

@@ -66,7 +66,7 @@ class Reasoning(Shape):
 
 
 class InputRequest(Shape):
-    """What a prompt is made of."""
+    """What a prompt is made of, and whose it is."""
 
     model: str | None = Field(default=None, description="The one that is loaded answers.")
     input: str | list[Item] | None = None
@@ -77,6 +77,8 @@ class InputRequest(Shape):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
+    prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
+    keepwarm: Options | None = None
 
 
 class ResponsesRequest(InputRequest):
@@ -84,18 +86,17 @@ class ResponsesRequest(InputRequest):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     include: list[str] | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
     store: bool | None = None
     stream: bool | None = None
     background: bool | None = Field(default=None, description="Refused: answers are awaited here.")
     conversation: Any = Field(default=None, description="Refused: use previous_response_id.")
     prompt: Any = Field(default=None, description="Refused: no prompts are kept here.")
     metadata: Metadata | None = None
-    prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
     truncation: Literal["auto", "disabled"] | None = Field(
         default=None, description="`auto`: the oldest turns are left out if there is no room."
     )
     user: str | None = None
-    keepwarm: Options | None = None
 
 
 class ResponseReceipt(ReceiptShape):
@@ -156,6 +157,7 @@ class ResponseOut(TypedDict):
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
+    top_logprobs: int
     top_p: float
     truncation: Literal["auto", "disabled"]
     usage: UsageOut | None

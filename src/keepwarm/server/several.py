@@ -73,7 +73,7 @@ class Several:
 
 
 def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
-    """One receipt for all; nothing is explained where there were several."""
+    """One receipt for all; what is explained is the prompt of which most was computed."""
     places = {place for receipt in receipts for place in receipt.reused}
     return Receipt(
         prompt_tokens=sum(receipt.prompt_tokens for receipt in receipts),
@@ -82,6 +82,7 @@ def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
         saved_ms=sum(receipt.saved_ms for receipt in receipts),
         exact=all(receipt.exact for receipt in receipts),
         spliced=sum(receipt.spliced for receipt in receipts),
+        miss=max(receipts, key=lambda receipt: receipt.recomputed).miss,
     )
 
 

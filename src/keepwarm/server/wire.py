@@ -28,6 +28,15 @@ SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id", "x-se
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 AGENT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")  # the tenant has to fit in front
 
+EVENT = {  # of a stream, as the OpenAPI document describes each
+    "type": "object",
+    "properties": {
+        "event": {"type": "string", "description": "Its name, where the API has them."},
+        "data": {"type": "string", "description": "JSON; OpenAI's completions end with `[DONE]`."},
+    },
+    "required": ["data"],
+}
+
 PolicyName = Literal["read-write", "read-only", "ephemeral", "no-store", "durable"]
 
 
@@ -222,7 +231,7 @@ def new_id(prefix: str) -> str:
 
 def documented(whole: type) -> dict[int | str, dict[str, Any]]:
     """What a generating endpoint answers, for the OpenAPI document."""
-    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    stream = {"text/event-stream": {"schema": EVENT}}
     return {
         200: {"model": whole, "description": "The answer, whole or as events.", "content": stream}
     }

@@ -22,15 +22,37 @@ function fill(element, properties, children) {
   return element;
 }
 
-// Show these elements there. A table that is there already keeps its place, so that whoever
-// has the focus in it or has scrolled it is not thrown out.
+// Show these elements there. A table that is there already keeps its place, and its rows keep
+// theirs, so that whoever has the focus in it, reads it or has scrolled it is not thrown out.
 export function put(place, ...children) {
   const element = typeof place === "string" ? byId(place) : place;
   const flat = children.flat();
   const [old, now] = [element.firstElementChild, flat[0]];
-  const rows = flat.length === 1 && now.querySelector?.("tbody");
-  if (rows && old?.ariaLabel === now.ariaLabel) old.querySelector("tbody").replaceWith(rows);
+  const body = flat.length === 1 && now.querySelector?.("tbody");
+  if (body && old?.ariaLabel === now.ariaLabel) renew(old.querySelector("tbody"), [...body.rows]);
   else element.replaceChildren(...flat);
+}
+
+// A row is known by its first cell. One that was there stays, and only those of its cells that
+// say something else are filled anew.
+function renew(body, rows) {
+  const name = (row) => row.cells[0].textContent;
+  const known = new Map([...body.rows].map((row) => [name(row), row]));
+  const take = (row) => {
+    const old = known.get(name(row));
+    known.delete(name(row));
+    return old ? refill(old, row) : row;
+  };
+  const wanted = rows.map(take);
+  for (const row of [...body.rows]) if (!wanted.includes(row)) row.remove();
+  wanted.forEach((row, index) => row === body.rows[index] || body.insertBefore(row, body.rows[index] ?? null));
+}
+
+function refill(old, now) {
+  [...now.cells].forEach((cell, index) => {
+    if (!cell.isEqualNode(old.cells[index])) old.cells[index].replaceChildren(...cell.childNodes);
+  });
+  return old;
 }
 
 // A table whose head says what each column is; cells are text or elements. Numbers stand right.

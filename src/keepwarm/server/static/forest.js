@@ -12,7 +12,7 @@ const PAGE = 100; // rows of the table
 const AGES = [[300, "last 5 min"], [3600, "last hour"], [86400, "last day"], [Infinity, "older"]];
 const COLUMNS = [
   { name: "Run" }, { name: "Agents" }, { name: "Blocks", number: true }, { name: "Tokens", number: true },
-  { name: "Size", number: true }, { name: "Where" }, { name: "Last used" },
+  { name: "Size", number: true }, { name: "Where" }, { name: "Last used" }, { name: "Oldest block" },
 ];
 
 const state = {
@@ -68,6 +68,7 @@ function describe() {
   const shared = runs.filter((run) => run.agents.length > 1).reduce((n, run) => n + run.blocks, 0);
   const words = [`${count(blocks)} blocks in ${count(runs.length)} runs`, `${count(agents.length)} agents`,
     `${count(shared)} blocks shared`];
+  if (runs.length) words.push(`the oldest was used ${ago(Math.min(...runs.map((run) => run.oldest)))}`);
   if (left) words.push(`${count(left)} older blocks are not drawn`);
   if (others) words.push(`${count(others)} blocks of other keys`);
   byId("forest-sum").textContent = `${words.join("; ")}.`;
@@ -106,6 +107,7 @@ function words(run) {
     names.length ? `part of ${listed(names)}` : "no agent's",
     ends.length ? `${listed(ends)} ${ends.length > 1 ? "end" : "ends"} here` : "",
     `last used ${ago(run.used)}`,
+    run.blocks > 1 ? `its oldest block ${ago(run.oldest)}` : "",
   ].filter(Boolean).join("; ") + ".";
 }
 
@@ -346,6 +348,6 @@ function cells(run, parent) {
     [h("code", {}, run.id.slice(0, 8)), h("span", { class: "quiet" }, after)],
     names.length ? listed(names) : h("span", { class: "quiet" }, "none"),
     run.blocks > 1 ? `${run.number} to ${run.number + run.blocks - 1}` : `${run.number}`,
-    count(run.tokens), bytes(run.bytes), where(run), ago(run.used),
+    count(run.tokens), bytes(run.bytes), where(run), ago(run.used), ago(run.oldest),
   ];
 }

@@ -12,16 +12,24 @@ import * as saved from "./saved.js";
 const SECOND = 1000;
 const PATIENCE = 30 * SECOND; // after somebody would not give a key
 let hours = 1;
+let sums = false; // whether what is counted over all keys is ours to see; the server says so
 let refused = false;
 
 const tasks = [
-  { every: 1, path: () => "/v1/dashboard/now", show: (data) => { now.show(data); health.allow(data.you.admin); } },
-  { every: 5, path: () => `/v1/dashboard/saved?hours=${hours}`, show: (data) => saved.show(data, choose) },
+  { every: 1, path: () => "/v1/dashboard/now", show: showNow },
+  { every: 5, sums: true, path: () => `/v1/dashboard/saved?hours=${hours}`, show: (data) => saved.show(data, choose) },
   { every: 5, path: () => "/v1/dashboard/misses", show: misses.show },
   { every: 3, path: () => "/v1/agents", show: agents.show },
   { every: 5, path: () => "/v1/dashboard/forest", show: forest.show },
-  { every: 30, path: () => "/v1/dashboard/what-if", show: health.whatIf },
+  { every: 30, sums: true, path: () => "/v1/dashboard/what-if", show: health.whatIf },
 ].map((task) => ({ ...task, due: 0, running: false }));
+
+function showNow(data) {
+  now.show(data);
+  health.allow(data.you.admin);
+  sums = data.you.sums;
+  for (const part of document.querySelectorAll("[data-sums]")) part.hidden = part.dataset.sums !== String(sums);
+}
 
 function choose(value) {
   hours = value;
@@ -35,14 +43,19 @@ function refresh() {
 
 function tick() {
   if (document.hidden || byId("key-dialog").open) return;
-  for (const task of tasks) if (!task.running && Date.now() >= task.due) run(task);
+  for (const task of tasks) {
+    if (!task.running && Date.now() >= task.due && (sums || !task.sums)) run(task);
+  }
 }
 
 async function run(task) {
   task.running = true;
   task.due = Date.now() + task.every * SECOND;
   try {
-    task.show(await get(task.path()));
+    const asked = key.get();
+    const data = await get(task.path());
+    if (key.get() === asked) task.show(data);
+    else task.due = 0; // what another key sees
     refused = false;
     if (task === tasks[0]) status("Live", "live");
   } catch (error) {
@@ -74,6 +87,7 @@ function askKey(wrong) {
 function onKeyGiven() {
   if (byId("key-dialog").returnValue === "ok") {
     key.set(byId("key-input").value.trim());
+    sums = false;
     refresh();
   } else if (refused) {
     for (const task of tasks) task.due = Date.now() + PATIENCE;

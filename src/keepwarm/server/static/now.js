@@ -33,7 +33,7 @@ export function show(now) {
     : h("p", { class: "quiet" }, "Nothing runs."));
   put("ended", now.ended.length ? requests("Requests that ended", now.ended.slice(0, ENDED), now)
     : h("p", { class: "quiet" }, "Nothing yet. Send a request, and its receipt stands here."));
-  put("memory", now.memory.map(meter));
+  put("memory", (now.memory ?? []).map(meter));
   put("speeds", spark("answers", "Answers", "live"), spark("prompts", "Prompts", "computed"));
 }
 
@@ -45,6 +45,7 @@ function keep(list, value, most) {
 function speed(counter) {
   const first = looks[0];
   const last = looks[looks.length - 1];
+  if (first[counter] === null || last[counter] === null) return null; // counted over all keys
   const passed = last.time - first.time;
   const more = last[counter] - first[counter];
   return passed > 0 && more >= 0 ? more / passed : null;

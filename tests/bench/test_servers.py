@@ -1,0 +1,87 @@
+"""`keepwarm bench` on servers: one of its own, and one that runs already, given by its URL."""
+
+from dataclasses import replace
+
+import pytest
+
+from keepwarm import config
+from keepwarm.bench import page, suite
+from keepwarm.bench.results import Note, Results
+from keepwarm.bench.run import QUICK
+from keepwarm.bench.targets import disk_bytes, keepwarm_server, make
+from keepwarm.engine.model import load
+from tests.bench.test_results import MACHINE
+from tests.kit.checkpoints import write_checkpoint
+from tests.server.conftest import serve
+
+SIZES = replace(QUICK, samples=1, lengths=(64,))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"), n_context=16384)
+
+
+@pytest.fixture(scope="module")
+def rooms(model, tmp_path_factory):
+    return suite.rooms_of(model, tmp_path_factory.mktemp("bench"), SIZES)
+
+
+@pytest.fixture
+def url(model, tmp_path):
+    """A server that wants a key."""
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path)}, api_keys="secret")
+    with serve(load(str(model), settings), settings) as live:
+        yield f"{live.url}/v1"
+
+
+@pytest.fixture
+def measure(url, rooms, tmp_path):
+    """What is found on that server, under a name of its own."""
+
+    def run(*workloads):
+        target = make(f"mine={url}", tmp_path, tmp_path)
+        records = suite.run_all([(name, target) for name in workloads], rooms)
+        target.close()
+        return Results("", "", "tiny", SIZES.samples, {}, {"mine": target.about}, records)
+
+    return run
+
+
+def test_any_base_url_can_be_measured(measure, monkeypatch):
+    """Under its name and with its key; what needs a restart is left out, and nothing is judged."""
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    found = measure("agents", "lengths", "streams")
+    assert {record.target for record in found.records} == {"mine"}
+    assert found.notes == [Note("lengths", "mine", "it cannot be restarted from here")]
+    (again,) = found.of("lengths", "cached, identical prompt again")
+    assert again.samples == (63,)
+    assert [series.what for series in found.series if "restart" in series.what] == []
+    assert min(series.median for series in found.of("streams", "throughput")) > 0
+    prefills = {c.what: c for c in found.claims if c.what.startswith("prefills")}
+    assert all(0.9 < claim.value <= 1.02 for claim in prefills.values())
+    assert {claim.holds for claim in found.claims} == {None}
+
+
+def test_a_server_that_refuses_is_a_note(measure, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "wrong")
+    (note,) = measure("late").records
+    assert "401" in note.text
+
+
+def test_our_own_server_says_what_its_tiers_hold(model, rooms, tmp_path, monkeypatch):
+    """All of them are drawn, also where the engine is in another process."""
+    monkeypatch.setenv("KEEPWARM_BLAS", "none")  # nothing has to be chosen first
+    target = keepwarm_server(model, tmp_path)
+    assert target.held_bytes() == {}  # as long as it does not run
+    with suite.started([target]):
+        records = suite.run_all([("agents", target)], rooms)
+        on_disk = disk_bytes(target.store)
+    found = Results("", "", "tiny", 1, MACHINE, {"keepwarm": ""}, records)
+    held = {series.what: series.median for series in found.of("agents") if series.unit == "bytes"}
+    assert held["memory tier"] > 0
+    assert held["live caches"] > 0
+    assert 0 < held["disk tier"] <= on_disk
+    drawn = page.html(found)
+    for place in ("memory tier", "disk tier", "live caches"):
+        assert f"keepwarm, agents: {place}</text>" in drawn

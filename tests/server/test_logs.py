@@ -1,0 +1,123 @@
+"""Prompts are never in the log: whatever becomes of a request, the log says what failed and where.
+
+The model of these tests quotes its prompt when it breaks, and its template when it refuses.
+"""
+
+import io
+import logging
+import signal
+
+import httpx
+import pytest
+
+from keepwarm.server.logs import LINE, Wordless
+from tests.kit.checkpoints import CHATML, write_checkpoint
+from tests.server.conftest import wait_until
+from tests.server.processes import SMALL, served
+from tests.server.talks import tokenizer_of
+
+SECRET = "swordfish"
+BREAKS = "§"
+REFUSED = "please refuse"
+QUOTING = (
+    "{% for message in messages %}{% if '" + REFUSED + "' in message['content'] %}"
+    "{{ raise_exception('I do not like: ' + message['content']) }}{% endif %}{% endfor %}"
+)
+PATHS = {"chat/completions": "messages", "messages": "messages", "responses": "input"}
+
+
+@pytest.fixture(scope="module")
+def quoting(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("quoting")
+    return write_checkpoint(directory, template=QUOTING + CHATML)
+
+
+def body_of(field, text, **fields):
+    text = f"{text} The password is {SECRET}."
+    asked = [{"role": "user", "content": text}]
+    return {"model": "m", "max_tokens": 16, "max_output_tokens": 16, field: asked, **fields}
+
+
+def wrong(field):
+    """Bodies that are refused, each with the secret in it."""
+    return [
+        body_of(field, "", temperature=SECRET),
+        body_of(field, REFUSED),
+        body_of(field, "") | {field: [{"role": SECRET, "content": SECRET}]},
+    ]
+
+
+def leave_a_stream(client, path, body):
+    """Read a little of an answer that would be long, and go away."""
+    long = {**body, "max_tokens": 3000, "max_output_tokens": 3000, "stream": True}
+    with client.stream("POST", path, json=long) as answer:
+        next(answer.iter_raw())
+
+
+def everything(client):
+    """All that can become of a request, by each API; the bodies of those that broke."""
+    broken = []
+    for name, field in PATHS.items():
+        path = f"/v1/{name}"
+        assert client.post(path, json=body_of(field, "Well?")).status_code == 200
+        for body in wrong(field):
+            assert client.post(path, json=body).status_code == 400, body
+        assert client.post(path, content=f'{{"{SECRET}').status_code == 400
+        broken.append(client.post(path, json=body_of(field, BREAKS)))
+        assert broken[-1].status_code == 500
+        broken.append(client.post(path, json=body_of(field, BREAKS, stream=True)))
+        leave_a_stream(client, path, body_of(field, "Well?"))
+    return [answer.text for answer in broken]
+
+
+def test_no_prompt_is_in_the_log(quoting, tmp_path):
+    """Answers, refusals, failures and streams that are left, through three APIs."""
+    token = tokenizer_of(quoting).encode(BREAKS).ids[-1]
+    with served(quoting, tmp_path, command=SMALL, KEEPWARM_BREAKS_AT=str(token)) as server:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            told = everything(client)
+            wait_until(lambda: 'state="decoding"} 0.0' in client.get("/metrics").text)
+        server.process.send_signal(signal.SIGTERM)
+        said, logged = server.process.communicate(timeout=60)
+    assert all(SECRET in text for text in told)  # whose prompt it was is told all of it
+    assert logged.count("builtins.RuntimeError") >= len(told)
+    assert "processes.py" in logged  # where it broke
+    assert SECRET not in logged
+    assert SECRET not in said
+
+
+def raised(how):
+    try:
+        how()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def from_a_cause():
+    try:
+        raise ValueError(SECRET)
+    except ValueError as error:
+        raise KeyError(SECRET) from error
+
+
+def while_handling():
+    try:
+        raise ValueError(SECRET)
+    except ValueError:
+        raise KeyError(SECRET)  # noqa: B904, the point
+
+
+@pytest.mark.parametrize("how", [from_a_cause, while_handling])
+def test_causes_are_named_without_their_words(how):
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(Wordless(LINE))
+    logger = logging.Logger("apart")
+    logger.addHandler(handler)
+    logger.error("it failed", exc_info=raised(how))
+    assert "it failed" in written.getvalue()
+    assert "builtins.KeyError" in written.getvalue()
+    assert "builtins.ValueError" in written.getvalue()
+    assert how.__name__ in written.getvalue()
+    assert SECRET not in written.getvalue()
