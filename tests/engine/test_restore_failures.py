@@ -45,7 +45,7 @@ class Broken:
 
     staging = None
 
-    def read(self, reads, use):
+    def start(self, reads, use, aside=False):
         raise ValueError("cannot broadcast")
 
 
