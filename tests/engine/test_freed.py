@@ -20,7 +20,7 @@ from tests.engine.test_gates import FAULT, FaultyTokenizer
 from tests.kit.engines import ask, engine_on, memory
 from tests.kit.runs import prompt_of
 
-keeps_pages = pytest.mark.skipif(_malloc_trim() is None, reason="not glibc: pages go back at once")
+keeps_pages = pytest.mark.skipif(_malloc_trim() is None, reason="needs glibc's `malloc_trim`")
 
 
 @contextmanager

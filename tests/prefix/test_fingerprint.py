@@ -7,7 +7,14 @@ from dataclasses import fields, replace
 
 import pytest
 
-from keepwarm.prefix.fingerprint import NAMESPACE_BYTES, Identity, digest, namespace
+from keepwarm.prefix.fingerprint import (
+    NAMESPACE_BYTES,
+    Identity,
+    digest,
+    namespace,
+    salt_of,
+    tenant_of,
+)
 
 IDENTITY = Identity(
     weights={"a.safetensors": "11" * 32, "b.safetensors": "22" * 32},
@@ -99,3 +106,11 @@ def test_a_digest_is_as_long_as_asked():
 def test_what_is_not_plain_data_has_no_digest():
     with pytest.raises(TypeError):
         digest(object())
+
+
+@pytest.mark.parametrize("tenant", ["", "k1", "mail from bob"])
+@pytest.mark.parametrize("start", [0, 500])
+def test_a_salt_tells_whose_it_is(tenant, start):
+    salt = salt_of(tenant, start)
+    assert tenant_of(salt) == tenant
+    assert (salt == tenant) == (start == 0)

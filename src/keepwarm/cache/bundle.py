@@ -12,7 +12,6 @@ import io
 import json
 import math
 import os
-import re
 import tarfile
 from base64 import b64decode, b64encode
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -32,7 +31,7 @@ from keepwarm.prefix.blocks import (
     root,
     unpack,
 )
-from keepwarm.prefix.fingerprint import Identity, digest, namespace
+from keepwarm.prefix.fingerprint import Identity, digest, namespace, tenant_of
 from keepwarm.store.atomic import FILE_MODE
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.record import (
@@ -56,7 +55,6 @@ WRONG_INSIDE = (
     tarfile.TarError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
     MemoryError, OverflowError,
 )  # fmt: skip
-START = re.compile(r" from \d+$")  # in a salt, behind whose it is: where quantisation begins
 
 
 @dataclass(frozen=True)
@@ -186,13 +184,12 @@ def nobodys(identity: Identity) -> Identity:
 
     What else is in a salt stays: from which token on rows are quantised.
     """
-    start = START.search(identity.salt)
-    return replace(identity, salt=start.group() if start else "")
+    return replace(identity, salt=identity.salt.removeprefix(tenant_of(identity.salt)))
 
 
 def _nobodys(manifest: Manifest) -> Manifest:
     """Without the key in the agent's name either, which begins with it in a shared store."""
-    whose = START.sub("", manifest.identity.salt)
+    whose = tenant_of(manifest.identity.salt)
     agent = manifest.agent.removeprefix(f"{whose}.") if whose else manifest.agent
     return replace(manifest, identity=nobodys(manifest.identity), agent=agent)
 

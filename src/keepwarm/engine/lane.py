@@ -20,6 +20,7 @@ from keepwarm.engine.model import Model
 from keepwarm.engine.request import KVOptions
 from keepwarm.engine.splice import Continuations
 from keepwarm.engine.store import Store
+from keepwarm.prefix.fingerprint import salt_of
 
 LOG = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ class Lanes:
         attached = self.store.attach(
             self.model.module,
             self.model.path,
-            salt=f"{tenant} from {start}" if start else tenant,
+            salt=salt_of(tenant, start),
             **make_options(options),
         )
         fresh = kv.make_caches(self.model.module, **make_options(options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
@@ -12,6 +13,18 @@ from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace
 
 NAMESPACE_BYTES = 32
 FORMAT_VERSION = 1
+
+
+_START = re.compile(r" from \d+$")
+
+
+def salt_of(tenant: str, quantized_from: int) -> str:
+    """What keeps blocks apart: whose they are, and from which token on rows are quantised."""
+    return f"{tenant} from {quantized_from}" if quantized_from else tenant
+
+
+def tenant_of(salt: str) -> str:
+    return _START.sub("", salt)
 
 
 @dataclass(frozen=True)

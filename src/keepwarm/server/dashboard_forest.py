@@ -11,6 +11,7 @@ from keepwarm.cache.shelf import Shelf
 from keepwarm.engine.store import Store
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import BlockKey, Namespace
+from keepwarm.prefix.fingerprint import tenant_of
 from keepwarm.server.dashboard_shapes import ForestOut, OwnerOut, RunOut
 from keepwarm.server.dashboard_viewer import Viewer
 from keepwarm.store.tier import Stored
@@ -41,10 +42,9 @@ class Owners:
 
     def _tenant_of(self, name: Namespace) -> str | None:
         try:
-            salt = self._shelf.identity_of(name).salt
+            return tenant_of(self._shelf.identity_of(name).salt)
         except BadInput:
             return None
-        return salt.partition(" from ")[0]
 
 
 def forest_out(store: Store, you: Viewer) -> ForestOut:
