@@ -210,6 +210,52 @@ def test_records_are_read_in_parallel_and_a_miss_is_told(disk, records):
     reader.close()
 
 
+class Watched:
+    """A tier that notes what it was told to fetch."""
+
+    def __init__(self, tier):
+        self.tier = tier
+        self.fetched = []
+
+    def __getattr__(self, name):
+        return getattr(self.tier, name)
+
+    def fetch(self, key, part):
+        self.fetched.append(key)
+        self.tier.fetch(key, part)
+
+
+def test_what_waits_to_be_read_is_fetched_from_where_it_lies(disk, records):
+    """And not what a faster tier has, nor what was read meanwhile or is not wanted any more."""
+    memory = MemoryTier(64 * MIB)
+    for record in records:
+        disk.put(record)
+    memory.put(records[-1])
+    near, far = Watched(memory), Watched(disk)
+    reader = Reader(Tiers([("memory", near), ("disk", far)]), n_threads=1)
+    gate = threading.Event()
+    reads = [Read(r.header.key, Part.DELTA, i) for i, r in enumerate(records)]
+    started = reader.start(reads, lambda read, record: gate.wait(30))
+    _until(lambda: near.fetched)
+    assert far.fetched == [read.key for read in reads[:-1]]
+    assert near.fetched == [reads[-1].key]
+    gate.set()
+    started.outcome()
+    gate.clear()
+    again = reader.start(reads, lambda read, record: gate.wait(30))
+    again.stop()
+    gate.set()
+    reader.close()
+    assert len(far.fetched) <= 2 * len(reads) - 1
+
+
+def _until(holds):
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def test_a_record_that_is_refused_counts_as_missed(disk, records):
     disk.put(records[0])
     reader = Reader(Tiers([("disk", disk)]))

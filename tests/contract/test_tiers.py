@@ -144,6 +144,18 @@ def test_visiting_what_was_never_put_is_a_miss(tier):
     assert tier.stats().misses == 1
 
 
+def test_fetching_changes_nothing(tier):
+    """What is there, what is not, and what is there in another part."""
+    here, gone = chain_of(2)
+    tier.put(here)
+    before = tier.stats()
+    for key in keys_of([here, gone]):
+        for part in Part:
+            tier.fetch(key, part)
+    assert tier.stats() == before
+    assert content(tier.read(here.header.key, Part.DELTA)) == content(here)
+
+
 def test_what_was_never_put_is_a_miss(tier):
     (made,) = chain_of(1)
     assert tier.have(keys_of([made])) == {}
@@ -571,6 +583,7 @@ def ask_everything(tier, made):
     tier.children(root(NAMESPACE), made[0].header.tokens)
     tier.states([root(NAMESPACE)])
     tier.touch(keys_of(made))
+    tier.fetch(made[0].header.key, Part.DELTA)
 
 
 def test_a_closed_tier_answers_nothing(make):

@@ -5,19 +5,27 @@ import numpy as np
 import pytest
 
 from keepwarm.errors import CacheMismatch
-from keepwarm.kv.buffers import NAMES, from_buffer, host_view, untouched
+from keepwarm.kv.buffers import NAMES, from_buffer, untouched
 from keepwarm.kv.layout import TensorSpec
-from keepwarm.kv.slices import RowBuffer
+from keepwarm.kv.slices import Wanted, row_buffers
 
 
 @pytest.mark.parametrize("dtype", NAMES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 2, 3, 4), (1, 2, 0, 4), (1, 8, 3000, 128)], ids=str)
 def test_what_is_written_is_what_mlx_reads(dtype, shape):
-    array = untouched(shape, dtype)
+    other = ((1, 2, 5, 64), mx.float32)
+    first, (array, memory), last = untouched([other, (shape, dtype), other])
     assert (array.shape, array.dtype) == (shape, dtype)
-    host_view(array)[...] = 1
+    for neighbour in (first, last):
+        neighbour.memory[...] = 7
+    memory[...] = 1
     words = mx.view(array, mx.uint16) if dtype == mx.bfloat16 else array
     assert mx.all(words == 1).item()
+    assert all(mx.all(neighbour.array == 7).item() for neighbour in (first, last))
+
+
+def test_nothing_wanted_is_nothing_made():
+    assert untouched([]) == []
 
 
 def test_memory_is_not_touched_before_it_is_used():
@@ -25,23 +33,23 @@ def test_memory_is_not_touched_before_it_is_used():
     import psutil
 
     before = psutil.Process().memory_info().rss
-    array = untouched((1, 8, 100_000, 256), mx.bfloat16)
-    assert array.nbytes > 400e6
+    (made,) = untouched([((1, 8, 100_000, 256), mx.bfloat16)])
+    assert made.array.nbytes > 400e6
     assert psutil.Process().memory_info().rss - before < 50e6
 
 
 def test_a_dtype_that_no_file_has_is_refused():
     with pytest.raises(CacheMismatch, match="the dtype"):
-        untouched((1,), mx.complex64)
+        untouched([((1,), mx.complex64)])
 
 
 def test_the_room_after_the_rows_is_zeros():
     """A prompt cache saved by mlx-lm holds the room too: no old memory may be in it."""
     spec = TensorSpec((1, 2, None, 64), mx.float32)
-    used = RowBuffer(spec, 512)
+    (used,) = row_buffers([Wanted(spec, 512)])
     used.write(0, mx.ones((1, 2, 512, 64)))
     del used
-    buffer = RowBuffer(spec, 256, room=256)
+    (buffer,) = row_buffers([Wanted(spec, 256, room=256)])
     buffer.write(0, mx.ones((1, 2, 256, 64)))
     array = buffer.filled()
     assert mx.all(array[..., :256, :] == 1).item()

@@ -24,9 +24,15 @@ def rows_of(n_rows: int, seed: int) -> HostArray:
     return HostArray(words, mx.float32)
 
 
+def target_of(n_rows: int, staging: Staging) -> DeviceRows:
+    zeros = mx.zeros(SPEC.with_rows(n_rows))
+    mx.eval(zeros)
+    return DeviceRows(SPEC, zeros, staging)
+
+
 def test_threads_write_beside_each_other():
     staging = Staging()
-    target = DeviceRows(SPEC, 64 * 16, 8, staging)
+    target = target_of(64 * 16 + 8, staging)
     pieces = [rows_of(16, seed) for seed in range(64)]
 
     def write(number: int) -> None:
@@ -42,7 +48,7 @@ def test_threads_write_beside_each_other():
 
 def test_a_full_slot_is_emptied_and_a_larger_tensor_goes_by_itself():
     staging = Staging(slot_bytes=4096)
-    target = DeviceRows(SPEC, 1024, 0, staging)
+    target = target_of(1024, staging)
     pieces = [rows_of(n_rows, n_rows) for n_rows in (40, 40, 200, 30)]
     at = 0
     for piece in pieces:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey, pack, unpack
 from keepwarm.prefix.fingerprint import FORMAT_VERSION
+from keepwarm.store.header_text import label
 from keepwarm.store.record import (
     ITEM_BYTES,
     MAX_HEADER_BYTES,
@@ -207,6 +208,12 @@ def test_a_digest_covers_name_dtype_shape_and_bytes(other):
     ours = tensor("L0_B0_K", "U8", (4,))
     same = other.data if len(other.data) != len(ours.data) else ours.data
     assert tensor_digest(other._replace(data=same)) != tensor_digest(ours)
+
+
+@given(name=st.text(), dtype=st.text(), shape=st.lists(st.integers(0, 1 << 47), max_size=5))
+def test_a_label_is_written_as_json_is(name, dtype, shape):
+    """Digests of files that exist hang on it."""
+    assert label(name, dtype, tuple(shape)).decode() == dumps([name, dtype, shape])
 
 
 @pytest.mark.parametrize("field", ["namespace", "key", "parent", "part", "number", "tokens"])

@@ -30,6 +30,7 @@ from keepwarm.engine.model import Model
 from keepwarm.engine.prefill import Prefill
 from keepwarm.engine.shapes import SHAPES, build
 from keepwarm.engine.store import Store
+from keepwarm.store.disk import DiskTier
 from keepwarm.store.tiers import Tiers
 
 SLICE = 2048
@@ -74,13 +75,21 @@ class Case:
             self._time("from memory", lambda: self._restored("memory"), mx.clear_cache)
             self._time("mx.array of the same bytes", self._copied(), mx.clear_cache)
             self.store.flush()
-            files = sorted((self.store.settings.store / "blocks").rglob("*.safetensors"))
+            files = self._files()
             self._time("from disk, pages warm", lambda: self._restored("disk"), mx.clear_cache)
             drop = partial(drop_files, files)
             self._time("from disk, pages dropped", lambda: self._restored("disk"), drop)
             self._time("plain read, pages dropped", lambda: _read(files, 1), drop)
             self._time("plain read, 8 threads", lambda: _read(files, 8), drop)
         return self.samples
+
+    def _files(self) -> list[Path]:
+        """Those that a restore from disk reads."""
+        manager = self._only("disk")
+        ((_, disk),) = manager.tiers.named
+        assert isinstance(disk, DiskTier)
+        reads = manager.plan([*self.tokens, 1]).point.reads
+        return [disk.path_of(read.key, read.part) for read in reads]
 
     def _time(self, what: str, work: Callable[[], object], before: Callable[[], object]) -> None:
         seconds = []

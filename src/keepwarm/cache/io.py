@@ -279,10 +279,11 @@ class Reader:
         self._tiers = tiers
         self._own = _PerThread()
         self.staging = Staging.here()
-        # More than cores: those that wait for the disk leave theirs to others.
-        self.n_threads = n_threads or min(8, max(4, (os.cpu_count() or 2) // 2))
+        # One more than two cores: who waits for the disk leaves his to others.
+        self.n_threads = n_threads or min(8, max(3, (os.cpu_count() or 2) // 2))
         self._pool = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-reader")
         self._aside = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-aside")
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-ahead")
 
     def start(
         self, reads: Sequence[Read], use: Callable[[Read, Visit], None], aside: bool = False
@@ -307,8 +308,17 @@ class Reader:
                 missed.add(read.key)
             return tier or ""
 
-        return Reads([pool.submit(one, read) for read in reads], missed)
+        started = Reads([pool.submit(one, read) for read in reads], missed)
+        if len(reads) > self.n_threads:
+            self._ahead.submit(self._run_ahead, reads, started)
+        return started
+
+    def _run_ahead(self, reads: Sequence[Read], started: Reads) -> None:
+        """Have records brought nearer, so that the disk works on while threads are at theirs."""
+        for read, future in zip(reads, started.futures, strict=True):
+            if not future.done():
+                self._tiers.fetch(read.key, read.part)
 
     def close(self) -> None:
-        for pool in (self._pool, self._aside):
+        for pool in (self._ahead, self._pool, self._aside):
             pool.shutdown(wait=True, cancel_futures=True)

@@ -59,11 +59,16 @@ class Loading:
         self.aside = aside
         self._packed = pack(tokens[: point.n_tokens])
         self.seconds = 0.0  # from its first read on, without the time that nobody asked for its end
-        self._assembly = Assembly(layout, point.n_tokens, reader.staging)
+        self._assembly = Assembly(layout, point.n_tokens, reader.staging, later=True)
         self._saver = saver
         self._lock = threading.Lock()
         self._first_read = self._last_read = 0.0
         self._reads = reader.start(point.reads, self._place, aside)
+        try:
+            self._assembly.allocate()  # while the first bytes are read
+        except BaseException:
+            self.abandon()
+            raise
 
     @property
     def is_done(self) -> bool:

@@ -6,15 +6,16 @@ quantised) and `_S{i}` for state arrays; `{layer}` is `3.1` for the second part 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from keepwarm.errors import CacheMismatch, CorruptBlock, UnsupportedCache
-from keepwarm.kv.buffers import HostArray, host_view, untouched
+from keepwarm.errors import CacheError, CacheMismatch, CorruptBlock, UnsupportedCache
+from keepwarm.kv.buffers import HostArray, Writable, host_view, untouched
 from keepwarm.kv.codec import LAYER_ARRAYS, Encoded, Tensors, decode, encode, rows_in_time
 from keepwarm.kv.kinds import (
     Cache,
@@ -32,6 +33,7 @@ from keepwarm.prefix.blocks import BLOCK_TOKENS
 Rows: TypeAlias = mx.array | HostArray
 
 SUFFIXES = {"keys": "K", "values": "V"}
+LEAVES_AT_ONCE = 8  # that get memory together
 
 
 def tensor_name(path: str, block: int, tensor: str) -> str:
@@ -158,11 +160,10 @@ class RowBuffer:
     Bytes of ours go straight into MLX's memory: one copy, and several threads may write at once.
     """
 
-    def __init__(self, spec: TensorSpec, n_rows: int, room: int = 0) -> None:
+    def __init__(self, spec: TensorSpec, n_rows: int, writable: Writable) -> None:
         self.spec = spec
         self._n_rows = n_rows
-        self._array = untouched(spec.with_rows(n_rows + room), spec.dtype)
-        self._memory = host_view(self._array)
+        self._array, self._memory = writable
 
     def write(self, at: int, rows: Rows) -> None:
         host = rows if isinstance(rows, HostArray) else HostArray(host_view(rows), rows.dtype)
@@ -174,22 +175,50 @@ class RowBuffer:
         return self._array
 
 
+class Wanted(NamedTuple):
+    """Rows of one tensor, and room for more of them behind."""
+
+    spec: TensorSpec
+    n_rows: int
+    room: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.with_rows(self.n_rows + self.room)
+
+
+def row_buffers(
+    wanted: Sequence[Wanted], staging: Staging | None = None
+) -> Sequence[RowBuffer | DeviceRows]:
+    """Memory for all of them at once: one by one it takes MLX three times as long."""
+    if staging is not None:
+        arrays = [mx.zeros(one.shape, one.spec.dtype) for one in wanted]
+        mx.eval(arrays)
+        return [DeviceRows(one.spec, a, staging) for one, a in zip(wanted, arrays, strict=True)]
+    places = untouched([(one.shape, one.spec.dtype) for one in wanted])
+    return [RowBuffer(one.spec, one.n_rows, p) for one, p in zip(wanted, places, strict=True)]
+
+
 class _LeafAssembly:
     """One layer on its way back: which rows it needs, and which have come."""
 
-    def __init__(self, leaf: LayerSpec, n_tokens: int, staging: Staging | None) -> None:
+    def __init__(self, leaf: LayerSpec, n_tokens: int) -> None:
         self.leaf = leaf
         self.n_tokens = n_tokens
         self.first = leaf.first_row_needed(n_tokens)
         self.come: set[int] = set()  # numbers of the blocks whose rows are in place
         self.states: dict[str, Rows] = {}
-        room = -(n_tokens - self.first) % BLOCK_TOKENS or BLOCK_TOKENS
-        grows = leaf.cls in ("KVCache", "QuantizedKVCache")
-        self.buffers = {
-            name: _buffer(spec, n_tokens - self.first, room if grows else 0, staging)
-            for name, spec in leaf.tensors.items()
-            if leaf.kind is not Kind.STATE
-        }
+        self.buffers: dict[str, RowBuffer | DeviceRows] = {}  # once there is memory
+        self.has_memory = Event()
+
+    def wanted(self) -> dict[str, Wanted]:
+        """What it needs to hold its rows, by the names of the tensors."""
+        if self.leaf.kind is Kind.STATE:
+            return {}
+        n_rows = self.n_tokens - self.first
+        grows = self.leaf.cls in ("KVCache", "QuantizedKVCache")
+        room = (-n_rows % BLOCK_TOKENS or BLOCK_TOKENS) if grows else 0
+        return {name: Wanted(spec, n_rows, room) for name, spec in self.leaf.tensors.items()}
 
     def add(self, block: Block) -> None:
         if self.leaf.kind is Kind.STATE:
@@ -205,12 +234,20 @@ class _LeafAssembly:
         start, end = max(block.start, self.first), min(block.end, self.n_tokens)
         if start >= end or held > start or block.index in self.come:
             return
-        for name, buffer in self.buffers.items():
+        for name, spec in self.leaf.tensors.items():
             rows = self._tensor(block, tensors, name)
-            buffer.spec.check(rows, block.end - held, self._place(block))
-            buffer.write(start - self.first, _between(rows, start - held, end - held))
+            spec.check(rows, block.end - held, self._place(block))
+            target = self._buffer(name)
+            target.write(start - self.first, _between(rows, start - held, end - held))
         if end == min(block.start + BLOCK_TOKENS, self.n_tokens):
             self.come.add(block.index)
+
+    def _buffer(self, name: str) -> RowBuffer | DeviceRows:
+        if not self.has_memory.is_set():  # which is quicker to ask
+            self.has_memory.wait()
+        if name not in self.buffers:
+            raise CacheError(f"There was no memory for the rows of layer {self.leaf.path}.")
+        return self.buffers[name]
 
     def _add_state(self, block: Block) -> None:
         if block.end != self.n_tokens or not block.state:
@@ -273,11 +310,35 @@ class Assembly:
     on the thread that owns MLX; blocks of bytes may be added by several threads at once.
     """
 
-    def __init__(self, layout: Layout, n_tokens: int, staging: Staging | None = None) -> None:
+    def __init__(
+        self, layout: Layout, n_tokens: int, staging: Staging | None = None, *, later: bool = False
+    ) -> None:
+        """With `later`, who adds blocks waits for `allocate` with the first bytes in hand."""
         self._layout = layout
         self._staging = staging
-        leaves = layout.leaves()
-        self._leaves = {leaf.path: _LeafAssembly(leaf, n_tokens, staging) for leaf in leaves}
+        self._leaves = {leaf.path: _LeafAssembly(leaf, n_tokens) for leaf in layout.leaves()}
+        if not later:
+            self.allocate()
+
+    def allocate(self) -> None:
+        """Get memory for all rows, on the thread that owns MLX: a few layers at a time, so that
+        others can begin with the first."""
+        waiting = list(self._leaves.values())
+        try:
+            while waiting:
+                self._allocate(waiting[:LEAVES_AT_ONCE])
+                del waiting[:LEAVES_AT_ONCE]
+        finally:  # who waits in vain is told so
+            for leaf in waiting:
+                leaf.has_memory.set()
+
+    def _allocate(self, leaves: Sequence[_LeafAssembly]) -> None:
+        wanted = [(leaf, *one) for leaf in leaves for one in leaf.wanted().items()]
+        buffers = row_buffers([one for *_, one in wanted], self._staging)
+        for (leaf, name, _), buffer in zip(wanted, buffers, strict=True):
+            leaf.buffers[name] = buffer
+        for leaf in leaves:
+            leaf.has_memory.set()
 
     def add(self, block: Block) -> None:
         try:
@@ -297,14 +358,6 @@ class Assembly:
         if layer.kind is Kind.COMPOSITE:
             return Encoded(layer.cls, parts=tuple(self._encoded(part) for part in layer.parts))
         return self._leaves[layer.path].encoded()
-
-
-def _buffer(
-    spec: TensorSpec, n_rows: int, room: int, staging: Staging | None
-) -> RowBuffer | DeviceRows:
-    if staging is not None:
-        return DeviceRows(spec, n_rows, room, staging)
-    return RowBuffer(spec, n_rows, room)
 
 
 def _between(rows: Rows, start: int, end: int) -> Rows:
@@ -339,7 +392,7 @@ def concatenate_cache_blocks(ks: Iterable[Any], vs: Iterable[Any]) -> tuple[mx.a
     if not pairs:
         raise CorruptBlock("?", 0, "there are no blocks to concatenate")
     n_rows = sum(k.shape[ROWS] for k, _ in pairs)
-    buffers = [RowBuffer(_spec_of(array), n_rows) for array in pairs[0]]
+    buffers = row_buffers([Wanted(_spec_of(array), n_rows) for array in pairs[0]])
     at = 0
     for index, pair in enumerate(pairs):
         for buffer, array in zip(buffers, pair, strict=True):

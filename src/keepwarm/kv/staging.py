@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from keepwarm.kv.buffers import HostArray, host_view, untouched
+from keepwarm.kv.buffers import HostArray, untouched
 from keepwarm.kv.layout import TensorSpec
 
 SLOT_BYTES = 32 << 20
@@ -34,8 +34,7 @@ class _Slot(threading.local):
     """What one thread has in hand: its piece of memory, and copies that wait in it."""
 
     def __init__(self, n_bytes: int) -> None:
-        self.array = untouched((n_bytes,), mx.uint8)
-        self.memory = host_view(self.array)
+        ((self.array, self.memory),) = untouched([((n_bytes,), mx.uint8)])
         self.memory[:] = 0
         _advise(self.memory)
         self.used = 0
@@ -85,11 +84,10 @@ class Staging:
 class DeviceRows:
     """K or V of one layer in the device's memory; rows that nobody wrote are zeros."""
 
-    def __init__(self, spec: TensorSpec, n_rows: int, room: int, staging: Staging) -> None:
+    def __init__(self, spec: TensorSpec, zeros: mx.array, staging: Staging) -> None:
         self.spec = spec
         self._staging = staging
-        self.array = mx.zeros(spec.with_rows(n_rows + room), spec.dtype)
-        mx.eval(self.array)
+        self.array = zeros
 
     def write(self, at: int, rows: mx.array | HostArray) -> None:
         if isinstance(rows, HostArray):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from typing import BinaryIO
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 MAX_PIECES = 512  # of one writev call
+READ_THROUGH_BYTES = 64 << 20  # of one sendfile call
 
 
 class Files:
@@ -59,6 +61,18 @@ class Files:
 
     def open(self, path: Path) -> BinaryIO:
         return path.open("rb", buffering=0)
+
+    def read_through(self, file: BinaryIO) -> None:
+        """Read all of a file to nowhere, so that its pages are in memory; where Linux can.
+
+        Not by POSIX_FADV_WILLNEED: it reads in small pages, and takes 40 times the time of a core.
+        """
+        if sys.platform != "linux":
+            return
+        with Path(os.devnull).open("wb", buffering=0) as nowhere:
+            at = 0
+            while n_read := os.sendfile(nowhere.fileno(), file.fileno(), at, READ_THROUGH_BYTES):
+                at += n_read
 
     def sync_directory(self, path: Path) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

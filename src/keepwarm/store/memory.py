@@ -76,6 +76,9 @@ class MemoryTier:
             use(Visit(record.header, record.tensors))
         return record is not None
 
+    def fetch(self, key: BlockKey, part: Part) -> None:
+        """It is as near as it gets."""
+
     def put(self, record: Record) -> Put:
         with self._lock:
             return Put(self._put(record), self._durable)

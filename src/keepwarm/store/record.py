@@ -34,6 +34,7 @@ from keepwarm.store.header_text import (
     entry_json,
     header_digest,
     header_text,
+    label,
     opened_head,
     sealed_head,
 )
@@ -219,8 +220,7 @@ def unread(file: BinaryIO, opened: Opened, buffer: Buffer) -> Visit:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    label = dumps([tensor.name, tensor.dtype, list(tensor.shape)])
-    hasher = xxhash.xxh3_128(label.encode())
+    hasher = xxhash.xxh3_128(label(tensor.name, tensor.dtype, tensor.shape))
     hasher.update(tensor.data)
     return hasher.hexdigest()
 

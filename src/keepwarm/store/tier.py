@@ -164,6 +164,9 @@ class Tier(Protocol):
         A tensor is verified when it is looked at, and good until the next one is.
         """
 
+    def fetch(self, key: BlockKey, part: Part) -> None:
+        """Bring a record nearer that will be read soon, in its own time; nothing is promised."""
+
     def put(self, record: Record) -> Put:
         """Keep a record unless it is there; evicts to make room, never a pinned block."""
 

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -65,6 +65,12 @@ class Records:
             return True
 
         return bool(self._read(key, part, visited))
+
+    def fetch(self, key: BlockKey, part: Part) -> None:
+        """Have the system read the file while others are worked on: it keeps the pages."""
+        with suppress(OSError), self.files.open(self.path_of(key, part)) as file:
+            _ask_ahead(file)
+            self.files.read_through(file)
 
     def _read(self, key: BlockKey, part: Part, use: Callable[[BinaryIO, Opened], T]) -> T | None:
         """What `use` makes of a verified header and the file behind it; None is a miss."""
