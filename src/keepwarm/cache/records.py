@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 
-from keepwarm.kv.buffers import HostArray, from_buffer, to_buffer
+from keepwarm.kv.buffers import HostArray, UnreadArray, from_buffer, to_buffer
 from keepwarm.kv.slices import Block, Rows
 from keepwarm.prefix.blocks import BlockRef, Namespace
-from keepwarm.store.record import Header, Part, Record, Tensor, Visit
+from keepwarm.store.record import Header, Part, Record, Tensor, Unread, Visit
 
 LOG = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ class _Arrays(Mapping[str, HostArray]):
 
     def __getitem__(self, name: str) -> HostArray:
         tensor = self._tensors[name]
+        if isinstance(tensor, Unread):
+            return UnreadArray(tensor.dtype, tensor.shape, tensor)
         return from_buffer(tensor.dtype, tensor.shape, tensor.data)
 
     def __contains__(self, name: object) -> bool:

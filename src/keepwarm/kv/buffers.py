@@ -13,7 +13,7 @@ import mmap
 import struct
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -43,19 +43,25 @@ class Buffer(NamedTuple):
     data: memoryview
 
 
-class HostArray(NamedTuple):
+class HostArray:
     """An array that still lies in bytes of ours, not of MLX: shape and dtype as MLX would say."""
 
-    words: np.ndarray[Any, Any]
-    dtype: mx.Dtype
+    def __init__(self, words: np.ndarray[Any, Any], dtype: mx.Dtype) -> None:
+        self.shape: Shape = tuple(words.shape)
+        self.dtype = dtype
+        self._words = words
 
     @property
-    def shape(self) -> Shape:
-        return tuple(self.words.shape)
+    def words(self) -> np.ndarray[Any, Any]:
+        return self._words
 
     @property
     def ndim(self) -> int:
-        return self.words.ndim
+        return len(self.shape)
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.size
 
     def rows(self, start: int, end: int) -> HostArray:
         return HostArray(self.words[..., start:end, :], self.dtype)
@@ -64,10 +70,46 @@ class HostArray(NamedTuple):
         """The same in bytes of its own, whatever becomes of those it lies in."""
         return HostArray(self.words.copy(), self.dtype)
 
+    def write_to(self, memory: np.ndarray[Any, Any]) -> None:
+        """Put all of it there."""
+        memory[...] = self.words
+
     def to_mx(self) -> mx.array:
         """A copy that MLX owns."""
         words = mx.array(self.words)
         return words.view(mx.bfloat16) if self.dtype == mx.bfloat16 else words
+
+
+class Source(Protocol):
+    """Where the bytes of an array come from when they are asked for."""
+
+    @property
+    def data(self) -> memoryview:
+        """All of them, good until others are asked for."""
+
+    def read_into(self, memory: memoryview) -> None:
+        """Put them there, without another copy where that can be."""
+
+
+class UnreadArray(HostArray):
+    """An array whose bytes lie in a file. Each look at its words reads them."""
+
+    def __init__(self, dtype: str, shape: Shape, source: Source) -> None:
+        self.shape, self.dtype = shape, DTYPES[dtype]
+        self._name, self._source = dtype, source
+
+    @property
+    def words(self) -> np.ndarray[Any, Any]:
+        return from_buffer(self._name, self.shape, self._source.data).words
+
+    def rows(self, start: int, end: int) -> HostArray:
+        return self if (start, end) == (0, self.shape[-2]) else super().rows(start, end)
+
+    def write_to(self, memory: np.ndarray[Any, Any]) -> None:
+        if memory.flags.c_contiguous and memory.size:
+            self._source.read_into(memory.reshape(-1).data.cast("B"))
+        else:
+            super().write_to(memory)
 
 
 def to_buffer(array: mx.array | HostArray) -> Buffer:
@@ -92,6 +134,11 @@ def _name_of(dtype: mx.Dtype) -> str:
 def from_buffer(dtype: str, shape: Shape, data: Any) -> HostArray:
     """Look at bytes as an array; nothing is copied."""
     return HostArray(np.frombuffer(data, WORDS[dtype]).reshape(shape), DTYPES[dtype])
+
+
+def word_of(dtype: mx.Dtype) -> Any:
+    """What numpy takes for one item of it."""
+    return WORDS[_name_of(dtype)]
 
 
 def host_view(array: mx.array) -> np.ndarray[Any, Any]:

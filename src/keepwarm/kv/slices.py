@@ -167,7 +167,7 @@ class RowBuffer:
 
     def write(self, at: int, rows: Rows) -> None:
         host = rows if isinstance(rows, HostArray) else HostArray(host_view(rows), rows.dtype)
-        self._memory[..., at : at + rows.shape[ROWS], :] = host.words
+        host.write_to(self._memory[..., at : at + rows.shape[ROWS], :])
 
     def filled(self) -> mx.array:
         """The array, once all rows are written; the room after them is zeros, not old memory."""

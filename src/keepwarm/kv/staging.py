@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from keepwarm.kv.buffers import HostArray, untouched
+from keepwarm.kv.buffers import HostArray, untouched, word_of
 from keepwarm.kv.layout import TensorSpec
 
 SLOT_BYTES = 32 << 20
@@ -56,14 +56,14 @@ class Staging:
         return cls() if is_cuda else None
 
     def write(self, target: DeviceRows, at: int, rows: HostArray) -> None:
-        slot, n_bytes = self._slot, rows.words.nbytes
+        slot, n_bytes = self._slot, rows.n_bytes
         if slot.used + n_bytes > self._slot_bytes:
             self.flush()
         if n_bytes > self._slot_bytes:
             slot.copies.append(_Copy(target, at, rows.to_mx()))
             return
         start, end = slot.used, slot.used + n_bytes
-        slot.memory[start:end].view(rows.words.dtype).reshape(rows.shape)[...] = rows.words
+        rows.write_to(slot.memory[start:end].view(word_of(rows.dtype)).reshape(rows.shape))
         staged = slot.array[start:end].view(rows.dtype).reshape(rows.shape)
         slot.copies.append(_Copy(target, at, staged))
         slot.used = -(-end // ALIGNMENT) * ALIGNMENT

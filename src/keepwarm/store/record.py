@@ -21,7 +21,6 @@ from base64 import b64decode, b64encode
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
@@ -139,11 +138,20 @@ class Unread:
 
     def __init__(self, file: BinaryIO, opened: Opened, entry: Entry, buffer: Buffer) -> None:
         self.name, self.dtype, self.shape = entry.name, entry.dtype, entry.shape
-        self._read = partial(_read_one, file, opened, entry, buffer)
+        self._in_file = file, opened, entry
+        self._buffer = buffer
 
     @property
     def data(self) -> memoryview:
-        return self._read().data
+        return _read_one(*self._in_file, self._buffer).data
+
+    def read_into(self, memory: memoryview) -> None:
+        """Put the bytes there instead; what lies there is of no use where this raises."""
+        _, opened, _ = self._in_file
+        if opened.seal is None:
+            _read_verified(*self._in_file, memory)
+        else:
+            memory[:] = self.data
 
 
 class Visit(NamedTuple):
@@ -227,15 +235,18 @@ def tensor_digest(tensor: Tensor) -> str:
 
 def _read_one(file: BinaryIO, opened: Opened, entry: Entry, buffer: Buffer) -> Tensor:
     data = buffer.take(entry.end - entry.start)
-    file.seek(opened.data_start + entry.start)
-    _fill(data, file)
-    tensor = Tensor(entry.name, entry.dtype, entry.shape, data)
+    tensor = _read_verified(file, opened, entry, data)
     if opened.seal is None:
-        digest = tensor_digest(tensor)
-    else:
-        digest = _tag(data)
-        tensor = tensor._replace(data=_unsealed(opened.header, tensor, opened.seal))
-    if digest != entry.digest:
+        return tensor
+    return tensor._replace(data=_unsealed(opened.header, tensor, opened.seal))
+
+
+def _read_verified(file: BinaryIO, opened: Opened, entry: Entry, memory: memoryview) -> Tensor:
+    """The bytes as they lie in the file, read to `memory`."""
+    file.seek(opened.data_start + entry.start)
+    _fill(memory, file)
+    tensor = Tensor(entry.name, entry.dtype, entry.shape, memory)
+    if (tensor_digest(tensor) if opened.seal is None else _tag(memory)) != entry.digest:
         raise BadRecord(f"{entry.name} does not match its digest")
     return tensor
 
