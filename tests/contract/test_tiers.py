@@ -130,8 +130,8 @@ def test_a_visitor_sees_what_is_read(tier):
     def use(visit):
         tensors = [(t.name, t.dtype, t.shape, bytes(t.data)) for t in visit.tensors]
         seen.append((visit.header, tensors))
-        for tensor, (*_, data) in zip(visit.tensors, tensors, strict=True):
-            assert bytes(read_into(tensor, len(data))) == data
+        for one, (*_, data) in zip(visit.tensors, tensors, strict=True):
+            assert bytes(read_into(one, len(data))) == data
 
     for one in made:
         assert tier.visit(one.header.key, Part.DELTA, use, buffer)

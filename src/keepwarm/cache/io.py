@@ -8,7 +8,6 @@ deepest first, exactly as every tier does.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -31,6 +30,8 @@ from keepwarm.store.wear import Wear
 
 LOG = logging.getLogger(__name__)
 MAX_DEFERRAL_S = 2.0  # a save waits for restores, but not for ever
+# The best of 1 to 8 on two cores and on sixteen: more of them wait for each other's Python.
+READER_THREADS = 3
 
 
 @dataclass(frozen=True)
@@ -275,12 +276,11 @@ class _PerThread(threading.local):
 class Reader:
     """Reads the records of a plan in several threads, each putting its own where it belongs."""
 
-    def __init__(self, tiers: Tiers, n_threads: int | None = None) -> None:
+    def __init__(self, tiers: Tiers, n_threads: int = READER_THREADS) -> None:
         self._tiers = tiers
         self._own = _PerThread()
         self.staging = Staging.here()
-        # One more than two cores: who waits for the disk leaves his to others.
-        self.n_threads = n_threads or min(8, max(3, (os.cpu_count() or 2) // 2))
+        self.n_threads = n_threads
         self._pool = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-reader")
         self._aside = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-aside")
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-ahead")
