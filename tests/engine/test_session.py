@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
@@ -21,7 +21,7 @@ import keepwarm
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.gate import Gate
 from keepwarm.engine.model import Model
-from keepwarm.engine.request import Delta, KVOptions, Request, Sampling
+from keepwarm.engine.request import Delta, KVOptions, Message, Request, Sampling
 from keepwarm.engine.session import Registry, Session, forget
 from keepwarm.engine.tool_rounds import Reply
 from keepwarm.errors import BadInput, Busy, UnknownAgent
@@ -277,6 +277,40 @@ def test_kv_options_are_part_of_what_is_found(models: Models, tmp_path):
         reply = session.respond("What is it?")
         assert reply.usage.cached_tokens == n_warm
         assert not reply.receipt.exact
+
+
+def test_a_conversation_is_exact_up_to_the_start_and_quantised_from_there(models: Models, tmp_path):
+    """S4-04: what was read exactly is quantised when the prompt outgrows the start, not read anew.
+
+    Up to there it is what anybody reads; after it, another start is another identity.
+    """
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        start = Session(engine, system="Be brief.", sampling=SHORT).prewarm().prompt_tokens + 40
+        options = KVOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=start)
+
+        def session_with(kv: KVOptions | None, messages: Sequence[Message] = ()) -> Session:
+            return Session(engine, system="Be brief.", kv=kv, sampling=SHORT, messages=messages)
+
+        session = session_with(options)
+        first = session.respond("What is it?")
+        assert first.usage.prompt_tokens < start
+        assert first.receipt.exact
+        assert session_with(None).respond("What is it?").usage.cached_tokens == (
+            first.usage.prompt_tokens - 1
+        )
+        second = session.respond("And how long does it take to say all of that? " * 4)
+        assert second.usage.prompt_tokens > start
+        assert not second.receipt.exact
+        n_known = first.usage.prompt_tokens + first.usage.completion_tokens
+        assert second.usage.cached_tokens >= n_known - 1
+        third = session.respond("Go on.")
+        n_known = second.usage.prompt_tokens + second.usage.completion_tokens
+        assert third.usage.cached_tokens >= n_known - 1
+        assert not third.receipt.exact
+        other = replace(options, quantized_kv_start=start + 1)
+        again = session_with(other, session.messages[:-2]).respond("Go on.")
+        assert again.usage.prompt_tokens == third.usage.prompt_tokens
+        assert again.usage.cached_tokens < start
 
 
 # Lives and deaths.
