@@ -5,10 +5,12 @@ import time
 
 import pytest
 
+from keepwarm.cache import io
 from keepwarm.cache.io import MemoryOnly, Reader, Writer
 from keepwarm.cache.plan import Read
 from keepwarm.cache.policy import Policy
 from keepwarm.errors import CorruptBlock
+from keepwarm.store.atomic import CAN_READ_THROUGH
 from keepwarm.store.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Buffer, Part
@@ -17,6 +19,10 @@ from keepwarm.store.wear import Wear
 from tests.store.kit import chain_of
 
 MIB = 1 << 20
+
+needs_reading_through = pytest.mark.skipif(
+    not CAN_READ_THROUGH, reason="only Linux sends a file to nowhere"
+)
 
 
 class Gated:
@@ -221,32 +227,76 @@ class Watched:
         return getattr(self.tier, name)
 
     def fetch(self, key, part):
-        self.fetched.append(key)
-        self.tier.fetch(key, part)
+        if self.tier.fetch(key, part):
+            self.fetched.append(key)
+            return True
+        return False
 
 
-def test_what_waits_to_be_read_is_fetched_from_where_it_lies(disk, records):
-    """And not what a faster tier has, nor what was read meanwhile or is not wanted any more."""
-    memory = MemoryTier(64 * MIB)
+@pytest.fixture
+def reads(disk, records):
     for record in records:
         disk.put(record)
+    return [Read(r.header.key, Part.DELTA, i) for i, r in enumerate(records)]
+
+
+@needs_reading_through
+def test_what_waits_to_be_read_is_fetched_from_where_it_lies(disk, records, reads):
+    """And not what a faster tier has, nor what was read meanwhile."""
+    memory = MemoryTier(64 * MIB)
     memory.put(records[-1])
     near, far = Watched(memory), Watched(disk)
     reader = Reader(Tiers([("memory", near), ("disk", far)]), n_threads=1)
     gate = threading.Event()
-    reads = [Read(r.header.key, Part.DELTA, i) for i, r in enumerate(records)]
     started = reader.start(reads, lambda read, record: gate.wait(30))
     _until(lambda: near.fetched)
     assert far.fetched == [read.key for read in reads[:-1]]
     assert near.fetched == [reads[-1].key]
     gate.set()
     started.outcome()
-    gate.clear()
-    again = reader.start(reads, lambda read, record: gate.wait(30))
-    again.stop()
+    far.fetched.clear()
+    reader._run_ahead(reads, started)
+    assert far.fetched == []
+    reader.close()
+
+
+@needs_reading_through
+def test_what_is_read_aside_or_not_at_all_is_fetched_for_nobody(disk, reads):
+    """Whoever waits has the disk to himself."""
+    far = Watched(disk)
+    reader = Reader(Tiers([("disk", far)]), n_threads=1)
+    entered, gate = threading.Event(), threading.Event()
+
+    def wait(read, record):
+        entered.set()
+        gate.wait(30)
+
+    started = reader.start(reads, wait, aside=True)
+    assert entered.wait(30)
+    started.stop()
+    assert far.fetched == []
+    reader._run_ahead(reads, started)
+    assert far.fetched == [reads[0].key]  # the one that was begun
     gate.set()
     reader.close()
-    assert len(far.fetched) <= 2 * len(reads) - 1
+
+
+@needs_reading_through
+def test_nobody_runs_too_far_ahead(disk, reads, monkeypatch):
+    monkeypatch.setattr(io, "MAX_AHEAD", 2)
+    far = Watched(disk)
+    reader = Reader(Tiers([("disk", far)]), n_threads=1)
+    gates = [threading.Event() for _ in reads]
+    started = reader.start(reads, lambda read, record: gates[read.number].wait(30))
+    _until(lambda: len(far.fetched) == 2)
+    time.sleep(0.05)
+    assert len(far.fetched) == 2
+    gates[0].set()
+    _until(lambda: len(far.fetched) == 3)
+    for gate in gates:
+        gate.set()
+    started.outcome()
+    reader.close()
 
 
 def _until(holds):

@@ -161,9 +161,8 @@ def test_fetching_changes_nothing(tier):
     here, gone = chain_of(2)
     tier.put(here)
     before = tier.stats()
-    for key in keys_of([here, gone]):
-        for part in Part:
-            tier.fetch(key, part)
+    found = [(key, part) for key in keys_of([here, gone]) for part in Part if tier.fetch(key, part)]
+    assert found == [(here.header.key, Part.DELTA)]
     assert tier.stats() == before
     assert content(tier.read(here.header.key, Part.DELTA)) == content(here)
 

@@ -8,7 +8,8 @@ import pytest
 
 from keepwarm import kv
 from keepwarm.cache.records import block_of, records_of
-from keepwarm.kv.buffers import HostArray
+from keepwarm.errors import BadRecord
+from keepwarm.kv.buffers import HostArray, UnreadArray
 from keepwarm.kv.layout import TensorSpec
 from keepwarm.kv.staging import DeviceRows, Staging
 from keepwarm.prefix.blocks import Namespace, chain
@@ -57,6 +58,42 @@ def test_a_full_slot_is_emptied_and_a_larger_tensor_goes_by_itself():
     staging.flush()
     wanted = np.concatenate([piece.words for piece in pieces], axis=2)
     assert np.array_equal(np.asarray(target.filled())[:, :, :at], wanted)
+
+
+class Bytes:
+    """Where an array comes from, as a file would be."""
+
+    def __init__(self, rows: HostArray, fails: bool = False) -> None:
+        self.data = memoryview(rows.words.tobytes())
+        self.fails = fails
+        self.n_direct = 0
+
+    def read_into(self, memory: memoryview) -> None:
+        memory[:] = self.data
+        self.n_direct += 1
+        if self.fails:
+            raise BadRecord("its bytes are others")
+
+
+def test_bytes_of_a_file_go_straight_into_the_slot():
+    """And where they turn out to be bad, nothing of them is copied on."""
+    staging = Staging(slot_bytes=4096)
+    target = target_of(64, staging)
+    good, bad, last = (rows_of(16, seed) for seed in range(3))
+    sources = [Bytes(good), Bytes(bad, fails=True), Bytes(last)]
+    arrays = [UnreadArray("F32", (1, 2, 16, 8), source) for source in sources]
+    target.write(0, arrays[0])
+    with pytest.raises(BadRecord):
+        target.write(16, arrays[1])
+    target.write(32, arrays[2])
+    target.write(48, arrays[2].rows(0, 8))
+    staging.flush()
+    assert [source.n_direct for source in sources] == [1, 1, 1]
+    found = np.asarray(target.filled())
+    assert np.array_equal(found[:, :, :16], good.words)
+    assert not found[:, :, 16:32].any()
+    assert np.array_equal(found[:, :, 32:48], last.words)
+    assert np.array_equal(found[:, :, 48:56], last.words[:, :, :8])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from keepwarm.store import atomic
-from keepwarm.store.atomic import Files, Scratch, exclusive, is_alive
+from keepwarm.store.atomic import CAN_READ_THROUGH, Files, Scratch, exclusive, is_alive
 
 
 @pytest.fixture
@@ -139,3 +139,23 @@ def test_a_lock_is_let_go_after_an_error(tmp_path):
         _ = 1 / 0
     with exclusive(tmp_path / "lock"):
         pass
+
+
+@pytest.mark.skipif(not CAN_READ_THROUGH, reason="only Linux sends a file to nowhere")
+def test_reading_through_covers_the_file(files, tmp_path, monkeypatch):
+    """In as many portions as the system takes; a file cut short meanwhile ends it."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(5000))
+    asked, send = [], os.sendfile
+
+    def few(out, source, at, n_bytes):
+        n_sent = send(out, source, at, min(n_bytes, 2000))
+        asked.append((at, n_sent))
+        return n_sent
+
+    monkeypatch.setattr(os, "sendfile", few)
+    with files.open(path) as file:
+        files.read_through(file)
+        assert asked == [(0, 2000), (2000, 2000), (4000, 1000)]
+        monkeypatch.setattr(os, "sendfile", lambda *_: 0)
+        files.read_through(file)

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -22,6 +22,7 @@ from keepwarm.cache.policy import Policy
 from keepwarm.errors import CacheError
 from keepwarm.kv.staging import Staging
 from keepwarm.prefix.blocks import BlockKey
+from keepwarm.store.atomic import CAN_READ_THROUGH
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Buffer, Part, Record, Visit
 from keepwarm.store.tier import Known, Put, Tier
@@ -32,6 +33,7 @@ LOG = logging.getLogger(__name__)
 MAX_DEFERRAL_S = 2.0  # a save waits for restores, but not for ever
 # The best of 1 to 8 on two cores and on sixteen: more of them wait for each other's Python.
 READER_THREADS = 3
+MAX_AHEAD = 16  # records
 
 
 @dataclass(frozen=True)
@@ -308,17 +310,29 @@ class Reader:
                 missed.add(read.key)
             return tier or ""
 
-        started = Reads([pool.submit(one, read) for read in reads], missed)
-        if len(reads) > self.n_threads:
-            self._ahead.submit(self._run_ahead, reads, started)
+        started = Reads([], missed)
+        try:
+            for read in reads:
+                started.futures.append(pool.submit(one, read))
+            if CAN_READ_THROUGH and not aside and len(reads) > self.n_threads:
+                self._ahead.submit(self._run_ahead, reads, started)
+        except BaseException:
+            started.stop()
+            raise
         return started
 
     def _run_ahead(self, reads: Sequence[Read], started: Reads) -> None:
-        """Have records brought nearer, so that the disk works on while threads are at theirs."""
-        for read, future in zip(reads, started.futures, strict=True):
-            if not future.done():
+        """Have records brought nearer, so that the disk works on while threads are at theirs.
+
+        Not too far ahead: where memory is short, the first would be gone before they are read.
+        """
+        for number, read in enumerate(reads):
+            if number >= MAX_AHEAD:
+                with suppress(Exception):  # which its owner is told
+                    started.futures[number - MAX_AHEAD].result()
+            if not started.futures[number].done():
                 self._tiers.fetch(read.key, read.part)
 
     def close(self) -> None:
-        for pool in (self._ahead, self._pool, self._aside):
+        for pool in (self._pool, self._aside, self._ahead):
             pool.shutdown(wait=True, cancel_futures=True)

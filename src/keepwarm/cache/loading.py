@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
 
-from keepwarm.cache.io import Reader, Saver
+from keepwarm.cache.io import Reader, Reads, Saver
 from keepwarm.cache.plan import Point, Read
 from keepwarm.cache.records import block_of
 from keepwarm.errors import BadRecord, CacheError
@@ -63,10 +63,12 @@ class Loading:
         self._saver = saver
         self._lock = threading.Lock()
         self._first_read = self._last_read = 0.0
-        self._reads = reader.start(point.reads, self._place, aside)
+        self._reads = Reads([], set())
         try:
-            self._assembly.allocate()  # while the first bytes are read
+            self._reads = reader.start(point.reads, self._place, aside)
+            self._assembly.allocate()  # while the first files are opened and fetched
         except BaseException:
+            self._assembly.give_up()
             self.abandon()
             raise
 

@@ -95,7 +95,7 @@ class UnreadArray(HostArray):
     """An array whose bytes lie in a file. Each look at its words reads them."""
 
     def __init__(self, dtype: str, shape: Shape, source: Source) -> None:
-        self.shape, self.dtype = shape, DTYPES[dtype]
+        self.shape, self.dtype = shape, DTYPES[dtype]  # and no words yet
         self._name, self._source = dtype, source
 
     @property
@@ -198,16 +198,18 @@ def _ask_for_huge_pages(memories: Sequence[np.ndarray[Any, Any]]) -> None:
     it then takes a tenth of the time. A mere wish.
 
     The allocator keeps notes in front of an array, so its first page is there already, a small
-    one. The 2 MiB around it are put together where they lie between arrays of ours.
+    one. The 2 MiB around it, part of the array before it mostly, are put together all the same.
     """
-    madvise, advice = _madvise(), getattr(mmap, "MADV_HUGEPAGE", None)
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None:
         return
-    spans = [(m.ctypes.data, m.ctypes.data + m.nbytes) for m in memories if m.nbytes >= HUGE_PAGE]
-    for start, end in spans:
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        madvise(first, end - first, advice)
-    for start, _ in spans:
+    madvise, starts = _madvise(), []
+    for memory in memories:
+        start = memory.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+        n_bytes = memory.ctypes.data + memory.nbytes - start
+        if n_bytes >= HUGE_PAGE and not madvise(start, n_bytes, advice):
+            starts.append(start)
+    for start in starts:
         madvise(start // HUGE_PAGE * HUGE_PAGE, HUGE_PAGE, MADV_COLLAPSE)
 
 

@@ -313,7 +313,7 @@ class Assembly:
     def __init__(
         self, layout: Layout, n_tokens: int, staging: Staging | None = None, *, later: bool = False
     ) -> None:
-        """With `later`, who adds blocks waits for `allocate` with the first bytes in hand."""
+        """With `later`, who adds blocks waits for `allocate` or `give_up`."""
         self._layout = layout
         self._staging = staging
         self._leaves = {leaf.path: _LeafAssembly(leaf, n_tokens) for leaf in layout.leaves()}
@@ -328,9 +328,13 @@ class Assembly:
             while waiting:
                 self._allocate(waiting[:LEAVES_AT_ONCE])
                 del waiting[:LEAVES_AT_ONCE]
-        finally:  # who waits in vain is told so
-            for leaf in waiting:
-                leaf.has_memory.set()
+        finally:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Tell who still waits for memory that none will come."""
+        for leaf in self._leaves.values():
+            leaf.has_memory.set()
 
     def _allocate(self, leaves: Sequence[_LeafAssembly]) -> None:
         wanted = [(leaf, *one) for leaf in leaves for one in leaf.wanted().items()]

@@ -76,8 +76,10 @@ class MemoryTier:
             use(Visit(record.header, record.tensors))
         return record is not None
 
-    def fetch(self, key: BlockKey, part: Part) -> None:
+    def fetch(self, key: BlockKey, part: Part) -> bool:
         """It is as near as it gets."""
+        with self._lock:
+            return (key, part) in self._records
 
     def put(self, record: Record) -> Put:
         with self._lock:

@@ -138,18 +138,17 @@ class Unread:
 
     def __init__(self, file: BinaryIO, opened: Opened, entry: Entry, buffer: Buffer) -> None:
         self.name, self.dtype, self.shape = entry.name, entry.dtype, entry.shape
-        self._in_file = file, opened, entry
+        self._file, self._opened, self._entry = file, opened, entry
         self._buffer = buffer
 
     @property
     def data(self) -> memoryview:
-        return _read_one(*self._in_file, self._buffer).data
+        return _read_one(self._file, self._opened, self._entry, self._buffer).data
 
     def read_into(self, memory: memoryview) -> None:
         """Put the bytes there instead; what lies there is of no use where this raises."""
-        _, opened, _ = self._in_file
-        if opened.seal is None:
-            _read_verified(*self._in_file, memory)
+        if self._opened.seal is None:
+            _read_verified(self._file, self._opened, self._entry, memory)
         else:
             memory[:] = self.data
 
@@ -246,7 +245,8 @@ def _read_verified(file: BinaryIO, opened: Opened, entry: Entry, memory: memoryv
     file.seek(opened.data_start + entry.start)
     _fill(memory, file)
     tensor = Tensor(entry.name, entry.dtype, entry.shape, memory)
-    if (tensor_digest(tensor) if opened.seal is None else _tag(memory)) != entry.digest:
+    digest = tensor_digest(tensor) if opened.seal is None else _tag(memory)
+    if digest != entry.digest:
         raise BadRecord(f"{entry.name} does not match its digest")
     return tensor
 

@@ -164,8 +164,8 @@ class Tier(Protocol):
         A tensor is verified when it is looked at, and good until the next one is.
         """
 
-    def fetch(self, key: BlockKey, part: Part) -> None:
-        """Bring a record nearer that will be read soon, in its own time; nothing is promised."""
+    def fetch(self, key: BlockKey, part: Part) -> bool:
+        """Bring a record nearer that will be read soon; False if it is not here. Asks no index."""
 
     def put(self, record: Record) -> Put:
         """Keep a record unless it is there; evicts to make room, never a pinned block."""

@@ -44,13 +44,9 @@ class Tiers:
                 return name
         return None
 
-    def fetch(self, key: BlockKey, part: Part) -> None:
-        """Let the tier that has the record bring it nearer."""
-        for _, tier in self._in_order(key, part):
-            known = tier.have([key]).get(key)
-            if known is not None and part in known.parts:
-                tier.fetch(key, part)
-                return
+    def fetch(self, key: BlockKey, part: Part) -> bool:
+        """Let the first tier that has the record bring it nearer; whether one has."""
+        return any(tier.fetch(key, part) for _, tier in self._tiers)
 
     def _in_order(self, key: BlockKey, part: Part) -> Sequence[tuple[str, Tier]]:
         """The fastest first; for window rows whoever holds the most: tiers may differ in them."""

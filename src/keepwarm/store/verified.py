@@ -66,11 +66,16 @@ class Records:
 
         return bool(self._read(key, part, visited))
 
-    def fetch(self, key: BlockKey, part: Part) -> None:
+    def fetch(self, key: BlockKey, part: Part) -> bool:
         """Have the system read the file while others are worked on: it keeps the pages."""
-        with suppress(OSError), self.files.open(self.path_of(key, part)) as file:
-            _ask_ahead(file)
-            self.files.read_through(file)
+        path = self.path_of(key, part)
+        with suppress(OSError):
+            if path.is_file():
+                with self.files.open(path) as file:
+                    _ask_ahead(file)
+                    self.files.read_through(file)
+                return True
+        return False
 
     def _read(self, key: BlockKey, part: Part, use: Callable[[BinaryIO, Opened], T]) -> T | None:
         """What `use` makes of a verified header and the file behind it; None is a miss."""
