@@ -35,6 +35,7 @@ class MemoryTier:
         self._clock = clock
         self._index = Index(":memory:")
         self._records: dict[tuple[BlockKey, Part], Record] = {}
+        self._known: dict[BlockKey, Known] = {}  # what the index says: quicker to ask, and often
         self._cut_off = CutOff()
         self._loose: dict[BlockKey, None] = {}  # their window rows go first; the oldest first
         self._lock = threading.RLock()
@@ -44,7 +45,8 @@ class MemoryTier:
 
     @outage_is(dict)
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
-        return self._index.have(keys)
+        with self._lock:
+            return {key: self._known[key] for key in keys if key in self._known}
 
     @outage_is(list)
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
@@ -108,6 +110,7 @@ class MemoryTier:
             return False
         self._records[header.key, header.part] = record
         self._index.add(header, n_bytes, now)
+        self._known |= self._index.have([header.key])
         self._count(puts=1)
         return True
 
@@ -126,11 +129,15 @@ class MemoryTier:
         spare = {record.header.key, record.header.parent}
         priority = self._index.priority_of(record.header, n_bytes, now)
         victims = self._index.evict(over, spare, priority)
-        for victim in victims:
-            for part in Part:
-                self._records.pop((victim.key, part), None)
+        self._forget([victim.key for victim in victims])
         self._count(evicted=len(victims))
         return bool(victims)
+
+    def _forget(self, keys: Collection[BlockKey]) -> None:
+        for key in keys:
+            self._known.pop(key, None)
+            for part in Part:
+                self._records.pop((key, part), None)
 
     def loose(self, keys: Collection[BlockKey]) -> set[BlockKey]:
         """Which of these have window rows that go first."""
@@ -149,15 +156,20 @@ class MemoryTier:
                 self.delete_part(key, Part.WINDOW)
         return freed
 
+    def resize(self, max_bytes: int) -> None:
+        """Hold no more than so many bytes from now on."""
+        with self._lock:
+            self._max_bytes = max_bytes
+            if (over := self._index.n_bytes() - max_bytes) > 0:
+                self.shed(over)
+
     def shed(self, n_bytes: int) -> int:
         """Evict the least valuable until so many bytes are free; how many it was."""
         with self._lock:
             before = self._index.n_bytes()
             n_bytes -= self._let_loose_go(n_bytes)
             victims = self._index.evict(max(0, n_bytes), set(), math.inf, partly=True)
-            for victim in victims:
-                for part in Part:
-                    self._records.pop((victim.key, part), None)
+            self._forget([victim.key for victim in victims])
             self._count(evicted=len(victims))
             return before - self._index.n_bytes()
 
@@ -189,9 +201,7 @@ class MemoryTier:
 
     def _delete(self, keys: Collection[BlockKey]) -> None:
         with self._lock:
-            for key in keys:
-                for part in Part:
-                    self._records.pop((key, part), None)
+            self._forget(keys)
             if keys:
                 self._index.doom(keys)
                 self._index.drop(keys)
@@ -200,7 +210,9 @@ class MemoryTier:
         """Remove one part; the block goes with its last one."""
         with self._lock:
             self._records.pop((key, part), None)
+            self._known.pop(key, None)
             self._index.drop_part(key, part)
+            self._known |= self._index.have([key])
 
     def walk(self) -> Iterator[Stored]:
         with telling(self, "list its blocks"):
@@ -217,6 +229,7 @@ class MemoryTier:
     def close(self) -> None:
         with self._lock:
             self._records.clear()
+            self._known.clear()
             self._index.close()
 
     def _failed(self, error: Exception) -> None:  # noqa: ARG002
