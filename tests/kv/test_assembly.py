@@ -9,7 +9,7 @@ import pytest
 from keepwarm import kv
 from keepwarm.cache.records import block_of, records_of
 from keepwarm.errors import CacheError
-from keepwarm.kv import slices
+from keepwarm.kv import assembly
 from keepwarm.prefix.blocks import Namespace, chain
 from tests.kit.runs import prefill, prompt_of
 
@@ -47,7 +47,7 @@ def test_who_waits_for_memory_that_never_comes_is_told(caches, blocks, monkeypat
     def full(*_):
         raise MemoryError
 
-    monkeypatch.setattr(slices, "row_buffers", full)
+    monkeypatch.setattr(assembly, "row_buffers", full)
     never = kv.Assembly(kv.layout_of(caches), 300, later=True)
     with ThreadPoolExecutor(1) as pool:
         added = pool.submit(never.add, blocks[0])

@@ -9,6 +9,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.errors import UnsupportedCache
+from keepwarm.kv.assembly import reconstruct_cache
 from keepwarm.kv.batch import (
     Both,
     Left,
@@ -25,7 +26,7 @@ from keepwarm.kv.batch import (
 from keepwarm.kv.codec import copy_of, encode
 from keepwarm.kv.kinds import KINDS, token_count
 from keepwarm.kv.layout import probe
-from keepwarm.kv.slices import Block, cut, reconstruct_cache
+from keepwarm.kv.slices import Block, cut
 from tests.kit.compare import assert_differs, assert_same
 from tests.kit.models import ARCHITECTURES
 from tests.kit.runs import (

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from keepwarm.errors import CacheMismatch
+from keepwarm.kv.assembly import Wanted, row_buffers
 from keepwarm.kv.buffers import NAMES, from_buffer, untouched
 from keepwarm.kv.layout import TensorSpec
-from keepwarm.kv.slices import Wanted, row_buffers
 
 
 @pytest.mark.parametrize("dtype", NAMES, ids=str)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 import pytest
 
-from keepwarm.kv.slices import concatenate_cache_blocks
+from keepwarm.kv.assembly import concatenate_cache_blocks
 
 
 def elsewhere(array):

@@ -11,12 +11,13 @@ import pytest
 from mlx_lm.models.cache import QuantizedKVCache
 
 from keepwarm.errors import UnsupportedCache
+from keepwarm.kv.assembly import reconstruct_cache
 from keepwarm.kv.batch import empty_batch, extract, merge
 from keepwarm.kv.codec import copy_of
 from keepwarm.kv.layout import probe
 from keepwarm.kv.make import make_caches
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
-from keepwarm.kv.slices import cut, reconstruct_cache
+from keepwarm.kv.slices import cut
 from tests.kit.compare import assert_differs, assert_same
 from tests.kit.models import tiny
 from tests.kit.runs import Job, batched, cold, continue_from, prefill, prompt_of

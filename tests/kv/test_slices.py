@@ -8,15 +8,14 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from keepwarm.errors import CacheMismatch, CorruptBlock, UnsupportedCache
-from keepwarm.kv.kinds import Kind, token_count
-from keepwarm.kv.layout import layout_of, probe
-from keepwarm.kv.slices import (
-    Block,
+from keepwarm.kv.assembly import (
     concatenate_cache_blocks,
     create_cache_from_state,
-    cut,
     reconstruct_cache,
 )
+from keepwarm.kv.kinds import Kind, token_count
+from keepwarm.kv.layout import layout_of, probe
+from keepwarm.kv.slices import Block, cut
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from tests.kit.compare import assert_differs, assert_same
 from tests.kit.models import ARCHITECTURES

@@ -13,9 +13,9 @@ from keepwarm.cache.io import Reader, Reads, Saver
 from keepwarm.cache.plan import Point, Read
 from keepwarm.cache.records import block_of
 from keepwarm.errors import BadRecord, CacheError
+from keepwarm.kv.assembly import Assembly
 from keepwarm.kv.kinds import Caches
 from keepwarm.kv.layout import Layout
-from keepwarm.kv.slices import Assembly
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, pack
 from keepwarm.store.record import Visit
 

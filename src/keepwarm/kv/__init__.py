@@ -7,6 +7,12 @@ from keepwarm import blas, config
 
 blas.preload(config.load().home)
 
+from keepwarm.kv.assembly import (  # noqa: E402
+    Assembly,
+    concatenate_cache_blocks,
+    create_cache_from_state,
+    reconstruct_cache,
+)
 from keepwarm.kv.batch import (  # noqa: E402
     Both,
     Left,
@@ -29,14 +35,7 @@ from keepwarm.kv.kinds import Caches, Kind, kind_of, token_count  # noqa: E402
 from keepwarm.kv.layout import Layout, layout_of, probe  # noqa: E402
 from keepwarm.kv.make import make_caches  # noqa: E402
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache, quantized  # noqa: E402
-from keepwarm.kv.slices import (  # noqa: E402
-    Assembly,
-    Block,
-    concatenate_cache_blocks,
-    create_cache_from_state,
-    cut,
-    reconstruct_cache,
-)
+from keepwarm.kv.slices import Block, cut  # noqa: E402
 from keepwarm.kv.staging import Staging  # noqa: E402
 
 __all__ = [

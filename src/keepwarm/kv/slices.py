@@ -1,4 +1,4 @@
-"""A live cache as blocks of 256 tokens, and blocks as a cache again, at any token.
+"""A live cache as blocks of 256 tokens.
 
 Tensors are named `L{layer}_B{block}_K` and `_V` (`_K_weights`, `_K_scales`, `_K_biases` when
 quantised) and `_S{i}` for state arrays; `{layer}` is `3.1` for the second part of a composite.
@@ -6,19 +6,16 @@ quantised) and `_S{i}` for state arrays; `{layer}` is `3.1` for the second part 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from threading import Event
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
-from keepwarm.errors import CacheError, CacheMismatch, CorruptBlock, UnsupportedCache
-from keepwarm.kv.buffers import HostArray, Writable, host_view, untouched
-from keepwarm.kv.codec import LAYER_ARRAYS, Encoded, Tensors, decode, encode, rows_in_time
+from keepwarm.errors import CacheMismatch, UnsupportedCache
+from keepwarm.kv.buffers import HostArray
+from keepwarm.kv.codec import Tensors, encode, rows_in_time
 from keepwarm.kv.kinds import (
-    Cache,
     Caches,
     Kind,
     is_batched,
@@ -26,14 +23,12 @@ from keepwarm.kv.kinds import (
     leaves,
     token_count,
 )
-from keepwarm.kv.layout import ROWS, LayerSpec, Layout, TensorSpec
-from keepwarm.kv.staging import DeviceRows, Staging
+from keepwarm.kv.layout import ROWS
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 Rows: TypeAlias = mx.array | HostArray
 
 SUFFIXES = {"keys": "K", "values": "V"}
-LEAVES_AT_ONCE = 8  # that get memory together
 
 
 def tensor_name(path: str, block: int, tensor: str) -> str:
@@ -152,274 +147,3 @@ def _name_states(index: int, states: Mapping[str, Tensors]) -> Tensors:
         for path, tensors in states.items()
         for name, array in tensors.items()
     }
-
-
-class RowBuffer:
-    """K or V of one layer, filled in place, so that a restore holds the rows once.
-
-    Bytes of ours go straight into MLX's memory: one copy, and several threads may write at once.
-    """
-
-    def __init__(self, spec: TensorSpec, n_rows: int, writable: Writable) -> None:
-        self.spec = spec
-        self._n_rows = n_rows
-        self._array, self._memory = writable
-
-    def write(self, at: int, rows: Rows) -> None:
-        host = rows if isinstance(rows, HostArray) else HostArray(host_view(rows), rows.dtype)
-        host.write_to(self._memory[..., at : at + rows.shape[ROWS], :])
-
-    def filled(self) -> mx.array:
-        """The array, once all rows are written; the room after them is zeros, not old memory."""
-        self._memory[..., self._n_rows :, :] = 0
-        return self._array
-
-
-class Wanted(NamedTuple):
-    """Rows of one tensor, and room for more of them behind."""
-
-    spec: TensorSpec
-    n_rows: int
-    room: int = 0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.spec.with_rows(self.n_rows + self.room)
-
-
-def row_buffers(
-    wanted: Sequence[Wanted], staging: Staging | None = None
-) -> Sequence[RowBuffer | DeviceRows]:
-    """Memory for all of them at once: one by one it takes MLX three times as long."""
-    if staging is not None:
-        arrays = [mx.zeros(one.shape, one.spec.dtype) for one in wanted]
-        mx.eval(arrays)
-        return [DeviceRows(one.spec, a, staging) for one, a in zip(wanted, arrays, strict=True)]
-    places = untouched([(one.shape, one.spec.dtype) for one in wanted])
-    return [RowBuffer(one.spec, one.n_rows, p) for one, p in zip(wanted, places, strict=True)]
-
-
-class _LeafAssembly:
-    """One layer on its way back: which rows it needs, and which have come."""
-
-    def __init__(self, leaf: LayerSpec, n_tokens: int) -> None:
-        self.leaf = leaf
-        self.n_tokens = n_tokens
-        self.first = leaf.first_row_needed(n_tokens)
-        self.come: set[int] = set()  # numbers of the blocks whose rows are in place
-        self.states: dict[str, Rows] = {}
-        self.buffers: dict[str, RowBuffer | DeviceRows] = {}  # once there is memory
-        self.has_memory = Event()
-
-    def wanted(self) -> dict[str, Wanted]:
-        """What it needs to hold its rows, by the names of the tensors."""
-        if self.leaf.kind is Kind.STATE:
-            return {}
-        n_rows = self.n_tokens - self.first
-        grows = self.leaf.cls in ("KVCache", "QuantizedKVCache")
-        room = (-n_rows % BLOCK_TOKENS or BLOCK_TOKENS) if grows else 0
-        return {name: Wanted(spec, n_rows, room) for name, spec in self.leaf.tensors.items()}
-
-    def add(self, block: Block) -> None:
-        if self.leaf.kind is Kind.STATE:
-            self._add_state(block)
-        elif self.leaf.kind is Kind.WINDOW:
-            if self.leaf.path in block.first_rows:
-                self._add_rows(block, block.window, block.first_rows[self.leaf.path])
-        elif block.delta:
-            self._add_rows(block, block.delta, first_row=0)
-
-    def _add_rows(self, block: Block, tensors: Mapping[str, Rows], first_row: int) -> None:
-        held = block.start + first_row
-        start, end = max(block.start, self.first), min(block.end, self.n_tokens)
-        if start >= end or held > start or block.index in self.come:
-            return
-        for name, spec in self.leaf.tensors.items():
-            rows = self._tensor(block, tensors, name)
-            spec.check(rows, block.end - held, self._place(block))
-            target = self._buffer(name)
-            target.write(start - self.first, _between(rows, start - held, end - held))
-        if end == min(block.start + BLOCK_TOKENS, self.n_tokens):
-            self.come.add(block.index)
-
-    def _buffer(self, name: str) -> RowBuffer | DeviceRows:
-        if not self.has_memory.is_set():  # which is quicker to ask
-            self.has_memory.wait()
-        if name not in self.buffers:
-            raise CacheError(f"There was no memory for the rows of layer {self.leaf.path}.")
-        return self.buffers[name]
-
-    def _add_state(self, block: Block) -> None:
-        if block.end != self.n_tokens or not block.state:
-            return
-        if self.leaf.is_open:
-            self.states = self._open_states(block)
-            return
-        n_rows = min(self.n_tokens, self.leaf.scalars.get("max_size", 0))
-        for name, spec in self.leaf.tensors.items():
-            array = self._tensor(block, block.state, name)
-            spec.check(array, n_rows, self._place(block))
-            self.states[name] = _kept(array)
-
-    def _open_states(self, block: Block) -> dict[str, Rows]:
-        """Arrays that were there when the block was cut; those one token shows are checked."""
-        for name, spec in self.leaf.tensors.items():
-            spec.check_any_rows(self._tensor(block, block.state, name), self._place(block))
-        names = {f"state{i}": self._name(block, f"state{i}") for i in range(len(LAYER_ARRAYS))}
-        return {n: _kept(block.state[name]) for n, name in names.items() if name in block.state}
-
-    def _tensor(self, block: Block, tensors: Mapping[str, Rows], name: str) -> Rows:
-        wanted = self._name(block, name)
-        if wanted not in tensors:
-            raise CorruptBlock(self.leaf.path, block.index, f"{wanted} is missing")
-        return tensors[wanted]
-
-    def _name(self, block: Block, name: str) -> str:
-        return tensor_name(self.leaf.path, block.index, name)
-
-    def _place(self, block: Block) -> str:
-        return f"Layer {self.leaf.path}, block {block.index}"
-
-    def encoded(self) -> Encoded:
-        """What has come, as the codec wants it; raises where something has not."""
-        leaf, last = self.leaf, max(0, self.n_tokens - 1) // BLOCK_TOKENS
-        scalars = {**leaf.scalars, "offset": self.n_tokens, "start_position": self.first}
-        if self.n_tokens == 0 or not leaf.tensors:
-            return Encoded(leaf.cls, {}, {**scalars, "offset": 0, "start_position": 0})
-        if leaf.kind is Kind.STATE:
-            if not self.states:
-                why = f"there is no state as of token {self.n_tokens}"
-                raise CorruptBlock(leaf.path, last, why)
-            return Encoded(leaf.cls, {n: _to_mx(a) for n, a in self.states.items()}, scalars)
-        for number in range(self.first // BLOCK_TOKENS, last + 1):
-            if number not in self.come:
-                raise self._missing(number)
-        return Encoded(leaf.cls, {n: b.filled() for n, b in self.buffers.items()}, scalars)
-
-    def _missing(self, number: int) -> CorruptBlock:
-        start = max(self.first, number * BLOCK_TOKENS)
-        end = min(self.n_tokens, (number + 1) * BLOCK_TOKENS)
-        return CorruptBlock(self.leaf.path, number, f"rows {start} to {end} are missing")
-
-
-class Assembly:
-    """Caches for the first `n_tokens` of a prompt, put together from blocks in any order.
-
-    Every tensor is checked against the layout. Rows are copied into place and the block may be
-    dropped at once, so memory peaks at the cache itself plus the blocks in hand. Make and finish it
-    on the thread that owns MLX; blocks of bytes may be added by several threads at once.
-    """
-
-    def __init__(
-        self, layout: Layout, n_tokens: int, staging: Staging | None = None, *, later: bool = False
-    ) -> None:
-        """With `later`, who adds blocks waits for `allocate` or `give_up`."""
-        self._layout = layout
-        self._staging = staging
-        self._leaves = {leaf.path: _LeafAssembly(leaf, n_tokens) for leaf in layout.leaves()}
-        if not later:
-            self.allocate()
-
-    def allocate(self) -> None:
-        """Get memory for all rows, on the thread that owns MLX: a few layers at a time, so that
-        others can begin with the first."""
-        waiting = list(self._leaves.values())
-        try:
-            while waiting:
-                self._allocate(waiting[:LEAVES_AT_ONCE])
-                del waiting[:LEAVES_AT_ONCE]
-        finally:
-            self.give_up()
-
-    def give_up(self) -> None:
-        """Tell who still waits for memory that none will come."""
-        for leaf in self._leaves.values():
-            leaf.has_memory.set()
-
-    def _allocate(self, leaves: Sequence[_LeafAssembly]) -> None:
-        wanted = [(leaf, *one) for leaf in leaves for one in leaf.wanted().items()]
-        buffers = row_buffers([one for *_, one in wanted], self._staging)
-        for (leaf, name, _), buffer in zip(wanted, buffers, strict=True):
-            leaf.buffers[name] = buffer
-        for leaf in leaves:
-            leaf.has_memory.set()
-
-    def add(self, block: Block) -> None:
-        try:
-            for leaf in self._leaves.values():
-                leaf.add(block)
-        finally:
-            if self._staging is not None:
-                self._staging.flush()  # the block's bytes are not there for longer
-
-    def finish(self) -> Caches:
-        """The caches, evaluated; raises, naming layer and block, where rows are missing."""
-        encoded = [self._encoded(layer) for layer in self._layout.layers]
-        mx.eval([array for layer in encoded for array in layer.arrays()])
-        return [decode(layer) for layer in encoded]
-
-    def _encoded(self, layer: LayerSpec) -> Encoded:
-        if layer.kind is Kind.COMPOSITE:
-            return Encoded(layer.cls, parts=tuple(self._encoded(part) for part in layer.parts))
-        return self._leaves[layer.path].encoded()
-
-
-def _between(rows: Rows, start: int, end: int) -> Rows:
-    return rows[..., start:end, :] if isinstance(rows, mx.array) else rows.rows(start, end)
-
-
-def _kept(array: Rows) -> Rows:
-    """To have after the block is dropped."""
-    return array if isinstance(array, mx.array) else array.copy()
-
-
-def _to_mx(array: Rows) -> mx.array:
-    return array if isinstance(array, mx.array) else array.to_mx()
-
-
-def reconstruct_cache(
-    layout: Layout, blocks: Iterable[Block], n_tokens: int | None = None
-) -> Caches:
-    """One cache object a layer from blocks in order, up to `n_tokens` (default: all of them)."""
-    if n_tokens is None:
-        blocks = list(blocks)
-        n_tokens = blocks[-1].end if blocks else 0
-    assembly = Assembly(layout, n_tokens)
-    for block in blocks:
-        assembly.add(block)
-    return assembly.finish()
-
-
-def concatenate_cache_blocks(ks: Iterable[Any], vs: Iterable[Any]) -> tuple[mx.array, mx.array]:
-    """K and V of consecutive blocks as one pair, evaluated; numpy arrays are accepted."""
-    pairs = [(_four_axes(k), _four_axes(v)) for k, v in zip(ks, vs, strict=True)]
-    if not pairs:
-        raise CorruptBlock("?", 0, "there are no blocks to concatenate")
-    n_rows = sum(k.shape[ROWS] for k, _ in pairs)
-    buffers = row_buffers([Wanted(_spec_of(array), n_rows) for array in pairs[0]])
-    at = 0
-    for index, pair in enumerate(pairs):
-        for buffer, array in zip(buffers, pair, strict=True):
-            buffer.spec.check(array, pair[0].shape[ROWS], f"Block {index}")
-            buffer.write(at, array)
-        at += pair[0].shape[ROWS]
-    keys, values = (buffer.filled() for buffer in buffers)
-    mx.eval(keys, values)
-    return keys, values
-
-
-def create_cache_from_state(k: Any, v: Any) -> Cache:
-    """A KVCache that holds `k` and `v`, shaped [1, heads, tokens, width]."""
-    keys, values = concatenate_cache_blocks([k], [v])
-    cache = KVCache()
-    cache.keys, cache.values, cache.offset = keys, values, keys.shape[ROWS]
-    return cache
-
-
-def _four_axes(array: Any) -> mx.array:
-    rows = array if isinstance(array, mx.array) else mx.array(array)
-    return rows[None] if rows.ndim == 3 else rows
-
-
-def _spec_of(array: mx.array) -> TensorSpec:
-    return TensorSpec((*array.shape[:ROWS], None, *array.shape[ROWS + 1 :]), array.dtype)
