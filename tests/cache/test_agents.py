@@ -1,16 +1,20 @@
 """Agents name blocks: fork, rewind, promise, carry and forget without copying any."""
 
 import json
+import sqlite3
 import tarfile
 from base64 import b64encode
+from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
+from keepwarm.cache.agents import MANY_LEFT
 from keepwarm.cache.shelf import Shelf
-from keepwarm.errors import BadCacheFile, BadInput, UnknownAgent
+from keepwarm.errors import BadCacheFile, BadInput, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace
-from keepwarm.store.disk import DiskLimits
+from keepwarm.store.disk import DiskLimits, DiskTier
 from keepwarm.store.record import Part
 from tests.contract.test_tiers import Minutes
 from tests.store.kit import files_under, record, tokens_of
@@ -98,13 +102,25 @@ def test_pins_are_made_again_with_the_index(tmp_path):
         assert [stored.key for stored in shelf.disk.walk() if stored.pinned] == [last]
 
 
+def test_pins_are_made_again_where_the_start_before_died_over_it(tmp_path):
+    """The index was new then, and is not any more."""
+    root = tmp_path / "store"
+    with Shelf(root, LIMITS) as shelf:
+        last = turn(shelf, "a", tokens_of(600)).blocks[-1]
+        shelf.agents.promise("a", pinned=True)
+    (root / "index.sqlite").unlink()
+    DiskTier(root, LIMITS).close()  # a start that came no further
+    with Shelf(root, LIMITS) as shelf:
+        assert shelf.disk.index.owners(last) == ["agent:a"]
+
+
 def test_a_newer_agent_is_left_alone(shelf):
     """S0-54: not listed, not overwritten, and nothing is deleted that it may share."""
     tokens = tokens_of(600)
     turn(shelf, "new", tokens)
     turn(shelf, "old", tokens[:300])
     path = shelf.agents._path("new")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2, "mood": "good"}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3, "mood": "good"}))
     before = path.read_text()
     assert [agent.id for agent in shelf.agents.all()] == ["old"]
     assert [name for name, _ in shelf.agents.unreadable()] == ["new.json"]
@@ -179,6 +195,186 @@ def test_deleting_takes_quarantined_records_along(shelf):
     assert not holds_tokens(shelf.disk.root, tokens)
 
 
+def part_in_block(n_shared):
+    """Two conversations that have so many first tokens in common."""
+    shared = tokens_of(n_shared, seed=1)
+    return shared + tokens_of(700, seed=2), shared + tokens_of(300, seed=3)
+
+
+@pytest.mark.parametrize("n_shared", [0, 100, 256, 300])
+def test_deleting_takes_a_rewritten_past_along(n_shared, shelf):
+    """What an agent has said and taken back was its own; what it shares stays."""
+    old, new = part_in_block(n_shared)
+    turn(shelf, "other", old[: n_shared // 256 * 256])
+    old_blocks = turn(shelf, "mine", old).blocks
+    turn(shelf, "mine", new)
+    turn(shelf, "mine", new + tokens_of(100, seed=4))
+    keep(shelf, old + tokens_of(300, seed=5))
+    bad = old_blocks[2]  # what follows it has no parent any more
+    shelf.disk.path_of(bad, Part.DELTA).write_bytes(b"")
+    assert shelf.disk.read(bad, Part.DELTA) is None
+    shelf.agents.delete("mine")
+    assert not holds_tokens(shelf.disk.root, old[n_shared:])
+    assert not holds_tokens(shelf.disk.root, new[n_shared:])
+    assert len(list(shelf.disk.walk())) == n_shared // 256
+
+
+def test_deleting_takes_what_went_on_from_an_earlier_turn(shelf):
+    """Its tail of that time is long outgrown."""
+    mine, parent = tokens_of(300), tokens_of(256, seed=1)
+    turn(shelf, "other", parent)
+    for n in (100, 300):
+        turn(shelf, "mine", parent + mine[:n])
+    keep(shelf, parent + mine[:100] + tokens_of(300, seed=2))
+    shelf.agents.delete("mine")
+    assert not holds_tokens(shelf.disk.root, mine)
+
+
+@pytest.mark.parametrize("to_turn", [0, 1])
+def test_deleting_takes_what_was_rewound_along(to_turn, shelf):
+    tokens = tokens_of(900)
+    turn(shelf, "other", tokens[:256])
+    for n in (300, 900):
+        turn(shelf, "mine", tokens[:n])
+    shelf.agents.rewind("mine", to_turn)
+    turn(shelf, "mine", tokens[:256] + tokens_of(200, seed=2))
+    shelf.agents.delete("mine")
+    assert not holds_tokens(shelf.disk.root, tokens[256:])
+    assert shelf.tokens_of(shelf.agents.show("other")) == tokens[:256]
+
+
+def test_deleting_spares_what_goes_on_from_a_turn_of_another(shelf):
+    """As it spares what descends from a whole block that both have."""
+    tokens = tokens_of(100)
+    turn(shelf, "first", tokens)
+    shelf.agents.fork("first", "fork")
+    first = turn(shelf, "first", tokens + tokens_of(100, seed=1))
+    turn(shelf, "fork", tokens + tokens_of(100, seed=2))
+    anonymous = tokens + tokens_of(100, seed=3)
+    keep(shelf, anonymous)
+    shelf.agents.delete("fork")
+    assert {stored.key for stored in shelf.disk.walk()} == {
+        *first.blocks,
+        *(ref.key for ref in chain(NAME, anonymous)),
+    }
+
+
+def test_a_past_of_another_model_goes_with_the_agent(shelf):
+    tokens, other_name = tokens_of(100), namespace(replace(IDENTITY, config="9"))
+    turn(shelf, "mine", tokens)
+    shelf.agents.advance("mine", other_name, tokens_of(100, seed=2))
+    shelf.agents.delete("mine")
+    assert not holds_tokens(shelf.disk.root, tokens)
+
+
+def test_deleting_spares_a_rewritten_past_that_another_agent_has(shelf):
+    old, new = part_in_block(100)
+    turn(shelf, "mine", old)
+    shelf.agents.fork("mine", "fork")
+    turn(shelf, "mine", new)
+    shelf.agents.delete("mine")
+    assert shelf.tokens_of(shelf.agents.show("fork")) == old
+
+
+def test_a_growing_agent_has_left_nothing(shelf):
+    tokens = tokens_of(700)
+    for n in (100, 256, 300, 700):
+        assert turn(shelf, "a", tokens[:n]).left == ()
+
+
+def test_what_an_agent_has_left_is_forgotten_when_it_is_gone(shelf):
+    """An agent that is always asked something else has a record of bounded size."""
+    for seed in range(3 * MANY_LEFT):
+        agent = turn(shelf, "a", tokens_of(300, seed=seed))
+        shelf.disk.delete_all(agent.blocks)
+    assert len(agent.left) <= MANY_LEFT
+    for seed in range(2 * MANY_LEFT):
+        agent = turn(shelf, "a", tokens_of(20, seed=1000 + seed))
+    assert len(agent.left) >= 2 * MANY_LEFT - 1, "what is there is not forgotten"
+    shelf.agents.delete("a")
+    assert not list(shelf.disk.walk())
+
+
+def test_an_agent_of_the_first_version_is_read(shelf):
+    """It did not say what it had left."""
+    agent = turn(shelf, "a", tokens_of(300))
+    path = shelf.agents._path("a")
+    fields = json.loads(path.read_text())
+    del fields["left"], fields["version"]
+    path.write_text(json.dumps(fields))
+    assert shelf.agents.show("a") == agent
+
+
+def test_deleting_finds_a_record_set_aside_under_another_name(shelf):
+    """Two files that were swapped lie in quarantine under each other's names."""
+    mine, theirs = tokens_of(256), tokens_of(256, seed=2)
+    paths = []
+    for name, tokens in (("mine", mine), ("theirs", theirs)):
+        (key,) = turn(shelf, name, tokens).blocks
+        paths.append(shelf.disk.path_of(key, Part.DELTA))
+    first, second = (path.read_bytes() for path in paths)
+    paths[0].write_bytes(second)
+    paths[1].write_bytes(first)
+    for agent in shelf.agents.all():
+        assert shelf.disk.read(agent.blocks[0], Part.DELTA) is None
+    assert holds_tokens(shelf.disk.root / "quarantine", mine)
+    shelf.agents.delete("mine")
+    assert not holds_tokens(shelf.disk.root, mine)
+
+
+def test_deleting_clears_a_directory_that_lay_in_the_place_of_a_file(shelf):
+    (key,) = turn(shelf, "mine", tokens_of(256)).blocks
+    path = shelf.disk.path_of(key, Part.DELTA)
+    path.unlink()
+    path.mkdir()
+    (path / "inside").write_bytes(b"anything")
+    assert shelf.disk.read(key, Part.DELTA) is None
+    assert list((shelf.disk.root / "quarantine").iterdir())
+    shelf.agents.delete("mine")
+    assert not list((shelf.disk.root / "quarantine").iterdir())
+
+
+def test_deleting_one_of_many_leaves_nothing_in_the_index(shelf):
+    """Pages of the index are split and merged meanwhile, and old ones used again."""
+    shared = tokens_of(256)
+    for seed in range(300):
+        keep(shelf, shared + tokens_of(256, seed=100 + seed), n_bytes=64)
+    mine = shared + tokens_of(30_000, seed=1)
+    keep(shelf, mine, n_bytes=64)
+    shelf.agents.advance("other", NAME, shared)
+    shelf.agents.advance("mine", NAME, mine)
+    for seed in range(300, 400):
+        keep(shelf, shared + tokens_of(256, seed=100 + seed), n_bytes=64)
+    pairs = {pack(mine[i : i + 2]) for i in range(256, len(mine) - 1)}
+    assert holds_any(shelf.disk.root / "index.sqlite", pairs)
+    shelf.agents.delete("mine")
+    assert not holds_any(shelf.disk.root / "index.sqlite", pairs)
+    assert not (shelf.disk.root / "index.sqlite-wal").read_bytes()
+    assert len(list(shelf.disk.walk())) == 401
+
+
+def holds_any(path, words):
+    """Whether a file has one of these 8 bytes anywhere."""
+    data = path.read_bytes()
+    return any(data[i : i + 8] in words for i in range(len(data)))
+
+
+def test_deleting_says_so_where_the_log_cannot_be_cut(shelf):
+    """While another process reads the index, deleted tokens stay in its log."""
+    mine = tokens_of(300)
+    turn(shelf, "mine", mine)
+    shelf.disk.index._db.execute("PRAGMA busy_timeout = 10")
+    with closing(sqlite3.connect(shelf.disk.root / "index.sqlite")) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM blocks").fetchone()
+        with pytest.raises(StoreFailed, match=r"in use by others.*try again"):
+            shelf.agents.delete("mine")
+        assert holds_tokens(shelf.disk.root, mine)
+    shelf.agents.delete("mine")
+    assert not holds_tokens(shelf.disk.root, mine)
+    assert not list(shelf.agents.all())
+
+
 def test_a_pinned_agent_outlives_pressure_and_an_unpinned_does_not(tmp_path):
     limits = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
     with Shelf(tmp_path / "store", limits) as shelf:
@@ -192,6 +388,24 @@ def test_a_pinned_agent_outlives_pressure_and_an_unpinned_does_not(tmp_path):
             keep(shelf, tokens_of(512, seed=seed), n_bytes=100_000)
         blocks = {a.id: len(shelf.disk.have(a.blocks)) for a in shelf.agents.all()}
         assert blocks == {"kept": 3, "lost": 0}
+
+
+def test_a_pin_holds_what_is_there_of_an_agent(tmp_path):
+    """Blocks in its middle and at its end were bad; the others are kept all the same."""
+    limits = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
+    with Shelf(tmp_path / "store", limits) as shelf:
+        shelf.disk._clock = Minutes()
+        tokens = tokens_of(6 * 256)
+        keep(shelf, tokens, n_bytes=100_000)
+        agent = shelf.agents.advance("kept", NAME, tokens)
+        bad = {agent.blocks[2], agent.blocks[5]}
+        for key in bad:
+            shelf.disk.path_of(key, Part.DELTA).write_bytes(b"")
+            shelf.disk.read(key, Part.DELTA)
+        shelf.agents.promise("kept", pinned=True)
+        for seed in range(10, 40):
+            keep(shelf, tokens_of(512, seed=seed), n_bytes=100_000)
+        assert set(shelf.disk.have(agent.blocks)) == set(agent.blocks) - bad
 
 
 def test_a_quota_covers_the_first_blocks(tmp_path):

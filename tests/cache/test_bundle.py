@@ -1,26 +1,29 @@
 """Any prefix as one file: an agent's first tokens or turns, or a prompt without a name."""
 
+import errno
 import gzip
+import shutil
 import tarfile
 from dataclasses import replace
 
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.bundle import Manifest, _add, trimmed
+from keepwarm.cache.bundle import Manifest, _add, identity_in, trimmed
 from keepwarm.cache.opened import Budgets, OpenedStore
 from keepwarm.cache.records import block_of, records_of
 from keepwarm.cache.shelf import Shelf
-from keepwarm.errors import BadCacheFile, BadInput
+from keepwarm.errors import BadCacheFile, BadInput, NotEnough, StoreFailed
 from keepwarm.kv.layout import probe
 from keepwarm.kv.slices import cut
 from keepwarm.prefix.blocks import block_key, chain, pack
 from keepwarm.prefix.fingerprint import FORMAT_VERSION
+from keepwarm.store.disk import INDEX_ROOM, DiskLimits
 from keepwarm.store.record import Part, pieces
 from tests.cache.test_agents import IDENTITY, LIMITS, NAME, holds_tokens, turn
 from tests.kit.compare import assert_same
 from tests.kit.runs import cold, continue_from, prefill, prompt_of
-from tests.store.kit import record, tokens_of
+from tests.store.kit import BrokenFiles, record, tokens_of
 
 MODELS = ["llama", "gemma3_text", "qwen3_next"]
 
@@ -355,3 +358,88 @@ def test_what_has_no_rows_is_not_cut(shelf, tmp_path):
     with pytest.raises(BadCacheFile, match="has no rows"):
         shelf.export_agent(shelf.find("a", 100), tmp_path / "a.kw")
     assert not (tmp_path / "a.kw").exists()
+
+
+def no_room(root):
+    """Less of the disk is free than must be."""
+    return DiskLimits(min_free_bytes=2 * shutil.disk_usage(root).total)
+
+
+def room_for_some(root):
+    """A cap that takes the first blocks and refuses the next."""
+    del root
+    return DiskLimits(max_bytes=INDEX_ROOM + (2 << 20), min_free_bytes=0)
+
+
+@pytest.mark.parametrize("limits", [no_room, room_for_some], ids=lambda f: f.__name__)
+def test_a_bundle_that_finds_no_room_makes_no_agent(limits, shelf, tmp_path):
+    """S0-68: whoever imports is told, instead of an agent whose blocks are not there."""
+    tokens = tokens_of(2000)
+    for ref in chain(NAME, tokens):
+        shelf.disk.put(record(ref, n_bytes=512 << 10, namespace=NAME))
+    shelf.agents.advance("a", NAME, tokens)
+    shelf.export_agent("a", tmp_path / "a.kw")
+    with Shelf(tmp_path / "small", limits(tmp_path)) as small:
+        with pytest.raises(NotEnough, match=r"of the 8 records .* found no room"):
+            small.import_agent(tmp_path / "a.kw", IDENTITY)
+        assert list(small.agents.all()) == []
+
+
+def test_what_a_bundle_already_has_here_needs_no_room(shelf, tmp_path):
+    turn(shelf, "a", tokens_of(700))
+    shelf.export_agent("a", tmp_path / "a.kw")
+    shelf.disk.limits = no_room(tmp_path)
+    assert shelf.import_agent(tmp_path / "a.kw", IDENTITY, "b").n_tokens == 700
+
+
+def test_a_bundle_counts_as_written_today(shelf, other, tmp_path):
+    """Once: what is here already is not written again."""
+    turn(shelf, "a", tokens_of(700))
+    shelf.export_agent("a", tmp_path / "a.kw")
+    for name in ("a", "b"):
+        other.import_agent(tmp_path / "a.kw", IDENTITY, name)
+        assert list(other.wear.by_day().values()) == [3 * 2048]
+
+
+def test_a_bundle_over_the_daily_budget_is_not_written(shelf, tmp_path):
+    turn(shelf, "a", tokens_of(700))
+    shelf.export_agent("a", tmp_path / "a.kw")
+    with Shelf(tmp_path / "spared", LIMITS, writes_per_day=3 * 2048 - 1) as spared:
+        with pytest.raises(NotEnough, match="disk_writes_per_day"):
+            spared.import_agent(tmp_path / "a.kw", IDENTITY)
+        assert not list(spared.disk.walk())
+        assert list(spared.agents.all()) == []
+    with Shelf(tmp_path / "spared", LIMITS, writes_per_day=3 * 2048) as spared:
+        assert spared.import_agent(tmp_path / "a.kw", IDENTITY).n_tokens == 700
+
+
+@pytest.mark.parametrize(
+    ("lies", "says"),
+    [
+        ({"kv_options": {"kv_bits": [8]}}, "KV options are no numbers"),
+        ({"kv_options": 8}, "no attribute"),
+        ({"salt": 8}, "not a whole bundle"),
+    ],
+)
+def test_an_identity_that_is_none_is_refused(lies, says, tmp_path):
+    said = Manifest(replace(IDENTITY, **lies), pack(tokens_of(300)), ())
+    forged(tmp_path / "a.kw", said, [])
+    with pytest.raises(BadCacheFile, match=says):
+        identity_in(tmp_path / "a.kw")
+
+
+def test_a_bundle_that_is_not_there_is_one_sentence(tmp_path):
+    with pytest.raises(BadCacheFile, match="could not be read"):
+        identity_in(tmp_path / "missing.kw")
+
+
+def test_a_disk_that_fails_under_an_import_makes_no_agent(shelf, other, tmp_path):
+    turn(shelf, "a", tokens_of(700))
+    shelf.export_agent("a", tmp_path / "a.kw")
+    other.disk.files = BrokenFiles()
+    other.disk.files.break_(errno.EROFS, "publish")
+    with pytest.raises(StoreFailed, match="could not keep the bundle"):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
+    other.disk.files.mend()
+    assert list(other.agents.all()) == []
+    assert sum(other.wear.by_day().values()) == 0

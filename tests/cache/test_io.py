@@ -6,7 +6,7 @@ import time
 import pytest
 
 from keepwarm.cache import io
-from keepwarm.cache.io import MemoryOnly, Reader, Writer
+from keepwarm.cache.io import TRUCE_S, MemoryOnly, Reader, Writer
 from keepwarm.cache.plan import Read
 from keepwarm.cache.policy import Policy
 from keepwarm.errors import CorruptBlock
@@ -316,3 +316,43 @@ def test_a_record_that_is_refused_counts_as_missed(disk, records):
     key = records[0].header.key
     assert reader.start([Read(key, Part.DELTA, 0)], refuse).outcome().missed == {key}
     reader.close()
+
+
+def test_a_save_that_failed_waits_nowhere(disk, records):
+    """Else it would be held to be on its way for ever, and never be put again."""
+
+    class Broken(Gated):
+        def put(self, record):
+            raise RuntimeError("no such luck")
+
+    writer = Writer(None, Broken(disk), 64 * MIB)
+    writer.put(records[0], Policy.DURABLE)
+    writer.flush()
+    assert not writer.kept([records[0].header.key])
+    writer.close()
+
+
+def test_a_disk_that_refused_is_left_alone_for_a_while(disk, records, monkeypatch):
+    """Whoever wants to be sure tries all the same; without a disk there is nothing to try."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    writer = Writer(None, disk, 64 * MIB, Wear(disk.root, records[0].n_bytes))
+    for record, takes in zip(records[:2], (True, False), strict=True):
+        writer.put(record, Policy.READ_WRITE)
+        writer.flush()
+        assert writer.takes_again(Policy.READ_WRITE) is takes
+    assert writer.takes_again(Policy.DURABLE)
+    assert not writer.takes_again(Policy.EPHEMERAL)
+    now[0] += TRUCE_S
+    assert writer.takes_again(Policy.READ_WRITE)
+    writer.close()
+    assert not MemoryOnly(MemoryTier(MIB)).takes_again(Policy.DURABLE)
+
+
+def test_bytes_that_were_there_already_wear_nothing(disk, records):
+    wear = Wear(disk.root)
+    for _ in range(2):
+        writer = Writer(None, disk, 64 * MIB, wear)
+        writer.put(records[0], Policy.READ_WRITE)
+        writer.close()
+    assert list(wear.by_day().values()) == [records[0].n_bytes]

@@ -5,6 +5,7 @@ import pytest
 from keepwarm.cache.marks import Marks
 from keepwarm.prefix.blocks import chain
 from keepwarm.store.disk import INDEX_ROOM, DiskLimits, DiskTier
+from keepwarm.store.record import Part
 from keepwarm.store.unlock import unlock
 from tests.store.kit import NAMESPACE, record
 
@@ -38,9 +39,24 @@ def test_a_mark_pins_the_block_it_lies_in_until_its_end(tmp_path):
     again.close()
 
 
-def test_a_place_beyond_the_conversation_is_nobodys(tmp_path):
+def test_a_mark_pins_the_checkpoint_at_its_place_too(tmp_path):
+    """Which is a block of its own: the conversation has gone on, and its state with it."""
+    tokens = list(range(700))
+    disk = DiskTier(tmp_path)
+    whole = list(chain(NAMESPACE, tokens))
+    *_, ending = chain(NAMESPACE, tokens[:300])
+    for ref in whole:
+        disk.put(record(ref)).durable.result()
+    disk.put(record(ending, Part.STATE)).durable.result()
+    Marks(disk, Clock()).hold(NAMESPACE, tokens, 300, 60)
+    assert pinned(disk) == {whole[1].key, ending.key}
+    disk.close()
+
+
+@pytest.mark.parametrize("place", [0, 999])
+def test_a_place_beyond_the_conversation_is_nobodys(place, tmp_path):
     disk, clock = DiskTier(tmp_path), Clock()
-    Marks(disk, clock).hold(NAMESPACE, [1, 2, 3], 999, None)
+    Marks(disk, clock).hold(NAMESPACE, [1, 2, 3], place, None)
     clock.now += 1e6
     assert Marks(disk, clock).sweep() == 0
     disk.close()

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from keepwarm.cache.shelf import Shelf
+from keepwarm.store.disk import DiskLimits
 from tests.cli import command, environment, keepwarm
 from tests.kit.checkpoints import write_checkpoint
-from tests.store.kit import files_under
+from tests.store.kit import chain_of, files_under
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,56 @@ def test_verify_finds_and_fixes_a_flipped_byte(home):
     assert cache_json(home, "gc")["quarantine_bytes"] >= len(data)
 
 
+@pytest.fixture
+def verified(main_here, tmp_path):
+    """A function: what `verify` says of a store with two blocks in the test's own home."""
+    with Shelf(tmp_path / "store", DiskLimits(min_free_bytes=0)) as shelf:
+        for made in chain_of(2):
+            assert shelf.disk.put(made).stored
+
+    def verify(*options):
+        code, out, _ = main_here("cache", "verify", "--json", *options)
+        bad = json.loads(out)["bad"]
+        assert code == bool(bad)
+        return bad
+
+    return verify
+
+
+@pytest.mark.parametrize("options", [[], ["--fix"]])
+def test_verify_names_what_cannot_be_read_and_leaves_it(options, verified, tmp_path):
+    """S0-57: a link that leads to itself is what nobody, not even root, can open."""
+    path = next(files_under(tmp_path / "store" / "blocks"))
+    aside = path.rename(tmp_path / "aside")
+    path.symlink_to(path)
+    (bad,) = verified(*options)
+    assert (bad["wrong"].startswith("could not be read: "), bad["set_aside"]) == (True, False)
+    path.unlink()
+    aside.rename(path)
+    assert verified() == []
+
+
+def test_verify_sets_a_torn_agent_aside(verified, tmp_path):
+    path = tmp_path / "store" / "agents" / "torn.json"
+    path.write_text("{")
+    assert [bad["set_aside"] for bad in verified()] == [False]
+    assert path.exists(), "verify alone changes nothing"
+    (bad,) = verified("--fix")
+    assert (bad["record"], bad["set_aside"]) == ("agents/torn.json", True)
+    assert not path.exists()
+    left, why = sorted((tmp_path / "store" / "quarantine").iterdir())
+    assert (left.read_text(), why.read_text()) == ("{", f"{bad['wrong']}\n")
+    assert verified() == []
+
+
+def test_verify_leaves_an_agent_that_cannot_be_read(verified, tmp_path):
+    path = tmp_path / "store" / "agents" / "looped.json"
+    path.symlink_to(path)
+    (bad,) = verified("--fix")
+    assert (bad["wrong"].startswith("could not be read: "), bad["set_aside"]) == (True, False)
+    assert path.is_symlink()
+
+
 def test_an_agent_travels_in_one_file(home, tmp_path):
     prompt = "a story that travels " * 80
     first = run(home, prompt, "--agent", "traveller")
@@ -112,6 +164,39 @@ def test_an_agent_travels_in_one_file(home, tmp_path):
     done = keepwarm("cache", "import", str(bundle), "--model", str(tmp_path / "other"), home=away)
     assert done.returncode == 2
     assert "weights differ" in done.stderr.decode()
+
+
+def test_an_agent_with_rounded_keys_travels_too(main_here, tmp_path):
+    """The bundle says how its keys and values are held; nobody has to say it again."""
+    model = "--model", write_checkpoint(tmp_path / "wide", shape={"head_dim": 64})
+    asked = "run", "a story told in eight bits " * 70, *model, "--max-tokens", 3, "--json"
+    first = json.loads(main_here(*asked, "--kv-bits", 8, "--agent", "a")[1])
+    assert main_here("cache", "export", "a", tmp_path / "a.kw")[0] == 0
+    assert main_here("cache", "rm", "a")[0] == 0
+    code, _, error = main_here("cache", "import", tmp_path / "a.kw", *model)
+    assert (code, error) == (0, "")
+    again = json.loads(main_here(*asked, "--kv-bits", 8)[1])
+    assert again["usage"]["cached_tokens"] == first["usage"]["prompt_tokens"] - 1
+    assert again["text"] == first["text"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [("DISK_BYTES", "found no room"), ("DISK_WRITES_PER_DAY", "may still be written today")],
+)
+def test_a_bundle_that_may_not_be_kept_is_one_sentence(
+    setting, says, main_here, monkeypatch, tmp_path
+):
+    model = "--model", write_checkpoint(tmp_path / "model")
+    main_here("run", "a story", *model, "--max-tokens", 2, "--agent", "a")
+    main_here("cache", "export", "a", tmp_path / "a.kw")
+    main_here("cache", "rm", "a")
+    monkeypatch.setenv(f"KEEPWARM_{setting}", "1000")
+    code, out, error = main_here("cache", "import", tmp_path / "a.kw", *model)
+    assert (code, out) == (2, "")
+    assert says in error
+    assert error.count("\n") == 1
+    assert main_here("cache", "ls", "--json")[1] == "[]\n"
 
 
 def test_rm_frees_what_nobody_else_reaches(home):

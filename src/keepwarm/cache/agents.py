@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
+from keepwarm.cache.holders import Head, begun_with, holders
 from keepwarm.errors import BadInput, BadRecord, NewerFormat, UnknownAgent
-from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, chain
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, chain, root
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.tier import telling
 from keepwarm.store.upkeep import (
@@ -28,7 +30,8 @@ from keepwarm.store.upkeep import (
     write_file,
 )
 
-VERSION = 1
+VERSION = 2  # 1 did not say what an agent has left
+MANY_LEFT = 64  # so many are kept without asking whether they are still there
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, BadRecord, NewerFormat)
 
@@ -46,6 +49,18 @@ class Agent:
     created: float = 0.0
     used: float = 0.0
     forked_from: str = ""
+    left: tuple[Head, ...] = ()  # blocks of a past that it has taken back, as long as they last
+
+    @property
+    def heads(self) -> list[Head]:
+        """Its blocks. One that it was rewound into is longer than what the agent has of it."""
+        longer = {head.key: head for head in self.left}
+        parents = (root(self.namespace), *self.blocks)
+        sizes = (self.n_tokens - n * BLOCK_TOKENS for n in range(len(self.blocks)))
+        return [
+            longer.get(key) or Head(key, parent, min(n_tokens, BLOCK_TOKENS))
+            for key, parent, n_tokens in zip(self.blocks, parents, sizes, strict=False)
+        ]
 
     def to_json(self) -> str:
         fields = (
@@ -54,6 +69,7 @@ class Agent:
             | {
                 "namespace": self.namespace.hex(),
                 "blocks": [key.hex() for key in self.blocks],
+                "left": [[key.hex(), parent.hex(), n] for key, parent, n in self.left],
             }
         )
         return json.dumps(fields, indent=1)
@@ -70,8 +86,13 @@ class Agent:
                 "namespace": Namespace(bytes.fromhex(fields["namespace"])),
                 "blocks": tuple(BlockKey(bytes.fromhex(key)) for key in fields["blocks"]),
                 "turns": tuple(fields["turns"]),
+                "left": tuple(_head(*head) for head in fields.get("left", ())),
             }
         )
+
+
+def _head(key: str, parent: str, n_tokens: int) -> Head:
+    return Head(BlockKey(bytes.fromhex(key)), BlockKey(bytes.fromhex(parent)), n_tokens)
 
 
 class Agents:
@@ -142,6 +163,7 @@ class Agents:
                 n_tokens=len(tokens),
                 turns=turns,
                 used=self._clock(),
+                left=self._lasting(_left(agent, _n_kept(agent, namespace, tokens))),
             )
         )
 
@@ -155,23 +177,43 @@ class Agents:
             n_tokens=old.n_tokens,
             turns=old.turns,
             forked_from=agent_id,
+            left=tuple(head for head in old.left if head.key in old.blocks),
         )
 
     def rewind(self, agent_id: str, turn: int) -> Agent:
-        """Forget the turns after this one (0: all of them). Their blocks stay until evicted."""
+        """Forget the turns after this one (0: all of them).
+
+        Their blocks stay until they are evicted, or the agent is deleted.
+        """
         agent = self.show(agent_id)
         if not 0 <= turn <= len(agent.turns):
             raise BadInput(f"{agent_id!r} has {len(agent.turns)} turns; there is no turn {turn}.")
         n_tokens = agent.turns[turn - 1] if turn else 0
         n_blocks = -(-n_tokens // BLOCK_TOKENS)
+        is_all = n_tokens == agent.n_tokens
         return self._save(
             replace(
                 agent,
                 blocks=agent.blocks[:n_blocks],
                 n_tokens=n_tokens,
                 turns=agent.turns[:turn],
+                left=agent.left if is_all else _left(agent, n_tokens // BLOCK_TOKENS),
             )
         )
+
+    def _lasting(self, left: tuple[Head, ...]) -> tuple[Head, ...]:
+        """Those of which something is there; asked only where they are many.
+
+        An outgrown one gives way to what has outgrown it, which need not be looked for again.
+        """
+        if len(left) <= MANY_LEFT:
+            return left
+        known = self._disk.have([head.key for head in left])
+        gone = [head for head in left if head.key not in known]
+        kept = [head for head in left if head.key in known]
+        longer = (found.header for found in begun_with(self._disk, gone))
+        kept += [Head(it.key, it.parent, len(it.tokens) // 4) for it in longer]
+        return tuple(dict.fromkeys(kept))
 
     def promise(self, agent_id: str, **changes: Any) -> Agent:
         """Change what an agent was promised: `pinned`, `quota_bytes`, `retention_s`."""
@@ -181,16 +223,45 @@ class Agents:
         """Remove an agent and every block no other agent reaches; answers with their number.
 
         What only anonymous requests used goes too, where it descends from the agent's own blocks.
-        Nothing of its tokens is left in any file.
+        So does what the agent has taken back. Nothing of its tokens is left in any file, but for
+        blocks that others reach: one of which another agent has the beginning stays whole.
         """
         agent = self.show(agent_id)
         self._refuse_newer()
-        others = {key for other in self.all() if other.id != agent_id for key in other.blocks}
-        self._disk.unpin_owner(_owner(agent_id))
-        removed = delete_branches(self._disk, agent.blocks, others, progress)
         with telling(self._disk, f"remove agent {agent_id!r}"):
+            keep = self._reached([other for other in self.all() if other.id != agent_id])
+            self._disk.unpin_owner(_owner(agent_id))
+            removed = delete_branches(self._disk, self._own(agent, keep), keep, progress)
             self._disk.files.remove(self._path(agent_id))
         return removed
+
+    def _reached(self, agents: Sequence[Agent]) -> set[BlockKey]:
+        """What these hold; where a tail is not there, what stands in for it."""
+        tails = [agent.heads[-1] for agent in agents if agent.blocks]
+        known = self._disk.have([tail.key for tail in tails])
+        missing = (tail for tail in tails if tail.key not in known)
+        keys = {key for agent in agents for key in agent.blocks}
+        return keys | {found.header.key for found in begun_with(self._disk, missing)}
+
+    def _own(self, agent: Agent, reached: Collection[BlockKey]) -> list[BlockKey]:
+        """What an agent has or had, and every block that goes on from the end of a turn, unless
+        that is an end that others have reached too.
+        """
+        heads = [*agent.heads, *agent.left]
+        begun = list(begun_with(self._disk, [*heads, *self._ends(agent)]))
+        shared = {found.head for found in begun if found.header.key in reached}
+        longer = [found.header.key for found in begun if found.head not in shared]
+        return [*(head.key for head in heads), *longer]
+
+    def _ends(self, agent: Agent) -> Iterator[Head]:
+        """The blocks that ended with a turn; they are not there any more where it went on."""
+        parents = (root(agent.namespace), *agent.blocks)
+        held = list(holders(self._disk, agent.heads, agent.n_tokens))
+        for number, n_tokens in (divmod(turn, BLOCK_TOKENS) for turn in agent.turns):
+            if n_tokens and number < len(held):
+                tokens = held[number].tokens[: 4 * n_tokens]
+                key = block_key(agent.namespace, parents[number], tokens)
+                yield Head(key, parents[number], n_tokens)
 
     def _refuse_newer(self) -> None:
         """Raise where some agent cannot be asked what it shares with others."""
@@ -203,17 +274,21 @@ class Agents:
 
     def expire(self, progress: Progress = quietly) -> list[str]:
         """Delete the agents that were unused for longer than their retention."""
-        now = self._clock()
-        gone = [
+        gone = self.expired()
+        for number, agent_id in enumerate(gone):
+            self.delete(agent_id)
+            progress(number + 1, len(gone))
+        return gone
+
+    def expired(self, grace_s: float = 0.0) -> list[str]:
+        """Those that were unused for longer than their retention, and for so much more."""
+        now = self._clock() - grace_s
+        return [
             agent.id
             for agent in self.all()
             if agent.retention_s is not None and not agent.pinned
             if now - agent.used > agent.retention_s
         ]
-        for number, agent_id in enumerate(gone):
-            self.delete(agent_id)
-            progress(number + 1, len(gone))
-        return gone
 
     @property
     def _directory(self) -> Path:
@@ -243,15 +318,26 @@ class Agents:
 
     def _hold(self, agent: Agent) -> None:
         """Pin what was promised. Eviction takes leaves only, so a pin holds all its ancestors."""
-        self._disk.unpin_owner(_owner(agent.id))
+        last = 0
         if agent.pinned:
             last = len(agent.blocks)
         elif agent.quota_bytes:
             last = self._n_within(agent.blocks, agent.quota_bytes)
-        else:
-            return
-        if last:
-            self._disk.pin(agent.blocks[last - 1], _owner(agent.id))
+        keys = list(self._ends_of_runs(agent.heads[:last]))
+        self._disk.unpin_owner(_owner(agent.id))
+        for key in keys:
+            self._disk.pin(key, _owner(agent.id))
+
+    def _ends_of_runs(self, heads: Sequence[Head]) -> Iterator[BlockKey]:
+        """The last block, there or not; what stands in for it; and the last before each gap."""
+        known = self._disk.have([head.key for head in heads])
+        for number, head in enumerate(heads, start=1):
+            is_there, follows = head.key in known, heads[number : number + 1]
+            if not follows or (is_there and follows[0].key not in known):
+                yield head.key
+        if heads and heads[-1].key not in known:
+            longer = begun_with(self._disk, heads[-1:])
+            yield from (found.header.key for found in islice(longer, 1))
 
     def _n_within(self, blocks: Sequence[BlockKey], n_bytes: int) -> int:
         """How many leading blocks fit into a quota."""
@@ -266,6 +352,19 @@ class Agents:
 
 def _owner(agent_id: str) -> str:
     return f"agent:{agent_id}"
+
+
+def _n_kept(agent: Agent, namespace: Namespace, tokens: Sequence[int]) -> int:
+    """How many of its blocks an agent keeps when it says this: all of them where it goes on."""
+    if tuple(ref.key for ref in chain(namespace, tokens[: agent.n_tokens])) == agent.blocks:
+        return len(agent.blocks)
+    pairs = zip(agent.blocks, (ref.key for ref in chain(namespace, tokens)), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _left(agent: Agent, n_kept: int) -> tuple[Head, ...]:
+    """What it has left when it keeps so many of its blocks."""
+    return tuple(dict.fromkeys((*agent.left, *agent.heads[n_kept:])))
 
 
 def _same_until(agent: Agent, blocks: Sequence[BlockKey], n_tokens: int) -> bool:

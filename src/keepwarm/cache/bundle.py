@@ -14,23 +14,16 @@ import math
 import os
 import tarfile
 from base64 import b64decode, b64encode
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from keepwarm.errors import BadCacheFile, BadRecord, NewerFormat
-from keepwarm.prefix.blocks import (
-    BLOCK_TOKENS,
-    BlockKey,
-    Namespace,
-    block_key,
-    chain,
-    root,
-    unpack,
-)
+from keepwarm.errors import BadCacheFile, BadRecord, NewerFormat, NotEnough
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, chain, root, unpack
 from keepwarm.prefix.fingerprint import Identity, digest, namespace, tenant_of
 from keepwarm.store.atomic import FILE_MODE
 from keepwarm.store.disk import DiskTier
@@ -46,7 +39,9 @@ from keepwarm.store.record import (
     read_tensors,
 )
 from keepwarm.store.seal import stored_namespace
+from keepwarm.store.tier import telling
 from keepwarm.store.upkeep import Progress, quietly
+from keepwarm.store.wear import Wear
 
 VERSION = 1
 MAX_MANIFEST_BYTES = 64 << 20
@@ -80,6 +75,9 @@ class Manifest:
             raise BadRecord("its turns are no numbers")
         if not isinstance(fields["agent"], str):
             raise BadRecord("its agent has no name")
+        options = fields["identity"]["kv_options"].values()
+        if not all(value is None or type(value) is int for value in options):
+            raise BadRecord("its KV options are no numbers")
         return cls(
             identity=Identity(**fields["identity"]),
             tokens=b64decode(fields["tokens"]),
@@ -132,32 +130,94 @@ def export_bundle(
 
 
 def import_bundle(
-    disk: DiskTier, path: Path, expected: Identity, progress: Progress = quietly
+    disk: DiskTier, wear: Wear, path: Path, expected: Identity, progress: Progress = quietly
 ) -> Manifest:
-    """Put a bundle's records into a store, once all of it is verified and of the right model."""
-    try:
-        total = 2 * path.stat().st_size  # it is read twice
-        with tarfile.open(path, "r:") as archive:
-            manifest = _read_manifest(archive)
-            refuse_other_model(manifest.identity, expected)
-            name, found = namespace(manifest.identity), set()
-            for record in renamed(_records_in(archive), name, name):
-                _check_tokens(manifest, record.header)
-                found.add(record.header.key)
-                progress(archive.offset, total)
-            _check_whole(manifest, found)
+    """Put a bundle's records into a store, once all of it is verified and of the right model.
+
+    Raises NotEnough where there is no room for all of it, or not so many may be written today.
+    """
+    with _telling(path):
+        half = path.stat().st_size  # it is read twice
+        checked = _check(path, expected, lambda done: progress(done, 2 * half))
+        if not wear.allows(checked.n_bytes):
+            raise _over_budget(checked.n_bytes)
+        theirs, ours = namespace(checked.manifest.identity), _stored_name(disk, expected)
+        headers = []
         with tarfile.open(path, "r:") as archive:
             _read_manifest(archive)
-            for record in renamed(_records_in(archive), name, _stored_name(disk, expected)):
-                disk.put(record).durable.result()
-                progress(total // 2 + archive.offset, total)
-            return manifest
+            for record in renamed(_records_in(archive), theirs, ours):
+                _keep(disk, wear, record)
+                headers.append(record.header)
+                progress(half + archive.offset, 2 * half)
+    _check_kept(disk, headers)
+    return checked.manifest
+
+
+def identity_in(path: Path) -> Identity:
+    """Of which model a bundle says it is, and with which KV options; nothing of it is verified."""
+    with _telling(path), tarfile.open(path, "r:") as archive:
+        return nobodys(_read_manifest(archive).identity)
+
+
+@contextmanager
+def _telling(path: Path) -> Iterator[None]:
+    """Whatever is wrong with a file is said in a sentence."""
+    try:
+        yield
     except NewerFormat as error:
         raise BadCacheFile(f"{path} was made by a newer Keepwarm; update this one.") from error
     except (*WRONG_INSIDE, BadRecord) as error:
         raise BadCacheFile(f"{path} is not a whole bundle ({error}); export it again.") from error
     except OSError as error:
-        raise BadCacheFile(f"{path} could not be read and kept ({error}).") from error
+        raise BadCacheFile(f"{path} could not be read ({error}); name one that can.") from error
+
+
+class _Checked(NamedTuple):
+    manifest: Manifest
+    n_bytes: int
+
+
+def _check(path: Path, expected: Identity, progress: Callable[[int], None]) -> _Checked:
+    """Read all of a bundle and refuse what is not whole, or of another model."""
+    with tarfile.open(path, "r:") as archive:
+        manifest = _read_manifest(archive)
+        refuse_other_model(manifest.identity, expected)
+        name, found, n_bytes = namespace(manifest.identity), set(), 0
+        for record in renamed(_records_in(archive), name, name):
+            _check_tokens(manifest, record.header)
+            found.add(record.header.key)
+            n_bytes += record.n_bytes
+            progress(archive.offset)
+        _check_whole(manifest, found)
+        return _Checked(manifest, n_bytes)
+
+
+def _keep(disk: DiskTier, wear: Wear, record: Record) -> None:
+    with telling(disk, "keep the bundle"):
+        if not wear.take(record.n_bytes):
+            raise _over_budget(record.n_bytes)
+        put = disk.put(record)
+        if not put.stored:
+            wear.give_back(record.n_bytes)
+        put.durable.result()
+
+
+def _over_budget(n_bytes: int) -> NotEnough:
+    return NotEnough(
+        f"The bundle was not imported: {n_bytes} bytes are more than may still be written today; "
+        "raise disk_writes_per_day, or import it tomorrow."
+    )
+
+
+def _check_kept(disk: DiskTier, headers: Sequence[Header]) -> None:
+    """All of it is there: what found no room is no error of the disk, and would just be missing."""
+    known = disk.have([header.key for header in headers])
+    lost = [h for h in headers if h.key not in known or h.part not in known[h.key].parts]
+    if lost:
+        raise NotEnough(
+            f"The bundle was not imported: {len(lost)} of the {len(headers)} records in it found "
+            "no room; raise disk_bytes or free some of the disk, then import it again."
+        )
 
 
 def _check_whole(manifest: Manifest, found: set[BlockKey]) -> None:

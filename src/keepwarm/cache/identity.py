@@ -64,13 +64,16 @@ def identify(
     weights = _digests(source, WEIGHTS, digests)
     if not weights:
         raise BadInput(f"{source} holds no weights, so its blocks could not be told from others'.")
+    learnt = _digests(adapter, ("*",), digests) if adapter else {}
+    if adapter and not learnt:
+        raise BadInput(f"There is no adapter in {adapter}; name the directory that it lies in.")
     config = source / "config.json"
     return Identity(
         weights=weights,
         config=digests.of(config) if config.is_file() else "",
         tokenizer=digest(_digests(source, TOKENIZER, digests)) if source.is_dir() else "",
         layout=digest([_layer_json(layer) for layer in layout.layers]),
-        adapter=digest(_digests(adapter, ("*",), digests)) if adapter else "",
+        adapter=digest(learnt) if adapter else "",
         kv_options=dict(kv_options or {}),
         salt=salt,
     )

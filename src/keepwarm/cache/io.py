@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,7 @@ from keepwarm.store.wear import Wear
 
 LOG = logging.getLogger(__name__)
 MAX_DEFERRAL_S = 2.0  # a save waits for restores, but not for ever
+TRUCE_S = 60.0  # a disk that took no save is not offered old blocks again for so long
 # The best of 1 to 8 on two cores and on sixteen: more of them wait for each other's Python.
 READER_THREADS = 3
 MAX_AHEAD = 16  # records
@@ -57,6 +59,9 @@ class Saver(Protocol):
     def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
         """Which blocks are, or will be, where they last as long as records do here."""
 
+    def takes_again(self, policy: Policy) -> bool:
+        """Whether blocks that are known, and not kept, are worth being put again."""
+
     def flush(self) -> None:
         """Return once everything put so far is on disk or was given up."""
 
@@ -82,6 +87,9 @@ class MemoryOnly:
         memory = self._memory
         loose = memory.loose(keys) if isinstance(memory, MemoryTier) else set()
         return memory.have([key for key in keys if key not in loose])
+
+    def takes_again(self, policy: Policy) -> bool:  # noqa: ARG002
+        return False
 
     def flush(self) -> None:
         return
@@ -113,6 +121,7 @@ class Writer:
         self._closing = False
         self._n_put = self._n_done = 0  # records
         self._n_flushing = 0  # who wait for all that was put
+        self._truce_until = 0.0  # by the monotonic clock
         self._stats = WriteStats()
         self._thread = threading.Thread(target=self._run, name="keepwarm-writer", daemon=True)
         self._thread.start()
@@ -133,8 +142,7 @@ class Writer:
                 self._count(dropped=1)
 
     def _known(self, record: Record) -> bool:
-        found = self.queued.have([record.header.key]).get(record.header.key)
-        return found is not None and record.header.part in found.parts
+        return record.header.part in _parts(self.queued, record.header.key)
 
     def _is_orphan(self, record: Record) -> bool:
         """Rows are of no use without those before them: with a save its descendants are dropped."""
@@ -145,6 +153,11 @@ class Writer:
 
     def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
         return Tiers([("queue", self.queued), ("disk", self._disk)]).have(keys)
+
+    def takes_again(self, policy: Policy) -> bool:
+        """Cutting them takes the engine's time: after a refusal only for who wants them safe."""
+        in_time = time.monotonic() >= self._truce_until
+        return policy is Policy.DURABLE or (policy.to_disk and in_time)
 
     def flush(self) -> None:
         with self._changed:
@@ -204,24 +217,39 @@ class Writer:
         record = self.queued.read(key, part)
         if record is None:
             self._count(dropped=1)
-        elif self._wear is not None and not self._wear.allows(record.n_bytes):
-            self._count(over_budget=1)
-        else:
+            return
+        try:
             self._save(record)
-        self.queued.delete_part(key, part)
+        finally:
+            self.queued.delete_part(key, part)
 
     def _save(self, record: Record) -> None:
+        if self._wear is not None and not self._wear.take(record.n_bytes):
+            self._refused(over_budget=1)
+            return
         put = _put(self._disk, record)
-        if put.durable.exception() is not None:
-            self._count(failed=1)
-        elif put.stored:
+        if put.stored:
             self._count(written_records=1, written_bytes=record.n_bytes)
-            if self._wear is not None:
-                self._wear.add(record.n_bytes)
+            return
+        if self._wear is not None:
+            self._wear.give_back(record.n_bytes)
+        if put.durable.exception() is not None:
+            self._refused(failed=1)
+        elif record.header.part not in _parts(self._disk, record.header.key):
+            self._refused()  # the tier counts that
+
+    def _refused(self, **why: int) -> None:
+        self._truce_until = time.monotonic() + TRUCE_S
+        self._count(**why)
 
     def _count(self, **more: int) -> None:
         sums = {name: getattr(self._stats, name) + n for name, n in more.items()}
         self._stats = WriteStats(**{**vars(self._stats), **sums})
+
+
+def _parts(tier: Tier, key: BlockKey) -> Collection[Part]:
+    known = tier.have([key]).get(key)
+    return known.parts if known else ()
 
 
 def _put(tier: Tier, record: Record) -> Put:

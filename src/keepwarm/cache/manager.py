@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from keepwarm.cache.io import Reader, Saver
@@ -126,6 +126,24 @@ class Manager:
             missed |= loaded.missed
             under_way = self.begin(loading.tokens, Policy.READ_ONLY, beyond, missed)
         return EMPTY
+
+    def n_kept(self, tokens: Sequence[int], policy: Policy) -> int:
+        """How many tokens that were found, wherever, a request need not put again.
+
+        Blocks in memory alone are put again where the policy wants them on disk: what comes after
+        them would be of no use there.
+        """
+        if not self.writer.takes_again(policy):
+            return len(tokens)
+        refs = [ref for ref in chain(self.namespace, tokens) if ref.n_tokens == BLOCK_TOKENS]
+        kept = n_matched(self.needs, refs, self.writer.kept([ref.key for ref in refs]))
+        return len(tokens) if kept == len(refs) else kept * BLOCK_TOKENS
+
+    def survives(self, tokens: Sequence[int]) -> bool:
+        """Whether a process that starts now would find all of these tokens on disk."""
+        on_disk = Tiers([(name, tier) for name, tier in self.tiers.named if name == "disk"])
+        point = replace(self, tiers=on_disk)._longest(tokens, len(tokens), ())
+        return point.n_tokens == len(tokens)
 
     def open(self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE) -> Capture:
         """Begin keeping what a request computes, from wherever it starts.

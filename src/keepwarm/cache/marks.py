@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
+from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, block_key, chain, pack
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.index import MARK
 
@@ -26,11 +26,16 @@ class Marks:
         """Keep the blocks of a conversation up to a token; asking again makes it longer.
 
         The block that the place lies in is kept whole: eviction takes no ancestor of a pinned one.
+        So is one that ends there, if there is one: on state models it has the checkpoint.
         """
+        refs = list(chain(namespace, tokens))
         last = (place - 1) // BLOCK_TOKENS
-        key = next((ref.key for ref in chain(namespace, tokens) if ref.number == last), None)
-        if key is not None:
-            until = self._clock() + (TTL_S if ttl_s is None else ttl_s)
+        if not 0 <= last < len(refs):
+            return
+        start = last * BLOCK_TOKENS
+        ending = block_key(namespace, refs[last].parent, pack(tokens[start:place]))
+        until = self._clock() + (TTL_S if ttl_s is None else ttl_s)
+        for key in {refs[last].key, *self._disk.have([ending])}:
             self._disk.pin(key, f"{MARK}{until:.0f}")
 
     def sweep(self) -> int:

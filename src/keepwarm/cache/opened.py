@@ -21,7 +21,7 @@ from keepwarm.store.tiers import Tiers
 class Budgets:
     """Bytes each place may take. No disk at all is `disk = False`."""
 
-    memory_bytes: int = 1 << 30
+    memory_bytes: int | None = 1 << 30  # None: nobody has chosen, so whoever opens it may
     queue_bytes: int = 1 << 30
     disk: bool = True
     disk_bytes: int | None = 20 << 30
@@ -31,7 +31,7 @@ class Budgets:
     @classmethod
     def of(cls, settings: Settings) -> Budgets:
         return cls(
-            memory_bytes=settings.memory_bytes,
+            memory_bytes=settings.memory_bytes or None,
             disk_bytes=settings.disk_bytes,
             disk_writes_per_day=settings.disk_writes_per_day or None,
         )
@@ -44,7 +44,7 @@ class OpenedStore:
         self, root: Path, budgets: Budgets | None = None, secret: str | None = None
     ) -> None:
         budgets = budgets or Budgets()
-        self.memory = MemoryTier(budgets.memory_bytes)
+        self.memory = MemoryTier(budgets.memory_bytes or 0)
         self.shelf: Shelf | None = None
         self.saver: Saver = MemoryOnly(self.memory)
         tiers: list[tuple[str, Tier]] = [("memory", self.memory)]

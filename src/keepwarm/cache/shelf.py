@@ -13,35 +13,26 @@ from typing import NamedTuple, Self
 
 from keepwarm.cache.agents import Agent, Agents
 from keepwarm.cache.bundle import Manifest, export_bundle, import_bundle
+from keepwarm.cache.holders import Holder, header_of, holders
 from keepwarm.cache.marks import Marks
 from keepwarm.errors import BadInput, BadRecord
 from keepwarm.prefix.blocks import (
     BLOCK_TOKENS,
-    BlockKey,
     Namespace,
-    block_key,
     chain,
-    root,
     unpack,
 )
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk import DiskLimits, DiskTier
-from keepwarm.store.record import Header
 from keepwarm.store.seal import stored_namespace
-from keepwarm.store.tier import Known
+from keepwarm.store.tier import telling
 from keepwarm.store.unlock import unlock
 from keepwarm.store.upkeep import Progress, file_path, quietly, read_file, write_file
 from keepwarm.store.wear import Wear
 
 MARK = "@"  # no agent's id begins so
 ID_DIGITS = 12
-
-
-class Holder(NamedTuple):
-    """A block on disk and those of its tokens that are an agent's."""
-
-    key: BlockKey
-    tokens: bytes
+PINS_MADE = "pins made"  # a note in the index: it was new once, and knew no pins
 
 
 class Prefix(NamedTuple):
@@ -71,8 +62,10 @@ class Shelf:
         self.agents = Agents(self.disk)
         self.marks = Marks(self.disk)
         self.wear = Wear(root, writes_per_day)
-        if self.disk.index.is_new:
-            self.agents.hold_all()
+        with telling(self.disk, "pin what agents were promised"):
+            if not self.disk.index.is_noted(PINS_MADE):
+                self.agents.hold_all()
+                self.disk.index.note(PINS_MADE)
 
     def register(self, identity: Identity) -> Namespace:
         """Remember which model a namespace stands for; bundles name it."""
@@ -91,46 +84,12 @@ class Shelf:
             ) from error
 
     def holders(self, agent: Agent) -> Iterator[Holder]:
-        """The blocks that hold an agent's conversation, as far as they are there.
-
-        Its open block may have been outgrown by a longer one, which then stands in for it.
-        """
-        known = self.disk.have(agent.blocks)
-        parent = root(agent.namespace)
-        for number, key in enumerate(agent.blocks):
-            n_tokens = min(BLOCK_TOKENS, agent.n_tokens - number * BLOCK_TOKENS)
-            if key in known:
-                tokens = self._tokens(key, known[key])
-                found = Holder(key, tokens[: 4 * n_tokens]) if tokens is not None else None
-            else:
-                found = self._outgrower(agent.namespace, parent, key, n_tokens)
-            if found is None:
-                return
-            yield found
-            parent = key
+        """The blocks that hold an agent's conversation, as far as they are there."""
+        return holders(self.disk, agent.heads, agent.n_tokens)
 
     def tokens_of(self, agent: Agent) -> list[int]:
         """The agent's conversation, read back from its blocks as far as they are there."""
         return [token for holder in self.holders(agent) for token in unpack(holder.tokens)]
-
-    def _header(self, key: BlockKey, known: Known) -> Header | None:
-        record = self.disk.read(key, next(iter(known.parts)), tensors=())
-        return record.header if record is not None else None
-
-    def _tokens(self, key: BlockKey, known: Known) -> bytes | None:
-        header = self._header(key, known)
-        return header.tokens if header is not None else None
-
-    def _outgrower(
-        self, name: Namespace, parent: BlockKey, key: BlockKey, n_tokens: int
-    ) -> Holder | None:
-        """A longer sibling that begins with the tokens this key is the hash of."""
-        children = self.disk.index.children_of(parent)
-        for child, known in self.disk.have(children).items():
-            tokens = (self._tokens(child, known) or b"")[: 4 * n_tokens]
-            if block_key(name, parent, tokens) == key:
-                return Holder(child, tokens)
-        return None
 
     def prefixes(self) -> Iterator[Prefix]:
         """The ends of what is kept and is no agent's, used last first."""
@@ -150,7 +109,7 @@ class Shelf:
                 f"{len(keys)} prefixes are called {MARK}{text}; `cache ls --prefixes` names them."
             )
         way = list(self.disk.index.parents(keys[0]))[::-1]
-        headers = [self._header(key, known) for key, known in self.disk.have(way).items()]
+        headers = [header_of(self.disk, key, known) for key, known in self.disk.have(way).items()]
         found = {header.key: header for header in headers if header is not None}
         if len(found) < len(way) or found[way[0]].number:
             raise BadInput(f"{MARK}{text} is not whole: what comes before it is gone.")
@@ -205,7 +164,7 @@ class Shelf:
 
         Its blocks become those of `expected`, under whosever key they were made.
         """
-        manifest = import_bundle(self.disk, path, expected, progress)
+        manifest = import_bundle(self.disk, self.wear, path, expected, progress)
         name = self.register(expected)
         tokens = unpack(manifest.tokens)
         return self.agents.create(

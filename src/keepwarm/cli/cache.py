@@ -22,6 +22,7 @@ from keepwarm.errors import NewerFormat
 if TYPE_CHECKING:
     from keepwarm.cache.agents import Agent
     from keepwarm.cache.shelf import Shelf
+    from keepwarm.prefix.fingerprint import Identity
     from keepwarm.store.upkeep import Progress
 
 app = typer.Typer(no_args_is_help=True, help="Look at, keep, carry and forget stored blocks.")
@@ -36,7 +37,8 @@ def _shelf() -> Shelf:
     from keepwarm.store.disk import DiskLimits
 
     settings = config.load()
-    return Shelf(settings.store, DiskLimits(settings.disk_bytes), secret=settings.secret())
+    limits, per_day = DiskLimits(settings.disk_bytes), settings.disk_writes_per_day or None
+    return Shelf(settings.store, limits, per_day, settings.secret())
 
 
 @contextmanager
@@ -186,7 +188,7 @@ def verify(
     fix: Annotated[bool, typer.Option("--fix", help="Set bad records aside.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read everything and check it; exit code 1 if something is bad."""
+    """Read everything and check it; exit code 1 if something is bad or cannot be read."""
     from keepwarm.store import fsck
 
     with _shelf() as shelf, _bar("verifying") as progress:
@@ -195,7 +197,7 @@ def verify(
         for name, why in shelf.agents.unreadable():
             n_newer += isinstance(why, NewerFormat)
             if not isinstance(why, NewerFormat):
-                bad.append({"record": f"agents/{name}", "wrong": str(why), "set_aside": False})
+                bad.append(_bad_agent(shelf, name, why, fix))
         n_blocks = shelf.disk.stats().blocks
         for checked in fsck.verify(shelf.disk, fix):
             n_records, n_bytes = n_records + 1, n_bytes + checked.n_bytes
@@ -203,10 +205,20 @@ def verify(
             progress(n_records, max(n_records, n_blocks))
             if checked.wrong is not None:
                 name = f"{checked.key.hex()}.{checked.part.value}"
-                bad.append({"record": name, "wrong": checked.wrong, "set_aside": fix})
+                bad.append({"record": name, "wrong": checked.wrong, "set_aside": checked.set_aside})
     _print({"records": n_records, "n_bytes": n_bytes, "newer": n_newer, "bad": bad}, as_json)
     if bad:
         raise typer.Exit(1)
+
+
+def _bad_agent(shelf: Shelf, name: str, why: Exception, fix: bool) -> dict[str, Any]:
+    """What `verify` says of an agent's file; a torn one can be set aside, one not read may not."""
+    record = f"agents/{name}"
+    if isinstance(why, OSError):
+        wrong = f"could not be read: {why.strerror or why}"
+        return {"record": record, "wrong": wrong, "set_aside": False}
+    aside = fix and shelf.disk.set_aside(shelf.disk.root / record, str(why))
+    return {"record": record, "wrong": str(why), "set_aside": aside}
 
 
 @app.command()
@@ -240,15 +252,27 @@ def import_(
     as_json: AsJson = False,
 ) -> None:
     """Read a bundle, verified, for the same weights and KV dtype."""
+    from keepwarm.cache.bundle import identity_in
     from keepwarm.engine.model import load
     from keepwarm.engine.store import identity_of
 
     settings = config.load(model=model)
+    theirs = identity_in(file)
     loaded = load(settings.model, settings)
-    expected = identity_of(loaded.module, loaded.path, settings)
+    expected = identity_of(
+        loaded.module, loaded.path, settings, salt=theirs.salt, **_kv_options(theirs)
+    )
     with _shelf() as shelf, _bar("importing") as progress:
         made = shelf.import_agent(file, expected, agent, progress)
     _print(json.loads(made.to_json()), as_json)
+
+
+def _kv_options(theirs: Identity) -> dict[str, Any]:
+    """Those a bundle was made with, as far as they are known here: with any other, it differs."""
+    from keepwarm.engine.request import KVOptions
+
+    known = asdict(KVOptions()).keys() - {"quantized_kv_start"}  # which is part of the salt
+    return {name: value for name, value in theirs.kv_options.items() if name in known}
 
 
 def _promise(agent: str, as_json: bool, **changes: Any) -> None:

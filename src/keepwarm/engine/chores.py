@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from keepwarm.engine.jobs import Job, Sequence
 from keepwarm.engine.store import Store
 
+EXPIRY_S = 60.0  # how often agents are looked at that may be past their retention
+GRACE_S = 600.0  # an answer under way may be an agent's next use, and is noted when it has ended
 LOG = logging.getLogger(__name__)
 
 
@@ -17,6 +21,7 @@ class Chores:
         """`end` says the last word to whoever wanted the answer to be on disk first."""
         self._store = store
         self._end = end
+        self._next_expiry = 0.0  # by the monotonic clock
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-chores")
 
     def after(self, sequence: Sequence) -> None:
@@ -36,7 +41,7 @@ class Chores:
             self._pool.submit(self._do, self._hold, job, list(job.tokens))
 
     def end_durably(self, job: Job) -> None:
-        """Say the last word when all that was kept so far is on disk."""
+        """Say the last word when all that was kept so far is on disk, and whether that is all."""
         self._pool.submit(self._end_durably, job)
 
     def settle(self) -> None:
@@ -53,6 +58,8 @@ class Chores:
             note(job, tokens)
         except Exception:
             LOG.exception("what agent %r has said could not be noted", job.request.agent)
+        else:
+            self._expire()
 
     def _advance(self, job: Job, tokens: list[int]) -> None:
         agents = self._store.shelf.agents
@@ -64,11 +71,33 @@ class Chores:
         for place, ttl_s in job.prepared.marks:
             marks.hold(job.home.manager.namespace, tokens, place, ttl_s)
 
+    def _expire(self) -> None:
+        """Forget the agents that nobody has used for as long as they were to be kept."""
+        if time.monotonic() < self._next_expiry:
+            return
+        self._next_expiry = time.monotonic() + EXPIRY_S
+        try:
+            for agent_id in self._store.shelf.agents.expired(GRACE_S):
+                self._store.forget(agent_id)
+        except Exception:
+            LOG.exception("agents past their retention could not be forgotten")
+
     def _end_durably(self, job: Job) -> None:
+        is_safe = False
         try:
             self._store.flush()
+            is_safe = all(job.home.manager.survives(tokens) for tokens in _kept_of(job))
+        except Exception:
+            LOG.exception("whether an answer is on disk could not be found out")
         finally:
+            if job.receipt is not None:
+                job.receipt = replace(job.receipt, durable=is_safe)
             self._end(job)
+
+
+def _kept_of(job: Job) -> list[list[int]]:
+    """All that is to be found again: its answers, each behind the prompt, or the prompt alone."""
+    return [sequence.tokens for sequence in job.sequences] or [job.tokens]
 
 
 def _nothing() -> None:

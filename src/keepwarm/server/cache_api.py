@@ -270,7 +270,11 @@ def _verify(shelf: Shelf, fix: bool) -> VerifyOut:
     """S0-57: the same check as `keepwarm cache verify`."""
     checked = list(fsck.verify(shelf.disk, fix))
     bad: list[BadRecordOut] = [
-        {"record": f"{each.key.hex()}.{each.part.value}", "wrong": each.wrong, "set_aside": fix}
+        {
+            "record": f"{each.key.hex()}.{each.part.value}",
+            "wrong": each.wrong,
+            "set_aside": each.set_aside,
+        }
         for each in checked
         if each.wrong is not None
     ]

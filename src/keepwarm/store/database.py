@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from keepwarm.errors import NewerFormat
+from keepwarm.errors import NewerFormat, StoreFailed
 from keepwarm.store.schema import PRAGMAS, SCHEMA_VERSION, statements
 
 
@@ -18,7 +18,6 @@ class Database:
 
     def __init__(self, path: Path | str) -> None:
         self._lock = threading.RLock()
-        self.is_new = False  # made here: it was not there, or was no good
         self._db = sqlite3.connect(
             path, timeout=30, isolation_level=None, check_same_thread=False, cached_statements=64
         )
@@ -36,7 +35,6 @@ class Database:
         with self._transaction() as db:
             version = self._version()
             if version == 0:
-                self.is_new = True
                 for statement in statements():
                     db.execute(statement)
                 db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -74,9 +72,33 @@ class Database:
             return self._db.execute(query, tuple(arguments)).fetchall()
 
     def checkpoint(self) -> None:
-        """Fold the log into the file and cut it, so that deleted tokens are gone from both."""
+        """Fold the log into the file and cut it."""
         with self._lock:
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            is_busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if is_busy:
+            raise StoreFailed(
+                "What was deleted is still in the log of the index, which is in use by others; "
+                "try again when they are done."
+            )
+
+    def scrub(self) -> None:
+        """Write the file anew, so that nothing of what was deleted is left in it or in its log.
+
+        SQLite overwrites rows that are deleted, but not the copies that stay behind where pages
+        were split or merged.
+        """
+        with self._lock:
+            self._db.execute("PRAGMA temp_store = MEMORY")  # no copy of it in another directory
+            self._db.execute("VACUUM")
+        self.checkpoint()
+
+    def note(self, what: str) -> None:
+        """Remember that something was done to this very index; a new one knows nothing of it."""
+        with self._transaction() as db:
+            db.execute("INSERT OR IGNORE INTO counts VALUES (?, 1)", (what,))
+
+    def is_noted(self, what: str) -> bool:
+        return bool(self._rows("SELECT 1 FROM counts WHERE name = ?", (what,)))
 
     def close(self) -> None:
         with self._lock:

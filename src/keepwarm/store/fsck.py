@@ -19,18 +19,33 @@ class Checked(NamedTuple):
     n_bytes: int
     wrong: str | None = None
     newer: bool = False
+    set_aside: bool = False
 
 
 def verify(disk: DiskTier, fix: bool = False) -> Iterator[Checked]:
-    """Check every record in turn; with `fix`, bad ones are set aside with their reason."""
+    """Check every record in turn; with `fix`, bad ones are set aside with their reason.
+
+    One that cannot be read may be good: it is named, and stays.
+    """
     for stored in disk.walk():
         for part, n_bytes in stored.n_bytes.items():
-            checked = Checked(stored.key, part, n_bytes)
-            try:
-                wrong = disk.fault_of(stored.key, part)
-            except NewerFormat:
-                yield checked._replace(newer=True)
-                continue
-            if wrong is not None and fix:
-                disk.read(stored.key, part)  # reading a bad record sets it aside
-            yield checked._replace(wrong=wrong)
+            checked = _check(disk, Checked(stored.key, part, n_bytes), fix)
+            if checked is not None:
+                yield checked
+
+
+def _check(disk: DiskTier, record: Checked, fix: bool) -> Checked | None:
+    """None: it was deleted meanwhile."""
+    key, part = record.key, record.part
+    try:
+        wrong = disk.fault_of(key, part)
+    except NewerFormat:
+        return record._replace(newer=True)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return record._replace(wrong=f"could not be read: {error.strerror or error}")
+    if wrong is not None and fix:
+        disk.read(key, part)  # reading a bad record sets it aside
+        return record._replace(wrong=wrong, set_aside=not disk.path_of(key, part).exists())
+    return record._replace(wrong=wrong)

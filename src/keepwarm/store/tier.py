@@ -52,9 +52,12 @@ class State(NamedTuple):
 
 
 class Put(NamedTuple):
-    """What became of a put; `durable` is done once the record survives a crash, or says why not."""
+    """What became of a put; `durable` is done once it survives a crash, or says what failed.
 
-    stored: bool  # False: it was there already, or there was no room
+    A tier without room has not failed: whoever needs a record to be there asks `have`.
+    """
+
+    stored: bool  # False: it was there already, there was no room, or writing failed
     durable: Future[None]
 
 

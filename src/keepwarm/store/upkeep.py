@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk import DiskTier
+from keepwarm.store.names import size_of
 from keepwarm.store.tier import telling
 
 AT_ONCE = 64  # blocks deleted in one step
@@ -54,33 +56,25 @@ def delete_branches(
     """Delete these blocks of one conversation, whatever descends from them, and shorter copies.
 
     What is in `keep` stays, and so do its ancestors. Afterwards none of the deleted tokens is left
-    in the index, in its log or among the records set aside. Answers with the number of blocks.
+    in the index, in its log or among the records set aside, which are all cleared. Answers with the
+    number of blocks.
     """
     doomed = list(dict.fromkeys(_branches(disk, blocks, set(keep))))
     for start in range(0, len(doomed), AT_ONCE):
         disk.delete_all(doomed[start : start + AT_ONCE])
         progress(min(start + AT_ONCE, len(doomed)), len(doomed))
     with telling(disk, "clear what was set aside"):
-        _forget_quarantined(disk, {*doomed, *blocks} - set(keep))
-        disk.index.checkpoint()
+        clear_quarantine(disk)  # a bad record may be anybody's, whatever its name
+        disk.index.scrub()
     return len(doomed)
-
-
-def _forget_quarantined(disk: DiskTier, keys: Collection[BlockKey]) -> None:
-    names = {key.hex() for key in keys}
-    for path in (disk.root / "quarantine").iterdir():
-        if path.name.partition(".")[0] in names:
-            disk.files.remove(path)
 
 
 def _branches(
     disk: DiskTier, blocks: Sequence[BlockKey], keep: set[BlockKey]
 ) -> Iterator[BlockKey]:
     for key in blocks:
-        for part in disk.index.shorter_siblings(key):
-            if part not in keep:
-                yield part
-        if key not in keep:
+        if key not in keep:  # who has a whole block has its shorter copies too
+            yield from (part for part in disk.index.shorter_siblings(key) if part not in keep)
             yield key
             yield from (child for child in disk.index.descendants(key) if child not in keep)
 
@@ -91,7 +85,15 @@ def clear_quarantine(disk: DiskTier, progress: Progress = quietly) -> int:
     with telling(disk, "clear what was set aside"):
         paths = list((disk.root / "quarantine").iterdir())
         for number, path in enumerate(paths):
-            freed += path.stat().st_size
-            disk.files.remove(path)
+            freed += size_of(path)
+            _remove(disk, path)
             progress(number + 1, len(paths))
     return freed
+
+
+def _remove(disk: DiskTier, path: Path) -> None:
+    """A directory may have lain in the place of a file."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        disk.files.remove(path)

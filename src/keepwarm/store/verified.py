@@ -116,7 +116,7 @@ class Records:
         with self.naming():
             if not self._is_bad(key, part):  # whoever was asked last may have put it anew
                 return
-            self._set_aside(path, why)
+            self.set_aside(path, why)
             self.index.drop_part(key, part)
         LOG.warning("%s is bad and was set aside: %s", path.name, why)
         self._others.changed()
@@ -130,29 +130,31 @@ class Records:
     def fault_of(self, key: BlockKey, part: Part) -> str | None:
         """What is wrong with a record, all of it read; None where nothing is. Changes nothing.
 
-        Raises NewerFormat for one that nobody here can judge.
+        Raises NewerFormat for one that nobody here can judge, and OSError for one that cannot be
+        read: neither is bad.
         """
         try:
             self.opened(key, part, read_tensors)
         except BadRecord as bad:
             return str(bad)
-        except OSError:
-            return None
         return None
 
     def _is_bad(self, key: BlockKey, part: Part) -> bool:
         try:
             return self.fault_of(key, part) is not None
-        except NewerFormat:
+        except (NewerFormat, OSError):
             return False
 
-    def _set_aside(self, path: Path, why: str) -> None:
+    def set_aside(self, path: Path, why: str) -> bool:
+        """Move a file out of reach, with the reason beside it; False where that failed."""
         aside = self.root / "quarantine" / f"{path.name}.{time.time_ns()}"
         try:
             self.files.write(aside.with_name(f"{aside.name}.why"), [f"{why}\n".encode()])
             self.files.publish(path, aside)
         except OSError as error:
             LOG.warning("%s could not be set aside: %s", path.name, error)
+            return False
+        return True
 
     @outage_is(lambda: None)
     def forget_missing(self, key: BlockKey, part: Part) -> None:

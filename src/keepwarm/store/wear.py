@@ -31,20 +31,35 @@ class Wear:
         self._day = day
 
     def allows(self, n_bytes: int) -> bool:
-        """Whether so many more bytes fit into today's budget."""
-        if self._max_bytes_per_day is None:
-            return True
-        return self.by_day().get(self._day(), 0) + n_bytes <= self._max_bytes_per_day
+        """Whether so many more bytes fit into today's budget as it is now; reserves nothing."""
+        return self._fits(self.by_day().get(self._day(), 0) + n_bytes)
 
-    def add(self, n_bytes: int) -> None:
+    def take(self, n_bytes: int) -> bool:
+        """Count so many bytes as written today, or refuse them if they are over the budget.
+
+        One step among all processes, so that together they stay within it.
+        """
         with exclusive(self._lock):
-            days = self.by_day()
-            days[self._day()] = days.get(self._day(), 0) + n_bytes
-            kept = dict(sorted(days.items())[-DAYS_KEPT:])
-            temp = self._path.with_suffix(".part")
-            temp.touch(FILE_MODE)
-            temp.write_text(json.dumps(kept))
-            temp.replace(self._path)
+            written = self.by_day().get(self._day(), 0) + n_bytes
+            fits = self._fits(written)
+            if fits:
+                self._write(written)
+            return fits
+
+    def give_back(self, n_bytes: int) -> None:
+        """So many of the bytes that were taken have not been written."""
+        with exclusive(self._lock):
+            self._write(max(0, self.by_day().get(self._day(), 0) - n_bytes))
+
+    def _fits(self, written: int) -> bool:
+        return self._max_bytes_per_day is None or written <= self._max_bytes_per_day
+
+    def _write(self, written: int) -> None:
+        days = self.by_day() | {self._day(): written}
+        temp = self._path.with_suffix(".part")
+        temp.touch(FILE_MODE)
+        temp.write_text(json.dumps(dict(sorted(days.items())[-DAYS_KEPT:])))
+        temp.replace(self._path)
 
     def by_day(self) -> dict[str, int]:
         """Bytes by ISO date; a lost or torn file counts as nothing written."""

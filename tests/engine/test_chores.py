@@ -1,0 +1,28 @@
+"""What follows an answer on disk, besides noting it."""
+
+from __future__ import annotations
+
+import time
+
+from keepwarm.engine import chores
+from tests.kit.engines import ask, engine_on
+from tests.kit.runs import prompt_of
+
+
+def test_agents_past_their_retention_are_forgotten_after_an_answer(models, tmp_path):
+    """Nobody has to clean up; an agent whose answer is under way is not forgotten for it."""
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        agents = engine.store.shelf.agents
+        for seed, name in enumerate(("old", "late", "kept")):
+            engine.submit(ask(prompt_of(300, seed=seed), 2, agent=name)).result()
+        engine.settle()
+        for name, retention_s in (("old", 60.0), ("late", chores.GRACE_S)):
+            agents.promise(name, retention_s=retention_s)
+        old = agents.show("old")
+        now = time.time() + 60 + chores.GRACE_S + 1
+        agents._clock = lambda: now
+        engine._chores._next_expiry = 0.0  # a minute is over
+        engine.submit(ask(prompt_of(300, seed=9), 2, agent="new")).result()
+        engine.settle()
+        assert [agent.id for agent in agents.all()] == ["kept", "late", "new"]
+        assert not engine.store.shelf.disk.have(old.blocks)
