@@ -214,6 +214,62 @@ def test_an_answer_that_was_cut_short_is_not_audited(models, tmp_path):
         assert (counters["audits"], counters["drifts"]) == (1, 0)
 
 
+# -- audits ---------------------------------------------------------------------------------------
+
+
+def spoil(engine: Engine, prompt: list[int]) -> None:
+    """What is live of a prompt becomes something else, and nobody is told."""
+    namespace = engine._lanes.of(engine.config.kv, "").manager.namespace
+    taken = engine.live.take(namespace, prompt)
+    assert taken is not None
+    for cache in taken.caches:
+        cache.values = -3 * cache.values
+    engine.live.clear()
+    engine.live.put(namespace, prompt[: taken.n_tokens], taken.caches)
+
+
+def audited(engine: Engine, n_audits: int) -> tuple[int, int]:
+    """Audits and drifts, once there were so many of them."""
+    while engine.stats().counters["audits"] < n_audits:
+        time.sleep(0.01)
+    counters = engine.stats().counters
+    return counters["audits"], counters["drifts"]
+
+
+def test_a_cache_that_has_changed_is_found_out(models, tmp_path):
+    prompt = prompt_of(100)
+    with engine_on(models.of("llama"), tmp_path, audit_share=1.0) as engine:
+        engine.submit(ask(prompt, 8)).result()
+        first = engine.submit(ask(prompt, 8)).result()
+        assert audited(engine, 1) == (1, 0)
+        engine.call(lambda: spoil(engine, prompt)).result()
+        second = engine.submit(ask(prompt, 8)).result()
+        assert second.receipt.reused == {"live": 99}
+        assert tokens_of(second.choices[0]) != tokens_of(first.choices[0])
+        assert audited(engine, 2) == (2, 1)
+
+
+class Unhurried(Engine):
+    """Audits come, and nobody gets to them."""
+
+    def _step(self) -> bool:
+        self._scheduler.waiting = [job for job in self._scheduler.waiting if not job.audit]
+        return super()._step()
+
+
+def test_audits_take_nobodys_place(models, tmp_path):
+    """One at a time, not counted among those who wait, and left undone at the end."""
+    with engine_on(
+        models.of("llama"), tmp_path, engine_class=Unhurried, audit_share=1.0, max_queue=2
+    ) as engine:
+        for _ in range(5):
+            engine.submit(ask(prompt_of(40), 3)).result()
+        engine.call(lambda: None).result()
+        assert [job.audit for job in engine._scheduler.jobs] == [True]
+        assert engine.drain(PATIENCE_S)
+        assert engine.stats().counters["audits"] == 0
+
+
 # -- room for long answers ------------------------------------------------------------------------
 
 ROW = 2048  # bytes that a token takes here, counted in steps of 256 tokens

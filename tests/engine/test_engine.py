@@ -464,20 +464,24 @@ def test_a_chat_by_messages_over_a_restart(models, tmp_path):
     model, exam = models.of("llama", endless=False), Exam(models.module("llama"))
     messages: list[dict[str, str]] = [{"role": "system", "content": "the answer is in the dog"}]
     n_fed = n_new = 0
+    known: list[int] = []  # what was said up to the turn before
     for half in range(2):
         with engine_on(model, tmp_path) as engine:
             for turn in range(3 * half, 3 * half + 3):
-                messages.append({"role": "user", "content": f"question {turn} of the user"})
+                messages.append({"role": "user", "content": f"the question is {turn}"})
                 request = Request(messages=messages, sampling=Sampling(max_tokens=8))
                 before = model.module.fed
                 tokens = engine.prepare(request).tokens
                 result = engine.submit(request).result()
                 exam.add(tokens, result.choices[0])
                 messages.append({"role": "assistant", "content": result.choices[0].text})
+                engine.settle()
                 if turn:
+                    assert tokens[: len(known)] == known
                     n_fed += model.module.fed - before - result.usage.completion_tokens
-                    n_new += result.receipt.recomputed
-                    assert result.receipt.cached_tokens > 0
+                    n_new += len(tokens) - len(known)
+                    assert result.receipt.recomputed == len(tokens) - len(known)
+                known = [*tokens, *tokens_of(result.choices[0])]
     assert n_fed == n_new
     exam.check()
 

@@ -17,14 +17,11 @@ from keepwarm.engine.memory import (
     UNLIMITED,
     MemoryConfig,
     MemoryScopes,
-    Watcher,
-    free_buffers,
     gpu_memory,
-    headroom,
     host_memory,
+    memories,
     wired_limit,
 )
-from keepwarm.engine.space import in_words
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 SIZES = (4, 8, 16, 24, 32, 64, 128, 192)
@@ -148,11 +145,30 @@ def test_a_container_without_a_limit_is_the_machine(tmp_path):
     assert host_memory(container(tmp_path, "max")).total_bytes == psutil.virtual_memory().total
 
 
-def test_headroom_is_what_is_left():
-    left, limit = headroom(), gpu_memory() or wired_limit()
-    assert left < host_memory().total_bytes
-    if limit:
-        assert left <= limit - mx.get_active_memory()
+def test_what_is_left_of_this_machine():
+    memory = memories().arrays
+    assert 0 < memory.left() < memory.total_bytes
+    assert memory.total_bytes == (gpu_memory() or host_memory().total_bytes)
+    if (limit := wired_limit()) is not None:
+        assert memory.left() <= limit
+
+
+def test_without_a_gpu_of_its_own_memory_there_is_one():
+    """Arrays and blocks are beside each other, so dropping either leaves more for both."""
+    arrays, blocks = memories()
+    assert (arrays is blocks) == (gpu_memory() is None)
+
+
+def test_a_gpu_with_memory_of_its_own_makes_two():
+    """Each with a floor by its own size, and with what is left there."""
+    arrays, blocks = memories(gpu_bytes=80 * GIB)
+    assert arrays.floor_bytes == 4 * GIB
+    assert blocks.floor_bytes == max(256 * MIB, host_memory().total_bytes // 20)
+    held = mx.zeros((MIB,))
+    mx.eval(held)
+    assert arrays.left() == 80 * GIB - mx.get_active_memory()
+    assert 0 < blocks.left() < host_memory().total_bytes
+    assert blocks.tidy() == 0
 
 
 # Scopes.
@@ -330,125 +346,3 @@ def test_a_device_without_wired_memory_is_left_alone():
     with MemoryScopes(device).active(SMALL):
         assert device.wired == 7
     assert device.wired == 7
-
-
-# The watcher.
-
-
-class Machine:
-    """So much is left, and whoever sheds gives some back."""
-
-    def __init__(self, left):
-        self.left = left
-        self.asked = []
-
-    def shedder(self, name, holds):
-        def shed(n_bytes):
-            nonlocal holds
-            freed = min(holds, n_bytes)
-            holds -= freed
-            self.left += freed
-            self.asked.append((name, n_bytes))
-            return freed
-
-        return shed
-
-
-@pytest.fixture
-def machine():
-    free_buffers()
-    return Machine(left=2000)
-
-
-def watch(machine, *shedders):
-    return Watcher(shedders, floor_bytes=1000, headroom=lambda: machine.left)
-
-
-def test_nothing_is_shed_while_there_is_enough(machine):
-    watcher = watch(machine, machine.shedder("live", 5000))
-    machine.left = 1000
-    assert watcher.check() == 0
-    assert machine.asked == []
-
-
-def test_the_least_valuable_goes_first_and_no_more_than_needed(machine):
-    """S4-31."""
-    watcher = watch(machine, machine.shedder("live", 300), machine.shedder("tier", 9000))
-    machine.left = 900
-    assert watcher.check() == 600
-    assert machine.asked == [("live", 600), ("tier", 300)]
-    assert machine.left == watcher.enough_bytes
-    assert watcher.shed_bytes == 600
-
-
-def test_it_sheds_until_there_is_a_good_deal_more_than_the_floor(machine):
-    """Hysteresis: not one block at every look, and nothing between floor and enough."""
-    watcher = watch(machine, machine.shedder("live", 9000))
-    for left, sheds in [(1200, 0), (999, 1), (1200, 1), (1499, 1), (1500, 0), (1200, 0), (999, 1)]:
-        machine.left, machine.asked = left, []
-        watcher.check()
-        assert len(machine.asked) == sheds, left
-
-
-def test_one_that_fails_does_not_spare_the_others(machine, caplog):
-    def broken(n_bytes):
-        raise OSError("no")
-
-    watcher = watch(machine, broken, machine.shedder("tier", 9000))
-    machine.left = 500
-    assert watcher.check() == 1000
-    assert "could not be dropped" in caplog.text
-
-
-def test_shedding_frees_memory_of_the_process():
-    """S4-30: what a shedder drops is MLX's no longer, not even as a buffer for reuse."""
-    held = [mx.zeros((MIB,)) for _ in range(4)]
-    mx.eval(held)
-    start = mx.get_active_memory()
-
-    def shed(n_bytes):
-        held.clear()
-        return 16 * MIB
-
-    watcher = Watcher([shed], floor_bytes=1 << 60)
-    assert watcher.check() >= 16 * MIB
-    assert start - mx.get_active_memory() >= 16 * MIB
-    assert mx.get_cache_memory() == 0
-
-
-def test_it_watches_on_a_thread_of_its_own(machine):
-    """S4-31: and ends with it."""
-    shed = threading.Event()
-    machine.left = 10
-    before = set(threading.enumerate())  # engines of other tests have watchers too
-
-    def drop(n_bytes):
-        shed.set()
-        return n_bytes
-
-    with Watcher([drop], 1000, headroom=lambda: machine.left, interval_s=0.001) as watcher:
-        assert shed.wait(5)
-        assert watcher.start() is watcher
-    left = set(threading.enumerate()) - before
-    assert not [thread for thread in left if thread.name == "keepwarm-memory"]
-
-
-def test_a_machine_that_cannot_be_read_is_looked_at_again():
-    """The thread outlives whatever one look meets."""
-    looks, again = [], threading.Event()
-
-    def headroom():
-        looks.append(1)
-        if len(looks) == 1:
-            raise OSError("busy")
-        again.set()
-        return 1 << 50
-
-    with Watcher([], 1000, headroom=headroom, interval_s=0.001):
-        assert again.wait(5)
-
-
-def test_the_floor_is_a_share_of_the_machine():
-    watcher = Watcher([])
-    assert watcher.floor_bytes == max(256 * MIB, host_memory().total_bytes // 20)
-    assert in_words(watcher.floor_bytes)

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -61,14 +60,8 @@ def engine(counted, tmp_path) -> Iterator[Engine]:
         yield engine
 
 
-def settle(engine: Engine) -> None:
-    """An answer is given before it is kept; return once it is."""
-    engine.call(lambda: None).result()
-    engine.call(lambda: None).result()
-
-
 def n_live(engine: Engine) -> int:
-    settle(engine)
+    engine.settle()
     return engine.live.stats.entries
 
 
@@ -384,7 +377,7 @@ def test_forgetting_one_conversation_spares_all_others(engine):
         session.prewarm()
         session.respond("Hi")
     agents = engine.store.shelf.agents
-    wait_for_agents(engine, 2)
+    engine.settle()  # what an agent has said is noted in the background
     forget(engine, "conv1", registry)
     assert n_live(engine) == 1
     assert registry.prefixes.stats.entries == 1
@@ -398,15 +391,6 @@ def test_forgetting_one_conversation_spares_all_others(engine):
     assert [agent.id for agent in agents.all()] == ["conv10"]
     forget(engine, "conv1", on_disk=True)
     assert sessions["conv10"].respond("And?").receipt.reused.keys() == {"live"}
-
-
-def wait_for_agents(engine: Engine, n: int) -> None:
-    """What an agent has said is noted in the background."""
-    for _ in range(500):
-        if len(list(engine.store.shelf.agents.all())) == n:
-            return
-        threading.Event().wait(0.01)
-    pytest.fail(f"{n} agents were not noted")
 
 
 # One at a time.

@@ -46,7 +46,7 @@ def test_a_long_prompt_again_is_answered_in_less_than_half_the_time(engine):
 
 def six_turns(engine, policy):
     """Seconds that a conversation takes."""
-    tokens, seconds = prompt_of(2000, seed=10), 0.0
+    tokens, seconds = prompt_of(3500, seed=10), 0.0
     for turn in range(6):
         run = timed(engine, tokens, 8, policy)
         seconds += run.seconds
@@ -54,7 +54,7 @@ def six_turns(engine, policy):
     return seconds
 
 
-def test_a_conversation_takes_less_than_half_the_time(engine):
+def test_a_conversation_takes_at_least_60_percent_less_time(engine):
     """S2-05: against the same six turns without a cache."""
     on, off = (six_turns(engine, policy) for policy in (Policy.READ_WRITE, Policy.NO_STORE))
-    assert 1 - on / off > 0.5
+    assert 1 - on / off >= 0.6

@@ -10,6 +10,7 @@ import pytest
 
 from keepwarm.cache.opened import Budgets
 from keepwarm.engine.engine import Engine
+from keepwarm.engine.request import Mark, Request, Sampling
 from keepwarm.engine.warm import Warmer
 from tests.kit.engines import Models, ask, engine_on, memory, tokens_of
 from tests.kit.runs import prompt_of
@@ -36,6 +37,50 @@ def goes_on(engine: Engine, tokens: Sequence[int]) -> dict[str, int]:
 
 def names_of(warmer: Warmer) -> list[str]:
     return [warmed.agent for warmed in warmer.warmed]
+
+
+WORDS = "the quick brown fox jumps over the lazy dog while the other dog sleeps. " * 30
+
+
+def with_words(question: str, *marks: Mark, seed: int = 0) -> Request:
+    """Somebody without a name, who asks about a text of some blocks."""
+    messages = [
+        {"role": "system", "content": f"{seed} {WORDS}"},
+        {"role": "user", "content": question},
+    ]
+    return Request(messages=messages, sampling=Sampling(max_tokens=4), marks=marks)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_what_a_mark_holds_is_live_too(models, tmp_path, kind):
+    """Nobody's conversation, only a place that a request asked to keep."""
+    with engine_on(models.of(kind), tmp_path) as engine:
+        prepared = engine.prepare(with_words("Which dog?", Mark(0, 3600)))
+        engine.submit(prepared.request).result()
+        ((place, _),) = prepared.marks
+    with engine_on(models.of(kind), tmp_path) as engine:
+        (warmed,) = Warmer(engine).run()
+        assert warmed.agent == ""
+        assert warmed.n_tokens >= place
+        again = engine.submit(with_words("Which fox?")).result()
+        assert again.receipt.reused.keys() == {"live"}
+        assert again.receipt.cached_tokens >= place
+
+
+def test_marks_that_have_ended_hold_nothing(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine.submit(with_words("Which dog?", Mark(0, 0.0))).result()
+        engine.submit(with_words("Which dog?", seed=1)).result()
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        assert Warmer(engine).run() == []
+
+
+def test_places_that_are_held_come_before_who_is_not_pinned(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine.submit(with_words("Which dog?", Mark(0, 3600))).result()
+        engine.submit(ask(prompt_of(N_PROMPT), agent="ada")).result()
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        assert [warmed.agent for warmed in Warmer(engine).run()] == ["", "ada"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next", "deepseek_v32"])
@@ -135,7 +180,8 @@ def test_it_ends_with_its_engine(models, tmp_path, caplog):
         engine.close()
         warmer.run_in_background().wait()
     assert warmer.warmed == []
-    assert not [record for record in caplog.records if record.levelname != "DEBUG"]
+    said = [record for record in caplog.records if record.name.endswith("engine.warm")]
+    assert not [record for record in said if record.levelname != "DEBUG"]
 
 
 def test_where_nothing_is_kept_nothing_is_warmed(models, tmp_path):

@@ -32,7 +32,7 @@ from keepwarm.engine.jobs import Job, Sequence
 from keepwarm.engine.journal import Entry, Journal, entry_of
 from keepwarm.engine.lane import Lane, Lanes, make_options, options_for
 from keepwarm.engine.lookup import Lookup, look_up
-from keepwarm.engine.memory import MemoryConfig, MemoryScopes, Watcher
+from keepwarm.engine.memory import MemoryConfig, MemoryScopes, memories, scopes_of_process
 from keepwarm.engine.misses import Misses
 from keepwarm.engine.model import Model
 from keepwarm.engine.prefill import Pace
@@ -41,6 +41,7 @@ from keepwarm.engine.request import KVOptions, Request
 from keepwarm.engine.scheduler import Scheduler
 from keepwarm.engine.stats import MemoryUse, Stats, snapshot
 from keepwarm.engine.store import Store
+from keepwarm.engine.watcher import Watcher, watches
 from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping
 from keepwarm.kv import make_caches
 from keepwarm.prefix.blocks import BLOCK_TOKENS
@@ -73,10 +74,7 @@ class Engine:
         settings: Settings | None = None,
         scopes: MemoryScopes | None = None,
     ) -> None:
-        """Without a store that of the settings is opened, and closed with the engine.
-
-        MLX's memory limits belong to the process: engines that run side by side share `scopes`.
-        """
+        """Without a store that of the settings is opened, and closed with the engine."""
         self.model = model
         settings = settings or load_settings()
         self.config = config or EngineConfig(
@@ -85,9 +83,8 @@ class Engine:
         memory = self.config.memory or MemoryConfig.automatic(model_bytes=model.n_bytes)
         self._own_store = store is None
         self.store = store or Store(settings=settings)
+        self.store.allow_memory(memory.tier_bytes)
         self._memory = memory
-        self._scopes = scopes or MemoryScopes()
-        self._joined = self._scopes.join(memory)
         self.live = Live(memory.live_bytes)
         self._recent = Recent()
         self._journal = Journal()
@@ -107,8 +104,10 @@ class Engine:
             self._kept,
             self._chores.end_durably,
         )
-        self._watcher = Watcher([self.live.shed, self.store.shed], rested=self._scopes.rested)
-        self._watcher.start()
+        self._scopes = scopes or scopes_of_process()
+        self._joined = self._scopes.join(memory)  # the model has run, so nothing fails after it
+        watched = watches(memories(), self.live.shed, self.store.shed)
+        self._watcher = Watcher(watched, rested=self._scopes.rested).start()
         self._commands: deque[Command] = deque()
         self._obeying = False  # a command is being carried out
         self._changed = threading.Condition()
@@ -122,6 +121,7 @@ class Engine:
 
     def prepare(self, request: Request) -> Prepared:
         """Render and tokenise a request; raises what is wrong with it. Runs nothing."""
+        request = self._with_defaults(request)
         make_caches(self.model.module, **make_options(request.kv))  # refuses what means nothing
         if request.agent is not None:
             self.store.check_agent(request.agent)
@@ -130,18 +130,17 @@ class Engine:
 
     def count_tokens(self, request: Request) -> int:
         """How long a prompt is, one that is too long for the model included."""
+        request = self._with_defaults(request)
         lane = self._lane(request.kv, request.tenant)
         return len(self._preparer.render(request, lane.stored).tokens)
 
     def submit(self, request: Request) -> Answer:
         """Ask; the answer comes as events. What cannot be asked is refused here and now."""
         self._check_open()
-        if request.kv == KVOptions():
-            request = replace(request, kv=self.config.kv)
         prepared = self.prepare(request)
         answer = Answer(self._cancel, prepared)
         job = Job(
-            request,
+            prepared.request,
             prepared,
             answer,
             number=next(self._numbers),
@@ -161,7 +160,8 @@ class Engine:
     def lookup(self, request: Request) -> Lookup:
         """Say how much of a prompt is warm. Nothing is loaded or changed."""
         prepared = self.prepare(request)
-        lane = self._lane(options_for(request.kv, len(prepared.tokens)), request.tenant)
+        options = options_for(prepared.request.kv, len(prepared.tokens))
+        lane = self._lane(options, request.tenant)
         return self.call(lambda: look_up(lane, prepared.tokens)).result()
 
     def call(self, work: Callable[[], T]) -> Future[T]:
@@ -185,8 +185,7 @@ class Engine:
 
     def requests(self) -> list[Entry]:
         """The latest requests that ended, then those that wait or run."""
-        running = [entry_of(job) for job in self._scheduler.jobs if not job.audit]
-        return [*self._journal.entries(), *running]
+        return [*self._journal.entries(), *map(entry_of, self._asked)]
 
     def memory(self) -> list[MemoryUse]:
         """What takes memory now, and how much of it each may have."""
@@ -216,21 +215,29 @@ class Engine:
         """Take no more, wait for what runs, then end the rest; whether all could finish."""
         self._refuse_more()
         deadline = time.monotonic() + timeout_s
-        while (busy := self._is_busy) and _now_before(deadline):
+        while (busy := self._is_busy) and time.monotonic() < deadline:
             time.sleep(0.01)
-        if busy:
+        if self._scheduler.jobs:
             self.call(self._drop_all).result()
         self.settle()
         return not busy
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._commands or self._obeying or self._scheduler.jobs)
+        return bool(self._commands or self._obeying or self._asked)
+
+    @property
+    def _asked(self) -> list[Job]:
+        """What somebody waits for; an audit nobody does."""
+        return [job for job in self._scheduler.jobs if not job.audit]
 
     def settle(self) -> None:
         """Return once all that was answered is on disk and noted with its agent."""
-        self._chores.settle()
-        self.store.flush()
+        with suppress(Stopping):  # then it is closed, and all of that is done
+            if threading.current_thread() is not self._thread:
+                self.call(lambda: None).result()  # an answer is given before it is kept
+            self._chores.settle()
+            self.store.flush()
 
     def forget(self, agent: str) -> int:
         """Remove an agent everywhere, with every block no other agent reaches; their number."""
@@ -310,12 +317,16 @@ class Engine:
             self._commands.append(command)
             self._changed.notify_all()
 
+    def _with_defaults(self, request: Request) -> Request:
+        """With the engine's options where the request names none."""
+        return replace(request, kv=self.config.kv) if request.kv == KVOptions() else request
+
     def _check_open(self) -> None:
         if not self._accepting:
             raise Stopping("The engine is shutting down and takes no more requests.")
 
     def _check_queue(self) -> None:
-        if len(self._scheduler.jobs) + len(self._commands) >= self.config.max_queue:
+        if len(self._asked) + len(self._commands) >= self.config.max_queue:
             raise Busy(f"{self.config.max_queue} requests wait or run already; ask again later.")
 
     def _refuse_more(self) -> None:
@@ -339,7 +350,9 @@ class Engine:
         """A sequence is over and its blocks are findable."""
         if sequence.job.audit:
             return
-        if self._accepting and sequence.reason and self._auditor.wants(sequence):
+        is_auditing = any(job.audit for job in self._scheduler.jobs)
+        may = self._accepting and sequence.reason and not is_auditing
+        if may and self._auditor.wants(sequence):
             self._scheduler.add(self._auditor.job(sequence, self._scheduler.counters.audited))
         self._chores.after(sequence)
 
@@ -377,10 +390,6 @@ class Engine:
             manager = job.home.manager
             block_bytes = kv_bytes(manager.layout, BLOCK_TOKENS)
             self.looks.add(manager.namespace, tokens, len(job.tokens), block_bytes)
-
-
-def _now_before(deadline: float) -> bool:
-    return time.monotonic() < deadline
 
 
 def _vocabulary(model: Model) -> int:

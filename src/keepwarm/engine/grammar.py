@@ -86,15 +86,19 @@ class Grammars:
         self._lock = Lock()
         self._compiled = lru_cache(MAX_COMPILED)(self._compile)
 
-    def compile(self, wanted: Format, after: Sequence[int] = ()) -> GrammarMatcher | None:
+    def compile(
+        self, wanted: Format, after: Sequence[int] = (), lead: str = ""
+    ) -> GrammarMatcher | None:
         """A matcher at the start of this format, None where any text will do.
 
         BadInput, with the reason, for a schema or grammar that cannot be followed. The grammar
-        begins once the tokens `after` have been generated, at once if there are none.
+        begins once the tokens `after` have been generated, at once if there are none. `lead` is
+        one that refers to it as `@answer`, and says what stands before it.
         """
         text = _grammar_of(wanted)
         if text is None:
             return None
+        text = _led(lead, text, wanted) if lead else text
         matcher = self._compiled(text).deep_copy()
         return GrammarMatcher(matcher, self._view()[1], after)
 
@@ -144,6 +148,14 @@ def _grammar_of(wanted: Format) -> str | None:
     if schema is not None:
         raise BadInput("The answer's format is JSON and a grammar at once; choose one of them.")
     return LLMatcher.grammar_from_lark(wanted.grammar)
+
+
+def _led(lead: str, text: str, wanted: Format) -> str:
+    """One grammar inside another; each has names of its own."""
+    is_lark = wanted.grammar is not None
+    answer = {"lark_grammar": text} if is_lark else json.loads(text)["grammars"][0]
+    both = [{"name": "lead", "lark_grammar": lead}, {**answer, "name": "answer"}]
+    return json.dumps({"grammars": both})
 
 
 def _schema_grammar(schema: Any) -> str:

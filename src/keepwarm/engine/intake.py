@@ -35,15 +35,20 @@ class Intake:
 
     def reserve(self, job: Job) -> bool:
         """Memory for it, or False while others need it; raises if it could never run."""
-        job.lane = job.lane or self._lanes.of(
-            options_for(job.request.kv, len(job.tokens)), job.request.tenant
-        )
+        lane = self._lane(job)
         if job.lease is None:
             room = min(job.prepared.room, ANSWER_ROOM)
-            n_bytes = Admission.needs(len(job.tokens), room, job.lane.manager.layout)
-            batch = job.lane.options if job.lane.can_batch else None
+            n_bytes = Admission.needs(len(job.tokens), room, lane.manager.layout)
+            batch = lane.options if lane.can_batch else None
             job.lease = self._admission.reserve(n_bytes, batch, n_rows=max(1, job.n_answers))
         return job.lease is not None
+
+    def n_unread(self, job: Job) -> int:
+        """Tokens that nobody knows yet, as of when it was first asked: a look takes time."""
+        if job.n_unread is None:
+            n_warm = self._lane(job).n_warm(job.tokens) if job.request.policy.reads else 0
+            job.n_unread = len(job.tokens) - n_warm
+        return job.n_unread
 
     def make_room(self, sequence: Sequence) -> None:
         """Set more memory aside for an answer that has used its own; raises if there is none."""
@@ -83,8 +88,13 @@ class Intake:
         if job.waits_for is None:
             self._counters.waited_for_prefix += 1
         if job.waits_for is None or n_tokens > job.wait_until:
-            job.waits_for, job.wait_until = reading, n_tokens
+            job.waits_for, job.wait_until, job.n_unread = reading, n_tokens, None
             reading.prefill.cut_at(n_tokens)
+
+    def _lane(self, job: Job) -> Lane:
+        options = options_for(job.request.kv, len(job.tokens))
+        job.lane = job.lane or self._lanes.of(options, job.request.tenant)
+        return job.lane
 
     def is_loading(self, job: Job) -> bool:
         """Have a long restore go on beside the others; whether it does so still."""

@@ -36,6 +36,7 @@ from keepwarm.engine.request import (
 from keepwarm.engine.sampling import Chooser
 from keepwarm.engine.segments import AnswerReader, Piece, Reasoning
 from keepwarm.errors import KeepwarmError, TimedOut
+from keepwarm.kv import Caches
 from keepwarm.prefix.blocks import pack
 
 LOG = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ class Job:
     loading: Loading | None = None  # blocks that come while others go on
     waits_for: Reading | None = None
     wait_until: int = 0  # tokens that the other must have read
+    n_unread: int | None = None  # tokens that were not known, once somebody has looked
     ended: bool = False
     _spoke: float = field(default_factory=time.perf_counter)
 
@@ -242,6 +244,7 @@ class Reading:
     prefill: Prefill
     capture: Capture
     sequences: list[Sequence]  # that go on from its end
+    states: Caches | None = None  # after its last whole block, where no place was kept since
     ended: bool = False
 
     def __post_init__(self) -> None:

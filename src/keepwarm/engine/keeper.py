@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from keepwarm import kv
 from keepwarm.cache.manager import Capture
@@ -31,6 +31,11 @@ class Keeper:
         """Keep the blocks that a slice completed; a checkpoint keeps the very place."""
         prefill = reading.prefill
         self._capture(reading.capture, prefill.caches, prefill.n_done, checkpoint)
+        if checkpoint:
+            reading.states = None
+        elif reading.lane.manager.needs.state and prefill.n_done % BLOCK_TOKENS == 0:
+            with self._saving():
+                reading.states = _states(prefill.caches, reading.lane.fresh())
 
     def place(self, reading: Reading) -> None:
         """Make findable all that a reading has, its open block too."""
@@ -41,6 +46,12 @@ class Keeper:
     def interrupted(self, reading: Reading) -> None:
         """Keep what was read of a prompt that nobody waits for any more."""
         self._capture(reading.capture, reading.prefill.caches, reading.prefill.n_done, True)
+
+    def failed(self, reading: Reading) -> None:
+        """Keep what the last whole block left: a slice that failed may have changed the rest."""
+        if reading.states is not None:
+            n_whole = reading.prefill.n_done // BLOCK_TOKENS * BLOCK_TOKENS
+            self._capture(reading.capture, reading.states, n_whole, checkpoint=True)
 
     def answer_grows(self, batch: Batch[Sequence], row: Sequence) -> None:
         """Now and then keep the blocks of a long answer: a crash must not cost all of it."""
@@ -87,3 +98,15 @@ class Keeper:
         except Exception:
             self._counters.failed_saves += 1
             LOG.exception("what was computed could not be kept")
+
+
+def _states(caches: kv.Caches, empty: kv.Caches) -> kv.Caches:
+    """The states as they are now, in arrays that nobody writes to; of other layers nothing."""
+    return [_state(cache, other) for cache, other in zip(caches, empty, strict=True)]
+
+
+def _state(cache: Any, empty: Any) -> Any:
+    kind = kv.kind_of(cache)
+    if kind is kv.Kind.COMPOSITE:
+        return type(cache)(*_states(cache.caches, empty.caches))
+    return kv.copy_of([cache])[0] if kind is kv.Kind.STATE else empty

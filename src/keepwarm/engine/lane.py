@@ -33,7 +33,7 @@ class Warm(NamedTuple):
     caches: kv.Caches
     n_tokens: int
     reused: dict[str, int]
-    n_kept: int  # of them, in blocks of this lane
+    n_kept: int  # of them, in blocks of this lane that need not be put again
 
 
 @dataclass
@@ -141,13 +141,15 @@ class Lane:
         if loading is not None and loading.point.n_tokens > n_live:
             stored = self.manager.finish(loading, beyond=n_live)
             if stored.caches is not None:
-                return Warm(stored.caches, stored.n_tokens, stored.tokens_by_tier, stored.n_tokens)
+                n_kept = self.manager.n_kept(tokens[: stored.n_tokens], policy)
+                return Warm(stored.caches, stored.n_tokens, stored.tokens_by_tier, n_kept)
         elif loading is not None:
             loading.abandon()  # somebody has left a longer one alive meanwhile
         mine = self.live.take(self.manager.namespace, tokens, keep=not policy.writes)
         if mine is None:
             return None
-        return Warm(mine.caches, mine.n_tokens, {"live": mine.n_tokens}, mine.n_tokens)
+        n_kept = self.manager.n_kept(tokens[: mine.n_tokens], policy)
+        return Warm(mine.caches, mine.n_tokens, {"live": mine.n_tokens}, n_kept)
 
 
 @dataclass

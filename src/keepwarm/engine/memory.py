@@ -2,7 +2,7 @@
 
 MemoryConfig   how much each place may take, scaled to the machine
 MemoryScopes   MLX's buffer limits: high while something runs, low while nothing does
-Watcher        drops cached state when the machine runs low, gives freed memory back
+Memories       where arrays and blocks lie, and what is left there
 """
 
 from __future__ import annotations
@@ -10,24 +10,21 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias
+from typing import Any, NamedTuple, Protocol, Self
 
 import mlx.core as mx
 import psutil
-
-from keepwarm.engine.space import in_words
 
 LOG = logging.getLogger(__name__)
 
 MIB, GIB = 1 << 20, 1 << 30
 UNLIMITED = 1 << 62  # more than any machine has
 CONTAINER = Path("/sys/fs/cgroup")
-INTERVAL_S = 1.0  # between two looks of a watcher
 
 
 class Host(NamedTuple):
@@ -67,13 +64,6 @@ def wired_limit() -> int | None:
     return int(limit) if limit else None
 
 
-def headroom() -> int:
-    """Bytes that may still be used here: of the machine, and of the GPU."""
-    available = host_memory().available_bytes
-    limit = gpu_memory() or wired_limit()
-    return available if limit is None else min(available, limit - mx.get_active_memory())
-
-
 def free_buffers() -> int:
     """Give buffers that MLX keeps for reuse back to the system; how many bytes that were."""
     before = mx.get_cache_memory()
@@ -95,6 +85,47 @@ def give_back() -> None:
 @cache
 def _malloc_trim() -> Any:
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One memory: how much it is, what of it may still be used, and what is free for the asking."""
+
+    total_bytes: int
+    left: Callable[[], int]
+    tidy: Callable[[], int]  # free what nobody uses; how many bytes are known to be free by it
+
+    @property
+    def floor_bytes(self) -> int:
+        """Less than this left is little."""
+        return max(256 * MIB, self.total_bytes // 20)
+
+
+class Memories(NamedTuple):
+    """Where arrays lie, and where blocks do: the same, unless a GPU has memory of its own."""
+
+    arrays: Memory
+    blocks: Memory
+
+
+def memories(gpu_bytes: int | None = None) -> Memories:
+    """Those of this machine; `gpu_bytes` of a GPU's own, where it has them, unless given."""
+    total, gpu_bytes = host_memory().total_bytes, gpu_bytes or gpu_memory()
+    if gpu_bytes is None:
+        shared = Memory(total, _left_of_shared, free_buffers)
+        return Memories(shared, shared)
+    gpu = Memory(gpu_bytes, lambda: gpu_bytes - mx.get_active_memory(), free_buffers)
+    return Memories(gpu, Memory(total, lambda: host_memory().available_bytes, _trimmed))
+
+
+def _left_of_shared() -> int:
+    available, limit = host_memory().available_bytes, wired_limit()
+    return available if limit is None else min(available, limit - mx.get_active_memory())
+
+
+def _trimmed() -> int:
+    give_back()
+    return 0  # nobody says how much it was
 
 
 @dataclass(frozen=True)
@@ -300,84 +331,6 @@ class MemoryScopes:
             )
 
 
-Shed: TypeAlias = Callable[[int], int]  # free about so many bytes; how many it was
-
-
-class Watcher:
-    """Sheds cached state when less than a floor is left, until there is a good deal more.
-
-    `shed` is asked in order: what costs least to have again stands first. Buffers that MLX only
-    keeps for reuse go before all of it. Whenever something has `rested`, freed memory is given
-    back. Nothing runs until `start`, or call `check` yourself.
-    """
-
-    def __init__(
-        self,
-        shed: Sequence[Shed],
-        floor_bytes: int | None = None,
-        *,
-        headroom: Callable[[], int] = headroom,
-        rested: Callable[[], bool] = bool,  # never
-        interval_s: float = INTERVAL_S,
-    ) -> None:
-        self.floor_bytes = floor_bytes or max(256 * MIB, host_memory().total_bytes // 20)
-        self.enough_bytes = self.floor_bytes * 3 // 2
-        self.shed_bytes = 0  # since it was made
-        self._shed = shed
-        self._headroom = headroom
-        self._rested = rested
-        self._interval_s = interval_s
-        self._low = False
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def check(self) -> int:
-        """Look once, shed if need be; the bytes that were freed."""
-        left = self._headroom()
-        self._low = left < (self.enough_bytes if self._low else self.floor_bytes)
-        if not self._low:
-            return 0
-        missing = self.enough_bytes - left
-        freed = free_buffers()
-        for shed in self._shed:
-            if freed < missing:
-                freed += self._ask(shed, missing - freed)
-        free_buffers()  # where the arrays that were just dropped went
-        self.shed_bytes += freed
-        LOG.info("Memory is low: %s left, %s freed.", in_words(left), in_words(freed))
-        return freed
-
-    def start(self) -> Self:
-        """Look every `interval_s` on a thread of its own, until `close`."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="keepwarm-memory", daemon=True)
-            self._thread.start()
-        return self
-
-    def close(self) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._interval_s):
-            try:
-                self.check()
-                if self._rested():
-                    give_back()
-            except Exception:
-                LOG.exception("The memory could not be looked at.")
-
-    def _ask(self, shed: Shed, n_bytes: int) -> int:
-        """One that fails frees nothing, and the others are asked all the same."""
-        try:
-            return shed(n_bytes)
-        except Exception:
-            LOG.exception("Cached state could not be dropped.")
-            return 0
+@cache  # MLX's limits are the process's: two of these would restore them under each other
+def scopes_of_process() -> MemoryScopes:
+    return MemoryScopes()

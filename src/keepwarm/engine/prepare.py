@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from keepwarm.engine.grammar import GrammarMatcher, Grammars
+from keepwarm.engine.lark import led
 from keepwarm.engine.model import Model
 from keepwarm.engine.prompt import Prompt, Prompter
 from keepwarm.engine.request import Format, Miss, Request, Sampling
@@ -15,7 +15,7 @@ from keepwarm.engine.sampling import check
 from keepwarm.engine.segments import NORMAL, REASONING, Markup
 from keepwarm.engine.splice import Continuations, Splicer
 from keepwarm.engine.template import Template
-from keepwarm.engine.tool_grammar import call_grammar
+from keepwarm.engine.tool_grammar import call_grammar, callless_grammar
 from keepwarm.engine.tools import CallReader, offer
 from keepwarm.errors import BadInput, ContextTooLong
 from keepwarm.prefix.ledger import Recent
@@ -94,8 +94,8 @@ class Preparer:
         rendering = self.render(request, stored)
         thinks = request.messages is not None and rendering.opens_thinking
         sampling = request.sampling
-        if request.tools and request.tool_choice.mode == "none":
-            sampling = _without_calls(sampling, self._model.tokenizer)
+        if _forbids_calls(request):
+            sampling = _without_calls(sampling, self.markup)
         return Prepared(
             request,
             rendering,
@@ -124,15 +124,22 @@ class Preparer:
         return left if sampling.max_tokens is None else min(sampling.max_tokens, left)
 
     def _grammar(self, request: Request, thinks: bool) -> GrammarMatcher | None:
-        choice = request.tool_choice
-        text = None
-        if request.tools and (choice.mode == "required" or choice.name):
-            text = call_grammar(request.tools, choice, self.markup)
-        wanted = Format(grammar=text) if text else request.format
-        if wanted is None:
-            return None
-        after = self._model.tokenizer.think_end_tokens if thinks else ()
-        return self._grammars.compile(wanted, after or ())
+        after = (self._model.tokenizer.think_end_tokens if thinks else None) or ()
+        calls = call_grammar(request.tools, request.tool_choice, self.markup)
+        if calls is not None:
+            return self._grammars.compile(Format(grammar=calls), after)
+        if request.format is not None:
+            return self._grammars.compile(request.format, after, self._lead(request, bool(after)))
+        callless = callless_grammar(self.markup) if _forbids_calls(request) else None
+        return self._grammars.compile(Format(grammar=callless))
+
+    def _lead(self, request: Request, thinks: bool) -> str:
+        """What the model writes before its answer, where neither prompt nor thoughts did."""
+        if request.messages is None or thinks:
+            return ""
+        lead = self.markup.lead
+        silent = lead._replace(think="", thought="")
+        return led(self._model.tokenizer, silent if request.thinking is False else lead)
 
     def _explainer(self, request: Request, rendering: Prompt) -> Callable[[int], Miss | None]:
         whose = (request.kv, request.tenant)
@@ -148,8 +155,13 @@ class Preparer:
         return explain
 
 
-def _without_calls(sampling: Sampling, tokenizer: Any) -> Sampling:
+def _forbids_calls(request: Request) -> bool:
     """Tools stay in the prompt, whose beginning others share; the mark of a call is forbidden."""
-    mark: Sequence[int] = tokenizer.tool_call_start_tokens or ()
-    forbidden = {mark[0]: -100.0} if len(mark) == 1 else {}
+    return bool(request.tools) and request.tool_choice.mode == "none"
+
+
+def _without_calls(sampling: Sampling, markup: Markup) -> Sampling:
+    """Where the mark is one token; a grammar forbids one that is text."""
+    mark = markup.tokenizer.get_added_vocab().get(markup.tools.start)
+    forbidden = {} if mark is None else {mark: -100.0}
     return replace(sampling, logit_bias={**sampling.logit_bias, **forbidden})

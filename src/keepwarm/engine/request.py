@@ -134,6 +134,7 @@ class Receipt:
     spliced: int = 0  # answer tokens put in as they were generated
     scrubbed: tuple[str, ...] = ()
     miss: Miss | None = None
+    durable: bool | None = None  # of a durable request, at its end: whether all of it is on disk
 
     @property
     def cached_tokens(self) -> int:

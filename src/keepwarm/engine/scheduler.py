@@ -31,6 +31,7 @@ from keepwarm.errors import EngineFailed, KeepwarmError
 LOG = logging.getLogger(__name__)
 
 MAX_READINGS = 4  # prompts that share the time for reading
+MAX_BESIDE = 4  # more of them that take next to no time, or are more urgent
 MAX_ROWS = 64  # sequences in all batches together
 MAX_FAILURES = 2  # batches that may die under a sequence before it is held to be the cause
 
@@ -108,13 +109,15 @@ class Scheduler:
 
     def _start(self) -> bool:
         """Let in the first that may: at most one a turn, for a restore takes time."""
-        if not self.waiting or len(self.reading) >= MAX_READINGS or len(self.rows) >= MAX_ROWS:
+        if len(self.reading) >= MAX_READINGS + MAX_BESIDE or len(self.rows) >= MAX_ROWS:
             return False
         full = False
         for job in list(self.waiting):
             if job.is_blocked or (full and job.lease is None):
                 continue  # nobody may overtake whom there is no memory for: it would wait for ever
             try:
+                if len(self.reading) >= MAX_READINGS and not self._goes_beside(job):
+                    continue
                 if not self._intake.reserve(job):
                     full = True
                     continue
@@ -127,6 +130,12 @@ class Scheduler:
                 self._fail(job, error)
             return True
         return False
+
+    def _goes_beside(self, job: Job) -> bool:
+        """Whether it need not wait for those that read: one slice is enough, or it goes first."""
+        if job.request.priority > max(other.job.request.priority for other in self.reading):
+            return True
+        return self._intake.n_unread(job) <= self.pace.slice_tokens(decoding=bool(self._batches))
 
     def _may_open(self, job: Job) -> bool:
         """Whether it has what it needs of others: a prefix that is being read, blocks on their way.
@@ -152,6 +161,7 @@ class Scheduler:
             logits = reading.prefill.feed(self.pace.slice_tokens(decoding=bool(self._batches)))
             self._keeper.slice_done(reading, reading.prefill.at_cut)
         except Exception as error:
+            self._keeper.failed(reading)
             self._end_reading(reading)
             self._fail(reading.job, error)
             return True

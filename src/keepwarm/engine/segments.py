@@ -47,6 +47,19 @@ class Edge(NamedTuple):
     segment: str
 
 
+class Lead(NamedTuple):
+    """What a model writes before its answer: thoughts between two marks, if it likes; a header."""
+
+    think: str = ""
+    thought: str = ""  # ends what it thinks
+    header: str = ""
+
+
+_HARMONY_LEAD = Lead(
+    "<|channel|>analysis<|message|>",
+    "<|end|><|start|>assistant",
+    "<|channel|>final<|message|>",
+)
 Edges: TypeAlias = dict[str, list[Edge]]  # by the segment in which they are looked for
 
 
@@ -59,6 +72,7 @@ class Markup:
     edges: Mapping[str, Sequence[Edge]]  # without those of tools
     first: str  # the segment in which an answer to a chat begins
     tools: ToolFormat
+    lead: Lead
 
     @classmethod
     def of(cls, tokenizer: Any) -> Markup:
@@ -66,7 +80,9 @@ class Markup:
         special = {index: token.content for index, token in added.items() if token.special}
         harmony = is_harmony(tokenizer)
         first = "header" if harmony else tokenizer.response_initial_state or NORMAL
-        return cls(tokenizer, special, _edges(tokenizer, harmony), first, tool_format(tokenizer))
+        edges = _edges(tokenizer, harmony)
+        lead = _HARMONY_LEAD if harmony else _lead(tokenizer, edges, first)
+        return cls(tokenizer, special, edges, first, tool_format(tokenizer), lead)
 
     def opening(self, tail: Sequence[int]) -> str:
         """In which segment an answer begins; `tail` is the prompt behind the last message."""
@@ -200,6 +216,14 @@ class AnswerReader:
                 self._blank = text
                 return
         yield Text(text)
+
+
+def _lead(tokenizer: Any, edges: Edges, first: str) -> Lead:
+    """By the marks that mlx-lm knows; where an answer begins with a header, that of the text."""
+    if first == NORMAL:
+        return Lead(tokenizer.think_start or "", tokenizer.think_end or "")
+    headers = [edge.mark for edge in edges.get(first, []) if edge.segment == NORMAL]
+    return Lead(header=headers[0] if headers else "")
 
 
 def _edges(tokenizer: Any, harmony: bool) -> Edges:

@@ -45,9 +45,9 @@ class Store:
     ) -> None:
         self.settings = settings or config.load(store=path)
         self._rates = RateBook(self.settings.home / "rates.json")
-        self._opened = OpenedStore(
-            self.settings.store, budgets or _budgets(self.settings), self.settings.secret()
-        )
+        budgets = budgets or Budgets.of(self.settings)
+        self._chosen = budgets.memory_bytes is not None
+        self._opened = OpenedStore(self.settings.store, _scaled(budgets), self.settings.secret())
 
     @property
     def shelf(self) -> Shelf:
@@ -57,15 +57,30 @@ class Store:
         return self._opened.shelf
 
     def attach(
-        self, model: Any, source: Path | str, *, salt: str = "", **kv_options: Any
+        self,
+        model: Any,
+        source: Path | str,
+        *,
+        adapter: Path | str | None = None,
+        salt: str = "",
+        **kv_options: Any,
     ) -> Attached:
         """Keep and find the caches of this mlx-lm model; `source` is where its weights lie.
 
-        `kv_options` are those of `keepwarm.kv.make_caches`, and part of the model's identity, as
-        is the salt: with another one nothing of this is found.
+        `adapter` is where those of its adapter lie. `kv_options` are those of
+        `keepwarm.kv.make_caches`. All of them are part of the model's identity, as is the salt:
+        with another one nothing of this is found.
         """
         layout = kv.probe(model, kv.make_caches(model, **kv_options))
-        identity = identity_of(model, source, self.settings, layout=layout, salt=salt, **kv_options)
+        identity = identity_of(
+            model,
+            source,
+            self.settings,
+            adapter=adapter,
+            layout=layout,
+            salt=salt,
+            **kv_options,
+        )
         manager = self._opened.manager(identity, layout)
         manager.rates = self._rates.of(manager.namespace)
         return Attached(model, manager, kv_options)
@@ -84,6 +99,11 @@ class Store:
             if key not in left:
                 self._opened.memory.delete(key)
         return removed
+
+    def allow_memory(self, n_bytes: int) -> None:
+        """Blocks in memory may take so many bytes from now on, unless somebody chose how many."""
+        if not self._chosen:
+            self._opened.memory.resize(n_bytes)
 
     def shed(self, n_bytes: int) -> int:
         """Free about so many bytes of memory, least valuable first; how many it was."""
@@ -118,10 +138,9 @@ class Store:
         self.close()
 
 
-def _budgets(settings: config.Settings) -> Budgets:
-    """Those of the settings; memory that is not named is scaled to the machine."""
-    budgets = Budgets.of(settings)
-    if settings.memory_bytes:
+def _scaled(budgets: Budgets) -> Budgets:
+    """Memory that nobody chose is scaled to the machine; an engine, which knows its model, says."""
+    if budgets.memory_bytes is not None:
         return budgets
     return replace(budgets, memory_bytes=MemoryConfig.automatic().tier_bytes)
 
@@ -131,15 +150,29 @@ def identity_of(
     source: Path | str,
     settings: config.Settings,
     *,
+    adapter: Path | str | None = None,
     layout: kv.Layout | None = None,
     salt: str = "",
     **kv_options: Any,
 ) -> Identity:
     """What tells this model's blocks from all others; reads the weights once in a lifetime."""
+    if adapter is None:
+        _refuse_adapter(model)
     layout = layout or kv.probe(model, kv.make_caches(model, **kv_options))
     memo = Digests(settings.home / "digests.json")
     place = locate(str(source), settings)
-    return identify(place, layout, memo, kv_options=kv_options, salt=salt)
+    weights = None if adapter is None else Path(adapter)
+    return identify(place, layout, memo, adapter=weights, kv_options=kv_options, salt=salt)
+
+
+def _refuse_adapter(model: Any) -> None:
+    """Its files are not those of the model: unnamed, its blocks would pass for the model's own."""
+    layers: list[Any] = getattr(model, "modules", list)()
+    if any("lora_a" in layer for layer in layers):  # of LoRA and DoRA alike
+        raise BadInput(
+            "The model has an adapter, which changes its keys and values; name the adapter's "
+            "directory (attach(…, adapter=…)), or fuse it into the weights with mlx_lm.fuse."
+        )
 
 
 class Attached:

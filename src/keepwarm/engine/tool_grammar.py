@@ -8,10 +8,10 @@ the call stands rendered, begins with the very tokens that were generated.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from keepwarm.engine.lark import Writer
 from keepwarm.engine.request import Tool, ToolChoice
 from keepwarm.engine.segments import Markup
 from keepwarm.engine.tools import HARMONY, ToolFormat
@@ -56,43 +56,33 @@ def call_grammar(tools: Sequence[Tool], choice: ToolChoice, markup: Markup) -> s
     """
     if choice.mode != "required" and choice.name is None:
         return None
+    if not tools:
+        raise BadInput("tool_choice asks for a call and there are no tools; offer some.")
     wanted = [tool for tool in tools if choice.name in (None, tool["function"]["name"])]
     if not wanted:
-        raise BadInput(f"tool_choice asks for {choice.name or 'a tool'!r}, which is not offered.")
-    writer = _Writer(markup.tokenizer)
+        raise BadInput(f"tool_choice asks for {choice.name!r}, which is not offered.")
+    writer = Writer(markup.tokenizer)
     several = choice.parallel and choice.name is None
-    rules = [*_calls(writer, markup.tools, wanted, several), *_thoughts(writer, markup.tools)]
-    return "\n".join(["start: thoughts calls", *rules]) + "\n"
+    blanks = "/[ \\n]{0,4}/" if markup.lead.think else ""
+    rules = [*_calls(writer, markup.tools, wanted, several), *writer.thoughts(markup.lead)]
+    return "\n".join([f"start: thoughts {blanks} calls", *rules]) + "\n"
 
 
-class _Writer:
-    """Texts as Lark; a token that was added to the vocabulary stands as its number."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.added: dict[str, int] = tokenizer.get_added_vocab()
-        names = sorted(self.added, key=len, reverse=True)
-        self._split = re.compile("|".join(map(re.escape, names)) or r"(?!)")
-
-    def literal(self, text: str) -> str:
-        parts, end = [], 0
-        for match in self._split.finditer(text):
-            parts += [_quoted(text[end : match.start()]), f"<[{self.added[match[0]]}]>"]
-            end = match.end()
-        return " ".join(part for part in [*parts, _quoted(text[end:])] if part)
-
-    def starts_with_token(self, text: str) -> bool:
-        return self._split.match(text) is not None
-
-    def until(self, mark: str) -> str:
-        """The body of a rule, lazy where the mark is all text: what comes before it, and it."""
-        if self.starts_with_token(mark):
-            return f"/(?s:.*)/ {self.literal(mark)}"  # a regex never matches such a token
-        return f"/(?s:.*){_in_regex(mark)}/"
+def callless_grammar(markup: Markup) -> str | None:
+    """A grammar for an answer in which no call begins; None where its mark is not plain text."""
+    writer = Writer(markup.tokenizer)
+    mark = markup.tools.start
+    if writer.has_token(mark):
+        return None
+    stops = markup.tokenizer.eos_token_ids
+    added = [str(token) for token in sorted(writer.added.values()) if token not in stops]
+    rules = [f"added: <[{','.join(added)}]>"] if added else []
+    start = "start: TEXT? (added TEXT?)*" if added else "start: TEXT?"
+    return "\n".join([start, *rules, f"TEXT: {writer.without(mark)}"]) + "\n"
 
 
 def _calls(
-    writer: _Writer, tool_format: ToolFormat, tools: Sequence[Tool], several: bool
+    writer: Writer, tool_format: ToolFormat, tools: Sequence[Tool], several: bool
 ) -> Iterator[str]:
     """The rules of `calls`: one call or, where that is allowed, several."""
     frame = _frame(writer, tool_format)
@@ -113,7 +103,7 @@ def _calls(
             yield from _xml(writer, tool_format, index, tool["function"])
 
 
-def _frame(writer: _Writer, tool_format: ToolFormat) -> Frame | None:
+def _frame(writer: Writer, tool_format: ToolFormat) -> Frame | None:
     """The frame that this format's own reader understands, if there is one."""
     plain = Frame(f'{tool_format.start}\n{{"name": "', '", "arguments": ', f"}}\n{tool_format.end}")
     frame = _FRAMES.get(tool_format.start, plain)
@@ -141,7 +131,7 @@ def _reads(tool_format: ToolFormat, text: str) -> bool:
         return False
 
 
-def _framed(writer: _Writer, frame: Frame, index: int, function: Mapping[str, Any]) -> str:
+def _framed(writer: Writer, frame: Frame, index: int, function: Mapping[str, Any]) -> str:
     before = writer.literal(frame.before + function["name"] + frame.between)
     schema = function.get("parameters") or _NO_PARAMETERS
     arguments = _json_rule({**schema, "type": "object"})
@@ -149,7 +139,7 @@ def _framed(writer: _Writer, frame: Frame, index: int, function: Mapping[str, An
 
 
 def _xml(
-    writer: _Writer, tool_format: ToolFormat, index: int, function: Mapping[str, Any]
+    writer: Writer, tool_format: ToolFormat, index: int, function: Mapping[str, Any]
 ) -> Iterator[str]:
     """Parameters in the order of the schema; a string stands bare, all else as JSON."""
     schema: Mapping[str, Any] = function.get("parameters") or _NO_PARAMETERS
@@ -165,7 +155,7 @@ def _xml(
     yield f"call_{index}: {before} {' '.join(parts)} {after}"
 
 
-def _xml_value(writer: _Writer, rule: str, schema: Mapping[str, Any]) -> str:
+def _xml_value(writer: Writer, rule: str, schema: Mapping[str, Any]) -> str:
     end = "\n</parameter>\n"
     if "enum" in schema:
         texts = [v if isinstance(v, str) else json.dumps(v) for v in schema["enum"]]
@@ -184,27 +174,5 @@ def _resolved(part: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     return {**(targets[0] if targets else schema), **definitions}
 
 
-def _thoughts(writer: _Writer, tool_format: ToolFormat) -> Iterator[str]:
-    """What a model that thinks may write before the call."""
-    tokenizer = writer.tokenizer
-    start, end = tokenizer.think_start or "", tokenizer.think_end or ""
-    if tool_format == HARMONY:
-        start, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
-    if start:
-        lazy = "" if writer.starts_with_token(end) else "[lazy]"
-        yield f"thought{lazy}: {writer.until(end)}"
-        yield f"thoughts: ({writer.literal(start)} thought)? /[ \\n]{{0,4}}/"
-    else:
-        yield 'thoughts: ""'
-
-
 def _json_rule(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': _GUIDANCE})}"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
-
-
-def _in_regex(text: str) -> str:
-    return re.escape(text).replace("/", "\\/").replace("\n", "n")

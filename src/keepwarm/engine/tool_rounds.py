@@ -154,6 +154,7 @@ def _all_usage(parts: Sequence[Usage]) -> Usage:
 
 
 def _all_receipts(parts: Sequence[Receipt]) -> Receipt:
+    durable = [part.durable for part in parts]
     reused: Counter[str] = Counter()
     for part in parts:
         reused.update(part.reused)
@@ -165,4 +166,5 @@ def _all_receipts(parts: Sequence[Receipt]) -> Receipt:
         exact=all(part.exact for part in parts),
         spliced=sum(part.spliced for part in parts),
         miss=parts[0].miss,
+        durable=None if None in durable else all(durable),
     )

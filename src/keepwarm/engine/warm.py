@@ -1,35 +1,42 @@
 """Warming at start: conversations that will likely go on are brought from disk into memory.
 
-Pinned agents first, then those used last. Their files are read in a thread of its own, so that they
-lie in the system's memory; the engine's thread then copies them, one conversation at a time. While
-requests wait or run nothing is warmed.
+What is pinned first, agents and places that marks hold; then the other agents. Of both, what was
+used last goes first. Their files are read in a thread of its own, so that they lie in the system's
+memory; the engine's thread then copies them, one conversation at a time. While requests wait or run
+nothing is warmed.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from heapq import nlargest
 from typing import NamedTuple, Self
 
 from keepwarm.cache.agents import Agent
 from keepwarm.cache.manager import Manager
 from keepwarm.cache.plan import Read
+from keepwarm.cache.shelf import Shelf
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import make_options
 from keepwarm.errors import BadInput, KeepwarmError, Stopping
-from keepwarm.prefix.blocks import Namespace
+from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace
+from keepwarm.store.disk import DiskTier
+from keepwarm.store.index import MARK
+from keepwarm.store.tier import Stored
 
 LOG = logging.getLogger(__name__)
+MAX_HELD = 64  # places that marks hold; those used last
 PATIENCE_S = 0.05  # between two looks at an engine that is busy
 
 
 class Warmed(NamedTuple):
-    """An agent whose conversation now lies in memory, and how much of it does."""
+    """A conversation that now lies in memory, and how much of it does."""
 
-    agent: str
+    agent: str  # empty for a place that a mark holds
     n_tokens: int
     n_bytes: int
 
@@ -75,11 +82,12 @@ class Warmer:
             LOG.warning("not all that is kept could be warmed: %s", error)
 
     def _likely(self) -> list[tuple[Manager, Agent]]:
-        """This model's agents, those first that are likely to be asked again."""
+        """What is kept of this model, that first which is likely to be asked again."""
         try:
-            agents = list(self._engine.store.shelf.agents.all())
+            shelf = self._engine.store.shelf
         except BadInput:  # nothing is kept on disk
             return []
+        agents = [*shelf.agents.all(), *_held(shelf)]
         if not agents:
             return []
         managers = {name: self._manager(salt) for name, salt in self._salts(agents).items()}
@@ -152,3 +160,28 @@ class Warmer:
             return False
         stats = self._engine.stats()
         return bool(stats.waiting or stats.reading or stats.decoding)
+
+
+def _held(shelf: Shelf) -> Iterator[Agent]:
+    """Places that requests asked to keep, as pinned agents without a name."""
+    shelf.marks.sweep()
+    disk = shelf.disk
+    pinned = [block for block in disk.walk() if block.pinned]
+    held = [block for block in pinned if _is_marked(disk.index.owners(block.key))]
+    for block in nlargest(MAX_HELD, held, key=lambda block: block.used):
+        way = tuple(disk.index.parents(block.key))[::-1]
+        n_tokens = block.number * BLOCK_TOKENS + _place_in(disk, block)
+        yield Agent("", block.namespace, way, n_tokens, pinned=True, used=block.used)
+
+
+def _is_marked(owners: Sequence[str]) -> bool:
+    return any(owner.startswith(MARK) for owner in owners)
+
+
+def _place_in(disk: DiskTier, block: Stored) -> int:
+    """Up to which of its tokens others are likely to agree: its first checkpoint, or its end."""
+    record = disk.read(block.key, next(iter(block.n_bytes)), tensors=())
+    children = disk.children(block.parent, record.header.tokens) if record is not None else []
+    known = disk.have([child.key for child in children])
+    ends = [n for key, n in children if key in known and known[key].n_tokens == n]
+    return min(ends, default=block.n_tokens)

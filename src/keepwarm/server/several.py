@@ -74,6 +74,7 @@ class Several:
 
 def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
     """One receipt for all; what is explained is the prompt of which most was computed."""
+    durable = [receipt.durable for receipt in receipts]
     places = {place for receipt in receipts for place in receipt.reused}
     return Receipt(
         prompt_tokens=sum(receipt.prompt_tokens for receipt in receipts),
@@ -83,6 +84,7 @@ def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
         exact=all(receipt.exact for receipt in receipts),
         spliced=sum(receipt.spliced for receipt in receipts),
         miss=max(receipts, key=lambda receipt: receipt.recomputed).miss,
+        durable=None if None in durable else all(durable),
     )
 
 

@@ -97,6 +97,7 @@ class ReceiptShape(TypedDict):
     spliced: int
     scrubbed: list[str]
     miss: NotRequired[MissShape]
+    durable: NotRequired[bool]  # of a durable request, at its end
 
 
 class Caller(NamedTuple):
@@ -216,8 +217,9 @@ def receipt_dict(receipt: Receipt) -> ReceiptShape:
     fields["reused"] = dict(receipt.reused)
     fields["scrubbed"] = list(receipt.scrubbed)
     fields["saved_ms"] = round(receipt.saved_ms, 3)
-    if receipt.miss is None:
-        del fields["miss"]
+    for name in ("miss", "durable"):
+        if fields[name] is None:
+            del fields[name]
     return fields  # type: ignore[return-value]
 
 

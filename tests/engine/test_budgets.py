@@ -1,0 +1,168 @@
+"""What engines do with the memory they are told of: MLX's limits, and the share of blocks."""
+
+import time
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+
+from keepwarm import config
+from keepwarm.cache.opened import Budgets
+from keepwarm.cli.options import running
+from keepwarm.engine.engine import Engine, EngineConfig
+from keepwarm.engine.memory import MIB, MemoryConfig, host_memory
+from keepwarm.engine.store import Store
+from tests.kit.checkpoints import write_checkpoint
+from tests.kit.engines import ask, memory
+from tests.kit.runs import prompt_of
+
+
+def settings_in(home, **variables):
+    named = {f"KEEPWARM_{name.upper()}": str(value) for name, value in variables.items()}
+    return config.load({"KEEPWARM_HOME": str(home), **named})
+
+
+def an_engine(models, home, told=None):
+    """With a store of its own."""
+    return Engine(models.of("llama"), config=EngineConfig(told), settings=settings_in(home))
+
+
+# MLX's limits.
+
+
+def limit():
+    """MLX tells its limit only when it is set."""
+    now = mx.set_cache_limit(0)
+    mx.set_cache_limit(now)
+    return now
+
+
+@pytest.fixture
+def before():
+    """The limit as it was, which every test must leave behind."""
+    before = limit()
+    yield before
+    mx.set_cache_limit(before)  # whatever this test left, the next is not to blame
+
+
+def limit_at_rest(engine):
+    """The limit once an engine has begun its thread and has nothing to do."""
+    engine.call(lambda: None).result()
+    deadline = time.monotonic() + 5
+    while engine._scopes.is_active and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return limit()
+
+
+@pytest.mark.parametrize("first_to_close", [0, 1])
+def test_engines_that_were_told_nothing_share_the_limits(before, models, tmp_path, first_to_close):
+    """S4-24, D6: whichever closes first, the other's limits hold, and at the end the old ones."""
+    idle = [16 * MIB, 8 * MIB]
+    configs = [memory(buffer_idle_bytes=n_bytes) for n_bytes in idle]
+    engines = [an_engine(models, tmp_path / str(n), told) for n, told in enumerate(configs)]
+    assert [limit_at_rest(engine) for engine in engines] == [16 * MIB] * 2
+    engines.pop(first_to_close).close()
+    idle.pop(first_to_close)
+    assert limit_at_rest(engines[0]) == idle[0]
+    engines[0].close()
+    assert limit() == before
+
+
+def test_one_engine_works_while_another_comes_and_goes(before, models, tmp_path):
+    """S4-10, S4-24: what runs keeps its buffers."""
+    with an_engine(models, tmp_path / "a", memory()) as engine:
+
+        def come_and_go():
+            with an_engine(models, tmp_path / "b", memory(buffer_active_bytes=MIB)) as other:
+                other.call(lambda: None).result()
+                beside = limit()
+            return beside, limit()
+
+        high = memory().buffer_active_bytes
+        assert engine.call(come_and_go).result() == (high, high)
+    assert limit() == before
+
+
+def test_an_engine_that_cannot_start_leaves_the_limits(before, models, tmp_path):
+    def broken(tokens):
+        raise ValueError("no")
+
+    model, settings = replace(models.of("llama"), module=broken), settings_in(tmp_path)
+    with Store(settings=settings) as store, pytest.raises(ValueError, match="no"):
+        Engine(model, store, settings=settings)
+    assert limit() == before
+
+
+# Blocks in memory.
+
+
+def tier_limit(engine):
+    return engine.store.tier_stats()["memory"].max_bytes
+
+
+def test_blocks_get_what_the_engine_was_told(models, tmp_path):
+    """S4-08: in a store of its own, and in one that it is given."""
+    told = memory(tier_bytes=3 * MIB)
+    with an_engine(models, tmp_path, told) as engine:
+        assert tier_limit(engine) == 3 * MIB
+    with (
+        Store(settings=settings_in(tmp_path)) as store,
+        Engine(models.of("llama"), store, EngineConfig(told)) as engine,
+    ):
+        assert tier_limit(engine) == 3 * MIB
+
+
+def test_blocks_leave_room_for_the_model(models, tmp_path):
+    """S4-08: as all other budgets do; and the next model's room is another."""
+    total = host_memory().total_bytes
+    with Store(settings=settings_in(tmp_path)) as store:
+        for n_bytes in (total // 2, total // 8):
+            model = replace(models.of("llama"), n_bytes=n_bytes)
+            wanted = MemoryConfig.automatic(model_bytes=n_bytes).tier_bytes
+            with Engine(model, store, settings=store.settings) as engine:
+                assert tier_limit(engine) == wanted
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_the_settings_say_of_blocks_holds(models, tmp_path, own):
+    """Whatever the engine would have had."""
+    settings = settings_in(tmp_path, memory_bytes=5 * MIB)
+    store = None if own else Store(settings=settings)
+    told = EngineConfig(MemoryConfig.unconstrained())
+    with Engine(models.of("llama"), store, told, settings=settings) as engine:
+        assert tier_limit(engine) == 5 * MIB
+    if store is not None:
+        store.close()
+
+
+@pytest.mark.parametrize("n_bytes", [0, 5 * MIB])
+def test_what_a_program_says_of_blocks_holds(models, tmp_path, n_bytes):
+    """None at all is an answer too."""
+    settings, budgets = settings_in(tmp_path), Budgets(memory_bytes=n_bytes)
+    with (
+        Store(budgets=budgets, settings=settings) as store,
+        Engine(models.of("llama"), store, EngineConfig(memory()), settings=settings) as engine,
+    ):
+        assert tier_limit(engine) == n_bytes
+
+
+@pytest.mark.parametrize("chosen", [0, 5 * MIB])
+def test_the_command_line_keeps_blocks_in_memory(tmp_path, chosen):
+    """0 stands for a share of the machine, there as in a server."""
+    model = write_checkpoint(tmp_path / "model")
+    settings = settings_in(tmp_path, memory_bytes=chosen, model=model)
+    with running(settings, ask([1])) as engine:
+        share = MemoryConfig.automatic(model_bytes=engine.model.n_bytes).tier_bytes
+        assert tier_limit(engine) == (chosen or share)
+
+
+def test_blocks_beyond_the_engines_share_go(models, tmp_path):
+    """A store that was there before holds no more than its engine lets it."""
+    with Store(settings=settings_in(tmp_path)) as store:
+        with Engine(models.of("llama"), store, settings=store.settings) as engine:
+            engine.warm(ask(prompt_of(900))).result()
+            engine.settle()
+        held = store.tier_stats()["memory"].n_bytes
+        told = EngineConfig(memory(tier_bytes=held // 2))
+        with Engine(models.of("llama"), store, told, settings=store.settings):
+            assert 0 < store.tier_stats()["memory"].n_bytes <= held // 2

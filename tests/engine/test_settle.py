@@ -1,0 +1,69 @@
+"""An answer is given before it is kept; whoever needs what was kept waits for it, however late."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from keepwarm.engine.engine import Engine
+from keepwarm.engine.jobs import Sequence
+from tests.kit.engines import ask, engine_on, tokens_of
+from tests.kit.runs import prompt_of
+
+LATE_S = 0.2
+
+
+class Late(Engine):
+    """Takes its time between the last event of an answer and keeping it, and then to note it."""
+
+    def _kept(self, sequence: Sequence) -> None:
+        time.sleep(LATE_S)
+        self._chores._pool.submit(time.sleep, LATE_S)
+        super()._kept(sequence)
+
+
+@pytest.fixture
+def engine(models, tmp_path) -> Iterator[Engine]:
+    with engine_on(models.of("llama"), tmp_path, engine_class=Late) as engine:
+        yield engine
+
+
+def agents(engine: Engine) -> list[str]:
+    return [agent.id for agent in engine.store.shelf.agents.all()]
+
+
+def test_settled_means_noted_with_its_agent(engine):
+    """What was just answered belongs to a fork, a rewind or an export that follows."""
+    prompt = prompt_of(300)
+    for turn in range(1, 3):
+        choice = engine.submit(ask(prompt, 3, agent="ada")).result().choices[0]
+        prompt = [*prompt, *tokens_of(choice)]
+        engine.settle()
+        shown = engine.store.shelf.agents.show("ada")
+        assert (len(shown.turns), shown.n_tokens) == (turn, len(prompt))
+
+
+def test_who_is_forgotten_does_not_come_back(engine):
+    """Neither on disk nor in memory, though the last answer was not kept yet."""
+    prompt = prompt_of(300)
+    engine.submit(ask(prompt, 3, agent="ada")).result()
+    assert engine.forget("ada") > 0
+    engine.settle()
+    assert agents(engine) == []
+    assert engine.live.stats.entries == 0
+    assert engine.submit(ask(prompt, 1)).result().receipt.cached_tokens == 0
+
+
+def test_drained_means_noted(engine):
+    engine.submit(ask(prompt_of(300), 3, agent="ada")).result()
+    assert engine.drain(timeout_s=10)
+    assert agents(engine) == ["ada"]
+
+
+def test_there_is_nothing_to_settle_on_its_own_thread_or_after_the_end(engine):
+    """Neither waits for what cannot come."""
+    engine.call(engine.settle).result(timeout=10)
+    engine.close()
+    engine.settle()

@@ -1,0 +1,81 @@
+"""Who is let in while as many prompts are read as may share the time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from keepwarm.engine.answer import Answer
+from keepwarm.engine.engine import Engine
+from keepwarm.engine.request import Started
+from keepwarm.engine.scheduler import MAX_BESIDE, MAX_READINGS
+from tests.kit.engines import Exam, ask, engine_on, held
+from tests.kit.runs import prompt_of
+
+SLICE = 64
+LONG = 10 * SLICE
+
+
+@pytest.fixture(params=["llama", "mamba2"])
+def engine(models, tmp_path, request) -> Iterator[Engine]:
+    with engine_on(models.of(request.param), tmp_path) as engine:
+        engine._scheduler.pace.max_slice = SLICE
+        yield engine
+
+
+def long_prompts(n: int) -> list[list[int]]:
+    return [prompt_of(LONG, seed=100 + i) for i in range(n)]
+
+
+def warmed(engine: Engine, seed: int) -> list[int]:
+    """A prompt of which all but the last token is known."""
+    prompt = prompt_of(300, seed)
+    engine.submit(ask(prompt, 1)).result()
+    return prompt
+
+
+def first_tokens(answers: Sequence[Answer]) -> list[float]:
+    return [answer.result().usage.ttft_ms for answer in answers]
+
+
+def test_who_is_warm_waits_for_nobody_who_is_cold(engine, models):
+    """One token to feed is no reason to wait until a long prompt is read to its end."""
+    exam = Exam(models.module(engine.model.name))
+    prompt = warmed(engine, seed=1)
+    with held(engine):
+        cold = [engine.submit(ask(long, 2)) for long in long_prompts(MAX_READINGS + 1)]
+        warm = engine.submit(ask(prompt, 2))
+    result = warm.result()
+    exam.add(prompt, result.choices[0])
+    assert result.receipt.cached_tokens == len(prompt) - 1
+    assert result.usage.ttft_ms < min(first_tokens(cold))
+    exam.check()
+
+
+def test_who_is_urgent_waits_for_none_of_those(engine):
+    """A long prompt of its own, but more urgent than all that are read."""
+    with held(engine):
+        plain = [engine.submit(ask(long, 2)) for long in long_prompts(MAX_READINGS + 1)]
+    assert isinstance(next(plain[MAX_READINGS - 1]), Started)  # all places are taken
+    urgent = engine.submit(ask(prompt_of(LONG, seed=99), 2, priority=1, agent="urgent"))
+    for answer in (urgent, *plain):
+        answer.result()
+    assert engine.requests()[0].agent == "urgent"  # the first that ended
+
+
+def test_they_are_a_few(engine):
+    """However urgent the next one is, those that read already take all the memory they may."""
+    engine._scheduler.pace.max_slice = 16
+    answers = []
+    for number in range(MAX_READINGS + MAX_BESIDE):
+        prompt = prompt_of(3000, seed=number)
+        answers.append(engine.submit(ask(prompt, 1, priority=max(0, number - MAX_READINGS + 1))))
+        assert isinstance(next(answers[-1]), Started)
+    answers.append(engine.submit(ask(prompt_of(20), 1, priority=MAX_BESIDE + 1)))
+    for _ in range(3):
+        engine.call(lambda: None).result()
+    stats = engine.stats()
+    for answer in answers:
+        answer.cancel()
+    assert (stats.reading, stats.waiting) == (MAX_READINGS + MAX_BESIDE, 1)

@@ -1,0 +1,199 @@
+"""Memory that runs low: the right things go, from the right memory, and no more than that."""
+
+import threading
+
+import mlx.core as mx
+import pytest
+
+from keepwarm.engine.memory import GIB, MIB, Memories, Memory, free_buffers
+from keepwarm.engine.watcher import Watch, Watcher, watches
+from tests.kit.engines import ask, engine_on
+from tests.kit.runs import prompt_of
+
+FLOOR = 1000 * MIB
+TOTAL = 20 * FLOOR
+
+
+class Fake:
+    """A memory of which so much is left; whoever sheds gives some back."""
+
+    def __init__(self, left, total=TOTAL):
+        self.left = left
+        self.asked = []
+        self.memory = Memory(total, lambda: self.left, lambda: 0)
+
+    def shedder(self, name, holds):
+        def shed(n_bytes):
+            nonlocal holds
+            freed = min(holds, n_bytes)
+            holds -= freed
+            self.left += freed
+            self.asked.append((name, n_bytes))
+            return freed
+
+        return shed
+
+
+@pytest.fixture
+def fake():
+    return Fake(left=2 * FLOOR)
+
+
+# One memory.
+
+
+def test_nothing_is_shed_while_there_is_enough(fake):
+    watch = Watch(fake.memory, [fake.shedder("live", 5 * FLOOR)])
+    fake.left = FLOOR
+    assert watch.check() == 0
+    assert fake.asked == []
+
+
+def test_the_least_valuable_goes_first_and_no_more_than_needed(fake):
+    """S4-31."""
+    shed = [fake.shedder("live", 300 * MIB), fake.shedder("tier", 9 * FLOOR)]
+    watch = Watch(fake.memory, shed)
+    fake.left = 900 * MIB
+    assert watch.check() == 600 * MIB
+    assert fake.asked == [("live", 600 * MIB), ("tier", 300 * MIB)]
+    assert fake.left == watch.enough_bytes
+    assert watch.shed_bytes == 600 * MIB
+
+
+def test_what_nobody_uses_goes_before_all_else():
+    tidied = []
+    memory = Memory(TOTAL, lambda: FLOOR - 1, lambda: tidied.append(1) or FLOOR)
+    fake = Fake(0)
+    assert Watch(memory, [fake.shedder("live", FLOOR)]).check() == FLOOR
+    assert (len(tidied), fake.asked) == (2, [])
+
+
+def test_it_sheds_until_there_is_a_good_deal_more_than_the_floor(fake):
+    """Hysteresis: not one block at every look, and nothing between floor and enough."""
+    watch = Watch(fake.memory, [fake.shedder("live", 9 * FLOOR)])
+    for left, sheds in [(1200, 0), (999, 1), (1200, 1), (1499, 1), (1500, 0), (1200, 0), (999, 1)]:
+        fake.left, fake.asked = left * MIB, []
+        watch.check()
+        assert len(fake.asked) == sheds, left
+
+
+def test_one_that_fails_does_not_spare_the_others(fake, caplog):
+    def broken(n_bytes):
+        raise OSError("no")
+
+    watch = Watch(fake.memory, [broken, fake.shedder("tier", 9 * FLOOR)])
+    fake.left = 500 * MIB
+    assert watch.check() == 1000 * MIB
+    assert "could not be dropped" in caplog.text
+
+
+def test_shedding_frees_memory_of_the_process():
+    """S4-30: what a shedder drops is MLX's no longer, not even as a buffer for reuse."""
+    held = [mx.zeros((MIB,)) for _ in range(4)]
+    mx.eval(held)
+    start = mx.get_active_memory()
+
+    def shed(n_bytes):
+        held.clear()
+        return 16 * MIB
+
+    assert Watch(Memory(TOTAL, lambda: 0, free_buffers), [shed]).check() >= 16 * MIB
+    assert start - mx.get_active_memory() >= 16 * MIB
+    assert mx.get_cache_memory() == 0
+
+
+# Two memories: a GPU that has its own, in a large machine.
+
+
+def of_two(gpu_left, host_left):
+    gpu, host = Fake(gpu_left, total=80 * GIB), Fake(host_left, total=2048 * GIB)
+    looks = watches(
+        Memories(gpu.memory, host.memory),
+        gpu.shedder("live", 20 * GIB),
+        host.shedder("tier", 500 * GIB),
+    )
+    return gpu, host, Watcher(looks)
+
+
+def test_a_gpu_that_is_smaller_than_the_machines_floor_is_not_low():
+    """S4-31: a twentieth of the machine is more than the GPU has; its own floor counts."""
+    gpu, host, watcher = of_two(60 * GIB, 1000 * GIB)
+    assert watcher.check() == 0
+    assert gpu.asked == host.asked == []
+
+
+def test_a_gpu_that_is_low_sheds_what_lies_there():
+    """S4-31: blocks of the machine would free nothing on it."""
+    gpu, host, watcher = of_two(3 * GIB, 1000 * GIB)
+    assert watcher.check() == 3 * GIB
+    assert (gpu.asked, host.asked) == ([("live", 3 * GIB)], [])
+
+
+def test_a_machine_that_is_low_sheds_its_blocks():
+    """S4-31: and live caches, which are on the GPU, stay."""
+    gpu, host, watcher = of_two(60 * GIB, 100 * GIB)
+    assert watcher.check() == host.left - 100 * GIB > 50 * GIB
+    assert (gpu.asked, [name for name, _ in host.asked]) == ([], ["tier"])
+
+
+def test_one_memory_sheds_both():
+    """S4-31: live caches first, for their blocks stay."""
+    fake = Fake(FLOOR // 2)
+    shared = Memories(fake.memory, fake.memory)
+    shed = fake.shedder("live", 0), fake.shedder("tier", 9 * FLOOR)
+    assert Watcher(watches(shared, *shed)).check() == FLOOR
+    assert [name for name, _ in fake.asked] == ["live", "tier"]
+
+
+@pytest.mark.parametrize("low", ["gpu", "host"])
+def test_an_engine_sheds_where_it_is_low(models, tmp_path, low):
+    """S4-31: of its own caches and blocks; the others are there as before."""
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine.warm(ask(prompt_of(600))).result()
+        engine.settle()
+        left = {"gpu": 80 * GIB, "host": 80 * GIB, low: 0}
+        both = Memories(
+            Memory(80 * GIB, lambda: left["gpu"], lambda: 0),
+            Memory(80 * GIB, lambda: left["host"], lambda: 0),
+        )
+        before = {use.place: use.n_bytes for use in engine.memory()}
+        Watcher(watches(both, engine.live.shed, engine.store.shed)).check()
+        now = {use.place: use.n_bytes for use in engine.memory()}
+    kept, gone = ("memory", "live") if low == "gpu" else ("live", "memory")
+    assert now[kept] == before[kept] > 0
+    assert now[gone] == 0 < before[gone]
+
+
+# Its thread.
+
+
+def test_it_watches_on_a_thread_of_its_own(fake):
+    """S4-31: and ends with it."""
+    shed = threading.Event()
+    fake.left = 10
+    before = set(threading.enumerate())  # engines of other tests have watchers too
+
+    def drop(n_bytes):
+        shed.set()
+        return n_bytes
+
+    with Watcher([Watch(fake.memory, [drop])], interval_s=0.001) as watcher:
+        assert shed.wait(5)
+        assert watcher.start() is watcher
+    left = set(threading.enumerate()) - before
+    assert not [thread for thread in left if thread.name == "keepwarm-memory"]
+
+
+def test_a_machine_that_cannot_be_read_is_looked_at_again():
+    """The thread outlives whatever one look meets."""
+    looks, again = [], threading.Event()
+
+    def left():
+        looks.append(1)
+        if len(looks) == 1:
+            raise OSError("busy")
+        again.set()
+        return 1 << 50
+
+    with Watcher([Watch(Memory(TOTAL, left, lambda: 0), [])], interval_s=0.001):
+        assert again.wait(5)
