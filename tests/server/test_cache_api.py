@@ -4,6 +4,9 @@ import uuid
 
 import pytest
 
+from keepwarm.engine.request import Request
+from keepwarm.prefix.blocks import pack
+
 A, B = {"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}
 ADMIN = {"Authorization": "Bearer admin"}
 
@@ -148,10 +151,20 @@ def test_clearing_memory_leaves_the_disk(serving):
         assert sum(found["warm"].values()) == found["prompt_tokens"] - 1
 
 
+def files_with(live, messages):
+    """Those of the store that hold token ids of a prompt."""
+    engine = live.host.engine
+    words = pack(engine.prepare(Request(messages=messages)).tokens[8:40])
+    paths = [path for path in engine.store.shelf.disk.root.rglob("*") if path.is_file()]
+    return [path for path in paths if words in path.read_bytes()]
+
+
 def test_clearing_the_disk_is_for_the_admin(serving):
     with serving(admin_key="admin") as live:
         messages = prompt()
         ask(live, messages, **{"X-Keepwarm-Cache": "durable", "X-Keepwarm-Agent": "someone"})
+        ask(live, messages, **{"X-Keepwarm-Cache": "durable"})
+        assert files_with(live, messages)
         refused = live.post("/v1/cache/clear", {"disk": True})
         assert refused.status_code == 403
         assert "admin key" in refused.json()["error"]["message"]
@@ -161,6 +174,7 @@ def test_clearing_the_disk_is_for_the_admin(serving):
         assert cleared["removed_agents"] == 1
         assert live.get("/v1/cache").json()["tiers"]["disk"]["blocks"] == 0
         assert sum(lookup(live, messages)["warm"].values()) == 0
+        assert not files_with(live, messages)
         assert ask(live, messages)["keepwarm"]["reused"] == {}
 
 

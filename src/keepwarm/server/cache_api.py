@@ -38,6 +38,7 @@ from keepwarm.server.wire import (
     receipt_dict,
 )
 from keepwarm.store import fsck
+from keepwarm.store.tier import telling
 from keepwarm.store.upkeep import clear_quarantine
 
 router = APIRouter(
@@ -256,6 +257,8 @@ def _clear_disk(shelf: Shelf) -> tuple[int, int]:
     rest = [stored.key for stored in shelf.disk.walk()]
     shelf.disk.delete_all(rest)
     clear_quarantine(shelf.disk)
+    with telling(shelf.disk, "clear its index"):
+        shelf.disk.index.scrub()
     return len(agents), n_blocks + len(rest)
 
 
