@@ -6,7 +6,9 @@ The table of expectations below is what is tested, and is written to `docs/relia
 """
 
 import errno
+import os
 import random
+import resource
 import shutil
 import signal
 import sqlite3
@@ -25,6 +27,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from keepwarm.cache.io import MemoryOnly, Reader, Writer
 from keepwarm.cache.manager import Manager
 from keepwarm.cache.rates import Rates
+from keepwarm.cache.shelf import Shelf
+from keepwarm.errors import BadInput, StoreFailed
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import BlockKey, Namespace, chain
 from keepwarm.prefix.fingerprint import FORMAT_VERSION, Identity, namespace
@@ -36,6 +40,7 @@ from keepwarm.store.tiers import Tiers
 from keepwarm.store.unlock import unlock
 from tests.kit.compare import assert_same
 from tests.kit.runs import cold, continue_from, prefill, prompt_of
+from tests.store.crash import fast_place
 from tests.store.kit import BrokenFiles
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
@@ -43,6 +48,7 @@ IDENTITY = Identity(weights={"model": "11"}, config="22", tokenizer="33", layout
 COLUMNS = ("memory", "disk", "memory + disk")
 KEY = b64encode(bytes(range(32))).decode()
 N = 3  # tokens generated to compare
+NOBODY = 65534  # a user who owns nothing
 
 PROMPT = prompt_of(600, seed=1)  # blocks 0 and 1, and a tail; the fault hits block 1
 SIBLING = PROMPT[:512] + prompt_of(120, seed=2)
@@ -156,8 +162,9 @@ class Scene:
     def mend(self) -> None:
         self.files.mend()
         self.identity = IDENTITY
-        if self.repair:
-            self.repair()
+        repair, self.repair = self.repair, None
+        if repair:
+            repair()
 
 
 Damage = Callable[[Scene], None]
@@ -264,6 +271,39 @@ def failing(code: int, *operations: str) -> Damage:
     return damage
 
 
+def index_read_only(scene: Scene) -> None:
+    index_pragma(scene, "query_only = ON")
+    scene.repair = lambda: index_pragma(scene, "query_only = OFF")
+
+
+def all_read_only(scene: Scene) -> None:
+    scene.files.break_(errno.EROFS, *WRITES)
+    index_read_only(scene)
+
+
+def no_page_more(scene: Scene) -> None:
+    """Neither a record nor a page of the index finds room."""
+    scene.files.break_(errno.ENOSPC, "write")
+    index_pragma(scene, "max_page_count = 1")  # as many as there are
+    scene.repair = lambda: index_pragma(scene, "max_page_count = 1000000000")
+
+
+def index_pragma(scene: Scene, pragma: str) -> None:
+    scene.disk.index._db.execute(f"PRAGMA {pragma}")
+
+
+def nothing_written(scene: Scene) -> None:
+    """Nothing of ours is broken: the system itself refuses every byte to every file."""
+    scene.repair = refuse_all_bytes()
+
+
+def refuse_all_bytes() -> Callable[[], None]:
+    """No file of this process takes a byte more; answers with what ends that."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def slow(scene: Scene) -> None:
     scene.files.read_delay_s = 0.03
 
@@ -339,8 +379,10 @@ FAULTS = (
           MEMORY_HIT),
     Fault("file deleted", (lambda scene: scene.path().unlink(),), NO_FILE,
           Cell("miss from token 256", BEFORE_IT), MEMORY_HIT),
-    Fault("read-only disk", (failing(errno.EROFS, *WRITES),), NO_FILE, NOT_KEPT, MEMORY_HIT),
-    Fault("ENOSPC", (failing(errno.ENOSPC, "write"),), NO_FILE, NOT_KEPT, MEMORY_HIT),
+    Fault("read-only disk", (failing(errno.EROFS, *WRITES), index_read_only, all_read_only),
+          NO_FILE, NOT_KEPT, MEMORY_HIT),
+    Fault("ENOSPC", (failing(errno.ENOSPC, "write"), no_page_more, nothing_written), NO_FILE,
+          NOT_KEPT, MEMORY_HIT),
     Fault("EIO on writing", (failing(errno.EIO, "publish"),), NO_FILE, NOT_KEPT, MEMORY_HIT),
     Fault("EIO on reading", (failing(errno.EIO, "open"),), NO_FILE, UNREADABLE, MEMORY_HIT),
     Fault("slow read", (slow,), NO_FILE, HIT, MEMORY_HIT),
@@ -413,6 +455,7 @@ def scene(request, tmp_path, model, warm_store, reference):
     for prompt in (PROMPT, SIBLING, OTHER):
         made.serve(prompt)
     yield made
+    made.mend()
     made.close()
 
 
@@ -466,6 +509,62 @@ def test_no_record_of_any_kind_brings_a_wrong_tensor(name, tiny_model, tmp_path)
     scene.close()
 
 
+@contextmanager
+def unwritable(root: Path) -> Iterator[None]:
+    """What is here can be read and not written; who may do anything is nobody meanwhile."""
+    modes = {path: path.stat().st_mode for path in (root, *root.rglob("*"))}
+    for path in modes:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        for path, mode in modes.items():
+            path.chmod(mode)
+
+
+@contextmanager
+def full() -> Iterator[None]:
+    let_write = refuse_all_bytes()
+    try:
+        yield
+    finally:
+        let_write()
+
+
+@pytest.fixture
+def copied(request, model, warm_store):
+    """A scene whose store lies where any user can read it; nothing is open."""
+    with fast_place() as place:
+        Path(place).chmod(0o755)
+        root = Path(place) / "store"
+        shutil.copytree(warm_store(request.param), root)
+        scene = Scene("disk", root, model, layout_of(model), secret=request.param)
+        scene.open()
+        scene.disk.pin(scene.key(0), "somebody")
+        scene.close()
+        yield scene
+
+
+@pytest.mark.parametrize("copied", [None, KEY], indirect=True, ids=["plain", "sealed"])
+@pytest.mark.parametrize("is_full", [False, True], ids=["read-only", "full"])
+def test_a_start_where_nothing_can_be_written_is_refused(copied, reference, is_full):
+    """S0-53: one sentence says why and what to do, and the store stays as it is."""
+    records = {path: path.read_bytes() for path in copied.root.rglob("*.safetensors")}
+    expected = (StoreFailed, "look at its disk") if is_full else (BadInput, "another directory")
+    fault = full() if is_full else unwritable(copied.root)
+    with fault, pytest.raises(expected[0], match=expected[1]):
+        Shelf(copied.root, secret=copied.secret)
+    assert {path: path.read_bytes() for path in copied.root.rglob("*.safetensors")} == records
+    copied.open()
+    assert copied.disk.index.owners(copied.key(0)), "the index was thrown away"
+    assert copied.reuse(PROMPT, reference) == ALL
+    copied.close()
+
+
 def reasons(scene: Scene) -> str:
     return "".join(path.read_text() for path in (scene.root / "quarantine").glob("*.why"))
 
@@ -506,11 +605,18 @@ changed does not open.
 | fault | {" | ".join(COLUMNS)} |
 |---|{"---|" * len(COLUMNS)}
 """
+OUTRO = """
+A process that runs keeps serving on a disk that is full or read-only; one that starts there does
+not. Without a byte to write there are no locks among processes, and a deletion that a crash cut
+short could not be finished. So the start ends with one sentence (exit code 2) that says why and
+what to do: make room, or name another directory as `KEEPWARM_STORE`. Nothing of the store is
+changed, and the next start that can write finds all of it.
+"""
 
 
 def page() -> str:
     rows = (f"| {fault.name} | {' | '.join(map(outcome, fault[2:]))} |\n" for fault in FAULTS)
-    return INTRO + "".join(rows)
+    return INTRO + "".join(rows) + OUTRO
 
 
 def outcome(cell: Cell | None) -> str:

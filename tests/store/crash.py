@@ -16,24 +16,27 @@ import sqlite3
 import sys
 import time
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from keepwarm.prefix.blocks import BlockKey, Namespace, block_key, pack, root
+from keepwarm.cache.agents import Agents
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, pack, root
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk import INDEX_ROOM, DiskLimits, DiskTier
 from keepwarm.store.index import Index
 from keepwarm.store.record import Header, Part, Record, Tensor
 from keepwarm.store.unlock import unlock
+from keepwarm.store.upkeep import clear_quarantine
 
 NAMESPACE = Namespace(bytes(range(32)))
 KEY = b64encode(bytes(range(32))).decode()
 LIMITS = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
 N_BYTES = 60_000  # a dozen or two of them reach the cap
 CONVERSATIONS, LENGTH = 6, 8
+FURTHER = [1000] * (BLOCK_TOKENS - 2)  # no number of a block, so that its beginning is its own
 PARTS = (Part.DELTA, Part.WINDOW)
 
 
@@ -54,7 +57,7 @@ class Block(NamedTuple):
 
     @property
     def tokens(self) -> bytes:
-        return pack([self.conversation, self.number, 7, 7, 7, 7, 7, 7])
+        return pack([self.conversation, self.number, *FURTHER])
 
     @property
     def parent(self) -> BlockKey:
@@ -98,6 +101,16 @@ def marked_for_deletion(index: Path) -> set[BlockKey]:
         return set()
     finally:
         db.close()
+
+
+def holding_tokens(place: Path, keys: Collection[BlockKey]) -> list[str]:
+    """The files in which there are tokens of these blocks, found by their bytes."""
+    first = [block.tokens[:24] for block in WORLD if block.key in keys]
+    bits = [*first, *map(b64encode, first)]
+    files = [path for path in place.rglob("*") if bits and path.is_file()]
+    return [
+        path.name for path in files if (data := path.read_bytes()) and any(b in data for b in bits)
+    ]
 
 
 WORLD = [Block(c, n) for c in range(CONVERSATIONS) for n in range(LENGTH)]
@@ -170,7 +183,7 @@ class SteppedFiles(UnsyncedFiles):
 
 
 class SteppedTier(DiskTier):
-    """Every SQL statement is a step too."""
+    """Each end of a transaction is a step too: what lies between is in memory only."""
 
     def __init__(self, place: Path, steps: Steps, secret: str | None) -> None:
         self._steps = steps
@@ -178,14 +191,19 @@ class SteppedTier(DiskTier):
         super().__init__(place, LIMITS, files, seal=unlock(place, secret, files))
 
     def squeeze(self) -> None:
-        """From now on no block more than there are."""
+        """From now on no block more than there are; what comes a minute later may evict."""
+        self._clock = lambda: time.time() + 60
         self.limits = replace(self.limits, max_bytes=self.stats().n_bytes + INDEX_ROOM)
 
     def _open_index(self) -> Index:
         self._steps()
         index = super()._open_index()
-        index._db.set_trace_callback(self._steps)
+        index._db.set_trace_callback(self._statement)
         return index
+
+    def _statement(self, text: str) -> None:
+        if text.startswith(("BEGIN", "COMMIT", "PRAGMA")):
+            self._steps()
 
 
 class Player:
@@ -198,6 +216,7 @@ class Player:
     def open(self) -> None:
         say("begin", "open")
         self._tier = SteppedTier(self._place, self._steps, self._secret)
+        self._agents = Agents(self._tier)
         say("done", "open")
 
     def squeeze(self) -> None:
@@ -238,14 +257,54 @@ class Player:
         self._tier.touch([block.key])
         say("done", "read", block.key.hex())
 
+    def spoil(self, block: Block) -> None:
+        """One bit is wrong, and whoever reads it sets the record aside."""
+        say("begin", "spoil", block.key.hex())
+        path = self._tier.path_of(block.key, Part.DELTA)
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        self._tier.read(block.key, Part.DELTA)
+        say("done", "spoil", block.key.hex())
+
+    def name(self, agent_id: str, blocks: Sequence[Block], **promises: Any) -> None:
+        keys = tuple(block.key for block in blocks)
+        words = (agent_id, int(promises.get("pinned", False)), *(key.hex() for key in keys))
+        say("begin", "name", *words)
+        n_tokens = BLOCK_TOKENS * len(keys)
+        self._agents.create(agent_id, NAMESPACE, blocks=keys, n_tokens=n_tokens, **promises)
+        say("done", "name", *words)
+
+    def remove(self, agent_id: str) -> None:
+        say("begin", "remove", agent_id)
+        self._agents.delete(agent_id)
+        say("done", "remove", agent_id)
+
+    def collect(self) -> None:
+        """What `keepwarm cache gc` does."""
+        agents = [agent for agent in self._agents.all() if not agent.pinned]
+        old = [agent.id for agent in agents if agent.retention_s is not None]
+        say("begin", "collect", *old)
+        self._agents.expire()
+        clear_quarantine(self._tier)
+        say("done", "collect", *old)
+
+    def agents(self) -> list[str]:
+        return [agent.id for agent in self._agents.all()]
+
 
 def fill(player: Player, seed: int) -> None:
-    """What the stepwise scenarios begin with: close to the cap, a chain of it pinned."""
-    for block in WORLD[:16]:
+    """What the stepwise scenarios begin with: close to the cap, a chain of it pinned, agents."""
+    for block in (*WORLD[:16], *WORLD[24:27], WORLD[40]):
         player.put(block)
     player.put(WORLD[2], Part.WINDOW)
     player.pin(WORLD[7])
     player.delete(WORLD[15])
+    player.name("pinned", WORLD[:7], pinned=True)
+    player.name("stays", WORLD[8:11])
+    player.name("leaves", WORLD[8:13])
+    player.name("old", WORLD[24:27], retention_s=0.0)
+    player.spoil(WORLD[40])
 
 
 def publish(player: Player, seed: int) -> None:
@@ -266,6 +325,16 @@ def evict(player: Player, seed: int) -> None:
     player.put(WORLD[17])
 
 
+def rm(player: Player, seed: int) -> None:
+    player.name("new", WORLD[8:11])
+    player.remove("leaves")  # and what descends from it, but nothing of the one that stays
+    player.remove("pinned")
+
+
+def gc(player: Player, seed: int) -> None:
+    player.collect()
+
+
 def restart(player: Player, seed: int) -> None:
     player.reopen()
 
@@ -277,7 +346,9 @@ def play(player: Player, seed: int) -> None:
     while True:
         block = chance.choice(WORLD)
         move = chance.choice(moves)
-        if move == player.put:
+        if chance.random() < 0.2:
+            play_with_agents(player, chance, block)
+        elif move == player.put:
             player.put(block, chance.choice(PARTS), chance.randint(1, 5))
         elif chance.random() < 0.05:
             player.reopen()
@@ -285,7 +356,19 @@ def play(player: Player, seed: int) -> None:
             move(block)
 
 
-SCENARIOS = {f.__name__: f for f in (fill, publish, delete, evict, restart, play)}
+def play_with_agents(player: Player, chance: random.Random, block: Block) -> None:
+    agent_id = f"agent{block.conversation}-{chance.randint(0, 1)}"
+    if agent_id in player.agents():
+        player.remove(agent_id)
+    elif chance.random() < 0.2:
+        player.collect()
+    else:
+        promise = {"retention_s": 0.0} if chance.random() < 0.3 else {"pinned": block.number < 2}
+        chain = [Block(block.conversation, n) for n in range(block.number + 1)]
+        player.name(agent_id, chain, **promise)
+
+
+SCENARIOS = {f.__name__: f for f in (fill, publish, delete, evict, rm, gc, restart, play)}
 
 
 def child(request: Request) -> None:

@@ -251,10 +251,28 @@ def test_two_connections_see_one_index(tmp_path):
     two.pin(ref.key, "you")
     assert one.owners(ref.key) == ["you"]
     assert one.victims(10) == []
-    two.unpin_owner("you")
+    two.hold_only("you", ())
     assert len(one.victims(10)) == 1
     one.close()
     two.close()
+
+
+def test_holding_changes_in_one_step(tmp_path):
+    """Whoever dies over it leaves the old pins, not none."""
+    index = Index(tmp_path / "i")
+    first, second = (first_block([n]) for n in (1, 2))
+    index.hold_only("me", [first.key])
+
+    def keys():
+        yield second.key
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        index.hold_only("me", keys())
+    assert (index.owners(first.key), index.owners(second.key)) == (["me"], [])
+    index.hold_only("me", [second.key])
+    assert (index.owners(first.key), index.owners(second.key)) == ([], ["me"])
+    index.close()
 
 
 def test_busy_and_damaged_are_told_apart(tmp_path):

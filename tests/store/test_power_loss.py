@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import pytest
 
-from keepwarm.prefix.blocks import BlockKey
+from keepwarm.cache.agents import Agents
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk import INDEX_ROOM, DiskLimits, DiskTier
 from keepwarm.store.index import Index
@@ -27,10 +28,12 @@ from keepwarm.store.record import Part
 from keepwarm.store.unlock import unlock
 from tests.store.crash import (
     KEY,
+    NAMESPACE,
     WORLD,
     Block,
     UnsyncedFiles,
     fast_place,
+    holding_tokens,
     holds_its_content,
     marked_for_deletion,
 )
@@ -65,7 +68,16 @@ class Said(NamedTuple):
     done: bool = False
 
 
-Event = Change | Synced | Indexed | Said
+class SaidOfAgent(NamedTuple):
+    """The same of an agent, and the blocks that go with it."""
+
+    verb: str
+    agent: str
+    blocks: Sequence[Block] = ()
+    done: bool = False
+
+
+Event = Change | Synced | Indexed | Said | SaidOfAgent
 
 
 class Log:
@@ -165,6 +177,8 @@ class RecordedTier(DiskTier):
             self._full = False
         elif text.startswith("BEGIN"):
             self.photograph()
+        elif "wal_checkpoint" in text:  # which begins by syncing the log
+            self.photograph(synced=True)
 
     def photograph(self, synced: bool = False) -> None:
         if not (self.root / "index.sqlite").exists():  # a store is marked as sealed before
@@ -196,6 +210,18 @@ class Recorder:
         self.log.events.append(Said("delete", block))
         self.tier.delete(block.key)
         self.log.events.append(Said("delete", block, done=True))
+
+    def name(self, agent_id: str, blocks: Sequence[Block]) -> None:
+        self.log.events.append(SaidOfAgent("name", agent_id))
+        keys = tuple(block.key for block in blocks)
+        n_tokens = BLOCK_TOKENS * len(keys)
+        Agents(self.tier).create(agent_id, NAMESPACE, blocks=keys, n_tokens=n_tokens)
+        self.log.events.append(SaidOfAgent("name", agent_id, done=True))
+
+    def remove(self, agent_id: str, going: Sequence[Block]) -> None:
+        self.log.events.append(SaidOfAgent("remove", agent_id, going))
+        Agents(self.tier).delete(agent_id)
+        self.log.events.append(SaidOfAgent("remove", agent_id, going, done=True))
 
     def restart(self) -> None:
         self.tier.close()
@@ -284,10 +310,30 @@ def promised(events: list[Event]) -> tuple[set[tuple[Block, Part]], set[Block]]:
         elif isinstance(event, Said) and event.verb == "put":
             gone.discard(event.block)
             there |= {(event.block, event.part)} if event.done else set()
-        elif isinstance(event, Said):
-            there = {name for name in there if name[0] != event.block}
-            gone |= {event.block} if event.done else set()
+        elif isinstance(event, Said | SaidOfAgent) and event.verb != "name":
+            going = {event.block} if isinstance(event, Said) else set(event.blocks)
+            there = {name for name in there if name[0] not in going}
+            gone |= going if event.done else set()
     return there, gone
+
+
+def promised_agents(events: list[Event]) -> tuple[set[str], set[str]]:
+    """Agents that must be there, and those that must not."""
+    last = {event.agent: event for event in events if isinstance(event, SaidOfAgent)}
+    done = [event for event in last.values() if event.done]
+    there = {event.agent for event in done if event.verb == "name"}
+    return there, {event.agent for event in done} - there
+
+
+def forgotten(events: list[Event]) -> set[BlockKey]:
+    """What went with an agent and was not put again: not even its tokens may be left."""
+    keys: set[BlockKey] = set()
+    for event in events:
+        if isinstance(event, SaidOfAgent) and event.done:
+            keys |= {block.key for block in event.blocks}
+        elif isinstance(event, Said) and event.verb == "put":
+            keys.discard(event.block.key)
+    return keys
 
 
 def check(events: list[Event], place: Path, secret: str | None) -> None:
@@ -305,11 +351,24 @@ def check(events: list[Event], place: Path, secret: str | None) -> None:
             assert holds_its_content(record)
         assert not tier.have([block.key for block in gone])
         for name, n_bytes in tier.index.names().items():
-            assert tier.path_of(*parse_name(name)).stat().st_size == n_bytes
+            parsed = parse_name(name)
+            assert parsed
+            assert tier.path_of(*parsed).stat().st_size == n_bytes
         assert tier.stats().quarantined == 0
         assert not tier.index.doomed()
+        check_agents(tier, events)
     finally:
         tier.close()
+
+
+def check_agents(tier: DiskTier, events: list[Event]) -> None:
+    agents = Agents(tier)
+    there, gone = promised_agents(events)
+    names = {agent.id for agent in agents.all()}
+    assert there <= names
+    assert not gone & names
+    assert not list(agents.unreadable())
+    assert not holding_tokens(tier.root, forgotten(events))
 
 
 def marks(events: list[Event], file: Path) -> set[BlockKey]:
@@ -383,6 +442,42 @@ def test_an_encrypted_store_survives_a_power_cut(tmp_path: Path, memory: Path) -
     recorder.restart()
     n_states = cut_everywhere(recorder.finish(), recorder.root, memory, every=3, secret=KEY)
     assert n_states > 100
+
+
+def recorded_removal(root: Path) -> Recorder:
+    recorder = Recorder(root)
+    for block in WORLD[:4]:
+        recorder.put(block)
+    recorder.name("stays", WORLD[:2])
+    recorder.name("leaves", WORLD[:3])
+    recorder.remove("leaves", going=WORLD[2:4])  # the fourth descends from what it had
+    recorder.put(WORLD[2])
+    recorder.remove("stays", going=WORLD[:3])
+    return recorder
+
+
+def test_a_removed_agent_stays_removed_after_a_power_cut(tmp_path: Path, memory: Path) -> None:
+    """S0-24: its file, its blocks and all of their tokens; what others have stays."""
+    recorder = recorded_removal(tmp_path / "store")
+    n_states = cut_everywhere(recorder.finish(), recorder.root, memory)
+    assert n_states > 300
+
+
+@pytest.mark.parametrize("directory", ["agents", "blocks"])
+def test_a_removal_without_a_sync_would_be_seen(
+    tmp_path: Path, memory: Path, directory: str
+) -> None:
+    """The control: the files of an agent, or of its blocks, do come back."""
+    recorder = recorded_removal(tmp_path / "store")
+    log = recorder.finish()
+    first = next(at for at, e in enumerate(log.events) if getattr(e, "verb", "") == "remove")
+    log.events[first:] = [
+        event
+        for event in log.events[first:]
+        if not (isinstance(event, Synced) and directory in event.path.parts)
+    ]
+    with pytest.raises(AssertionError):
+        cut_everywhere(log, recorder.root, memory, every=5)
 
 
 def test_a_mark_that_outlived_its_deletion_would_be_seen(tmp_path: Path, memory: Path) -> None:

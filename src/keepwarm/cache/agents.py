@@ -230,7 +230,7 @@ class Agents:
         self._refuse_newer()
         with telling(self._disk, f"remove agent {agent_id!r}"):
             keep = self._reached([other for other in self.all() if other.id != agent_id])
-            self._disk.unpin_owner(_owner(agent_id))
+            self._disk.hold_only(_owner(agent_id), ())
             removed = delete_branches(self._disk, self._own(agent, keep), keep, progress)
             self._disk.files.remove(self._path(agent_id))
         return removed
@@ -324,9 +324,7 @@ class Agents:
         elif agent.quota_bytes:
             last = self._n_within(agent.blocks, agent.quota_bytes)
         keys = list(self._ends_of_runs(agent.heads[:last]))
-        self._disk.unpin_owner(_owner(agent.id))
-        for key in keys:
-            self._disk.pin(key, _owner(agent.id))
+        self._disk.hold_only(_owner(agent.id), keys)
 
     def _ends_of_runs(self, heads: Sequence[Head]) -> Iterator[BlockKey]:
         """The last block, there or not; what stands in for it; and the last before each gap."""

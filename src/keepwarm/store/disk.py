@@ -76,7 +76,8 @@ class DiskTier(Records):
             self._failed(error)
             self.index.close()
             self.index = self._open_index()
-            self._reconcile()
+            with telling(self, "put itself in order"):
+                self._reconcile()
 
     # The tier protocol
 
@@ -112,10 +113,10 @@ class DiskTier(Records):
         with telling(self, "let go of a block"):
             self.index.unpin(key, owner)
 
-    def unpin_owner(self, owner: str) -> None:
-        """Let go of everything one owner holds."""
-        with telling(self, "let go of blocks"):
-            self.index.unpin_owner(owner)
+    def hold_only(self, owner: str, keys: Collection[BlockKey]) -> None:
+        """Let one owner hold these blocks and no others."""
+        with telling(self, "hold blocks"):
+            self.index.hold_only(owner, keys)
 
     @outage_is(lambda: None)
     def drop_outgrown(self, key: BlockKey) -> None:

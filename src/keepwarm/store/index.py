@@ -277,9 +277,12 @@ class Index(Lookups):
         with self._transaction() as db:
             db.execute("DELETE FROM pins WHERE key = ? AND owner = ?", (key, owner))
 
-    def unpin_owner(self, owner: str) -> None:
-        with self._transaction() as db:
+    def hold_only(self, owner: str, keys: Iterable[BlockKey]) -> None:
+        """Pin these for an owner, and nothing else of his, in one step that survives a crash."""
+        with self._synced_transaction() as db:
             db.execute("DELETE FROM pins WHERE owner = ?", (owner,))
+            rows = ((key, owner) for key in keys)
+            db.executemany("INSERT OR IGNORE INTO pins VALUES (?, ?)", rows)
 
     def let_go(self, now: float) -> int:
         """End the pins of marks whose time has come; how many these were."""

@@ -6,7 +6,7 @@ import logging
 import sqlite3
 from pathlib import Path
 
-from keepwarm.errors import BadInput, Busy, NewerFormat
+from keepwarm.errors import BadInput, Busy, NewerFormat, StoreFailed
 from keepwarm.store.atomic import FILE_MODE, exclusive
 from keepwarm.store.database import is_busy
 from keepwarm.store.eviction import DISK_HALF_LIFE_S
@@ -17,6 +17,12 @@ from keepwarm.store.sealed_index import SealedIndex
 from keepwarm.store.unlock import refuse_unlike
 
 DAMAGED = f"{INDEX}-damaged"  # a note to the next start
+OUTAGES = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+)
 LOG = logging.getLogger(__name__)
 
 
@@ -39,6 +45,11 @@ def open_index(root: Path, seal: Seal | None) -> Index:
         except sqlite3.DatabaseError as error:
             if is_busy(error):
                 raise Busy(f"The index of {root} is in use by others; try again.") from error
+            if _is_outage(error):
+                raise StoreFailed(
+                    f"The index of {root} cannot be opened ({error}); "
+                    "look at its disk, then try again."
+                ) from error
         LOG.warning("the index is damaged and is built anew")
         for name in (*INDEX_FILES, DAMAGED):
             (root / name).unlink(missing_ok=True)
@@ -49,6 +60,12 @@ def open_index(root: Path, seal: Seal | None) -> Index:
 def note_damage(root: Path) -> None:
     """Let the next start build the index anew."""
     (root / DAMAGED).touch(FILE_MODE)
+
+
+def _is_outage(error: sqlite3.Error) -> bool:
+    """Whether the disk is full, read-only or out of order, which says nothing against the file."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    return code in OUTAGES
 
 
 def _index(path: Path, seal: Seal | None) -> Index:

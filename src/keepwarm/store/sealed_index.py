@@ -6,7 +6,7 @@ in their number, some 7 µs each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,8 @@ class SealedIndex(Index):
     def unpin(self, key: BlockKey, owner: str) -> None:
         super().unpin(key, self._owner(owner))
 
-    def unpin_owner(self, owner: str) -> None:
-        super().unpin_owner(self._owner(owner))
+    def hold_only(self, owner: str, keys: Iterable[BlockKey]) -> None:
+        super().hold_only(self._owner(owner), keys)
 
     def _kept_tokens(self, header: Header) -> bytes:
         return self._seal.seal(b"tokens" + header.key, header.tokens)
