@@ -10,7 +10,7 @@ from keepwarm import config
 from keepwarm.cache.opened import Budgets
 from keepwarm.cli.options import running
 from keepwarm.engine.engine import Engine, EngineConfig
-from keepwarm.engine.memory import MIB, MemoryConfig, host_memory
+from keepwarm.engine.memory import MIB, MemoryConfig, host_memory, scopes_of_process
 from keepwarm.engine.store import Store
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import ask, memory
@@ -39,10 +39,12 @@ def limit():
 
 @pytest.fixture
 def before():
-    """The limit as it was, which every test must leave behind."""
+    """The limit as it was, which every test must leave behind; as if no other engine were alive."""
+    scopes_of_process.cache_clear()
     before = limit()
     yield before
     mx.set_cache_limit(before)  # whatever this test left, the next is not to blame
+    scopes_of_process.cache_clear()
 
 
 def limit_at_rest(engine):

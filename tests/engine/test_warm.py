@@ -69,7 +69,7 @@ def test_what_a_mark_holds_is_live_too(models, tmp_path, kind):
 
 def test_marks_that_have_ended_hold_nothing(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
-        engine.submit(with_words("Which dog?", Mark(0, 0.0))).result()
+        engine.submit(with_words("Which dog?", Mark(0, -1.0))).result()
         engine.submit(with_words("Which dog?", seed=1)).result()
     with engine_on(models.of("llama"), tmp_path) as engine:
         assert Warmer(engine).run() == []
