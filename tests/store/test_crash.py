@@ -13,7 +13,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -265,7 +265,7 @@ def check_found(tier: DiskTier, expected: Expected) -> None:
             assert known[key].w_rows == record.header.w_rows >= w_rows
 
 
-def check_files(tier: DiskTier, spoiled: set[BlockKey]) -> None:
+def check_files(tier: DiskTier, spoiled: Collection[BlockKey] = ()) -> None:
     """No orphan, no corrupt record, and the index counts what is really there."""
     assert not [checked for checked in fsck.verify(tier) if checked.wrong or checked.newer]
     files = [path for path in (tier.root / "blocks").rglob("*") if path.is_file()]
