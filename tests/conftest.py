@@ -1,7 +1,9 @@
 """What holds for every test: the machine's fast BLAS, no silent skips, one default model."""
 
 import os
+import platform
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -58,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.basetemp = MEMORY_FILES / f"keepwarm-tests-{os.getpid()}"
     config.addinivalue_line("markers", "soak: runs for minutes; only with --soak")
     config.addinivalue_line("markers", "linux_cpu: about a choice that only Linux CPU has")
+    config.addinivalue_line("markers", "linux: about a call that only Linux has")
+    config.addinivalue_line("markers", "glibc: about pages that only glibc's allocator keeps")
     config.pluginmanager.register(SkipReport(under_ci=bool(os.environ.get("CI"))), "skip-report")
 
 
@@ -75,6 +79,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out, which is not a skip: long tests without --soak, and what this machine has not."""
     absent = {"soak"} if not config.getoption("--soak") else set()
     absent |= {"linux_cpu"} if not blas.wanted() else set()
+    absent |= {"linux"} if sys.platform != "linux" else set()
+    absent |= {"glibc"} if platform.libc_ver()[0] != "glibc" else set()
     left = [item for item in items if any(item.get_closest_marker(name) for name in absent)]
     items[:] = [item for item in items if item not in left]
     if left:

@@ -10,7 +10,6 @@ from keepwarm.cache.io import TRUCE_S, MemoryOnly, Reader, Writer
 from keepwarm.cache.plan import Read
 from keepwarm.cache.policy import Policy
 from keepwarm.errors import CorruptBlock
-from keepwarm.store.atomic import CAN_READ_THROUGH
 from keepwarm.store.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Buffer, Part
@@ -20,9 +19,7 @@ from tests.store.kit import chain_of
 
 MIB = 1 << 20
 
-needs_reading_through = pytest.mark.skipif(
-    not CAN_READ_THROUGH, reason="only Linux sends a file to nowhere"
-)
+needs_reading_through = pytest.mark.linux
 
 
 class Gated:

@@ -14,14 +14,14 @@ import psutil
 import pytest
 
 from keepwarm.cache.policy import Policy
-from keepwarm.engine.memory import MIB, MemoryScopes, _malloc_trim, give_back
+from keepwarm.engine.memory import MIB, MemoryScopes, give_back
 from keepwarm.engine.watcher import Watcher
 from keepwarm.errors import Cancelled, EngineFailed
 from tests.engine.test_gates import FAULT, FaultyTokenizer
 from tests.kit.engines import ask, engine_on, memory
 from tests.kit.runs import prompt_of
 
-keeps_pages = pytest.mark.skipif(_malloc_trim() is None, reason="needs glibc's `malloc_trim`")
+keeps_pages = pytest.mark.glibc
 
 
 @contextmanager

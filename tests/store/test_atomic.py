@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from keepwarm.store import atomic
-from keepwarm.store.atomic import CAN_READ_THROUGH, Files, Scratch, exclusive, is_alive
+from keepwarm.store.atomic import Files, Scratch, exclusive, is_alive
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_a_lock_is_let_go_after_an_error(tmp_path):
         pass
 
 
-@pytest.mark.skipif(not CAN_READ_THROUGH, reason="only Linux sends a file to nowhere")
+@pytest.mark.linux
 def test_reading_through_covers_the_file(files, tmp_path, monkeypatch):
     """In as many portions as the system takes; a file cut short meanwhile ends it."""
     path = tmp_path / "file"

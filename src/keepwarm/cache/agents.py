@@ -18,7 +18,7 @@ from typing import Any
 
 from keepwarm.cache.holders import Head, begun_with, holders
 from keepwarm.errors import BadInput, BadRecord, NewerFormat, UnknownAgent
-from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, chain, root
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, chain, pack, root
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.tier import telling
 from keepwarm.store.upkeep import (
@@ -163,7 +163,7 @@ class Agents:
                 n_tokens=len(tokens),
                 turns=turns,
                 used=self._clock(),
-                left=self._lasting(_left(agent, _n_kept(agent, namespace, tokens))),
+                left=self._lasting(_left(agent, _n_kept(agent, namespace, blocks, tokens))),
             )
         )
 
@@ -352,12 +352,17 @@ def _owner(agent_id: str) -> str:
     return f"agent:{agent_id}"
 
 
-def _n_kept(agent: Agent, namespace: Namespace, tokens: Sequence[int]) -> int:
+def _n_kept(
+    agent: Agent, namespace: Namespace, blocks: Sequence[BlockKey], tokens: Sequence[int]
+) -> int:
     """How many of its blocks an agent keeps when it says this: all of them where it goes on."""
-    if tuple(ref.key for ref in chain(namespace, tokens[: agent.n_tokens])) == agent.blocks:
-        return len(agent.blocks)
-    pairs = zip(agent.blocks, (ref.key for ref in chain(namespace, tokens)), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    pairs = zip(agent.blocks, blocks, strict=False)
+    n_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if n_same != len(agent.blocks) - 1:
+        return n_same
+    parent = blocks[n_same - 1] if n_same else root(namespace)
+    begun = pack(tokens[n_same * BLOCK_TOKENS : agent.n_tokens])  # of its open block
+    return n_same + (block_key(namespace, parent, begun) == agent.blocks[-1])
 
 
 def _left(agent: Agent, n_kept: int) -> tuple[Head, ...]:
