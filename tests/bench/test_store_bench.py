@@ -11,7 +11,7 @@ from keepwarm.bench import store
 from keepwarm.bench.caches import Shape
 from keepwarm.bench.kv import arrays_of, raw_bytes
 from keepwarm.bench.measure import Cost, Peak, Speed, drop_files, in_child
-from keepwarm.cache.io import Reader
+from keepwarm.cache.reading import Reader
 from keepwarm.prefix.blocks import chain
 from keepwarm.store.disk import DiskLimits, DiskTier
 from keepwarm.store.names import path_of
@@ -54,7 +54,7 @@ def test_everything_is_measured_and_drawn(tmp_path):
 def test_the_rival_assembles_the_same_bytes(tiny):
     """Otherwise the two would not be doing the same work."""
     reader = Reader(Tiers([("disk", tiny)]))
-    ours = store.restored(store.manager_of(TINY, tiny, reader), 600)
+    ours = store.restored(store.manager_of(TINY, tiny, reader), store.tokens_of(600))
     files = sorted((tiny.root / "blocks").rglob("*.safetensors"))
     theirs = store.load_and_assemble(TINY, 600, files)
     for cache, pair in zip(ours, theirs, strict=True):

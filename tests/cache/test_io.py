@@ -5,11 +5,8 @@ import time
 
 import pytest
 
-from keepwarm.cache import io
-from keepwarm.cache.io import TRUCE_S, MemoryOnly, Reader, Writer
-from keepwarm.cache.plan import Read
+from keepwarm.cache.io import TRUCE_S, MemoryOnly, Writer
 from keepwarm.cache.policy import Policy
-from keepwarm.errors import CorruptBlock
 from keepwarm.store.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Buffer, Part
@@ -18,8 +15,6 @@ from keepwarm.store.wear import Wear
 from tests.store.kit import chain_of
 
 MIB = 1 << 20
-
-needs_reading_through = pytest.mark.linux
 
 
 class Gated:
@@ -197,125 +192,6 @@ def test_the_daily_budget_holds_over_processes_and_days(disk, records):
     assert wear.by_day() == {"2026-11-15": 3 * size}
     day[0] = "2026-11-16"
     assert wear.allows(size)
-
-
-def test_records_are_read_in_parallel_and_a_miss_is_told(disk, records):
-    for record in records:
-        disk.put(record)
-    reader = Reader(Tiers([("disk", disk)]), n_threads=3)
-    reads = [Read(r.header.key, Part.DELTA, i) for i, r in enumerate(records)]
-    seen = []
-    started = reader.start(reads, lambda read, record: seen.append(record.header.number))
-    assert started.outcome() == (["disk"] * len(records), set())
-    assert started.is_done
-    assert sorted(seen) == list(range(len(records)))
-    missing = Read(type(reads[0].key)(bytes(20)), Part.DELTA, 9)
-    # Only what is really missing is told: the others may serve the next plan.
-    started = reader.start([missing, *reads], lambda read, record: None)
-    assert started.outcome().missed == {missing.key}
-    reader.close()
-
-
-class Watched:
-    """A tier that notes what it was told to fetch."""
-
-    def __init__(self, tier):
-        self.tier = tier
-        self.fetched = []
-
-    def __getattr__(self, name):
-        return getattr(self.tier, name)
-
-    def fetch(self, key, part):
-        if self.tier.fetch(key, part):
-            self.fetched.append(key)
-            return True
-        return False
-
-
-@pytest.fixture
-def reads(disk, records):
-    for record in records:
-        disk.put(record)
-    return [Read(r.header.key, Part.DELTA, i) for i, r in enumerate(records)]
-
-
-@needs_reading_through
-def test_what_waits_to_be_read_is_fetched_from_where_it_lies(disk, records, reads):
-    """And not what a faster tier has, nor what was read meanwhile."""
-    memory = MemoryTier(64 * MIB)
-    memory.put(records[-1])
-    near, far = Watched(memory), Watched(disk)
-    reader = Reader(Tiers([("memory", near), ("disk", far)]), n_threads=1)
-    gate = threading.Event()
-    started = reader.start(reads, lambda read, record: gate.wait(30))
-    _until(lambda: near.fetched)
-    assert far.fetched == [read.key for read in reads[:-1]]
-    assert near.fetched == [reads[-1].key]
-    gate.set()
-    started.outcome()
-    far.fetched.clear()
-    reader._run_ahead(reads, started)
-    assert far.fetched == []
-    reader.close()
-
-
-@needs_reading_through
-def test_what_is_read_aside_or_not_at_all_is_fetched_for_nobody(disk, reads):
-    """Whoever waits has the disk to himself."""
-    far = Watched(disk)
-    reader = Reader(Tiers([("disk", far)]), n_threads=1)
-    entered, gate = threading.Event(), threading.Event()
-
-    def wait(read, record):
-        entered.set()
-        gate.wait(30)
-
-    started = reader.start(reads, wait, aside=True)
-    assert entered.wait(30)
-    started.stop()
-    assert far.fetched == []
-    reader._run_ahead(reads, started)
-    assert far.fetched == [reads[0].key]  # the one that was begun
-    gate.set()
-    reader.close()
-
-
-@needs_reading_through
-def test_nobody_runs_too_far_ahead(disk, reads, monkeypatch):
-    monkeypatch.setattr(io, "MAX_AHEAD", 2)
-    far = Watched(disk)
-    reader = Reader(Tiers([("disk", far)]), n_threads=1)
-    gates = [threading.Event() for _ in reads]
-    started = reader.start(reads, lambda read, record: gates[read.number].wait(30))
-    _until(lambda: len(far.fetched) == 2)
-    time.sleep(0.05)
-    assert len(far.fetched) == 2
-    gates[0].set()
-    _until(lambda: len(far.fetched) == 3)
-    for gate in gates:
-        gate.set()
-    started.outcome()
-    reader.close()
-
-
-def _until(holds):
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def test_a_record_that_is_refused_counts_as_missed(disk, records):
-    disk.put(records[0])
-    reader = Reader(Tiers([("disk", disk)]))
-
-    def refuse(read, record):
-        raise CorruptBlock("0", 0, "it is not wanted")
-
-    key = records[0].header.key
-    assert reader.start([Read(key, Part.DELTA, 0)], refuse).outcome().missed == {key}
-    reader.close()
 
 
 def test_a_save_that_failed_waits_nowhere(disk, records):

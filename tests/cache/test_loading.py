@@ -5,9 +5,10 @@ import threading
 import mlx.core as mx
 import pytest
 
-from keepwarm.cache.io import MemoryOnly, Reader
+from keepwarm.cache.io import MemoryOnly
 from keepwarm.cache.loading import Loading
 from keepwarm.cache.plan import Point, Read
+from keepwarm.cache.reading import Reader
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec
 from keepwarm.store.disk import DiskLimits, DiskTier
@@ -32,7 +33,7 @@ def disk(tmp_path):
 
 @pytest.mark.parametrize("n_begun", [1, 4, N_BLOCKS])
 def test_a_start_that_fails_half_way_leaves_nobody_waiting(n_begun, disk, monkeypatch):
-    """Readers that have begun wait for memory: they are told that none comes."""
+    """Those who read end, and so do those who fetch."""
     reader = Reader(Tiers([("disk", disk)]))
     records = chain_of(N_BLOCKS, n_bytes=4096)
     reads = tuple(Read(one.header.key, Part.DELTA, i) for i, one in enumerate(records))

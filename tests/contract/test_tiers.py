@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count
+from itertools import count, pairwise
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -144,10 +144,16 @@ def read_into(tensor, n_bytes):
     """The bytes in memory of the visitor's, for which a tensor in a file has a way of its own."""
     memory = memoryview(bytearray(n_bytes))
     if isinstance(tensor, Unread):
-        tensor.read_into(memory)
+        tensor.read_into(pieces_of(memory))
     else:
         memory[:] = tensor.data
     return memory
+
+
+def pieces_of(memory):
+    """A long one, an empty one and some short ones."""
+    cuts = [0, len(memory) // 2, len(memory) // 2, *range(len(memory) // 2 + 1, len(memory), 999)]
+    return [memory[a:b] for a, b in pairwise([*cuts, len(memory)])]
 
 
 def test_visiting_what_was_never_put_is_a_miss(tier):

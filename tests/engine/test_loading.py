@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.io import Reader
+from keepwarm.cache.reading import Reader
 from keepwarm.engine.admission import Admission
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import Lane

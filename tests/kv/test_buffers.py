@@ -1,12 +1,15 @@
 """Memory that nobody fills first, and arrays that lie in bytes of ours."""
 
+from itertools import islice
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from keepwarm.errors import CacheMismatch
+from keepwarm.kv import buffers
 from keepwarm.kv.assembly import Wanted, row_buffers
-from keepwarm.kv.buffers import NAMES, from_buffer, untouched
+from keepwarm.kv.buffers import NAMES, UnreadArray, from_buffer, untouched
 from keepwarm.kv.layout import TensorSpec
 
 
@@ -63,3 +66,42 @@ def test_a_copy_outlives_the_bytes_it_was_made_from():
     lent[:] = bytes(len(lent))
     assert copy.to_mx().tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert mx.all(array.to_mx() == 0).item()
+
+
+class Source:
+    """Bytes as a file would give them."""
+
+    def __init__(self, data):
+        self.data = memoryview(data)
+        self.n_pieces = []
+
+    def read_into(self, pieces):
+        rest = iter(bytes(self.data))
+        for piece in pieces:
+            memory = memoryview(piece).cast("B")
+            memory[:] = bytes(islice(rest, len(memory)))
+        assert next(rest, None) is None
+        self.n_pieces.append(len(pieces))
+
+
+@pytest.mark.parametrize(
+    ("shape", "n_pieces"),
+    [
+        ((1, 2, 9, 4), [2]),  # rows among others, in one piece for every head
+        ((1, 2, 20, 4), [1]),  # all that there is
+        ((1, 1, 9, 4), [1]),
+        ((1, 5, 9, 4), []),  # more pieces than one call takes
+        ((2, 2, 9, 4), []),
+        ((1, 2, 0, 4), []),
+    ],
+    ids=str,
+)
+def test_bytes_of_a_file_go_straight_to_where_they_belong(shape, n_pieces, monkeypatch):
+    monkeypatch.setattr(buffers, "MAX_PIECES", 4)
+    wanted = np.random.default_rng(0).random(shape, np.float32)
+    source = Source(wanted.tobytes())
+    whole = np.zeros((*shape[:2], 20, shape[3]), np.float32)
+    UnreadArray("F32", shape, source).write_to(whole[:, :, : shape[2]])
+    assert source.n_pieces == n_pieces
+    assert np.array_equal(whole[:, :, : shape[2]], wanted)
+    assert not whole[:, :, shape[2] :].any()

@@ -68,8 +68,9 @@ class Bytes:
         self.fails = fails
         self.n_direct = 0
 
-    def read_into(self, memory: memoryview) -> None:
-        memory[:] = self.data
+    def read_into(self, pieces: list[np.ndarray]) -> None:
+        (memory,) = pieces
+        memoryview(memory).cast("B")[:] = self.data
         self.n_direct += 1
         if self.fails:
             raise BadRecord("its bytes are others")

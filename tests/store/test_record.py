@@ -1,9 +1,12 @@
 """A record proves itself: what is written comes back, and nothing else is taken for a record."""
 
 import json
+import os
 import random
 import re
 import struct
+import threading
+import time
 import tracemalloc
 from dataclasses import replace
 from hashlib import sha256
@@ -28,6 +31,7 @@ from keepwarm.store.record import (
     Header,
     Part,
     Record,
+    _fill_all,
     check_identity,
     open_record,
     pieces,
@@ -188,6 +192,28 @@ class Drops(BytesIO):
 
     def readinto(self, buffer):
         return super().readinto(memoryview(buffer)[:7])
+
+
+@pytest.mark.parametrize("sizes", [[10], [3, 0, 7], [1] * 10], ids=str)
+@pytest.mark.parametrize("n_at_once", [1, 4, 10])
+def test_pieces_are_filled_however_little_one_read_gives(sizes, n_at_once):
+    source, sink = os.pipe()
+    pieces = [np.zeros(n, np.uint8) for n in sizes]
+    with os.fdopen(source, "rb", buffering=0) as file, os.fdopen(sink, "wb", buffering=0) as other:
+
+        def write():
+            for at in range(0, 10, n_at_once):
+                other.write(bytes(range(at, min(10, at + n_at_once))))
+                time.sleep(0.005)
+            other.close()
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        _fill_all(pieces, 10, file)
+        writer.join()
+        assert np.concatenate(pieces).tolist() == list(range(10))
+        with pytest.raises(BadRecord, match="cut short"):
+            _fill_all(pieces, 10, file)
 
 
 # Digests

@@ -22,10 +22,10 @@ import numpy as np
 
 from keepwarm import config, kv
 from keepwarm.bench.measure import drop_files
-from keepwarm.cache.io import Reader
 from keepwarm.cache.live import Live
 from keepwarm.cache.manager import Manager
 from keepwarm.cache.opened import Budgets
+from keepwarm.cache.reading import Reader
 from keepwarm.engine.model import Model
 from keepwarm.engine.prefill import Prefill
 from keepwarm.engine.shapes import SHAPES, build

@@ -27,6 +27,7 @@ from keepwarm.bench.measure import (
     Skipped,
     Speed,
     Task,
+    bring_back,
     drop_files,
     free,
     in_child,
@@ -34,9 +35,10 @@ from keepwarm.bench.measure import (
     seconds_of,
     why_no_room,
 )
-from keepwarm.cache.io import MemoryOnly, Reader
+from keepwarm.cache.io import MemoryOnly
 from keepwarm.cache.manager import Manager
 from keepwarm.cache.rates import Rates
+from keepwarm.cache.reading import Reader
 from keepwarm.cache.records import records_of
 from keepwarm.errors import KeepwarmError
 from keepwarm.kv.slices import tensor_name
@@ -167,22 +169,23 @@ def restores(shape: Shape, n_tokens: int, root: Path) -> list[Record]:
     files = sorted((root / "blocks").rglob("*.safetensors"))
     disk = DiskTier(root, DiskLimits(min_free_bytes=0))
     reader = Reader(Tiers([("disk", disk)]))
-    manager = manager_of(shape, disk, reader)
-    restore = partial(restored, manager, n_tokens)
-    works = [
-        Work("restore, warm", restore),
-        Work("mx.load, warm", partial(load_and_assemble, shape, n_tokens, files)),
-        Work("read, warm", partial(read_all, files, 1)),
-    ]
-    if hasattr(os, "posix_fadvise"):
-        drop = partial(drop_files, files)
-        works += [
-            Work("restore, cold", restore, drop),
-            Work("read, cold", partial(read_all, files, 1), drop),
-            Work("read in as many threads, cold", partial(read_all, files, reader.n_threads), drop),
-        ]
+    restore = partial(restored, manager_of(shape, disk, reader), tokens_of(n_tokens))
+    read, read_by_many = (partial(read_all, files, n) for n in (1, reader.n_threads))
+    warm, cold = (partial(_ready, shape.live_bytes(n_tokens), drop) for drop in ([], files))
     restore()  # so that all are warm
+    works = [
+        Work("restore, warm", restore, warm),
+        Work("mx.load, warm", partial(load_and_assemble, shape, n_tokens, files), warm),
+        Work("read, warm", read, warm),
+    ]
     found = measured(shape, n_tokens, works, READ_SAMPLES)
+    if hasattr(os, "posix_fadvise"):
+        works = [
+            Work("restore, cold", restore, cold),
+            Work("read, cold", read, cold),
+            Work("read in as many threads, cold", read_by_many, cold),
+        ]
+        found += measured(shape, n_tokens, works, READ_SAMPLES)
     reader.close()
     disk.close()
     growth = in_child(restore_growth, shape, n_tokens, root)
@@ -190,16 +193,24 @@ def restores(shape: Shape, n_tokens: int, root: Path) -> list[Record]:
     return [*found, Peak(f"store, {shape.name}", n_tokens, "restore", live, block, growth)]
 
 
+def _ready(live: int, drop: Sequence[Path]) -> None:
+    """Whoever comes next finds memory for the rows and for the pages of the files."""
+    free()
+    if drop:
+        drop_files(drop)
+    bring_back(2 * live)
+
+
 def manager_of(shape: Shape, disk: DiskTier, reader: Reader) -> Manager:
     tiers, saver = Tiers([("disk", disk)]), MemoryOnly(MemoryTier(0))
     return Manager(NAMESPACE, shape.layout(), tiers, reader, saver, LOAD_ANYWAY)
 
 
-def restored(manager: Manager, n_tokens: int) -> kv.Caches:
+def restored(manager: Manager, prompt: Sequence[int]) -> kv.Caches:
     """Every token from the store: planned, read, verified, put in place."""
-    found = manager.restore([*tokens_of(n_tokens), 0])
-    if found.caches is None or found.n_tokens != n_tokens:
-        raise KeepwarmError(f"Only {found.n_tokens} of {n_tokens} tokens could be restored.")
+    found = manager.restore([*prompt, 0])
+    if found.caches is None or found.n_tokens != len(prompt):
+        raise KeepwarmError(f"Only {found.n_tokens} of {len(prompt)} tokens could be restored.")
     return found.caches
 
 
@@ -207,7 +218,8 @@ def restore_growth(shape: Shape, n_tokens: int, root: Path) -> int:
     disk = DiskTier(root, DiskLimits(min_free_bytes=0))
     manager = manager_of(shape, disk, Reader(Tiers([("disk", disk)])))
     free()
-    return peak_growth(lambda: restored(manager, n_tokens))
+    prompt = tokens_of(n_tokens)
+    return peak_growth(lambda: restored(manager, prompt))
 
 
 def load_and_assemble(shape: Shape, n_tokens: int, files: Sequence[Path]) -> list[list[mx.array]]:

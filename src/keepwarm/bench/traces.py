@@ -31,9 +31,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from keepwarm.bench.rivals import Cache, Fifo, Request, Sessions, TailFirst
-from keepwarm.cache.io import MemoryOnly, Reader
+from keepwarm.cache.io import MemoryOnly
 from keepwarm.cache.manager import Manager, Plan
 from keepwarm.cache.policy import Policy
+from keepwarm.cache.reading import Reader
 from keepwarm.errors import BadInput, KeepwarmError
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout

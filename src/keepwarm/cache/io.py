@@ -1,4 +1,4 @@
-"""Getting records to and from disk beside the running model: one writer, a few readers.
+"""Getting records to disk beside the running model.
 
 A record is findable from the moment it is put: it waits in a memory tier of its own until it is on
 disk. That tier is the bounded queue: when it is full it lets go of its least valuable records,
@@ -11,21 +11,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from keepwarm.cache.plan import Read
 from keepwarm.cache.policy import Policy
-from keepwarm.errors import CacheError
-from keepwarm.kv.staging import Staging
 from keepwarm.prefix.blocks import BlockKey
-from keepwarm.store.atomic import CAN_READ_THROUGH
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Buffer, Part, Record, Visit
+from keepwarm.store.record import Part, Record
 from keepwarm.store.tier import Known, Put, Tier
 from keepwarm.store.tiers import Tiers
 from keepwarm.store.wear import Wear
@@ -33,9 +27,6 @@ from keepwarm.store.wear import Wear
 LOG = logging.getLogger(__name__)
 MAX_DEFERRAL_S = 2.0  # a save waits for restores, but not for ever
 TRUCE_S = 60.0  # a disk that took no save is not offered old blocks again for so long
-# The best of 1 to 8 on two cores and on sixteen: more of them wait for each other's Python.
-READER_THREADS = 3
-MAX_AHEAD = 16  # records
 
 
 @dataclass(frozen=True)
@@ -267,100 +258,3 @@ def _put_in_memory(memory: Tier, record: Record, loose: bool) -> None:
         memory.tighten(record.header.key)
     elif put.stored:
         memory.loosen(record.header.key)
-
-
-class Outcome(NamedTuple):
-    """The tier of each record, in order, and the blocks that were of no use."""
-
-    tiers: list[str]
-    missed: set[BlockKey]
-
-
-class Reads(NamedTuple):
-    """Records that are being read."""
-
-    futures: list[Future[str]]
-    missed: set[BlockKey]  # so far
-
-    @property
-    def is_done(self) -> bool:
-        return all(future.done() for future in self.futures)
-
-    def stop(self) -> None:
-        """Begin no more of them."""
-        for future in self.futures:
-            future.cancel()
-
-    def outcome(self) -> Outcome:
-        """Wait for all of them."""
-        return Outcome([future.result() for future in self.futures], self.missed)
-
-
-class _PerThread(threading.local):
-    """Memory that each reader uses for one tensor after the other."""
-
-    def __init__(self) -> None:
-        self.buffer = Buffer()
-
-
-class Reader:
-    """Reads the records of a plan in several threads, each putting its own where it belongs."""
-
-    def __init__(self, tiers: Tiers, n_threads: int = READER_THREADS) -> None:
-        self._tiers = tiers
-        self._own = _PerThread()
-        self.staging = Staging.here()
-        self.n_threads = n_threads
-        self._pool = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-reader")
-        self._aside = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-aside")
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-ahead")
-
-    def start(
-        self, reads: Sequence[Read], use: Callable[[Read, Visit], None], aside: bool = False
-    ) -> Reads:
-        """Hand every record to `use`, in no order; the first miss or refusal ends it.
-
-        Each thread has one tensor in hand at a time: memory stays small, and in reach. What is
-        read aside has threads of its own, so that nobody who waits stands behind it.
-        """
-        pool = self._aside if aside else self._pool
-        missed: set[BlockKey] = set()
-
-        def one(read: Read) -> str:
-            if missed:
-                return ""
-            try:
-                tier = self._tiers.visit(read.key, read.part, partial(use, read), self._own.buffer)
-            except CacheError as error:
-                LOG.warning("a block is of no use: %s", error)
-                tier = None
-            if tier is None:
-                missed.add(read.key)
-            return tier or ""
-
-        started = Reads([], missed)
-        try:
-            for read in reads:
-                started.futures.append(pool.submit(one, read))
-            if CAN_READ_THROUGH and not aside and len(reads) > self.n_threads:
-                self._ahead.submit(self._run_ahead, reads, started)
-        except BaseException:
-            started.stop()
-            raise
-        return started
-
-    def _run_ahead(self, reads: Sequence[Read], started: Reads) -> None:
-        """Have records brought nearer, so that the disk works on while threads are at theirs.
-
-        Not too far ahead: where memory is short, the first would be gone before they are read.
-        """
-        for number, read in enumerate(reads):
-            if number >= MAX_AHEAD:
-                with suppress(Exception):  # which its owner is told
-                    started.futures[number - MAX_AHEAD].result()
-            if not started.futures[number].done():
-                self._tiers.fetch(read.key, read.part)
-
-    def close(self) -> None:
-        for pool in (self._pool, self._aside, self._ahead):
-            pool.shutdown(wait=True, cancel_futures=True)

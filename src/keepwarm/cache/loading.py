@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
 
-from keepwarm.cache.io import Reader, Reads, Saver
+from keepwarm.cache.io import Saver
 from keepwarm.cache.plan import Point, Read
+from keepwarm.cache.reading import Reader, Use
 from keepwarm.cache.records import block_of
 from keepwarm.errors import BadRecord, CacheError
 from keepwarm.kv.assembly import Assembly
@@ -59,18 +60,15 @@ class Loading:
         self.aside = aside
         self._packed = pack(tokens[: point.n_tokens])
         self.seconds = 0.0  # from its first read on, without the time that nobody asked for its end
-        self._assembly = Assembly(layout, point.n_tokens, reader.staging, later=True)
         self._saver = saver
         self._lock = threading.Lock()
         self._first_read = self._last_read = 0.0
-        self._reads = Reads([], set())
-        try:
-            self._reads = reader.start(point.reads, self._place, aside)
-            self._assembly.allocate()  # while the first files are opened and fetched
-        except BaseException:
-            self._assembly.give_up()
-            self.abandon()
-            raise
+
+        def prepared() -> Use:
+            self._assembly = Assembly(layout, point.n_tokens, reader.staging)
+            return self._place
+
+        self._reads = reader.start(point.reads, prepared, aside)
 
     @property
     def is_done(self) -> bool:

@@ -11,11 +11,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from keepwarm.cache.io import Reader, Saver
+from keepwarm.cache.io import Saver
 from keepwarm.cache.loading import EMPTY, Loading, Restored
 from keepwarm.cache.plan import NOTHING, Forest, Needs, Point, longest, n_matched
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.rates import Rates
+from keepwarm.cache.reading import Reader
 from keepwarm.cache.records import records_of
 from keepwarm.kv.kinds import Caches
 from keepwarm.kv.layout import Layout

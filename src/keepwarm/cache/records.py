@@ -29,31 +29,9 @@ def records_of(namespace: Namespace, ref: BlockRef, block: Block) -> Iterator[Re
         yield Record(header, tuple(Tensor(name, *buffer) for name, buffer in buffers))
 
 
-class _Arrays(Mapping[str, HostArray]):
-    """Tensors of a record as arrays, each looked at when it is asked for."""
-
-    def __init__(self, record: Record | Visit) -> None:
-        self._tensors = {tensor.name: tensor for tensor in record.tensors}
-
-    def __getitem__(self, name: str) -> HostArray:
-        tensor = self._tensors[name]
-        if isinstance(tensor, Unread):
-            return UnreadArray(tensor.dtype, tensor.shape, tensor)
-        return from_buffer(tensor.dtype, tensor.shape, tensor.data)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors  # and not by reading it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
 def block_of(record: Record | Visit) -> Block:
     """What one record knows of its block. Nothing is copied: the bytes stay the record's."""
-    header, arrays = record.header, _Arrays(record)
+    header, arrays = record.header, {t.name: _array_of(t) for t in record.tensors}
     return Block(
         index=header.number,
         n_tokens=len(header.tokens) // 4,
@@ -62,6 +40,12 @@ def block_of(record: Record | Visit) -> Block:
         first_rows={path: int(n) for path, n in header.extra.get("first_rows", {}).items()},
         state=arrays if header.part is Part.STATE else {},
     )
+
+
+def _array_of(tensor: Tensor | Unread) -> HostArray:
+    if isinstance(tensor, Unread):
+        return UnreadArray(tensor.dtype, tensor.shape, tensor)
+    return from_buffer(tensor.dtype, tensor.shape, tensor.data)
 
 
 def _tell(part: Part, ref: BlockRef, tensors: Mapping[str, Rows]) -> None:

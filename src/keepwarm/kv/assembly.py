@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from threading import Event
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from keepwarm.errors import CacheError, CorruptBlock
+from keepwarm.errors import CorruptBlock
 from keepwarm.kv.buffers import HostArray, Writable, host_view, untouched
 from keepwarm.kv.codec import LAYER_ARRAYS, Encoded, decode
 from keepwarm.kv.kinds import Cache, Caches, Kind
@@ -17,8 +16,6 @@ from keepwarm.kv.layout import ROWS, LayerSpec, Layout, TensorSpec
 from keepwarm.kv.slices import Block, Rows, tensor_name
 from keepwarm.kv.staging import DeviceRows, Staging
 from keepwarm.prefix.blocks import BLOCK_TOKENS
-
-LEAVES_AT_ONCE = 8  # that get memory together
 
 
 class RowBuffer:
@@ -34,11 +31,13 @@ class RowBuffer:
 
     def write(self, at: int, rows: Rows) -> None:
         host = rows if isinstance(rows, HostArray) else HostArray(host_view(rows), rows.dtype)
-        host.write_to(self._memory[..., at : at + rows.shape[ROWS], :])
+        end = at + rows.shape[ROWS]
+        host.write_to(self._memory[..., at:end, :])
+        if end == self._n_rows:  # the room after them is zeros, not old memory
+            self._memory[..., end:, :] = 0
 
     def filled(self) -> mx.array:
-        """The array, once all rows are written; the room after them is zeros, not old memory."""
-        self._memory[..., self._n_rows :, :] = 0
+        """The array, once all rows are written."""
         return self._array
 
 
@@ -75,8 +74,7 @@ class _LeafAssembly:
         self.first = leaf.first_row_needed(n_tokens)
         self.come: set[int] = set()  # numbers of the blocks whose rows are in place
         self.states: dict[str, Rows] = {}
-        self.buffers: dict[str, RowBuffer | DeviceRows] = {}  # once there is memory
-        self.has_memory = Event()
+        self.buffers: dict[str, RowBuffer | DeviceRows] = {}
 
     def wanted(self) -> dict[str, Wanted]:
         """What it needs to hold its rows, by the names of the tensors."""
@@ -101,20 +99,15 @@ class _LeafAssembly:
         start, end = max(block.start, self.first), min(block.end, self.n_tokens)
         if start >= end or held > start or block.index in self.come:
             return
+        n_held, place = block.end - held, self._place(block)
+        is_whole = end - start == n_held
         for name, spec in self.leaf.tensors.items():
             rows = self._tensor(block, tensors, name)
-            spec.check(rows, block.end - held, self._place(block))
-            target = self._buffer(name)
-            target.write(start - self.first, _between(rows, start - held, end - held))
+            spec.check(rows, n_held, place)
+            part = rows if is_whole else _between(rows, start - held, end - held)
+            self.buffers[name].write(start - self.first, part)
         if end == min(block.start + BLOCK_TOKENS, self.n_tokens):
             self.come.add(block.index)
-
-    def _buffer(self, name: str) -> RowBuffer | DeviceRows:
-        if not self.has_memory.is_set():  # which is quicker to ask
-            self.has_memory.wait()
-        if name not in self.buffers:
-            raise CacheError(f"There was no memory for the rows of layer {self.leaf.path}.")
-        return self.buffers[name]
 
     def _add_state(self, block: Block) -> None:
         if block.end != self.n_tokens or not block.state:
@@ -177,39 +170,14 @@ class Assembly:
     on the thread that owns MLX; blocks of bytes may be added by several threads at once.
     """
 
-    def __init__(
-        self, layout: Layout, n_tokens: int, staging: Staging | None = None, *, later: bool = False
-    ) -> None:
-        """With `later`, who adds blocks waits for `allocate` or `give_up`."""
+    def __init__(self, layout: Layout, n_tokens: int, staging: Staging | None = None) -> None:
         self._layout = layout
         self._staging = staging
         self._leaves = {leaf.path: _LeafAssembly(leaf, n_tokens) for leaf in layout.leaves()}
-        if not later:
-            self.allocate()
-
-    def allocate(self) -> None:
-        """Get memory for all rows, on the thread that owns MLX: a few layers at a time, so that
-        others can begin with the first."""
-        waiting = list(self._leaves.values())
-        try:
-            while waiting:
-                self._allocate(waiting[:LEAVES_AT_ONCE])
-                del waiting[:LEAVES_AT_ONCE]
-        finally:
-            self.give_up()
-
-    def give_up(self) -> None:
-        """Tell who still waits for memory that none will come."""
-        for leaf in self._leaves.values():
-            leaf.has_memory.set()
-
-    def _allocate(self, leaves: Sequence[_LeafAssembly]) -> None:
-        wanted = [(leaf, *one) for leaf in leaves for one in leaf.wanted().items()]
-        buffers = row_buffers([one for *_, one in wanted], self._staging)
+        wanted = [(leaf, *one) for leaf in self._leaves.values() for one in leaf.wanted().items()]
+        buffers = row_buffers([one for *_, one in wanted], staging)
         for (leaf, name, _), buffer in zip(wanted, buffers, strict=True):
             leaf.buffers[name] = buffer
-        for leaf in leaves:
-            leaf.has_memory.set()
 
     def add(self, block: Block) -> None:
         try:

@@ -30,6 +30,7 @@ WORDS = {"BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16
          "F16": np.float16, "BF16": np.uint16, "U32": np.uint32, "I32": np.int32,
          "F32": np.float32, "U64": np.uint64, "I64": np.int64}  # fmt: skip
 HUGE_PAGE = 2 << 20
+MAX_PIECES = 512  # that one call to the system takes
 MADV_COLLAPSE = 25  # since Linux 6.1; Python has no name for it yet
 
 Shape: TypeAlias = tuple[int, ...]
@@ -87,8 +88,9 @@ class Source(Protocol):
     def data(self) -> memoryview:
         """All of them, good until others are asked for."""
 
-    def read_into(self, memory: memoryview) -> None:
-        """Put them there, without another copy where that can be."""
+    def read_into(self, pieces: Sequence[Any]) -> None:
+        """Put them there, one piece of memory after the other, without another copy where that can
+        be."""
 
 
 class UnreadArray(HostArray):
@@ -100,14 +102,16 @@ class UnreadArray(HostArray):
 
     @property
     def words(self) -> np.ndarray[Any, Any]:
-        return from_buffer(self._name, self.shape, self._source.data).words
-
-    def rows(self, start: int, end: int) -> HostArray:
-        return self if (start, end) == (0, self.shape[-2]) else super().rows(start, end)
+        return _words(self._name, self.shape, self._source.data)
 
     def write_to(self, memory: np.ndarray[Any, Any]) -> None:
-        if memory.flags.c_contiguous and memory.size:
-            self._source.read_into(memory.reshape(-1).data.cast("B"))
+        """Rows of one sequence in a larger array lie in one piece for every head."""
+        if not memory.size:
+            return
+        if memory.flags.c_contiguous:
+            self._source.read_into([memory])
+        elif memory.ndim == 4 and memory.shape[0] == 1 and memory.shape[1] <= MAX_PIECES:
+            self._source.read_into(list(memory[0]))
         else:
             super().write_to(memory)
 
@@ -133,7 +137,11 @@ def _name_of(dtype: mx.Dtype) -> str:
 
 def from_buffer(dtype: str, shape: Shape, data: Any) -> HostArray:
     """Look at bytes as an array; nothing is copied."""
-    return HostArray(np.frombuffer(data, WORDS[dtype]).reshape(shape), DTYPES[dtype])
+    return HostArray(_words(dtype, shape, data), DTYPES[dtype])
+
+
+def _words(dtype: str, shape: Shape, data: Any) -> np.ndarray[Any, Any]:
+    return np.frombuffer(data, WORDS[dtype]).reshape(shape)
 
 
 def word_of(dtype: mx.Dtype) -> Any:
@@ -188,7 +196,9 @@ def untouched(wanted: Sequence[tuple[Shape, mx.Dtype]]) -> list[Writable]:
     loaded: Any = mx.load(_Hollow(wanted), format="safetensors")
     arrays: list[mx.array] = [loaded[str(number)] for number in range(len(wanted))]
     mx.eval(arrays)
-    made = [Writable(array, host_view(array)) for array in arrays]
+    views = [array.view(mx.uint16) if array.dtype == mx.bfloat16 else array for array in arrays]
+    mx.eval(views)
+    made = [Writable(a, np.asarray(view)) for a, view in zip(arrays, views, strict=True)]
     _ask_for_huge_pages([writable.memory for writable in made])
     return made
 

@@ -41,7 +41,7 @@ class TensorSpec:
     dtype: mx.Dtype
 
     def with_rows(self, n_rows: int) -> tuple[int, ...]:
-        return tuple(n_rows if n is None else n for n in self.shape)
+        return tuple([n_rows if n is None else n for n in self.shape])
 
     def check(self, array: Shaped, n_rows: int, place: str) -> None:
         if array.dtype != self.dtype:

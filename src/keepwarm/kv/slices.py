@@ -6,6 +6,7 @@ quantised) and `_S{i}` for state arrays; `{layer}` is `3.1` for the second part 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -33,9 +34,14 @@ SUFFIXES = {"keys": "K", "values": "V"}
 
 def tensor_name(path: str, block: int, tensor: str) -> str:
     """`keys_scales` of layer 2 in block 7 is `L2_B7_K_scales`; `state0` is `L2_B7_S0`."""
+    return f"L{path}_B{block}_{_suffix(tensor)}"
+
+
+@functools.cache
+def _suffix(tensor: str) -> str:
     stem, _, rest = tensor.partition("_")
     suffix = SUFFIXES.get(stem) or f"S{stem.removeprefix('state')}"
-    return f"L{path}_B{block}_{suffix}" + (f"_{rest}" if rest else "")
+    return f"{suffix}_{rest}" if rest else suffix
 
 
 @dataclass(frozen=True)

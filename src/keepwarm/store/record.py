@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from base64 import b64decode, b64encode
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, BinaryIO, NamedTuple
@@ -28,15 +29,7 @@ import xxhash
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace, block_key
 from keepwarm.prefix.fingerprint import FORMAT_VERSION, NAMESPACE_BYTES
-from keepwarm.store.header_text import (
-    dumps,
-    entry_json,
-    header_digest,
-    header_text,
-    label,
-    opened_head,
-    sealed_head,
-)
+from keepwarm.store.header_text import Head, dumps, entry_json, label
 from keepwarm.store.seal import OVERHEAD, TAG_BYTES, Seal
 
 MAX_HEADER_BYTES = 32 << 20
@@ -136,21 +129,23 @@ class Unread:
     They lie in the buffer, and are good until the next ones are asked for.
     """
 
-    def __init__(self, file: BinaryIO, opened: Opened, entry: Entry, buffer: Buffer) -> None:
+    def __init__(self, data: _Data, entry: Entry, buffer: Buffer) -> None:
         self.name, self.dtype, self.shape = entry.name, entry.dtype, entry.shape
-        self._file, self._opened, self._entry = file, opened, entry
-        self._buffer = buffer
+        self._data, self._entry, self._buffer = data, entry, buffer
 
     @property
     def data(self) -> memoryview:
-        return _read_one(self._file, self._opened, self._entry, self._buffer).data
+        return self._data.read(self._entry, self._buffer)
 
-    def read_into(self, memory: memoryview) -> None:
-        """Put the bytes there instead; what lies there is of no use where this raises."""
-        if self._opened.seal is None:
-            _read_verified(self._file, self._opened, self._entry, memory)
-        else:
-            memory[:] = self.data
+    def read_into(self, pieces: Sequence[Any]) -> None:
+        """Put the bytes there instead, one piece of memory after the other; what lies there is of
+        no use where this raises."""
+        if self._data.seal is None:
+            self._data.read_verified(self._entry, pieces)
+            return
+        rest = self.data
+        for piece in map(_bytes_of, pieces):
+            piece[:], rest = rest[: len(piece)], rest[len(piece) :]
 
 
 class Visit(NamedTuple):
@@ -170,8 +165,9 @@ def pieces(record: Record, seal: Seal | None = None) -> list[bytes | memoryview]
         at = end
     digests = {t.name: digest for t, (_, digest) in zip(record.tensors, stored, strict=True)}
     said = dumps({**_header_json(record.header), "digests": digests})
-    head = {"__metadata__": {"keepwarm": said, "digest": header_digest(said, table)}, **table}
-    text = header_text(head if seal is None else sealed_head(head, seal))
+    head = Head({"keepwarm": said}, table)
+    head.metadata["digest"] = head.digest(said)
+    text = (head if seal is None else head.sealed(seal)).padded()
     return [struct.pack("<Q", len(text)), text, *(data for data, _ in stored)]
 
 
@@ -186,15 +182,14 @@ def open_record(file: BinaryIO, file_bytes: int, seal: Seal | None = None) -> Op
         raise BadRecord(f"the header claims {n_header} bytes")
     text = _exactly(file, n_header)
     try:
-        head = json.loads(text)
-        if text != header_text(head):  # a name given twice, say: readers differ in what they take
+        head = Head.parse(text)
+        if text != head.padded():  # a name given twice, say: readers differ in what they take
             raise BadRecord("the header is not written as the format says")
-        head = opened_head(head, seal)
-        metadata = head.pop("__metadata__")
-        said, digest = metadata["keepwarm"], metadata["digest"]
-        if header_digest(said, head) != digest:
+        head = head.opened(seal)
+        said = head.metadata["keepwarm"]
+        if head.digest(said) != head.metadata["digest"]:
             raise BadRecord("the header does not match its digest")
-        return _parse(json.loads(said), head, 8 + n_header, file_bytes, seal)
+        return _parse(json.loads(said), head.table, 8 + n_header, file_bytes, seal)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadRecord(f"the header cannot be read ({type(error).__name__})") from error
 
@@ -211,8 +206,9 @@ def read_tensors(
     file: BinaryIO, opened: Opened, names: Collection[str] | None = None
 ) -> tuple[Tensor, ...]:
     """The named tensors (default: all), each verified; reads no other bytes of the file."""
+    data = _Data(file, opened)
     wanted = [e for e in opened.entries if names is None or e.name in names]
-    return tuple(_read_one(file, opened, entry, Buffer()) for entry in wanted)
+    return tuple(Tensor(e.name, e.dtype, e.shape, data.read(e, Buffer())) for e in wanted)
 
 
 def record_of(file: BinaryIO, opened: Opened, names: Collection[str] | None = None) -> Record:
@@ -222,33 +218,46 @@ def record_of(file: BinaryIO, opened: Opened, names: Collection[str] | None = No
 
 def unread(file: BinaryIO, opened: Opened, buffer: Buffer) -> Visit:
     """The record with its tensors still in the file, which must stay open."""
-    tensors = tuple(Unread(file, opened, entry, buffer) for entry in opened.entries)
-    return Visit(opened.header, tensors)
+    data = _Data(file, opened)
+    return Visit(opened.header, tuple(Unread(data, entry, buffer) for entry in opened.entries))
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    hasher = xxhash.xxh3_128(label(tensor.name, tensor.dtype, tensor.shape))
-    hasher.update(tensor.data)
+    return _digest(tensor, [tensor.data])
+
+
+def _digest(of: Tensor | Entry, pieces: Sequence[Any]) -> str:
+    hasher = xxhash.xxh3_128(label(of.name, of.dtype, of.shape))
+    for piece in pieces:
+        hasher.update(piece)
     return hasher.hexdigest()
 
 
-def _read_one(file: BinaryIO, opened: Opened, entry: Entry, buffer: Buffer) -> Tensor:
-    data = buffer.take(entry.end - entry.start)
-    tensor = _read_verified(file, opened, entry, data)
-    if opened.seal is None:
-        return tensor
-    return tensor._replace(data=_unsealed(opened.header, tensor, opened.seal))
+class _Data:
+    """The data of an open record, tensor by tensor."""
 
+    def __init__(self, file: BinaryIO, opened: Opened) -> None:
+        self.seal = opened.seal
+        self._file, self._opened = file, opened
+        self._at = -1  # where the file stands in its data, if that is known
 
-def _read_verified(file: BinaryIO, opened: Opened, entry: Entry, memory: memoryview) -> Tensor:
-    """The bytes as they lie in the file, read to `memory`."""
-    file.seek(opened.data_start + entry.start)
-    _fill(memory, file)
-    tensor = Tensor(entry.name, entry.dtype, entry.shape, memory)
-    digest = tensor_digest(tensor) if opened.seal is None else _tag(memory)
-    if digest != entry.digest:
-        raise BadRecord(f"{entry.name} does not match its digest")
-    return tensor
+    def read(self, entry: Entry, buffer: Buffer) -> memoryview:
+        memory = buffer.take(entry.end - entry.start)
+        self.read_verified(entry, [memory])
+        if self.seal is None:
+            return memory
+        return memoryview(self.seal.open(_sealed_name(self._opened.header, entry), memory))
+
+    def read_verified(self, entry: Entry, pieces: Sequence[Any]) -> None:
+        """The bytes as they lie in the file."""
+        if self._at != entry.start:
+            self._file.seek(self._opened.data_start + entry.start)
+        self._at = -1
+        _fill_all(pieces, entry.end - entry.start, self._file)
+        self._at = entry.end
+        proof = _digest(entry, pieces) if self.seal is None else _tag(pieces[0])
+        if proof != entry.digest:
+            raise BadRecord(f"{entry.name} does not match its digest")
 
 
 class Stored(NamedTuple):
@@ -265,13 +274,9 @@ def _stored(header: Header, tensor: Tensor, seal: Seal | None) -> Stored:
     return Stored(data, _tag(data))
 
 
-def _unsealed(header: Header, tensor: Tensor, seal: Seal) -> memoryview:
-    return memoryview(seal.open(_sealed_name(header, tensor), tensor.data))
-
-
-def _sealed_name(header: Header, tensor: Tensor) -> bytes:
+def _sealed_name(header: Header, of: Tensor | Entry) -> bytes:
     whose = [header.key.hex(), header.part.value]
-    return dumps([*whose, tensor.name, tensor.dtype, list(tensor.shape)]).encode()
+    return dumps([*whose, of.name, of.dtype, list(of.shape)]).encode()
 
 
 def _tag(data: bytes | memoryview) -> str:
@@ -317,12 +322,11 @@ def _entries(
 ) -> Iterable[Entry]:
     at = 0
     for name, entry in table.items():
-        start, end = map(_whole, entry["data_offsets"])
-        shape = tuple(map(_whole, entry["shape"]))
-        n_bytes = math.prod(shape) * ITEM_BYTES[entry["dtype"]]
-        if start != at or end - start != n_bytes + overhead:
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        end = at + math.prod(map(_whole, shape)) * ITEM_BYTES[dtype] + overhead
+        if [*map(_whole, entry["data_offsets"])] != [at, end]:
             raise BadRecord(f"{name} does not lie where its shape says")
-        yield Entry(name, entry["dtype"], shape, start, end, digests[name])
+        yield Entry(name, dtype, shape, at, end, digests[name])
         at = end
 
 
@@ -357,6 +361,20 @@ def _exactly(file: BinaryIO, n: int) -> bytearray:
     data = bytearray(n)
     _fill(memoryview(data), file)
     return data
+
+
+def _fill_all(pieces: Sequence[Any], n_bytes: int, file: BinaryIO) -> None:
+    """Several in one call to the system, unless that reads less."""
+    n_read = os.readv(file.fileno(), pieces) if len(pieces) > 1 else 0
+    if n_read == n_bytes:
+        return
+    for piece in map(_bytes_of, pieces):
+        _fill(piece[n_read:], file)
+        n_read = max(0, n_read - len(piece))
+
+
+def _bytes_of(piece: Any) -> memoryview:
+    return memoryview(piece).cast("B")
 
 
 def _fill(data: memoryview, file: BinaryIO) -> None:

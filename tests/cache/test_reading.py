@@ -1,0 +1,197 @@
+"""Records are read by several threads, while others have the disk bring the next."""
+
+import threading
+import time
+
+import pytest
+
+from keepwarm.cache import reading
+from keepwarm.cache.plan import Read
+from keepwarm.cache.reading import Reader
+from keepwarm.errors import CorruptBlock
+from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.memory import MemoryTier
+from keepwarm.store.record import Part
+from keepwarm.store.tiers import Tiers
+from tests.store.kit import chain_of
+
+MIB = 1 << 20
+
+needs_reading_through = pytest.mark.linux
+
+
+@pytest.fixture
+def disk(tmp_path):
+    tier = DiskTier(tmp_path / "store", DiskLimits(min_free_bytes=0))
+    yield tier
+    tier.close()
+
+
+@pytest.fixture
+def records():
+    return chain_of(6, n_bytes=4096)
+
+
+def test_records_are_read_in_parallel_and_a_miss_is_told(disk, records):
+    for record in records:
+        disk.put(record)
+    reader = Reader(Tiers([("disk", disk)]), n_threads=3)
+    reads = [Read(r.header.key, Part.DELTA, i) for i, r in enumerate(records)]
+    seen = []
+    started = reader.start(reads, lambda: lambda read, record: seen.append(record.header.number))
+    assert started.outcome() == (["disk"] * len(records), set())
+    assert started.is_done
+    assert sorted(seen) == list(range(len(records)))
+    missing = Read(type(reads[0].key)(bytes(20)), Part.DELTA, 9)
+    # Only what is really missing is told: the others may serve the next plan.
+    started = reader.start([missing, *reads], lambda: lambda read, record: None)
+    assert started.outcome().missed == {missing.key}
+    reader.close()
+
+
+class Watched:
+    """A tier that notes what it was told to fetch."""
+
+    def __init__(self, tier):
+        self.tier = tier
+        self.fetched = []
+
+    def __getattr__(self, name):
+        return getattr(self.tier, name)
+
+    def fetch(self, key, part):
+        if self.tier.fetch(key, part):
+            self.fetched.append(key)
+            return True
+        return False
+
+
+@pytest.fixture
+def reads(disk, records):
+    for record in records:
+        disk.put(record)
+    return [Read(r.header.key, Part.DELTA, i) for i, r in enumerate(records)]
+
+
+@needs_reading_through
+def test_what_waits_to_be_read_is_fetched_from_where_it_lies(disk, records, reads):
+    """And not what a faster tier has."""
+    memory = MemoryTier(64 * MIB)
+    memory.put(records[-1])
+    near, far = Watched(memory), Watched(disk)
+    reader = Reader(Tiers([("memory", near), ("disk", far)]), n_threads=1)
+    gate = threading.Event()
+    started = reader.start(reads, lambda: lambda read, record: gate.wait(30))
+    _until(lambda: near.fetched and len(far.fetched) == len(reads) - 1)
+    assert set(far.fetched) == {read.key for read in reads[:-1]}
+    assert near.fetched == [reads[-1].key]
+    gate.set()
+    started.outcome()
+    reader.close()
+
+
+@needs_reading_through
+def test_the_disk_works_while_a_place_is_prepared(disk, reads):
+    far = Watched(disk)
+    reader = Reader(Tiers([("disk", far)]), n_threads=1)
+
+    def prepare():
+        _until(lambda: len(far.fetched) == len(reads))
+        return lambda read, record: None
+
+    assert reader.start(reads, prepare).outcome().missed == set()
+    reader.close()
+
+
+@needs_reading_through
+def test_what_was_read_meanwhile_is_not_fetched(disk, reads):
+    gate = threading.Event()
+
+    class Slow(Watched):
+        def fetch(self, key, part):
+            assert gate.wait(30)
+            return super().fetch(key, part)
+
+    far = Slow(disk)
+    reader = Reader(Tiers([("disk", far)]), n_threads=1)
+    reader.start(reads, lambda: lambda read, record: None).outcome()
+    gate.set()
+    reader.close()
+    assert set(far.fetched) <= {read.key for read in reads[: reading.AHEAD_THREADS]}
+
+
+@needs_reading_through
+def test_what_is_read_aside_is_fetched_for_nobody(disk, reads):
+    """Whoever waits has the disk to himself."""
+    far = Watched(disk)
+    reader = Reader(Tiers([("disk", far)]), n_threads=1)
+    started = reader.start(reads, lambda: lambda read, record: None, aside=True)
+    started.outcome()
+    reader.close()
+    assert far.fetched == []
+
+
+@pytest.mark.parametrize("stops", ["failing", "stopping", "closing"])
+def test_whoever_fetches_waits_for_nobody_who_is_gone(stops, disk, reads, monkeypatch):
+    """There are more records than may be fetched ahead, and none of them is ever read."""
+    monkeypatch.setattr(reading, "MAX_AHEAD", 1)
+    reader = Reader(Tiers([("disk", disk)]), n_threads=1)
+    entered, gate = threading.Event(), threading.Event()
+
+    def wait(read, record):
+        entered.set()
+        gate.wait(30)
+
+    def fail():
+        raise MemoryError
+
+    if stops == "failing":
+        with pytest.raises(MemoryError):
+            reader.start(reads, fail)
+    else:
+        started = reader.start(reads, lambda: wait)
+        assert entered.wait(30)
+        if stops == "stopping":
+            started.stop()
+    gate.set()
+    ended = threading.Thread(target=reader.close, daemon=True)
+    ended.start()
+    ended.join(30)
+    assert not ended.is_alive()
+
+
+@needs_reading_through
+def test_nobody_runs_too_far_ahead(disk, reads, monkeypatch):
+    monkeypatch.setattr(reading, "MAX_AHEAD", 2)
+    far = Watched(disk)
+    reader = Reader(Tiers([("disk", far)]), n_threads=1)
+    gates = [threading.Event() for _ in reads]
+    started = reader.start(reads, lambda: lambda read, record: gates[read.number].wait(30))
+    _until(lambda: len(far.fetched) == 2)
+    time.sleep(0.05)
+    assert len(far.fetched) == 2
+    gates[0].set()
+    _until(lambda: len(far.fetched) == 3)
+    for gate in gates:
+        gate.set()
+    started.outcome()
+    reader.close()
+
+
+def _until(holds):
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_record_that_is_refused_counts_as_missed(disk, records):
+    disk.put(records[0])
+    reader = Reader(Tiers([("disk", disk)]))
+
+    def refuse(read, record):
+        raise CorruptBlock("0", 0, "it is not wanted")
+
+    key = records[0].header.key
+    assert reader.start([Read(key, Part.DELTA, 0)], lambda: refuse).outcome().missed == {key}
+    reader.close()
