@@ -33,7 +33,7 @@ def disk(tmp_path):
 
 @pytest.mark.parametrize("n_begun", [1, 4, N_BLOCKS])
 def test_a_start_that_fails_half_way_leaves_nobody_waiting(n_begun, disk, monkeypatch):
-    """Those who read end, and so do those who fetch."""
+    """Those who have opened a file wait for its place: they are told that none comes."""
     reader = Reader(Tiers([("disk", disk)]))
     records = chain_of(N_BLOCKS, n_bytes=4096)
     reads = tuple(Read(one.header.key, Part.DELTA, i) for i, one in enumerate(records))

@@ -103,6 +103,26 @@ def test_the_disk_works_while_a_place_is_prepared(disk, reads):
     reader.close()
 
 
+def test_files_are_opened_while_a_place_is_prepared(disk, reads):
+    opened = []
+
+    class Seen(Watched):
+        def visit(self, key, part, use, buffer):
+            return self.tier.visit(key, part, lambda one: (opened.append(key), use(one)), buffer)
+
+    reader = Reader(Tiers([("disk", Seen(disk))]), n_threads=2)
+    taken = []
+
+    def prepare():
+        _until(lambda: len(opened) == 2)
+        assert taken == []
+        return lambda read, record: taken.append(read.key)
+
+    assert reader.start(reads, prepare).outcome().missed == set()
+    assert sorted(taken) == sorted(read.key for read in reads)
+    reader.close()
+
+
 @needs_reading_through
 def test_what_was_read_meanwhile_is_not_fetched(disk, reads):
     gate = threading.Event()

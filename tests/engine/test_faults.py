@@ -323,7 +323,7 @@ def test_drawing(model_of, tmp_path):
 class BrokenReader:
     staging = None
 
-    def start(self, reads: Any, use: Any, aside: bool = False) -> Any:
+    def start(self, reads: Any, prepare: Any, aside: bool = False) -> Any:
         raise ValueError("cannot broadcast")
 
 

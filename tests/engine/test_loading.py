@@ -33,13 +33,18 @@ class Held:
         self._reader = reader
         self.asked, self.let = threading.Event(), threading.Event()
 
-    def start(self, reads: Any, use: Callable[[Any, Any], None], aside: bool = False) -> Any:
-        def late(read: Any, record: Any) -> None:
-            self.asked.set()
-            assert self.let.wait(20)
-            use(read, record)
+    def start(self, reads: Any, prepare: Callable[[], Any], aside: bool = False) -> Any:
+        def prepared() -> Callable[[Any, Any], None]:
+            use = prepare()
 
-        return self._reader.start(reads, late, aside)
+            def late(read: Any, record: Any) -> None:
+                self.asked.set()
+                assert self.let.wait(20)
+                use(read, record)
+
+            return late
+
+        return self._reader.start(reads, prepared, aside)
 
     def close(self) -> None:
         self._reader.close()

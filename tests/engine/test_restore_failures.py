@@ -45,7 +45,7 @@ class Broken:
 
     staging = None
 
-    def start(self, reads, use, aside=False):
+    def start(self, reads, prepare, aside=False):
         raise ValueError("cannot broadcast")
 
 

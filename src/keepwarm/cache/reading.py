@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from keepwarm.cache.plan import Read
@@ -39,6 +38,7 @@ class Reads:
 
     def __init__(self, n_records: int) -> None:
         self.futures: list[Future[str]] = []
+        self.use: Future[Use] = Future()  # who takes the records, once that is prepared
         self.missed: set[BlockKey] = set()  # so far
         self.ahead = threading.Semaphore(MAX_AHEAD)  # how many more may be fetched
         self._n_records = n_records
@@ -60,6 +60,7 @@ class Reads:
     def stop(self) -> None:
         """Begin no more of them."""
         self._is_stopped = True
+        self.use.cancel()
         for future in self.futures:
             future.cancel()
         self.ahead.release(self._n_records)  # nobody need wait who would have fetched them
@@ -92,7 +93,7 @@ class Reader:
         self, reads: Sequence[Read], prepare: Callable[[], Use], aside: bool = False
     ) -> Reads:
         """Hand every record, at least one, to what `prepare` returns, in no order; the first miss
-        or refusal ends it. While that is prepared the disk works already.
+        or refusal ends it. While that is prepared files are opened and fetched already.
 
         Each thread has one tensor in hand at a time: memory stays small, and in reach. What is
         read aside has threads of its own, so that nobody who waits stands behind it.
@@ -102,20 +103,24 @@ class Reader:
             if CAN_READ_THROUGH and not aside:
                 for number, read in enumerate(reads):
                     self._ahead.submit(self._fetch, started, number, read)
-            one = partial(self._one, started, prepare())
             for read in reads:
-                started.add(pool.submit(one, read))
+                started.add(pool.submit(self._one, started, read))
+            started.use.set_result(prepare())
         except BaseException:
             started.stop()
             raise
         return started
 
-    def _one(self, started: Reads, use: Use, read: Read) -> str:
+    def _one(self, started: Reads, read: Read) -> str:
         """Read a record, and say from which tier."""
+
+        def use(record: Visit) -> None:
+            started.use.result()(read, record)
+
         if started.missed:
             return ""
         try:
-            tier = self._tiers.visit(read.key, read.part, partial(use, read), self._own.buffer)
+            tier = self._tiers.visit(read.key, read.part, use, self._own.buffer)
         except CacheError as error:
             LOG.warning("a block is of no use: %s", error)
             tier = None
