@@ -130,10 +130,10 @@ def test_clearing_an_engine_shrinks_the_process(models, tmp_path):
     """S4-30: by about as much as it kept."""
     with engine_on(models.of("llama"), tmp_path) as engine:
         for seed in range(60):
-            engine.warm(ask(prompt_of(100, seed))).result()
+            engine.warm(ask(prompt_of(400, seed))).result()
         engine.settle()
         kept = sum(use.n_bytes for use in engine.memory() if use.place in ("live", "memory"))
         start = rss()
         engine.clear()
-        assert kept > 10 * MIB
+        assert kept > 60 * MIB  # much against what else comes and goes in a process of many tests
         assert start - rss() > kept / 2
