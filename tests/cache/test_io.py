@@ -7,12 +7,10 @@ import pytest
 
 from keepwarm.cache.io import TRUCE_S, MemoryOnly, Writer
 from keepwarm.cache.policy import Policy
-from keepwarm.store.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Buffer, Part
 from keepwarm.store.tiers import Tiers
 from keepwarm.store.wear import Wear
-from tests.store.kit import chain_of
 
 MIB = 1 << 20
 
@@ -30,18 +28,6 @@ class Gated:
     def put(self, record):
         assert self.gate.wait(30)
         return self.disk.put(record)
-
-
-@pytest.fixture
-def disk(tmp_path):
-    tier = DiskTier(tmp_path / "store", DiskLimits(min_free_bytes=0))
-    yield tier
-    tier.close()
-
-
-@pytest.fixture
-def records():
-    return chain_of(6, n_bytes=4096)
 
 
 def test_a_record_is_findable_before_it_is_on_disk(disk, records):

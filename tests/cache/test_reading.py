@@ -9,27 +9,13 @@ from keepwarm.cache import reading
 from keepwarm.cache.plan import Read
 from keepwarm.cache.reading import Reader
 from keepwarm.errors import CorruptBlock
-from keepwarm.store.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part
 from keepwarm.store.tiers import Tiers
-from tests.store.kit import chain_of
 
 MIB = 1 << 20
 
 needs_reading_through = pytest.mark.linux
-
-
-@pytest.fixture
-def disk(tmp_path):
-    tier = DiskTier(tmp_path / "store", DiskLimits(min_free_bytes=0))
-    yield tier
-    tier.close()
-
-
-@pytest.fixture
-def records():
-    return chain_of(6, n_bytes=4096)
 
 
 def test_records_are_read_in_parallel_and_a_miss_is_told(disk, records):
@@ -66,11 +52,9 @@ class Watched:
         return False
 
 
-@pytest.fixture
-def reads(disk, records):
-    for record in records:
-        disk.put(record)
-    return [Read(r.header.key, Part.DELTA, i) for i, r in enumerate(records)]
+def all_fetched(reader):
+    """Wait for what closing would cancel."""
+    reader._ahead.shutdown(wait=True)
 
 
 @needs_reading_through
@@ -136,6 +120,7 @@ def test_what_was_read_meanwhile_is_not_fetched(disk, reads):
     reader = Reader(Tiers([("disk", far)]), n_threads=1)
     reader.start(reads, lambda: lambda read, record: None).outcome()
     gate.set()
+    all_fetched(reader)
     reader.close()
     assert set(far.fetched) <= {read.key for read in reads[: reading.AHEAD_THREADS]}
 
@@ -147,6 +132,7 @@ def test_what_is_read_aside_is_fetched_for_nobody(disk, reads):
     reader = Reader(Tiers([("disk", far)]), n_threads=1)
     started = reader.start(reads, lambda: lambda read, record: None, aside=True)
     started.outcome()
+    all_fetched(reader)
     reader.close()
     assert far.fetched == []
 

@@ -198,9 +198,7 @@ def restores(shape: Shape, n_tokens: int, root: Path) -> list[Record]:
 
 def _ready(live: int, drop: Sequence[Path]) -> None:
     """Whoever comes next finds memory for the rows and for the pages of the files."""
-    free()
-    if drop:
-        drop_files(drop)
+    drop_files(drop)
     bring_back(2 * live)
 
 
