@@ -47,6 +47,7 @@ from keepwarm.store import record as store_record
 from keepwarm.store.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.names import INDEX, path_of
+from keepwarm.store.pages import Pages
 from keepwarm.store.record import Header, Part, Tensor, pieces
 from keepwarm.store.tiers import Tiers
 
@@ -168,13 +169,14 @@ def write_file(path: Path, record: store_record.Record, n_bytes: int) -> None:
 
 
 def restores(shape: Shape, n_tokens: int, root: Path) -> list[Record]:
-    """Cold: pages of the files are dropped before each sample, as far as this system has them."""
+    """Cold, as after a start: pages of the files are dropped before each sample, as far as this
+    system has them, and ours finds files that it has not read yet."""
     files = sorted((root / "blocks").rglob("*.safetensors"))
     disk = DiskTier(root, DiskLimits(min_free_bytes=0))
     reader = Reader(Tiers([("disk", disk)]))
     restore = partial(restored, manager_of(shape, disk, reader), tokens_of(n_tokens))
     read, read_by_many = (partial(read_all, files, n) for n in (1, reader.n_threads))
-    warm, cold = (partial(_ready, shape.live_bytes(n_tokens), drop) for drop in ([], files))
+    warm, cold = (partial(_ready, shape.live_bytes(n_tokens), disk, drop) for drop in ([], files))
     restore()  # so that all are warm
     works = [
         Work("restore, warm", restore, warm),
@@ -196,9 +198,10 @@ def restores(shape: Shape, n_tokens: int, root: Path) -> list[Record]:
     return [*found, Peak(f"store, {shape.name}", n_tokens, "restore", live, block, growth)]
 
 
-def _ready(live: int, drop: Sequence[Path]) -> None:
+def _ready(live: int, disk: DiskTier, drop: Sequence[Path]) -> None:
     """Whoever comes next finds memory for the rows and for the pages of the files."""
     drop_files(drop)
+    disk.pages = Pages(disk.files)
     bring_back(2 * live)
 
 

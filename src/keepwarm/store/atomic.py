@@ -5,6 +5,7 @@ All file operations of the store go through `Files`, so that a test can record o
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -20,6 +21,7 @@ FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 MAX_PIECES = 512  # of one writev call
 CAN_READ_THROUGH = sys.platform == "linux"  # elsewhere sendfile wants a socket
+RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux alone has it
 
 
 class Files:
@@ -71,6 +73,19 @@ class Files:
                 if not n_read:  # somebody has cut it short
                     return
                 at += n_read
+
+    def is_cached(self, file: BinaryIO) -> bool:
+        """Whether the system has the end of a file in memory; yes where it does not tell."""
+        last = max(0, os.fstat(file.fileno()).st_size - 1)
+        try:
+            return not RWF_NOWAIT or os.preadv(file.fileno(), [bytearray(1)], last, RWF_NOWAIT) >= 0
+        except OSError as error:
+            return error.errno != errno.EAGAIN  # else it would have to be read first
+
+    def let_go(self, file: BinaryIO) -> None:
+        """Have the system forget the pages of a file; a mere wish."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def sync_directory(self, path: Path) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -19,6 +19,7 @@ from keepwarm.store.database import is_damage
 from keepwarm.store.index import Index
 from keepwarm.store.names import Others, path_of
 from keepwarm.store.opening import note_damage
+from keepwarm.store.pages import Pages
 from keepwarm.store.record import (
     Buffer,
     Opened,
@@ -48,6 +49,7 @@ class Records:
         self.files = files
         self.seal = seal
         self._others = Others(root)
+        self.pages = Pages(files)
         self._stats = stats
         self._stats_lock = threading.Lock()
 
@@ -60,8 +62,11 @@ class Records:
         self, key: BlockKey, part: Part, use: Callable[[Visit], None], buffer: Buffer
     ) -> bool:
         def visited(file: BinaryIO, opened: Opened) -> bool:
+            self.pages.opened(file)
             _ask_ahead(file)
             use(unread(file, opened, buffer))
+            if file.tell() == os.fstat(file.fileno()).st_size:  # some only want the header
+                self.pages.done(file)
             return True
 
         return bool(self._read(key, part, visited))
@@ -72,6 +77,7 @@ class Records:
         with suppress(OSError):
             if path.is_file():
                 with self.files.open(path) as file:
+                    self.pages.opened(file)
                     _ask_ahead(file)
                     self.files.read_through(file)
                 return True

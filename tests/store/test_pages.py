@@ -1,0 +1,157 @@
+"""A file that is read once leaves the system's memory again; one that is read again stays."""
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from keepwarm.store import pages
+from keepwarm.store.atomic import Files
+from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.record import Buffer, Part
+from tests.store.kit import chain_of
+
+MIB = 1 << 20
+
+
+class System(Files):
+    """Files of which the test says whether they are in memory."""
+
+    def __init__(self):
+        self.cached = set()
+        self.let_go_of = []
+
+    def is_cached(self, file):
+        return Path(file.name).name in self.cached
+
+    def let_go(self, file):
+        self.let_go_of.append(Path(file.name).name)
+        self.cached.discard(Path(file.name).name)
+
+
+@pytest.fixture
+def system():
+    return System()
+
+
+@pytest.fixture
+def disk(tmp_path, system):
+    tier = DiskTier(tmp_path / "store", DiskLimits(min_free_bytes=0), files=system)
+    yield tier
+    tier.close()
+
+
+@pytest.fixture
+def records(disk):
+    made = chain_of(3, n_bytes=5000)
+    for record in made:
+        assert disk.put(record).stored
+    return made
+
+
+def names_of(disk, records):
+    return [disk.path_of(record.header.key, Part.DELTA).name for record in records]
+
+
+def restore(disk, records):
+    """Every tensor of them, as a restore reads it."""
+    for record in records:
+        found = []
+        assert disk.visit(
+            record.header.key,
+            Part.DELTA,
+            lambda visit, found=found: found.extend(bytes(t.data) for t in visit.tensors),
+            Buffer(),
+        )
+        assert found == [bytes(tensor.data) for tensor in record.tensors]
+
+
+def test_what_is_read_for_the_first_time_is_not_kept_twice(disk, system, records):
+    restore(disk, records)
+    assert system.let_go_of == names_of(disk, records)
+
+
+def test_what_is_read_again_is_kept(disk, system, records):
+    restore(disk, records)
+    system.let_go_of.clear()
+    restore(disk, records[:2])  # another agent that begins alike
+    restore(disk, records)
+    assert system.let_go_of == []
+
+
+def test_what_was_in_memory_before_stays_there(disk, system, records):
+    """Somebody has just written it, or reads it often."""
+    first, *others = names_of(disk, records)
+    system.cached = {first}
+    restore(disk, records)
+    assert system.let_go_of == others
+
+
+def test_what_was_fetched_ahead_is_in_memory_because_of_us(disk, system, records):
+    for record in records:
+        assert disk.fetch(record.header.key, Part.DELTA)
+    system.cached = set(names_of(disk, records))
+    restore(disk, records)
+    assert system.let_go_of == names_of(disk, records)
+
+
+def test_a_look_at_a_header_is_no_reading(disk, system, records):
+    """It leaves the file to the restore that comes next, for which it is the first."""
+    seen = []
+    for record in records:
+        look = lambda visit: seen.append(visit.header)  # noqa: E731
+        assert disk.visit(record.header.key, Part.DELTA, look, Buffer())
+    assert seen == [record.header for record in records]
+    assert system.let_go_of == []
+    restore(disk, records)
+    assert system.let_go_of == names_of(disk, records)
+
+
+def test_not_more_is_remembered_than_was_allowed(disk, system, records, monkeypatch):
+    monkeypatch.setattr(pages, "MAX_KNOWN", 2)
+    restore(disk, records)
+    system.let_go_of.clear()
+    restore(disk, records[:1])
+    assert system.let_go_of == names_of(disk, records[:1])  # as if it had never been read
+
+
+@pytest.mark.linux
+def test_the_system_is_asked_in_a_way_that_it_answers(tmp_path):
+    """Both answers, where files are on a disk; `mincore` knows it by another way."""
+    path = tmp_path / "file"
+    files = Files()
+    files.write(path, [os.urandom(8 * MIB)])
+    with files.open(path) as file:
+        assert is_resident(path)
+        assert files.is_cached(file)
+        files.let_go(file)
+        assert is_resident(path) == files.is_cached(file)  # in this order: asking brings it there
+        files.read_through(file)
+        assert files.is_cached(file)
+        assert is_resident(path)
+
+
+def test_asking_and_letting_go_change_nothing(tmp_path):
+    path, files = tmp_path / "file", Files()
+    for data in (b"", b"x" * 100, os.urandom(MIB)):
+        path.write_bytes(data)
+        with files.open(path) as file:
+            files.is_cached(file)
+            files.let_go(file)
+            assert file.tell() == 0
+            assert file.read() == data
+
+
+def is_resident(path):
+    """Whether the last page of a file is in memory."""
+    n_bytes = path.stat().st_size
+    with path.open("rb") as file, mmap.mmap(file.fileno(), n_bytes, access=mmap.ACCESS_COPY) as m:
+        pages = (ctypes.c_ubyte * -(-n_bytes // mmap.PAGESIZE))()
+        first = ctypes.c_char.from_buffer(m)
+        mincore = ctypes.CDLL(None, use_errno=True).mincore
+        mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        assert mincore(ctypes.addressof(first), n_bytes, pages) == 0
+        del first
+        return bool(pages[-1] & 1)
