@@ -134,6 +134,7 @@ def puts(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
             rmtree(directory, ignore_errors=True)
         plain.mkdir()
         opened.append(DiskTier(root, DiskLimits(min_free_bytes=0)))
+        bring_back(shape.live_bytes(n_tokens))  # for the pages of the files
 
     def put() -> None:
         for record in records:
