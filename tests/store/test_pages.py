@@ -89,9 +89,11 @@ def test_what_was_in_memory_before_stays_there(disk, system, records):
     assert system.let_go_of == others
 
 
-def test_what_was_fetched_ahead_is_in_memory_because_of_us(disk, system, records):
+@pytest.mark.parametrize("bring", [DiskTier.fetch, DiskTier.read], ids=["fetched", "warmed"])
+def test_what_was_brought_before_is_in_memory_because_of_us(bring, disk, system, records):
     for record in records:
-        assert disk.fetch(record.header.key, Part.DELTA)
+        assert bring(disk, record.header.key, Part.DELTA)
+    assert system.let_go_of == []
     system.cached = set(names_of(disk, records))
     restore(disk, records)
     assert system.let_go_of == names_of(disk, records)
@@ -110,11 +112,18 @@ def test_a_look_at_a_header_is_no_reading(disk, system, records):
 
 
 def test_not_more_is_remembered_than_was_allowed(disk, system, records, monkeypatch):
+    """What is forgotten counts as never read, or as there before."""
     monkeypatch.setattr(pages, "MAX_KNOWN", 2)
     restore(disk, records)
     system.let_go_of.clear()
     restore(disk, records[:1])
-    assert system.let_go_of == names_of(disk, records[:1])  # as if it had never been read
+    assert system.let_go_of == names_of(disk, records[:1])
+    disk.pages = pages.Pages(system)
+    for record in records:
+        disk.read(record.header.key, Part.DELTA)
+    system.cached, system.let_go_of = set(names_of(disk, records)), []
+    restore(disk, records)
+    assert system.let_go_of == names_of(disk, records[2:])
 
 
 @pytest.mark.linux

@@ -22,13 +22,13 @@ class Pages:
     def __init__(self, files: Files) -> None:
         self._files = files
         self._brought: set[str] = set()  # in memory because of us, and for the first time
-        self._known: set[str] = set()
+        self._known: set[str] = set()  # were restored
 
     def opened(self, file: BinaryIO) -> None:
         """It is about to be read."""
         name = os.fspath(file.name)
         if name not in self._known and not self._files.is_cached(file):
-            self._brought.add(name)
+            _add(name, self._brought)
 
     def done(self, file: BinaryIO) -> None:
         """It was read, all of it, to where it is wanted."""
@@ -36,6 +36,11 @@ class Pages:
         if name in self._brought:
             self._brought.discard(name)
             self._files.let_go(file)
-        if len(self._known) >= MAX_KNOWN:
-            self._known.clear()
-        self._known.add(name)
+        _add(name, self._known)
+
+
+def _add(name: str, names: set[str]) -> None:
+    """Remember it; not all of them for ever, as being wrong costs but some time."""
+    if len(names) >= MAX_KNOWN:
+        names.clear()
+    names.add(name)

@@ -56,7 +56,12 @@ class Records:
     def read(
         self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
     ) -> Record | None:
-        return self._read(key, part, lambda file, opened: record_of(file, opened, tensors))
+        def whole(file: BinaryIO, opened: Opened) -> Record:
+            if tensors is None:
+                self.pages.opened(file)  # for whoever restores it: that will be the first time
+            return record_of(file, opened, tensors)
+
+        return self._read(key, part, whole)
 
     def visit(
         self, key: BlockKey, part: Part, use: Callable[[Visit], None], buffer: Buffer
