@@ -3,10 +3,13 @@
 import ctypes
 import mmap
 import os
+from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
+from keepwarm.bench.measure import drop_files
 from keepwarm.store import pages
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk import DiskLimits, DiskTier
@@ -103,9 +106,8 @@ def test_a_look_at_a_header_is_no_reading(disk, system, records):
     """It leaves the file to the restore that comes next, for which it is the first."""
     seen = []
     for record in records:
-        look = lambda visit: seen.append(visit.header)  # noqa: E731
-        assert disk.visit(record.header.key, Part.DELTA, look, Buffer())
-    assert seen == [record.header for record in records]
+        assert disk.visit(record.header.key, Part.DELTA, seen.append, Buffer())
+    assert [visit.header for visit in seen] == [record.header for record in records]
     assert system.let_go_of == []
     restore(disk, records)
     assert system.let_go_of == names_of(disk, records)
@@ -118,7 +120,7 @@ def test_not_more_is_remembered_than_was_allowed(disk, system, records, monkeypa
     system.let_go_of.clear()
     restore(disk, records[:1])
     assert system.let_go_of == names_of(disk, records[:1])
-    disk.pages = pages.Pages(system)
+    disk.pages.forget()
     for record in records:
         disk.read(record.header.key, Part.DELTA)
     system.cached, system.let_go_of = set(names_of(disk, records)), []
@@ -126,11 +128,35 @@ def test_not_more_is_remembered_than_was_allowed(disk, system, records, monkeypa
     assert system.let_go_of == names_of(disk, records[2:])
 
 
+@pytest.fixture
+def on_disk(pytestconfig):
+    """A folder beside the project, because other tests have their files in memory."""
+    with TemporaryDirectory(dir=pytestconfig.cache.mkdir("pages")) as folder:
+        yield Path(folder)
+
+
 @pytest.mark.linux
-def test_the_system_is_asked_in_a_way_that_it_answers(tmp_path):
-    """Both answers, where files are on a disk; `mincore` knows it by another way."""
-    path = tmp_path / "file"
-    files = Files()
+def test_pages_really_go_and_stay(on_disk):
+    """As far as that file system gives pages up at all."""
+    (made,) = chain_of(1, n_bytes=8 * MIB)
+    with closing(DiskTier(on_disk / "store", DiskLimits(min_free_bytes=0))) as tier:
+        assert tier.put(made).stored
+        path = tier.path_of(made.header.key, Part.DELTA)
+        restore(tier, [made])
+        assert is_resident(path)  # it had just been written
+        tier.pages.forget()
+        drop_files([path])
+        stay = is_resident(path)
+        for is_first in (True, False):
+            drop_files([path])
+            restore(tier, [made])
+            assert is_resident(path) == (stay or not is_first)
+
+
+@pytest.mark.linux
+def test_the_system_is_asked_in_a_way_that_it_answers(on_disk):
+    """`mincore` knows it by another way."""
+    path, files = on_disk / "file", Files()
     files.write(path, [os.urandom(8 * MIB)])
     with files.open(path) as file:
         assert is_resident(path)

@@ -31,7 +31,6 @@ from keepwarm.engine.prefill import Prefill
 from keepwarm.engine.shapes import SHAPES, build
 from keepwarm.engine.store import Store
 from keepwarm.store.disk import DiskTier
-from keepwarm.store.pages import Pages
 from keepwarm.store.tiers import Tiers
 
 SLICE = 2048
@@ -79,7 +78,12 @@ class Case:
             files = self._files()
             self._time("from disk, pages warm", lambda: self._restored("disk"), mx.clear_cache)
             drop = partial(drop_files, files)
-            self._time("from disk, pages dropped", lambda: self._restored("disk"), self._as_started)
+
+            def as_started() -> None:
+                drop()
+                self._disk().pages.forget()
+
+            self._time("from disk, pages dropped", lambda: self._restored("disk"), as_started)
             self._time("plain read, pages dropped", lambda: _read(files, 1), drop)
             self._time("plain read, 8 threads", lambda: _read(files, 8), drop)
         return self.samples
@@ -88,11 +92,6 @@ class Case:
         """Those that a restore from disk reads."""
         disk, reads = self._disk(), self._only("disk").plan([*self.tokens, 1]).point.reads
         return [disk.path_of(read.key, read.part) for read in reads]
-
-    def _as_started(self) -> None:
-        """Nobody has read the files yet."""
-        drop_files(self._files())
-        self._disk().pages = Pages(self._disk().files)
 
     def _disk(self) -> DiskTier:
         ((_, disk),) = self._only("disk").tiers.named

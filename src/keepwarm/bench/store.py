@@ -47,7 +47,6 @@ from keepwarm.store import record as store_record
 from keepwarm.store.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.names import INDEX, path_of
-from keepwarm.store.pages import Pages
 from keepwarm.store.record import Header, Part, Tensor, pieces
 from keepwarm.store.tiers import Tiers
 
@@ -202,7 +201,7 @@ def restores(shape: Shape, n_tokens: int, root: Path) -> list[Record]:
 def _ready(live: int, disk: DiskTier, drop: Sequence[Path]) -> None:
     """Whoever comes next finds memory for the rows and for the pages of the files."""
     drop_files(drop)
-    disk.pages = Pages(disk.files)
+    disk.pages.forget()
     bring_back(2 * live)
 
 

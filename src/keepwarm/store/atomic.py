@@ -5,7 +5,6 @@ All file operations of the store go through `Files`, so that a test can record o
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -76,11 +75,16 @@ class Files:
 
     def is_cached(self, file: BinaryIO) -> bool:
         """Whether the system has the end of a file in memory; yes where it does not tell."""
+        if not RWF_NOWAIT:
+            return True
         last = max(0, os.fstat(file.fileno()).st_size - 1)
         try:
-            return not RWF_NOWAIT or os.preadv(file.fileno(), [bytearray(1)], last, RWF_NOWAIT) >= 0
-        except OSError as error:
-            return error.errno != errno.EAGAIN  # else it would have to be read first
+            os.preadv(file.fileno(), [bytearray(1)], last, RWF_NOWAIT)
+        except BlockingIOError:  # it would have to be read first
+            return False
+        except OSError:  # a file system that does not know the question
+            pass
+        return True
 
     def let_go(self, file: BinaryIO) -> None:
         """Have the system forget the pages of a file; a mere wish."""

@@ -38,6 +38,11 @@ class Pages:
             self._files.let_go(file)
         _add(name, self._known)
 
+    def forget(self) -> None:
+        """As after a start: nobody has read anything."""
+        self._brought.clear()
+        self._known.clear()
+
 
 def _add(name: str, names: set[str]) -> None:
     """Remember it; not all of them for ever, as being wrong costs but some time."""
