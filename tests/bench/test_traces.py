@@ -10,7 +10,8 @@ import pytest
 from mlx_lm.models.cache import KVCache, LRUPromptCache
 from rich.console import Console
 
-from keepwarm.bench.rivals import Fifo, Request, Sessions, TailFirst
+from keepwarm.bench.recorded import Request, load, requests
+from keepwarm.bench.rivals import Fifo, Sessions, TailFirst
 from keepwarm.bench.traces import (
     BUDGETS,
     FIFO_10,
@@ -21,12 +22,10 @@ from keepwarm.bench.traces import (
     Shipped,
     Task,
     as_json,
-    load,
     main,
     plot,
     replay,
     replay_all,
-    requests,
     stand_in,
     table,
 )

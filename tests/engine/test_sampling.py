@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from keepwarm.engine.request import Sampling, TokenInfo, TopLogprob
-from keepwarm.engine.sampling import Chooser, check, logprobs_of, sample, token_info
+from keepwarm.engine.sampling import Chooser, logprobs_of, sample, token_info
+from keepwarm.engine.sampling_rules import check
 from keepwarm.errors import BadInput
 
 N_VOCAB = 24

@@ -7,23 +7,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+from keepwarm.bench.recorded import Request
 from keepwarm.prefix.blocks import BLOCK_TOKENS
-
-
-class Request(NamedTuple):
-    """One request: it repeats `n_common` tokens of the one before in its conversation."""
-
-    now: float
-    conversation: int
-    n_common: int
-    n_input: int
-    n_output: int
-
-    def reusable(self, n_held: int) -> int:
-        """Tokens to be reused of so many held; one is always left, because a model must be fed."""
-        return min(self.n_common, n_held, self.n_input - 1)
 
 
 class Cache(Protocol):

@@ -7,22 +7,18 @@ only tensors are stand-ins, which count their true bytes and hold none.
 
 from __future__ import annotations
 
-import heapq
 import json
-import lzma
 import multiprocessing
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
-from importlib.resources import files
-from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -30,7 +26,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from keepwarm.bench.rivals import Cache, Fifo, Request, Sessions, TailFirst
+from keepwarm.bench.recorded import Request, load, requests
+from keepwarm.bench.rivals import Cache, Fifo, Sessions, TailFirst
 from keepwarm.cache.io import MemoryOnly
 from keepwarm.cache.manager import Manager, Plan
 from keepwarm.cache.policy import Policy
@@ -43,17 +40,12 @@ from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Header, Part, Record, Tensor
 from keepwarm.store.tiers import Tiers
 
-N_SLOTS = 8
 BUDGETS = (128_000, 256_000, 512_000, 1_024_000, 2_048_000)
 TOKEN_BYTES = 2 * 32 * 8 * 128 * 2  # K and V of 32 layers, 8 heads of 128, two bytes: an 8B model
 NAMESPACE = Namespace(b"the traces, whoever made them...")
 DELTA_ONLY = Layout((LayerSpec("0", Kind.DELTA, "KVCache", {}, {}),))
 OURS, TAIL_FIRST, SESSIONS = "keepwarm", "tail-first LRU blocks", "LRU sessions"
 FIFO, FIFO_10 = "FIFO sequences", "mlx-lm: FIFO, 10 sequences"
-
-
-class Conversation(NamedTuple):
-    turns: list[tuple[float, int, int, int]]  # seconds, common, input, output
 
 
 @dataclass(frozen=True)
@@ -76,37 +68,6 @@ class Task:
     budget_tokens: int
     n_conversations: int | None = None
     divisor: int = 1
-
-
-def load(n_conversations: int | None = None, divisor: int = 1) -> list[Conversation]:
-    """The first conversations, all lengths divided."""
-    packed = (files("keepwarm.bench") / "data" / "agent-turns.jsonl.xz").read_bytes()
-    lines = lzma.decompress(packed).splitlines()[:n_conversations]
-    return [
-        Conversation([_scaled(turn, divisor) for turn in json.loads(line)["turns"]])
-        for line in lines
-    ]
-
-
-def _scaled(turn: Sequence[float], divisor: int) -> tuple[float, int, int, int]:
-    seconds, common, *sizes = turn
-    n_input, n_output = (max(1, int(size) // divisor) for size in sizes)
-    return seconds, min(int(common) // divisor, n_input), n_input, n_output
-
-
-def requests(conversations: Sequence[Conversation], n_slots: int = N_SLOTS) -> Iterator[Request]:
-    """All requests in the order of the clock; a free slot takes the next conversation."""
-    waiting = iter(range(len(conversations)))
-    due = [(0.0, number, 0, 0.0) for number in islice(waiting, n_slots)]
-    heapq.heapify(due)
-    while due:
-        now, number, turn, began = heapq.heappop(due)
-        turns = conversations[number].turns
-        yield Request(now, number, *turns[turn][1:])
-        if turn + 1 < len(turns):
-            heapq.heappush(due, (began + turns[turn + 1][0], number, turn + 1, began))
-        elif (following := next(waiting, None)) is not None:
-            heapq.heappush(due, (now, following, 0, now))
 
 
 class Shipped:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from keepwarm.bench import traces
+from keepwarm.bench import recorded
 from keepwarm.bench.client import Reply
 from keepwarm.bench.prompts import system, user, with_answer
 from keepwarm.bench.results import Record
@@ -97,12 +97,12 @@ def trace(run: Run) -> Iterator[Record]:
     """Coding agents' requests, side by side as their clocks have it, but without the pauses."""
     sizes = run.sizes
     conversations = [
-        traces.Conversation(conversation.turns[: sizes.n_requests])
-        for conversation in traces.load(sizes.conversations, sizes.divisor)
+        recorded.Conversation(conversation.turns[: sizes.n_requests])
+        for conversation in recorded.load(sizes.conversations, sizes.divisor)
     ]
     said: dict[int, list[str]] = {}
     replies, new, seed = [], 0, next(run.seeds)
-    asked = list(islice(traces.requests(conversations), sizes.conversations * sizes.n_requests))
+    asked = list(islice(recorded.requests(conversations), sizes.conversations * sizes.n_requests))
     for number, request in enumerate(asked):
         run.say(f"request {number + 1} of {len(asked)}")
         before = said.get(request.conversation, [])[: request.n_common]

@@ -58,7 +58,7 @@ def question(
     """A request without its messages; numbers that mean nothing are refused."""
     from keepwarm.cache.policy import Policy
     from keepwarm.engine.request import KVOptions, Request, Sampling
-    from keepwarm.engine.sampling import check
+    from keepwarm.engine.sampling_rules import check
 
     if agent is not None and no_cache:
         raise BadInput("--agent and --no-cache cannot be combined: an agent is what is kept.")

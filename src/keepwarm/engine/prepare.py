@@ -11,7 +11,7 @@ from keepwarm.engine.lark import led
 from keepwarm.engine.model import Model
 from keepwarm.engine.prompt import Prompt, Prompter
 from keepwarm.engine.request import Format, Miss, Request, Sampling
-from keepwarm.engine.sampling import check
+from keepwarm.engine.sampling_rules import check
 from keepwarm.engine.segments import NORMAL, REASONING, Markup
 from keepwarm.engine.splice import Continuations, Splicer
 from keepwarm.engine.template import Template

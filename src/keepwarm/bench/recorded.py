@@ -1,0 +1,62 @@
+"""Recorded conversations of coding agents (see data/README.md), and the order of their requests."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import lzma
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from itertools import islice
+from typing import NamedTuple
+
+N_SLOTS = 8
+
+
+class Conversation(NamedTuple):
+    turns: list[tuple[float, int, int, int]]  # seconds, common, input, output
+
+
+class Request(NamedTuple):
+    """One request: it repeats `n_common` tokens of the one before in its conversation."""
+
+    now: float
+    conversation: int
+    n_common: int
+    n_input: int
+    n_output: int
+
+    def reusable(self, n_held: int) -> int:
+        """Tokens to be reused of so many held; one is always left, because a model must be fed."""
+        return min(self.n_common, n_held, self.n_input - 1)
+
+
+def load(n_conversations: int | None = None, divisor: int = 1) -> list[Conversation]:
+    """The first conversations, all lengths divided."""
+    packed = (files("keepwarm.bench") / "data" / "agent-turns.jsonl.xz").read_bytes()
+    lines = lzma.decompress(packed).splitlines()[:n_conversations]
+    return [
+        Conversation([_scaled(turn, divisor) for turn in json.loads(line)["turns"]])
+        for line in lines
+    ]
+
+
+def _scaled(turn: Sequence[float], divisor: int) -> tuple[float, int, int, int]:
+    seconds, common, *sizes = turn
+    n_input, n_output = (max(1, int(size) // divisor) for size in sizes)
+    return seconds, min(int(common) // divisor, n_input), n_input, n_output
+
+
+def requests(conversations: Sequence[Conversation], n_slots: int = N_SLOTS) -> Iterator[Request]:
+    """All requests in the order of the clock; a free slot takes the next conversation."""
+    waiting = iter(range(len(conversations)))
+    due = [(0.0, number, 0, 0.0) for number in islice(waiting, n_slots)]
+    heapq.heapify(due)
+    while due:
+        now, number, turn, began = heapq.heappop(due)
+        turns = conversations[number].turns
+        yield Request(now, number, *turns[turn][1:])
+        if turn + 1 < len(turns):
+            heapq.heappush(due, (began + turns[turn + 1][0], number, turn + 1, began))
+        elif (following := next(waiting, None)) is not None:
+            heapq.heappush(due, (now, following, 0, now))
