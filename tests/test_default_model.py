@@ -14,7 +14,7 @@ from keepwarm import config
 from keepwarm.cache.opened import Budgets
 from keepwarm.engine.prompt import Prompter
 from keepwarm.engine.request import Choice
-from keepwarm.kv.files import export_prompt_cache
+from keepwarm.kv.files.prompt_cache import export_prompt_cache
 from tests.kit.engines import tokens_of
 
 ROOT = Path(__file__).parent.parent
@@ -26,7 +26,7 @@ NEW_PROCESS = """
 import json, sys
 from dataclasses import replace
 import keepwarm
-from keepwarm.kv.files import import_prompt_cache
+from keepwarm.kv.files.prompt_cache import import_prompt_cache
 from tests.kit.runs import FedCounter
 from tests.test_default_model import ask, memory_store, tokens_of
 

@@ -13,7 +13,7 @@ from keepwarm.bench.kv import arrays_of, raw_bytes
 from keepwarm.bench.measure import Cost, Peak, Speed, drop_files, in_child
 from keepwarm.cache.reading import Reader
 from keepwarm.prefix.blocks import chain
-from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.names import path_of
 from keepwarm.store.record import Part
 from keepwarm.store.tiers import Tiers

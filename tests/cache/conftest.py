@@ -3,7 +3,7 @@
 import pytest
 
 from keepwarm.cache.plan import Read
-from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.record import Part
 from tests.store.kit import chain_of
 

@@ -14,7 +14,7 @@ from keepwarm.cache.shelf import Shelf
 from keepwarm.errors import BadCacheFile, BadInput, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace
-from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.record import Part
 from tests.contract.test_tiers import Minutes
 from tests.store.kit import files_under, record, tokens_of

@@ -18,7 +18,7 @@ from keepwarm.kv.layout import probe
 from keepwarm.kv.slices import cut
 from keepwarm.prefix.blocks import block_key, chain, pack
 from keepwarm.prefix.fingerprint import FORMAT_VERSION
-from keepwarm.store.disk import INDEX_ROOM, DiskLimits
+from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits
 from keepwarm.store.record import Part, pieces
 from tests.cache.test_agents import IDENTITY, LIMITS, NAME, holds_tokens, turn
 from tests.kit.compare import assert_same

@@ -6,7 +6,7 @@ import pytest
 
 from keepwarm.cache.continuations import continuations
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
-from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part
 from keepwarm.store.tiers import Tiers

@@ -7,10 +7,10 @@ import pytest
 
 from keepwarm.cache.io import TRUCE_S, MemoryOnly, Writer
 from keepwarm.cache.policy import Policy
+from keepwarm.store.disk.wear import Wear
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Buffer, Part
 from keepwarm.store.tiers import Tiers
-from keepwarm.store.wear import Wear
 
 MIB = 1 << 20
 

@@ -13,7 +13,7 @@ from keepwarm.cache.reading import Reader
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import Namespace
-from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers
 from tests.kit.compare import assert_same

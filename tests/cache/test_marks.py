@@ -4,7 +4,7 @@ import pytest
 
 from keepwarm.cache.marks import Marks
 from keepwarm.prefix.blocks import chain
-from keepwarm.store.disk import INDEX_ROOM, DiskLimits, DiskTier
+from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
 from keepwarm.store.record import Part
 from keepwarm.store.unlock import unlock
 from tests.store.kit import NAMESPACE, record

@@ -7,7 +7,7 @@ from keepwarm.cache.io import Writer
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.shelf import Shelf
 from keepwarm.prefix.blocks import chain
-from keepwarm.store.disk import DiskLimits
+from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part
 from tests.cache.test_agents import IDENTITY, LIMITS, NAME, holds_tokens

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from keepwarm.cache.shelf import Shelf
-from keepwarm.store.disk import DiskLimits
+from keepwarm.store.disk.disk import DiskLimits
 from tests.cli import command, environment, keepwarm
 from tests.kit.checkpoints import write_checkpoint
 from tests.store.kit import chain_of, files_under

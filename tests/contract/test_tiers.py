@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from keepwarm.errors import StoreFailed
 from keepwarm.prefix.blocks import Namespace, common_tokens, pack, root
-from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Buffer, Part, Record, Unread
 from keepwarm.store.tiers import Tiers

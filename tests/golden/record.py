@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from keepwarm.cache.shelf import Shelf
-from keepwarm.store.disk import DiskLimits
+from keepwarm.store.disk.disk import DiskLimits
 from tests.golden import scenario
 from tests.golden.api import shapes
 from tests.golden.scenario import DATA

@@ -7,8 +7,8 @@ import pytest
 
 from keepwarm.cache.shelf import Shelf
 from keepwarm.engine.store import identity_of
-from keepwarm.store.disk import DiskLimits
-from keepwarm.store.fsck import verify
+from keepwarm.store.disk.disk import DiskLimits
+from keepwarm.store.disk.fsck import verify
 from tests.golden import scenario
 from tests.golden.api import shapes
 from tests.golden.scenario import (

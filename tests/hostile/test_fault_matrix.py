@@ -33,7 +33,7 @@ from keepwarm.errors import BadInput, StoreFailed
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import BlockKey, Namespace, chain
 from keepwarm.prefix.fingerprint import FORMAT_VERSION, Identity, namespace
-from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, Record, pieces
 from keepwarm.store.seal import stored_namespace

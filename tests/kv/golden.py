@@ -5,7 +5,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from keepwarm.kv.codec import encode
-from keepwarm.kv.files import import_prompt_cache
+from keepwarm.kv.files.prompt_cache import import_prompt_cache
 
 GOLDEN = Path(__file__).parents[1] / "data" / "prompt-cache"
 METADATA = {"model": "tiny", "note": "made by save_prompt_cache"}

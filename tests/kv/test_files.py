@@ -22,8 +22,8 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 
 from keepwarm.errors import BadCacheFile, BadInput, CacheMismatch, NotEnough, UnsupportedCache
 from keepwarm.kv.codec import encode, live_bytes
-from keepwarm.kv.dialects import Dialect
-from keepwarm.kv.files import export_prompt_cache, import_prompt_cache
+from keepwarm.kv.files.dialects import Dialect
+from keepwarm.kv.files.prompt_cache import export_prompt_cache, import_prompt_cache
 from keepwarm.kv.kinds import token_count
 from keepwarm.kv.layout import probe
 from keepwarm.kv.make import make_caches

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepwarm.errors import BadCacheFile
-from keepwarm.kv.files import import_prompt_cache
+from keepwarm.kv.files.prompt_cache import import_prompt_cache
 from keepwarm.kv.kinds import token_count
 from tests.kv.golden import GOLDEN, pattern
 

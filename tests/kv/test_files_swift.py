@@ -7,8 +7,8 @@ import mlx.core as mx
 import pytest
 
 from keepwarm.errors import BadCacheFile
-from keepwarm.kv.dialects import Dialect
-from keepwarm.kv.files import import_prompt_cache
+from keepwarm.kv.files.dialects import Dialect
+from keepwarm.kv.files.prompt_cache import import_prompt_cache
 from tests.kv.golden import (
     HOLDS,
     KV_5,

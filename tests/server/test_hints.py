@@ -6,7 +6,7 @@ import uuid
 import httpx
 
 from keepwarm.cache.marks import Marks
-from keepwarm.store.disk import INDEX_ROOM
+from keepwarm.store.disk.disk import INDEX_ROOM
 from tests.server.conftest import wait_until
 
 DURABLE = {"X-Keepwarm-Cache": "durable"}

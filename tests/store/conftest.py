@@ -2,7 +2,7 @@
 
 import pytest
 
-from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from tests.store.kit import BrokenFiles
 
 

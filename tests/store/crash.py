@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 from keepwarm.cache.agents import Agents
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, pack, root
 from keepwarm.store.atomic import Files
-from keepwarm.store.disk import INDEX_ROOM, DiskLimits, DiskTier
-from keepwarm.store.index import Index
+from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
+from keepwarm.store.disk.upkeep import clear_quarantine
+from keepwarm.store.index.index import Index
 from keepwarm.store.record import Header, Part, Record, Tensor
 from keepwarm.store.unlock import unlock
-from keepwarm.store.upkeep import clear_quarantine
 
 NAMESPACE = Namespace(bytes(range(32)))
 KEY = b64encode(bytes(range(32))).decode()

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from keepwarm.store.atomic import Files
-from keepwarm.store.disk import INDEX_ROOM, DiskLimits, DiskTier
+from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
 from keepwarm.store.record import Part
 from tests.store import contend
 from tests.store.crash import WORLD, Block, holds_its_content

@@ -21,11 +21,11 @@ import pytest
 
 from keepwarm.cache.shelf import Shelf
 from keepwarm.prefix.blocks import BlockKey
-from keepwarm.store import fsck
-from keepwarm.store.disk import DiskTier
+from keepwarm.store.disk import fsck
+from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.disk.upkeep import clear_quarantine
 from keepwarm.store.names import parse_name
 from keepwarm.store.record import Part
-from keepwarm.store.upkeep import clear_quarantine
 from tests.store import crash
 from tests.store.crash import (
     Request,

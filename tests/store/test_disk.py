@@ -20,8 +20,8 @@ import keepwarm
 from keepwarm.errors import BadInput, BadRecord, StoreFailed
 from keepwarm.prefix.blocks import Namespace, root
 from keepwarm.prefix.fingerprint import FORMAT_VERSION
-from keepwarm.store.disk import INDEX_ROOM, DiskLimits, DiskTier
-from keepwarm.store.fsck import verify
+from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
+from keepwarm.store.disk.fsck import verify
 from keepwarm.store.names import MEASURE_EVERY_S
 from keepwarm.store.record import Header, Part, Record, check_identity
 from tests.store.kit import (
@@ -359,7 +359,7 @@ def test_a_busy_index_is_not_a_damaged_one(store, open_tier):
     blocker = sqlite3.connect(store / "index.sqlite", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
     code = (
-        "import sys; from pathlib import Path; from keepwarm.store.disk import DiskTier;"
+        "import sys; from pathlib import Path; from keepwarm.store.disk.disk import DiskTier;"
         "DiskTier(Path(sys.argv[1])).close()"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(store)])
@@ -561,7 +561,7 @@ def test_a_record_must_be_the_one_that_was_asked_for(wrong):
 CHILD = """
 import sys, time
 from pathlib import Path
-from keepwarm.store.disk import DiskTier
+from keepwarm.store.disk.disk import DiskTier
 tier = DiskTier(Path(sys.argv[1]))
 tier.scratch.new().write_bytes(b"half a record")
 print(tier.scratch.name, flush=True)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from keepwarm.prefix.blocks import chain
-from keepwarm.store.disk import INDEX_ROOM, DiskLimits, DiskTier
+from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
 from keepwarm.store.eviction import DEAR_AT, DISK_HALF_LIFE_S, SHORT_BRANCH, after_use, spared
 from keepwarm.store.eviction import MEMORY_HALF_LIFE_S as HALF_LIFE_S
 from keepwarm.store.memory import MemoryTier

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from keepwarm.prefix.blocks import chain, pack
-from keepwarm.store.index import Index
+from keepwarm.store.index.index import Index
 from tests.store.kit import NAMESPACE, files_under, record, tokens_of
 
 N_BLOCKS = 400

@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from keepwarm.store.fsck import verify
+from keepwarm.store.disk.fsck import verify
 from keepwarm.store.record import Part
 from tests.store.kit import chain_of
 

@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from keepwarm.bench.measure import drop_files
-from keepwarm.store import pages
 from keepwarm.store.atomic import Files
-from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.disk import pages
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.record import Buffer, Part
 from tests.store.kit import chain_of
 

@@ -21,8 +21,8 @@ import pytest
 from keepwarm.cache.agents import Agents
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
 from keepwarm.store.atomic import Files
-from keepwarm.store.disk import INDEX_ROOM, DiskLimits, DiskTier
-from keepwarm.store.index import Index
+from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
+from keepwarm.store.index.index import Index
 from keepwarm.store.names import parse_name
 from keepwarm.store.record import Part
 from keepwarm.store.unlock import unlock

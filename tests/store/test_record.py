@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey, pack, unpack
 from keepwarm.prefix.fingerprint import FORMAT_VERSION
-from keepwarm.store.header_text import label
+from keepwarm.store.header import label
 from keepwarm.store.record import (
     ITEM_BYTES,
     MAX_HEADER_BYTES,

@@ -24,8 +24,8 @@ from keepwarm.errors import BadInput, BadRecord
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import BlockKey, chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace
-from keepwarm.store import fsck
-from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.disk import fsck
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.record import (
     Part,
     Record,
@@ -510,7 +510,7 @@ def test_removing_an_agent_leaves_nothing_of_it(tmp_path, tiny_model):
 WRITER = """
 import sys
 from pathlib import Path
-from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.unlock import unlock
 from tests.store.kit import chain_of
 root, seed = Path(sys.argv[1]), int(sys.argv[2])

@@ -6,8 +6,8 @@ from base64 import b64encode
 import pytest
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, pack, root
-from keepwarm.store.disk import DiskLimits, DiskTier
-from keepwarm.store.lookup import NEIGHBOURS
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
+from keepwarm.store.index.lookup import NEIGHBOURS
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.unlock import unlock
 from tests.store.kit import NAMESPACE, BrokenFiles, first_block, record, tokens_of

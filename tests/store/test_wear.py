@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from keepwarm.store.wear import DAYS_KEPT, Wear
+from keepwarm.store.disk.wear import DAYS_KEPT, Wear
 
 TAKER = """
 import sys
 from pathlib import Path
-from keepwarm.store.wear import Wear
+from keepwarm.store.disk.wear import Wear
 wear = Wear(Path(sys.argv[1]), 5_000, lambda: "2026-11-15")
 sys.stdin.readline()
 print(sum(wear.take(100) for _ in range(40)))

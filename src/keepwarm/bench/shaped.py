@@ -30,7 +30,7 @@ from keepwarm.engine.model import Model
 from keepwarm.engine.prefill import Prefill
 from keepwarm.engine.shapes import SHAPES, build
 from keepwarm.engine.store import Store
-from keepwarm.store.disk import DiskTier
+from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.tiers import Tiers
 
 SLICE = 2048

@@ -44,7 +44,7 @@ from keepwarm.errors import KeepwarmError
 from keepwarm.kv.slices import tensor_name
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, Namespace, chain
 from keepwarm.store import record as store_record
-from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.names import INDEX, path_of
 from keepwarm.store.record import Header, Part, Tensor, pieces

@@ -19,9 +19,8 @@ from typing import Any
 from keepwarm.cache.holders import Head, begun_with, holders
 from keepwarm.errors import BadInput, BadRecord, NewerFormat, UnknownAgent
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, chain, pack, root
-from keepwarm.store.disk import DiskTier
-from keepwarm.store.tier import telling
-from keepwarm.store.upkeep import (
+from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.disk.upkeep import (
     Progress,
     delete_branches,
     file_path,
@@ -29,6 +28,7 @@ from keepwarm.store.upkeep import (
     read_file,
     write_file,
 )
+from keepwarm.store.tier import telling
 
 VERSION = 2  # 1 did not say what an agent has left
 MANY_LEFT = 64  # so many are kept without asking whether they are still there

@@ -26,7 +26,9 @@ from keepwarm.errors import BadCacheFile, BadRecord, NewerFormat, NotEnough
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, chain, root, unpack
 from keepwarm.prefix.fingerprint import Identity, digest, namespace, tenant_of
 from keepwarm.store.atomic import FILE_MODE
-from keepwarm.store.disk import DiskTier
+from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.disk.upkeep import Progress, quietly
+from keepwarm.store.disk.wear import Wear
 from keepwarm.store.record import (
     ITEM_BYTES,
     Header,
@@ -40,8 +42,6 @@ from keepwarm.store.record import (
 )
 from keepwarm.store.seal import stored_namespace
 from keepwarm.store.tier import telling
-from keepwarm.store.upkeep import Progress, quietly
-from keepwarm.store.wear import Wear
 
 VERSION = 1
 MAX_MANIFEST_BYTES = 64 << 20

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, block_key
-from keepwarm.store.disk import DiskTier
+from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.record import Header
 from keepwarm.store.tier import Known
 

@@ -18,11 +18,11 @@ from typing import Protocol
 
 from keepwarm.cache.policy import Policy
 from keepwarm.prefix.blocks import BlockKey
+from keepwarm.store.disk.wear import Wear
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, Record
 from keepwarm.store.tier import Known, Put, Tier
 from keepwarm.store.tiers import Tiers
-from keepwarm.store.wear import Wear
 
 LOG = logging.getLogger(__name__)
 MAX_DEFERRAL_S = 2.0  # a save waits for restores, but not for ever

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, block_key, chain, pack
-from keepwarm.store.disk import DiskTier
-from keepwarm.store.index import MARK
+from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.index.index import MARK
 
 TTL_S = 300.0  # for who names none
 

@@ -12,7 +12,7 @@ from keepwarm.cache.shelf import Shelf
 from keepwarm.config import Settings
 from keepwarm.kv.layout import Layout
 from keepwarm.prefix.fingerprint import Identity, namespace
-from keepwarm.store.disk import DiskLimits
+from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import Tier
 from keepwarm.store.tiers import Tiers

@@ -23,12 +23,12 @@ from keepwarm.prefix.blocks import (
     unpack,
 )
 from keepwarm.prefix.fingerprint import Identity, namespace
-from keepwarm.store.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.upkeep import Progress, file_path, quietly, read_file, write_file
+from keepwarm.store.disk.wear import Wear
 from keepwarm.store.seal import stored_namespace
 from keepwarm.store.tier import telling
 from keepwarm.store.unlock import unlock
-from keepwarm.store.upkeep import Progress, file_path, quietly, read_file, write_file
-from keepwarm.store.wear import Wear
 
 MARK = "@"  # no agent's id begins so
 ID_DIGITS = 12

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from keepwarm.cache.agents import Agent
     from keepwarm.cache.shelf import Shelf
     from keepwarm.prefix.fingerprint import Identity
-    from keepwarm.store.upkeep import Progress
+    from keepwarm.store.disk.upkeep import Progress
 
 app = typer.Typer(no_args_is_help=True, help="Look at, keep, carry and forget stored blocks.")
 
@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 def _shelf() -> Shelf:
     from keepwarm.cache.shelf import Shelf
-    from keepwarm.store.disk import DiskLimits
+    from keepwarm.store.disk.disk import DiskLimits
 
     settings = config.load()
     limits, per_day = DiskLimits(settings.disk_bytes), settings.disk_writes_per_day or None
@@ -175,7 +175,7 @@ def remove(agent: AgentId, as_json: AsJson = False) -> None:
 @app.command()
 def gc(as_json: AsJson = False) -> None:
     """Forget agents past their retention, drop what bad records left, give space back."""
-    from keepwarm.store.upkeep import clear_quarantine
+    from keepwarm.store.disk.upkeep import clear_quarantine
 
     with _shelf() as shelf, _bar("cleaning up") as progress:
         expired = shelf.agents.expire(progress)
@@ -189,7 +189,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read everything and check it; exit code 1 if something is bad or cannot be read."""
-    from keepwarm.store import fsck
+    from keepwarm.store.disk import fsck
 
     with _shelf() as shelf, _bar("verifying") as progress:
         bad: list[dict[str, Any]] = []

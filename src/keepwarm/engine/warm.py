@@ -24,8 +24,8 @@ from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import make_options
 from keepwarm.errors import BadInput, KeepwarmError, Stopping
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace
-from keepwarm.store.disk import DiskTier
-from keepwarm.store.index import MARK
+from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.index.index import MARK
 from keepwarm.store.tier import Stored
 
 LOG = logging.getLogger(__name__)

@@ -37,9 +37,9 @@ from keepwarm.server.wire import (
     caller_of,
     receipt_dict,
 )
-from keepwarm.store import fsck
+from keepwarm.store.disk import fsck
+from keepwarm.store.disk.upkeep import clear_quarantine
 from keepwarm.store.tier import telling
-from keepwarm.store.upkeep import clear_quarantine
 
 router = APIRouter(
     prefix="/v1/cache",

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from keepwarm.prefix.blocks import BlockKey
-from keepwarm.store.index import Index
+from keepwarm.store.index.index import Index
 from keepwarm.store.record import Buffer, Part, Record, Visit
 from keepwarm.store.thinning import surplus
 from keepwarm.store.tier import (

@@ -13,7 +13,7 @@ from pathlib import Path
 from make_golden import NAMESPACE, PROMPT, RECORDS, record
 
 from keepwarm.cache.shelf import Shelf
-from keepwarm.store.disk import DiskLimits
+from keepwarm.store.disk.disk import DiskLimits
 
 if __name__ == "__main__":
     place = Path(__file__).parent / "sealed"

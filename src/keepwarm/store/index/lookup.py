@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace, common_tokens
-from keepwarm.store.database import Database
+from keepwarm.store.index.database import Database
 from keepwarm.store.names import SUFFIXES
 from keepwarm.store.record import Part
 from keepwarm.store.thinning import Checkpoint

@@ -13,8 +13,8 @@ from typing import Any
 
 from keepwarm.errors import BadRecord
 from keepwarm.prefix.blocks import BlockKey, Namespace, common_tokens
-from keepwarm.store.index import MARK, Index
-from keepwarm.store.lookup import NEIGHBOURS
+from keepwarm.store.index.index import MARK, Index
+from keepwarm.store.index.lookup import NEIGHBOURS
 from keepwarm.store.record import Header
 from keepwarm.store.seal import Seal
 from keepwarm.store.tier import Child, Stored

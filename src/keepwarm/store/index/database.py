@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from keepwarm.errors import NewerFormat, StoreFailed
-from keepwarm.store.schema import PRAGMAS, SCHEMA_VERSION, statements
+from keepwarm.store.index.schema import PRAGMAS, SCHEMA_VERSION, statements
 
 
 class Database:

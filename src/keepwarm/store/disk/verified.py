@@ -15,11 +15,11 @@ from typing import BinaryIO, TypeVar
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.atomic import Files, exclusive
-from keepwarm.store.database import is_damage
-from keepwarm.store.index import Index
+from keepwarm.store.disk.pages import Pages
+from keepwarm.store.index.database import is_damage
+from keepwarm.store.index.index import Index
+from keepwarm.store.index.opening import note_damage
 from keepwarm.store.names import Others, path_of
-from keepwarm.store.opening import note_damage
-from keepwarm.store.pages import Pages
 from keepwarm.store.record import (
     Buffer,
     Opened,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from keepwarm.errors import NewerFormat
 from keepwarm.prefix.blocks import BlockKey
-from keepwarm.store.disk import DiskTier
+from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.record import Part
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.atomic import Files, Scratch
-from keepwarm.store.index import Index
-from keepwarm.store.opening import open_index
-from keepwarm.store.reconcile import make_directories, reconcile
+from keepwarm.store.disk.reconcile import make_directories, reconcile
+from keepwarm.store.disk.verified import Records
+from keepwarm.store.index.index import Index
+from keepwarm.store.index.opening import open_index
 from keepwarm.store.record import (
     Header,
     Part,
@@ -40,7 +41,6 @@ from keepwarm.store.tier import (
     outage_is,
     telling,
 )
-from keepwarm.store.verified import Records
 
 INDEX_ROOM = 1 << 19  # what index and log may grow by while a record comes or goes
 LOG = logging.getLogger(__name__)

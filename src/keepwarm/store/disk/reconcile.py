@@ -9,9 +9,9 @@ from pathlib import Path
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.atomic import Files, is_alive
+from keepwarm.store.disk.verified import Records
 from keepwarm.store.names import bytes_of, directories, size_of, strays
 from keepwarm.store.record import Part
-from keepwarm.store.verified import Records
 
 LOG = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from keepwarm.errors import BadCacheFile, BadInput, CacheMismatch, NotEnough, UnsupportedCache
-from keepwarm.kv import dialects
 from keepwarm.kv.codec import TRIPLE, Encoded, Scalar, decode, encode
-from keepwarm.kv.dialects import STATE, Dialect, Place
+from keepwarm.kv.files import dialects
+from keepwarm.kv.files.dialects import STATE, Dialect, Place
 from keepwarm.kv.kinds import Cache, Caches, is_batched, token_count
 from keepwarm.kv.layout import ROWS, Layout
 from keepwarm.kv.make import BITS, GROUP_SIZES

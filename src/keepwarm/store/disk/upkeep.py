@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from keepwarm.prefix.blocks import BlockKey
-from keepwarm.store.disk import DiskTier
+from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.names import size_of
 from keepwarm.store.tier import telling
 

@@ -23,7 +23,7 @@ from keepwarm.store.eviction import (
     after_use,
     spared,
 )
-from keepwarm.store.lookup import Lookups
+from keepwarm.store.index.lookup import Lookups
 from keepwarm.store.record import Header, Part
 from keepwarm.store.tier import Stored
 

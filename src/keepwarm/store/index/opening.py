@@ -8,12 +8,12 @@ from pathlib import Path
 
 from keepwarm.errors import BadInput, Busy, NewerFormat, StoreFailed
 from keepwarm.store.atomic import FILE_MODE, exclusive
-from keepwarm.store.database import is_busy
 from keepwarm.store.eviction import DISK_HALF_LIFE_S
-from keepwarm.store.index import Index
+from keepwarm.store.index.database import is_busy
+from keepwarm.store.index.index import Index
+from keepwarm.store.index.sealed import SealedIndex
 from keepwarm.store.names import INDEX, INDEX_FILES
 from keepwarm.store.seal import Seal
-from keepwarm.store.sealed_index import SealedIndex
 from keepwarm.store.unlock import refuse_unlike
 
 DAMAGED = f"{INDEX}-damaged"  # a note to the next start
