@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import keepwarm
 from keepwarm import kv  # before mlx.core: the first import of that fixes the BLAS
-from keepwarm.engine.model import Model
 from keepwarm.kv.files.prompt_cache import export_prompt_cache, import_prompt_cache
+from keepwarm.models.load import Model
 
 # isort: split
 import mlx.core as mx

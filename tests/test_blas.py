@@ -22,7 +22,7 @@ from pathlib import Path
 from keepwarm import blas
 blas.preload(Path(os.environ["KEEPWARM_HOME"]))
 import mlx.core
-from keepwarm.engine.machine import gemm_gflops
+from keepwarm.device.machine import gemm_gflops
 used = blas.in_use()
 maps = Path("/proc/self/maps")
 print(json.dumps({

@@ -12,9 +12,9 @@ import pytest
 import keepwarm
 from keepwarm import config
 from keepwarm.cache.opened import Budgets
-from keepwarm.engine.prompt import Prompter
-from keepwarm.engine.request import Choice
 from keepwarm.kv.files.prompt_cache import export_prompt_cache
+from keepwarm.text.prompt import Prompter
+from keepwarm.text.request import Choice
 from tests.kit.engines import tokens_of
 
 ROOT = Path(__file__).parent.parent

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import keepwarm
-from keepwarm.engine.request import Request, Sampling
+from keepwarm.text.request import Request, Sampling
 from tests.kit.engines import write_tiny
 from tests.kit.models import COMMON, CONFIGS, WINDOW, tiny
 from tests.kit.runs import prompt_of

@@ -19,13 +19,16 @@ GROUND = 0
 LEVELS = {
     **dict.fromkeys(("errors", "config", "blas", "blas_trial"), GROUND),
     "prefix": 1,
-    **dict.fromkeys(("kv", "store"), 2),
-    "cache": 3,
-    "engine": 4,
-    "server": 5,
-    "bench": 6,
-    "cli": 7,
-    **dict.fromkeys(("__init__", "__main__"), 8),
+    **dict.fromkeys(("kv", "store", "device"), 2),
+    "models": 3,
+    "cache": 4,
+    "text": 5,
+    "engine": 6,
+    "session": 7,
+    "server": 8,
+    "bench": 9,
+    "cli": 10,
+    **dict.fromkeys(("__init__", "__main__"), 11),
 }
 
 # `prefix` is pure: it computes, and reads and writes nothing.

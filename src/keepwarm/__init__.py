@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keepwarm.cache.policy import Policy
+    from keepwarm.cache.store import Store
     from keepwarm.engine.engine import Engine, EngineConfig
-    from keepwarm.engine.model import load
-    from keepwarm.engine.request import Format, KVOptions, Request, Sampling, ToolChoice
-    from keepwarm.engine.session import Session
-    from keepwarm.engine.store import Store
+    from keepwarm.models.load import load
+    from keepwarm.session.session import Session
+    from keepwarm.text.request import Format, KVOptions, Request, Sampling, ToolChoice
 
 __version__ = "0.1.0.dev0"
 
@@ -34,15 +34,15 @@ __all__ = [
 _HOMES = {
     "Engine": "keepwarm.engine.engine",
     "EngineConfig": "keepwarm.engine.engine",
-    "Format": "keepwarm.engine.request",
-    "KVOptions": "keepwarm.engine.request",
+    "Format": "keepwarm.text.request",
+    "KVOptions": "keepwarm.text.request",
     "Policy": "keepwarm.cache.policy",
-    "Request": "keepwarm.engine.request",
-    "Sampling": "keepwarm.engine.request",
-    "Session": "keepwarm.engine.session",
-    "Store": "keepwarm.engine.store",
-    "ToolChoice": "keepwarm.engine.request",
-    "load": "keepwarm.engine.model",
+    "Request": "keepwarm.text.request",
+    "Sampling": "keepwarm.text.request",
+    "Session": "keepwarm.session.session",
+    "Store": "keepwarm.cache.store",
+    "ToolChoice": "keepwarm.text.request",
+    "load": "keepwarm.models.load",
 }
 
 

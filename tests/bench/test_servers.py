@@ -9,7 +9,7 @@ from keepwarm.bench import page, suite
 from keepwarm.bench.results import Note, Results
 from keepwarm.bench.run import QUICK
 from keepwarm.bench.targets import disk_bytes, keepwarm_server, make
-from keepwarm.engine.model import load
+from keepwarm.models.load import load
 from tests.bench.test_results import MACHINE
 from tests.kit.checkpoints import write_checkpoint
 from tests.server.conftest import serve

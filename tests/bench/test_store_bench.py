@@ -11,7 +11,7 @@ from keepwarm.bench import store
 from keepwarm.bench.caches import Shape
 from keepwarm.bench.kv import arrays_of, raw_bytes
 from keepwarm.bench.measure import Cost, Peak, Speed, drop_files, in_child
-from keepwarm.cache.reading import Reader
+from keepwarm.cache.restore.reading import Reader
 from keepwarm.prefix.blocks import chain
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.names import path_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keepwarm.cache.plan import Read
+from keepwarm.cache.restore.plan import Read
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.record import Part
 from tests.store.kit import chain_of

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepwarm.cache.agents import MANY_LEFT
+from keepwarm.cache.agents.agents import MANY_LEFT
 from keepwarm.cache.shelf import Shelf
 from keepwarm.errors import BadCacheFile, BadInput, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import chain, pack

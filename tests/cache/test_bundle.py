@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.bundle import Manifest, _add, identity_in, trimmed
+from keepwarm.cache.agents.bundle import Manifest, _add, identity_in, trimmed
 from keepwarm.cache.opened import Budgets, OpenedStore
-from keepwarm.cache.records import block_of, records_of
+from keepwarm.cache.restore.records import block_of, records_of
 from keepwarm.cache.shelf import Shelf
 from keepwarm.errors import BadCacheFile, BadInput, NotEnough, StoreFailed
 from keepwarm.kv.layout import probe

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepwarm.cache.agents import Agent
-from keepwarm.cache.forest import plant
+from keepwarm.cache.agents.agents import Agent
+from keepwarm.cache.agents.forest import plant
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain
 from keepwarm.store.record import Part
 from keepwarm.store.tier import Stored

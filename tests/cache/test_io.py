@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from keepwarm.cache.io import TRUCE_S, MemoryOnly, Writer
 from keepwarm.cache.policy import Policy
+from keepwarm.cache.restore.writing import TRUCE_S, MemoryOnly, Writer
 from keepwarm.store.disk.wear import Wear
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Buffer, Part

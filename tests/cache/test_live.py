@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from keepwarm import kv
-from keepwarm.cache.live import Live, Taken
+from keepwarm.cache.restore.live import Live, Taken
 from keepwarm.errors import CacheMismatch
 from keepwarm.prefix.blocks import Namespace
 from keepwarm.prefix.reuse import Candidate

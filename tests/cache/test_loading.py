@@ -5,11 +5,11 @@ import threading
 import mlx.core as mx
 import pytest
 
-from keepwarm.cache import reading
-from keepwarm.cache.io import MemoryOnly
-from keepwarm.cache.loading import Loading
-from keepwarm.cache.plan import Point
-from keepwarm.cache.reading import Reader
+from keepwarm.cache.restore import reading
+from keepwarm.cache.restore.loading import Loading
+from keepwarm.cache.restore.plan import Point
+from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.writing import MemoryOnly
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec
 from keepwarm.store.memory import MemoryTier

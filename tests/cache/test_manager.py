@@ -5,11 +5,11 @@ from functools import cache
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.io import MemoryOnly
-from keepwarm.cache.manager import Manager
 from keepwarm.cache.policy import Policy
-from keepwarm.cache.rates import Rates
-from keepwarm.cache.reading import Reader
+from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.rates import Rates
+from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.writing import MemoryOnly
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import Namespace

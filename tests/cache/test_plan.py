@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from keepwarm.cache.plan import NOTHING, Forest, Needs, Point, Read, longest, n_matched
+from keepwarm.cache.restore.plan import NOTHING, Forest, Needs, Point, Read, longest, n_matched
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
 from keepwarm.store.record import Part
 from keepwarm.store.tier import Child, Known

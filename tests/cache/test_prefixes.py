@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from keepwarm.cache.conversations import Conversations, State
-from keepwarm.cache.prefixes import Opening, Prefixes, tools_hash
+from keepwarm.session.conversations import Conversations, State
+from keepwarm.session.prefixes import Opening, Prefixes, tools_hash
 
 
 def tool(name: str, **properties: str) -> dict:
@@ -63,7 +63,7 @@ def test_the_order_of_tools_and_keys_does_not_matter():
 def test_digests_are_the_same_in_every_process():
     """S2-12: not Python's own hash, which is seeded by the process."""
     program = (
-        "from keepwarm.cache.prefixes import Opening; "
+        "from keepwarm.session.prefixes import Opening; "
         f"print(Opening({', '.join(map(repr, OPENING))}).digest)"
     )
     ran = subprocess.run(

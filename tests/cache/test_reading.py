@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from keepwarm.cache import reading
-from keepwarm.cache.plan import Read
-from keepwarm.cache.reading import Reader
+from keepwarm.cache.restore import reading
+from keepwarm.cache.restore.plan import Read
+from keepwarm.cache.restore.reading import Reader
 from keepwarm.errors import CorruptBlock
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import keepwarm.cache
-from keepwarm.cache.conversations import Conversations, State
-from keepwarm.cache.prefixes import Opening, Prefixes
+import keepwarm.session
+from keepwarm.session.conversations import Conversations, State
+from keepwarm.session.prefixes import Opening, Prefixes
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from keepwarm.cache.prefixes import Opening, Prefixes
 )
 def test_neither_module_knows_the_other(module, other):
     """S2-21."""
-    tree = ast.parse((Path(keepwarm.cache.__file__).parent / f"{module}.py").read_text())
+    tree = ast.parse((Path(keepwarm.session.__file__).parent / f"{module}.py").read_text())
     imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert imported
     assert not [name for name in imported if other in name]

@@ -5,9 +5,9 @@ import time
 import mlx.core as mx
 import pytest
 
-from keepwarm.cache.io import MemoryOnly
-from keepwarm.cache.manager import Manager
-from keepwarm.cache.reading import Reader
+from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.writing import MemoryOnly
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, block_key, chain, pack

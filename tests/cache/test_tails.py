@@ -2,9 +2,9 @@
 
 import pytest
 
-from keepwarm.cache.agents import MANY_LEFT
-from keepwarm.cache.io import Writer
+from keepwarm.cache.agents.agents import MANY_LEFT
 from keepwarm.cache.policy import Policy
+from keepwarm.cache.restore.writing import Writer
 from keepwarm.cache.shelf import Shelf
 from keepwarm.prefix.blocks import chain
 from keepwarm.store.disk.disk import DiskLimits

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keepwarm.cache.whatif import Look, Looks, replay, what_if
+from keepwarm.engine.insight.whatif import Look, Looks, replay, what_if
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from tests.store.kit import NAMESPACE, tokens_of
 

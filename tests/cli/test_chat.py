@@ -16,7 +16,7 @@ import pytest
 from keepwarm.cli.chat import Conversation, _read
 from keepwarm.cli.options import question, running
 from keepwarm.config import Settings
-from keepwarm.engine.request import Request
+from keepwarm.text.request import Request
 from tests.cli import environment, keepwarm, write_endless
 from tests.kit.checkpoints import write_checkpoint
 

@@ -26,7 +26,7 @@ def test_public_names_are_sorted_and_there():
 
 
 def test_load_is_the_engines():
-    from keepwarm.engine.model import load
+    from keepwarm.models.load import load
 
     assert package.load is load
 

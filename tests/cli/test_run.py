@@ -7,12 +7,12 @@ import subprocess
 
 import pytest
 
+from keepwarm.cache.store import Store
 from keepwarm.cli.options import shown
 from keepwarm.config import Settings
-from keepwarm.engine.model import load
-from keepwarm.engine.prompt import Prompter
-from keepwarm.engine.request import Delta, Finished, Request
-from keepwarm.engine.store import Store
+from keepwarm.models.load import load
+from keepwarm.text.prompt import Prompter
+from keepwarm.text.request import Delta, Finished, Request
 from tests.cli import command, environment, keepwarm, write_endless
 from tests.kit.checkpoints import CHATML, EOS, make_tokenizer, write_checkpoint
 from tests.kit.runs import cold

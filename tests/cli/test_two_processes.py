@@ -61,9 +61,9 @@ def test_the_default_model(tmp_path):
 
 def test_prompts_that_share_628_tokens(tmp_path):
     """To the token: 256-token blocks do not round what is reused."""
-    from keepwarm.engine.model import load
-    from keepwarm.engine.prompt import Prompter, common_prefix
-    from keepwarm.engine.request import Request
+    from keepwarm.models.load import load
+    from keepwarm.text.prompt import Prompter, common_prefix
+    from keepwarm.text.request import Request
 
     model = write_checkpoint(tmp_path / "model", n_context=4096)
     shared = prompt_of_words(150)

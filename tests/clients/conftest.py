@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from keepwarm import config
-from keepwarm.engine.request import Receipt
+from keepwarm.text.request import Receipt
 from tests.kit.agent_model import Asked, Leading, write_agent_checkpoint
 from tests.kit.checkpoints import EOS
 from tests.server.conftest import Live, serve
@@ -122,7 +122,7 @@ Watching = Callable[[Calls], AbstractContextManager[Watched]]
 
 @pytest.fixture(scope="session")
 def agent_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from keepwarm.engine.model import load
+    from keepwarm.models.load import load
 
     checkpoint = write_agent_checkpoint(tmp_path_factory.mktemp("agent-model"))
     return load(str(checkpoint), config.load({}, home=None))

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import KVCache
 import keepwarm
 
 SOURCE = Path(keepwarm.__file__).parent
-ROOMS_WITH_MLX_LM = {"kv", "engine"}
+ROOMS_WITH_MLX_LM = {"kv", "models"}
 
 # What `src/keepwarm` takes from mlx-lm; each name is used by a test below.
 USED = {

@@ -10,8 +10,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.request import Result
 from keepwarm.errors import BadInput
+from keepwarm.text.request import Result
 from tests.kit.engines import Exam, Models, ask, engine_on, tokens_of
 from tests.kit.models import WINDOW
 from tests.kit.runs import prefill, prompt_of

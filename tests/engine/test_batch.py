@@ -13,8 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm import kv
 from keepwarm.engine.batch import Batch, Row
-from keepwarm.engine.request import Delta, Sampling
 from keepwarm.engine.sampling import Chooser
+from keepwarm.text.request import Delta, Sampling
 from tests.kit.engines import ask, engine_on
 from tests.kit.models import ARCHITECTURES
 from tests.kit.runs import FedCounter, cold, continue_from, prefill, prompt_of

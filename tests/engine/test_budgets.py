@@ -8,10 +8,10 @@ import pytest
 
 from keepwarm import config
 from keepwarm.cache.opened import Budgets
+from keepwarm.cache.store import Store
 from keepwarm.cli.options import running
+from keepwarm.device.memory import MIB, MemoryConfig, host_memory, scopes_of_process
 from keepwarm.engine.engine import Engine, EngineConfig
-from keepwarm.engine.memory import MIB, MemoryConfig, host_memory, scopes_of_process
-from keepwarm.engine.store import Store
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import ask, memory
 from tests.kit.runs import prompt_of

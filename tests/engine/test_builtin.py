@@ -19,9 +19,6 @@ import mlx.core as mx
 import pytest
 
 from keepwarm import config
-from keepwarm.engine import builtin
-from keepwarm.engine.builtin import BUILTINS, Builtin
-from keepwarm.engine.model import load
 from keepwarm.errors import (
     BadInput,
     BadModelFile,
@@ -30,6 +27,9 @@ from keepwarm.errors import (
     Unreachable,
     WrongDigest,
 )
+from keepwarm.models import builtin
+from keepwarm.models.builtin import BUILTINS, Builtin
+from keepwarm.models.load import load
 from tests.kit.checkpoints import make_config, make_tokenizer, make_weights
 from tests.kit.gguf_writer import encode_weights, metadata_for, write_gguf
 

@@ -12,8 +12,8 @@ import pytest
 
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.request import Request
 from keepwarm.errors import Cancelled
+from keepwarm.text.request import Request
 from tests.kit.engines import ask, engine_on, held
 from tests.kit.runs import FedCounter, prompt_of
 

@@ -1,6 +1,6 @@
 """What an engine is told once holds for every question that does not say otherwise."""
 
-from keepwarm.engine.request import KVOptions, Request
+from keepwarm.text.request import KVOptions, Request
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
 

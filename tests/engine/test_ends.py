@@ -16,10 +16,10 @@ from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.jobs import Sequence
-from keepwarm.engine.prepare import Prepared
-from keepwarm.engine.request import Delta, Request
 from keepwarm.errors import Cancelled, NotEnough, Stopping
 from keepwarm.prefix.blocks import chain
+from keepwarm.text.prepare import Prepared
+from keepwarm.text.request import Delta, Request
 from tests.kit.engines import ask, engine_on, held, memory, tokens_of
 from tests.kit.runs import prompt_of
 

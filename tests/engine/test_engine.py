@@ -15,8 +15,8 @@ import pytest
 
 from keepwarm.cache.policy import Policy
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.request import Delta, Done, Finished, Progress, Request, Sampling, Started
 from keepwarm.errors import BadInput, Busy, Cancelled, ContextTooLong, NotEnough, Stopping, TimedOut
+from keepwarm.text.request import Delta, Done, Finished, Progress, Request, Sampling, Started
 from tests.kit.engines import Exam, Models, ask, engine_on, held, memory, tokens_of
 from tests.kit.runs import FedCounter, prompt_of
 

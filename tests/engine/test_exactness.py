@@ -15,8 +15,8 @@ import pytest
 from keepwarm.cache.opened import Budgets
 from keepwarm.cache.policy import Policy
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.model import Model
-from keepwarm.engine.request import KVOptions, Receipt
+from keepwarm.models.load import Model
+from keepwarm.text.request import KVOptions, Receipt
 from tests.kit.engines import Exam, Models, ask, engine_on, held, memory, tokens_of
 from tests.kit.models import ARCHITECTURES
 from tests.kit.runs import prompt_of

@@ -13,11 +13,11 @@ import pytest
 from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.model import Model
-from keepwarm.engine.prepare import Prepared
-from keepwarm.engine.request import Delta, Request, Result, Started
 from keepwarm.engine.sampling import Chooser
 from keepwarm.errors import KeepwarmError
+from keepwarm.models.load import Model
+from keepwarm.text.prepare import Prepared
+from keepwarm.text.request import Delta, Request, Result, Started
 from tests.kit.engines import Exam, Models, ask, engine_on, held, tokens_of
 from tests.kit.runs import FedCounter, prompt_of
 

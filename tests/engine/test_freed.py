@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from keepwarm.cache.policy import Policy
-from keepwarm.engine.memory import MIB, MemoryScopes, give_back
-from keepwarm.engine.watcher import Watcher
+from keepwarm.device.memory import MIB, MemoryScopes, give_back
+from keepwarm.device.pressure import Watcher
 from keepwarm.errors import Cancelled, EngineFailed
 from tests.engine.test_gates import FAULT, FaultyTokenizer
 from tests.kit.engines import ask, engine_on, memory

@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from keepwarm.cache.opened import Budgets
+from keepwarm.device.pressure import INTERVAL_S
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.request import Result
-from keepwarm.engine.watcher import INTERVAL_S
 from keepwarm.errors import Cancelled, EngineFailed
+from keepwarm.text.request import Result
 from tests.engine.test_faults import (
     MARKED,
     MARKER,

@@ -8,11 +8,11 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from keepwarm.engine import gguf
-from keepwarm.engine.gguf_file import read_header
-from keepwarm.engine.gguf_tokenizer import build_tokenizer, schemes
-from keepwarm.engine.model import load
 from keepwarm.errors import BadModelFile, UnsupportedModel
+from keepwarm.models.gguf import checkpoint as gguf
+from keepwarm.models.gguf.file import read_header
+from keepwarm.models.gguf.tokenizer import build_tokenizer, schemes
+from keepwarm.models.load import load
 from tests.kit.checkpoints import EOS, make_config, make_tokenizer, make_weights, write_checkpoint
 from tests.kit.gguf_writer import U32, Encoded, encode_weights, metadata_for, write_gguf
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import keepwarm
-from keepwarm.engine.grammar import MAX_COMPILED, Grammars
-from keepwarm.engine.request import Format, Sampling
 from keepwarm.engine.sampling import Chooser, sample
-from keepwarm.engine.text import decode
 from keepwarm.errors import BadInput, EngineFailed
+from keepwarm.text.detokenize import decode
+from keepwarm.text.grammar import MAX_COMPILED, Grammars
+from keepwarm.text.request import Format, Sampling
 from tests.kit.checkpoints import write_checkpoint
 
 N_PADDED = 37  # ids that the model has and the tokenizer has not

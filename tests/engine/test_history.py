@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from keepwarm.cache.io import WriteStats
-from keepwarm.cache.live import LiveStats
-from keepwarm.engine import history as module
-from keepwarm.engine.history import History, day_of, minute_of, watching
-from keepwarm.engine.stats import Stats
+from keepwarm.cache.restore.live import LiveStats
+from keepwarm.cache.restore.writing import WriteStats
+from keepwarm.engine.insight import history as module
+from keepwarm.engine.insight.history import History, day_of, minute_of, watching
+from keepwarm.engine.insight.stats import Stats
 from tests.server.conftest import wait_until
 
 NOON = 1_700_000_000.0 // 86400 * 86400 + 12 * 3600

@@ -12,8 +12,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from keepwarm.engine import hub
-from keepwarm.engine.model import load
+from keepwarm.models import hub
+from keepwarm.models.load import load
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.hub_server import serving
 
@@ -27,7 +27,7 @@ def say(**answer):
 """
 LOAD = """
 import mlx.core as mx
-from keepwarm.engine.model import load
+from keepwarm.models.load import load
 try:
     model = load(sys.argv[1])
     logits = model.module(mx.array([json.loads(sys.argv[2])]))

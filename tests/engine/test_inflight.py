@@ -9,8 +9,8 @@ import pytest
 from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.request import Request, Sampling, Started
 from keepwarm.errors import Cancelled
+from keepwarm.text.request import Request, Sampling, Started
 from tests.kit.engines import Exam, ask, engine_on, held, tokens_of
 from tests.kit.runs import prompt_of
 

@@ -9,9 +9,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken
 
 import keepwarm
-from keepwarm.engine.prepare import Preparer
-from keepwarm.engine.request import Format, Request, Sampling
 from keepwarm.prefix.ledger import Recent
+from keepwarm.text.prepare import Preparer
+from keepwarm.text.request import Format, Request, Sampling
 from tests.engine.formats import HARMONY_TOKENS
 from tests.kit.checkpoints import make_tokenizer, write_checkpoint
 from tests.kit.engines import engine_on

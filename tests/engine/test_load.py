@@ -12,10 +12,10 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from keepwarm.bench.files import llama_shapes
-from keepwarm.engine import space
-from keepwarm.engine.catalog import n_context
-from keepwarm.engine.model import load
+from keepwarm.device import space
 from keepwarm.errors import BadModelFile, KeepwarmError, NotEnough, UnknownModel, UnsupportedModel
+from keepwarm.models.catalog import n_context
+from keepwarm.models.load import load
 from tests.kit.checkpoints import (
     EOS,
     make_config,

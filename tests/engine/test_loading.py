@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.reading import Reader
+from keepwarm.cache.restore.reading import Reader
 from keepwarm.engine.admission import Admission
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import Lane
-from keepwarm.engine.request import Delta
 from keepwarm.errors import Cancelled
 from keepwarm.kv.layout import probe
+from keepwarm.text.request import Delta
 from tests.kit.engines import Exam, Models, ask, engine_on, memory
 from tests.kit.runs import prompt_of
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import psutil
 import pytest
 
-from keepwarm.engine.memory import (
+from keepwarm.device.memory import (
     GIB,
     MIB,
     UNLIMITED,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keepwarm.engine.misses import Case, look_into, repeated
+from keepwarm.engine.insight.misses import Case, look_into, repeated
 from keepwarm.prefix.blocks import common_tokens, pack
 from tests.kit.engines import Models, ask, engine_on
 from tests.store.kit import tokens_of

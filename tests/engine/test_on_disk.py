@@ -7,7 +7,7 @@ import pytest
 from keepwarm.cache.opened import Budgets
 from keepwarm.cache.policy import Policy
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.request import KVOptions, Request, Result
+from keepwarm.text.request import KVOptions, Request, Result
 from tests.kit.engines import Exam, ask, engine_on, memory, tokens_of
 from tests.kit.runs import prompt_of
 from tests.store.kit import BrokenFiles

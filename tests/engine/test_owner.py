@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 import keepwarm
-from keepwarm.engine.request import Delta, Done, Request, Sampling, Started
 from keepwarm.errors import ContextTooLong
+from keepwarm.text.request import Delta, Done, Request, Sampling, Started
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import FedCounter, prompt_of

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from keepwarm.engine.prompt import TOOLS, Prompter, common_prefix
-from keepwarm.engine.request import Mark, Request
-from keepwarm.engine.splice import encode
-from keepwarm.engine.template import write
-from keepwarm.engine.tools import offer, tool_format
 from keepwarm.errors import BadInput
+from keepwarm.text.past_answers import encode
+from keepwarm.text.prompt import TOOLS, Prompter, common_prefix
+from keepwarm.text.request import Mark, Request
+from keepwarm.text.template import write
+from keepwarm.text.tools import offer, tool_format
 from tests.kit.checkpoints import CHATML, EOS, write_checkpoint
 
 TALK = [

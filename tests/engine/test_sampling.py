@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
-from keepwarm.engine.request import Sampling, TokenInfo, TopLogprob
 from keepwarm.engine.sampling import Chooser, logprobs_of, sample, token_info
-from keepwarm.engine.sampling_rules import check
 from keepwarm.errors import BadInput
+from keepwarm.text.request import Sampling, TokenInfo, TopLogprob
+from keepwarm.text.sampling_rules import check
 
 N_VOCAB = 24
 LOGITS = np.random.default_rng(5).normal(0, 2, N_VOCAB).astype(np.float32)

@@ -8,7 +8,7 @@ import pytest
 
 import keepwarm
 from keepwarm.cache.policy import Policy
-from keepwarm.cache.records import records_of
+from keepwarm.cache.restore.records import records_of
 from keepwarm.kv.slices import cut
 from keepwarm.prefix.blocks import Namespace, chain
 from tests.kit.checkpoints import write_checkpoint
@@ -72,7 +72,7 @@ def test_shapes_are_told_on_save(model, caplog):
     (block,) = cut(run.cache)
     list(records_of(Namespace(bytes(32)), ref, block))
     assert caplog.text == ""
-    with caplog.at_level(logging.DEBUG, "keepwarm.cache.records"):
+    with caplog.at_level(logging.DEBUG, "keepwarm.cache.restore.records"):
         list(records_of(Namespace(bytes(32)), ref, block))
     assert "delta of block 0: L0_B0_K shape=(1, 2, 24, 16), L0_B0_V shape=(1, 2, 24, 16)" in (
         caplog.text

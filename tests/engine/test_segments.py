@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from keepwarm.engine.request import ToolCall
-from keepwarm.engine.segments import NORMAL, REASONING, AnswerReader, Markup, Reasoning, Text
-from keepwarm.engine.tools import CallReader
+from keepwarm.text.parsing import NORMAL, REASONING, AnswerReader, Markup, Reasoning, Text
+from keepwarm.text.request import ToolCall
+from keepwarm.text.tools import CallReader
 from tests.engine.formats import (
     ARGUMENTS,
     CALLS,

@@ -18,12 +18,12 @@ import pytest
 
 import keepwarm
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.gate import Gate
-from keepwarm.engine.model import Model
-from keepwarm.engine.request import Delta, KVOptions, Message, Request, Sampling
-from keepwarm.engine.session import Registry, Session, forget
-from keepwarm.engine.tool_rounds import Reply
 from keepwarm.errors import BadInput, Busy, UnknownAgent
+from keepwarm.models.load import Model
+from keepwarm.session.gate import Gate
+from keepwarm.session.session import Registry, Session, forget
+from keepwarm.session.tool_rounds import Reply
+from keepwarm.text.request import Delta, KVOptions, Message, Request, Sampling
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import Models, engine_on
 from tests.kit.runs import FedCounter

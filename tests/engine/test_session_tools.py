@@ -16,11 +16,11 @@ import pytest
 from pydantic import Field
 
 import keepwarm
-from keepwarm.engine.request import ToolCall, ToolCalled
-from keepwarm.engine.session import Session
-from keepwarm.engine.tool_functions import Toolbox, schema_of, signature_of
-from keepwarm.engine.tool_rounds import MAX_ROUNDS
 from keepwarm.errors import BadInput, RepeatedToolCall
+from keepwarm.session.session import Session
+from keepwarm.session.tool_functions import Toolbox, schema_of, signature_of
+from keepwarm.session.tool_rounds import MAX_ROUNDS
+from keepwarm.text.request import ToolCall, ToolCalled
 from tests.kit.engines import engine_on
 from tests.kit.runs import FedCounter
 from tests.kit.scripted import call, write_scripted

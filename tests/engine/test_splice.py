@@ -14,17 +14,17 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from keepwarm import config
-from keepwarm.cache.continuations import continuations
 from keepwarm.cache.policy import Policy
-from keepwarm.engine.catalog import locate
-from keepwarm.engine.prompt import Prompter, common_prefix
-from keepwarm.engine.request import Request
-from keepwarm.engine.splice import Splicer, decode_after
-from keepwarm.engine.template import Template
-from keepwarm.engine.text import decode
+from keepwarm.cache.restore.continuations import continuations
+from keepwarm.models.catalog import locate
 from keepwarm.prefix.blocks import chain
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers
+from keepwarm.text.detokenize import decode
+from keepwarm.text.past_answers import Splicer, decode_after
+from keepwarm.text.prompt import Prompter, common_prefix
+from keepwarm.text.request import Request
+from keepwarm.text.template import Template
 from tests.kit.checkpoints import CHATML, SPECIALS, tokenizer_config, write_checkpoint
 from tests.kit.tokenizers import make
 from tests.store.kit import NAMESPACE, record

@@ -2,8 +2,8 @@
 
 import pytest
 
-from keepwarm.engine.template import SYSTEM_LABEL, Template, plain, text_of, write
 from keepwarm.errors import BadInput
+from keepwarm.text.template import SYSTEM_LABEL, Template, plain, text_of, write
 from tests.kit.checkpoints import CHATML
 from tests.kit.tokenizers import make
 

@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from keepwarm.engine.text import Detokenizer, Found, find_first, held_back
+from keepwarm.text.detokenize import Detokenizer, Found, find_first, held_back
 from tests.kit.checkpoints import write_checkpoint
 
 REPEATABLE = settings(deadline=None, derandomize=True, database=None)

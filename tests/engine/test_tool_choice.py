@@ -5,10 +5,10 @@ import pytest
 from tokenizers import AddedToken
 
 import keepwarm
-from keepwarm.engine.prepare import Preparer
-from keepwarm.engine.request import Format, Request, ToolChoice
 from keepwarm.errors import BadInput
 from keepwarm.prefix.ledger import Recent
+from keepwarm.text.prepare import Preparer
+from keepwarm.text.request import Format, Request, ToolChoice
 from tests.engine.formats import HARMONY_TOKENS, WEATHER
 from tests.kit.checkpoints import make_tokenizer, write_checkpoint
 from tests.kit.tokenizers import WITH_TOOLS

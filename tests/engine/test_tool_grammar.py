@@ -4,11 +4,11 @@ import pytest
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
-from keepwarm.engine.request import ToolChoice
-from keepwarm.engine.segments import AnswerReader, Markup
-from keepwarm.engine.tool_grammar import call_grammar
-from keepwarm.engine.tools import CallReader, call_text
 from keepwarm.errors import BadInput
+from keepwarm.text.parsing import AnswerReader, Markup
+from keepwarm.text.request import ToolChoice
+from keepwarm.text.tool_grammar import call_grammar
+from keepwarm.text.tools import CallReader, call_text
 from tests.engine.formats import (
     ARGUMENTS,
     CALLS,

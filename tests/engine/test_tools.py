@@ -9,10 +9,11 @@ from pathlib import Path
 import mlx_lm.tool_parsers
 import pytest
 
-from keepwarm.engine.prompt import Prompter
-from keepwarm.engine.request import Request
-from keepwarm.engine.segments import AnswerReader, Markup, Text
-from keepwarm.engine.tools import (
+from keepwarm.errors import BadInput
+from keepwarm.text.parsing import AnswerReader, Markup, Text
+from keepwarm.text.prompt import Prompter
+from keepwarm.text.request import Request
+from keepwarm.text.tools import (
     BLOCK,
     OURS,
     CallReader,
@@ -24,7 +25,6 @@ from keepwarm.engine.tools import (
     tool_format,
     with_tools,
 )
-from keepwarm.errors import BadInput
 from tests.engine.formats import ARGUMENTS, CALLS, CLOCK, HARMONY_TOKENS, WEATHER
 from tests.kit.checkpoints import CHATML
 from tests.kit.tokenizers import WITH_TOOLS, make

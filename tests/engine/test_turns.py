@@ -8,8 +8,8 @@ import pytest
 
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.request import Started
 from keepwarm.engine.scheduler import MAX_BESIDE, MAX_READINGS
+from keepwarm.text.request import Started
 from tests.kit.engines import Exam, ask, engine_on, held
 from tests.kit.runs import prompt_of
 

@@ -10,8 +10,8 @@ import pytest
 
 from keepwarm.cache.opened import Budgets
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.request import Mark, Request, Sampling
 from keepwarm.engine.warm import Warmer
+from keepwarm.text.request import Mark, Request, Sampling
 from tests.kit.engines import Models, ask, engine_on, memory, tokens_of
 from tests.kit.runs import prompt_of
 

@@ -5,8 +5,8 @@ import threading
 import mlx.core as mx
 import pytest
 
-from keepwarm.engine.memory import GIB, MIB, Memories, Memory, free_buffers
-from keepwarm.engine.watcher import Watch, Watcher, watches
+from keepwarm.device.memory import GIB, MIB, Memories, Memory, free_buffers
+from keepwarm.device.pressure import Watch, Watcher, watches
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
 

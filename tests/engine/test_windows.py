@@ -10,11 +10,11 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from keepwarm.cache.opened import Budgets
 from keepwarm.cache.policy import Policy
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.model import Model
-from keepwarm.engine.request import Message, Request, Sampling
 from keepwarm.kv.kinds import Kind
+from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.store.record import Part
+from keepwarm.text.request import Message, Request, Sampling
 from tests.kit.engines import N_CONTEXT, Exam, ask, engine_on, tokens_of, write_tiny
 from tests.kit.models import tiny
 from tests.kit.runs import FedCounter, prompt_of

@@ -19,9 +19,9 @@ import keepwarm
 from keepwarm import config
 from keepwarm.cache.opened import Budgets
 from keepwarm.cache.policy import Policy
+from keepwarm.cache.store import Store
 from keepwarm.engine.engine import Engine, EngineConfig
-from keepwarm.engine.request import KVOptions, Request, Sampling
-from keepwarm.engine.store import Store
+from keepwarm.text.request import KVOptions, Request, Sampling
 from tests.kit.engines import FixedRates, memory
 
 DATA = Path(__file__).parents[1] / "data" / "golden"

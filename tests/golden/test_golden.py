@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from keepwarm.cache.shelf import Shelf
-from keepwarm.engine.store import identity_of
+from keepwarm.cache.store import identity_of
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.disk.fsck import verify
 from tests.golden import scenario

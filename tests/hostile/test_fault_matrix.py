@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.io import MemoryOnly, Writer
-from keepwarm.cache.manager import Manager
-from keepwarm.cache.rates import Rates
-from keepwarm.cache.reading import Reader
+from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.rates import Rates
+from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.writing import MemoryOnly, Writer
 from keepwarm.cache.shelf import Shelf
 from keepwarm.errors import BadInput, StoreFailed
 from keepwarm.kv.layout import probe

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.request import Format, Request, Tool, ToolChoice
-from keepwarm.engine.segments import Markup
-from keepwarm.engine.tool_grammar import call_grammar
 from keepwarm.server.host import EngineHost, Noted
+from keepwarm.text.parsing import Markup
+from keepwarm.text.request import Format, Request, Tool, ToolChoice
+from keepwarm.text.tool_grammar import call_grammar
 from tests.kit.checkpoints import SPECIALS, make_tokenizer, write_checkpoint
 
 N_CONTEXT = 131_072

@@ -20,12 +20,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from keepwarm import config
 from keepwarm.cache.opened import Budgets
-from keepwarm.cache.rates import Rates
+from keepwarm.cache.restore.rates import Rates
+from keepwarm.cache.store import Store
+from keepwarm.device.memory import MemoryConfig
 from keepwarm.engine.engine import Engine, EngineConfig
-from keepwarm.engine.memory import MemoryConfig
-from keepwarm.engine.model import Model
-from keepwarm.engine.request import Choice, Request, Sampling
-from keepwarm.engine.store import Store
+from keepwarm.models.load import Model
+from keepwarm.text.request import Choice, Request, Sampling
 from tests.kit.checkpoints import CORPUS, EOS, SPECIALS, tokenizer_config
 from tests.kit.compare import TIE, TOLERANCE
 from tests.kit.models import VOCABULARY, tiny

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer
 
-from keepwarm.engine.tools import call_text
+from keepwarm.text.tools import call_text
 from tests.kit.checkpoints import EOS, make_config, make_tokenizer, make_weights, tokenizer_config
 
 MAX_ANSWERS = 24

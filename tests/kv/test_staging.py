@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from keepwarm import kv
-from keepwarm.cache.records import block_of, records_of
+from keepwarm.cache.restore.records import block_of, records_of
 from keepwarm.errors import BadRecord
 from keepwarm.kv.buffers import HostArray, UnreadArray
 from keepwarm.kv.layout import TensorSpec

@@ -72,7 +72,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def served_model(checkpoint: Path) -> Any:
-    from keepwarm.engine.model import load
+    from keepwarm.models.load import load
 
     return load(str(checkpoint), config.load({}, home=None))
 
@@ -102,7 +102,7 @@ def serve(
     host_type: Callable[..., EngineHost] = EngineHost,
     around: Callable[[Any], object] = lambda app: None,  # is given the application first
 ) -> Iterator[Live]:
-    from keepwarm.engine.store import Store
+    from keepwarm.cache.store import Store
     from keepwarm.server.app import create_app
     from keepwarm.server.process import DrainingServer, address_of, bind
 

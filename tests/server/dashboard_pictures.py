@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from keepwarm import config
-from keepwarm.engine.model import load
+from keepwarm.models.load import load
 from tests.kit.checkpoints import write_checkpoint
 from tests.server.browsers import chromium, watched
 from tests.server.conftest import N_CONTEXT, Live, serve

@@ -83,10 +83,10 @@ class Breaks:
 
 def main(checkpoint: str) -> None:
     """Serve with budgets so small that whatever grows is a leak."""
+    from keepwarm.cache.store import Store
+    from keepwarm.device.memory import MemoryConfig
     from keepwarm.engine.engine import Engine, EngineConfig
-    from keepwarm.engine.memory import MemoryConfig
-    from keepwarm.engine.model import load
-    from keepwarm.engine.store import Store
+    from keepwarm.models.load import load
     from keepwarm.server.app import create_app
     from keepwarm.server.host import EngineHost
     from keepwarm.server.process import address_of, bind, serve

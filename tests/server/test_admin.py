@@ -6,9 +6,9 @@ import weakref
 import pytest
 
 from keepwarm import config
-from keepwarm.engine.model import load
-from keepwarm.engine.store import Store
+from keepwarm.cache.store import Store
 from keepwarm.errors import Busy
+from keepwarm.models.load import load
 from keepwarm.server.admin import Resident
 from keepwarm.server.host import EngineHost, start_engine
 from tests.kit.checkpoints import write_checkpoint

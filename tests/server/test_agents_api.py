@@ -203,7 +203,7 @@ def test_nothing_is_left_of_what_travelled(live, bundle):
 
 def test_another_model_refuses_it_with_the_reason(bundle, tmp_path):
     from keepwarm import config
-    from keepwarm.engine.model import load
+    from keepwarm.models.load import load
 
     settings = config.load({"KEEPWARM_HOME": str(tmp_path / "home")})
     other = load(str(write_checkpoint(tmp_path / "other", seed=1, n_context=16384)), settings)

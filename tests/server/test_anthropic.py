@@ -10,7 +10,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from keepwarm import config
 from keepwarm.cache.policy import Policy
-from keepwarm.engine.request import (
+from keepwarm.errors import BadField
+from keepwarm.server.anthropic_shapes import CountRequest, MessagesRequest
+from keepwarm.server.messages import request_of, session_of
+from keepwarm.server.messages_out import Heading, Kept, MessageStream, message, usage_of
+from keepwarm.server.messages_tools import ignored_tools
+from keepwarm.server.problems import Problem
+from keepwarm.server.wire import Caller
+from keepwarm.text.request import (
     Choice,
     Delta,
     Done,
@@ -26,13 +33,6 @@ from keepwarm.engine.request import (
     ToolChoice,
     Usage,
 )
-from keepwarm.errors import BadField
-from keepwarm.server.anthropic_shapes import CountRequest, MessagesRequest
-from keepwarm.server.messages import request_of, session_of
-from keepwarm.server.messages_out import Heading, Kept, MessageStream, message, usage_of
-from keepwarm.server.messages_tools import ignored_tools
-from keepwarm.server.problems import Problem
-from keepwarm.server.wire import Caller
 
 SETTINGS = config.load({})
 CALLER = Caller("", None, Policy.READ_WRITE, False, KVOptions(), None)

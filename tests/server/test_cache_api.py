@@ -4,8 +4,8 @@ import uuid
 
 import pytest
 
-from keepwarm.engine.request import Request
 from keepwarm.prefix.blocks import pack
+from keepwarm.text.request import Request
 
 A, B = {"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}
 ADMIN = {"Authorization": "Bearer admin"}

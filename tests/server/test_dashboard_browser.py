@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from keepwarm.engine.request import KVOptions
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain
+from keepwarm.text.request import KVOptions
 from tests.server.browsers import chromium, watched
 from tests.server.conftest import wait_until
 from tests.server.test_dashboard import A, B, ask

@@ -10,12 +10,12 @@ import pytest
 
 from keepwarm import config
 from keepwarm.cache.policy import Policy
-from keepwarm.engine.request import KVOptions
 from keepwarm.server import chat, messages, responses_in, scrub
 from keepwarm.server.anthropic_shapes import MessagesRequest
 from keepwarm.server.openai_shapes import ChatRequest
 from keepwarm.server.responses_shapes import ResponsesRequest
 from keepwarm.server.wire import Caller
+from keepwarm.text.request import KVOptions
 
 CLIENTS = Path(__file__).parent.parent / "data" / "clients"
 SETTINGS = config.load({})

@@ -5,7 +5,7 @@ import uuid
 
 import httpx
 
-from keepwarm.cache.marks import Marks
+from keepwarm.cache.agents.pins import Marks
 from keepwarm.store.disk.disk import INDEX_ROOM
 from tests.server.conftest import wait_until
 

@@ -8,7 +8,16 @@ from fastapi.testclient import TestClient
 
 from keepwarm import config
 from keepwarm.cache.policy import Policy
-from keepwarm.engine.request import (
+from keepwarm.errors import BadField
+from keepwarm.server import chat, completions
+from keepwarm.server.chat import ChatStream
+from keepwarm.server.chunks import Heading
+from keepwarm.server.completions import TextStream
+from keepwarm.server.openai_shapes import ChatRequest, CompletionRequest
+from keepwarm.server.problems import invalid
+from keepwarm.server.tokens import Pieces
+from keepwarm.server.wire import Caller, agent_id, receipt_dict
+from keepwarm.text.request import (
     Choice,
     Delta,
     Done,
@@ -26,15 +35,6 @@ from keepwarm.engine.request import (
     TopLogprob,
     Usage,
 )
-from keepwarm.errors import BadField
-from keepwarm.server import chat, completions
-from keepwarm.server.chat import ChatStream
-from keepwarm.server.chunks import Heading
-from keepwarm.server.completions import TextStream
-from keepwarm.server.openai_shapes import ChatRequest, CompletionRequest
-from keepwarm.server.problems import invalid
-from keepwarm.server.tokens import Pieces
-from keepwarm.server.wire import Caller, agent_id, receipt_dict
 from tests.kit.checkpoints import make_tokenizer
 
 SETTINGS = config.load({})

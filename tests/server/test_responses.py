@@ -12,19 +12,6 @@ from pydantic import TypeAdapter
 from keepwarm import config
 from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import Answer
-from keepwarm.engine.request import (
-    Delta,
-    Done,
-    Finished,
-    KVOptions,
-    Progress,
-    Receipt,
-    Started,
-    ToolCall,
-    ToolCalled,
-    ToolChoice,
-    Usage,
-)
 from keepwarm.errors import BadField, UnknownResponse
 from keepwarm.server.problems import Problem
 from keepwarm.server.responses_in import (
@@ -39,6 +26,19 @@ from keepwarm.server.responses_out import Built, ResponseBuilder, ResponseStream
 from keepwarm.server.responses_shapes import Item, ResponsesRequest, ToolIn
 from keepwarm.server.responses_store import ResponseStore
 from keepwarm.server.wire import Caller
+from keepwarm.text.request import (
+    Delta,
+    Done,
+    Finished,
+    KVOptions,
+    Progress,
+    Receipt,
+    Started,
+    ToolCall,
+    ToolCalled,
+    ToolChoice,
+    Usage,
+)
 
 SETTINGS = config.load({})
 CALLER = Caller("", None, Policy.READ_WRITE, False, KVOptions(), None)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepwarm import config
-from keepwarm.engine.model import load
+from keepwarm.models.load import load
 from keepwarm.server.responses_fit import STEPS, shortened
 from keepwarm.server.responses_shapes import Item
 from tests.kit.checkpoints import write_checkpoint

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from keepwarm import config
 from keepwarm.cache.policy import Policy
-from keepwarm.engine.request import KVOptions, Mark, Request
 from keepwarm.errors import BadInput
 from keepwarm.server import chat, messages, responses_in, scrub
 from keepwarm.server.anthropic_shapes import CountRequest
@@ -17,6 +16,7 @@ from keepwarm.server.openai_shapes import ChatRequest
 from keepwarm.server.responses_shapes import InputRequest, Item
 from keepwarm.server.scrub import RULES, Place, choose
 from keepwarm.server.wire import Caller
+from keepwarm.text.request import KVOptions, Mark, Request
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "scrubbing.md"
 SETTINGS = config.load({})

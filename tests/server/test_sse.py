@@ -10,7 +10,12 @@ import time
 import pytest
 
 from keepwarm.engine.answer import Answer
-from keepwarm.engine.request import (
+from keepwarm.errors import Busy, Cancelled, EngineFailed, TimedOut
+from keepwarm.server.chat import ChatStream
+from keepwarm.server.chunks import Heading
+from keepwarm.server.several import Several
+from keepwarm.server.sse import EventStream, WholeAnswer
+from keepwarm.text.request import (
     Delta,
     Done,
     Finished,
@@ -20,11 +25,6 @@ from keepwarm.engine.request import (
     TokenInfo,
     Usage,
 )
-from keepwarm.errors import Busy, Cancelled, EngineFailed, TimedOut
-from keepwarm.server.chat import ChatStream
-from keepwarm.server.chunks import Heading
-from keepwarm.server.several import Several
-from keepwarm.server.sse import EventStream, WholeAnswer
 
 RECEIPT = Receipt(7, {"memory": 5}, 2, 12.3456, True)
 USAGE = Usage(7, 5, 2, 0, 10.0, 20.0)

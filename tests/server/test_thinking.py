@@ -30,7 +30,7 @@ USER = {"role": "user", "content": WORDS}
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
-    from keepwarm.engine.model import load
+    from keepwarm.models.load import load
 
     home = tmp_path_factory.mktemp("thinking")
     tokenizer = make_tokenizer()

@@ -18,7 +18,7 @@ USER = [{"role": "user", "content": "How is the weather here and there?"}]
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
     """Its model answers with two calls, and says something once their results are there."""
-    from keepwarm.engine.model import load
+    from keepwarm.models.load import load
 
     home = tmp_path_factory.mktemp("calls")
     both = "\n".join(call("weather", place=place) for place in PLACES)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-from keepwarm.cache.agents import Agents
+from keepwarm.cache.agents.agents import Agents
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm import config
 from keepwarm.cache.opened import Budgets, OpenedStore
-from keepwarm.cache.rates import Rates
+from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.shelf import Shelf
 from keepwarm.cli.main import main
 from keepwarm.errors import BadInput, BadRecord

@@ -10,12 +10,12 @@ from typing import NamedTuple
 from keepwarm import config
 from keepwarm.bench.client import Ask, Reply
 from keepwarm.cache.policy import Policy
+from keepwarm.cache.store import Store
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.model import Model, load
-from keepwarm.engine.request import Delta, Done, Request, Sampling
-from keepwarm.engine.stats import Stats
-from keepwarm.engine.store import Store
+from keepwarm.engine.insight.stats import Stats
 from keepwarm.errors import EngineFailed
+from keepwarm.models.load import Model, load
+from keepwarm.text.request import Delta, Done, Request, Sampling
 
 
 class BareEngine:

@@ -11,9 +11,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from keepwarm import config
-from keepwarm.engine.catalog import locate, read_config
-from keepwarm.engine.model import load
 from keepwarm.errors import BadInput
+from keepwarm.models.catalog import locate, read_config
+from keepwarm.models.load import load
 
 COPIED = ("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "generation_config.json")
 TINY = {

@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 
 from keepwarm import config
-from keepwarm.engine import machine
+from keepwarm.device import machine
 from keepwarm.errors import NotEnough
 
 if sys.platform != "win32":

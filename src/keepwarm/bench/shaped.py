@@ -22,14 +22,14 @@ import numpy as np
 
 from keepwarm import config, kv
 from keepwarm.bench.measure import drop_files
-from keepwarm.cache.live import Live
-from keepwarm.cache.manager import Manager
 from keepwarm.cache.opened import Budgets
-from keepwarm.cache.reading import Reader
-from keepwarm.engine.model import Model
+from keepwarm.cache.restore.live import Live
+from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.store import Store
 from keepwarm.engine.prefill import Prefill
 from keepwarm.engine.shapes import SHAPES, build
-from keepwarm.engine.store import Store
+from keepwarm.models.load import Model
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.tiers import Tiers
 

@@ -35,11 +35,11 @@ from keepwarm.bench.measure import (
     seconds_of,
     why_no_room,
 )
-from keepwarm.cache.io import MemoryOnly
-from keepwarm.cache.manager import Manager
-from keepwarm.cache.rates import Rates
-from keepwarm.cache.reading import Reader
-from keepwarm.cache.records import records_of
+from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.rates import Rates
+from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.records import records_of
+from keepwarm.cache.restore.writing import MemoryOnly
 from keepwarm.errors import KeepwarmError
 from keepwarm.kv.slices import tensor_name
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, Namespace, chain

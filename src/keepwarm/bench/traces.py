@@ -28,10 +28,10 @@ from rich.table import Table
 
 from keepwarm.bench.recorded import Request, load, requests
 from keepwarm.bench.rivals import Cache, Fifo, Sessions, TailFirst
-from keepwarm.cache.io import MemoryOnly
-from keepwarm.cache.manager import Manager, Plan
 from keepwarm.cache.policy import Policy
-from keepwarm.cache.reading import Reader
+from keepwarm.cache.restore.manager import Manager, Plan
+from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.writing import MemoryOnly
 from keepwarm.errors import BadInput, KeepwarmError
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout

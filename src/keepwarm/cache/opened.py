@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepwarm.cache.io import MemoryOnly, Saver, Writer
-from keepwarm.cache.manager import Manager
-from keepwarm.cache.reading import Reader
+from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.writing import MemoryOnly, Saver, Writer
 from keepwarm.cache.shelf import Shelf
 from keepwarm.config import Settings
 from keepwarm.kv.layout import Layout

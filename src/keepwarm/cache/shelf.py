@@ -11,10 +11,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from keepwarm.cache.agents import Agent, Agents
-from keepwarm.cache.bundle import Manifest, export_bundle, import_bundle
-from keepwarm.cache.holders import Holder, header_of, holders
-from keepwarm.cache.marks import Marks
+from keepwarm.cache.agents.agents import Agent, Agents
+from keepwarm.cache.agents.bundle import Manifest, export_bundle, import_bundle
+from keepwarm.cache.agents.holders import Holder, header_of, holders
+from keepwarm.cache.agents.pins import Marks
 from keepwarm.errors import BadInput, BadRecord
 from keepwarm.prefix.blocks import (
     BLOCK_TOKENS,

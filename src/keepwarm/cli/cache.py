@@ -20,7 +20,7 @@ from keepwarm import config
 from keepwarm.errors import NewerFormat
 
 if TYPE_CHECKING:
-    from keepwarm.cache.agents import Agent
+    from keepwarm.cache.agents.agents import Agent
     from keepwarm.cache.shelf import Shelf
     from keepwarm.prefix.fingerprint import Identity
     from keepwarm.store.disk.upkeep import Progress
@@ -252,9 +252,9 @@ def import_(
     as_json: AsJson = False,
 ) -> None:
     """Read a bundle, verified, for the same weights and KV dtype."""
-    from keepwarm.cache.bundle import identity_in
-    from keepwarm.engine.model import load
-    from keepwarm.engine.store import identity_of
+    from keepwarm.cache.agents.bundle import identity_in
+    from keepwarm.cache.store import identity_of
+    from keepwarm.models.load import load
 
     settings = config.load(model=model)
     theirs = identity_in(file)
@@ -269,7 +269,7 @@ def import_(
 
 def _kv_options(theirs: Identity) -> dict[str, Any]:
     """Those a bundle was made with, as far as they are known here: with any other, it differs."""
-    from keepwarm.engine.request import KVOptions
+    from keepwarm.text.request import KVOptions
 
     known = asdict(KVOptions()).keys() - {"quantized_kv_start"}  # which is part of the salt
     return {name: value for name, value in theirs.kv_options.items() if name in known}

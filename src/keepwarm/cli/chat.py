@@ -32,7 +32,7 @@ from keepwarm.errors import BadInput, Cancelled, KeepwarmError
 if TYPE_CHECKING:
     from keepwarm.engine.answer import Answer
     from keepwarm.engine.engine import Engine
-    from keepwarm.engine.request import Event, Receipt, Request, Usage
+    from keepwarm.text.request import Event, Receipt, Request, Usage
 
 HELP = "Ctrl-C stops an answer, /clear starts over, /exit or Ctrl-D leaves."
 
@@ -81,7 +81,7 @@ class Said:
         self.usage: Usage | None = None  # None where it was stopped
 
     def add(self, event: Event) -> None:
-        from keepwarm.engine.request import Delta, Done, Finished, Started
+        from keepwarm.text.request import Delta, Done, Finished, Started
 
         if isinstance(event, Started):
             self.receipt = event.receipt

@@ -12,14 +12,14 @@ from rich.table import Table
 from keepwarm import config
 
 if TYPE_CHECKING:
-    from keepwarm.engine.machine import Machine
+    from keepwarm.device.machine import Machine
 
 
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show backend, BLAS, speed, memory, disk and versions, and what would be faster."""
-    from keepwarm.engine.machine import snapshot  # loads MLX, which other commands may not need
+    from keepwarm.device.machine import snapshot  # loads MLX, which other commands may not need
 
     machine = snapshot(config.load())
     if json:

@@ -37,7 +37,7 @@ def models(
 
 def listed(settings: config.Settings) -> Iterator[Listed]:
     """Built-ins first, pulled or not, then the models in the hub's cache."""
-    from keepwarm.engine import builtin, hub
+    from keepwarm.models import builtin, hub
 
     for name, known in builtin.BUILTINS.items():
         path = builtin.directory(known, settings)
@@ -47,7 +47,7 @@ def listed(settings: config.Settings) -> Iterator[Listed]:
 
 
 def _here(name: str, source: str, path: Path) -> Listed:
-    from keepwarm.engine.catalog import n_context, read_config
+    from keepwarm.models.catalog import n_context, read_config
 
     n_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     try:
@@ -62,7 +62,7 @@ def _absent(name: str) -> Listed:
 
 
 def _table(found: list[Listed]) -> Table:
-    from keepwarm.engine.space import in_words
+    from keepwarm.device.space import in_words
 
     table = Table("Model", "From", "Size", "Architecture", "Context", "Path", box=None)
     for model in found:

@@ -16,7 +16,7 @@ from keepwarm.errors import BadInput
 
 if TYPE_CHECKING:
     from keepwarm.engine.engine import Engine
-    from keepwarm.engine.request import Event, Request
+    from keepwarm.text.request import Event, Request
 
 ModelName: TypeAlias = Annotated[
     str | None, typer.Option("--model", help="Alias, directory, .gguf file or hub id.")
@@ -57,8 +57,8 @@ def question(
 ) -> Request:
     """A request without its messages; numbers that mean nothing are refused."""
     from keepwarm.cache.policy import Policy
-    from keepwarm.engine.request import KVOptions, Request, Sampling
-    from keepwarm.engine.sampling_rules import check
+    from keepwarm.text.request import KVOptions, Request, Sampling
+    from keepwarm.text.sampling_rules import check
 
     if agent is not None and no_cache:
         raise BadInput("--agent and --no-cache cannot be combined: an agent is what is kept.")
@@ -74,9 +74,9 @@ def question(
 def running(settings: config.Settings, asks: Request) -> Iterator[Engine]:
     """The engine for such requests; leaving waits until what is to be kept is on disk."""
     from keepwarm.cache.opened import Budgets
+    from keepwarm.cache.store import Store
     from keepwarm.engine.engine import Engine
-    from keepwarm.engine.model import load
-    from keepwarm.engine.store import Store
+    from keepwarm.models.load import load
 
     budgets = replace(Budgets.of(settings), disk=asks.policy.to_disk)
     with _unlogged(), Store(budgets=budgets, settings=settings) as store:
@@ -124,7 +124,7 @@ def checked(text: str) -> str:
 
 def shown(events: Iterable[Event]) -> Iterator[Event]:
     """Pass an answer on and print it: its text, and its reasoning dim on standard error."""
-    from keepwarm.engine.request import Delta
+    from keepwarm.text.request import Delta
 
     thinks = False
     for event in events:

@@ -13,6 +13,6 @@ def pull(
     name: Annotated[str, typer.Argument(help="Built-in name, or hub id (org/name).")],
 ) -> None:
     """Download a model, as far as it is not here yet, and print where it lies."""
-    from keepwarm.engine.catalog import locate
+    from keepwarm.models.catalog import locate
 
     print(locate(name, config.load(), refresh=True))

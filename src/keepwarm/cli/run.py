@@ -29,7 +29,7 @@ from keepwarm.errors import BadInput
 
 if TYPE_CHECKING:
     from keepwarm.engine.answer import Answer
-    from keepwarm.engine.request import Result
+    from keepwarm.text.request import Result
 
 
 def run(

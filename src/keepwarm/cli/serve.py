@@ -12,8 +12,8 @@ from keepwarm import config
 from keepwarm.cli.options import ModelName
 
 if TYPE_CHECKING:
+    from keepwarm.cache.store import Store
     from keepwarm.config import Settings
-    from keepwarm.engine.store import Store
     from keepwarm.server.host import EngineHost
 
 EXAMPLE = '{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}'
@@ -40,7 +40,7 @@ def serve(
 
     check_binding(settings)
     with bind(settings.host, settings.port) as listening:
-        from keepwarm.engine.store import Store
+        from keepwarm.cache.store import Store
         from keepwarm.server.app import create_app
 
         with Store(settings=settings) as store:
@@ -52,7 +52,7 @@ def serve(
 
 def _host(settings: Settings, store: Store) -> EngineHost:
     """The model, running; nothing else holds it, so that another can take its place."""
-    from keepwarm.engine.model import load
+    from keepwarm.models.load import load
     from keepwarm.server.host import EngineHost, start_engine
 
     model = load(settings.model, settings)

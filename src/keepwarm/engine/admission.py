@@ -6,7 +6,7 @@ import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from keepwarm.engine.space import in_words
+from keepwarm.device.space import in_words
 from keepwarm.errors import NotEnough
 from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec
 from keepwarm.prefix.blocks import BLOCK_TOKENS

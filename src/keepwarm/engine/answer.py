@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from typing import Self, TypeAlias
 
-from keepwarm.engine.prepare import Prepared
-from keepwarm.engine.request import (
+from keepwarm.errors import EngineFailed, KeepwarmError
+from keepwarm.text.prepare import Prepared
+from keepwarm.text.request import (
     Choice,
     Delta,
     Done,
@@ -23,7 +24,6 @@ from keepwarm.engine.request import (
     Result,
     ToolCalled,
 )
-from keepwarm.errors import EngineFailed, KeepwarmError
 
 Wake: TypeAlias = Callable[[], None]
 

@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar
 import mlx.core as mx
 
 from keepwarm import kv
-from keepwarm.engine.request import TokenInfo
 from keepwarm.engine.sampling import Chooser, logprobs_of, sample, token_info
+from keepwarm.text.request import TokenInfo
 
 
 class Row:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from keepwarm.cache.store import Store
 from keepwarm.engine.jobs import Job, Sequence
-from keepwarm.engine.store import Store
 
 EXPIRY_S = 60.0  # how often agents are looked at that may be past their retention
 GRACE_S = 600.0  # an answer under way may be an agent's next use, and is noted when it has ended

@@ -20,32 +20,32 @@ from typing import Self, TypeAlias, TypeVar
 
 import mlx.core as mx
 
-from keepwarm.cache.live import Live
-from keepwarm.cache.whatif import Looks
+from keepwarm.cache.restore.live import Live
+from keepwarm.cache.store import Store
 from keepwarm.config import Settings
 from keepwarm.config import load as load_settings
+from keepwarm.device.memory import MemoryConfig, MemoryScopes, memories, scopes_of_process
+from keepwarm.device.pressure import Watcher, watches
 from keepwarm.engine.admission import Admission, kv_bytes
 from keepwarm.engine.answer import Answer
-from keepwarm.engine.audit import Auditor
 from keepwarm.engine.chores import Chores
+from keepwarm.engine.insight.audit import Auditor
+from keepwarm.engine.insight.journal import Entry, Journal, entry_of
+from keepwarm.engine.insight.lookup import Lookup, look_up
+from keepwarm.engine.insight.misses import Misses
+from keepwarm.engine.insight.stats import MemoryUse, Stats, snapshot
+from keepwarm.engine.insight.whatif import Looks
 from keepwarm.engine.jobs import Job, Sequence
-from keepwarm.engine.journal import Entry, Journal, entry_of
 from keepwarm.engine.lane import Lane, Lanes, make_options, options_for
-from keepwarm.engine.lookup import Lookup, look_up
-from keepwarm.engine.memory import MemoryConfig, MemoryScopes, memories, scopes_of_process
-from keepwarm.engine.misses import Misses
-from keepwarm.engine.model import Model
 from keepwarm.engine.prefill import Pace
-from keepwarm.engine.prepare import Prepared, Preparer
-from keepwarm.engine.request import KVOptions, Request
 from keepwarm.engine.scheduler import Scheduler
-from keepwarm.engine.stats import MemoryUse, Stats, snapshot
-from keepwarm.engine.store import Store
-from keepwarm.engine.watcher import Watcher, watches
 from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping
 from keepwarm.kv import make_caches
+from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.prefix.ledger import Recent
+from keepwarm.text.prepare import Prepared, Preparer
+from keepwarm.text.request import KVOptions, Request
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from keepwarm.engine.admission import Admission
-from keepwarm.engine.counters import Counters
+from keepwarm.engine.insight.counters import Counters
 from keepwarm.engine.jobs import Job, Reading, Sequence
 from keepwarm.engine.lane import MIN_SHARED, Lane, Lanes, Warm, options_for
 from keepwarm.engine.prefill import Prefill, Stopwatch
-from keepwarm.engine.request import Receipt, Started
 from keepwarm.engine.sampling import Chooser
-from keepwarm.engine.segments import AnswerReader
 from keepwarm.errors import NotEnough
 from keepwarm.prefix.blocks import common_tokens, pack
+from keepwarm.text.parsing import AnswerReader
+from keepwarm.text.request import Receipt, Started
 
 ANSWER_ROOM = 1024  # answer tokens that memory is set aside for at first
 

@@ -11,15 +11,20 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from keepwarm.cache.loading import Loading
-from keepwarm.cache.manager import Capture
+from keepwarm.cache.restore.loading import Loading
+from keepwarm.cache.restore.manager import Capture
 from keepwarm.engine.admission import Lease
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.batch import Row
 from keepwarm.engine.lane import Lane
 from keepwarm.engine.prefill import Prefill
-from keepwarm.engine.prepare import Prepared
-from keepwarm.engine.request import (
+from keepwarm.engine.sampling import Chooser
+from keepwarm.errors import KeepwarmError, TimedOut
+from keepwarm.kv import Caches
+from keepwarm.prefix.blocks import pack
+from keepwarm.text.parsing import AnswerReader, Piece, Reasoning
+from keepwarm.text.prepare import Prepared
+from keepwarm.text.request import (
     Delta,
     Done,
     Event,
@@ -33,11 +38,6 @@ from keepwarm.engine.request import (
     ToolCalled,
     Usage,
 )
-from keepwarm.engine.sampling import Chooser
-from keepwarm.engine.segments import AnswerReader, Piece, Reasoning
-from keepwarm.errors import KeepwarmError, TimedOut
-from keepwarm.kv import Caches
-from keepwarm.prefix.blocks import pack
 
 LOG = logging.getLogger(__name__)
 

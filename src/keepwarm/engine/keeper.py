@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from keepwarm import kv
-from keepwarm.cache.manager import Capture
+from keepwarm.cache.restore.manager import Capture
 from keepwarm.engine.batch import Batch
-from keepwarm.engine.counters import Counters
+from keepwarm.engine.insight.counters import Counters
 from keepwarm.engine.jobs import Job, Reading, Sequence
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 

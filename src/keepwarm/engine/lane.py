@@ -11,16 +11,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from keepwarm import kv
-from keepwarm.cache.continuations import continuations
-from keepwarm.cache.live import Live
-from keepwarm.cache.loading import Loading
-from keepwarm.cache.manager import Manager
 from keepwarm.cache.policy import Policy
-from keepwarm.engine.model import Model
-from keepwarm.engine.request import KVOptions
-from keepwarm.engine.splice import Continuations
-from keepwarm.engine.store import Store
+from keepwarm.cache.restore.continuations import continuations
+from keepwarm.cache.restore.live import Live
+from keepwarm.cache.restore.loading import Loading
+from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.store import Store
+from keepwarm.models.load import Model
 from keepwarm.prefix.fingerprint import salt_of
+from keepwarm.text.past_answers import Continuations
+from keepwarm.text.request import KVOptions
 
 LOG = logging.getLogger(__name__)
 

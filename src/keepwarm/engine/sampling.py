@@ -16,10 +16,10 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from keepwarm.engine.request import Sampling, TokenInfo, TopLogprob
+from keepwarm.text.request import Sampling, TokenInfo, TopLogprob
 
 if TYPE_CHECKING:
-    from keepwarm.engine.grammar import GrammarMatcher
+    from keepwarm.text.grammar import GrammarMatcher
 
 NEVER = -9999.0  # the log of a probability of zero, as OpenAI writes it: JSON has no infinity
 COLDEST = 1e-6  # below it a draw is the best token anyway, and the division overflows

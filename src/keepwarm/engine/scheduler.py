@@ -19,14 +19,14 @@ from keepwarm import kv
 from keepwarm.cache.policy import Policy
 from keepwarm.engine.admission import Admission
 from keepwarm.engine.batch import Batch
-from keepwarm.engine.counters import Counters
+from keepwarm.engine.insight.counters import Counters
 from keepwarm.engine.intake import Intake
 from keepwarm.engine.jobs import Job, Reading, Sequence
 from keepwarm.engine.keeper import Keeper, OnKept
 from keepwarm.engine.lane import Lanes
 from keepwarm.engine.prefill import Pace, Stopwatch
-from keepwarm.engine.request import Progress
 from keepwarm.errors import EngineFailed, KeepwarmError
+from keepwarm.text.request import Progress
 
 LOG = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from keepwarm.engine.model import Model
 from keepwarm.errors import UnknownModel
+from keepwarm.models.load import Model
 
 BITS, GROUP = 4, 64
 

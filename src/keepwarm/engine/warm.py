@@ -16,9 +16,9 @@ from dataclasses import replace
 from heapq import nlargest
 from typing import NamedTuple, Self
 
-from keepwarm.cache.agents import Agent
-from keepwarm.cache.manager import Manager
-from keepwarm.cache.plan import Read
+from keepwarm.cache.agents.agents import Agent
+from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.plan import Read
 from keepwarm.cache.shelf import Shelf
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import make_options

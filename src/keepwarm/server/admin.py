@@ -18,12 +18,12 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from keepwarm.cache.store import Store
 from keepwarm.config import Settings
-from keepwarm.engine import builtin, hub
-from keepwarm.engine.catalog import locate, read_config
-from keepwarm.engine.model import load
-from keepwarm.engine.store import Store
 from keepwarm.errors import Busy, EngineFailed, KeepwarmError, Stopping, UnknownModel
+from keepwarm.models import builtin, hub
+from keepwarm.models.catalog import locate, read_config
+from keepwarm.models.load import load
 from keepwarm.server.host import EngineHost, start_engine
 from keepwarm.server.openai_shapes import ErrorOut
 from keepwarm.server.wire import Shape

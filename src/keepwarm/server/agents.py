@@ -18,12 +18,12 @@ from fastapi.responses import StreamingResponse
 from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
-from keepwarm.cache.agents import Agent
+from keepwarm.cache.agents.agents import Agent
 from keepwarm.cache.shelf import Shelf
+from keepwarm.cache.store import identity_of
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import make_options
-from keepwarm.engine.store import identity_of
 from keepwarm.errors import BadCacheFile, BadField, BadInput, TooLarge, UnknownAgent
 from keepwarm.prefix.fingerprint import Identity
 from keepwarm.server.openai_shapes import ErrorOut

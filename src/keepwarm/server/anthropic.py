@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request, Response
 
 from keepwarm.config import Settings
-from keepwarm.engine import request as engine_request
 from keepwarm.server import messages, scrub
 from keepwarm.server.anthropic_shapes import (
     CountRequest,
@@ -22,6 +21,7 @@ from keepwarm.server.messages_out import Heading, Kept, MessageStream, message
 from keepwarm.server.messages_tools import ignored_tools
 from keepwarm.server.sse import EventStream, WholeAnswer
 from keepwarm.server.wire import Config, Host, caller_of, documented, new_id
+from keepwarm.text import request as engine_request
 
 router = APIRouter(
     prefix="/v1/messages",

@@ -16,9 +16,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from keepwarm.cache.shelf import Shelf
-from keepwarm.engine import request as engine_request
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.request import Result
 from keepwarm.errors import BadField, Forbidden
 from keepwarm.server import chat, completions, scrub
 from keepwarm.server.anthropic import messages_asked
@@ -40,6 +38,8 @@ from keepwarm.server.wire import (
 from keepwarm.store.disk import fsck
 from keepwarm.store.disk.upkeep import clear_quarantine
 from keepwarm.store.tier import telling
+from keepwarm.text import request as engine_request
+from keepwarm.text.request import Result
 
 router = APIRouter(
     prefix="/v1/cache",

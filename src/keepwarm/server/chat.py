@@ -6,24 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from keepwarm.config import Settings
-from keepwarm.engine.request import (
-    Choice,
-    Delta,
-    Done,
-    Event,
-    Finished,
-    Format,
-    Message,
-    Request,
-    Result,
-    Sampling,
-    Started,
-    TokenInfo,
-    Tool,
-    ToolCall,
-    ToolCalled,
-    ToolChoice,
-)
 from keepwarm.errors import BadField
 from keepwarm.server.chunks import Chunks, Heading, usage_dict
 from keepwarm.server.openai_shapes import (
@@ -41,6 +23,24 @@ from keepwarm.server.openai_shapes import (
 )
 from keepwarm.server.tokens import Pieces, chat_logprobs
 from keepwarm.server.wire import Caller, content_of, receipt_dict
+from keepwarm.text.request import (
+    Choice,
+    Delta,
+    Done,
+    Event,
+    Finished,
+    Format,
+    Message,
+    Request,
+    Result,
+    Sampling,
+    Started,
+    TokenInfo,
+    Tool,
+    ToolCall,
+    ToolCalled,
+    ToolChoice,
+)
 
 NOT_THINKING = frozenset({"none", "minimal"})
 SEEDS = 1 << 63

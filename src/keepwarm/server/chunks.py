@@ -6,11 +6,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from keepwarm.engine.request import Done, Progress, Usage
 from keepwarm.server.openai_shapes import UsageOut
 from keepwarm.server.problems import Problem, openai_body
 from keepwarm.server.sse import comment, frame
 from keepwarm.server.wire import receipt_dict
+from keepwarm.text.request import Done, Progress, Usage
 
 DONE = frame("[DONE]")
 

@@ -6,17 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from keepwarm.config import Settings
-from keepwarm.engine.request import (
-    Choice,
-    Delta,
-    Done,
-    Event,
-    Finished,
-    Request,
-    Result,
-    Started,
-    TokenInfo,
-)
 from keepwarm.errors import BadField
 from keepwarm.server.chat import sampling_of
 from keepwarm.server.chunks import Chunks, Heading, usage_dict
@@ -28,6 +17,17 @@ from keepwarm.server.openai_shapes import (
 )
 from keepwarm.server.tokens import Pieces, text_logprobs
 from keepwarm.server.wire import Caller, receipt_dict
+from keepwarm.text.request import (
+    Choice,
+    Delta,
+    Done,
+    Event,
+    Finished,
+    Request,
+    Result,
+    Started,
+    TokenInfo,
+)
 
 DEFAULT_MAX_TOKENS = 16
 

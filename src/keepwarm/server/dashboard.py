@@ -16,14 +16,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request
 
-from keepwarm.cache.whatif import Look, WhatIf, what_if
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.history import Amounts, Book, History, minute_of, watching
-from keepwarm.engine.journal import Entry
-from keepwarm.engine.misses import Missed
-from keepwarm.engine.stats import Stats
-from keepwarm.engine.text import decode
+from keepwarm.engine.insight.history import Amounts, Book, History, minute_of, watching
+from keepwarm.engine.insight.journal import Entry
+from keepwarm.engine.insight.misses import Missed
+from keepwarm.engine.insight.stats import Stats
+from keepwarm.engine.insight.whatif import Look, WhatIf, what_if
 from keepwarm.errors import UnknownRequest
 from keepwarm.server.dashboard_forest import forest_out
 from keepwarm.server.dashboard_shapes import (
@@ -44,6 +43,7 @@ from keepwarm.server.dashboard_viewer import Viewer, Who, needs_sums
 from keepwarm.server.host import EngineHost
 from keepwarm.server.openai_shapes import ErrorOut
 from keepwarm.server.wire import Host, receipt_dict
+from keepwarm.text.detokenize import decode
 
 N_ENDED = 20
 N_POINTS = 60

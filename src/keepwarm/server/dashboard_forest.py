@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import cache
 
-from keepwarm.cache.agents import Agent
-from keepwarm.cache.forest import Run, plant
+from keepwarm.cache.agents.agents import Agent
+from keepwarm.cache.agents.forest import Run, plant
 from keepwarm.cache.shelf import Shelf
-from keepwarm.engine.store import Store
+from keepwarm.cache.store import Store
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.prefix.fingerprint import tenant_of

@@ -6,8 +6,8 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
-from keepwarm.engine.journal import State
-from keepwarm.engine.misses import Reason
+from keepwarm.engine.insight.journal import State
+from keepwarm.engine.insight.misses import Reason
 from keepwarm.server.wire import ReceiptShape
 
 

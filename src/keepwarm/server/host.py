@@ -7,18 +7,18 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Self
 
-from keepwarm.engine.request import Done, Event, Result, Usage
 from keepwarm.errors import Stopping, UnknownModel
+from keepwarm.text.request import Done, Event, Result, Usage
 
 if TYPE_CHECKING:
+    from keepwarm.cache.store import Store
     from keepwarm.config import Settings
     from keepwarm.engine.answer import Answer
     from keepwarm.engine.engine import Engine
-    from keepwarm.engine.model import Model
-    from keepwarm.engine.prepare import Prepared
-    from keepwarm.engine.request import Request
-    from keepwarm.engine.store import Store
     from keepwarm.engine.warm import Warmer
+    from keepwarm.models.load import Model
+    from keepwarm.text.prepare import Prepared
+    from keepwarm.text.request import Request
 
 
 def start_engine(model: Model, store: Store, settings: Settings) -> Engine:

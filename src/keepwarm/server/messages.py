@@ -8,13 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from keepwarm.config import Settings
-from keepwarm.engine.request import (
-    Format,
-    Mark,
-    Message,
-    Request,
-    Sampling,
-)
 from keepwarm.errors import BadField, NoThreads
 from keepwarm.server.anthropic_shapes import (
     Block,
@@ -25,6 +18,13 @@ from keepwarm.server.anthropic_shapes import (
 )
 from keepwarm.server.messages_tools import choice_of, offered, spelled_out
 from keepwarm.server.wire import Caller, media_refused
+from keepwarm.text.request import (
+    Format,
+    Mark,
+    Message,
+    Request,
+    Sampling,
+)
 
 TTL_S = {"5m": 300.0, "1h": 3600.0}
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}

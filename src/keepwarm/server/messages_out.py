@@ -9,7 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from keepwarm.engine.request import (
+from keepwarm.server.anthropic_shapes import (
+    MessageOut,
+    MessageReceipt,
+    StopReason,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+    UsageOut,
+)
+from keepwarm.server.problems import Problem, anthropic_body
+from keepwarm.server.sse import frame, progress_json
+from keepwarm.server.wire import receipt_dict
+from keepwarm.text.request import (
     Choice,
     Delta,
     Done,
@@ -23,18 +35,6 @@ from keepwarm.engine.request import (
     ToolCalled,
     Usage,
 )
-from keepwarm.server.anthropic_shapes import (
-    MessageOut,
-    MessageReceipt,
-    StopReason,
-    TextBlock,
-    ThinkingBlock,
-    ToolUseBlock,
-    UsageOut,
-)
-from keepwarm.server.problems import Problem, anthropic_body
-from keepwarm.server.sse import frame, progress_json
-from keepwarm.server.wire import receipt_dict
 
 HOUR_S = 3600.0
 STOP_REASONS: Mapping[str, StopReason] = {

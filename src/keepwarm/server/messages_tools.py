@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from keepwarm.engine.request import Tool, ToolChoice
-from keepwarm.engine.tools import DEFERRED
 from keepwarm.errors import BadField
 from keepwarm.server.anthropic_shapes import Block, CountRequest, MessageIn, ToolIn
+from keepwarm.text.request import Tool, ToolChoice
+from keepwarm.text.tools import DEFERRED
 
 MODES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 SEARCH = "tool_search_tool"  # how the types of searches begin that run on Anthropic's servers

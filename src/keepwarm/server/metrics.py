@@ -15,10 +15,10 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from keepwarm.engine.request import Usage
-from keepwarm.engine.stats import Stats
+from keepwarm.engine.insight.stats import Stats
 from keepwarm.server.dashboard_viewer import Who
 from keepwarm.server.host import EngineHost
+from keepwarm.text.request import Usage
 
 Values: TypeAlias = Mapping[str, float]  # by label; "" where there is none
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
-from keepwarm.engine import request as engine_request
-from keepwarm.engine.text import decode
 from keepwarm.errors import UnknownModel
 from keepwarm.server import chat, completions, scrub
 from keepwarm.server.chat import ChatStream
@@ -30,6 +28,8 @@ from keepwarm.server.several import Several
 from keepwarm.server.sse import EventStream, WholeAnswer
 from keepwarm.server.tokens import Pieces
 from keepwarm.server.wire import Config, Host, caller_of, documented, new_id
+from keepwarm.text import request as engine_request
+from keepwarm.text.detokenize import decode
 
 router = APIRouter(
     prefix="/v1",

@@ -9,7 +9,6 @@ from typing import Annotated, TypeAlias
 from fastapi import APIRouter, Depends, Request, Response
 
 from keepwarm.config import Settings
-from keepwarm.engine import request as engine_request
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadField, ContextTooLong
 from keepwarm.server import scrub
@@ -37,6 +36,7 @@ from keepwarm.server.responses_store import ResponseStore, Stored
 from keepwarm.server.sse import EventStream, WholeAnswer
 from keepwarm.server.tokens import Pieces
 from keepwarm.server.wire import Config, Host, caller_of, documented
+from keepwarm.text import request as engine_request
 
 REFUSED = {
     "background": "background is not possible here: answers are awaited; leave it out, and use "

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from keepwarm.config import Settings
-from keepwarm.engine.request import Format, Message, Request, Sampling, Tool, ToolChoice
 from keepwarm.errors import BadField
 from keepwarm.server.chat import NOT_THINKING
 from keepwarm.server.responses_shapes import (
@@ -20,6 +19,7 @@ from keepwarm.server.responses_shapes import (
     ToolIn,
 )
 from keepwarm.server.wire import Caller, content_of, text_of
+from keepwarm.text.request import Format, Message, Request, Sampling, Tool, ToolChoice
 
 SEALED = "keepwarm1:"  # before reasoning that a client keeps for us
 LOGPROBS = "message.output_text.logprobs"  # among what is to be included

@@ -9,19 +9,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from keepwarm.engine.answer import collect
-from keepwarm.engine.request import (
-    Delta,
-    Done,
-    Event,
-    Finished,
-    Progress,
-    Request,
-    Result,
-    Started,
-    TokenInfo,
-    ToolCall,
-    ToolCalled,
-)
 from keepwarm.server.openai_shapes import LogprobOut
 from keepwarm.server.problems import Problem
 from keepwarm.server.responses_in import Name, Offered, sealed
@@ -35,6 +22,19 @@ from keepwarm.server.responses_shapes import (
 from keepwarm.server.sse import Reply, frame, progress_json
 from keepwarm.server.tokens import Pieces, chat_logprobs
 from keepwarm.server.wire import new_id, receipt_dict
+from keepwarm.text.request import (
+    Delta,
+    Done,
+    Event,
+    Finished,
+    Progress,
+    Request,
+    Result,
+    Started,
+    TokenInfo,
+    ToolCall,
+    ToolCalled,
+)
 
 Frames: TypeAlias = list[dict[str, Any]]
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}

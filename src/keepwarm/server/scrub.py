@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
-from keepwarm.engine.request import Mark, Message, Request
 from keepwarm.errors import BadInput
+from keepwarm.text.request import Mark, Message, Request
 
 HEADER = "x-keepwarm-scrub"
 SYSTEM_ROLES = ("system", "developer")

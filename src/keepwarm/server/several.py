@@ -7,7 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from keepwarm.engine.answer import collect
-from keepwarm.engine.request import (
+from keepwarm.errors import KeepwarmError
+from keepwarm.server.host import Noted
+from keepwarm.server.sse import started
+from keepwarm.text.request import (
     Delta,
     Done,
     Event,
@@ -19,9 +22,6 @@ from keepwarm.engine.request import (
     ToolCalled,
     Usage,
 )
-from keepwarm.errors import KeepwarmError
-from keepwarm.server.host import Noted
-from keepwarm.server.sse import started
 
 
 class Several:

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from keepwarm.engine.request import Event, Progress, Receipt, Result, Started
 from keepwarm.errors import Cancelled, EngineFailed
 from keepwarm.server.problems import Problem, problem_of
 from keepwarm.server.wire import receipt_headers
+from keepwarm.text.request import Event, Progress, Receipt, Result, Started
 
 KEEP_ALIVE_S = 1.0
 PLAN_S = 3.0  # less than the five seconds after which the most impatient clients give up

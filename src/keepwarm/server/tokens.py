@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from keepwarm.engine.request import TokenInfo
-from keepwarm.engine.text import decode
 from keepwarm.server.openai_shapes import LogprobOut, TextLogprobs, TopLogprobOut
+from keepwarm.text.detokenize import decode
+from keepwarm.text.request import TokenInfo
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -16,9 +16,9 @@ from typing_extensions import TypedDict
 
 from keepwarm.cache.policy import Policy
 from keepwarm.config import Settings
-from keepwarm.engine.request import KVOptions, Receipt
 from keepwarm.errors import BadField
 from keepwarm.server.host import EngineHost
+from keepwarm.text.request import KVOptions, Receipt
 
 AGENT_HEADER = "x-keepwarm-agent"
 CACHE_HEADER = "x-keepwarm-cache"

@@ -1,0 +1,125 @@
+"""A restore under way: reader threads put records into place, and its owner may go on meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from time import perf_counter
+from typing import NamedTuple
+
+from keepwarm.cache.restore.plan import Point, Read
+from keepwarm.cache.restore.reading import Reader, Use
+from keepwarm.cache.restore.records import block_of
+from keepwarm.cache.restore.writing import Saver
+from keepwarm.errors import BadRecord, CacheError
+from keepwarm.kv.assembly import Assembly
+from keepwarm.kv.kinds import Caches
+from keepwarm.kv.layout import Layout
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, pack
+from keepwarm.store.record import Visit
+
+LOG = logging.getLogger(__name__)
+
+
+class Restored(NamedTuple):
+    """Caches that hold exactly the first `n_tokens` of the prompt, and where they came from."""
+
+    caches: Caches | None
+    n_tokens: int
+    tokens_by_tier: dict[str, int]
+
+
+EMPTY = Restored(None, 0, {})
+
+
+class Loaded(NamedTuple):
+    """A restore, or the blocks that could not be read or are not what the index said."""
+
+    restored: Restored | None
+    missed: set[BlockKey]
+
+
+class Loading:
+    """Begin, finish or abandon it on the thread that owns MLX."""
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        point: Point,
+        layout: Layout,
+        reader: Reader,
+        saver: Saver,
+        *,
+        aside: bool = False,
+    ) -> None:
+        """What is loaded aside keeps nobody from loading something else."""
+        self.tokens = tokens
+        self.point = point
+        self.aside = aside
+        self._packed = pack(tokens[: point.n_tokens])
+        self.seconds = 0.0  # from its first read on, without the time that nobody asked for its end
+        self._saver = saver
+        self._lock = threading.Lock()
+        self._first_read = self._last_read = 0.0
+
+        def prepared() -> Use:
+            self._assembly = Assembly(layout, point.n_tokens, reader.staging)
+            return self._place
+
+        self._reads = reader.start(point.reads, prepared, aside)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether finishing it would wait for nobody."""
+        return self._reads.is_done
+
+    @property
+    def keys(self) -> list[BlockKey]:
+        return [read.key for read in self.point.reads]
+
+    def finish(self) -> Loaded:
+        try:
+            outcome = self._reads.outcome()
+        except Exception:
+            self.abandon()
+            raise
+        if outcome.missed:
+            return Loaded(None, outcome.missed)
+        began = perf_counter()
+        try:
+            caches = self._assembly.finish()
+        except CacheError as error:
+            LOG.warning("blocks of a prompt could not be put together: %s", error)
+            return Loaded(None, set(self.keys))
+        self.seconds = self._last_read - self._first_read + perf_counter() - began
+        return Loaded(Restored(caches, self.point.n_tokens, self._by_tier(outcome.tiers)), set())
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more; what is being read is read to its end, and dropped."""
+        self._reads.stop()
+
+    def _place(self, read: Read, record: Visit) -> None:
+        start = read.number * BLOCK_TOKENS
+        end = min(start + BLOCK_TOKENS, self.point.n_tokens)
+        if not record.header.tokens.startswith(self._packed[4 * start : 4 * end]):
+            raise BadRecord("its tokens are not those of the prompt")
+        began = perf_counter()
+        with self._saver.restoring():
+            self._assembly.add(block_of(record))
+        with self._lock:
+            self._first_read = min(self._first_read or began, began)
+            self._last_read = perf_counter()
+
+    def _by_tier(self, tiers: Sequence[str]) -> dict[str, int]:
+        """Each block counts for the tier that its first record came from."""
+        by_number: dict[int, str] = {}
+        for read, tier in zip(self.point.reads, tiers, strict=True):
+            by_number.setdefault(read.number, tier)
+        counts: Counter[str] = Counter()
+        for number, tier in by_number.items():
+            counts[tier] += min(BLOCK_TOKENS, self.point.n_tokens - number * BLOCK_TOKENS)
+        # Blocks that no layer had to read, before a window or a state, go with the last.
+        counts[tiers[-1]] += self.point.n_tokens - counts.total()
+        return dict(counts)

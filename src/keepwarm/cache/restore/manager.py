@@ -1,0 +1,322 @@
+"""Plan, load, capture: the one place where prompts meet stored blocks.
+
+A manager serves one namespace: one model with one set of KV options. It keeps no request state;
+what is under way lives in the `Capture` that `open` returns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from keepwarm.cache.policy import Policy
+from keepwarm.cache.restore.loading import EMPTY, Loading, Restored
+from keepwarm.cache.restore.plan import NOTHING, Forest, Needs, Point, longest, n_matched
+from keepwarm.cache.restore.rates import Rates
+from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.records import records_of
+from keepwarm.cache.restore.writing import Saver
+from keepwarm.kv.kinds import Caches
+from keepwarm.kv.layout import Layout
+from keepwarm.kv.slices import Block, cut
+from keepwarm.prefix.blocks import (
+    BLOCK_TOKENS,
+    BlockKey,
+    BlockRef,
+    Namespace,
+    block_key,
+    chain,
+    pack,
+    root,
+)
+from keepwarm.prefix.reuse import Action, Candidate, Stored, decide
+from keepwarm.store.record import Part
+from keepwarm.store.tier import Known
+from keepwarm.store.tiers import Tiers
+
+SMALL_LOAD_S = 0.02
+LONG_LOAD_S = 0.1  # a restore that others should not have to wait for
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would be restored for a prompt, and what that costs against computing it."""
+
+    point: Point
+    n_prompt: int
+    load_s: float
+    prefill_s: float  # of the tokens that the restore spares
+
+    @property
+    def n_tokens(self) -> int:
+        return self.point.n_tokens
+
+    def worth_loading(self, beyond: int = 0) -> bool:
+        """Whether to load rather than compute what lies beyond the tokens one has already."""
+        # Below this, what was measured is noise, and computing wears the machine more.
+        load_s = 0.0 if self.load_s < SMALL_LOAD_S else self.load_s
+        held = Candidate(beyond, beyond, can_trim=True)
+        speed = self.n_tokens / self.prefill_s if self.prefill_s else 0.0
+        decision = decide(self.n_prompt, held, Stored(self.n_tokens, load_s), speed)
+        return decision.action is Action.RESTORE
+
+
+@dataclass
+class Manager:
+    namespace: Namespace
+    layout: Layout
+    tiers: Tiers
+    reader: Reader
+    writer: Saver
+    rates: Rates = field(default_factory=Rates)
+    restore_failures: int = 0
+
+    def __post_init__(self) -> None:
+        self.needs = Needs.of(self.layout)
+
+    def plan(self, tokens: Sequence[int], without: Collection[BlockKey] = ()) -> Plan:
+        """The longest known prefix; at least one token is left, because a model must be fed."""
+        point = self._longest(tokens, len(tokens) - 1, without) if len(tokens) > 1 else NOTHING
+        load_s = point.n_bytes / self.rates.load_bytes_per_s
+        return Plan(point, len(tokens), load_s, point.n_tokens / self.rates.prefill_tokens_per_s)
+
+    def restore(
+        self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE, beyond: int = 0
+    ) -> Restored:
+        """Plan, load and wait. Call it on the thread that owns MLX.
+
+        Nothing is loaded that reaches no further than the tokens one has already, `beyond`.
+        """
+        loading = self.begin(tokens, policy, beyond)
+        return EMPTY if loading is None else self.finish(loading, beyond)
+
+    def begin(
+        self,
+        tokens: Sequence[int],
+        policy: Policy,
+        beyond: int = 0,
+        without: Collection[BlockKey] = (),
+        beside: bool = False,
+    ) -> Loading | None:
+        """Have what is known of a prompt loaded; None where there is nothing worth it.
+
+        `beside` others who would have to wait, what takes long is loaded aside.
+        """
+        if not policy.reads:
+            return None
+        plan = self.plan(tokens, without)
+        if not plan.worth_loading(beyond):
+            return None
+        aside = beside and plan.load_s >= LONG_LOAD_S
+        return Loading(tokens, plan.point, self.layout, self.reader, self.writer, aside=aside)
+
+    def finish(self, loading: Loading, beyond: int = 0) -> Restored:
+        """What was loaded. A bad record is a miss: the next plan is made without it."""
+        missed: set[BlockKey] = set()
+        under_way: Loading | None = loading
+        while under_way is not None:
+            loaded = under_way.finish()
+            if loaded.restored is not None:
+                if not under_way.aside:  # else others have read or computed meanwhile
+                    self.rates.saw_load(under_way.point.n_bytes, under_way.seconds)
+                self.tiers.touch(under_way.keys)
+                return loaded.restored
+            self.restore_failures += 1
+            missed |= loaded.missed
+            under_way = self.begin(loading.tokens, Policy.READ_ONLY, beyond, missed)
+        return EMPTY
+
+    def n_kept(self, tokens: Sequence[int], policy: Policy) -> int:
+        """How many tokens that were found, wherever, a request need not put again.
+
+        Blocks in memory alone are put again where the policy wants them on disk: what comes after
+        them would be of no use there.
+        """
+        if not self.writer.takes_again(policy):
+            return len(tokens)
+        refs = [ref for ref in chain(self.namespace, tokens) if ref.n_tokens == BLOCK_TOKENS]
+        kept = n_matched(self.needs, refs, self.writer.kept([ref.key for ref in refs]))
+        return len(tokens) if kept == len(refs) else kept * BLOCK_TOKENS
+
+    def survives(self, tokens: Sequence[int]) -> bool:
+        """Whether a process that starts now would find all of these tokens on disk."""
+        on_disk = Tiers([(name, tier) for name, tier in self.tiers.named if name == "disk"])
+        point = replace(self, tiers=on_disk)._longest(tokens, len(tokens), ())
+        return point.n_tokens == len(tokens)
+
+    def open(self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE) -> Capture:
+        """Begin keeping what a request computes, from wherever it starts.
+
+        The tokens are looked at, not copied: a list that grows says what comes next.
+        """
+        return Capture(self, tokens, policy)
+
+    def _longest(self, tokens: Sequence[int], limit: int, without: Collection[BlockKey]) -> Point:
+        blocks = list(chain(self.namespace, tokens))
+        refs = [ref for ref in blocks if ref.n_tokens == BLOCK_TOKENS]
+        needs = self.needs
+        known = self._have([ref.key for ref in refs], without)
+        matched = n_matched(needs, refs, known)
+        packed = b"".join(ref.tokens for ref in blocks)
+        parent = refs[matched - 1].key if matched else root(self.namespace)
+        rest = packed[4 * BLOCK_TOKENS * matched : 4 * BLOCK_TOKENS * (matched + 1)]
+        children = [] if needs.state else self.tiers.children(parent, rest)
+        states = self._states(refs, packed) if needs.state else {}
+        beside = [child.key for child in children] + list(states.values())
+        known |= self._have(beside, without)
+        return longest(needs, Forest(refs, known, matched, children, states), limit)
+
+    def _states(self, refs: Sequence[BlockRef], packed: bytes) -> dict[int, BlockKey]:
+        """Checkpoints inside blocks of this very prompt, by the token they stand at."""
+        starts = {root(self.namespace): 0}
+        starts |= {ref.key: (ref.number + 1) * BLOCK_TOKENS for ref in refs}
+        found = {}
+        for state in self.tiers.states(list(starts)):
+            start = starts[state.parent]
+            tokens = packed[4 * start : 4 * (start + state.n_tokens)]
+            if block_key(self.namespace, state.parent, tokens) == state.key:
+                found[start + state.n_tokens] = state.key
+        return found
+
+    def _have(
+        self, keys: Sequence[BlockKey], without: Collection[BlockKey]
+    ) -> dict[BlockKey, Known]:
+        return self.tiers.have([key for key in keys if key not in without])
+
+
+class Capture:
+    """Keeps the blocks of one request as they are computed.
+
+    `capture` may be called after any slice; blocks that are whole by then are kept at once. Window
+    rows are worth a file only within a window before a place that may be restored; of all other
+    blocks they stay in memory.
+    """
+
+    def __init__(self, manager: Manager, tokens: Sequence[int], policy: Policy) -> None:
+        self._manager = manager
+        self._tokens = tokens
+        self._policy = policy
+        self._n_start = 0
+        self._n_blocks = 0  # whole blocks kept so far
+        self._parent = root(manager.namespace)
+        self._windowed: set[int] = set()  # blocks whose window rows are worth a file
+        self._behind: dict[int, int] = {}  # those of them that were passed before, and the place
+        self._latest: deque[BlockRef] = deque(maxlen=manager.needs.window // BLOCK_TOKENS + 2)
+
+    def start_at(self, n_tokens: int) -> None:
+        """Say that the first tokens were restored, so their blocks need not be put again."""
+        for ref in self._refs(n_tokens // BLOCK_TOKENS * BLOCK_TOKENS):
+            self._passed(ref)
+        self._n_start = n_tokens
+        if n_tokens % BLOCK_TOKENS:  # what was worth restoring will be again
+            self._windowed.add(self._n_blocks)
+
+    def expect(self, places: Iterable[int]) -> None:
+        """Say where it may be restored, from the start on: at ends of messages, say."""
+        for place in sorted(place for place in places if place >= self._n_start):
+            for number in self._manager.needs.windowed(place):
+                if number < self._n_blocks and number not in self._windowed:
+                    self._behind[number] = place
+                self._windowed.add(number)
+
+    def capture(
+        self, caches: Caches, upto: int, checkpoint: bool = False, fleeting: bool = False
+    ) -> None:
+        """Keep what the caches, which represent `upto` tokens, hold beyond what was kept before.
+
+        A checkpoint keeps the open block too, so that the very token can be restored; where it
+        will soon be outgrown, as a fleeting one it is not worth a file.
+        """
+        if not self._policy.writes:
+            return
+        if checkpoint and not fleeting:
+            self.expect([upto])
+        behind, n_whole = self._lost_behind(), upto // BLOCK_TOKENS
+        first = min([self._n_blocks, *(ref.number for ref in behind)])
+        if checkpoint and self._is_stateless_end(upto):
+            first = min(first, self._n_blocks - 1)
+        if not checkpoint and first == n_whole:
+            return
+        blocks = cut(caches, upto, first_block=first)
+        self._keep_behind(behind, islice(blocks, self._n_blocks - first), checkpoint)
+        for ref in self._refs(upto if checkpoint else n_whole * BLOCK_TOKENS):
+            block = next(blocks)
+            is_whole = ref.n_tokens == BLOCK_TOKENS
+            policy = self._policy if is_whole or not fleeting else Policy.EPHEMERAL
+            self._keep(ref, block if checkpoint else _stateless(block), policy)
+            if is_whole:
+                self._passed(ref)
+
+    def finish(self, all_tokens: Sequence[int], caches: Caches) -> None:
+        """Keep everything, generated tokens and the last open block included."""
+        self._tokens = all_tokens
+        self.expect([len(all_tokens) - 1])  # asked again, all but the last token is to be restored
+        self.capture(caches, len(self._tokens), checkpoint=True)
+
+    def _refs(self, upto: int) -> Iterator[BlockRef]:
+        """The blocks from the first that is not kept yet up to a token."""
+        parent = self._parent
+        for number in range(self._n_blocks, -(-upto // BLOCK_TOKENS)):
+            start = number * BLOCK_TOKENS
+            tokens = pack(self._tokens[start : min(start + BLOCK_TOKENS, upto)])
+            ref = BlockRef(
+                block_key(self._manager.namespace, parent, tokens), parent, number, tokens
+            )
+            yield ref
+            parent = ref.key
+
+    def _passed(self, ref: BlockRef) -> None:
+        self._n_blocks, self._parent = ref.number + 1, ref.key
+        self._latest.append(ref)
+
+    def _lost_behind(self) -> list[BlockRef]:
+        """Passed blocks whose window rows are worth a file now and have none. Each is told once."""
+        behind, self._behind = self._behind, {}
+        if not behind:
+            return []
+        refs = [ref for ref in self._latest if ref.number in behind]
+        kept = self._manager.writer.kept([ref.key for ref in refs])
+
+        def is_lost(ref: BlockRef) -> bool:
+            place = behind[ref.number]
+            return not self._manager.needs.window_held(kept.get(ref.key), ref.number, place)
+
+        return [ref for ref in refs if is_lost(ref)]
+
+    def _is_stateless_end(self, upto: int) -> bool:
+        """Whether this is the end of a block that was passed without keeping the state there."""
+        at_end = bool(self._latest) and upto == self._n_blocks * BLOCK_TOKENS
+        return at_end and self._manager.needs.state and upto > self._n_start
+
+    def _keep_behind(
+        self, refs: Sequence[BlockRef], blocks: Iterable[Block], checkpoint: bool
+    ) -> None:
+        """The caches still have the rows of the last window: put those, and the state if any."""
+        wanted = {ref.number for ref in refs}
+        passed = {ref.number: ref for ref in self._latest}
+        for block in blocks:
+            if block.index in wanted and block.window:
+                self._keep(passed[block.index], _window_of(block), self._policy)
+            if block.state and checkpoint:
+                self._keep(passed[block.index], _state_of(block), self._policy)
+
+    def _keep(self, ref: BlockRef, block: Block, policy: Policy) -> None:
+        # Where no layer keeps every row, window rows are all there is of a block.
+        all_parts = ref.number in self._windowed or not self._manager.needs.delta
+        for record in records_of(self._manager.namespace, ref, block):
+            loose = record.header.part is Part.WINDOW and not all_parts
+            self._manager.writer.put(record, policy, loose)
+
+
+def _stateless(block: Block) -> Block:
+    return Block(block.index, block.n_tokens, block.delta, block.window, block.first_rows)
+
+
+def _window_of(block: Block) -> Block:
+    return Block(block.index, block.n_tokens, window=block.window, first_rows=block.first_rows)
+
+
+def _state_of(block: Block) -> Block:
+    return Block(block.index, block.n_tokens, state=block.state)

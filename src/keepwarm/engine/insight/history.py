@@ -1,0 +1,182 @@
+"""What was spared and what was computed, by minute and by day; a small file outlives the process.
+
+Several servers may share the file: each adds what it has seen since it last wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self, TypeAlias
+
+from keepwarm.engine.insight.stats import Stats
+from keepwarm.store.atomic import FILE_MODE, exclusive
+
+LOG = logging.getLogger(__name__)
+
+MINUTES_KEPT = 24 * 60
+DAYS_KEPT = 400
+LOOK_EVERY_S = 5.0
+SAVE_EVERY_S = 60.0
+
+Amounts: TypeAlias = Mapping[str, int]
+Series: TypeAlias = Mapping[str, Amounts]  # by the ISO name of a minute or a day, in UTC
+
+
+def amounts_of(stats: Stats) -> Amounts:
+    """Everything that only grows while an engine runs. Tokens, if nothing else is said."""
+    counters = stats.counters
+    return {
+        **counters["reused_tokens"],  # by place
+        "prompt": counters["prompt_tokens"],
+        "prefilled": counters["prefilled_tokens"],
+        "generated": counters["generated_tokens"],
+        "saved_ms": round(counters["saved_ms"]),
+        "written_bytes": stats.writes.written_bytes,
+    }
+
+
+@dataclass(frozen=True)
+class Book:
+    minutes: Series = field(default_factory=dict)
+    days: Series = field(default_factory=dict)
+    total: Amounts = field(default_factory=dict)
+
+    def plus(self, other: Book) -> Book:
+        return Book(
+            _sum(self.minutes, other.minutes, MINUTES_KEPT),
+            _sum(self.days, other.days, DAYS_KEPT),
+            _added(self.total, other.total),
+        )
+
+    @classmethod
+    def entry(cls, when: float, amounts: Amounts) -> Self:
+        minute, day = minute_of(when), day_of(when)
+        return cls({minute: amounts}, {day: amounts}, amounts)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """A lost or torn file counts as nothing seen."""
+        try:
+            read = json.loads(path.read_text())
+            return cls(_series(read["minutes"]), _series(read["days"]), _amounts(read["total"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return cls()
+
+
+def minute_of(when: float) -> str:
+    return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%MZ")
+
+
+def day_of(when: float) -> str:
+    return datetime.fromtimestamp(when, UTC).date().isoformat()
+
+
+def _sum(a: Series, b: Series, n_kept: int) -> Series:
+    names = sorted(a.keys() | b.keys())[-n_kept:]
+    return {name: _added(a.get(name, {}), b.get(name, {})) for name in names}
+
+
+def _added(a: Amounts, b: Amounts) -> Amounts:
+    return {name: a.get(name, 0) + b.get(name, 0) for name in a.keys() | b.keys()}
+
+
+def _series(read: Mapping[str, Mapping[str, int]]) -> Series:
+    return {str(name): _amounts(amounts) for name, amounts in read.items()}
+
+
+def _amounts(read: Mapping[str, int]) -> Amounts:
+    return {str(name): int(amount) for name, amount in read.items()}
+
+
+class History:
+    """Sees snapshots, remembers differences. Any thread may ask."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen: Amounts = {}
+        self._saved = Book.read(path)
+        self._unsaved = Book()
+
+    def observe(self, stats: Stats) -> None:
+        """Note what has happened since the last look."""
+        now = amounts_of(stats)
+        with self._lock:
+            more = {name: _since(amount, self._seen.get(name, 0)) for name, amount in now.items()}
+            self._seen = now
+            if any(more.values()):
+                entry = Book.entry(self._clock(), {k: n for k, n in more.items() if n})
+                self._unsaved = self._unsaved.plus(entry)
+
+    @property
+    def book(self) -> Book:
+        with self._lock:
+            return self._saved.plus(self._unsaved)
+
+    def today(self) -> Amounts:
+        return self.book.days.get(day_of(self._clock()), {})
+
+    def save(self) -> None:
+        """Add to the file what is not in it; a disk that refuses costs only the history."""
+        with self._lock:
+            if not self._unsaved.total:
+                return
+            try:
+                self._write()
+            except OSError as error:
+                LOG.warning("the history could not be written: %s", error)
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with exclusive(self._path.with_suffix(".lock")):
+            book = Book.read(self._path).plus(self._unsaved)
+            temp = self._path.with_suffix(".part")
+            temp.touch(FILE_MODE)
+            temp.write_text(json.dumps(asdict(book), separators=(",", ":")))
+            temp.replace(self._path)
+        self._saved, self._unsaved = book, Book()
+
+
+def _since(now: int, before: int) -> int:
+    """How much a count has grown; one that fell began anew, with another engine."""
+    return now - before if now >= before else now
+
+
+@contextmanager
+def watching(history: History, look: Callable[[], Stats | None]) -> Iterator[None]:
+    """Inside, look at an engine every few seconds; None says that there is none now."""
+    over = threading.Event()
+
+    def observe() -> None:
+        try:
+            if (stats := look()) is not None:
+                history.observe(stats)
+        except Exception:
+            LOG.exception("the engine could not be looked at")
+
+    def run() -> None:
+        saved = time.monotonic()
+        while not over.wait(LOOK_EVERY_S):
+            observe()
+            if time.monotonic() - saved > SAVE_EVERY_S:
+                history.save()
+                saved = time.monotonic()
+
+    thread = threading.Thread(target=run, name="keepwarm-history", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        observe()
+        history.save()

@@ -1,0 +1,78 @@
+"""The latest requests, running and ended: what people look at when they ask what is going on.
+
+No prompt and no answer is in it, only numbers and names.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from keepwarm.engine.jobs import Job
+from keepwarm.errors import Cancelled, KeepwarmError
+from keepwarm.text.request import Receipt, Usage
+
+State = Literal["waiting", "reading", "answering", "done", "cancelled", "failed"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    number: int
+    seconds: float  # since it arrived; of an ended one until its end
+    tenant: str
+    agent: str | None
+    state: State
+    prompt_tokens: int
+    answer_tokens: int
+    receipt: Receipt | None  # once its plan was made
+    usage: Usage | None = None
+    error: str = ""
+    ended: float | None = None  # seconds since the epoch
+
+
+def entry_of(job: Job, error: KeepwarmError | None = None) -> Entry:
+    """How a job stands now, or how it ended."""
+    usage = job.done().usage if job.ended and job.receipt and error is None else None
+    return Entry(
+        number=job.number,
+        seconds=round(time.perf_counter() - job.arrived, 3),
+        tenant=job.request.tenant,
+        agent=job.request.agent,
+        state=_state(job, error),
+        prompt_tokens=len(job.tokens),
+        answer_tokens=sum(sequence.n_tokens for sequence in job.sequences),
+        receipt=job.receipt,
+        usage=usage,
+        error="" if error is None else str(error),
+        ended=time.time() if job.ended else None,
+    )
+
+
+def _state(job: Job, error: KeepwarmError | None) -> State:
+    if isinstance(error, Cancelled):
+        return "cancelled"
+    if job.ended:
+        return "done" if error is None else "failed"
+    if job.receipt is None:
+        return "waiting"
+    return "reading" if job.first_token is None else "answering"
+
+
+class Journal:
+    """The latest that ended; written by the engine's thread, read by any."""
+
+    def __init__(self, n_entries: int = 500) -> None:
+        self._lock = threading.Lock()
+        self._entries: deque[Entry] = deque(maxlen=n_entries)
+
+    def add(self, entry: Entry) -> None:
+        with self._lock:
+            self._entries.append(entry)
+
+    def entries(self) -> list[Entry]:
+        """The latest last."""
+        with self._lock:
+            return list(self._entries)

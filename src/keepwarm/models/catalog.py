@@ -1,0 +1,63 @@
+"""From a model's name to its place on this machine. Nothing here loads MLX or transformers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from keepwarm.config import Settings
+from keepwarm.errors import BadModelFile, UnknownModel
+from keepwarm.models import builtin, hub
+
+CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+
+
+def locate(name: str, settings: Settings, *, refresh: bool = False) -> Path:
+    """Where the model lies on this machine, downloaded first if need be.
+
+    A hub model that is here is taken as it is; `refresh` asks the hub for a newer one.
+    """
+    if name in builtin.BUILTINS:
+        return builtin.fetch(builtin.BUILTINS[name], settings)
+    if path := _local(name):
+        return path
+    if hub.is_id(name):
+        return (None if refresh else hub.cached(name)) or hub.fetch(name)
+    raise UnknownModel(
+        f"There is no model {name!r}; give {' or '.join(builtin.BUILTINS)}, a model directory, "
+        f"a .gguf file or a hub id (org/name)."
+    )
+
+
+def _local(name: str) -> Path | None:
+    try:
+        path = Path(name).expanduser()
+        return path.absolute() if name and path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long, nobody's home, not a path at all
+        return None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A model directory's config.json."""
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except FileNotFoundError as error:
+        raise BadModelFile(f"{path} is no model directory: it has no config.json.") from error
+    except OSError as error:
+        raise BadModelFile(f"{path}/config.json cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise BadModelFile(f"{path}/config.json is not JSON ({error}).") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise BadModelFile(f"{path}/config.json does not say which model_type it is.")
+    return config
+
+
+def n_context(config: dict[str, Any]) -> int:
+    """Longest sequence in tokens; a model that names no limit, as Mamba, has none."""
+    for part in (config, config.get("text_config") or {}):
+        for field in CONTEXT_FIELDS:
+            if isinstance(part.get(field), int):
+                return int(part[field])
+    return sys.maxsize

@@ -1,0 +1,120 @@
+"""The tokenizer inside a GGUF file, rebuilt exactly or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from keepwarm.errors import UnsupportedModel
+from keepwarm.models.gguf.file import broken
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class Scheme(NamedTuple):
+    """How text is cut before the merges, and what a file that does not say so means."""
+
+    cut: pre_tokenizers.PreTokenizer
+    whole_words_first: bool = False  # a word in the vocabulary is taken without merging
+    adds_bos: bool = False
+
+
+def schemes() -> dict[str, Scheme]:
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    llama3 = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return {
+        "gpt-2": Scheme(words),
+        "smollm": Scheme(pre_tokenizers.Sequence([digits, words])),
+        "llama-bpe": Scheme(llama3, whole_words_first=True, adds_bos=True),
+    }
+
+
+def write_tokenizer(path: Path, metadata: dict[str, Any], directory: Path) -> None:
+    """Write the tokenizer of the file at `path`, chat template included, into `directory`."""
+    tokenizer = build_tokenizer(path, metadata)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": metadata.get("llama.context_length"),
+        "chat_template": metadata.get("tokenizer.chat_template"),
+        "bos_token": _token(metadata, "bos"),
+        "eos_token": _token(metadata, "eos"),
+        "unk_token": _token(metadata, "unknown"),
+        "pad_token": _token(metadata, "padding"),
+    }
+    given = {name: value for name, value in config.items() if value is not None}
+    (directory / "tokenizer_config.json").write_text(json.dumps(given, indent=2))
+
+
+def build_tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
+    scheme = _scheme(path, metadata)
+    tokens, types = _vocabulary(path, metadata)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    try:
+        merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", [])]
+        bpe = models.BPE(vocabulary, merges, ignore_merges=scheme.whole_words_first)
+    except Exception as error:  # the Rust library raises nothing more precise
+        reason = str(error).partition("\n")[0]
+        raise broken(path, f"its tokenizer does not hold together ({reason})") from error
+    tokenizer = Tokenizer(bpe)
+    tokenizer.pre_tokenizer = scheme.cut
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(_added(tokens, types, {UNKNOWN, CONTROL}, special=True))
+    tokenizer.add_tokens(_added(tokens, types, {USER_DEFINED}, special=False))
+    bos = _token(metadata, "bos")
+    if bos and metadata.get("tokenizer.ggml.add_bos_token", scheme.adds_bos):
+        tokenizer.post_processor = processors.TemplateProcessing(
+            f"{bos}:0 $A:0", f"{bos}:0 $A:0 {bos}:1 $B:1", [(bos, vocabulary[bos])]
+        )
+    return tokenizer
+
+
+def _scheme(path: Path, metadata: dict[str, Any]) -> Scheme:
+    known = schemes()
+    model, cut = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if model == "gpt2" and cut in known:
+        return known[cut]
+    raise UnsupportedModel(
+        f"{path} has a tokenizer of kind {model!r} / {cut!r}; from GGUF only 'gpt2' with "
+        f"{', '.join(map(repr, known))} can be rebuilt exactly, so use the model's directory."
+    )
+
+
+def _vocabulary(path: Path, metadata: dict[str, Any]) -> tuple[list[str], list[int]]:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise broken(path, "it has no vocabulary")
+    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise broken(path, "the tokens of its vocabulary and their types differ in number")
+    if not tokens or len(set(tokens)) != len(tokens):
+        raise broken(path, "its vocabulary is empty or has a token twice")
+    return tokens, types
+
+
+def _added(
+    tokens: list[str], types: list[int], wanted: set[int], *, special: bool
+) -> list[AddedToken]:
+    found = (token for token, kind in zip(tokens, types, strict=True) if kind in wanted)
+    return [AddedToken(token, special=special, normalized=False) for token in found]
+
+
+def _token(metadata: dict[str, Any], role: str) -> str | None:
+    """The text of the token that plays a role, if the file names one that exists."""
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    index = metadata.get(f"tokenizer.ggml.{role}_token_id")
+    return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None

@@ -1,0 +1,111 @@
+"""Models from a hub that speaks the Hugging Face protocol; HF_ENDPOINT and HF_HOME are honoured."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import (
+    HfApi,
+    scan_cache_dir,
+    snapshot_download,
+    try_to_load_from_cache,
+)
+from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.errors import (
+    CacheNotFound,
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import filter_repo_objects
+
+from keepwarm.device.space import require_disk
+from keepwarm.errors import NotEnough, UnknownModel, Unreachable
+
+# What a text model needs; no .py, since a model's own code is never run.
+FILES = [
+    "*.json",
+    "*.jinja",
+    "*.tiktoken",
+    "*.txt",
+    "model*.safetensors",
+    "tokenizer.model",
+    "tiktoken.model",
+]
+ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def is_id(name: str) -> bool:
+    return ID.fullmatch(name) is not None and not name.endswith(".gguf")
+
+
+def cached(name: str) -> Path | None:
+    """The complete snapshot on this machine, if there is one; asks nobody."""
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def fetch(name: str) -> Path:
+    """The newest snapshot, downloaded as far as it is not here yet."""
+    with _translated(name):
+        require_disk(name, _n_bytes_to_come(name), Path(HF_HUB_CACHE))
+        return Path(snapshot_download(name, allow_patterns=FILES))
+
+
+def all_cached() -> dict[str, Path]:
+    """Every model whose whole snapshot lies in the hub's cache."""
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return {}
+    names = sorted(repo.repo_id for repo in repos if repo.repo_type == "model")
+    found = {name: cached(name) for name in names}
+    return {
+        name: path
+        for name, path in found.items()
+        if path and (path / "config.json").is_file() and any(path.glob("model*.safetensors"))
+    }
+
+
+def _n_bytes_to_come(name: str) -> int:
+    files = HfApi().model_info(name, files_metadata=True).siblings or []
+    sizes = {file.rfilename: file.size or 0 for file in files}
+    wanted = filter_repo_objects(sizes, allow_patterns=FILES)
+    missing = (path for path in wanted if not isinstance(try_to_load_from_cache(name, path), str))
+    return sum(sizes[path] for path in missing)
+
+
+@contextmanager
+def _translated(name: str) -> Iterator[None]:
+    """The hub library's many errors, as ours."""
+    try:
+        yield
+    except NotEnough:
+        raise
+    except GatedRepoError as error:
+        raise UnknownModel(
+            f"The hub gives {name} only to those it knows; ask for access on its page, "
+            f"then set HF_TOKEN."
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UnknownModel(
+            f"The hub has no model {name}, or it is private; check the name, or set HF_TOKEN."
+        ) from error
+    except Exception as error:  # connection errors come in classes of whatever client it uses
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise NotEnough(f"The disk became full while {name} was downloaded.") from error
+        raise Unreachable(
+            f"The hub did not deliver {name} ({_reason(error)}); check the network and HF_ENDPOINT."
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    first = str(error).strip().partition("\n")[0].rstrip(".")
+    return f"{type(error).__name__}: {first}"

@@ -1,0 +1,114 @@
+"""A model ready to run: weights, tokenizer and what the prompt needs to know of them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
+
+from keepwarm import config as configuration
+from keepwarm.config import Settings
+from keepwarm.device.space import require_memory
+from keepwarm.errors import BadModelFile, KeepwarmError, UnsupportedModel
+from keepwarm.models.catalog import locate, n_context, read_config
+from keepwarm.models.gguf import checkpoint as gguf
+from keepwarm.models.gguf.tokenizer import write_tokenizer
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str  # as asked for
+    path: Path  # the directory or .gguf file that the weights came from
+    module: Any  # mlx-lm's model, an mlx.nn.Module
+    tokenizer: Any  # mlx-lm's TokenizerWrapper
+    config: dict[str, Any]
+    n_context: int  # tokens, prompt and answer together
+    n_bytes: int = 0  # of the weights
+
+    def make_cache(self) -> list[Any]:
+        """Fresh caches, one a layer, of the classes this architecture wants."""
+        return make_prompt_cache(self.module)  # type: ignore[no-any-return]
+
+
+class _Parts(NamedTuple):
+    module: Any  # weights still lazy
+    tokenizer: Any
+    config: dict[str, Any]
+
+
+def load(name: str, settings: Settings | None = None) -> Model:
+    """The model of that name: built-in alias, directory, .gguf file or hub id.
+
+    Downloads what is not here yet. All weights are in memory on return, so any thread may run it.
+    """
+    path = locate(name, settings or configuration.load())
+    parts = _read_gguf(path) if path.is_file() else _read_directory(path)
+    _settle(parts.module)
+    weights: Any = tree_flatten(parts.module.parameters(), destination={})
+    n_bytes = sum(array.nbytes for array in weights.values())
+    require_memory(name, n_bytes)
+    mx.eval(parts.module)  # all of it: some arrays, as of the RoPE, are no parameters
+    module, tokenizer, config = parts
+    return Model(name, path, module, tokenizer, config, n_context(config), n_bytes)
+
+
+def _read_gguf(path: Path) -> _Parts:
+    checkpoint = gguf.read(path)
+    with TemporaryDirectory() as temporary:
+        write_tokenizer(path, checkpoint.metadata, Path(temporary))
+        tokenizer = _read_tokenizer(Path(temporary), checkpoint.config, path)
+    return _Parts(gguf.build(checkpoint), tokenizer, checkpoint.config)
+
+
+def _read_directory(path: Path) -> _Parts:
+    read_config(path)
+    if not any(path.glob("model*.safetensors")):
+        raise BadModelFile(f"{path} has no weights (model*.safetensors); fetch the model again.")
+    if not any(any(path.glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise BadModelFile(f"{path} has no tokenizer (tokenizer.json); fetch the model again.")
+    module, config = _read_module(path)
+    return _Parts(module, _read_tokenizer(path, config, path), config)
+
+
+def _read_module(path: Path) -> tuple[Any, dict[str, Any]]:
+    try:
+        return load_model(path, lazy=True)  # type: ignore[no-any-return]
+    except Exception as error:  # any model file may raise anything on a config it did not expect
+        raise _refusal(path, error) from error
+
+
+def _refusal(path: Path, error: Exception) -> KeepwarmError:
+    reason = str(error).strip().partition("\n")[0].rstrip(".:")
+    if "not supported" in reason or "custom module" in reason:
+        kind = read_config(path)["model_type"]
+        return UnsupportedModel(f"{path} is of architecture {kind!r}, which mlx-lm does not run.")
+    return BadModelFile(f"{path} is not a whole model ({type(error).__name__}: {reason}).")
+
+
+def _read_tokenizer(directory: Path, config: dict[str, Any], source: Path) -> Any:
+    """The tokenizer's own code is never run, nor is anybody asked whether it may."""
+    # Prompts that are too long are refused by us, in one sentence, not warned of by the tokenizer.
+    options = {"trust_remote_code": False, "model_max_length": sys.maxsize}
+    try:
+        return load_tokenizer(directory, options, eos_token_ids=config.get("eos_token_id"))
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise BadModelFile(f"The tokenizer of {source} cannot be read ({reason}).") from error
+
+
+def _settle(module: Any) -> None:
+    """On CPU all weights in fp32, where MLX is 10 to 40 times faster; on GPU as they ship."""
+    if mx.default_device() == mx.gpu:
+        return
+    module.set_dtype(mx.float32)  # scales too: dequantising in fp16 would round
+    dequantize_model(module)
+    module.set_dtype(mx.float32)

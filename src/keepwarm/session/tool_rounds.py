@@ -1,0 +1,170 @@
+"""One turn of a conversation: a question, rounds of tool calls, an answer.
+
+Asks no engine and runs no tool itself, so that threads and coroutines go through it alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from keepwarm.errors import BadInput, RepeatedToolCall
+from keepwarm.session.tool_functions import CallMade, Toolbox, signature_of
+from keepwarm.text.request import FinishReason, Message, Receipt, Result, ToolCall, Usage
+
+MAX_ROUNDS = 8
+
+# What is asked: a text, or what the calls of the last reply returned, by their ids.
+Question: TypeAlias = str | Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came of a question; usage and receipt are those of all rounds together."""
+
+    text: str  # of the last round
+    reasoning: str
+    calls: tuple[CallMade, ...]  # that were run, in order
+    pending: tuple[ToolCall, ...]  # that wait for the caller; answer them with `respond({id: …})`
+    reason: FinishReason
+    usage: Usage
+    receipt: Receipt
+    rounds: tuple[Result, ...]
+
+
+class Turn:
+    """`messages` is what to ask next; give `answered` what came, then `returned` what was run."""
+
+    def __init__(self, question: Question, toolbox: Toolbox) -> None:
+        self.question = question
+        self.messages: list[Message] = []
+        self.is_over = False
+        self._toolbox = toolbox
+        self._rounds: list[Result] = []
+        self._made: list[CallMade] = []
+        self._pending: tuple[ToolCall, ...] = ()
+        self._before: set[str] = set()  # the calls of the round before
+
+    def begin(self, said: Sequence[Message]) -> None:
+        """Put the question behind what was said so far."""
+        self.messages = [*said, *_as_messages(self.question, said)]
+
+    def answered(self, result: Result) -> list[ToolCall]:
+        """Take an answer; the calls in it that are to be run now, if the turn goes on."""
+        self._rounds.append(result)
+        choice = result.choices[0]
+        self._refuse_repeated(choice.tool_calls)
+        self.messages.append(_answer(choice.text, choice.reasoning, choice.tool_calls))
+        may_run = len(self._rounds) <= MAX_ROUNDS
+        ours = [call for call in choice.tool_calls if may_run and self._toolbox.runs(call)]
+        self._pending = tuple(call for call in choice.tool_calls if call not in ours)
+        self.is_over = not ours or bool(self._pending)
+        return ours
+
+    def returned(self, made: CallMade) -> None:
+        self._made.append(made)
+        self.messages.append(_result(made.call.id, made.call.name, made.result))
+
+    @property
+    def reply(self) -> Reply:
+        if not self.is_over:
+            raise BadInput("The answer is not there yet; read the stream to its end first.")
+        last = self._rounds[-1].choices[0]
+        return Reply(
+            last.text,
+            last.reasoning,
+            tuple(self._made),
+            self._pending,
+            last.reason,
+            _all_usage([result.usage for result in self._rounds]),
+            _all_receipts([result.receipt for result in self._rounds]),
+            tuple(self._rounds),
+        )
+
+    def _refuse_repeated(self, calls: Sequence[ToolCall]) -> None:
+        now = {signature_of(call) for call in calls}
+        if again := now & self._before:
+            text = "".join(result.choices[0].text for result in self._rounds)
+            raise RepeatedToolCall(
+                f"The model made the same tool call twice in a row, {min(again)}; the turn was "
+                "given up and the conversation is as before. Ask otherwise.",
+                text,
+            )
+        self._before = now
+
+
+def pending_calls(messages: Sequence[Message]) -> dict[str, str]:
+    """The calls of the last answer that nothing was returned for: names by their ids."""
+    calls: dict[str, str] = {}
+    for message in messages:
+        if message["role"] == "assistant":
+            made = message.get("tool_calls") or ()
+            calls = {call["id"]: call["function"]["name"] for call in made}
+        elif message["role"] == "tool":
+            calls.pop(message["tool_call_id"], None)
+    return calls
+
+
+def _as_messages(question: Question, said: Sequence[Message]) -> list[Message]:
+    waiting = pending_calls(said)
+    if isinstance(question, str):
+        if waiting:
+            raise BadInput(
+                f"Tool calls wait for what they return ({', '.join(waiting)}); "
+                "give that by their ids, or rewind."
+            )
+        return [{"role": "user", "content": question}]
+    if waiting.keys() != question.keys():
+        raise BadInput(
+            f"Results were given for {sorted(question)}, and the calls that wait are "
+            f"{sorted(waiting)}; give one for each."
+        )
+    return [_result(call, name, question[call]) for call, name in waiting.items()]
+
+
+def _answer(text: str, reasoning: str, calls: Sequence[ToolCall]) -> Message:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [_as_call(call) for call in calls]
+    return message
+
+
+def _as_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _result(call: str, name: str, text: str) -> Message:
+    return {"role": "tool", "tool_call_id": call, "name": name, "content": text}
+
+
+def _all_usage(parts: Sequence[Usage]) -> Usage:
+    return Usage(
+        prompt_tokens=sum(part.prompt_tokens for part in parts),
+        cached_tokens=sum(part.cached_tokens for part in parts),
+        completion_tokens=sum(part.completion_tokens for part in parts),
+        reasoning_tokens=sum(part.reasoning_tokens for part in parts),
+        ttft_ms=parts[0].ttft_ms,
+        tokens_per_second=parts[-1].tokens_per_second,
+    )
+
+
+def _all_receipts(parts: Sequence[Receipt]) -> Receipt:
+    durable = [part.durable for part in parts]
+    reused: Counter[str] = Counter()
+    for part in parts:
+        reused.update(part.reused)
+    return Receipt(
+        prompt_tokens=sum(part.prompt_tokens for part in parts),
+        reused=dict(reused),
+        recomputed=sum(part.recomputed for part in parts),
+        saved_ms=round(sum(part.saved_ms for part in parts), 1),
+        exact=all(part.exact for part in parts),
+        spliced=sum(part.spliced for part in parts),
+        miss=parts[0].miss,
+        durable=None if None in durable else all(durable),
+    )

@@ -1,0 +1,69 @@
+"""What the numbers of a request's sampling may be, checked before anything runs. No MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from keepwarm.errors import BadInput
+from keepwarm.text.request import Sampling
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_BIAS = 100
+LARGEST = 1e30  # of any number here: in fp32, a million of them still add up
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -LARGEST <= value <= LARGEST
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# What each number must be, and how that is said.
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda v: _is_number(v) and v >= 0, "a number from 0 up"),
+    "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and at most 1"),
+    "top_k": (lambda v: _is_whole(v) and v >= 0, "a whole number from 0 (all tokens) up"),
+    "min_p": (lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (lambda v: _is_number(v) and v >= 1 / LARGEST, "a number above 0"),
+    "presence_penalty": (_is_number, "a finite number"),
+    "frequency_penalty": (_is_number, "a finite number"),
+    "max_tokens": (lambda v: v is None or (_is_whole(v) and v >= 0), "a whole number from 0 up"),
+    "seed": (
+        lambda v: v is None or (_is_whole(v) and -(2**63) <= v < 2**64),
+        "a whole number from -2^63 to 2^64 - 1",
+    ),
+    "top_logprobs": (
+        lambda v: v is None or (_is_whole(v) and 0 <= v <= MAX_TOP_LOGPROBS),
+        f"a whole number from 0 to {MAX_TOP_LOGPROBS}",
+    ),
+}
+
+
+def check(sampling: Sampling, n_vocab: int) -> None:
+    """BadInput, in one sentence, for the first number that means nothing."""
+    for name, (holds, must) in RULES.items():
+        value = getattr(sampling, name)
+        if not holds(value):
+            raise BadInput(f"{name} is {value!r}; it must be {must}.")
+    _check_bias(sampling.logit_bias, n_vocab)
+    if len(sampling.stop) > MAX_STOPS:
+        raise BadInput(f"There are {len(sampling.stop)} stop strings; send at most {MAX_STOPS}.")
+    if not all(isinstance(stop, str) and stop for stop in sampling.stop):
+        raise BadInput("A stop string is empty or no text; leave it out.")
+
+
+def _check_bias(bias: Mapping[int, float], n_vocab: int) -> None:
+    for token, value in bias.items():
+        if not (_is_whole(token) and 0 <= token < n_vocab):
+            raise BadInput(
+                f"logit_bias has the token {token!r}; tokens here are 0 to {n_vocab - 1}."
+            )
+        if not (_is_number(value) and abs(value) <= MAX_BIAS):
+            raise BadInput(
+                f"logit_bias of token {token} is {value!r}; it must be from -100 to 100."
+            )

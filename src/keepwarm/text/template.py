@@ -1,0 +1,297 @@
+"""A model's chat template: what it does with messages, found out by trying it once, at load.
+
+Templates differ in what they refuse, move and drop. What the model would not see where the client
+put it is written so that it does: see `Template.conform`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+
+from keepwarm.errors import BadInput
+from keepwarm.text.detokenize import decode
+from keepwarm.text.request import Message, Tool
+
+SYSTEM_LABEL = "System message:\n"  # stands before a system text that a user message carries
+BETWEEN = "\n\n"  # between texts that become one message
+
+# What a template may raise on messages it did not expect.
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probetool",
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+_SYSTEM = {"role": "system", "content": "Sysprobe"}
+_ASK = {"role": "user", "content": "Askprobe"}
+_ANSWER = {"role": "assistant", "content": "Answerprobe"}
+_NEXT = {"role": "user", "content": "Nextprobe"}
+
+
+@dataclass(frozen=True)
+class Template:
+    """What is known of a template; the defaults are those of a model that has none."""
+
+    exists: bool = False
+    renders_tools: bool = False
+    takes_system: bool = False  # one, at the beginning
+    takes_more_systems: bool = False  # right after the first
+    takes_late_system: bool = False  # after an answer, and leaves it there
+    takes_user_twice: bool = True  # two user messages in a row
+    arguments_as_text: bool = False  # of tool calls: JSON in a string, not an object
+    call_content: str | None = ""  # the content of a message that only calls tools
+    drops_thinking: bool = False  # of answers before the last question
+    after_answer: tuple[int, ...] = ()  # follows every answer, the last one too
+    after_answer_text: str = ""
+    stops_after_answer: bool = False  # a past answer is followed by a token that ends an answer
+    generation_prompt: str = ""  # what asks for an answer
+    opens_thinking: bool = False  # and begins its reasoning
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Template:
+        """Look at a tokenizer's template by rendering small conversations with it."""
+        if not tokenizer.has_chat_template:
+            return cls(after_answer_text=BETWEEN)
+        probe = _Probe(tokenizer)
+        after = probe.after_answer()
+        calls = probe.calls()
+        generation_prompt = probe.generation_prompt()
+        return cls(
+            exists=True,
+            renders_tools="probetool" in probe.text([_ASK], [_TOOL]),
+            takes_system=probe.keeps([_SYSTEM, _ASK]),
+            takes_more_systems=probe.keeps([{**_SYSTEM, "content": "Firstprobe"}, _SYSTEM, _ASK]),
+            takes_late_system=probe.keeps([_ASK, _ANSWER, _SYSTEM, _NEXT]),
+            takes_user_twice=probe.keeps([_ASK, _NEXT]),
+            arguments_as_text=calls.arguments_as_text,
+            call_content=calls.content,
+            drops_thinking=probe.drops_thinking(),
+            after_answer=after.tokens,
+            after_answer_text=after.text,
+            stops_after_answer=after.stops,
+            generation_prompt=generation_prompt,
+            opens_thinking=opens_thinking(tokenizer, generation_prompt),
+        )
+
+    def conform(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
+        """The messages as this template shows them all, each where it stands.
+
+        A system message that the template refuses, drops or moves becomes a user message, with
+        a line that says what it is; further ones at the beginning join the first; user messages
+        in a row become one where the template wants roles to alternate.
+        """
+        kept: list[dict[str, Any]] = []
+        for message in map(self._with_calls, map(plain, messages)):
+            self._add(kept, message)
+        return kept
+
+    def _add(self, kept: list[dict[str, Any]], message: dict[str, Any]) -> None:
+        last = kept[-1]["role"] if kept else None
+        if last == message["role"] == "system" and not self.takes_more_systems:
+            kept[-1] = _joined(kept[-1], message)
+            return
+        if message["role"] == "system" and not self._has_place(kept):
+            message = {"role": "user", "content": SYSTEM_LABEL + message["content"]}
+        if last == message["role"] == "user" and not self.takes_user_twice:
+            kept[-1] = _joined(kept[-1], message)
+        else:
+            kept.append(message)
+
+    def _has_place(self, before: Sequence[Message]) -> bool:
+        """Whether a system message may stand after these."""
+        if not self.exists or self.takes_late_system:
+            return True
+        return self.takes_system and all(message["role"] == "system" for message in before)
+
+    def _with_calls(self, message: dict[str, Any]) -> dict[str, Any]:
+        if not (calls := message.get("tool_calls")):
+            return message
+        content = message["content"] or self.call_content
+        return {**message, "content": content, "tool_calls": [self._call(call) for call in calls]}
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call.get("function", {}))
+        if "arguments" in function:
+            as_is = _as_text if self.arguments_as_text else _as_object
+            function["arguments"] = as_is(function["arguments"])
+        return {**call, "function": function}
+
+
+def write(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] | None = None,
+    add_generation_prompt: bool = True,
+    **options: Any,
+) -> str:
+    """The conversation as the model's chat template writes it.
+
+    A model without a template reads the contents alone, a blank line between two of them.
+    """
+    if not tokenizer.has_chat_template:
+        return BETWEEN.join(text_of(message) for message in messages)
+    try:
+        text: str = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=list(tools) if tools else None,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **options,
+        )
+    except REFUSALS as error:
+        raise BadInput(f"The model's chat template refuses these messages: {error}.") from error
+    return text
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message of OpenAI's shape in the words that templates know."""
+    words = {key: value for key, value in message.items() if value not in (None, [])}
+    if not isinstance(words.get("role"), str):
+        raise BadInput("A message has no role; say whose it is: system, user, assistant or tool.")
+    if words["role"] == "developer":
+        words["role"] = "system"
+    if "reasoning" in words:
+        words.setdefault("reasoning_content", words["reasoning"])
+    return {**words, "content": text_of(message)}
+
+
+def text_of(message: Message) -> str:
+    """The content of a message: a text, or text parts, a line break between two; none is empty."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence):
+        raise BadInput("The content of a message is neither text nor a list of parts; send text.")
+    return "\n".join(_part_text(part) for part in content)
+
+
+def opens_thinking(tokenizer: Any, generation_prompt: str) -> bool:
+    """Whether an answer after this begins inside a block of reasoning."""
+    start, end = tokenizer.think_start, tokenizer.think_end
+    return bool(start) and generation_prompt.rfind(start) > generation_prompt.rfind(end)
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise BadInput(f"A message holds a part of type {kind!r}; the model reads text, send text.")
+    return text
+
+
+def _joined(first: Message, second: Message) -> dict[str, Any]:
+    return {**first, "content": first["content"] + BETWEEN + second["content"]}
+
+
+def _as_object(arguments: Any) -> Any:
+    """Arguments as templates print them; a text that is no JSON object stays as it came."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        json.dumps(value, ensure_ascii=False).encode()  # half characters stay text
+    except (TypeError, ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+class _After(NamedTuple):
+    tokens: tuple[int, ...]
+    text: str
+    stops: bool
+
+
+class _Calls(NamedTuple):
+    arguments_as_text: bool
+    content: str | None
+
+
+class _Probe:
+    """Small conversations through one template; a refusal reads as an empty text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def text(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), generation: bool = False
+    ) -> str:
+        try:
+            return write(self._tokenizer, messages, tools, generation)
+        except BadInput:
+            return ""
+
+    def keeps(self, messages: Sequence[Message]) -> bool:
+        """Whether every message is written, in this order."""
+        text = self.text(messages)
+        places = [text.find(message["content"]) for message in messages]
+        return -1 not in places and all(a < b for a, b in pairwise(places))
+
+    def after_answer(self) -> _After:
+        """What an answer is followed by, be it the last message or not."""
+        last, past = (
+            text.partition(_ANSWER["content"])[2]
+            for text in (self.text([_ASK, _ANSWER]), self.text([_ASK, _ANSWER, _NEXT]))
+        )
+        text = past[: self._n_common(last, past)]
+        following = self._encode(past)
+        stops = bool(following) and following[0] in self._tokenizer.eos_token_ids
+        return _After(tuple(self._encode(text)), text, stops)
+
+    def _n_common(self, a: str, b: str) -> int:
+        """Characters in common, no part of a special token among them."""
+        common = _n_shared(a, b)
+        names = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
+        inside = (
+            start
+            for start in range(common)
+            if any(b.startswith(name, start) and start + len(name) > common for name in names)
+        )
+        return next(inside, common)
+
+    def generation_prompt(self) -> str:
+        """What is added to a conversation, from the first token that is not in it without."""
+        closed, asked = (self._encode(self.text([_ASK], generation=g)) for g in (False, True))
+        return decode(self._tokenizer, asked[_n_shared(closed, asked) :])
+
+    def calls(self) -> _Calls:
+        """The first way of writing tool calls in which they come out, and not as Python prints."""
+        for content in ("", None):
+            for arguments in ({"probekey": "x"}, '{"probekey": "x"}'):
+                text = self.text([_ASK, _calling(content, arguments)])
+                if "probetool" in text and "probekey" in text and "'probekey'" not in text:
+                    return _Calls(isinstance(arguments, str), content)
+        return _Calls(False, "")
+
+    def drops_thinking(self) -> bool:
+        start = self._tokenizer.think_start or "<think>"
+        end = self._tokenizer.think_end or "</think>"
+        thought = {**_ANSWER, "content": f"{start}\nThoughtprobe\n{end}\n\nAnswerprobe"}
+        text = self.text([_ASK, thought, _NEXT])
+        return "Answerprobe" in text and "Thoughtprobe" not in text
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _calling(content: str | None, arguments: Any) -> Message:
+    function = {"name": "probetool", "arguments": arguments}
+    call = {"type": "function", "id": "probe0001", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def _n_shared(a: Sequence[object], b: Sequence[object]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
