@@ -9,8 +9,8 @@ from keepwarm import config
 from keepwarm.cache.store import Store
 from keepwarm.errors import Busy
 from keepwarm.models.load import load
-from keepwarm.server.admin import Resident
 from keepwarm.server.host import EngineHost, start_engine
+from keepwarm.server.manage.admin import Resident
 from tests.kit.checkpoints import write_checkpoint
 from tests.server.conftest import serve, wait_until
 

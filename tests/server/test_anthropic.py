@@ -11,12 +11,12 @@ from pydantic import TypeAdapter, ValidationError
 from keepwarm import config
 from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadField
-from keepwarm.server.anthropic_shapes import CountRequest, MessagesRequest
-from keepwarm.server.messages import request_of, session_of
-from keepwarm.server.messages_out import Heading, Kept, MessageStream, message, usage_of
-from keepwarm.server.messages_tools import ignored_tools
-from keepwarm.server.problems import Problem
-from keepwarm.server.wire import Caller
+from keepwarm.server.anthropic.events import Heading, Kept, MessageStream, message, usage_of
+from keepwarm.server.anthropic.request import request_of, session_of
+from keepwarm.server.anthropic.shapes import CountRequest, MessagesRequest
+from keepwarm.server.anthropic.tools import ignored_tools
+from keepwarm.server.http.problems import Problem
+from keepwarm.server.http.wire import Caller
 from keepwarm.text.request import (
     Choice,
     Delta,

@@ -5,7 +5,7 @@ import uuid
 import httpx
 import pytest
 
-from keepwarm.server.dashboard_page import FILES, POLICY
+from keepwarm.server.dashboard.page import FILES, POLICY
 from tests.server.conftest import wait_until
 
 A, B = {"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}

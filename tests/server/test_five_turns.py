@@ -10,11 +10,14 @@ import pytest
 
 from keepwarm import config
 from keepwarm.cache.policy import Policy
-from keepwarm.server import chat, messages, responses_in, scrub
-from keepwarm.server.anthropic_shapes import MessagesRequest
-from keepwarm.server.openai_shapes import ChatRequest
-from keepwarm.server.responses_shapes import ResponsesRequest
-from keepwarm.server.wire import Caller
+from keepwarm.server.anthropic import request as messages
+from keepwarm.server.anthropic.shapes import MessagesRequest
+from keepwarm.server.http import scrub
+from keepwarm.server.http.wire import Caller
+from keepwarm.server.openai import chat
+from keepwarm.server.openai.shapes import ChatRequest
+from keepwarm.server.responses import request as responses_in
+from keepwarm.server.responses.shapes import ResponsesRequest
 from keepwarm.text.request import KVOptions
 
 CLIENTS = Path(__file__).parent.parent / "data" / "clients"

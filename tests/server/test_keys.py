@@ -7,8 +7,8 @@ import pytest
 
 from keepwarm import config
 from keepwarm.errors import Refused
-from keepwarm.server import limits
-from keepwarm.server.limits import Keys
+from keepwarm.server.http import limits
+from keepwarm.server.http.limits import Keys
 
 KEYS = ("first", "second", "third")
 SETTINGS = config.load({}, api_keys=",".join(KEYS), admin_key="root")

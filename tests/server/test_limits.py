@@ -11,7 +11,7 @@ from keepwarm import config
 from keepwarm.errors import BadInput, Busy
 from keepwarm.server.app import create_app
 from keepwarm.server.host import EngineHost
-from keepwarm.server.limits import Limits, Rates, Room, check_binding
+from keepwarm.server.http.limits import Limits, Rates, Room, check_binding
 
 
 async def echo(scope, receive, send):

@@ -10,7 +10,7 @@ import signal
 import httpx
 import pytest
 
-from keepwarm.server.logs import LINE, Wordless
+from keepwarm.server.http.logs import LINE, Wordless
 from tests.kit.checkpoints import CHATML, write_checkpoint
 from tests.server.conftest import wait_until
 from tests.server.processes import SMALL, served

@@ -9,10 +9,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from keepwarm import config
-from keepwarm.server import metrics
 from keepwarm.server.app import create_app
 from keepwarm.server.host import EngineHost
-from keepwarm.server.openai_shapes import MAX_ANSWERS
+from keepwarm.server.manage import metrics
+from keepwarm.server.openai.shapes import MAX_ANSWERS
 from tests.server.conftest import wait_until
 
 N_ASKED = 4

@@ -9,14 +9,14 @@ from fastapi.testclient import TestClient
 from keepwarm import config
 from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadField
-from keepwarm.server import chat, completions
-from keepwarm.server.chat import ChatStream
-from keepwarm.server.chunks import Heading
-from keepwarm.server.completions import TextStream
-from keepwarm.server.openai_shapes import ChatRequest, CompletionRequest
-from keepwarm.server.problems import invalid
-from keepwarm.server.tokens import Pieces
-from keepwarm.server.wire import Caller, agent_id, receipt_dict
+from keepwarm.server.http.problems import invalid
+from keepwarm.server.http.wire import Caller, agent_id, receipt_dict
+from keepwarm.server.openai import chat, completions
+from keepwarm.server.openai.chat import ChatStream
+from keepwarm.server.openai.chunks import Heading
+from keepwarm.server.openai.completions import TextStream
+from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest
+from keepwarm.server.openai.tokens import Pieces
 from keepwarm.text.request import (
     Choice,
     Delta,

@@ -13,8 +13,17 @@ from keepwarm import config
 from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import Answer
 from keepwarm.errors import BadField, UnknownResponse
-from keepwarm.server.problems import Problem
-from keepwarm.server.responses_in import (
+from keepwarm.server.http.problems import Problem
+from keepwarm.server.http.wire import Caller
+from keepwarm.server.responses.events import (
+    Built,
+    ResponseBuilder,
+    ResponseStream,
+    begun,
+    wishes_of,
+)
+from keepwarm.server.responses.kept import ResponseStore
+from keepwarm.server.responses.request import (
     items_of,
     messages_of,
     offered,
@@ -22,10 +31,7 @@ from keepwarm.server.responses_in import (
     sealed,
     unsealed,
 )
-from keepwarm.server.responses_out import Built, ResponseBuilder, ResponseStream, begun, wishes_of
-from keepwarm.server.responses_shapes import Item, ResponsesRequest, ToolIn
-from keepwarm.server.responses_store import ResponseStore
-from keepwarm.server.wire import Caller
+from keepwarm.server.responses.shapes import Item, ResponsesRequest, ToolIn
 from keepwarm.text.request import (
     Delta,
     Done,

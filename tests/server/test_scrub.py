@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 from keepwarm import config
 from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadInput
-from keepwarm.server import chat, messages, responses_in, scrub
-from keepwarm.server.anthropic_shapes import CountRequest
-from keepwarm.server.openai_shapes import ChatRequest
-from keepwarm.server.responses_shapes import InputRequest, Item
-from keepwarm.server.scrub import RULES, Place, choose
-from keepwarm.server.wire import Caller
+from keepwarm.server.anthropic import request as messages
+from keepwarm.server.anthropic.shapes import CountRequest
+from keepwarm.server.http import scrub
+from keepwarm.server.http.scrub import RULES, Place, choose
+from keepwarm.server.http.wire import Caller
+from keepwarm.server.openai import chat
+from keepwarm.server.openai.shapes import ChatRequest
+from keepwarm.server.responses import request as responses_in
+from keepwarm.server.responses.shapes import InputRequest, Item
 from keepwarm.text.request import KVOptions, Mark, Request
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "scrubbing.md"

@@ -11,10 +11,10 @@ import pytest
 
 from keepwarm.engine.answer import Answer
 from keepwarm.errors import Busy, Cancelled, EngineFailed, TimedOut
-from keepwarm.server.chat import ChatStream
-from keepwarm.server.chunks import Heading
-from keepwarm.server.several import Several
-from keepwarm.server.sse import EventStream, WholeAnswer
+from keepwarm.server.http.sse import EventStream, WholeAnswer
+from keepwarm.server.openai.chat import ChatStream
+from keepwarm.server.openai.chunks import Heading
+from keepwarm.server.openai.several import Several
 from keepwarm.text.request import (
     Delta,
     Done,

@@ -5,7 +5,7 @@ import json
 import httpx
 import pytest
 
-from keepwarm.server.body import MAX_DEPTH
+from keepwarm.server.http.body import MAX_DEPTH
 
 MAX_BYTES = 1 << 17
 TEXT = {"role": "user", "content": "Hi"}

@@ -34,7 +34,7 @@ def serve(
 ) -> None:
     """Answer OpenAI's and Anthropic's APIs until stopped."""
     settings = config.load(model=model, host=host, port=port, api_key_file=api_key_file)
-    from keepwarm.server.limits import check_binding
+    from keepwarm.server.http.limits import check_binding
     from keepwarm.server.process import address_of, bind
     from keepwarm.server.process import serve as serve_app
 

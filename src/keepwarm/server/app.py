@@ -15,24 +15,19 @@ from starlette.exceptions import HTTPException
 from keepwarm import __version__
 from keepwarm.config import Settings
 from keepwarm.errors import KeepwarmError
-from keepwarm.server import (
-    admin,
-    agents,
-    anthropic,
-    cache_api,
-    dashboard,
-    dashboard_page,
-    health,
-    metrics,
-    openai,
-    responses,
-)
-from keepwarm.server.body import sound_json
+from keepwarm.server.anthropic import routes as anthropic
+from keepwarm.server.dashboard import page as dashboard_page
+from keepwarm.server.dashboard import routes as dashboard
 from keepwarm.server.host import EngineHost
-from keepwarm.server.limits import Limits
-from keepwarm.server.problems import invalid, of_http, problem_of, respond
-from keepwarm.server.responses_store import ResponseStore
-from keepwarm.server.wire import RECEIPT_HEADER
+from keepwarm.server.http.body import sound_json
+from keepwarm.server.http.limits import Limits
+from keepwarm.server.http.problems import invalid, of_http, problem_of, respond
+from keepwarm.server.http.wire import RECEIPT_HEADER
+from keepwarm.server.manage import admin, agents, health, metrics
+from keepwarm.server.manage import cache as cache_api
+from keepwarm.server.openai import routes as openai
+from keepwarm.server.responses import routes as responses
+from keepwarm.server.responses.kept import ResponseStore
 
 ROUTERS = (
     health.router,

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput
 from keepwarm.server.host import EngineHost
-from keepwarm.server.logs import log_to_stderr
+from keepwarm.server.http.logs import log_to_stderr
 
 KEEP_ALIVE_S = 75
 MAX_PORT = 65535

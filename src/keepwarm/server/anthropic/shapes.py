@@ -1,0 +1,192 @@
+"""Anthropic's JSON: what comes in, checked by pydantic; what goes out, written down for readers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from keepwarm.server.http.wire import Options, ReceiptShape, Shape
+
+MAX_STOPS = 64
+LARGEST = (1 << 31) - 1
+
+Ttl = Literal["5m", "1h"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class CacheControl(Shape):
+    """A breakpoint: the prompt up to here is kept for that long."""
+
+    type: Literal["ephemeral"]
+    ttl: Ttl = "5m"
+
+
+class ToolIn(Shape):
+    """A tool of the client. One that only Anthropic's servers have is left out and named."""
+
+    type: str | None = None
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    defer_loading: bool | None = Field(
+        default=None, description="Not shown at the beginning: a message refers to it."
+    )
+    cache_control: CacheControl | None = None
+
+
+class ToolChange(Shape):
+    """A tool that a message adds or takes away: by its name, or whole."""
+
+    type: str
+    name: str | None = None
+    definition: ToolIn | None = None
+
+
+class Block(Shape):
+    """A part of a message: text, thinking, tool_use, tool_result, tools. Media are refused."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    tool_name: str | None = None
+    tool: ToolChange | None = None
+    content: str | list[Block] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class MessageIn(Shape):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class ToolChoiceIn(Shape):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Shape):
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+
+
+class JsonFormat(Shape):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Shape):
+    effort: str | None = Field(default=None, description="Given to the model's chat template.")
+    format: JsonFormat | None = None
+
+
+class Metadata(Shape):
+    user_id: str | None = Field(default=None, description="Names the conversation.")
+
+
+class CountRequest(Shape):
+    """What a prompt is made of, and whose it is."""
+
+    model: str | None = Field(default=None, description="The one that is loaded answers.")
+    messages: list[MessageIn] = Field(min_length=1)
+    system: str | list[Block] | None = None
+    tools: list[ToolIn] | None = None
+    tool_choice: ToolChoiceIn | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+    metadata: Metadata | None = None
+    keepwarm: Options | None = None
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: Annotated[int, Field(ge=1, le=LARGEST)]
+    stream: bool | None = None
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        default=None, max_length=MAX_STOPS
+    )
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, le=LARGEST)
+    thread: Any = Field(default=None, description="Refused: send the whole conversation.")
+
+
+class MessageReceipt(ReceiptShape):
+    """The receipt, and which tools were left out."""
+
+    ignored_tools: NotRequired[list[str]]
+
+
+class CacheCreation(TypedDict):
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
+class OutputDetails(TypedDict):
+    thinking_tokens: int
+
+
+class UsageOut(TypedDict):
+    """All of the prompt is `input_tokens` and both of the cache's together."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    cache_creation: CacheCreation
+    output_tokens: int
+    output_tokens_details: NotRequired[OutputDetails]
+
+
+class TextBlock(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(TypedDict):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(TypedDict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageOut(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: UsageOut
+    keepwarm: NotRequired[MessageReceipt]
+
+
+class TokensOut(TypedDict):
+    input_tokens: int
+
+
+class ErrorCode(TypedDict):
+    error_code: str
+
+
+class ErrorDetail(TypedDict):
+    type: str
+    message: str
+    details: NotRequired[ErrorCode]
+
+
+class ErrorOut(TypedDict):
+    type: Literal["error"]
+    error: ErrorDetail

@@ -1,0 +1,89 @@
+"""The forest of blocks, as far as it is the viewer's to see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+
+from keepwarm.cache.agents.agents import Agent
+from keepwarm.cache.agents.forest import Run, plant
+from keepwarm.cache.shelf import Shelf
+from keepwarm.cache.store import Store
+from keepwarm.errors import BadInput
+from keepwarm.prefix.blocks import BlockKey, Namespace
+from keepwarm.prefix.fingerprint import tenant_of
+from keepwarm.server.dashboard.shapes import ForestOut, OwnerOut, RunOut
+from keepwarm.server.http.viewer import Viewer
+from keepwarm.store.tier import Stored
+
+ID_DIGITS = 16
+FAMILY_DIGITS = 8
+
+
+class Owners:
+    """Whose a namespace is: the tenant is part of what it was made from."""
+
+    def __init__(self, shelf: Shelf, you: Viewer) -> None:
+        self._you = you
+        self._shelf = shelf
+        self.tenant_of = cache(self._tenant_of)
+        self.hidden: set[BlockKey] = set()
+
+    def seen(self, blocks: Iterable[Stored]) -> Iterator[Stored]:
+        """The viewer's own; the others are counted."""
+        for block in blocks:
+            if self._you.sees(self.tenant_of(block.namespace)):
+                yield block
+            else:
+                self.hidden.add(block.key)
+
+    def sees(self, agent: Agent) -> bool:
+        return self._you.sees(self.tenant_of(agent.namespace))
+
+    def _tenant_of(self, name: Namespace) -> str | None:
+        try:
+            return tenant_of(self._shelf.identity_of(name).salt)
+        except BadInput:
+            return None
+
+
+def forest_out(store: Store, you: Viewer) -> ForestOut:
+    """Reads the index of every tier; call it in a thread."""
+    shelf = store.shelf
+    owners = Owners(shelf, you)
+    agents = [agent for agent in shelf.agents.all() if owners.sees(agent)]
+    seen = {name: owners.seen(blocks) for name, blocks in store.blocks().items()}
+    forest = plant(seen, agents)
+    places = {agent.id: place for place, agent in enumerate(agents)}
+    rows = {run.key: row for row, run in enumerate(forest.runs)}
+    named: list[OwnerOut] = [
+        {"id": you.name_of(a.id) or "", "key": you.key_of(owners.tenant_of(a.namespace))}
+        for a in agents
+    ]
+    return {
+        "object": "dashboard.forest",
+        "agents": named,
+        "runs": [_run(run, rows, places) for run in forest.runs],
+        "blocks": forest.n_blocks,
+        "left_out": forest.left_out,
+        "others": len(owners.hidden),
+    }
+
+
+def _run(run: Run, rows: dict[BlockKey, int], places: dict[str, int]) -> RunOut:
+    return {
+        "id": run.key.hex()[:ID_DIGITS],
+        "parent": None if run.parent is None else rows[run.parent],
+        "family": run.namespace.hex()[:FAMILY_DIGITS],
+        "number": run.number,
+        "blocks": run.n_blocks,
+        "tokens": run.n_tokens,
+        "bytes": run.n_bytes,
+        "oldest": run.oldest,
+        "used": run.used,
+        "memory": "memory" in run.tiers,
+        "disk": "disk" in run.tiers,
+        "pinned": run.pinned,
+        "agents": [places[agent] for agent in run.agents],
+        "ends": [places[agent] for agent in run.ends],
+    }

@@ -1,0 +1,163 @@
+"""What the dashboard is told, as JSON."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from typing_extensions import TypedDict
+
+from keepwarm.engine.insight.journal import State
+from keepwarm.engine.insight.misses import Reason
+from keepwarm.server.http.wire import ReceiptShape
+
+
+class YouOut(TypedDict):
+    """What the caller's key is good for."""
+
+    key_needed: bool
+    admin: bool
+    texts: bool  # whether the texts of one's own prompts are shown
+    sums: bool  # whether what is counted over all keys is shown
+
+
+class RequestOut(TypedDict):
+    number: int
+    key: str | None  # whose, where it is not one's own; only an admin is told
+    agent: str | None
+    state: State
+    seconds: float
+    prompt_tokens: int
+    answer_tokens: int
+    first_token_ms: float | None
+    tokens_per_second: float | None
+    receipt: ReceiptShape | None
+    error: str
+    ended: float | None
+
+
+class MemoryOut(TypedDict):
+    place: str
+    n_bytes: int
+    max_bytes: int | None
+
+
+class NowOut(TypedDict):
+    object: Literal["dashboard.now"]
+    time: float
+    model: str
+    you: YouOut
+    running: list[RequestOut]
+    ended: list[RequestOut]
+    others: dict[str, int]  # requests of other keys, by state
+    prefilled_tokens: int | None  # of all keys, as is the rest; null where that is not shown
+    generated_tokens: int | None
+    prefill_tokens_per_s: float
+    memory: list[MemoryOut] | None
+
+
+class PointOut(TypedDict):
+    """Prompt tokens in a stretch of time, by where they came from."""
+
+    at: float
+    live: int
+    memory: int
+    disk: int
+    computed: int
+
+
+class SumOut(TypedDict):
+    reused: dict[str, int]  # tokens by place
+    computed: int  # tokens
+    saved_s: float
+    written_bytes: int
+
+
+class SavedOut(TypedDict):
+    object: Literal["dashboard.saved"]
+    hours: int
+    points: list[PointOut]
+    today: SumOut
+    total: SumOut
+    disk: MemoryOut
+    blocks: int
+    written_by_day: dict[str, int]
+    health: dict[str, int]
+
+
+class OwnerOut(TypedDict):
+    """An agent, as the forest names it."""
+
+    id: str
+    key: str | None
+
+
+class RunOut(TypedDict):
+    """Blocks in a row. `parent`, `agents` and `ends` are places in lists."""
+
+    id: str
+    parent: int | None
+    family: str  # of which model and KV options
+    number: int
+    blocks: int
+    tokens: int
+    bytes: int
+    oldest: float
+    used: float
+    memory: bool
+    disk: bool
+    pinned: bool
+    agents: list[int]
+    ends: list[int]
+
+
+class ForestOut(TypedDict):
+    object: Literal["dashboard.forest"]
+    agents: list[OwnerOut]
+    runs: list[RunOut]
+    blocks: int
+    left_out: int  # of one's own, too many to draw
+    others: int  # blocks of other keys
+
+
+class MissedOut(TypedDict):
+    number: int
+    key: str | None
+    agent: str | None
+    when: float
+    prompt_tokens: int
+    restored: int
+    position: int
+    again: int
+    seconds: float
+    reason: Reason
+    text: bool  # whether its text can be asked for
+
+
+class MissesOut(TypedDict):
+    object: Literal["list"]
+    data: list[MissedOut]
+
+
+class PlaceOut(TypedDict):
+    """Where a prompt parts from an earlier one of the same key."""
+
+    object: Literal["dashboard.place"]
+    before: str
+    earlier: str
+    now: str
+
+
+class OutcomeOut(TypedDict):
+    max_bytes: int | None
+    found_tokens: int
+    more_tokens: int  # than under the budget of now; fewer are negative
+    more_seconds: float
+
+
+class WhatIfOut(TypedDict):
+    object: Literal["dashboard.what_if"]
+    looks: int
+    since: float | None
+    asked_tokens: int
+    max_bytes: int | None
+    outcomes: list[OutcomeOut]

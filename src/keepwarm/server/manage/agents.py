@@ -1,0 +1,314 @@
+"""Named conversations over HTTP: look at them, fork, rewind, promise, carry, forget.
+
+A key sees its own agents alone: stored ids begin with the tenant, and answers leave that out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import Field, StringConstraints
+from typing_extensions import TypedDict
+
+from keepwarm.cache.agents.agents import Agent
+from keepwarm.cache.shelf import Shelf
+from keepwarm.cache.store import identity_of
+from keepwarm.config import Settings
+from keepwarm.engine.engine import Engine
+from keepwarm.engine.lane import make_options
+from keepwarm.errors import BadCacheFile, BadField, BadInput, TooLarge, UnknownAgent
+from keepwarm.prefix.fingerprint import Identity
+from keepwarm.server.http.wire import AGENT_ID, Config, Host, Shape, owned
+from keepwarm.server.openai.shapes import ErrorOut
+
+TAR = "application/x-tar"
+CHUNK_BYTES = 1 << 20
+RAW_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+AgentId: TypeAlias = Annotated[str, StringConstraints(pattern=f"^{AGENT_ID.pattern}$")]
+
+router = APIRouter(
+    prefix="/v1/agents",
+    tags=["Agents"],
+    responses={
+        "4XX": {"model": ErrorOut, "description": "It cannot be done."},
+        "5XX": {"model": ErrorOut, "description": "The server failed, or is stopping."},
+    },
+)
+
+
+class Promises(Shape):
+    """What an agent is promised."""
+
+    pinned: bool = Field(default=False, description="None of its blocks is evicted.")
+    quota_bytes: int | None = Field(
+        default=None, ge=1, le=1 << 60, description="So much of it nobody else may evict."
+    )
+    retention_s: float | None = Field(
+        default=None, gt=0, le=1e12, description="Forgotten when unused for longer."
+    )
+
+
+class NewAgent(Promises):
+    id: AgentId = Field(description="Up to 100 letters, digits and . _ @ -")
+
+
+class Fork(Shape):
+    id: AgentId = Field(description="Id of the new agent.")
+
+
+class Rewind(Shape):
+    turn: int = Field(ge=0, le=1 << 31, description="The last turn to keep; 0 keeps none.")
+
+
+class Quota(Shape):
+    quota_bytes: int | None = Field(ge=1, le=1 << 60, description="null takes it away.")
+
+
+class AgentOut(TypedDict):
+    id: str
+    object: Literal["agent"]
+    n_tokens: int
+    turns: list[int]
+    n_bytes: int
+    pinned: bool
+    quota_bytes: int | None
+    retention_s: float | None
+    created: float
+    used: float
+    forked_from: str | None
+
+
+class AgentList(TypedDict):
+    object: Literal["list"]
+    data: list[AgentOut]
+
+
+class DeletedAgent(TypedDict):
+    id: str
+    object: Literal["agent"]
+    deleted: bool
+    removed_blocks: int
+
+
+class Mine:
+    """The agents of whoever asks. What it does takes files; call it in a thread."""
+
+    def __init__(self, request: Request, host: Host) -> None:
+        self._tenant: str = getattr(request.state, "tenant", "")
+        self._engine: Engine = host.engine
+
+    @property
+    def _shelf(self) -> Shelf:
+        return self._engine.store.shelf
+
+    def all(self) -> list[AgentOut]:
+        prefix = owned(self._tenant, "")
+        return [self._out(each) for each in self._shelf.agents.all() if each.id.startswith(prefix)]
+
+    def show(self, agent_id: str) -> AgentOut:
+        return self._out(self._found(agent_id))
+
+    def create(self, agent_id: str, promises: Promises) -> AgentOut:
+        name = self._shelf.register(self._identity())
+        made = self._shelf.agents.create(self._new(agent_id), name, **promises.model_dump())
+        return self._out(made)
+
+    def fork(self, agent_id: str, new_id: str) -> AgentOut:
+        old = self._found(agent_id).id
+        return self._out(self._shelf.agents.fork(old, self._new(new_id)))
+
+    def rewind(self, agent_id: str, turn: int) -> AgentOut:
+        agent = self._found(agent_id)
+        if turn > len(agent.turns):
+            raise BadField(f"{agent_id!r} has {len(agent.turns)} turns; name one of them.", "turn")
+        return self._out(self._shelf.agents.rewind(agent.id, turn))
+
+    def promise(self, agent_id: str, **changes: Any) -> AgentOut:
+        return self._out(self._shelf.agents.promise(self._found(agent_id).id, **changes))
+
+    def delete(self, agent_id: str) -> DeletedAgent:
+        agent = self._found(agent_id)
+        removed = self._engine.forget(agent.id)
+        return {"id": agent_id, "object": "agent", "deleted": True, "removed_blocks": removed}
+
+    def export(self, agent_id: str, file: Path) -> None:
+        agent = self._found(agent_id)
+        self._shelf.export_agent(agent.id, file)
+
+    def import_(self, file: Path, agent_id: str) -> AgentOut:
+        new_id = self._new(agent_id)
+        try:
+            return self._out(self._shelf.import_agent(file, self._identity(), new_id))
+        except BadCacheFile as error:
+            raise BadCacheFile(str(error).replace(str(file), "What was sent")) from error
+
+    def _found(self, agent_id: str) -> Agent:
+        self._engine.settle()  # what was just answered belongs to it
+        try:
+            return self._shelf.agents.show(owned(self._tenant, agent_id))
+        except UnknownAgent as error:
+            raise UnknownAgent(f"There is no agent {agent_id!r}; list them to see.") from error
+
+    def _new(self, agent_id: str) -> str:
+        """A stored id that is not in use."""
+        stored = owned(self._tenant, agent_id)
+        try:
+            self._shelf.agents.show(stored)
+        except UnknownAgent:
+            return stored
+        raise BadField(f"There is an agent {agent_id!r} already; choose another id.", "id")
+
+    def _identity(self) -> Identity:
+        """Of the blocks that this tenant's requests make; MLX is the engine's to use."""
+        engine = self._engine
+        model, settings = engine.model, engine.store.settings
+        options = make_options(engine.config.kv)
+        return engine.call(
+            lambda: identity_of(model.module, model.path, settings, salt=self._tenant, **options)
+        ).result()
+
+    def _out(self, agent: Agent) -> AgentOut:
+        known = self._shelf.disk.have(agent.blocks)
+        prefix = owned(self._tenant, "")
+        return {
+            "id": agent.id.removeprefix(prefix),
+            "object": "agent",
+            "n_tokens": agent.n_tokens,
+            "turns": list(agent.turns),
+            "n_bytes": sum(block.n_bytes for block in known.values()),
+            "pinned": agent.pinned,
+            "quota_bytes": agent.quota_bytes,
+            "retention_s": agent.retention_s,
+            "created": agent.created,
+            "used": agent.used,
+            "forked_from": agent.forked_from.removeprefix(prefix) or None,
+        }
+
+
+Agents = Annotated[Mine, Depends(Mine)]
+
+
+@router.get("")
+async def list_agents(mine: Agents) -> AgentList:
+    """All agents of this key."""
+    return {"object": "list", "data": await asyncio.to_thread(mine.all)}
+
+
+@router.post("")
+async def create_agent(body: NewAgent, mine: Agents) -> AgentOut:
+    """Make an agent before it has said anything, to promise it something."""
+    promises = Promises(**body.model_dump(exclude={"id"}))
+    return await asyncio.to_thread(mine.create, body.id, promises)
+
+
+@router.post("/import", openapi_extra=RAW_BODY)
+async def import_agent(
+    request: Request,
+    mine: Agents,
+    settings: Config,
+    agent_id: Annotated[AgentId, Query(alias="id", description="The id it gets here.")],
+) -> AgentOut:
+    """Take in a bundle, verified; one of another model is refused with the reason."""
+    with _workshop(settings) as directory:
+        file = directory / "bundle"
+        await _receive(request.stream(), file, settings.disk_bytes)
+        return await asyncio.to_thread(mine.import_, file, agent_id)
+
+
+async def _receive(chunks: AsyncIterator[bytes], file: Path, max_bytes: int) -> None:
+    """Write what comes, up to what a store could ever hold."""
+    size = 0
+    with file.open("xb") as target:
+        async for chunk in chunks:
+            size += len(chunk)
+            if size > max_bytes:
+                raise TooLarge(f"The bundle is larger than the store, {max_bytes} bytes.")
+            await asyncio.to_thread(target.write, chunk)
+    if not size:
+        raise BadInput("Nothing was sent; send the bundle as the body.")
+
+
+@router.get("/{agent_id}")
+async def show_agent(agent_id: AgentId, mine: Agents) -> AgentOut:
+    """One agent: its turns, its size, what was promised to it."""
+    return await asyncio.to_thread(mine.show, agent_id)
+
+
+@router.delete("/{agent_id}")
+async def delete_agent(agent_id: AgentId, mine: Agents) -> DeletedAgent:
+    """Forget an agent and every block on disk that no other agent reaches."""
+    return await asyncio.to_thread(mine.delete, agent_id)
+
+
+@router.post("/{agent_id}/fork")
+async def fork_agent(agent_id: AgentId, body: Fork, mine: Agents) -> AgentOut:
+    """Make another agent with the same past; no block is copied."""
+    return await asyncio.to_thread(mine.fork, agent_id, body.id)
+
+
+@router.post("/{agent_id}/rewind")
+async def rewind_agent(agent_id: AgentId, body: Rewind, mine: Agents) -> AgentOut:
+    """Forget the turns after this one."""
+    return await asyncio.to_thread(mine.rewind, agent_id, body.turn)
+
+
+@router.post("/{agent_id}/pin")
+async def pin_agent(agent_id: AgentId, mine: Agents) -> AgentOut:
+    """Protect an agent's blocks from eviction."""
+    return await asyncio.to_thread(mine.promise, agent_id, pinned=True)
+
+
+@router.post("/{agent_id}/unpin")
+async def unpin_agent(agent_id: AgentId, mine: Agents) -> AgentOut:
+    """Let an agent's blocks be evicted when room is needed."""
+    return await asyncio.to_thread(mine.promise, agent_id, pinned=False)
+
+
+@router.post("/{agent_id}/quota")
+async def set_quota(agent_id: AgentId, body: Quota, mine: Agents) -> AgentOut:
+    """Promise an agent so many bytes that nobody else may evict."""
+    return await asyncio.to_thread(mine.promise, agent_id, quota_bytes=body.quota_bytes)
+
+
+@router.get(
+    "/{agent_id}/export",
+    response_class=StreamingResponse,
+    responses={200: {"content": {TAR: {"schema": {"type": "string", "format": "binary"}}}}},
+)
+async def export_agent(agent_id: AgentId, mine: Agents, settings: Config) -> Response:
+    """An agent as one file, which a server with the same model can import. It is not encrypted."""
+    with _workshop(settings) as directory:
+        await asyncio.to_thread(mine.export, agent_id, directory / "bundle")
+        file = (directory / "bundle").open("rb")  # and stays readable when its name is gone
+    headers = {
+        "Content-Length": str(os.fstat(file.fileno()).st_size),
+        "Content-Disposition": f'attachment; filename="{agent_id}.tar"',
+    }
+    return StreamingResponse(_chunks(file), media_type=TAR, headers=headers)
+
+
+@contextmanager
+def _workshop(settings: Settings) -> Iterator[Path]:
+    """A directory for one bundle, on the disk of the store: bundles can be larger than memory."""
+    settings.home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bundle-", dir=settings.home) as directory:
+        yield Path(directory)
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk

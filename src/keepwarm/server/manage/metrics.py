@@ -1,0 +1,302 @@
+"""What Prometheus reads: the engine's own snapshot, and the times of every answer.
+
+Each application has a registry of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, NamedTuple, TypeAlias
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from keepwarm.engine.insight.stats import Stats
+from keepwarm.server.host import EngineHost
+from keepwarm.server.http.viewer import Who
+from keepwarm.text.request import Usage
+
+Values: TypeAlias = Mapping[str, float]  # by label; "" where there is none
+
+FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+APIS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/models": "models",
+    "/v1/agents": "agents",
+    "/v1/cache": "cache",
+    "/v1/admin": "admin",
+    "/v1/dashboard": "dashboard",
+    "/dashboard": "page",
+    "/docs": "docs",
+    "/openapi.json": "docs",
+    "/health": "health",
+    "/metrics": "metrics",
+}
+FIRST_TOKEN = "keepwarm_first_token_seconds", "From a request's arrival to its first token."
+TOKEN = "keepwarm_token_seconds", "Time of one token of an answer."
+HTTP = "keepwarm_http_requests", "Requests that have ended, refused ones too."
+READY = "keepwarm_ready", "1 while requests are answered."
+FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
+
+router = APIRouter(tags=["Health"])
+
+
+class Sample(NamedTuple):
+    """One metric that is read from a snapshot."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    help: str
+    label: str
+    read: Callable[[Stats], Values]
+
+
+def _one(value: float) -> Values:
+    return {"": value}
+
+
+def _counter(name: str) -> Callable[[Stats], Values]:
+    return lambda stats: _one(stats.counters[name])
+
+
+def _by_tier(name: str) -> Callable[[Stats], Values]:
+    return lambda stats: {tier: getattr(found, name) for tier, found in stats.tiers.items()}
+
+
+def _hits(stats: Stats) -> Values:
+    return {**_by_tier("hits")(stats), "live": stats.live.moved + stats.live.copied}
+
+
+def _misses(stats: Stats) -> Values:
+    return {**_by_tier("misses")(stats), "live": stats.live.misses}
+
+
+def _bytes(stats: Stats) -> Values:
+    return {**_by_tier("n_bytes")(stats), "live": stats.live.n_bytes}
+
+
+def _limits(stats: Stats) -> Values:
+    limits = {tier: found.max_bytes for tier, found in stats.tiers.items()}
+    limits["live"] = stats.live.max_bytes
+    return {tier: n_bytes for tier, n_bytes in limits.items() if n_bytes is not None}
+
+
+def _evicted(stats: Stats) -> Values:
+    return {**_by_tier("evicted")(stats), "live": stats.live.evicted}
+
+
+def _failed_restores(stats: Stats) -> Values:
+    return {tier: found.quarantined + found.errors for tier, found in stats.tiers.items()}
+
+
+def _requests(stats: Stats) -> Values:
+    return {"waiting": stats.waiting, "reading": stats.reading, "decoding": stats.decoding}
+
+
+def _outcomes(stats: Stats) -> Values:
+    return {name: stats.counters[name] for name in ("finished", "cancelled", "failed")}
+
+
+def _lost_saves(stats: Stats) -> Values:
+    writes = stats.writes
+    return {
+        "queue full": writes.dropped,
+        "disk failed": writes.failed,
+        "daily budget": writes.over_budget,
+    }
+
+
+def _written_bytes(stats: Stats) -> Values:
+    return _one(stats.writes.written_bytes)
+
+
+SAMPLES = (
+    Sample("keepwarm_hits", "counter", "Look-ups that a tier could serve.", "tier", _hits),
+    Sample("keepwarm_misses", "counter", "Look-ups that it could not.", "tier", _misses),
+    Sample(
+        "keepwarm_reused_tokens", "counter", "Prompt tokens restored, not computed.", "tier",
+        lambda stats: dict(stats.counters["reused_tokens"]),
+    ),
+    Sample(
+        "keepwarm_prompt_tokens", "counter", "Tokens of all prompts.", "",
+        _counter("prompt_tokens"),
+    ),
+    Sample(
+        "keepwarm_prefilled_tokens", "counter", "Prompt tokens that the model was fed.", "",
+        _counter("prefilled_tokens"),
+    ),
+    Sample(
+        "keepwarm_generated_tokens", "counter", "Tokens of answers.", "",
+        _counter("generated_tokens"),
+    ),
+    Sample(
+        "keepwarm_saved_seconds", "counter", "Time of prefill that reuse has spared.", "",
+        lambda stats: _one(stats.counters["saved_ms"] / 1000),
+    ),
+    Sample(
+        "keepwarm_shared_prefills", "counter", "Requests that waited for another's prefix.", "",
+        _counter("waited_for_prefix"),
+    ),
+    Sample("keepwarm_answers", "counter", "Answers that have ended.", "outcome", _outcomes),
+    Sample("keepwarm_requests", "gauge", "Requests in the engine now.", "state", _requests),
+    Sample("keepwarm_kept_bytes", "gauge", "Bytes that are kept.", "tier", _bytes),
+    Sample("keepwarm_kept_bytes_limit", "gauge", "Bytes that may be kept.", "tier", _limits),
+    Sample("keepwarm_blocks", "gauge", "Blocks that are kept.", "tier", _by_tier("blocks")),
+    Sample("keepwarm_evictions", "counter", "Entries let go for lack of room.", "tier", _evicted),
+    Sample(
+        "keepwarm_restore_failures", "counter",
+        "Records that were bad or could not be read; each was a miss.", "tier", _failed_restores,
+    ),
+    Sample("keepwarm_written_bytes", "counter", "Bytes written to disk.", "", _written_bytes),
+    Sample("keepwarm_lost_saves", "counter", "Saves that were given up.", "reason", _lost_saves),
+    Sample(
+        "keepwarm_rebuilt_batches", "counter", "Batches that died and were built anew.", "",
+        _counter("rebuilt_batches"),
+    ),
+    Sample(
+        "keepwarm_audits", "counter", "Restored prompts compared with a cold run.", "",
+        _counter("audits"),
+    ),
+    Sample("keepwarm_drifts", "counter", "Audits whose answer differed.", "", _counter("drifts")),
+    Sample(
+        "keepwarm_step_seconds", "gauge", "A token for everybody takes this long.", "",
+        lambda stats: _one(stats.step_ms / 1000),
+    ),
+    Sample(
+        "keepwarm_prefill_tokens_per_second", "gauge", "How fast prompts are read.", "",
+        lambda stats: _one(stats.prefill_tokens_per_s),
+    ),
+)  # fmt: skip
+
+
+class ReadyCollector(Collector):
+    """Says what `/health/ready` says."""
+
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
+
+    def describe(self) -> list[Metric]:
+        return []  # so that registering asks the engine nothing
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(*READY, value=float(self._host.ready))
+
+
+class EngineCollector(ReadyCollector):
+    """Reads one snapshot whenever Prometheus asks."""
+
+    def collect(self) -> Iterator[Metric]:
+        yield from super().collect()
+        if self._host.ready:
+            stats = self._host.engine.stats()
+            yield from (_family(sample, sample.read(stats)) for sample in SAMPLES)
+
+
+def _family(sample: Sample, values: Values) -> Metric:
+    labels = [sample.label] if sample.label else []
+    family: Metric = FAMILIES[sample.kind](sample.name, sample.help, labels=labels)
+    for label, value in values.items():
+        family.add_metric([label] if labels else [], value)  # type: ignore[attr-defined]
+    return family
+
+
+class Metrics:
+    """All metrics of one application."""
+
+    def __init__(self, host: EngineHost) -> None:
+        self.registry = CollectorRegistry()
+        self.ready = CollectorRegistry()
+        self.ready.register(ReadyCollector(host))
+        self._first = Histogram(*FIRST_TOKEN, ["warm"], buckets=FIRST_S, registry=self.registry)
+        self._token = Histogram(*TOKEN, buckets=TOKEN_S, registry=self.registry)
+        self._http = Counter(*HTTP, ["api", "outcome"], registry=self.registry)
+        self.registry.register(EngineCollector(host))
+        ProcessCollector(registry=self.registry)
+        host.on_answer(self.answered)
+
+    def request_ended(self, api: str, outcome: str) -> None:
+        self._http.labels(api, outcome).inc()
+
+    def answered(self, usage: Usage) -> None:
+        """Count what an answer took."""
+        if usage.completion_tokens:
+            warm = "yes" if usage.cached_tokens else "no"
+            self._first.labels(warm).observe(usage.ttft_ms / 1000)
+        if usage.tokens_per_second > 0:
+            self._token.observe(1 / usage.tokens_per_second)
+
+
+class Counted:
+    """Counts requests by API and outcome, those that the limits refuse included."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status: list[int] = []
+
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                status.append(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            outcome = _outcome(status[0]) if status else "cancelled"
+            self._metrics.request_ended(_api(scope["path"]), outcome)
+
+
+def _outcome(status: int) -> str:
+    if status == 499:
+        return "cancelled"
+    return "ok" if status < 400 else "refused" if status < 500 else "failed"
+
+
+def _api(path: str) -> str:
+    """The API of a path; a set of known words, so that nobody can make up new ones."""
+    if path == "/":
+        return "page"  # where it leads
+    for prefix, api in APIS.items():
+        if path == prefix or path.startswith(f"{prefix}/"):
+            return api
+    return "other"
+
+
+@router.get("/metrics", response_class=Response)
+def read_metrics(request: Request, you: Who) -> Response:
+    """Everything that is measured, as Prometheus reads it.
+
+    Of all keys together; where there are several, all but the admin are told `keepwarm_ready`.
+    """
+    encode, media_type = choose_encoder(request.headers.get("accept", ""))
+    metrics: Metrics = request.app.state.metrics
+    return Response(encode(metrics.registry if you.sums else metrics.ready), media_type=media_type)
+
+
+def table() -> str:
+    """Every metric in a row of its own, for the manual."""
+    observed = [
+        (*READY, "gauge", ""),
+        (*HTTP, "counter", "api, outcome"),
+        (*FIRST_TOKEN, "histogram", "warm"),
+        (*TOKEN, "histogram", ""),
+    ]
+    read = [(sample.name, sample.help, sample.kind, sample.label) for sample in SAMPLES]
+    rows = [
+        f"| `{name}{'_total' * (kind == 'counter')}` | {kind} | {label} | {about} |"
+        for name, about, kind, label in [*observed, *read]
+    ]
+    return "\n".join(["| name | kind | by | what |", "|---|---|---|---|", *rows])

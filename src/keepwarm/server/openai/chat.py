@@ -1,0 +1,254 @@
+"""Chat completions: the request as the engine takes it, the answer as OpenAI writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from keepwarm.config import Settings
+from keepwarm.errors import BadField
+from keepwarm.server.http.wire import Caller, content_of, receipt_dict
+from keepwarm.server.openai.chunks import Chunks, Heading, usage_dict
+from keepwarm.server.openai.shapes import (
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    ChatMessageOut,
+    ChatRequest,
+    FunctionCallOut,
+    NamedTool,
+    ResponseFormat,
+    Sampled,
+    ToolCallOut,
+)
+from keepwarm.server.openai.tokens import Pieces, chat_logprobs
+from keepwarm.text.request import (
+    Choice,
+    Delta,
+    Done,
+    Event,
+    Finished,
+    Format,
+    Message,
+    Request,
+    Result,
+    Sampling,
+    Started,
+    TokenInfo,
+    Tool,
+    ToolCall,
+    ToolCalled,
+    ToolChoice,
+)
+
+NOT_THINKING = frozenset({"none", "minimal"})
+SEEDS = 1 << 63
+
+
+# The request.
+
+
+def request_of(body: ChatRequest, caller: Caller, settings: Settings) -> Request:
+    """What the client asks, in the engine's words."""
+    tools = [_tool(tool.function.model_dump(exclude_none=True)) for tool in body.tools or ()]
+    options = dict(body.chat_template_kwargs or {})
+    thinking = options.pop("enable_thinking", None)
+    if body.reasoning_effort is not None:
+        options["reasoning_effort"] = body.reasoning_effort
+        thinking = body.reasoning_effort not in NOT_THINKING if thinking is None else thinking
+    return Request(
+        messages=[_message(message, i) for i, message in enumerate(body.messages)],
+        tools=tools,
+        tool_choice=_tool_choice(body),
+        thinking=None if thinking is None else bool(thinking),
+        template_options=options,
+        format=_format(body.response_format),
+        sampling=sampling_of(
+            body, settings, body.max_completion_tokens or body.max_tokens, _top_logprobs(body)
+        ),
+        n=body.n or 1,
+        **caller._asdict(),
+    )
+
+
+def sampling_of(
+    body: Sampled, settings: Settings, max_tokens: int | None, top_logprobs: int | None
+) -> Sampling:
+    """How tokens are chosen, alike for chat and text completions."""
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=settings.temperature if body.temperature is None else body.temperature,
+        top_p=body.top_p or 1.0,
+        top_k=body.top_k or 0,
+        min_p=body.min_p or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(body.logit_bias or {}),
+        seed=None if body.seed is None else body.seed % SEEDS,
+        top_logprobs=top_logprobs,
+        stop=tuple(stop),
+    )
+
+
+def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
+    wrong = next((token for token in bias if not (token.isascii() and token.isdigit())), None)
+    if wrong is not None or any(len(token) > 9 for token in bias):
+        raise BadField("The keys of logit_bias are token ids; use whole numbers.", "logit_bias")
+    return {int(token): value for token, value in bias.items()}
+
+
+def _top_logprobs(body: ChatRequest) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise BadField("top_logprobs needs logprobs to be true; set it.", "top_logprobs")
+    return None
+
+
+def _message(message: ChatMessage, index: int) -> Message:
+    """In the shape of chat templates; what OpenAI calls a developer is the system."""
+    role = "system" if message.role == "developer" else message.role
+    content = content_of(message.content, f"messages[{index}].content")
+    fields: dict[str, Any] = {"role": role, "content": content}
+    if message.tool_calls:
+        fields["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    reasoning = message.reasoning_content or message.reasoning
+    named = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": reasoning,
+    }
+    return fields | {key: value for key, value in named.items() if value is not None}
+
+
+def _tool(function: dict[str, Any]) -> Tool:
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(body: ChatRequest) -> ToolChoice:
+    parallel = body.parallel_tool_calls is not False
+    names = {tool.function.name for tool in body.tools or ()}
+    choice = body.tool_choice or "auto"
+    if isinstance(choice, NamedTool):
+        if choice.function.name not in names:
+            raise BadField("tool_choice names a tool that is not in tools.", "tool_choice")
+        return ToolChoice("required", choice.function.name, parallel)
+    if choice == "required" and not names:
+        raise BadField("tool_choice is required and there are no tools; send some.", "tool_choice")
+    return ToolChoice(choice, None, parallel)
+
+
+def _format(wanted: ResponseFormat | None) -> Format | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return Format(json=True)
+    schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
+    if schema is None:
+        where = "response_format.json_schema.schema"
+        raise BadField(f"{where} is needed for json_schema and not there.", where)
+    return Format(json=True, schema=schema)
+
+
+# The answer.
+
+
+def completion(heading: Heading, result: Result, pieces: Pieces | None) -> ChatCompletion:
+    """A whole answer. `pieces` are there when logprobs were asked for."""
+    return {
+        "id": heading.id,
+        "object": "chat.completion",
+        "created": heading.created,
+        "model": heading.model,
+        "choices": [_choice(i, choice, pieces) for i, choice in enumerate(result.choices)],
+        "usage": usage_dict(result.usage),
+        "keepwarm": receipt_dict(result.receipt),
+    }
+
+
+def _choice(index: int, choice: Choice, pieces: Pieces | None) -> ChatChoice:
+    message: ChatMessageOut = {
+        "role": "assistant",
+        "content": None if choice.tool_calls and not choice.text else choice.text,
+        "refusal": None,
+    }
+    if choice.reasoning:
+        message["reasoning_content"] = message["reasoning"] = choice.reasoning
+    if choice.tool_calls:
+        message["tool_calls"] = [_tool_call(call) for call in choice.tool_calls]
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": _logprobs(pieces, choice.tokens),
+        "finish_reason": choice.reason,
+    }
+
+
+def _tool_call(call: ToolCall) -> ToolCallOut:
+    function: FunctionCallOut = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _logprobs(pieces: Pieces | None, tokens: Sequence[TokenInfo]) -> ChatLogprobs | None:
+    if pieces is None:
+        return None
+    return {"content": chat_logprobs(pieces, tokens), "refusal": None}
+
+
+class ChatStream(Chunks):
+    """Chunks: the role of each choice first, then deltas, how it ended, usage, `[DONE]`.
+
+    The last chunk carries the receipt: that of the usage, or of how the last choice ended.
+    """
+
+    def __init__(self, heading: Heading, n: int, usage: bool, pieces: Pieces | None) -> None:
+        super().__init__("chat.completion.chunk", heading, usage)
+        self._n = n
+        self._pieces = pieces
+        self._called = [0] * n  # tool calls so far
+
+    def event(self, event: Event) -> bytes:
+        match event:
+            case Delta():
+                return self._release() + self._delta(event)
+            case ToolCalled():
+                return self._release() + self._tool_called(event)
+            case Finished():
+                end = self._choice(event.choice, {}, event.tokens)
+                return self._hold(end | {"finish_reason": event.reason})
+            case Started():
+                role = {"role": "assistant", "content": ""}
+                return b"".join(self._chunk(choice, role) for choice in range(self._n))
+            case Done():
+                return self._done(event)
+        return b""
+
+    def _delta(self, event: Delta) -> bytes:
+        delta = {}
+        if event.reasoning:
+            delta["reasoning_content"] = delta["reasoning"] = event.reasoning
+        if event.text or (self._pieces and event.tokens):
+            delta["content"] = event.text
+        return self._chunk(event.choice, delta, event.tokens) if delta else b""
+
+    def _tool_called(self, event: ToolCalled) -> bytes:
+        """The name in one chunk and the arguments in the next, as clients expect them."""
+        index, call = self._called[event.choice], event.call
+        self._called[event.choice] += 1
+        begun = {"index": index, **_tool_call(call._replace(arguments=""))}
+        rest = {"index": index, "function": {"arguments": call.arguments}}
+        return self._chunk(event.choice, {"tool_calls": [begun]}, event.tokens) + self._chunk(
+            event.choice, {"tool_calls": [rest]}
+        )
+
+    def _chunk(self, index: int, delta: dict[str, Any], tokens: Sequence[TokenInfo] = ()) -> bytes:
+        return self._framed({"choices": [self._choice(index, delta, tokens)]})
+
+    def _choice(
+        self, index: int, delta: dict[str, Any], tokens: Sequence[TokenInfo]
+    ) -> dict[str, Any]:
+        logprobs = _logprobs(self._pieces, tokens) if tokens else None
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}

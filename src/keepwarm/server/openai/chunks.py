@@ -1,0 +1,72 @@
+"""Chunks of a stream as both of OpenAI's completion APIs write them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from keepwarm.server.http.problems import Problem, openai_body
+from keepwarm.server.http.sse import comment, frame
+from keepwarm.server.http.wire import receipt_dict
+from keepwarm.server.openai.shapes import UsageOut
+from keepwarm.text.request import Done, Progress, Usage
+
+DONE = frame("[DONE]")
+
+
+@dataclass(frozen=True)
+class Heading:
+    """What stands at the head of an answer and of every chunk of it."""
+
+    id: str
+    created: int
+    model: str
+
+
+class Chunks:
+    """Frames with one head. How a choice ended is held back, for the last carries the receipt."""
+
+    def __init__(self, kind: str, heading: Heading, usage: bool) -> None:
+        fields = {"id": heading.id, "object": kind, "created": heading.created}
+        self._head = json.dumps(fields | {"model": heading.model})[:-1]
+        self._usage = usage
+        self._held: dict[str, Any] | None = None
+
+    def waiting(self, progress: Progress | None) -> bytes:
+        return comment(progress)
+
+    def problem(self, problem: Problem) -> bytes:
+        return self._release() + frame(json.dumps(openai_body(problem))) + DONE
+
+    def _hold(self, choice: dict[str, Any]) -> bytes:
+        """Hold back how a choice ended; the one before it goes out."""
+        released = self._release()
+        self._held = choice
+        return released
+
+    def _release(self, more: dict[str, Any] | None = None) -> bytes:
+        """The chunk that was held back, if there is one."""
+        held, self._held = self._held, None
+        return self._framed({"choices": [held], **(more or {})}) if held else b""
+
+    def _done(self, event: Done) -> bytes:
+        receipt = {"keepwarm": receipt_dict(event.receipt)}
+        if not self._usage:
+            return self._release(receipt) + DONE
+        usage = {"choices": [], "usage": usage_dict(event.usage)}
+        return self._release() + self._framed(usage | receipt) + DONE
+
+    def _framed(self, fields: dict[str, Any]) -> bytes:
+        """The head is the same in all chunks, and written only once."""
+        return frame(f"{self._head}, {json.dumps(fields)[1:]}")
+
+
+def usage_dict(usage: Usage) -> UsageOut:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }

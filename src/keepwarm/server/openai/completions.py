@@ -1,0 +1,132 @@
+"""Text completions: prompts as text or tokens, answers as OpenAI's older API writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from keepwarm.config import Settings
+from keepwarm.errors import BadField
+from keepwarm.server.http.wire import Caller, receipt_dict
+from keepwarm.server.openai.chat import sampling_of
+from keepwarm.server.openai.chunks import Chunks, Heading, usage_dict
+from keepwarm.server.openai.shapes import (
+    MAX_ANSWERS,
+    CompletionRequest,
+    TextChoice,
+    TextCompletion,
+)
+from keepwarm.server.openai.tokens import Pieces, text_logprobs
+from keepwarm.text.request import (
+    Choice,
+    Delta,
+    Done,
+    Event,
+    Finished,
+    Request,
+    Result,
+    Started,
+    TokenInfo,
+)
+
+DEFAULT_MAX_TOKENS = 16
+
+
+def requests_of(body: CompletionRequest, caller: Caller, settings: Settings) -> list[Request]:
+    """One request for each prompt."""
+    _check(body)
+    sampling = sampling_of(body, settings, body.max_tokens or DEFAULT_MAX_TOKENS, body.logprobs)
+    prompts = prompts_of(body)
+    n = body.n or 1
+    if len(prompts) * n > MAX_ANSWERS:
+        raise BadField(f"More than {MAX_ANSWERS} answers at once; send fewer prompts.", "prompt")
+    return [Request(prompt=p, sampling=sampling, n=n, **caller._asdict()) for p in prompts]
+
+
+def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
+    """The prompt in any of its four forms, as a list."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise BadField("The prompt is an empty list; say something.", "prompt")
+    if isinstance(prompt[0], int):
+        return [prompt]
+    return list(prompt)
+
+
+def _check(body: CompletionRequest) -> None:
+    if body.suffix:
+        raise BadField("suffix is not supported: this server does not infill.", "suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise BadField("best_of is supported only where it equals n.", "best_of")
+    if body.echo and body.logprobs is not None:
+        raise BadField("echo cannot be combined with logprobs: prompts are not scored.", "echo")
+
+
+def completion(
+    heading: Heading, result: Result, echoed: Sequence[str], pieces: Pieces | None
+) -> TextCompletion:
+    """A whole answer; `echoed` is what each choice begins with."""
+    choices = zip(result.choices, echoed, strict=True)
+    return {
+        "id": heading.id,
+        "object": "text_completion",
+        "created": heading.created,
+        "model": heading.model,
+        "choices": [_choice(i, choice, echo, pieces) for i, (choice, echo) in enumerate(choices)],
+        "usage": usage_dict(result.usage),
+        "keepwarm": receipt_dict(result.receipt),
+    }
+
+
+def _choice(index: int, choice: Choice, echo: str, pieces: Pieces | None) -> TextChoice:
+    return {
+        "index": index,
+        "text": echo + choice.reasoning + choice.text,  # this API has one place for both
+        "logprobs": text_logprobs(pieces, choice.tokens) if pieces else None,
+        "finish_reason": "length" if choice.reason == "length" else "stop",
+    }
+
+
+class TextStream(Chunks):
+    """Chunks of text; the last carries the receipt: that of the usage, or of the last end."""
+
+    def __init__(
+        self, heading: Heading, echoed: Sequence[str], usage: bool, pieces: Pieces | None
+    ) -> None:
+        super().__init__("text_completion", heading, usage)
+        self._echoed = echoed
+        self._pieces = pieces
+        self._offsets = [len(echo) for echo in echoed]
+
+    def event(self, event: Event) -> bytes:
+        match event:
+            case Delta():
+                return self._release() + self._delta(event)
+            case Finished():
+                end = self._choice(event.choice, "", event.tokens)
+                reason = "length" if event.reason == "length" else "stop"
+                return self._hold(end | {"finish_reason": reason})
+            case Started():
+                texts = enumerate(self._echoed)
+                return b"".join(self._chunk(self._choice(i, text)) for i, text in texts if text)
+            case Done():
+                return self._done(event)
+        return b""
+
+    def _delta(self, event: Delta) -> bytes:
+        text = event.reasoning + event.text
+        if not text and not (self._pieces and event.tokens):
+            return b""
+        return self._chunk(self._choice(event.choice, text, event.tokens))
+
+    def _choice(self, index: int, text: str, tokens: Sequence[TokenInfo] = ()) -> dict[str, Any]:
+        logprobs = None
+        if self._pieces and tokens:
+            logprobs = text_logprobs(self._pieces, tokens, self._offsets[index])
+            self._offsets[index] += sum(map(len, logprobs["tokens"]))
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        return self._framed({"choices": [choice]})

@@ -1,0 +1,137 @@
+"""OpenAI's endpoints: chat and text completions, and which models there are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request, Response
+
+from keepwarm.errors import UnknownModel
+from keepwarm.server.host import EngineHost, Noted
+from keepwarm.server.http import scrub
+from keepwarm.server.http.sse import EventStream, WholeAnswer
+from keepwarm.server.http.wire import Config, Host, caller_of, documented, new_id
+from keepwarm.server.openai import chat, completions
+from keepwarm.server.openai.chat import ChatStream
+from keepwarm.server.openai.chunks import Heading
+from keepwarm.server.openai.completions import TextStream
+from keepwarm.server.openai.several import Several
+from keepwarm.server.openai.shapes import (
+    ChatCompletion,
+    ChatRequest,
+    CompletionRequest,
+    ErrorOut,
+    ModelList,
+    ModelOut,
+    Sampled,
+    TextCompletion,
+)
+from keepwarm.server.openai.tokens import Pieces
+from keepwarm.text import request as engine_request
+from keepwarm.text.detokenize import decode
+
+router = APIRouter(
+    prefix="/v1",
+    tags=["OpenAI"],
+    responses={
+        "4XX": {"model": ErrorOut, "description": "The request cannot be answered."},
+        "5XX": {"model": ErrorOut, "description": "The server failed, or is stopping."},
+    },
+)
+
+
+@router.post("/chat/completions", responses=documented(ChatCompletion))
+async def create_chat_completion(
+    body: ChatRequest, request: Request, host: Host, settings: Config
+) -> Response:
+    """Answer a conversation, whole or as a stream of chunks."""
+    host.check_model(body.model)
+    caller = caller_of(request, body.keepwarm, body.prompt_cache_key)
+    rules = scrub.rules(settings.scrub, request.headers)
+    asked = scrub.clean(chat.request_of(body, caller, settings), rules)
+    answer = await host.submit(asked)
+    heading = _heading(host, "chatcmpl-")
+    pieces = _pieces(host) if body.logprobs else None
+    if body.stream:
+        return EventStream(answer, ChatStream(heading, asked.n, _wants_usage(body), pieces))
+    return WholeAnswer(answer, lambda result: chat.completion(heading, result, pieces))
+
+
+@router.post("/completions", responses=documented(TextCompletion))
+async def create_completion(
+    body: CompletionRequest, request: Request, host: Host, settings: Config
+) -> Response:
+    """Continue one or more texts, whole or as a stream of chunks."""
+    host.check_model(body.model)
+    caller = caller_of(request, body.keepwarm, body.prompt_cache_key)
+    requests = completions.requests_of(body, caller, settings)
+    n = requests[0].n
+    echoed = [text for text in _echoed(host, body, requests) for _ in range(n)]
+    answers = await _submit_all(host, requests)
+    reply = answers[0] if len(answers) == 1 else Several(answers, n)
+    heading = _heading(host, "cmpl-")
+    pieces = None if body.logprobs is None else _pieces(host)
+    if body.stream:
+        return EventStream(reply, TextStream(heading, echoed, _wants_usage(body), pieces))
+    return WholeAnswer(reply, lambda all_: completions.completion(heading, all_, echoed, pieces))
+
+
+@router.get("/models")
+async def list_models(host: Host) -> ModelList:
+    """The model that is loaded."""
+    return {"object": "list", "data": [_model(host)]}
+
+
+@router.get("/models/{name:path}")
+async def show_model(name: str, host: Host) -> ModelOut:
+    """One model, by its name."""
+    if name != host.name:
+        raise UnknownModel(f"There is no model {name!r} here; the one loaded is {host.name!r}.")
+    return _model(host)
+
+
+async def _submit_all(host: EngineHost, requests: Sequence[engine_request.Request]) -> list[Noted]:
+    """Begin all answers, or none: where one is refused, the others are cancelled."""
+    begun = await asyncio.gather(*map(host.submit, requests), return_exceptions=True)
+    answers = [answer for answer in begun if not isinstance(answer, BaseException)]
+    for error in begun:
+        if isinstance(error, BaseException):
+            for answer in answers:
+                answer.cancel()
+            raise error
+    return answers
+
+
+def _echoed(
+    host: EngineHost, body: CompletionRequest, requests: Sequence[engine_request.Request]
+) -> list[str]:
+    """What each answer begins with: nothing, or its prompt."""
+    if not body.echo:
+        return [""] * len(requests)
+    tokenizer = host.engine.model.tokenizer
+    prompts = [request.prompt or "" for request in requests]
+    return [p if isinstance(p, str) else decode(tokenizer, p) for p in prompts]
+
+
+def _heading(host: EngineHost, prefix: str) -> Heading:
+    return Heading(new_id(prefix), int(time.time()), host.name)
+
+
+def _pieces(host: EngineHost) -> Pieces:
+    return Pieces(host.engine.model.tokenizer)
+
+
+def _wants_usage(body: Sampled) -> bool:
+    return bool(body.stream_options and body.stream_options.include_usage)
+
+
+def _model(host: EngineHost) -> ModelOut:
+    return {
+        "id": host.name,
+        "object": "model",
+        "created": host.created,
+        "owned_by": "keepwarm",
+        "context_length": host.engine.model.n_context,
+    }

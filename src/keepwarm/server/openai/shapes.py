@@ -1,0 +1,237 @@
+"""OpenAI's JSON: what comes in, checked by pydantic; what goes out, written down for readers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from keepwarm.server.http.wire import ContentPart, Options, ReceiptShape, Shape
+
+MAX_CHOICES = 16
+MAX_ANSWERS = 128  # of all prompts together
+MAX_STOPS = 16
+
+TokenCount = Annotated[int, Field(ge=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Stop = Annotated[str, Field(min_length=1)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class FunctionCall(Shape):
+    name: str
+    arguments: str = Field(description="JSON, as the model wrote it.")
+
+
+class ToolCallIn(Shape):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Shape):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallIn] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class Function(Shape):
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(default=None, description="JSON schema.")
+    strict: bool | None = None
+
+
+class ToolIn(Shape):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Shape):
+    name: str
+
+
+class NamedTool(Shape):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchema(Shape):
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Shape):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StreamOptions(Shape):
+    include_usage: bool | None = None
+
+
+class Sampled(Shape):
+    """What chat and text completions are asked alike."""
+
+    model: str | None = Field(default=None, description="The one that is loaded answers.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    seed: int | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    temperature: float | None = Field(default=None, ge=0, le=2, description="0 if not given.")
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Bias] | None = Field(default=None, description="By token id.")
+    prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
+    user: str | None = None
+    keepwarm: Options | None = None
+
+
+class ChatRequest(Sampled):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[ToolIn] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(Sampled):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: TokenCount | None = Field(default=None, description="16 if not given.")
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool | None = None
+    suffix: str | None = Field(default=None, description="Refused: there is no infilling here.")
+    best_of: int | None = Field(default=None, ge=1, description="Only as many as `n`.")
+
+
+class TopLogprobOut(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class LogprobOut(TopLogprobOut):
+    top_logprobs: list[TopLogprobOut]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[LogprobOut]
+    refusal: None
+
+
+class FunctionCallOut(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCallOut(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: FunctionCallOut
+
+
+class ChatMessageOut(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallOut]]
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: ChatMessageOut
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class PromptDetails(TypedDict):
+    cached_tokens: int
+
+
+class CompletionDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class UsageOut(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageOut
+    keepwarm: ReceiptShape
+
+
+class TextLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class TextChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class TextCompletion(TypedDict):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: UsageOut
+    keepwarm: ReceiptShape
+
+
+class ModelOut(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    context_length: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelOut]
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorOut(TypedDict):
+    error: ErrorDetail

@@ -1,0 +1,313 @@
+"""OpenAI's responses: the answer as OpenAI writes it, whole or as events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from keepwarm.engine.answer import collect
+from keepwarm.server.http.problems import Problem
+from keepwarm.server.http.sse import Reply, frame, progress_json
+from keepwarm.server.http.wire import new_id, receipt_dict
+from keepwarm.server.openai.shapes import LogprobOut
+from keepwarm.server.openai.tokens import Pieces, chat_logprobs
+from keepwarm.server.responses.request import Name, Offered, sealed
+from keepwarm.server.responses.shapes import (
+    ResponseOut,
+    ResponseReceipt,
+    ResponsesRequest,
+    Status,
+    UsageOut,
+)
+from keepwarm.text.request import (
+    Delta,
+    Done,
+    Event,
+    Finished,
+    Progress,
+    Request,
+    Result,
+    Started,
+    TokenInfo,
+    ToolCall,
+    ToolCalled,
+)
+
+Frames: TypeAlias = list[dict[str, Any]]
+PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+ENCRYPTED = "reasoning.encrypted_content"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What of a request is needed to write its answer."""
+
+    names: Mapping[str, Name]
+    ignored: Sequence[str]
+    encrypted: bool  # reasoning is to come back from the client
+    writes: bool  # what was computed is kept
+    n_dropped: int = 0  # items that were left out for lack of room
+    pieces: Pieces | None = None  # where logprobs were asked for
+
+
+def wishes_of(
+    body: ResponsesRequest,
+    offered: Offered,
+    asked: Request,
+    n_dropped: int = 0,
+    pieces: Pieces | None = None,
+) -> Wishes:
+    encrypted, writes = ENCRYPTED in (body.include or ()), asked.policy.writes
+    return Wishes(offered.names, offered.ignored, encrypted, writes, n_dropped, pieces)
+
+
+def begun(body: ResponsesRequest, model: str, asked: Request) -> ResponseOut:
+    """The answer before there is anything in it: what was asked."""
+    given = body.model_dump(
+        include={"tools", "tool_choice", "reasoning", "text"}, exclude_none=True, by_alias=True
+    )
+    return {
+        "id": new_id("resp_"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": asked.tool_choice.parallel,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None} | given.get("reasoning", {}),
+        "store": body.store is not False,
+        "temperature": asked.sampling.temperature,
+        "text": {"format": {"type": "text"}} | given.get("text", {}),
+        "tool_choice": given.get("tool_choice", "auto"),
+        "tools": given.get("tools", []),
+        "top_logprobs": asked.sampling.top_logprobs or 0,
+        "top_p": asked.sampling.top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+class Built:
+    """An answer that is put together from its events, as a stream of it would be."""
+
+    def __init__(self, reply: Reply, builder: ResponseBuilder) -> None:
+        self._reply = reply
+        self._builder = builder
+
+    def cancel(self) -> None:
+        self._reply.cancel()
+
+    async def wait(self) -> Result:
+        return collect([event async for event in self])
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        async for event in self._reply:
+            self._builder.add(event)
+            yield event
+
+
+class ResponseBuilder:
+    """Puts an answer together, and says what each event of the engine adds to it."""
+
+    def __init__(
+        self, response: ResponseOut, wishes: Wishes, keep: Callable[[ResponseOut], None]
+    ) -> None:
+        """`keep` is called with the answer when it is complete."""
+        self.response = response
+        self._wishes = wishes
+        self._keep = keep
+        self._item: dict[str, Any] | None = None  # that is being written
+        self._text: list[str] = []  # of it
+        self._logprobs: list[LogprobOut] = []  # of it; none for reasoning
+        self._cut = False  # the answer had no room to end
+
+    def add(self, event: Event) -> Frames:
+        match event:
+            case Started():
+                return [self.state("created"), self.state("in_progress")]
+            case Delta():
+                thought = self._write("reasoning", event.reasoning)
+                return thought + self._write("message", event.text, event.tokens)
+            case ToolCalled():
+                return self._close() + self._called(event.call)
+            case Finished():
+                self._cut = event.reason == "length"
+                self._scored(event.tokens)
+                return self._close("incomplete" if self._cut else "completed")
+            case Done():
+                return [self._done(event)]
+        return []
+
+    def fail(self, problem: Problem) -> Frames:
+        """The answer ends here, without its end."""
+        code = "invalid_prompt" if problem.status < 500 else "server_error"
+        code = "rate_limit_exceeded" if problem.status == 429 else code
+        self.response["error"] = {"code": code, "message": problem.message}
+        self.response["status"] = "failed"
+        return [*self._close("incomplete"), self.state("failed")]
+
+    def state(self, name: str) -> dict[str, Any]:
+        """The whole answer as it stands."""
+        return {"type": f"response.{name}", "response": dict(self.response)}
+
+    def _done(self, event: Done) -> dict[str, Any]:
+        status: Status = "incomplete" if self._cut else "completed"
+        if self._cut:
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self.response["status"] = status
+        self.response["completed_at"] = int(time.time())
+        self.response["usage"] = _usage(event, self._wishes.writes)
+        self.response["keepwarm"] = _receipt(event, self._wishes)
+        self._keep(self.response)
+        return self.state(status)
+
+    @property
+    def _index(self) -> int:
+        return len(self.response["output"])
+
+    def _write(self, kind: str, text: str, tokens: Sequence[TokenInfo] = ()) -> Frames:
+        if not text:
+            return []
+        opened = [] if self._item and self._item["type"] == kind else self._open(kind)
+        self._text.append(text)
+        return [*opened, self._piece("delta", self._scored(tokens), delta=text)]
+
+    def _scored(self, tokens: Sequence[TokenInfo]) -> list[LogprobOut]:
+        """The logprobs of new tokens of a message; they stand in the whole of it too."""
+        if self._wishes.pieces is None or self._item is None or self._kind != "message":
+            return []
+        new = chat_logprobs(self._wishes.pieces, tokens)
+        self._logprobs += new
+        return new
+
+    def _open(self, kind: str) -> Frames:
+        closed = self._close()
+        if kind == "message":
+            fields = {"id": new_id("msg_"), "role": "assistant", "content": []}
+        else:
+            fields = {"id": new_id("rs_"), "summary": [], "content": []}
+        self._item = {"type": kind, "status": "in_progress", **fields}
+        return [*closed, self._item_event("added"), self._part_event("added", "")]
+
+    def _close(self, status: str = "completed") -> Frames:
+        item = self._item
+        if item is None:
+            return []
+        text = "".join(self._text)
+        item |= {"status": status, "content": [self._part(text)]}
+        if item["type"] == "reasoning" and self._wishes.encrypted:
+            item["encrypted_content"] = sealed(text)
+        whole = self._piece("done", self._logprobs, text=text)
+        written = [whole, self._part_event("done", text)]
+        frames = [*written, self._item_event("done")]
+        self.response["output"].append(item)
+        self._item, self._text, self._logprobs = None, [], []
+        return frames
+
+    def _called(self, call: ToolCall) -> Frames:
+        name = self._wishes.names.get(call.name, Name(call.name))
+        item: dict[str, Any] = {"type": "function_call", "id": new_id("fc_"), "call_id": call.id}
+        item |= {"name": name.name, "arguments": "", "status": "in_progress"}
+        if name.namespace:
+            item["namespace"] = name.namespace
+        place = {"item_id": item["id"], "output_index": self._index}
+        done = item | {"arguments": call.arguments, "status": "completed"}
+        kind = "response.function_call_arguments"
+        frames = [
+            self._item_event("added", item),
+            {"type": f"{kind}.delta", **place, "delta": call.arguments},
+            {"type": f"{kind}.done", **place, "name": name.name, "arguments": call.arguments},
+            self._item_event("done", done),
+        ]
+        self.response["output"].append(done)
+        return frames
+
+    def _item_event(self, what: str, item: dict[str, Any] | None = None) -> dict[str, Any]:
+        shown = dict(item or self._item or {})
+        return {"type": f"response.output_item.{what}", "output_index": self._index, "item": shown}
+
+    def _part_event(self, what: str, text: str) -> dict[str, Any]:
+        return {"type": f"response.content_part.{what}", **self._place(), "part": self._part(text)}
+
+    def _piece(self, what: str, logprobs: list[LogprobOut], **fields: str) -> dict[str, Any]:
+        """A piece of text, or all of it."""
+        kind = PARTS[self._kind]
+        extra: dict[str, Any] = {"logprobs": logprobs} if kind == "output_text" else {}
+        return {"type": f"response.{kind}.{what}", **self._place(), **fields, **extra}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        kind = PARTS[self._kind]
+        part: dict[str, Any] = {"type": kind, "text": text}
+        if kind == "output_text":
+            part |= {"annotations": [], "logprobs": self._logprobs}
+        return part
+
+    def _place(self) -> dict[str, Any]:
+        item_id = self._item["id"] if self._item else ""
+        return {"item_id": item_id, "output_index": self._index, "content_index": 0}
+
+    @property
+    def _kind(self) -> str:
+        return self._item["type"] if self._item else "message"
+
+
+class ResponseStream:
+    """Events by their names, numbered."""
+
+    def __init__(self, builder: ResponseBuilder) -> None:
+        self._builder = builder
+        self._sent = 0
+
+    def event(self, event: Event) -> bytes:
+        return self._frames(self._builder.add(event))
+
+    def waiting(self, progress: Progress | None) -> bytes:
+        """An event, not a comment: clients that wait for one count the time since the last."""
+        alive = self._builder.state("in_progress")
+        return self._frames([alive | {"keepwarm": json.loads(progress_json(progress))}])
+
+    def problem(self, problem: Problem) -> bytes:
+        return self._frames(self._builder.fail(problem))
+
+    def _frames(self, events: Frames) -> bytes:
+        frames = []
+        for event in events:
+            frames.append(frame(json.dumps(event | {"sequence_number": self._sent}), event["type"]))
+            self._sent += 1
+        return b"".join(frames)
+
+
+def _usage(event: Done, writes: bool) -> UsageOut:
+    usage = event.usage
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": event.receipt.recomputed if writes else 0,
+        },
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _receipt(event: Done, wishes: Wishes) -> ResponseReceipt:
+    fields: ResponseReceipt = receipt_dict(event.receipt)  # type: ignore[assignment]
+    if wishes.ignored:
+        fields["ignored_tools"] = list(wishes.ignored)
+    if wishes.n_dropped:
+        fields["dropped_items"] = wishes.n_dropped
+    return fields

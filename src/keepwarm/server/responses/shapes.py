@@ -1,0 +1,184 @@
+"""JSON of OpenAI's responses: what comes in, checked by pydantic; what goes out, for readers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import ConfigDict, Field
+from typing_extensions import TypedDict
+
+from keepwarm.server.http.wire import ContentPart, Options, ReceiptShape, Shape
+
+MAX_METADATA = 16
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA)]
+
+
+class Item(Shape):
+    """A message, a call of a function or what it gave back, or reasoning of an earlier answer."""
+
+    model_config = ConfigDict(extra="allow")  # shown again as it came
+
+    type: str | None = None
+    id: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[ContentPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    output: str | list[ContentPart] | None = None
+    encrypted_content: str | None = None
+
+
+class ToolIn(Shape):
+    """A function, or a namespace of functions. Other tools are left out and named."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    tools: list[ToolIn] | None = None
+
+
+class NamedChoice(Shape):
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+    mode: Literal["auto", "required"] | None = None
+
+
+class TextFormat(Shape):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class TextConfig(Shape):
+    format: TextFormat | None = None
+
+
+class Reasoning(Shape):
+    effort: str | None = None
+
+
+class InputRequest(Shape):
+    """What a prompt is made of, and whose it is."""
+
+    model: str | None = Field(default=None, description="The one that is loaded answers.")
+    input: str | list[Item] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[ToolIn] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
+    keepwarm: Options | None = None
+
+
+class ResponsesRequest(InputRequest):
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    include: list[str] | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    store: bool | None = None
+    stream: bool | None = None
+    background: bool | None = Field(default=None, description="Refused: answers are awaited here.")
+    conversation: Any = Field(default=None, description="Refused: use previous_response_id.")
+    prompt: Any = Field(default=None, description="Refused: no prompts are kept here.")
+    metadata: Metadata | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        default=None, description="`auto`: the oldest turns are left out if there is no room."
+    )
+    user: str | None = None
+
+
+class ResponseReceipt(ReceiptShape):
+    """The receipt, and what was left out: tools, and items for which there was no room."""
+
+    ignored_tools: NotRequired[list[str]]
+    dropped_items: NotRequired[int]
+
+
+class InputDetails(TypedDict):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class UsageOut(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Failure(TypedDict):
+    code: str
+    message: str
+
+
+class IncompleteDetails(TypedDict):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseOut(TypedDict):
+    """An answer: what was asked, and the items of its output."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Status
+    error: Failure | None
+    incomplete_details: IncompleteDetails | None
+    background: bool
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    usage: UsageOut | None
+    user: str | None
+    keepwarm: NotRequired[ResponseReceipt]
+
+
+class DeletedOut(TypedDict):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class ItemList(TypedDict):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class TokensOut(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
