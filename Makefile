@@ -23,13 +23,13 @@ test: install
 	MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
 lint: install
-	$(BIN)/ruff format --check src tests examples experiments
-	$(BIN)/ruff check src tests examples experiments
+	$(BIN)/ruff format --check src tests benchmarks examples experiments
+	$(BIN)/ruff check src tests benchmarks examples experiments
 	$(BIN)/mypy
 
 format: install
-	$(BIN)/ruff format src tests examples experiments
-	$(BIN)/ruff check --fix src tests examples experiments
+	$(BIN)/ruff format src tests benchmarks examples experiments
+	$(BIN)/ruff check --fix src tests benchmarks examples experiments
 
 bench: install
 	$(BIN)/keepwarm bench $(ARGS)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from keepwarm.bench import tables
-from keepwarm.bench.results import Results, Series
+from keepwarm.bench.report import tables
+from keepwarm.bench.report.results import Results, Series
 from keepwarm.bench.run import Sizes
 from tests.kit import generated
 

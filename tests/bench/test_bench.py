@@ -10,11 +10,11 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from benchmarks import batch
+from benchmarks import kv as single
+from benchmarks.caches import GEMMA_12B, LLAMA_8B, SMALL, Shape
 
 from keepwarm import kv
-from keepwarm.bench import batch
-from keepwarm.bench import kv as single
-from keepwarm.bench.caches import GEMMA_12B, LLAMA_8B, SMALL, Shape
 from keepwarm.bench.measure import Peak, Skipped, in_child, peak_growth, why_no_room
 
 # Both kinds of layer: 2 that keep all of 8,192 tokens and 10 with a window, 218 MB together.
@@ -24,7 +24,7 @@ MEDIUM = Shape("medium", n_layers=12, n_heads=8, width=256, window=1024, global_
 def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
     """As `make bench` runs it; without a BLAS of its own nothing has to be chosen first."""
     return subprocess.run(
-        [sys.executable, "-m", "keepwarm.bench", *map(str, arguments)],
+        [sys.executable, "-m", "benchmarks", *map(str, arguments)],
         capture_output=True,
         text=True,
         env=os.environ | {"KEEPWARM_BLAS": "none", "PYTHONUTF8": "1", "COLUMNS": "200"},
@@ -65,7 +65,7 @@ def test_raw_samples_are_kept(quick):
 
 def test_the_file_says_what_was_run_and_on_what_class_of_machine(quick):
     found = json.loads(quick[1])
-    assert found["command"] == "python -m keepwarm.bench all --quick"
+    assert found["command"] == "python -m benchmarks all --quick"
     assert len(found["date"]) == len("2026-11-15")
     assert found["machine"]["n_cpus"] >= 1
     assert {"keepwarm", "mlx", "mlx-lm", "python"} <= set(found["machine"]["versions"])

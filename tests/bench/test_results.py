@@ -8,12 +8,12 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from keepwarm.bench import page, tables
 from keepwarm.bench.client import Reply
-from keepwarm.bench.compare import changes, comparable, judge
-from keepwarm.bench.lengths import AGAIN, COLD, HOW
-from keepwarm.bench.results import Claim, Note, Results, Series, percentile
-from keepwarm.bench.streams import tokens_per_second
+from keepwarm.bench.report import page, tables
+from keepwarm.bench.report.compare import changes, comparable, judge
+from keepwarm.bench.report.results import Claim, Note, Results, Series, percentile
+from keepwarm.bench.workloads.lengths import AGAIN, COLD, HOW
+from keepwarm.bench.workloads.streams import tokens_per_second
 from keepwarm.errors import BadInput
 
 MACHINE = {

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from keepwarm import config
-from keepwarm.bench import page, suite
-from keepwarm.bench.results import Note, Results
+from keepwarm.bench import suite
+from keepwarm.bench.report import page
+from keepwarm.bench.report.results import Note, Results
 from keepwarm.bench.run import QUICK
 from keepwarm.bench.targets import disk_bytes, keepwarm_server, make
 from keepwarm.models.load import load

@@ -6,10 +6,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from benchmarks import store
+from benchmarks.caches import Shape
+from benchmarks.kv import arrays_of, raw_bytes
 
-from keepwarm.bench import store
-from keepwarm.bench.caches import Shape
-from keepwarm.bench.kv import arrays_of, raw_bytes
 from keepwarm.bench.measure import Cost, Peak, Speed, drop_files, in_child
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.prefix.blocks import chain

@@ -7,12 +7,8 @@ from itertools import islice
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache, LRUPromptCache
-from rich.console import Console
-
-from keepwarm.bench.recorded import Request, load, requests
-from keepwarm.bench.rivals import Fifo, Sessions, TailFirst
-from keepwarm.bench.traces import (
+from benchmarks.rivals import Fifo, Sessions, TailFirst
+from benchmarks.traces import (
     BUDGETS,
     FIFO_10,
     OURS,
@@ -29,6 +25,10 @@ from keepwarm.bench.traces import (
     stand_in,
     table,
 )
+from mlx_lm.models.cache import KVCache, LRUPromptCache
+from rich.console import Console
+
+from keepwarm.bench.recorded import Request, load, requests
 from keepwarm.errors import BadInput
 
 SMALL = [budget // 16 for budget in BUDGETS]

@@ -6,13 +6,14 @@ from statistics import median
 
 import pytest
 
-from keepwarm.bench import files, lengths, overhead, suite
+from keepwarm.bench import files, suite
 from keepwarm.bench.bare import Decoded
 from keepwarm.bench.client import Ask
 from keepwarm.bench.prompts import Words, system, user
-from keepwarm.bench.results import Note, Results, Series
+from keepwarm.bench.report.results import Note, Results, Series
 from keepwarm.bench.run import QUICK, Sizes
 from keepwarm.bench.targets import InProcess, Remote, disk_bytes, free_port, make
+from keepwarm.bench.workloads import lengths, overhead
 from keepwarm.errors import BadInput
 from tests.kit import generated
 from tests.kit.checkpoints import write_checkpoint

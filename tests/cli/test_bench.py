@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keepwarm.bench.results import Results
+from keepwarm.bench.report.results import Results
 from keepwarm.bench.suite import WORKLOADS
 from tests.cli import command, environment, keepwarm
 from tests.kit.checkpoints import write_checkpoint

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, TypeAlias
 import typer.main
 from typer.testing import CliRunner
 
-from keepwarm.bench import agents, chat, lengths, tables
-from keepwarm.bench.results import Claim, Results, Series
+from keepwarm.bench.report import tables
+from keepwarm.bench.report.results import Claim, Results, Series
+from keepwarm.bench.workloads import agents, chat, lengths
 from keepwarm.cli.main import app
 from keepwarm.config import Settings
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from keepwarm.bench.client import Ask, Message, Reply
 from keepwarm.bench.prompts import Words, system, user
-from keepwarm.bench.results import Better, Claim, Series
+from keepwarm.bench.report.results import Better, Claim, Series
 from keepwarm.bench.targets import DROPS_PAGES, Target, drop_pages
 from keepwarm.errors import Unreachable
 

@@ -14,12 +14,13 @@ from typing import TypeAlias
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from keepwarm.bench import agents, chat, files, lengths, overhead, streams, targets, turns
+from keepwarm.bench import files, targets
 from keepwarm.bench.measure import describe_machine
 from keepwarm.bench.prompts import Words
-from keepwarm.bench.results import Note, Record, Results
+from keepwarm.bench.report.results import Note, Record, Results
 from keepwarm.bench.run import Run, Sizes
 from keepwarm.bench.targets import Target, said
+from keepwarm.bench.workloads import agents, chat, lengths, overhead, streams, turns
 from keepwarm.errors import BadInput, KeepwarmError
 
 Work: TypeAlias = Callable[[Run], Iterator[Record]]

@@ -14,7 +14,7 @@ from keepwarm.cli.options import ModelName
 from keepwarm.errors import BadInput
 
 if TYPE_CHECKING:
-    from keepwarm.bench.results import Results
+    from keepwarm.bench.report.results import Results
 
 TARGETS = ("keepwarm", "mlx-lm")
 
@@ -71,8 +71,8 @@ def bench(
     list_all: ListAll = False,
 ) -> None:
     """Measure first tokens, reuse and throughput, and compare servers."""
-    from keepwarm.bench import page, tables
-    from keepwarm.bench.results import Results
+    from keepwarm.bench.report import page, tables
+    from keepwarm.bench.report.results import Results
 
     if list_all:
         _show_workloads()
@@ -123,7 +123,7 @@ def _show_workloads() -> None:
 
 
 def _show(results: Results, console: Console) -> None:
-    from keepwarm.bench import tables
+    from keepwarm.bench.report import tables
 
     console.print(tables.heading(results))
     for grid in tables.grids(results):
@@ -131,8 +131,8 @@ def _show(results: Results, console: Console) -> None:
 
 
 def _show_changes(before: Results, after: Results, console: Console) -> None:
-    from keepwarm.bench import tables
-    from keepwarm.bench.compare import changes, comparable
+    from keepwarm.bench.report import tables
+    from keepwarm.bench.report.compare import changes, comparable
 
     if not comparable(before, after):
         console.print("The baseline is of another machine or model: only ratios are compared.")

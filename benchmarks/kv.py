@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import numpy as np
 
+from benchmarks.caches import GEMMA_12B, LLAMA_8B, SMALL, Shape
 from keepwarm import kv
-from keepwarm.bench.caches import GEMMA_12B, LLAMA_8B, SMALL, Shape
 from keepwarm.bench.measure import (
     MEMORY_BUDGET,
     Peak,
@@ -45,8 +45,8 @@ MLX_LM = """
 import json, sys
 from pathlib import Path
 import mlx.core as mx
-from keepwarm.bench.caches import SHAPES
-from keepwarm.bench.kv import clear, sync
+from benchmarks.caches import SHAPES
+from benchmarks.kv import clear, sync
 from keepwarm.bench.measure import seconds_of
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 

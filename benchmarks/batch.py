@@ -10,9 +10,9 @@ from typing import TypeAlias
 import mlx.core as mx
 import numpy as np
 
+from benchmarks.caches import Shape, random_rows
+from benchmarks.kv import copy_into, repeats_for
 from keepwarm import kv
-from keepwarm.bench.caches import Shape, random_rows
-from keepwarm.bench.kv import copy_into, repeats_for
 from keepwarm.bench.measure import (
     Density,
     Record,

@@ -9,7 +9,7 @@ from keepwarm.bench.bare import Decoded, decode_alone
 from keepwarm.bench.client import Ask
 from keepwarm.bench.files import tiny_like
 from keepwarm.bench.measure import in_child
-from keepwarm.bench.results import Record, Series
+from keepwarm.bench.report.results import Record, Series
 from keepwarm.bench.run import Run
 from keepwarm.bench.targets import keepwarm_server
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from keepwarm.bench.client import Message, Reply
 from keepwarm.bench.prompts import with_answer
-from keepwarm.bench.results import Note, Record, percentile
+from keepwarm.bench.report.results import Note, Record, percentile
 from keepwarm.bench.run import Run, together
 from keepwarm.bench.targets import said
 from keepwarm.errors import KeepwarmError

@@ -1,4 +1,4 @@
-"""`python -m keepwarm.bench.traces`: real agent traffic through the shipped look-up and eviction.
+"""`python -m benchmarks.traces`: real agent traffic through the shipped look-up and eviction.
 
 360 coding-agent conversations (see data/README.md), eight at a time on their own clock; where one
 ends the next begins. Keys, index, plan and eviction are those of the product and run at full size;
@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.rivals import Cache, Fifo, Sessions, TailFirst
 from keepwarm.bench.recorded import Request, load, requests
-from keepwarm.bench.rivals import Cache, Fifo, Sessions, TailFirst
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.manager import Manager, Plan
 from keepwarm.cache.restore.reading import Reader
@@ -212,7 +212,7 @@ def main(
     results = replay_all(tasks, processes)
     Console().print(table(results))
     if json_file is not None:
-        command = "python -m keepwarm.bench.traces" + " --quick" * quick
+        command = "python -m benchmarks.traces" + " --quick" * quick
         json_file.write_text(json.dumps(as_json(results, command), indent=1) + "\n")
     if plot_file is not None:
         plot(results, plot_file)

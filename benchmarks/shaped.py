@@ -1,6 +1,6 @@
 """Cold, live, from memory, from disk: what the first token of a long prompt costs a real shape.
 
-python -m keepwarm.bench.shaped --shape llama-8b --tokens 4096,16384,32768 --json FILE
+python -m benchmarks.shaped --shape llama-8b --tokens 4096,16384,32768 --json FILE
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from benchmarks.shapes import SHAPES, build
 from keepwarm import config, kv
 from keepwarm.bench.measure import drop_files
 from keepwarm.cache.opened import Budgets
@@ -28,7 +29,6 @@ from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.store import Store
 from keepwarm.engine.prefill import Prefill
-from keepwarm.engine.shapes import SHAPES, build
 from keepwarm.models.load import Model
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.tiers import Tiers
@@ -208,7 +208,7 @@ def _read(files: Sequence[Path], n_threads: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m keepwarm.bench.shaped", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.shaped", description=__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
     parser.add_argument("--tokens", default="4096,16384,32768")
     parser.add_argument("--repeats", type=int, default=3)

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from keepwarm.bench import lengths, tables
-from keepwarm.bench.results import Results, Series
+from keepwarm.bench.report import tables
+from keepwarm.bench.report.results import Results, Series
+from keepwarm.bench.workloads import lengths
 from keepwarm.errors import BadInput
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from keepwarm.bench import recorded
 from keepwarm.bench.client import Reply
 from keepwarm.bench.prompts import system, user, with_answer
-from keepwarm.bench.results import Record
+from keepwarm.bench.report.results import Record
 from keepwarm.bench.run import Run
 
 HOW = "from turn 2 on a follow-up: all that was said before, and a new question"

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from keepwarm.bench.client import Message
 from keepwarm.bench.prompts import user, with_answer
-from keepwarm.bench.results import Note, Record, Series
+from keepwarm.bench.report.results import Note, Record, Series
 from keepwarm.bench.run import Run
 
 COLD, AGAIN, FOLLOWING = "cold", "identical prompt again", "follow-up"

@@ -1,4 +1,4 @@
-"""`python -m keepwarm.bench [kv|batch|store|all]`: run, show, keep."""
+"""`python -m benchmarks [kv|batch|store|all]`: run, show, keep."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from keepwarm.bench import batch, kv, store
+from benchmarks import batch, kv, store
+from benchmarks.report import Report, show, write_json
 from keepwarm.bench.measure import Cost, Record, Task, describe_machine
-from keepwarm.bench.report import Report, show, write_json
 from keepwarm.errors import BadInput, KeepwarmError
 
 
@@ -80,7 +80,7 @@ def run(todo: list[Task]) -> list[Record]:
 
 def command_line(bench: Bench, quick: bool, max_tokens: int | None) -> str:
     """What was typed, without the name of the file it goes to."""
-    words = ["python -m keepwarm.bench", bench.value]
+    words = ["python -m benchmarks", bench.value]
     words += ["--quick"] * quick
     words += [f"--max-tokens {max_tokens}"] if max_tokens else []
     return " ".join(words)

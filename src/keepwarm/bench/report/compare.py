@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from keepwarm.bench.results import Better, Results
+from keepwarm.bench.report.results import Better, Results
 
 Verdict: TypeAlias = Literal["better", "worse", "within the spread"]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from keepwarm.bench.client import Reply
 from keepwarm.bench.prompts import system, user, with_answer
-from keepwarm.bench.results import Record
+from keepwarm.bench.report.results import Record
 from keepwarm.bench.run import Run
 from keepwarm.bench.targets import disk_bytes
 

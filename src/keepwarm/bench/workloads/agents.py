@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from keepwarm.bench.client import Message, Reply
 from keepwarm.bench.prompts import system, user
-from keepwarm.bench.results import Record
+from keepwarm.bench.report.results import Record
 from keepwarm.bench.run import Run, together
 from keepwarm.bench.targets import disk_bytes
 from keepwarm.prefix.blocks import BLOCK_TOKENS

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from keepwarm.bench.compare import Change
-from keepwarm.bench.results import Claim, Results, Series
+from keepwarm.bench.report.compare import Change
+from keepwarm.bench.report.results import Claim, Results, Series
 
 YES, NO = "yes", "no"
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import psutil
 
+from benchmarks.caches import LLAMA_8B, Shape
 from keepwarm import kv
-from keepwarm.bench.caches import LLAMA_8B, Shape
 from keepwarm.bench.measure import (
     Cost,
     Peak,

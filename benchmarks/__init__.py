@@ -1,0 +1,9 @@
+"""What single operations cost: slicing, saving, restoring, batching, the index, eviction.
+
+`python -m benchmarks` in a checkout runs them; no wheel holds them. Speeds are compared within one
+run only, as ratios.
+"""
+
+from keepwarm import blas, config
+
+blas.preload(config.load().home)
