@@ -36,6 +36,14 @@ def tiny_model() -> Callable[[str], Any]:
 
 
 @pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Tiny models with a tokenizer, for engines around them."""
+    from tests.kit.engines import Models
+
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> Iterator[Any]:
     """The default model, counting what it is fed; the last test that uses it fails over budget."""
     import keepwarm

@@ -10,7 +10,7 @@ import keepwarm
 from keepwarm import kv
 from keepwarm.prefix.fingerprint import Identity
 from keepwarm.server.app import ROUTERS
-from tests.kv.test_files import GOLDEN_FILES
+from tests.kv.files.test_files import GOLDEN_FILES
 
 DOCS = Path(__file__).parent.parent / "docs"
 

@@ -12,10 +12,10 @@ import keepwarm
 from keepwarm.prefix.ledger import Recent
 from keepwarm.text.prepare import Preparer
 from keepwarm.text.request import Format, Request, Sampling
-from tests.engine.formats import HARMONY_TOKENS
 from tests.kit.checkpoints import make_tokenizer, write_checkpoint
 from tests.kit.engines import engine_on
 from tests.kit.runs import FedCounter
+from tests.text.formats import HARMONY_TOKENS
 
 CAT = Format(schema={"type": "object", "properties": {"kind": {"enum": ["cat", "dog"]}}})
 THOUGHT = "<|channel|>analysis<|message|>A cat?<|end|><|start|>assistant"

@@ -41,7 +41,7 @@ from keepwarm.store.tiers import Tiers
 from keepwarm.store.unlock import unlock
 from tests.kit.compare import assert_same
 from tests.kit.runs import cold, continue_from, prefill, prompt_of
-from tests.store.crash import fast_place
+from tests.store.disk.crash import fast_place
 from tests.store.kit import BrokenFiles
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"

@@ -1,0 +1,188 @@
+"""The benchmarks run, measure what they say, and saving or restoring stays within its memory."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from benchmarks.caches import GEMMA_12B, LLAMA_8B, SMALL, Shape
+
+from benchmarks import batch
+from benchmarks import kv as single
+from keepwarm import kv
+from keepwarm.bench.measure import Peak, Skipped, in_child, peak_growth, why_no_room
+
+# Both kinds of layer: 2 that keep all of 8,192 tokens and 10 with a window, 218 MB together.
+MEDIUM = Shape("medium", n_layers=12, n_heads=8, width=256, window=1024, global_every=6)
+
+
+def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """As `make bench` runs it; without a BLAS of its own nothing has to be chosen first."""
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"KEEPWARM_BLAS": "none", "PYTHONUTF8": "1", "COLUMNS": "200"},
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """One whole run on small caches, and the file it keeps."""
+    file = tmp_path_factory.mktemp("bench") / "results.json"
+    run = bench("--quick", "--json", file)
+    assert run.returncode == 0, run.stderr
+    return run.stdout, file.read_text()
+
+
+def test_everything_is_measured(quick):
+    found = json.loads(quick[1])
+    single_ops = {"slice", "save", "restore", "merge", "copy, fresh", "copy, touched", "write"}
+    batch_ops = {"roll", "join", "leave", "filter", "extract", "merge", "copy, fresh"}
+    assert {s["what"] for s in found["speeds"] if s["case"] == "small"} == single_ops | {
+        "mlx-lm save",
+        "mlx-lm load",
+    }
+    assert batch_ops <= {s["what"] for s in found["speeds"] if "batch of 8" in s["case"]}
+    assert {p["what"] for p in found["peaks"]} == {"save", "restore"}
+    assert {len(d["lengths"]) for d in found["densities"]} == {1, 2, 4, 8}
+    assert found["skipped"] == []
+
+
+def test_raw_samples_are_kept(quick):
+    for speed in json.loads(quick[1])["speeds"]:
+        assert len(speed["seconds"]) >= 3
+        assert all(seconds > 0 for seconds in speed["seconds"])
+        assert min(speed["seconds"]) <= speed["median"] + 1e-4 <= max(speed["seconds"]) + 2e-4
+
+
+def test_the_file_says_what_was_run_and_on_what_class_of_machine(quick):
+    found = json.loads(quick[1])
+    assert found["command"] == "python -m benchmarks all --quick"
+    assert len(found["date"]) == len("2026-11-15")
+    assert found["machine"]["n_cpus"] >= 1
+    assert {"keepwarm", "mlx", "mlx-lm", "python"} <= set(found["machine"]["versions"])
+
+
+def test_the_file_names_neither_this_machine_nor_a_path_of_it(quick):
+    names = {platform.node(), str(Path.home()), str(Path.cwd()), sys.prefix, "keepwarm-bench-"}
+    assert not [name for name in names if f"{name}" in quick[1]]
+
+
+def test_speeds_are_shown_as_ratios(quick):
+    for words in ("slice (÷ copy, fresh)", "mlx-lm save", "Peak memory", "Memory a live token"):
+        assert words in quick[0]
+
+
+def test_a_missing_directory_is_one_sentence(tmp_path):
+    run = bench("kv", "--json", tmp_path / "missing" / "results.json")
+    assert run.returncode == 2
+    assert run.stderr.count("\n") == 1
+    assert "make it first" in run.stderr
+
+
+@pytest.mark.parametrize("shape", [LLAMA_8B, GEMMA_12B, SMALL], ids=lambda shape: shape.name)
+def test_caches_are_as_large_as_the_shape_says(shape):
+    caches = shape.filled(512)
+    assert kv.live_bytes(caches) == shape.live_bytes(512)
+    assert max(block.n_bytes for block in kv.cut(caches)) <= shape.block_bytes
+    assert kv.token_count(caches) == 512
+
+
+def test_a_real_cache_is_as_large_as_the_shape_says():
+    """Llama-3.1-8B at 32,768 tokens: 4.3 GB. Gemma-3-12B: 8 layers of 48 keep all of them."""
+    assert LLAMA_8B.live_bytes(32_768) == 2**32
+    assert GEMMA_12B.live_bytes(32_768) == (8 * 32_768 + 40 * 1024) * 8192
+
+
+def test_what_is_restored_is_what_was_saved(tmp_path):
+    caches = SMALL.filled(700)
+    single.save(caches, tmp_path)
+    restored = single.restore(SMALL.layout(), 700, tmp_path)
+    for saved, found in zip(single.arrays_of(caches), single.arrays_of(restored), strict=True):
+        assert np.array_equal(single.raw_bytes(saved), single.raw_bytes(mx.contiguous(found)))
+
+
+def test_a_plain_copy_is_of_the_same_bytes():
+    caches = SMALL.filled(300)
+    buffer = np.empty(kv.live_bytes(caches), np.uint8)
+    single.copy_into(buffer, single.arrays_of(caches))
+    assert buffer.tobytes() == b"".join(single.raw_bytes(a) for a in single.arrays_of(caches))
+
+
+@pytest.fixture(scope="module")
+def medium_peaks(tmp_path_factory):
+    return {p.what: p for p in single.peaks(MEDIUM, 8192, tmp_path_factory.mktemp("blocks"))}
+
+
+@pytest.mark.parametrize("what", ["save", "restore"])
+def test_memory_stays_within_its_bound(what, medium_peaks):
+    """Peak RSS minus baseline is at most 1.1 times the live cache's bytes plus two blocks."""
+    peak = medium_peaks[what]
+    assert peak.live_bytes > 200e6
+    assert peak.holds, f"{peak.growth_bytes / 1e6:.0f} of {peak.live_bytes / 1e6:.0f} MB live"
+
+
+def test_saving_needs_no_second_cache(medium_peaks):
+    peak = medium_peaks["save"]
+    assert peak.growth_bytes < 3 * peak.block_bytes
+
+
+def test_a_restored_cache_is_seen_in_memory(medium_peaks):
+    """A control: a measure that saw nothing would hold every bound."""
+    assert medium_peaks["restore"].growth_bytes > 0.9 * medium_peaks["restore"].live_bytes
+
+
+def test_memory_that_was_given_back_counts():
+    n_bytes = 100_000_000
+    assert in_child(growth_for, n_bytes) > 0.9 * n_bytes
+
+
+def growth_for(n_bytes: int) -> int:
+    """In a process of its own: one that has run many tests has freed memory to take it from."""
+    return peak_growth(lambda: np.ones(n_bytes, np.uint8).sum())
+
+
+@pytest.mark.parametrize(("growth", "holds"), [(1_300, True), (1_301, False)])
+def test_the_bound_can_fail(growth, holds):
+    assert Peak("any", 1, "save", 1_000, 100, growth).holds is holds
+
+
+@pytest.mark.parametrize(("n_rows", "padded"), [(1, 1), (2, 4 / 3), (4, 8 / 5), (8, 16 / 9)])
+def test_a_batch_holds_its_rows_and_their_padding_only(n_rows, padded):
+    """S3-49: variable lengths waste nothing beyond padding; equal lengths nothing at all."""
+    shape = Shape("plain", n_layers=2, n_heads=2, width=32)
+    merged = [d for d in batch.densities(shape, n_rows, 1024) if d.when == "merged"]
+    expected = {(1024,) * n_rows: 1, tuple(1024 * (i + 1) // n_rows for i in range(n_rows)): padded}
+    for found in merged:
+        assert found.ratio == pytest.approx(expected[found.lengths], rel=0.01)
+
+
+@pytest.mark.parametrize("roll", [batch.wide_roll, batch.sliced_roll])
+def test_other_ways_to_roll_give_the_same(roll):
+    x = mx.random.normal((4, 2, 10, 8)).astype(mx.bfloat16)
+    shifts = mx.array([0, 3, 9, 1])[:, None]
+    assert mx.array_equal(roll(x, shifts, 2), kv.dynamic_roll(x, shifts, 2))
+
+
+def test_measured_batches_are_not_changed():
+    shape = Shape("plain", n_layers=1, n_heads=2, width=32)
+    whole, other = (kv.merge([shape.filled(n)] * 2) for n in (20, 10))
+    assert kv.batch_size(batch.joined(whole, other)) == 4
+    assert kv.batch_size(batch.filtered(whole, [1])) == 1
+    assert kv.batch_size(whole) == kv.batch_size(other) == 2
+
+
+def test_what_does_not_fit_is_left_out_with_the_reason(tmp_path):
+    assert "of memory" in why_no_room(10**15, 0, tmp_path)
+    assert "of disk" in why_no_room(0, 10**18, tmp_path)
+    huge = Shape("huge", n_layers=1000, n_heads=8, width=256)
+    (skipped,) = batch.speeds(huge, 100_000, tmp_path)
+    assert isinstance(skipped, Skipped)

@@ -1,0 +1,120 @@
+"""The benchmark of the store measures what it says, and restoring stays within its memory."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from benchmarks.caches import Shape
+from benchmarks.kv import arrays_of, raw_bytes
+
+from benchmarks import store
+from keepwarm.bench.measure import Cost, Peak, Speed, drop_files, in_child
+from keepwarm.cache.restore.reading import Reader
+from keepwarm.prefix.blocks import chain
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
+from keepwarm.store.names import path_of
+from keepwarm.store.record import Part
+from keepwarm.store.tiers import Tiers
+from tests.benchmarks.test_operations import MEDIUM, bench
+
+TINY = Shape("tiny", n_layers=2, n_heads=2, width=16)
+
+
+def filled_store(shape, n_tokens, root):
+    disk = DiskTier(root, DiskLimits(min_free_bytes=0))
+    for record in store.records_for(shape, n_tokens):
+        assert disk.put(record).stored
+    return disk
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    disk = filled_store(TINY, 600, tmp_path / "store")
+    yield disk
+    disk.close()
+
+
+def test_everything_is_measured_and_drawn(tmp_path):
+    file, drawing = tmp_path / "store.json", tmp_path / "store.png"
+    run = bench("store", "--quick", "--json", file, "--plot", drawing)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(file.read_text())
+    speeds = {speed["what"] for speed in found["speeds"]}
+    assert {"put", "write", "restore, warm", "mx.load, warm", "read, warm"} <= speeds
+    assert {cost["n_blocks"] for cost in found["costs"]} == {100, 1000}
+    n_samples = {speed["what"]: len(speed["seconds"]) for speed in found["speeds"]}
+    assert n_samples["put"] == n_samples["write"] == store.SAMPLES
+    assert n_samples["restore, warm"] == n_samples["read, warm"] == store.READ_SAMPLES
+    assert "mx.load, warm" in run.stdout
+    assert drawing.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_rival_assembles_the_same_bytes(tiny):
+    """Otherwise the two would not be doing the same work."""
+    reader = Reader(Tiers([("disk", tiny)]))
+    ours = store.restored(store.manager_of(TINY, tiny, reader), store.tokens_of(600))
+    files = sorted((tiny.root / "blocks").rglob("*.safetensors"))
+    theirs = store.load_and_assemble(TINY, 600, files)
+    for cache, pair in zip(ours, theirs, strict=True):
+        for array, rival in zip((cache.keys, cache.values), pair, strict=True):
+            rows = mx.contiguous(array[..., :600, :])
+            assert np.array_equal(raw_bytes(rows), raw_bytes(rival))
+    assert [a.nbytes for a in arrays_of(ours)] == [a.nbytes for pair in theirs for a in pair]
+    reader.close()
+
+
+def test_the_plain_file_is_as_large_as_the_record(tiny, tmp_path):
+    record = next(store.records_for(TINY, 600))
+    path = tiny.path_of(record.header.key, Part.DELTA)
+    store.write_file(tmp_path / "plain", record, path.stat().st_size)
+    plain = (tmp_path / "plain").read_bytes()
+    assert len(plain) == path.stat().st_size
+    assert plain[-record.n_bytes :] == path.read_bytes()[-record.n_bytes :]
+
+
+def test_reading_reads_every_byte(tiny):
+    files = sorted((tiny.root / "blocks").rglob("*.safetensors"))
+    drop_files(files)
+    for n_threads in (1, 3):
+        assert store.read_all(files, n_threads) == sum(file.stat().st_size for file in files)
+
+
+def test_a_filled_store_is_one_that_putting_could_have_made(tmp_path):
+    """Grown in two steps, opened, looked up: every block is found and every file is good."""
+    for n_blocks in (10, 400):
+        store.fill(tmp_path, n_blocks)
+    disk = DiskTier(tmp_path, DiskLimits(min_free_bytes=0))
+    assert disk.stats().blocks == 400
+    assert disk.stats().quarantined == 0
+    refs = list(chain(store.NAMESPACE, store.tokens_of(store.PROMPT_TOKENS)))
+    assert len(disk.have([ref.key for ref in refs])) == len(refs) == 391
+    assert all(disk.fault_of(ref.key, Part.DELTA) is None for ref in refs[::40])
+    names = {path_of(Path(), ref.key, Part.DELTA).name for ref in refs}
+    assert names <= disk.index.names().keys()
+    disk.close()
+
+
+def test_costs_are_of_that_many_blocks(tmp_path):
+    found = store.costs(tmp_path / "many", 50)
+    assert all(isinstance(cost, Cost) and cost.n_blocks == 50 for cost in found)
+    assert {cost.what for cost in found} >= {"open", "look up 100,000 tokens", store.MEMORY}
+    assert all(sample > 0 for cost in found for sample in cost.samples if cost.what != store.MEMORY)
+
+
+def test_speeds_are_of_the_live_bytes(tmp_path):
+    found = store.puts(TINY, 600, tmp_path)
+    assert {speed.what for speed in found} == {"put", "write"}
+    for speed in found:
+        assert isinstance(speed, Speed)
+        assert speed.n_bytes == TINY.live_bytes(600)
+
+
+def test_restoring_from_disk_stays_within_its_memory(tmp_path):
+    """Peak RSS minus baseline is at most 1.1 times the live cache's bytes plus two blocks."""
+    filled_store(MEDIUM, 8192, tmp_path / "store").close()
+    growth = in_child(store.restore_growth, MEDIUM, 8192, tmp_path / "store")
+    live, block = MEDIUM.live_bytes(8192), MEDIUM.block_bytes
+    assert growth > 0.9 * live
+    assert Peak("medium", 8192, "restore", live, block, growth).holds, f"{growth / live:.2f}"

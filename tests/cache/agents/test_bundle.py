@@ -1,0 +1,445 @@
+"""Any prefix as one file: an agent's first tokens or turns, or a prompt without a name."""
+
+import errno
+import gzip
+import shutil
+import tarfile
+from dataclasses import replace
+
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from keepwarm.cache.agents.bundle import Manifest, _add, identity_in, trimmed
+from keepwarm.cache.opened import Budgets, OpenedStore
+from keepwarm.cache.restore.records import block_of, records_of
+from keepwarm.cache.shelf import Shelf
+from keepwarm.errors import BadCacheFile, BadInput, NotEnough, StoreFailed
+from keepwarm.kv.layout import probe
+from keepwarm.kv.slices import cut
+from keepwarm.prefix.blocks import block_key, chain, pack
+from keepwarm.prefix.fingerprint import FORMAT_VERSION
+from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits
+from keepwarm.store.record import Part, pieces
+from tests.cache.agents.test_agents import IDENTITY, LIMITS, NAME, holds_tokens, turn
+from tests.kit.compare import assert_same
+from tests.kit.runs import cold, continue_from, prefill, prompt_of
+from tests.store.kit import BrokenFiles, record, tokens_of
+
+MODELS = ["llama", "gemma3_text", "qwen3_next"]
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    with Shelf(tmp_path / "store", LIMITS) as opened:
+        opened.register(IDENTITY)
+        yield opened
+
+
+@pytest.fixture
+def other(tmp_path):
+    with Shelf(tmp_path / "other", LIMITS) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("n_tokens", [1, 255, 256, 257, 512, 600, 768])
+def test_the_first_tokens_travel_and_no_later_one(n_tokens, shelf, other, tmp_path):
+    """S0-14: a bundle of a prefix tells nothing of what was said after it."""
+    tokens, bundle = tokens_of(768), tmp_path / "a.kw"
+    turn(shelf, "a", tokens[:300])
+    turn(shelf, "a", tokens)
+    shelf.export_agent(shelf.find("a", n_tokens), bundle)
+    made = other.import_agent(bundle, IDENTITY)
+    assert (made.n_tokens, other.tokens_of(made)) == (n_tokens, tokens[:n_tokens])
+    assert made.turns == tuple(n for n in (300, 768) if n <= n_tokens)
+    (tmp_path / "alone").mkdir()
+    bundle.rename(tmp_path / "alone" / "a.kw")
+    assert not holds_tokens(tmp_path / "alone", tokens[n_tokens:])
+    assert [ref.key for ref in chain(NAME, tokens[:n_tokens])] == list(made.blocks)
+    assert other.disk.have(made.blocks).keys() == set(made.blocks)
+
+
+def test_a_turn_is_a_prefix(shelf, other, tmp_path):
+    tokens = tokens_of(700)
+    turn(shelf, "a", tokens[:300])
+    turn(shelf, "a", tokens)
+    shelf.export_agent(shelf.find("a", turn=1), tmp_path / "a.kw")
+    made = other.import_agent(tmp_path / "a.kw", IDENTITY, "b")
+    assert (made.id, made.turns, other.tokens_of(made)) == ("b", (300,), tokens[:300])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        ({"n_tokens": 0}, "no first 0"),
+        ({"n_tokens": 701}, "700 tokens are kept"),
+        ({"turn": 2}, "there is no turn 2"),
+        ({"turn": 0}, "there is no turn 0"),
+    ],
+)
+def test_what_is_not_there_is_refused(wanted, says, shelf):
+    turn(shelf, "a", tokens_of(700))
+    with pytest.raises(BadInput, match=says):
+        shelf.find("a", **wanted)
+
+
+def test_a_prompt_without_a_name_is_listed_and_travels(shelf, other, tmp_path):
+    named, anonymous = tokens_of(600), tokens_of(520, seed=1)
+    turn(shelf, "a", named)
+    for ref in chain(NAME, anonymous):
+        shelf.disk.put(record(ref, namespace=NAME))
+    (prefix,) = shelf.prefixes()
+    assert prefix.n_tokens == 520
+    assert prefix.n_bytes > 3 * 1024
+    shelf.export_agent(prefix.id, tmp_path / "p.kw")
+    made = other.import_agent(tmp_path / "p.kw", IDENTITY)
+    assert (made.id, other.tokens_of(made)) == ("p", anonymous)
+    shelf.export_agent(shelf.find(prefix.id, 300), tmp_path / "q.kw")
+    assert other.import_agent(tmp_path / "q.kw", IDENTITY).n_tokens == 300
+    assert list(other.prefixes()) == []
+
+
+@pytest.mark.parametrize("name", ["@", "@00", "@zzzzzzzz", "@0123456789ab"])
+def test_an_unknown_prefix_is_one_sentence(name, shelf):
+    turn(shelf, "a", tokens_of(300))
+    with pytest.raises(BadInput, match="prefixes are called"):
+        shelf.find(name)
+
+
+def test_a_prefix_whose_beginning_is_gone_is_not_exported(shelf):
+    refs = list(chain(NAME, tokens_of(600)))
+    for ref in refs[1:]:
+        shelf.disk.put(record(ref, namespace=NAME))
+    (prefix,) = shelf.prefixes()
+    with pytest.raises(BadInput, match="is not whole"):
+        shelf.find(prefix.id)
+
+
+def test_work_is_told_as_it_is_done(shelf, other, tmp_path):
+    turn(shelf, "a", tokens_of(700))
+    told = []
+    shelf.export_agent("a", tmp_path / "a.kw", lambda *step: told.append(step))
+    assert told == [(1, 3), (2, 3), (3, 3)]
+    told.clear()
+    other.import_agent(tmp_path / "a.kw", IDENTITY, progress=lambda *step: told.append(step))
+    assert len(told) == 6
+    assert told == sorted(told)
+    assert told[-1][0] <= told[-1][1]
+    told.clear()
+    shelf.agents.delete("a", lambda *step: told.append(step))
+    assert told == [(3, 3)]
+
+
+def test_a_bundle_with_a_newer_record_is_refused_as_such(shelf, other, tmp_path, monkeypatch):
+    """S0-54."""
+    turn(shelf, "a", tokens_of(300))
+    read = shelf.disk.read
+
+    def newer(*args, **options):
+        made = read(*args, **options)
+        return replace(made, header=replace(made.header, version=FORMAT_VERSION + 1))
+
+    monkeypatch.setattr(shelf.disk, "read", newer)
+    shelf.export_agent("a", tmp_path / "a.kw")
+    with pytest.raises(BadCacheFile, match="made by a newer Keepwarm"):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
+    assert not list(other.disk.walk())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trimmed_rows_are_those_of_a_shorter_prompt(name, tiny_model):
+    """Bit for bit what a cache of the first tokens holds."""
+    model = tiny_model(name)
+    prompt = prompt_of(200, seed=1)
+    (whole,) = cut(prefill(model, make_prompt_cache(model), prompt), len(prompt))
+    ref = next(chain(NAME, prompt))
+    for made in records_of(NAME, ref, whole):
+        first = trimmed(made, 150)
+        if made.header.part is Part.STATE:
+            assert first is None
+            continue
+        assert first.header.tokens == pack(prompt[:150])
+        assert first.header.key == block_key(NAME, ref.parent, pack(prompt[:150]))
+        held, kept = block_of(made), block_of(first)
+        rows, left = (held.delta or held.window), (kept.delta or kept.window)
+        for tensor in rows:
+            n_left = left[tensor].shape[-2]
+            assert n_left == rows[tensor].shape[-2] - 50
+            assert (left[tensor].words == rows[tensor].words[..., :n_left, :]).all()
+
+
+BUDGETS = Budgets(min_free_disk_bytes=0)
+PROMPT = prompt_of(600, seed=3)
+TURNS = (300, 600)
+
+
+@pytest.fixture
+def away(tmp_path):
+    store = OpenedStore(tmp_path / "away", BUDGETS)
+    yield store
+    store.close()
+
+
+def talk(store, manager, model):
+    """Two turns of an agent, each kept to its last token, as an engine does."""
+    caches = make_prompt_cache(model)
+    capture = manager.open(PROMPT)
+    for start, end in ((0, 256), (256, 300), (300, 512), (512, 600)):
+        caches = prefill(model, caches, PROMPT[start:end])
+        capture.capture(caches, end, checkpoint=end in TURNS)
+    store.saver.flush()
+    for end in TURNS:
+        store.shelf.agents.advance("a", manager.namespace, PROMPT[:end])
+
+
+def bundle_of(tmp_path, model, whose="", **wanted):
+    """What a store of its own exports of an agent."""
+    home, file = OpenedStore(tmp_path / "home", BUDGETS), tmp_path / "a.kw"
+    identity = replace(IDENTITY, salt=whose)
+    talk(home, home.manager(identity, probe(model, make_prompt_cache(model))), model)
+    home.shelf.export_agent(home.shelf.find("a", **wanted), file)
+    home.close()
+    return file
+
+
+def assert_goes_on(manager, model, n_restored, n_prompt):
+    restored = manager.restore(PROMPT[:n_prompt])
+    assert restored.n_tokens == n_restored
+    run = continue_from(model, restored.caches, PROMPT[n_restored:n_prompt], 3)
+    assert_same(cold(model, PROMPT[:n_prompt], 3), run)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "mamba2"])
+@pytest.mark.parametrize(("wanted", "n_restored"), [({"turn": 1}, 300), ({"n_tokens": 400}, 400)])
+def test_an_imported_prefix_goes_on_there(name, wanted, n_restored, tiny_model, away, tmp_path):
+    """S0-14: to its last token; with states, which cannot be cut, from the last one before."""
+    model = tiny_model(name)
+    made = away.shelf.import_agent(bundle_of(tmp_path, model, **wanted), IDENTITY)
+    assert away.shelf.tokens_of(made) == PROMPT[: made.n_tokens]
+    manager = away.manager(IDENTITY, probe(model, make_prompt_cache(model)))
+    has_states = name in ("qwen3_next", "mamba2")
+    assert_goes_on(manager, model, 300 if has_states else n_restored, 500)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "mamba2"])
+def test_an_imported_agent_goes_on_and_back(name, tiny_model, away, tmp_path):
+    """Its last turn is restored, and the one before: the checkpoints of all turns went along."""
+    model = tiny_model(name)
+    away.shelf.import_agent(bundle_of(tmp_path, model), IDENTITY)
+    manager = away.manager(IDENTITY, probe(model, make_prompt_cache(model)))
+    more = [*PROMPT, 1, 2, 3]
+    assert manager.restore(more).n_tokens == 600
+    assert_goes_on(manager, model, 300 if name != "llama" else 309, 310)
+
+
+def test_a_prefix_of_states_alone_is_listed_and_travels(tiny_model, away, tmp_path):
+    """Blocks that hold nothing say their tokens, so that whoever looks finds the whole prompt."""
+    model = tiny_model("mamba2")
+    home, file = OpenedStore(tmp_path / "home", BUDGETS), tmp_path / "a.kw"
+    manager = home.manager(IDENTITY, probe(model, make_prompt_cache(model)))
+    manager.open(PROMPT).finish(PROMPT, prefill(model, make_prompt_cache(model), PROMPT))
+    home.saver.flush()
+    (prefix,) = home.shelf.prefixes()
+    assert prefix.n_tokens == len(PROMPT)
+    home.shelf.export_agent(prefix.id, file)
+    home.close()
+    assert away.shelf.tokens_of(away.shelf.import_agent(file, IDENTITY)) == PROMPT
+    manager = away.manager(IDENTITY, probe(model, make_prompt_cache(model)))
+    assert manager.restore([*PROMPT, 1]).n_tokens == len(PROMPT)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("k-ada", "k-bob"), ("k-ada", ""), ("", "k-bob")])
+def test_a_bundle_becomes_that_of_whoever_takes_it_in(theirs, ours, tiny_model, away, tmp_path):
+    """Under its own key an importer finds every block, and under the exporter's nobody does."""
+    model = tiny_model("llama")
+    file = bundle_of(tmp_path, model, theirs)
+    assert not theirs or theirs.encode() not in file.read_bytes()
+    mine = replace(IDENTITY, salt=ours)
+    layout = probe(model, make_prompt_cache(model))
+    away.shelf.import_agent(file, mine)
+    assert_goes_on(away.manager(mine, layout), model, 599, 600)
+    assert away.manager(replace(IDENTITY, salt=theirs), layout).plan(PROMPT).n_tokens == 0
+
+
+def blocks_of(shelf, name):
+    """Blocks of 300 tokens, put under the names of one key."""
+    made = [record(ref, namespace=name) for ref in chain(name, tokens_of(300))]
+    for one in made:
+        shelf.disk.put(one)
+    return made
+
+
+def test_where_quantisation_starts_is_nobodys_name(shelf, other, tmp_path):
+    late = replace(IDENTITY, salt="ada from 500")
+    name = shelf.register(late)
+    blocks_of(shelf, name)
+    shelf.agents.advance("a", name, tokens_of(300))
+    shelf.export_agent("a", tmp_path / "a.kw")
+    for refused in ("", "ada", "bob from 600"):
+        with pytest.raises(BadCacheFile, match="quantized_kv_start differ"):
+            other.import_agent(tmp_path / "a.kw", replace(IDENTITY, salt=refused))
+    made = other.import_agent(tmp_path / "a.kw", replace(IDENTITY, salt="bob from 500"))
+    assert other.tokens_of(made) == tokens_of(300)
+
+
+def forged(file, said, records):
+    """A bundle by somebody who knows the format and tells lies."""
+    keys = tuple(one.header.key.hex() for one in records)
+    with tarfile.open(file, "w") as archive:
+        _add(archive, "manifest.json", [replace(said, blocks=keys).to_json()])
+        for one in records:
+            _add(archive, f"{one.header.key.hex()}.d.safetensors", pieces(one))
+
+
+def test_nobody_brings_blocks_under_anothers_names(shelf, other, tmp_path):
+    """A bundle that says it is of one key and holds blocks of another's."""
+    records = blocks_of(shelf, shelf.register(replace(IDENTITY, salt="victim")))
+    forged(tmp_path / "a.kw", Manifest(IDENTITY, pack(tokens_of(300)), ()), records)
+    with pytest.raises(BadCacheFile, match="does not follow"):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
+    assert not list(other.disk.walk())
+
+
+def test_a_block_that_says_it_stands_elsewhere_is_refused(shelf, other, tmp_path):
+    """Its key does not cover its number; put at a wrong place it could never be restored."""
+    first, second = blocks_of(shelf, NAME)
+    moved = replace(second, header=replace(second.header, number=7))
+    forged(tmp_path / "a.kw", Manifest(IDENTITY, pack(tokens_of(300)), ()), [first, moved])
+    with pytest.raises(BadCacheFile, match="does not follow"):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
+
+
+def test_a_bundle_whose_tokens_are_others_is_refused(shelf, other, tmp_path):
+    wrong = Manifest(IDENTITY, pack(tokens_of(300, seed=1)), ())
+    forged(tmp_path / "a.kw", wrong, blocks_of(shelf, NAME))
+    with pytest.raises(BadCacheFile, match="not those of its tokens"):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "says"),
+    [(b"[" * 100_000, "recursion"), (b"[]", "must be"), (b"{}", "version"), (b"\xff", "decode")],
+)
+def test_a_manifest_that_is_none_is_refused(manifest, says, other, tmp_path):
+    with tarfile.open(tmp_path / "a.kw", "w") as archive:
+        _add(archive, "manifest.json", [manifest])
+    with pytest.raises(BadCacheFile, match=says):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
+
+
+def test_turns_are_numbers_of_tokens(shelf, other, tmp_path):
+    said = Manifest(IDENTITY, pack(tokens_of(300)), (), turns=("x",))
+    forged(tmp_path / "a.kw", said, blocks_of(shelf, NAME))
+    with pytest.raises(BadCacheFile, match="turns"):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
+
+
+def test_nothing_is_unpacked(shelf, other, tmp_path):
+    """A small file could become a huge one, and a cut-off one raises whatever it likes."""
+    turn(shelf, "a", tokens_of(300))
+    shelf.export_agent("a", tmp_path / "a.kw")
+    packed = gzip.compress((tmp_path / "a.kw").read_bytes())
+    for data in (packed, packed[:-100]):
+        (tmp_path / "b.kw").write_bytes(data)
+        with pytest.raises(BadCacheFile, match="not a whole bundle"):
+            other.import_agent(tmp_path / "b.kw", IDENTITY)
+
+
+def test_an_agents_name_loses_the_key_in_front(shelf, other, tmp_path):
+    name = shelf.register(replace(IDENTITY, salt="0123"))
+    blocks_of(shelf, name)
+    shelf.agents.advance("0123.ada", name, tokens_of(300))
+    shelf.export_agent("0123.ada", tmp_path / "a.kw")
+    assert b"0123" not in (tmp_path / "a.kw").read_bytes()[:4096]
+    assert other.import_agent(tmp_path / "a.kw", IDENTITY).id == "ada"
+
+
+def test_what_has_no_rows_is_not_cut(shelf, tmp_path):
+    turn(shelf, "a", tokens_of(188))
+    with pytest.raises(BadCacheFile, match="has no rows"):
+        shelf.export_agent(shelf.find("a", 100), tmp_path / "a.kw")
+    assert not (tmp_path / "a.kw").exists()
+
+
+def no_room(root):
+    """Less of the disk is free than must be."""
+    return DiskLimits(min_free_bytes=2 * shutil.disk_usage(root).total)
+
+
+def room_for_some(root):
+    """A cap that takes the first blocks and refuses the next."""
+    del root
+    return DiskLimits(max_bytes=INDEX_ROOM + (2 << 20), min_free_bytes=0)
+
+
+@pytest.mark.parametrize("limits", [no_room, room_for_some], ids=lambda f: f.__name__)
+def test_a_bundle_that_finds_no_room_makes_no_agent(limits, shelf, tmp_path):
+    """S0-68: whoever imports is told, instead of an agent whose blocks are not there."""
+    tokens = tokens_of(2000)
+    for ref in chain(NAME, tokens):
+        shelf.disk.put(record(ref, n_bytes=512 << 10, namespace=NAME))
+    shelf.agents.advance("a", NAME, tokens)
+    shelf.export_agent("a", tmp_path / "a.kw")
+    with Shelf(tmp_path / "small", limits(tmp_path)) as small:
+        with pytest.raises(NotEnough, match=r"of the 8 records .* found no room"):
+            small.import_agent(tmp_path / "a.kw", IDENTITY)
+        assert list(small.agents.all()) == []
+
+
+def test_what_a_bundle_already_has_here_needs_no_room(shelf, tmp_path):
+    turn(shelf, "a", tokens_of(700))
+    shelf.export_agent("a", tmp_path / "a.kw")
+    shelf.disk.limits = no_room(tmp_path)
+    assert shelf.import_agent(tmp_path / "a.kw", IDENTITY, "b").n_tokens == 700
+
+
+def test_a_bundle_counts_as_written_today(shelf, other, tmp_path):
+    """Once: what is here already is not written again."""
+    turn(shelf, "a", tokens_of(700))
+    shelf.export_agent("a", tmp_path / "a.kw")
+    for name in ("a", "b"):
+        other.import_agent(tmp_path / "a.kw", IDENTITY, name)
+        assert list(other.wear.by_day().values()) == [3 * 2048]
+
+
+def test_a_bundle_over_the_daily_budget_is_not_written(shelf, tmp_path):
+    turn(shelf, "a", tokens_of(700))
+    shelf.export_agent("a", tmp_path / "a.kw")
+    with Shelf(tmp_path / "spared", LIMITS, writes_per_day=3 * 2048 - 1) as spared:
+        with pytest.raises(NotEnough, match="disk_writes_per_day"):
+            spared.import_agent(tmp_path / "a.kw", IDENTITY)
+        assert not list(spared.disk.walk())
+        assert list(spared.agents.all()) == []
+    with Shelf(tmp_path / "spared", LIMITS, writes_per_day=3 * 2048) as spared:
+        assert spared.import_agent(tmp_path / "a.kw", IDENTITY).n_tokens == 700
+
+
+@pytest.mark.parametrize(
+    ("lies", "says"),
+    [
+        ({"kv_options": {"kv_bits": [8]}}, "KV options are no numbers"),
+        ({"kv_options": 8}, "no attribute"),
+        ({"salt": 8}, "not a whole bundle"),
+    ],
+)
+def test_an_identity_that_is_none_is_refused(lies, says, tmp_path):
+    said = Manifest(replace(IDENTITY, **lies), pack(tokens_of(300)), ())
+    forged(tmp_path / "a.kw", said, [])
+    with pytest.raises(BadCacheFile, match=says):
+        identity_in(tmp_path / "a.kw")
+
+
+def test_a_bundle_that_is_not_there_is_one_sentence(tmp_path):
+    with pytest.raises(BadCacheFile, match="could not be read"):
+        identity_in(tmp_path / "missing.kw")
+
+
+def test_a_disk_that_fails_under_an_import_makes_no_agent(shelf, other, tmp_path):
+    turn(shelf, "a", tokens_of(700))
+    shelf.export_agent("a", tmp_path / "a.kw")
+    other.disk.files = BrokenFiles()
+    other.disk.files.break_(errno.EROFS, "publish")
+    with pytest.raises(StoreFailed, match="could not keep the bundle"):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
+    other.disk.files.mend()
+    assert list(other.agents.all()) == []
+    assert sum(other.wear.by_day().values()) == 0

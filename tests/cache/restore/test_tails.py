@@ -1,0 +1,183 @@
+"""A conversation's open block is kept until a longer one serves as well, and no longer."""
+
+import pytest
+
+from keepwarm.cache.agents.agents import MANY_LEFT
+from keepwarm.cache.policy import Policy
+from keepwarm.cache.restore.writing import Writer
+from keepwarm.cache.shelf import Shelf
+from keepwarm.prefix.blocks import chain
+from keepwarm.store.disk.disk import DiskLimits
+from keepwarm.store.memory import MemoryTier
+from keepwarm.store.record import Part
+from tests.cache.agents.test_agents import IDENTITY, LIMITS, NAME, holds_tokens
+from tests.contract.test_tiers import Minutes
+from tests.store.kit import record, tokens_of
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    with Shelf(tmp_path / "store", DiskLimits(min_free_bytes=0)) as opened:
+        opened.register(IDENTITY)
+        yield opened
+
+
+def save(shelf, tokens, parts=(Part.DELTA,), memory=None, name=NAME, n_bytes=1024):
+    """Keep a conversation as a request does: through the writer, its open block included."""
+    writer = Writer(memory, shelf.disk, 64 * MIB)
+    for ref in chain(name, tokens):
+        for part in parts:
+            made = record(ref, part, n_bytes=n_bytes, namespace=name)
+            writer.put(made, Policy.READ_WRITE)
+    writer.close()
+
+
+def lengths(tier):
+    return sorted(stored.n_tokens for stored in tier.walk())
+
+
+@pytest.mark.parametrize("parts", [(Part.DELTA,), (Part.DELTA, Part.WINDOW)])
+def test_a_growing_conversation_leaves_no_tails_behind(parts, shelf):
+    tokens = tokens_of(700)
+    memory = MemoryTier(64 * MIB)
+    for n in (100, 200, 300, 700):
+        save(shelf, tokens[:n], parts, memory)
+    assert lengths(shelf.disk) == lengths(memory) == [188, 256, 256]
+
+
+def test_a_tail_with_a_state_stays(shelf):
+    """A checkpoint inside a block is no prefix of a later one: it can be restored only there."""
+    tokens = tokens_of(256)
+    save(shelf, tokens[:100], (Part.DELTA, Part.STATE))
+    save(shelf, tokens)
+    assert lengths(shelf.disk) == [100, 256]
+
+
+def test_a_tail_stays_while_the_longer_block_lacks_its_window_rows(shelf):
+    tokens = tokens_of(256)
+    save(shelf, tokens[:100], (Part.DELTA, Part.WINDOW))
+    save(shelf, tokens, (Part.DELTA,))
+    assert lengths(shelf.disk) == [100, 256]
+    save(shelf, tokens, (Part.WINDOW,))
+    assert lengths(shelf.disk) == [256]
+
+
+def test_a_pinned_or_unrelated_tail_stays(shelf):
+    tokens = tokens_of(256)
+    save(shelf, tokens[:100])
+    (pinned,) = [ref.key for ref in chain(NAME, tokens[:100])]
+    shelf.disk.pin(pinned, "somebody")
+    save(shelf, [*tokens[:50], *tokens_of(60, seed=8)])
+    save(shelf, tokens)
+    assert lengths(shelf.disk) == [100, 110, 256]
+
+
+def test_an_agent_whose_tail_was_outgrown_loses_nothing(shelf, tmp_path):
+    tokens = tokens_of(600)
+    save(shelf, tokens[:300])
+    shelf.agents.advance("old", NAME, tokens[:300])
+    save(shelf, tokens)
+    assert lengths(shelf.disk) == [88, 256, 256]
+    assert shelf.tokens_of(shelf.agents.show("old")) == tokens[:300]
+    shelf.export_agent("old", tmp_path / "old.kw")
+    with Shelf(tmp_path / "other", LIMITS) as other:
+        made = other.import_agent(tmp_path / "old.kw", IDENTITY)
+        assert (made.n_tokens, other.tokens_of(made)) == (300, tokens[:300])
+
+
+@pytest.mark.parametrize("secret", [None, "a passphrase"])
+@pytest.mark.parametrize("n_shared", [0, 256])
+def test_deleting_takes_what_has_outgrown_the_tail(n_shared, secret, tmp_path):
+    """Whoever asked for the longer prompt: the agent's tokens are in it."""
+    shared, mine = tokens_of(n_shared), tokens_of(100, seed=1)
+    with Shelf(tmp_path / "store", LIMITS, secret=secret) as shelf:
+        name = shelf.register(IDENTITY)
+        shelf.agents.advance("other", name, shared)
+        save(shelf, shared + mine, name=name)
+        agent = shelf.agents.advance("mine", name, shared + mine)
+        longer = [shared + mine + tokens_of(n, seed=n) for n in (30, 400)]
+        for tokens in longer:
+            save(shelf, tokens, name=name)
+        assert not shelf.disk.have(agent.blocks[-1:])
+        shelf.agents.delete("mine")
+        assert lengths(shelf.disk) == [256] * (n_shared // 256)
+        if secret is None:
+            assert not holds_tokens(shelf.disk.root, mine)
+
+
+def test_deleting_takes_what_goes_on_from_a_tail_that_is_still_there(shelf):
+    mine = tokens_of(100)
+    save(shelf, mine)
+    shelf.agents.advance("mine", NAME, mine)
+    shelf.agents.promise("mine", pinned=True)
+    save(shelf, tokens_of(300))
+    assert lengths(shelf.disk) == [44, 100, 256]
+    shelf.agents.delete("mine")
+    assert not holds_tokens(shelf.disk.root, mine)
+
+
+def test_deleting_takes_what_outgrew_a_tail_that_was_rewound(shelf):
+    tokens = tokens_of(400)
+    for n in (100, 200):
+        save(shelf, tokens[:n])
+        shelf.agents.advance("mine", NAME, tokens[:n])
+    shelf.agents.rewind("mine", 1)
+    save(shelf, tokens)
+    save(shelf, tokens[:100] + tokens_of(300, seed=1))
+    shelf.agents.delete("mine")
+    assert not holds_tokens(shelf.disk.root, tokens[:200])
+
+
+def test_deleting_spares_what_stands_in_for_the_tail_of_another(shelf):
+    """A fork went on from the agent's tail; when it goes, the agent has all it had."""
+    tokens = tokens_of(400)
+    save(shelf, tokens[:300])
+    shelf.agents.advance("first", NAME, tokens[:300])
+    shelf.agents.fork("first", "fork")
+    save(shelf, tokens)
+    shelf.agents.advance("fork", NAME, tokens)
+    assert lengths(shelf.disk) == [144, 256]
+    shelf.agents.delete("fork")
+    assert shelf.tokens_of(shelf.agents.show("first")) == tokens[:300]
+
+
+def test_deleting_spares_a_checkpoint_inside_what_another_has(shelf):
+    tokens = tokens_of(256)
+    save(shelf, tokens[:100], (Part.DELTA, Part.STATE))
+    save(shelf, tokens)
+    shelf.agents.advance("first", NAME, tokens)
+    shelf.agents.fork("first", "fork")
+    shelf.agents.delete("fork")
+    assert lengths(shelf.disk) == [100, 256]
+    shelf.agents.delete("first")
+    assert lengths(shelf.disk) == []
+
+
+def test_what_an_agent_has_left_is_known_however_often_it_is_outgrown(shelf):
+    pasts = [tokens_of(60, seed=seed) for seed in range(MANY_LEFT + 2)]
+    for tokens in pasts:
+        save(shelf, tokens[:20])
+        agent = shelf.agents.advance("mine", NAME, tokens[:20])
+    for n in (40, 60):
+        for tokens in pasts:
+            save(shelf, tokens[:n])
+        agent = shelf.agents.advance("mine", NAME, pasts[0][:20])
+        assert len(agent.left) > MANY_LEFT
+    shelf.agents.delete("mine")
+    assert lengths(shelf.disk) == []
+
+
+def test_a_pin_holds_an_agent_whose_tail_was_outgrown(tmp_path):
+    limits = DiskLimits(max_bytes=3 * MIB, min_free_bytes=0)
+    with Shelf(tmp_path / "store", limits) as shelf:
+        shelf.disk._clock = Minutes()
+        tokens = tokens_of(700)
+        save(shelf, tokens[:600], n_bytes=100_000)
+        shelf.agents.advance("kept", NAME, tokens[:600])
+        save(shelf, tokens, n_bytes=100_000)
+        shelf.agents.promise("kept", pinned=True)
+        for seed in range(10, 40):
+            save(shelf, tokens_of(512, seed=seed), n_bytes=100_000)
+        assert shelf.tokens_of(shelf.agents.show("kept")) == tokens[:600]

@@ -1,0 +1,131 @@
+"""Pictures of the dashboard for its page in the manual: python -m tests.server.dashboard.pictures
+
+A tiny model serves agents that read the pages of the manual for some minutes; half-way the server
+is started again. Numbers in the pictures are those of that run.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from keepwarm import config
+from keepwarm.models.load import load
+from tests.kit.checkpoints import write_checkpoint
+from tests.server.conftest import N_CONTEXT, Live, serve
+from tests.server.dashboard.browsers import chromium, watched
+
+ROOT = Path(__file__).parents[3]
+IMAGES = ROOT / "docs" / "images"
+PAGES = [page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))]
+ROLES = ("planner", "coder", "reviewer", "tester", "writer")
+SYSTEM = "You are one of several agents who work on one repository. These are its rules.\n"
+WIDTH = 1280
+
+
+def excerpt(pick: random.Random, n_chars: int) -> str:
+    page = pick.choice(PAGES)
+    start = pick.randrange(max(1, len(page) - n_chars))
+    return page[start : start + n_chars]
+
+
+class Team:
+    """Conversations that grow turn by turn from a common beginning."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._pick = random.Random(seed)
+        system = {"role": "system", "content": SYSTEM + PAGES[0][:4000]}
+        self._said = {role: [system, self._user(f"You are the {role}.\n")] for role in ROLES}
+
+    def turn(self, live: Live, role: str, max_tokens: int = 80) -> None:
+        said = self._said[role]
+        if sum(len(message["content"]) for message in said) > 20_000:
+            del said[2:]  # a new task
+        body = {"messages": said, "max_tokens": max_tokens}
+        answer = live.post("/v1/chat/completions", body, **{"X-Keepwarm-Agent": role})
+        answer.raise_for_status()
+        said += [{"role": "assistant", "content": "It is done."}, self._user("Go on.\n")]
+
+    def what_time(self, live: Live, minute: int) -> None:
+        """An agent that writes the time into its first line, and pays for it."""
+        system = f"It is 14:{minute % 60:02}. {SYSTEM}{PAGES[0][:5000]}"
+        body = {"messages": [{"role": "system", "content": system}], "max_tokens": 8}
+        live.post("/v1/chat/completions", body, **{"X-Keepwarm-Agent": "clock"}).raise_for_status()
+
+    def _user(self, opening: str) -> dict[str, str]:
+        return {"role": "user", "content": opening + excerpt(self._pick, 1500)}
+
+
+def work(live: Live, team: Team, until: float) -> None:
+    pick = random.Random(1)
+    while time.monotonic() < until:
+        team.turn(live, pick.choice(ROLES))
+        if pick.random() < 0.2:
+            team.what_time(live, int(time.monotonic() / 60))
+        if pick.random() < 0.2:  # so that some come from the memory tier
+            live.host.engine.call(live.host.engine.live.clear).result()
+        time.sleep(1)
+
+
+@contextmanager
+def busy(live: Live, team: Team) -> Iterator[None]:
+    """Answers that go on while the pictures are taken."""
+    over = threading.Event()
+
+    def run(role: str) -> None:
+        while not over.is_set():
+            team.turn(live, role, max_tokens=600)
+
+    threads = [threading.Thread(target=run, args=(role,)) for role in ROLES[:3]]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def take(live: Live, browser: Any) -> None:
+    for scheme in ("light", "dark"):
+        with watched(browser, live.url, color_scheme=scheme) as page:
+            page.goto(live.url)
+            page.wait_for_timeout(8000)
+            page.locator("#missed li", has_text="clock").first.get_by_text("Show the place").click()
+            page.wait_for_timeout(500)
+            for section in ("now", "saved", "forest", "misses", "agents"):
+                height = page.evaluate("document.documentElement.scrollHeight")
+                page.set_viewport_size({"width": WIDTH, "height": height})
+                page.wait_for_timeout(1500)
+                box = page.locator(f"#{section}").bounding_box()
+                clip = {"x": 0, "y": box["y"] - 8, "width": WIDTH, "height": box["height"] + 24}
+                page.screenshot(path=IMAGES / f"dashboard-{section}-{scheme}.png", clip=clip)
+
+
+def main(minutes: float) -> None:
+    IMAGES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as directory:
+        home = Path(directory)
+        settings = config.load({"KEEPWARM_HOME": str(home / "home")})
+        model = load(str(write_checkpoint(home / "model", n_context=N_CONTEXT)), settings)
+        team = Team()
+        with serve(model, settings) as live:
+            work(live, team, time.monotonic() + 30 * minutes)
+        with serve(model, settings) as live:
+            work(live, team, time.monotonic() + 30 * minutes)
+            live.post("/v1/agents/coder/fork", {"id": "coder-try"}).raise_for_status()
+            live.post("/v1/agents/planner/pin", {}).raise_for_status()
+            with busy(live, team), chromium() as browser:
+                take(live, browser)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]) if len(sys.argv) > 1 else 10)

@@ -1,0 +1,66 @@
+"""Parts of the dashboard's scripts, called one by one in a real browser."""
+
+import pytest
+
+from tests.server.dashboard.browsers import chromium, watched
+
+
+@pytest.fixture(scope="module")
+def page(live):
+    with chromium() as browser, watched(browser, live.url) as found:
+        found.goto(f"{live.url}/dashboard")
+        yield found
+
+
+SAME, NINE, TEN = {"kind": "same"}, {"kind": "del", "text": "nine"}, {"kind": "ins", "text": "ten"}
+TREE = "[[null, 0, 2], [0, 2, 1], [1, 3, 4], [0, 2, 3], [null, 0, 9]]"
+RUNS = f"{TREE}.map(([parent, number, blocks]) => ({{parent, number, blocks}}))"
+
+
+CALLS = {
+    "diff.diff('at nine we', 'at ten we')": [
+        SAME | {"text": "at "},
+        NINE,
+        TEN,
+        SAME | {"text": " we"},
+    ],
+    "diff.diff('', 'ten')": [TEN],
+    "diff.diff('nine', '')": [NINE],
+    "format.seconds(0.25)": "250 ms",
+    "format.seconds(3725)": "1 h 2 min",
+    "format.ago(100, 7400)": "2 h ago",
+    "format.bytes(1536)": "1.5 KiB",
+    "format.percent(1, 8)": "13 %",
+    f"trees.arrange({RUNS}).placed.map((one) => one.row)": [0, 0, 0, 1, 2],
+    f"trees.neighbour(trees.arrange({RUNS}).placed, 2, 'ArrowDown')": 3,
+    f"trees.neighbour(trees.arrange({RUNS}).placed, 3, 'ArrowLeft')": 0,
+    f"trees.neighbour(trees.arrange({RUNS}).placed, 4, 'ArrowDown')": 4,
+}
+
+
+def test_small_things(page):
+    imports = (
+        f"{name} = await import('/dashboard/{name}.js')" for name in ("diff", "format", "trees")
+    )
+    script = f"async () => {{ const {', '.join(imports)}; return [{', '.join(CALLS)}]; }}"
+    assert dict(zip(CALLS, page.evaluate(script), strict=True)) == CALLS
+
+
+ROWS = """async () => {
+  const { h, put, table } = await import('/dashboard/dom.js');
+  const columns = [{ name: "Name" }, { name: "Number" }];
+  const place = h("div");
+  const show = (...rows) => put(place, table("Any", columns, rows));
+  show(["a", "1"], ["b", "2"], ["c", "3"]);
+  const before = [...place.querySelectorAll("tbody tr")];
+  const cell = before[0].cells[1].firstChild;
+  show(["new", "0"], ["a", "1"], ["c", "4"]);
+  const after = [...place.querySelectorAll("tbody tr")];
+  const stayed = after.map((row) => before.indexOf(row));
+  return [stayed, after.map((row) => row.textContent), after[1].cells[1].firstChild === cell];
+}"""
+
+
+def test_rows_stay_under_whoever_reads_them(page):
+    """What has not changed is the very same element, a second later."""
+    assert page.evaluate(ROWS) == [[-1, 0, 2], ["new0", "a1", "c4"], True]

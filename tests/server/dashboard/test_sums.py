@@ -1,0 +1,39 @@
+"""The page in a real browser: what is counted over all keys is opened by the admin key alone."""
+
+import pytest
+
+from tests.server.dashboard.browsers import chromium, watched
+
+WHY = "This is counted over all keys; the admin key opens it."
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as browser:
+        yield browser
+
+
+def give(page, key):
+    dialog = page.get_by_role("dialog", name="API key")
+    if not dialog.is_visible():
+        page.get_by_role("button", name="Key…").click()
+    dialog.get_by_label("Key").fill(key)
+    dialog.get_by_role("button", name="Use it").click()
+
+
+def test_sums_are_shown_to_the_admin_and_others_are_told_why_not(browser, serving):
+    """S0-75: the page asks only for what its key may see, also when another key is given."""
+    with (
+        serving(api_keys="a,b", admin_key="admin") as live,
+        watched(browser, live.url, allowed="401") as page,
+    ):
+        page.goto(live.url)
+        page.get_by_role("dialog", name="API key").wait_for()
+        for key, opened in (("a", False), ("admin", True), ("b", False)):
+            give(page, key)
+            page.get_by_text(WHY).first.wait_for(state="hidden" if opened else "visible")
+            page.get_by_text("Nothing runs.").wait_for()
+            for name in ("Memory by budget", "Where prompt tokens came from"):
+                assert page.get_by_role("heading", name=name).is_visible() is opened
+            if opened:
+                page.get_by_text("Hit rate today").wait_for()

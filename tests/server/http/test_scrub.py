@@ -1,0 +1,360 @@
+"""What is removed from prompts, and that nothing else is."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from keepwarm import config
+from keepwarm.cache.policy import Policy
+from keepwarm.errors import BadInput
+from keepwarm.server.anthropic import request as messages
+from keepwarm.server.anthropic.shapes import CountRequest
+from keepwarm.server.http import scrub
+from keepwarm.server.http.scrub import RULES, Place, choose
+from keepwarm.server.http.wire import Caller
+from keepwarm.server.openai import chat
+from keepwarm.server.openai.shapes import ChatRequest
+from keepwarm.server.responses import request as responses_in
+from keepwarm.server.responses.shapes import InputRequest, Item
+from keepwarm.text.request import KVOptions, Mark, Request
+
+PAGE = Path(__file__).parents[3] / "docs" / "scrubbing.md"
+SETTINGS = config.load({})
+CALLER = Caller("", None, Policy.READ_WRITE, False, KVOptions(), None)
+DEFAULTS = choose()
+BY_NAME = {rule.name: rule for rule in RULES}
+BILLING = "x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=cli; cch={};"
+COUNTER = "<total_tokens>{} tokens left</total_tokens>"
+
+every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+
+
+def system(*texts):
+    return {"role": "system", "content": [part(text) for text in texts]}
+
+
+def part(text):
+    return {"type": "text", "text": text}
+
+
+def reminder(text):
+    return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
+USER = {"role": "user", "content": "Hello"}
+
+
+# What goes.
+
+
+def test_a_billing_block_goes_whatever_it_says():
+    one, two = (scrub.scrub([system(BILLING.format(v), "Rules"), USER], DEFAULTS) for v in "ab")
+    assert one.messages == two.messages == [system("Rules"), USER]
+    assert one.names == ("billing-header",)
+
+
+def test_a_first_line_goes_and_the_rest_stays():
+    text = f"{BILLING.format(1)}\n\n  You are kind.\n"
+    left = scrub.scrub([{"role": "system", "content": text}, USER], DEFAULTS)
+    assert left.messages[0]["content"] == "\n  You are kind.\n"
+
+
+def test_a_message_that_is_only_a_counter_goes():
+    late = {"role": "system", "content": COUNTER.format(5)}
+    left = scrub.scrub([system("Rules"), USER, late], DEFAULTS)
+    assert left.messages == [system("Rules"), USER]
+    assert left.where == (0, 1, 1)
+    assert left.names == ("total-tokens",)
+
+
+def test_a_counter_behind_a_system_text_goes():
+    text = f"# Environment\nLinux\n{COUNTER.format('Infinite')}"
+    (left, _), *_ = scrub.scrub([{"role": "system", "content": text}, USER], DEFAULTS)
+    assert left["content"] == "# Environment\nLinux"
+
+
+@pytest.mark.parametrize("name", ["total-tokens", "token-usage", "budget", "output-tokens"])
+def test_a_reminder_that_is_only_a_counter_goes(name):
+    said = {"role": "user", "content": [part("Go on"), part(reminder(BY_NAME[name].example))]}
+    left = scrub.scrub([said], DEFAULTS)
+    assert left.messages == [{"role": "user", "content": [part("Go on")]}]
+    assert left.names == (name,)
+
+
+def test_a_date_goes_only_when_asked():
+    context = reminder("# claudeMd\nBe brief.\n# currentDate\nToday's date is 2026-01-31.\n\nEnd.")
+    said = {"role": "user", "content": [part(context), part("Hello")]}
+    assert scrub.scrub([said], DEFAULTS).messages == [said]
+    left = scrub.scrub([said], choose("date"))
+    wanted = reminder("# claudeMd\nBe brief.\n# currentDate\n\nEnd.")
+    assert left.messages[0]["content"] == [part(wanted), part("Hello")]
+    assert left.names == ("date",)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "  Today's date: Sun Jan 31 2026",
+        "  <current_date>2026-01-31</current_date>",
+        "Today's date is 2026-01-31.",
+    ],
+)
+def test_dates_of_other_clients(line):
+    left = scrub.scrub([system(f"<env>\n{line}\n</env>"), USER], choose("date"))
+    assert left.messages[0] == system("<env>\n</env>")
+
+
+# What stays.
+
+
+@every_rule
+@pytest.mark.parametrize("role", ["user", "assistant", "tool"])
+def test_nothing_is_taken_from_what_people_tools_and_models_said(rule, role):
+    texts = [rule.example, f"Look:\n{rule.example}\nWhat is it?"]
+    messages = [{"role": role, "content": text} for text in texts]
+    messages.append({"role": role, "content": [part(text) for text in texts]})
+    assert scrub.scrub(messages, choose("all")).messages == messages
+
+
+@every_rule
+def test_no_reminder_inside_of_other_text_is_touched(rule):
+    inside = reminder(rule.example)
+    pasted = [f"Why did I get this?\n{inside}", f"{inside}\nWhy?", f"a\n{inside}\nb"]
+    messages = [{"role": role, "content": t} for t in pasted for role in ("user", "tool")]
+    messages.append({"role": "tool", "content": inside})
+    messages.append({"role": "assistant", "content": inside})
+    assert scrub.scrub(messages, choose("all")).messages == messages
+
+
+@every_rule
+def test_what_stands_between_two_reminders_is_no_reminder(rule):
+    text = f"{reminder('Be brief.')}\n{rule.example}\n{reminder('Be kind.')}"
+    message = {"role": "user", "content": [part(text)]}
+    assert scrub.scrub([message], choose("all")).messages == [message]
+
+
+@every_rule
+@pytest.mark.parametrize("shape", [" {}", "{} ", "{} more", "Say: {}", "`{}`"])
+def test_a_line_of_almost_that_shape_stays(rule, shape):
+    if rule.name == "date" and shape == " {}":
+        shape = "-{}"  # dates may stand indented
+    almost = system(shape.format(rule.example), "Rules")
+    assert scrub.scrub([almost, USER], choose("all")).messages == [almost, USER]
+
+
+def test_counters_in_the_middle_of_a_system_text_stay():
+    text = f"An example:\n{COUNTER.format(5)}\n{BILLING.format(5)}\nis what you may see."
+    message = {"role": "system", "content": text}
+    assert scrub.scrub([message, USER], DEFAULTS).messages == [message, USER]
+
+
+def test_a_prompt_never_goes_whole():
+    alone = [{"role": "system", "content": COUNTER.format(5)}]
+    assert scrub.scrub(alone, DEFAULTS) == (alone, (), (0,))
+
+
+LINES = st.lists(
+    st.one_of(st.text(max_size=30), st.sampled_from([rule.example for rule in RULES])), max_size=4
+)
+TEXTS = st.one_of(
+    LINES.map("\n".join), LINES.map("\n".join).map(reminder), st.just("<system-reminder>\n")
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["system", "developer", "user", "assistant", "tool"]),
+            "content": st.one_of(TEXTS, st.lists(TEXTS.map(part), max_size=3), st.none()),
+        }
+    ),
+    max_size=5,
+)
+
+
+@given(MESSAGES)
+@example([{"role": "system", "content": "\n".join(rule.example for rule in RULES)}, USER])
+def test_only_lines_of_exact_shape_ever_go(messages):
+    """What is missing afterwards are whole lines that a rule describes, and blocks left empty."""
+    left = scrub.scrub(messages, choose("all"))
+    before = -1
+    for message, index in zip(messages, left.where, strict=True):
+        kept = left.messages[index] if index > before else None
+        before = index
+        if message["role"] in ("assistant", "tool"):
+            assert kept is message
+        gone = missing(lines_of(message), lines_of(kept) if kept else [])
+        assert [line for line in gone if not may_go(line)] == []
+        if not any(fits(line) for line in gone):
+            assert kept is message
+
+
+def missing(lines, kept):
+    """The lines that are not kept; the kept ones must stand in their old order."""
+    rest = iter(kept)
+    wanted = next(rest, None)
+    gone = []
+    for line in lines:
+        if line == wanted:
+            wanted = next(rest, None)
+        else:
+            gone.append(line)
+    assert wanted is None
+    return gone
+
+
+def fits(line):
+    return any(rule.pattern.fullmatch(line) for rule in RULES)
+
+
+def may_go(line):
+    return fits(line) or not line.strip() or line in ("<system-reminder>", "</system-reminder>")
+
+
+def lines_of(message):
+    content = message["content"]
+    texts = [content] if isinstance(content, str) else [p["text"] for p in content or []]
+    return [line for text in texts for line in text.split("\n")]
+
+
+@given(MESSAGES)
+def test_scrubbing_twice_is_scrubbing_once_where_places_are_whole(messages):
+    rules = tuple(rule for rule in RULES if Place.LINE in rule.places)
+    once = scrub.scrub(messages, rules).messages
+    assert list(scrub.scrub(once, rules).messages) == list(once)
+
+
+@given(MESSAGES)
+def test_without_rules_nothing_changes(messages):
+    left = scrub.scrub(messages, ())
+    assert list(left.messages) == messages
+    assert left.names == ()
+
+
+# Through every API.
+
+
+def as_chat(system_parts, user_parts):
+    body = ChatRequest.model_validate(
+        {
+            "messages": [
+                {"role": "developer", "content": typed("text", system_parts)},
+                {"role": "user", "content": typed("text", user_parts)},
+            ]
+        }
+    )
+    return chat.request_of(body, CALLER, SETTINGS)
+
+
+def as_messages(system_parts, user_parts):
+    body = CountRequest.model_validate(
+        {
+            "system": typed("text", system_parts),
+            "messages": [{"role": "user", "content": typed("text", user_parts)}],
+        }
+    )
+    return messages.request_of(body, CALLER, SETTINGS)
+
+
+def as_responses(system_parts, user_parts):
+    items = [
+        Item(role="developer", content=typed("input_text", system_parts)),
+        Item(role="user", content=typed("input_text", user_parts)),
+    ]
+    return responses_in.request_of(InputRequest(), items, CALLER, SETTINGS)
+
+
+def typed(kind, texts):
+    return [{"type": kind, "text": text} for text in texts]
+
+
+apis = pytest.mark.parametrize("api", [as_chat, as_messages, as_responses])
+
+
+@apis
+def test_a_part_of_its_own_is_a_block_of_its_own(api):
+    """A line that would stand in the middle of the text, were the parts joined."""
+    asked = api(["Rules", BILLING.format(1), "More"], ["Go on", reminder(COUNTER.format(5))])
+    left = scrub.clean(asked, DEFAULTS)
+    assert [message["content"] for message in left.messages] == [
+        [part("Rules"), part("More")],
+        [part("Go on")],
+    ]
+    assert left.scrubbed == ("billing-header", "total-tokens")
+
+
+@apis
+def test_parts_that_would_make_a_reminder_together_are_none(api):
+    asked = api(["Rules"], ["<system-reminder>", COUNTER.format(5), "</system-reminder>"])
+    left = scrub.clean(asked, DEFAULTS)
+    assert left.messages == asked.messages
+    assert left.scrubbed == ()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_the_receipt_names_what_went_from_a_part(live, path):
+    kind, name = ("text", "messages") if "chat" in path else ("input_text", "input")
+    said = [
+        {"role": "system", "content": typed(kind, ["Rules", BILLING.format(1)])},
+        {"role": "user", "content": typed(kind, ["Hello"])},
+    ]
+    answer = live.post(path, {name: said})
+    assert answer.json()["keepwarm"]["scrubbed"] == ["billing-header"]
+
+
+# Marks, switches, the page.
+
+
+def test_marks_go_with_what_they_stand_on():
+    late = {"role": "system", "content": COUNTER.format(5)}
+    first = {"role": "system", "content": BILLING.format(1)}
+    request = Request(
+        messages=[first, USER, late, USER], marks=[Mark(-1), Mark(0), Mark(1), Mark(2, 60.0)]
+    )
+    left = scrub.clean(request, DEFAULTS)
+    assert left.messages == [USER, USER]
+    assert [mark.message for mark in left.marks] == [-1, -1, 0, 0]
+    assert left.marks[3].ttl_s == 60.0
+    assert left.scrubbed == ("billing-header", "total-tokens")
+
+
+def test_a_raw_prompt_is_left_alone():
+    request = Request(prompt=BILLING.format(1))
+    assert scrub.clean(request, DEFAULTS) is request
+
+
+def test_switches():
+    names = lambda *switches: {rule.name for rule in choose(*switches)}  # noqa: E731
+    assert names() == names("default") == BY_NAME.keys() - {"date"}
+    assert names("all") == BY_NAME.keys()
+    assert names("none") == set()
+    assert names("none, date") == {"date"}
+    assert names("date, -budget") == BY_NAME.keys() - {"budget"}
+    assert names("none", "budget") == {"budget"}
+    assert scrub.rules("none", {"x-keepwarm-scrub": "date"}) == (BY_NAME["date"],)
+
+
+def test_an_unknown_rule_is_refused():
+    with pytest.raises(BadInput, match=r"'dates'; there are billing-header, .*date"):
+        choose("dates")
+
+
+def test_the_page_lists_every_rule():
+    """The table of the page is what the code says; the failure shows how it should read."""
+    rows = re.findall(r"^\| `[a-z-]+` \| (?:on|off) \|.*$", PAGE.read_text(), re.MULTILINE)
+    assert rows == [row(rule) for rule in RULES]
+
+
+def row(rule):
+    shape = rule.pattern.pattern.replace("|", "\\|")
+    places = "; ".join(place.value for place in Place if place in rule.places)
+    default = "on" if rule.default else "off"
+    return (
+        f"| `{rule.name}` | {default} | {rule.sent_by} | {places} | `{rule.example}` | `{shape}` |"
+    )
+
+
+@every_rule
+def test_examples_have_the_shape_they_show(rule):
+    assert rule.pattern.fullmatch(rule.example)

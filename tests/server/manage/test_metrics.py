@@ -1,0 +1,177 @@
+"""S0-59: what Prometheus reads is there, counts what happened, and is what the manual lists."""
+
+import re
+import uuid
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from keepwarm import config
+from keepwarm.server.app import create_app
+from keepwarm.server.host import EngineHost
+from keepwarm.server.manage import metrics
+from keepwarm.server.openai.shapes import MAX_ANSWERS
+from tests.server.conftest import wait_until
+
+N_ASKED = 4
+ENDLESS = {"logit_bias": {"2": -100}}  # the end of a turn
+PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
+
+
+def read(live, **headers):
+    """Every sample by name and labels."""
+    text = live.get("/metrics", **headers).text
+    families = list(text_string_to_metric_families(text))
+    return {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def ask(live, text=None):
+    text = text or f"{uuid.uuid4()} and the quick brown fox"
+    body = {
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 4,
+        **ENDLESS,
+    }
+    answer = live.post("/v1/chat/completions", body)
+    assert answer.status_code == 200
+    return answer.json()
+
+
+def test_a_request_is_counted(live):
+    text = f"{uuid.uuid4()} the quick brown fox " * 8
+    before = read(live)
+    cold, warm = ask(live, text), ask(live, text)
+    after = read(live)
+
+    def more(*name):
+        return after[name] - before.get(name, 0)
+
+    usages = [cold["usage"], warm["usage"]]
+    assert more("keepwarm_prompt_tokens_total") == sum(u["prompt_tokens"] for u in usages)
+    assert more("keepwarm_generated_tokens_total") == sum(u["completion_tokens"] for u in usages)
+    n_fed = cold["keepwarm"]["recomputed"] + warm["keepwarm"]["recomputed"]
+    assert more("keepwarm_prefilled_tokens_total") == n_fed
+    reused = sum(sum(a["keepwarm"]["reused"].values()) for a in (cold, warm))
+    tiers = {name[1] for name in after if name[0] == "keepwarm_reused_tokens_total"}
+    assert sum(more("keepwarm_reused_tokens_total", tier) for tier in tiers) == reused
+    assert more("keepwarm_answers_total", "finished") == 2
+    assert more("keepwarm_http_requests_total", "chat", "ok") == 2
+    counts = [more("keepwarm_first_token_seconds_count", warm) for warm in ("no", "yes")]
+    assert sum(counts) == 2
+    assert counts[1] >= 1
+    assert more("keepwarm_token_seconds_count") == 2
+
+
+def test_times_are_counted_once(live):
+    ask(live)
+    first, second = read(live), read(live)
+    name = ("keepwarm_token_seconds_count",)
+    assert first[name] == second[name]
+
+
+def test_no_answer_is_lost_between_two_readings(serving):
+    """S0-59: more answers than the engine's journal holds, and each is counted once."""
+    prompts = [[token] for token in range(10, 10 + MAX_ANSWERS)]
+    body = {"prompt": prompts, "max_tokens": 2, "keepwarm": {"cache": "no-store"}, **ENDLESS}
+    with serving() as live:
+        for _ in range(N_ASKED):
+            assert live.post("/v1/completions", body).status_code == 200
+        found = read(live)
+        n_journal = len(live.host.engine.requests())
+    counts = [found.get(("keepwarm_first_token_seconds_count", w), 0) for w in ("no", "yes")]
+    assert sum(counts) == N_ASKED * MAX_ANSWERS > n_journal
+    assert found["keepwarm_token_seconds_count",] == N_ASKED * MAX_ANSWERS
+
+
+def test_an_answer_that_nobody_awaits_has_no_times(live):
+    before = read(live)
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3000}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{live.url}/v1/chat/completions", json=body | ENDLESS, timeout=0.5)
+    wait_until(lambda: read(live)["keepwarm_answers_total", "cancelled"] > cancelled(before))
+    name = ("keepwarm_token_seconds_count",)
+    assert read(live)[name] == before[name]
+
+
+def cancelled(found):
+    return found["keepwarm_answers_total", "cancelled"]
+
+
+def test_what_is_refused_is_counted(serving):
+    with serving(api_keys="a") as live:
+        key = {"Authorization": "Bearer a"}
+        live.post("/v1/messages", {})
+        live.post("/v1/messages", {}, **key)
+        live.get("/nowhere/at/all", **key)
+        found = read(live, **key)
+        assert found["keepwarm_http_requests_total", "messages", "refused"] == 2
+        assert found["keepwarm_http_requests_total", "other", "refused"] == 1
+
+
+def test_every_tier_has_its_bytes(live):
+    ask(live)
+    found = read(live)
+    for tier in ("live", "memory", "disk"):
+        assert found["keepwarm_kept_bytes", tier] <= found["keepwarm_kept_bytes_limit", tier]
+    assert found["keepwarm_kept_bytes", "live"] > 0
+    assert found["keepwarm_ready",] == 1
+    assert found["process_resident_memory_bytes",] > 0
+
+
+def test_two_servers_count_apart(live, serving):
+    with serving() as other:
+        ask(live)
+        assert ("keepwarm_http_requests_total", "chat", "ok") not in read(other)
+
+
+def test_openmetrics_is_spoken_too(live):
+    answer = live.get("/metrics", Accept="application/openmetrics-text; version=1.0.0")
+    assert "openmetrics-text" in answer.headers["content-type"]
+    assert answer.text.endswith("# EOF\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "api"),
+    [
+        ("/v1/chat/completions", "chat"),
+        ("/v1/responses/resp_1", "responses"),
+        ("/v1/messages", "messages"),
+        ("/v1/messagesque", "other"),
+        ("/v1/dashboard/misses/7", "dashboard"),
+        ("/health/live", "health"),
+        ("/", "page"),
+        ("/v1", "other"),
+        ("/nowhere", "other"),
+    ],
+)
+def test_paths_have_few_names(path, api):
+    assert metrics._api(path) == api
+
+
+def test_every_route_has_a_name():
+    """So that what the server's own pages ask is not taken for what nobody knows."""
+    app = create_app(EngineHost(None, "none"), config.load({}))
+    paths = {*app.openapi()["paths"], "/", "/dashboard/main.js", app.docs_url, app.openapi_url}
+    assert "/v1/dashboard/now" in paths
+    assert {path for path in paths if metrics._api(path) == "other"} == set()
+
+
+def test_the_manual_lists_what_there_is():
+    """The table is made by the code."""
+    table = metrics.table()
+    assert table in PAGE.read_text(), f"put this into {PAGE.name}:\n{table}"
+
+
+def test_the_table_is_whole(live):
+    documented = set(re.findall(r"^\| `(\w+)`", metrics.table(), re.MULTILINE))
+    ask(live)
+    text = live.get("/metrics").text
+    served = {family.name for family in text_string_to_metric_families(text)}
+    ours = {n for n in served if n.startswith("keepwarm_") and not n.endswith("_created")}
+    assert ours == {name.removesuffix("_total") for name in documented}

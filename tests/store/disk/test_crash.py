@@ -1,0 +1,398 @@
+"""S0-24: a process killed at any moment leaves a store that is right after the next start.
+
+Kills come at every step of publishing, deleting, evicting, removing agents, collecting what is old
+and starting, and at random moments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from keepwarm.cache.shelf import Shelf
+from keepwarm.prefix.blocks import BlockKey
+from keepwarm.store.disk import fsck
+from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.disk.upkeep import clear_quarantine
+from keepwarm.store.names import parse_name
+from keepwarm.store.record import Part
+from tests.store.disk import crash
+from tests.store.disk.crash import (
+    Request,
+    fast_place,
+    holding_tokens,
+    holds_its_content,
+    marked_for_deletion,
+)
+
+Name = tuple[BlockKey, Part]
+KILLED = "exit -9"
+STEP_KILLS = {"publish": 50, "delete": 50, "evict": 60, "rm": 100, "gc": 50, "restart": 30}
+RANDOM_KILLS = 40  # of one directory
+SOAK_RUNS, SOAK_KILLS = 20, 100
+
+
+class Server:
+    """Starts and kills children of a process without MLX."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.store.disk.crash"]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+
+    def run(self, request: Request) -> list[str]:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(json.dumps(request._asdict()) + "\n")
+        self._process.stdin.flush()
+        return list(json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        self._process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with fast_place() as place:
+        yield Path(place)
+
+
+class Named(NamedTuple):
+    """An agent that was acknowledged, or nearly so."""
+
+    keys: tuple[BlockKey, ...]
+    pinned: bool
+
+
+class Expected:
+    """What must be in the store, from what the child said."""
+
+    def __init__(self) -> None:
+        self.rows: dict[Name, int] = {}
+        self.pinned: set[BlockKey] = set()
+        self.deleted: set[BlockKey] = set()
+        self.agents: dict[str, Named] = {}
+        self.forgotten: set[BlockKey] = set()  # went with an agent: not even tokens are left
+        self.spoiled: set[BlockKey] = set()
+        # Operations that a kill ended; either outcome is right.
+        self.cut: dict[BlockKey, str] = {}
+        self.cut_agents: dict[str, Named] = {}
+        self._verb = ""
+        self._going: set[BlockKey] = set()
+
+    def follow(self, lines: list[str]) -> None:
+        for line in lines:
+            verb, *words = line.split()
+            assert verb != "wrong", line
+            if verb == "begin":
+                self._begin(*words)
+            elif verb == "gone":
+                self._gone(words[0])
+            elif verb == "done":
+                self._done(*words)
+
+    def _begin(self, verb: str, *words: str) -> None:
+        self._verb = verb
+        if verb == "name":
+            self.cut_agents[words[0]] = named(words)
+        elif verb in ("remove", "collect"):
+            self._begin_removing(words)
+        elif words:
+            block = BlockKey(bytes.fromhex(words[0]))
+            self.cut[block] = "delete" if self.cut.get(block) == "delete" else verb
+            if verb == "put":
+                self.deleted.discard(block)
+                self.forgotten.discard(block)
+
+    def _begin_removing(self, agents: Iterable[str]) -> None:
+        """All that descends from them may go, but nothing that another agent has."""
+        for name in agents:
+            if name in self.agents:
+                self.cut_agents[name] = self.agents.pop(name)
+        keys = {key for name in agents for key in self.cut_agents[name].keys}
+        talks = {block.conversation for block in crash.WORLD if block.key in keys}
+        below = {block.key for block in crash.WORLD if block.conversation in talks}
+        going = below - keys_of(self.agents)
+        self._going = going - self.cut.keys()
+        self.cut |= dict.fromkeys(going, "delete")
+
+    def _gone(self, file_name: str) -> None:
+        name = parse_name(file_name)
+        if name is None:  # an agent, or what was set aside
+            return
+        if self._verb == "put" and name in self.rows and self.cut.get(name[0]) != "delete":
+            held = {agent.keys[-1] for agent in self.agents.values() if agent.pinned}
+            assert name[0] not in self.pinned | held, "a pinned block was evicted"
+        if self._verb in ("remove", "collect") and name in self.rows:
+            assert name[0] not in keys_of(self.agents), "it is another agent's"
+        self.rows.pop(name, None)
+
+    def _done(self, verb: str, *words: str) -> None:
+        if verb == "name":
+            self.agents[words[0]] = self.cut_agents.pop(words[0])
+        elif verb in ("remove", "collect"):
+            self._done_removing(words)
+            self.spoiled -= self.spoiled if verb == "collect" else set()
+        elif words:
+            self._done_block(verb, BlockKey(bytes.fromhex(words[0])), *words[1:])
+
+    def _done_removing(self, agents: Iterable[str]) -> None:
+        own = {key for name in agents for key in self.cut_agents.pop(name).keys}
+        own -= keys_of(self.agents) | keys_of(self.cut_agents)
+        self.deleted |= own
+        self.forgotten |= own
+        self.rows = {name: n for name, n in self.rows.items() if name[0] not in own}
+        self.cut = {key: verb for key, verb in self.cut.items() if key not in self._going}
+
+    def _done_block(self, verb: str, block: BlockKey, part: str = "", *numbers: str) -> None:
+        if self.cut.get(block) == verb:
+            del self.cut[block]
+        if verb == "put" and int(numbers[1]):
+            self.rows[block, Part(part)] = int(numbers[0])
+        elif verb in ("delete", "spoil"):
+            self.deleted.add(block)
+            self.rows = {name: n for name, n in self.rows.items() if name[0] != block}
+            self.spoiled |= {block} if verb == "spoil" else set()
+        elif verb == "pin":
+            self.pinned.add(block)
+        elif verb == "unpin":
+            self.pinned.discard(block)
+
+    def settle(self, shelf: Shelf) -> None:
+        """Take over what became of the operations that were cut."""
+        tier = shelf.disk
+        for key in self.cut:
+            known = tier.have([key]).get(key)
+            self.rows = {name: n for name, n in self.rows.items() if name[0] != key}
+            if known:
+                self.rows |= {(key, part): known.w_rows for part in known.parts}
+            self.pinned.discard(key)
+            self.pinned |= {key} if is_held(tier, key, "test") else set()
+        there = {agent.id for agent in shelf.agents.all()}
+        for name, cut in self.cut_agents.items():
+            if name in there:
+                held = is_held(tier, cut.keys[-1], f"agent:{name}")
+                self.agents[name] = cut._replace(pinned=held)
+        self.cut.clear()
+        self.cut_agents.clear()
+
+
+def named(words: Sequence[str]) -> Named:
+    return Named(tuple(BlockKey(bytes.fromhex(key)) for key in words[2:]), words[1] == "1")
+
+
+def keys_of(agents: Mapping[str, Named]) -> set[BlockKey]:
+    return {key for agent in agents.values() for key in agent.keys}
+
+
+def check_after_start(place: Path, expected: Expected, secret: str | None = None) -> None:
+    """Everything the next start owes, and that the books agree with the files."""
+    assert not holding_tokens(place, expected.forgotten)  # before anybody cuts the log
+    marked = marked_for_deletion(place / "index.sqlite")
+    with Shelf(place, crash.LIMITS, secret=secret) as shelf:
+        tier = shelf.disk
+        expected.rows = {name: n for name, n in expected.rows.items() if name[0] not in marked}
+        check_found(tier, expected)
+        check_files(tier, expected.spoiled)
+        check_agents(shelf, expected)
+        assert not set(tier.have(expected.deleted)), "deleted and back"
+        assert not set(tier.have(marked)), "a deletion was not finished"
+        assert marked - {k for k, verb in expected.cut.items() if verb == "delete"} <= (
+            marked - expected.pinned
+        ), "a pinned block was evicted"
+        for key in expected.pinned - expected.cut.keys():
+            assert is_held(tier, key, "test"), "a pin was lost"
+        expected.settle(shelf)
+
+
+def is_held(tier: DiskTier, key: BlockKey, owner: str) -> bool:
+    hidden = tier.seal.hidden("owner", owner.encode()).hex() if tier.seal else owner
+    return hidden in tier.index.owners(key)
+
+
+def check_agents(shelf: Shelf, expected: Expected) -> None:
+    assert not list(shelf.agents.unreadable())
+    there = {agent.id: agent for agent in shelf.agents.all()}
+    assert expected.agents.keys() <= there.keys(), "an agent was lost"
+    assert there.keys() <= expected.agents.keys() | expected.cut_agents.keys(), "removed and back"
+    for name, agent in expected.agents.items():
+        assert there[name].blocks == agent.keys
+        if agent.pinned:
+            held = is_held(shelf.disk, agent.keys[-1], f"agent:{name}")
+            assert held, "what was promised to an agent was lost"
+
+
+def finish_removing(
+    place: Path, expected: Expected, cut: Mapping[str, Named], secret: str | None
+) -> None:
+    """What a kill cut short is asked for again, unless it is done; then nothing is left of it."""
+    with Shelf(place, crash.LIMITS, secret=secret) as shelf:
+        for name in cut.keys() & expected.agents.keys():
+            shelf.agents.delete(name)
+            del expected.agents[name]
+        clear_quarantine(shelf.disk)
+        assert not list((place / "quarantine").iterdir())
+    assert not holding_tokens(place, keys_of(cut) - keys_of(expected.agents))
+
+
+def check_found(tier: DiskTier, expected: Expected) -> None:
+    for (key, part), w_rows in expected.rows.items():
+        if expected.cut.get(key) == "delete":
+            continue
+        known = tier.have([key])
+        assert key in known, "acknowledged and lost"
+        assert part in known[key].parts, "acknowledged and lost"
+        record = tier.read(key, part)
+        assert record is not None, "acknowledged and lost"
+        if part is Part.WINDOW:
+            assert known[key].w_rows == record.header.w_rows >= w_rows
+
+
+def check_files(tier: DiskTier, spoiled: Collection[BlockKey] = ()) -> None:
+    """No orphan, no corrupt record, and the index counts what is really there."""
+    assert not [checked for checked in fsck.verify(tier) if checked.wrong or checked.newer]
+    files = [path for path in (tier.root / "blocks").rglob("*") if path.is_file()]
+    sizes = {parse_name(path.name): path.stat().st_size for path in files}
+    assert {path.name: path.stat().st_size for path in files} == tier.index.names()
+    assert tier.index.n_bytes() == sum(sizes.values())
+    for name in sizes:
+        assert name
+        record = tier.read(*name)
+        assert record is not None
+        assert holds_its_content(record)
+    assert not tier.index.doomed()
+    assert not tier.index.writers()
+    assert [path.name for path in (tier.root / "tmp").iterdir() if path.is_dir()] == [
+        tier.scratch.name
+    ]
+    assert not list((tier.root / "tmp").rglob("*.tmp"))
+    aside = {path.name.partition(".")[0] for path in (tier.root / "quarantine").iterdir()}
+    assert aside <= {key.hex() for key in spoiled}
+    check_index(tier.root / "index.sqlite")
+
+
+def check_index(path: Path) -> None:
+    wrong = (
+        "SELECT key FROM blocks b WHERE children != "
+        "(SELECT count(*) FROM blocks c WHERE c.parent = b.key)",
+        "SELECT key FROM blocks b WHERE pins != (SELECT count(*) FROM pins p WHERE p.key = b.key)",
+        "SELECT key FROM tokens WHERE key NOT IN (SELECT key FROM blocks)",
+        "SELECT key FROM blocks WHERE key NOT IN (SELECT key FROM tokens)",
+    )
+    db = sqlite3.connect(path)
+    try:
+        for query in wrong:
+            assert not db.execute(query).fetchall(), query
+    finally:
+        db.close()
+
+
+def kill_at_steps(
+    server: Server, place: Path, scenario: str, every: int = 1, secret: str | None = None
+) -> int:
+    """Run the scenario once whole, then on a fresh copy for each step, or every so many; count."""
+    n_kills = 0
+    template = place / "template"
+    Shelf(template, crash.LIMITS, secret=secret).close()
+    start = server.run(Request(str(template), "fill", secret=secret))
+    assert start[-1] == "exit 0"
+    whole = copy_of(template, place)
+    n_steps = int(server.run(Request(str(whole), scenario, secret=secret))[-2].split()[1])
+    for step in range(1, n_steps + 1, every):
+        copy = copy_of(template, place)
+        lines = server.run(Request(str(copy), scenario, kill_at=step, secret=secret))
+        assert lines[-1] == KILLED
+        expected = Expected()
+        expected.follow(start)
+        expected.follow(lines)
+        cut = dict(expected.cut_agents)
+        check_after_start(copy, expected, secret)
+        if cut:
+            finish_removing(copy, expected, cut, secret)
+        n_kills += 1
+    return n_kills
+
+
+def copy_of(template: Path, place: Path) -> Path:
+    copy = place / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(template, copy, copy_function=os.link)
+    for path in copy.glob("index.sqlite*"):  # written in place; records never are
+        path.unlink()
+        shutil.copy(template / path.name, path)
+    return copy
+
+
+def kill_at_random(
+    server: Server, place: Path, seed: int, n_kills: int, secret: str | None = None
+) -> None:
+    """One directory through many kills; some of them hit the start that repairs the one before."""
+    chance = random.Random(seed)
+    expected = Expected()
+    for _ in range(n_kills):
+        request = Request(str(place), "play", chance.getrandbits(32), secret=secret)
+        if chance.random() < 0.5:
+            request = request._replace(kill_after=chance.uniform(0.001, 0.15))
+        else:
+            request = request._replace(kill_at=chance.randint(1, 400))
+        lines = server.run(request)
+        assert lines[-1] == KILLED, lines
+        expected.follow(lines)
+        if chance.random() < 0.7:
+            check_after_start(place, expected, secret)
+    check_after_start(place, expected, secret)
+
+
+@pytest.mark.parametrize("scenario", STEP_KILLS)
+def test_a_kill_at_any_step_loses_nothing(server: Server, memory: Path, scenario: str) -> None:
+    """S0-24: each file operation and each change of the index, one after the other."""
+    assert kill_at_steps(server, memory, scenario) >= STEP_KILLS[scenario]
+
+
+@pytest.mark.parametrize("scenario", STEP_KILLS)
+def test_a_kill_loses_nothing_of_an_encrypted_store(
+    server: Server, memory: Path, scenario: str
+) -> None:
+    """S0-24: the same steps with everything sealed, every ninth of them."""
+    assert kill_at_steps(server, memory, scenario, every=9, secret=crash.KEY) >= 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kill_at_a_random_moment_loses_nothing(server: Server, tmp_path: Path, seed: int) -> None:
+    """S0-24: whatever the store was doing, again and again in one directory."""
+    kill_at_random(server, tmp_path, seed, n_kills=RANDOM_KILLS)
+
+
+def test_random_kills_lose_nothing_of_an_encrypted_store(server: Server, tmp_path: Path) -> None:
+    """S0-24."""
+    kill_at_random(server, tmp_path, seed=7, n_kills=15, secret=crash.KEY)
+
+
+def test_there_are_as_many_kills_as_were_promised() -> None:
+    """S0-24: three hundred, and two thousand in the soak; each test counts its own."""
+    assert sum(STEP_KILLS.values()) + 3 * RANDOM_KILLS >= 300
+    assert SOAK_RUNS * SOAK_KILLS >= 2000
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(100, 100 + SOAK_RUNS))
+def test_thousands_of_kills_lose_nothing(server: Server, tmp_path: Path, seed: int) -> None:
+    """S0-24."""
+    kill_at_random(server, tmp_path, seed, n_kills=SOAK_KILLS)

@@ -1,0 +1,271 @@
+"""Tokens to pieces: what is text, what is reasoning, what is a call, and where it all ends."""
+
+import json
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from keepwarm.text.parsing import NORMAL, REASONING, AnswerReader, Markup, Reasoning, Text
+from keepwarm.text.request import ToolCall
+from keepwarm.text.tools import CallReader
+from tests.kit.tokenizers import make
+from tests.text.formats import (
+    ARGUMENTS,
+    CALLS,
+    CLOCK,
+    HARMONY_CALL,
+    HARMONY_TOKENS,
+    WEATHER,
+    special_tokens,
+)
+
+REPEATABLE = settings(deadline=None, derandomize=True, database=None)
+MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+CALL = CALLS["json_tools"]
+
+
+@pytest.fixture(scope="module")
+def markup(tmp_path_factory) -> Markup:
+    """A model that thinks, and calls tools with JSON in tags."""
+    return Markup.of(make(tmp_path_factory.mktemp("t"), tokens=MARKS, parser="json_tools"))
+
+
+def reader_of(markup, *, tools=(WEATHER, CLOCK), parallel=True, **options) -> AnswerReader:
+    calls = CallReader(markup.tools, tools, parallel=parallel) if tools else None
+    return AnswerReader(markup, calls=calls, **options)
+
+
+def feed(reader, markup, text, ended=False):
+    tokens = markup.tokenizer.encode(text, add_special_tokens=False)
+    tokens += [markup.tokenizer.eos_token_id] * ended
+    return [piece for token in tokens for piece in reader.add(token)]
+
+
+def read(markup, text, *, ended=False, **options):
+    """All pieces of an answer, neighbours of a kind put together."""
+    reader = reader_of(markup, **options)
+    return joined([*feed(reader, markup, text, ended), *reader.finish()])
+
+
+def joined(pieces):
+    together = []
+    for piece in pieces:
+        if together and type(piece) is type(together[-1]) and not isinstance(piece, ToolCall):
+            together[-1] = type(piece)(together[-1].text + piece.text)
+        else:
+            together.append(piece)
+    return [(p.name, p.arguments) if isinstance(p, ToolCall) else p for p in together]
+
+
+WEATHER_CALL = ("get_weather", ARGUMENTS)
+
+
+@REPEATABLE
+@given(tokens=st.lists(st.integers(0, 330), max_size=40), stop=st.sampled_from([(), ("zz",)]))
+def test_without_marks_the_text_is_what_the_tokenizer_decodes(markup, tokens, stop):
+    tokens = [t for t in tokens if t not in (2, *range(320, 324))]  # no end, no marks
+    reader = reader_of(markup, stop=stop)
+    pieces = [piece for token in tokens for piece in reader.add(token)] + reader.finish()
+    whole = markup.tokenizer.decode(tokens, skip_special_tokens=True)
+    if reader.stopped is None:
+        assert "".join(piece.text for piece in pieces) == whole
+    else:
+        assert "".join(piece.text for piece in pieces) == whole[: whole.index("zz")]
+
+
+WORDS = [*MARKS, CALL, "STOP", "ST", "OP", " ", "\n", "the fox", "🦊", "<", "<tool", '{"name": 1}']
+
+
+@REPEATABLE
+@given(words=st.lists(st.sampled_from(WORDS), max_size=12))
+@example(words=["<tool_call>", "<tool_call>", CALL, "</tool_call>"])
+def test_pieces_do_not_depend_on_how_the_text_was_cut_into_tokens(markup, words):
+    """A mark may come as one token or as many letters."""
+    text = "".join(words)
+    letters = [t for char in text for t in markup.tokenizer.encode(char, add_special_tokens=False)]
+    options = {"stop": ("STOP", "fox the")}
+    reader = reader_of(markup, **options)
+    pieces = [piece for token in letters for piece in reader.add(token)] + reader.finish()
+    assert joined(pieces) == read(markup, text, **options)
+
+
+@REPEATABLE
+@given(words=st.lists(st.sampled_from(WORDS), max_size=12))
+def test_no_text_is_lost(markup, words):
+    """What is shown, marks and whole calls added, is what was generated, blanks around calls
+    apart."""
+    text = "".join(words)
+    shown = "".join(
+        CALL if isinstance(piece, tuple) and not isinstance(piece, Text | Reasoning) else piece.text
+        for piece in read(markup, text)
+    )
+    for mark in ("<think>", "</think>"):
+        text, shown = text.replace(mark, ""), shown.replace(mark, "")
+    assert "".join(shown.split()) == "".join(text.split())
+
+
+def test_reasoning_is_not_the_answer(markup):
+    pieces = read(markup, "<think>\nHm.\n</think>\n\nA fox.")
+    assert pieces == [Reasoning("\nHm.\n"), Text("\n\nA fox.")]
+
+
+def test_a_template_that_opens_the_thoughts_is_seen_in_the_prompt(markup):
+    encode = markup.tokenizer.encode
+    assert markup.opening(encode("<|im_start|>assistant\n<think>\n")) == REASONING
+    assert markup.opening(encode("<|im_start|>assistant\n<think>\n\n</think>\n\n")) == NORMAL
+    assert markup.opening(encode("<|im_start|>assistant\n")) == NORMAL
+    assert markup.opening([]) == NORMAL
+    pieces = read(markup, "Hm.</think>A fox.", opening=REASONING)
+    assert pieces == [Reasoning("Hm."), Text("A fox.")]
+
+
+def test_thoughts_that_do_not_end_stay_thoughts(markup):
+    assert read(markup, "<think>Hm, the <", opening=NORMAL) == [Reasoning("Hm, the <")]
+    assert read(markup, "Hm </thi", opening=REASONING) == [Reasoning("Hm </thi")]
+
+
+def test_reasoning_tokens_are_counted(markup):
+    reader = reader_of(markup)
+    feed(reader, markup, "<think>")
+    assert reader.n_reasoning == 0
+    n_thoughts = len(markup.tokenizer.encode("the dog", add_special_tokens=False))
+    feed(reader, markup, "the dog</think>the fox")
+    assert reader.n_reasoning == n_thoughts + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown", "stopped"),
+    [
+        ("one two three", (" two",), "one", " two"),
+        ("one two three", ("x",), "one two three", None),
+        ("abcd", ("abcd", "bc"), "a", "bc"),
+        ("abcd", ("bcd", "abcd", "d"), "", "abcd"),
+        ("one\n\nHuman: two", ("\n\nHuman:",), "one", "\n\nHuman:"),
+        ("\n\nstop", ("stop",), "\n\n", "stop"),
+        ("one 🦊 two", ("🦊",), "one ", "🦊"),
+        ("aab", ("ab",), "a", "ab"),
+        ("<tool_call>stop", ("stop",), "<tool_call>", "stop"),
+        ("nothing", ("",), "nothing", None),
+    ],
+)
+def test_the_answer_ends_before_a_stop_string(markup, text, stop, shown, stopped):
+    reader = reader_of(markup, stop=stop)
+    pieces = [*feed(reader, markup, text), *reader.finish()]
+    assert "".join(piece.text for piece in pieces) == shown
+    assert reader.stopped == stopped
+    assert feed(reader, markup, "more") == reader.finish() == []
+
+
+def test_text_that_may_become_a_stop_string_is_held_back(markup):
+    reader = reader_of(markup, tools=(), stop=("dog!",))
+    shown = feed(reader, markup, "the do")
+    assert joined(shown) == [Text("the ")]
+    assert reader.stopped is None
+    assert joined(feed(reader, markup, "g.")) == [Text("dog.")]
+
+
+def test_a_stop_string_ends_the_answer_only(markup):
+    """Neither thoughts nor the arguments of a call are cut by one."""
+    pieces = read(markup, f"<think>Oslo?</think>{CALL}", stop=("Oslo",))
+    assert pieces == [Reasoning("Oslo?"), WEATHER_CALL]
+
+
+def test_stop_tokens_and_special_tokens_have_no_text(markup):
+    assert read(markup, "the <|im_start|>fox", ended=True) == [Text("the fox")]
+
+
+def test_several_calls_with_text_before_and_after(markup):
+    call = '<tool_call>{"name": "clock"}</tool_call>'
+    pieces = read(markup, f"Let me see.\n{CALL}\n{call}\n")
+    assert pieces == [Text("Let me see.\n"), WEATHER_CALL, ("clock", "{}")]
+    assert read(markup, f"\n\n{CALL} So.") == [WEATHER_CALL, Text(" So.")]
+
+
+def test_without_parallel_calls_the_first_ends_the_answer(markup):
+    reader = reader_of(markup, parallel=False)
+    pieces = feed(reader, markup, f"{CALL}\n{CALL}")
+    assert joined(pieces + reader.finish()) == [WEATHER_CALL]
+    assert reader.done
+    assert reader.stopped is None
+
+
+def test_a_call_in_the_thoughts_is_a_call(markup):
+    pieces = read(markup, f"<think>Hm.{CALL}So.</think>Yes.")
+    assert pieces == [Reasoning("Hm."), WEATHER_CALL, Reasoning("So."), Text("Yes.")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>nothing of the kind</tool_call>",
+        '<tool_call>{"name": "get_weather", "arguments": {</tool_call>',
+        '<tool_call>{"name": "not_offered", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "clock", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "clock", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "clock", "arguments": {"a": "\\ud800"}}</tool_call>',
+        "<tool_call>[]</tool_call>",
+        "<tool_call></tool_call>",
+        "<tool_call>" * 50 + "</tool_call>",
+    ],
+)
+def test_a_malformed_call_comes_back_as_text(markup, text):
+    assert read(markup, f"{text} So.") == [Text(f"{text} So.")]
+    assert read(markup, f"<think>{text}")[0] == Reasoning(text)
+
+
+def test_a_mark_in_the_text_does_not_hide_the_call_behind_it(markup):
+    pieces = read(markup, f"One writes <tool_call> so: {CALL}")
+    assert pieces == [Text("One writes <tool_call> so: "), WEATHER_CALL]
+
+
+def test_a_call_cut_off_by_length_is_text(markup):
+    cut = CALL.removesuffix("</tool_call>")
+    assert read(markup, cut) == [Text(cut)]
+    assert read(markup, cut[:20]) == [Text(cut[:20])]
+
+
+def test_a_call_that_the_model_ended_without_its_mark_is_a_call(markup):
+    assert read(markup, CALL.removesuffix("</tool_call>"), ended=True) == [WEATHER_CALL]
+
+
+def test_without_tools_a_call_is_text(markup):
+    assert read(markup, f"\n{CALL}", tools=()) == [Text(f"\n{CALL}")]
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_every_format_of_mlx_lm(tmp_path, parser):
+    text = CALLS[parser]
+    markup = Markup.of(make(tmp_path, special=special_tokens(text), parser=parser))
+    assert markup.tools.native
+    calls = [p for p in read(markup, f"Well.\n{text}", ended=True) if not isinstance(p, Text)]
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [
+        ("get_weather", json.loads(ARGUMENTS))
+    ]
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_every_format_cut_off_anywhere_loses_no_text(tmp_path, parser):
+    text = CALLS[parser]
+    markup = Markup.of(make(tmp_path, special=special_tokens(text), parser=parser))
+    for end in range(1, len(text), 3):
+        assert read(markup, text[:end]) == [Text(text[:end])], end
+
+
+def test_the_channels_of_gpt_oss(tmp_path):
+    special = [f"<|{name}|>" for name in HARMONY_TOKENS]
+    markup = Markup.of(make(tmp_path, special=special))
+    opening = markup.opening(markup.tokenizer.encode("<|start|>assistant"))
+    pieces = read(markup, HARMONY_CALL, opening=opening, ended=True)
+    assert pieces == [Reasoning("They ask for Oslo."), WEATHER_CALL]
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    text += "<|channel|>final<|message|>A fox."
+    assert read(markup, text, opening=opening) == [Reasoning("Hm."), Text("A fox.")]
+    assert read(markup, text, opening=opening, tools=()) == [Reasoning("Hm."), Text("A fox.")]
+
+
+def test_the_marks_of_kimi_k3_around_an_answer_are_no_text(tmp_path):
+    marks = ["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"]
+    markup = Markup.of(make(tmp_path, special=marks))
+    text = "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>A fox."
+    assert read(markup, text) == [Reasoning("Hm."), Text("A fox.")]

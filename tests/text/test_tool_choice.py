@@ -1,0 +1,98 @@
+"""What tool_choice makes of a request, before anything runs."""
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken
+
+import keepwarm
+from keepwarm.errors import BadInput
+from keepwarm.prefix.ledger import Recent
+from keepwarm.text.prepare import Preparer
+from keepwarm.text.request import Format, Request, ToolChoice
+from tests.kit.checkpoints import make_tokenizer, write_checkpoint
+from tests.kit.tokenizers import WITH_TOOLS
+from tests.text.formats import HARMONY_TOKENS, WEATHER
+
+TALK = [{"role": "user", "content": "Oslo?"}]
+NONE = ToolChoice("none")
+CHANNELS = [f"<|{name}|>" for name in HARMONY_TOKENS]
+THOUGHT = "<|channel|>analysis<|message|>It is to= them.<|end|><|start|>assistant"
+
+
+def model_with(directory, template=WITH_TOOLS, special=()):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in special])
+    path = write_checkpoint(directory, tokenizer=tokenizer, template=template)
+    return keepwarm.load(str(path))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A model whose template knows no tools: it gets our block, and marks that are plain text."""
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return model_with(tmp_path_factory.mktemp("plain"), template)
+
+
+@pytest.fixture(scope="module")
+def channels(tmp_path_factory):
+    return model_with(tmp_path_factory.mktemp("channels"), special=CHANNELS)
+
+
+def prepared_by(model, **wishes):
+    wishes = {"messages": TALK, "tools": [WEATHER], "tool_choice": NONE, **wishes}
+    return Preparer(model, model.config["vocab_size"], Recent()).prepare(Request(**wishes))
+
+
+def may_say(model, text, letters=False, **wishes):
+    """Whether this can be said, token by token; `letters` spells it out."""
+    matcher = prepared_by(model, **wishes).matcher()
+    parts = list(text) if letters else [text]
+    encode = model.tokenizer.encode
+    for token in [t for part in parts for t in encode(part, add_special_tokens=False)]:
+        if not np.array(matcher.mask())[token]:
+            return False
+        matcher.advance(token)
+    return True
+
+
+@pytest.mark.parametrize("choice", [ToolChoice("required"), ToolChoice(name="get_weather")])
+def test_a_call_cannot_be_forced_where_there_are_no_tools(plain, choice):
+    with pytest.raises(BadInput, match="no tools; offer some") as refused:
+        prepared_by(plain, tools=(), tool_choice=choice)
+    assert "tool_choice" in str(refused.value)
+
+
+@pytest.mark.parametrize("letters", [False, True])
+def test_where_calls_begin_with_plain_text_that_text_is_not_said(plain, letters):
+    assert may_say(plain, "It rains in Oslo <tool> \n 🦊 <tool_call", letters)
+    assert not may_say(plain, "Hm. <tool_call>", letters)
+    assert not may_say(plain, "<tool_<tool_call>", letters)
+
+
+def test_in_channels_nobody_is_called(channels):
+    assert may_say(channels, f"{THOUGHT}<|channel|>final<|message|>It rains.")
+    assert not may_say(channels, f"{THOUGHT}<|channel|>commentary to=functions.get_weather")
+
+
+def test_the_answer_may_end_anywhere(plain):
+    matcher = prepared_by(plain).matcher()
+    stop = plain.tokenizer.eos_token_id
+    for token in plain.tokenizer.encode("It rains"):
+        assert np.array(matcher.mask())[stop]
+        matcher.advance(token)
+    matcher.advance(stop)
+    assert matcher.finished
+
+
+def test_a_mark_that_is_one_token_is_forbidden_as_such(tmp_path):
+    model = model_with(tmp_path, special=["<tool_call>", "</tool_call>"])
+    prepared = prepared_by(model)
+    mark = model.tokenizer.convert_tokens_to_ids("<tool_call>")
+    assert prepared.sampling.logit_bias == {mark: -100.0}
+    assert prepared.matcher() is None
+
+
+def test_a_format_holds_where_no_call_may_come(channels):
+    wanted = Format(schema={"enum": [1, 2]})
+    assert may_say(channels, "<|channel|>final<|message|>2", format=wanted)
+    assert not may_say(channels, "<|channel|>final<|message|>3", format=wanted)

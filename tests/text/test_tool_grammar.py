@@ -1,0 +1,179 @@
+"""Grammars that force a call: llguidance takes them, calls fit them, other answers do not."""
+
+import pytest
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+
+from keepwarm.errors import BadInput
+from keepwarm.text.parsing import AnswerReader, Markup
+from keepwarm.text.request import ToolChoice
+from keepwarm.text.tool_grammar import call_grammar
+from keepwarm.text.tools import CallReader, call_text
+from tests.kit.checkpoints import CHATML
+from tests.kit.tokenizers import make
+from tests.text.formats import (
+    ARGUMENTS,
+    CALLS,
+    CLOCK,
+    HARMONY_CALL,
+    HARMONY_TOKENS,
+    WEATHER,
+    special_tokens,
+)
+
+REQUIRED = ToolChoice("required")
+IN_JSON = {  # formats whose reader takes JSON between its marks, whatever else it takes
+    "glm47": f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>',
+    "longcat": f'<longcat_tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n'
+    "</longcat_tool_call>",
+}
+FORCED = {
+    **{name: CALLS[name] for name in ("json_tools", "kimi_k2", "mistral", "qwen3_coder")},
+    **IN_JSON,
+    "laguna": IN_JSON["glm47"],
+}
+
+
+def fits(markup, grammar, text, whole=True) -> bool:
+    """Whether the grammar lets the model write this text and then end."""
+    hf = markup.tokenizer._tokenizer
+    matcher = LLMatcher(from_tokenizer(hf), LLMatcher.grammar_from_lark(grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = hf.encode(text, add_special_tokens=False)
+    consumed = matcher.try_consume_tokens(tokens) == len(tokens)
+    return consumed and (matcher.is_accepting() or not whole)
+
+
+def names_read(markup, text):
+    reader = AnswerReader(markup, calls=CallReader(markup.tools, [WEATHER, CLOCK]))
+    tokens = markup.tokenizer.encode(text, add_special_tokens=False)
+    tokens.append(markup.tokenizer.eos_token_id)
+    return [getattr(p, "name", p) for t in tokens for p in reader.add(t)] + [
+        getattr(p, "name", p) for p in reader.finish()
+    ]
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory) -> Markup:
+    return Markup.of(make(tmp_path_factory.mktemp("ours"), template=CHATML))
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory) -> Markup:
+    marks = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    directory = tmp_path_factory.mktemp("thinker")
+    return Markup.of(make(directory, tokens=marks, parser="json_tools"))
+
+
+def test_where_the_model_may_choose_there_is_no_grammar(ours):
+    assert call_grammar([WEATHER], ToolChoice("auto"), ours) is None
+    assert call_grammar([WEATHER], ToolChoice("none"), ours) is None
+
+
+@pytest.mark.parametrize("parser", FORCED)
+def test_a_call_is_forced_in_the_models_own_format(tmp_path, parser):
+    text = FORCED[parser]
+    special = special_tokens(text) if parser != "qwen3_coder" else ["<tool_call>", "</tool_call>"]
+    markup = Markup.of(make(tmp_path, special=special, parser=parser))
+    grammar = call_grammar([WEATHER, CLOCK], REQUIRED, markup)
+    assert fits(markup, grammar, text)
+    assert not fits(markup, grammar, "It rains.", whole=False)
+    assert not fits(markup, grammar, text.replace("get_weather", "get_whatever"))
+    assert not fits(markup, grammar, text.replace("3", '"three"'))
+    assert not fits(markup, grammar, text[:-3])
+    assert names_read(markup, text) == ["get_weather"]
+
+
+def test_the_format_of_older_mistral_models(tmp_path):
+    markup = Markup.of(make(tmp_path, special=["[TOOL_CALLS]"], parser="mistral"))
+    text = f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {ARGUMENTS}}}]'
+    assert fits(markup, call_grammar([WEATHER], REQUIRED, markup), text)
+    assert names_read(markup, text) == ["get_weather"]
+
+
+def test_the_channels_of_gpt_oss(tmp_path):
+    special = [f"<|{name}|>" for name in HARMONY_TOKENS]
+    markup = Markup.of(make(tmp_path, special=special))
+    grammar = call_grammar([WEATHER], REQUIRED, markup)
+    assert fits(markup, grammar, HARMONY_CALL)
+    assert fits(markup, grammar, HARMONY_CALL.partition("assistant")[2])
+    assert not fits(markup, grammar, "<|channel|>final<|message|>Rain.", whole=False)
+
+
+@pytest.mark.parametrize("parser", sorted(set(CALLS) - set(FORCED)))
+def test_a_format_that_cannot_be_forced_is_refused(tmp_path, parser):
+    markup = Markup.of(make(tmp_path, special=special_tokens(CALLS[parser]), parser=parser))
+    with pytest.raises(BadInput, match="tool_choice cannot force a call in the format"):
+        call_grammar([WEATHER], REQUIRED, markup)
+
+
+def test_our_own_format(ours):
+    grammar = call_grammar([WEATHER, CLOCK], REQUIRED, ours)
+    weather, clock = call_text("get_weather", ARGUMENTS), call_text("clock", "{}")
+    assert fits(ours, grammar, weather)
+    assert fits(ours, grammar, f"{weather}\n{clock}")
+    assert not fits(ours, grammar, call_text("clock", '{"a": 1}'))
+    assert not fits(ours, grammar, call_text("get_weather", '{"days": 3}'))
+
+
+def test_a_named_tool_is_called_once(ours):
+    grammar = call_grammar([WEATHER, CLOCK], ToolChoice("required", name="clock"), ours)
+    clock = call_text("clock", "{}")
+    assert fits(ours, grammar, clock)
+    assert not fits(ours, grammar, f"{clock}\n{clock}")
+    assert not fits(ours, grammar, call_text("get_weather", ARGUMENTS))
+
+
+def test_one_call_where_several_are_not_wanted(ours):
+    grammar = call_grammar([CLOCK], ToolChoice("required", parallel=False), ours)
+    clock = call_text("clock", "{}")
+    assert fits(ours, grammar, clock)
+    assert not fits(ours, grammar, f"{clock}\n{clock}")
+
+
+def test_a_tool_that_is_not_offered_cannot_be_forced(ours):
+    with pytest.raises(BadInput, match="asks for 'other', which is not offered"):
+        call_grammar([CLOCK], ToolChoice("required", name="other"), ours)
+    with pytest.raises(BadInput, match="there are no tools"):
+        call_grammar([], REQUIRED, ours)
+
+
+def test_a_model_that_thinks_may_think_first(thinker):
+    grammar = call_grammar([WEATHER], REQUIRED, thinker)
+    call = CALLS["json_tools"]
+    assert fits(thinker, grammar, call)
+    assert fits(thinker, grammar, f"<think>\nHm.\n</think>\n\n{call}")
+    assert fits(thinker, grammar, f"\n\n{call}")  # behind thoughts that the prompt has opened
+    assert not fits(thinker, grammar, f"Hm. {call}")
+
+
+def test_schemas_with_references_enumerations_and_unknown_words(tmp_path, ours):
+    schema = {
+        "type": "object",
+        "properties": {
+            "unit": {"type": "string", "enum": ["C", "F"]},
+            "place": {"$ref": "#/$defs/place"},
+            "note": {"type": "string", "format": "a format nobody knows"},
+        },
+        "required": ["unit", "place"],
+        "$defs": {"place": {"type": "object", "properties": {"lat": {"type": "number"}}}},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    grammar = call_grammar([tool], REQUIRED, ours)
+    good = '{"unit": "C", "place": {"lat": 1.5}, "note": "x"}'
+    assert fits(ours, grammar, call_text("f", good))
+    assert not fits(ours, grammar, call_text("f", good.replace('"C"', '"K"')))
+    xml = Markup.of(make(tmp_path, special=["<tool_call>", "</tool_call>"], parser="qwen3_coder"))
+    grammar = call_grammar([tool], REQUIRED, xml)
+    parts = [("unit", "C"), ("place", '{"lat": 1.5}'), ("note", "any <b>text</b>\nat all")]
+    body = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in parts)
+    text = f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>"
+    assert fits(xml, grammar, text)
+    assert not fits(xml, grammar, text.replace("\nC\n", "\nK\n"))
+    assert not fits(xml, grammar, text.replace("1.5", "x"))
+
+
+def test_names_and_keys_cannot_break_out_of_the_grammar(ours):
+    tool = {"type": "function", "function": {"name": 'a"b\\n', "parameters": {}}}
+    grammar = call_grammar([tool], REQUIRED, ours)
+    assert not fits(ours, grammar, call_text("clock", "{}"))

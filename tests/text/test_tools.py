@@ -1,0 +1,205 @@
+"""Tools in the prompt, calls out of the answer."""
+
+import json
+import pkgutil
+import re
+from functools import partial
+from pathlib import Path
+
+import mlx_lm.tool_parsers
+import pytest
+
+from keepwarm.errors import BadInput
+from keepwarm.text.parsing import AnswerReader, Markup, Text
+from keepwarm.text.prompt import Prompter
+from keepwarm.text.request import Request
+from keepwarm.text.tools import (
+    BLOCK,
+    OURS,
+    CallReader,
+    call_text,
+    canonical_tools,
+    offer,
+    renders_tools,
+    tool_block,
+    tool_format,
+    with_tools,
+)
+from tests.kit.checkpoints import CHATML
+from tests.kit.tokenizers import WITH_TOOLS, make
+from tests.text.formats import ARGUMENTS, CALLS, CLOCK, HARMONY_TOKENS, WEATHER
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Oslo?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "1", "function": {"name": "get_weather", "arguments": ARGUMENTS}},
+            {"id": "2", "function": {"name": "clock", "arguments": {}}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "rain"},
+    {"role": "tool", "tool_call_id": "2", "content": "noon"},
+    {"role": "assistant", "content": "Rain at noon."},
+]
+
+
+def test_mlx_lm_reads_these_formats():
+    """A new one wants a sample call."""
+    names = {module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__)}
+    assert names == set(CALLS)
+
+
+@pytest.mark.parametrize(
+    ("template", "renders"),
+    [
+        (WITH_TOOLS, True),
+        (CHATML, False),
+        ("{{ tools[0].function.name if tools else '' }}", True),
+        ("{{ raise_exception('no') }}", False),
+        ("{{ tools.nothing.at_all }}", False),
+        (None, False),
+    ],
+)
+def test_a_template_is_tried_out(tmp_path, template, renders):
+    assert renders_tools(make(tmp_path, template=template)) is renders
+
+
+def test_the_format_is_the_models_own_where_template_and_reader_are_there(tmp_path):
+    assert tool_format(make(tmp_path / "a", parser="qwen3_coder")).native
+    assert tool_format(make(tmp_path / "b", parser="qwen3_coder", template=CHATML)) is OURS
+    assert tool_format(make(tmp_path / "c")) is OURS  # renders them, but nobody reads the calls
+    harmony = make(tmp_path / "d", special=[f"<|{name}|>" for name in HARMONY_TOKENS])
+    assert tool_format(harmony).start == "to=functions."
+
+
+def test_reordered_tools_give_the_same_prompt(tmp_path):
+    """S2-13: by name, keys sorted; another schema is another prompt."""
+    turned = json.loads(json.dumps(WEATHER))
+    turned["function"] = dict(reversed(turned["function"].items()))
+    assert canonical_tools([WEATHER, CLOCK]) == canonical_tools([CLOCK, turned])
+    assert tool_block([WEATHER, CLOCK]) == tool_block([CLOCK, turned])
+    turned["function"]["parameters"]["required"] = []
+    assert tool_block([WEATHER, CLOCK]) != tool_block([CLOCK, turned])
+    for template in (CHATML, WITH_TOOLS):
+        tokenizer = make(tmp_path, template=template, parser="json_tools")
+        own = tool_format(tokenizer)
+        prompter = Prompter(tokenizer, offer=partial(offer, own))
+        prompts = [
+            prompter.render(Request(messages=TALK[:2], tools=tools))
+            for tools in ([WEATHER, CLOCK], [CLOCK, WEATHER])
+        ]
+        assert prompts[0].tokens == prompts[1].tokens
+        assert "get_weather" in prompts[0].text
+
+
+@pytest.mark.parametrize("tool", [{}, {"function": {}}, {"function": "f"}, {"type": "web_search"}])
+def test_what_is_no_function_is_refused(tool):
+    with pytest.raises(BadInput, match="A tool must be"):
+        canonical_tools([tool])
+
+
+def test_parameters_that_are_no_schema_are_refused():
+    with pytest.raises(BadInput, match="parameters of tool 'f' must be a JSON schema"):
+        canonical_tools([{"function": {"name": "f", "parameters": ["a"]}}])
+
+
+def test_our_block_reaches_a_template_without_tools(tmp_path):
+    tokenizer = make(tmp_path, template=CHATML)
+    assert offer(OURS, TALK, [WEATHER, CLOCK]).tools is None
+    prompter = Prompter(tokenizer, offer=partial(offer, OURS))
+    text = prompter.render(Request(messages=TALK, tools=[WEATHER, CLOCK])).text
+    assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
+    assert json.dumps(canonical_tools([WEATHER])[0]) in text
+    results = (
+        "<|im_start|>user\n<tool_response>\nrain\n</tool_response>\n"
+        "<tool_response>\nnoon\n</tool_response><|im_end|>"
+    )
+    assert results in text
+    calls = call_text("get_weather", ARGUMENTS) + "\n" + call_text("clock", "{}")
+    assert f"<|im_start|>assistant\n{calls}<|im_end|>" in text
+
+
+def test_text_beside_a_call_stands_before_it():
+    message = {**TALK[2], "content": "Let me see."}
+    assert with_tools([message], [])[0]["content"].startswith("Let me see.\n<tool_call>\n")
+
+
+def test_without_a_system_message_the_block_is_one():
+    messages = with_tools(TALK[1:2], [WEATHER])
+    assert messages == [{"role": "system", "content": tool_block([WEATHER])}, TALK[1]]
+    assert with_tools(TALK[:2], []) == TALK[:2]
+
+
+def test_the_block_is_documented():
+    page = Path(__file__).parents[2] / "docs" / "tools.md"
+    assert BLOCK.replace("{{", "{").replace("}}", "}") in page.read_text()
+
+
+def test_the_example_in_our_block_shows_our_format():
+    example = re.search(r"<tool_call>\n(.*)\n</tool_call>", tool_block([WEATHER]))
+    assert example
+    assert example[1] == '{"name": "<function>", "arguments": {"<parameter>": <value>}}'
+
+
+def test_a_call_comes_back_as_it_is_rendered(tmp_path):
+    """Out of the answer, back from the client and into the next prompt: the same text."""
+    markup = Markup.of(make(tmp_path, template=CHATML))
+    reader = AnswerReader(markup, calls=CallReader(markup.tools, [WEATHER]))
+    answer = call_text("get_weather", ARGUMENTS)
+    tokens = markup.tokenizer.encode(answer)
+    (call,) = [piece for token in tokens for piece in reader.add(token)] + reader.finish()
+    back = {"role": "assistant", "tool_calls": [{"id": call.id, "function": call._asdict()}]}
+    assert with_tools([back], [])[0]["content"] == answer
+
+
+def test_templates_get_arguments_as_objects(tmp_path):
+    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    template += "{% for k in c.function.arguments %}{{ k }};{% endfor %}{% endfor %}{% endfor %}"
+    tokenizer = make(tmp_path, template=template)
+    own = tool_format(make(tmp_path / "own", parser="json_tools"))
+    assert offer(own, TALK, []).tools is None
+    prompter = Prompter(tokenizer, offer=partial(offer, own))
+    assert prompter.render(Request(messages=TALK)).text == "city;days;"
+    broken = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+    assert offer(own, [broken], []).messages == [broken]
+
+
+def test_ids(tmp_path):
+    """Ours; the model's own where it writes one; nine characters where the template insists."""
+    ids = {
+        parser: CallReader(tool_format(make(tmp_path / parser, parser=parser)), [WEATHER])
+        .read(re.sub(r"^<[^>]*>|^\[TOOL_CALLS\]|<[^>]*>$", "", CALLS[parser]))[0]
+        .id
+        for parser in ("json_tools", "kimi_k2", "mistral")
+    }
+    assert re.fullmatch(r"call_[0-9a-f]{24}", ids["json_tools"])
+    assert ids["kimi_k2"] == "functions.get_weather:0"
+    assert re.fullmatch(r"[0-9a-f]{9}", ids["mistral"])
+
+
+def test_arguments_keep_their_order_and_their_letters():
+    reader = CallReader(OURS, [CLOCK])
+    (call,) = reader.read('{"name": "clock", "arguments": {"z": "é", "a": [1.5,true,null]}}')
+    assert call.arguments == '{"z": "é", "a": [1.5, true, null]}'
+    (call,) = reader.read('{"name": "clock", "arguments": "{\\"a\\": 1}"}')
+    assert call.arguments == '{"a": 1}'
+
+
+def test_small_models_may_write_a_list():
+    one = '{"name": "clock", "arguments": {}}'
+    assert len(CallReader(OURS, [CLOCK]).read(f"[{one}, {one}]")) == 2
+    assert len(CallReader(OURS, [CLOCK], parallel=False).read(f"[{one}, {one}]")) == 1
+    assert not CallReader(OURS, [CLOCK]).read(f"[{one}, 3]")
+
+
+def test_a_reader_that_fails_loses_no_text(tmp_path):
+    """mlx-lm's readers raise what they like: longcat's an AttributeError."""
+    markup = Markup.of(make(tmp_path, parser="longcat"))
+    reader = AnswerReader(markup, calls=CallReader(markup.tools, [WEATHER]))
+    text = "<longcat_tool_call>no call</longcat_tool_call>"
+    pieces = [p for token in markup.tokenizer.encode(text) for p in reader.add(token)]
+    assert "".join(piece.text for piece in pieces + reader.finish()) == text
+    assert all(isinstance(piece, Text) for piece in pieces)
