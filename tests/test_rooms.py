@@ -1,6 +1,7 @@
 """The shape of the source: rooms import one way, files and functions stay small."""
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -11,6 +12,7 @@ import keepwarm
 
 SOURCE = Path(keepwarm.__file__).parent
 MAX_FILE_LINES = 400
+MAX_FILES = 14
 MAX_FUNCTION_LINES = 60
 
 # A room imports rooms of a lower level. Rooms of one level are siblings and never meet, except
@@ -97,6 +99,45 @@ def _allowed(importer: str, other: str) -> bool:
     return LEVELS[other] < LEVELS[importer] or LEVELS[importer] == LEVELS[other] == GROUND
 
 
+def folder_of(module: str) -> str:
+    """`store.index` of `keepwarm.store.index.lookup`; empty on the ground floor."""
+    return ".".join(module.split(".")[1:-1])
+
+
+def declared(trees: Trees) -> dict[str, set[str]]:
+    """What the docstring of each folder says it imports: the sentence that begins so."""
+    says = {folder_of(m): ast.get_docstring(t) or "" for m, t in trees.items() if _is_folder(m)}
+    sentences = {
+        folder: re.search(r"^Imports ([^.]*(?:\.\w[^.]*)*)\.", text, re.MULTILINE)
+        for folder, text in says.items()
+    }
+    assert all(sentences.values()), [folder for folder, found in sentences.items() if not found]
+    return {f: set(re.findall(r"`([\w.]+)`", found[1])) for f, found in sentences.items() if found}
+
+
+def _is_folder(module: str) -> bool:
+    return module.endswith(".__init__") and module.count(".") > 1
+
+
+def undeclared(trees: Trees) -> list[str]:
+    """Imports that a folder's docstring does not name.
+
+    A room stands for its wings too, but within its own room a folder names each wing.
+    """
+    allowed, found = declared(trees), []
+    for module, others in dependencies(trees).items():
+        folder = folder_of(module)
+        for other in sorted(map(folder_of, others)) if folder else ():
+            names = {other} if _same_room(folder, other) else {other, other.split(".")[0]}
+            if other not in {folder, ""} and not names & allowed[folder]:
+                found.append(f"{module} imports from {other}")
+    return found
+
+
+def _same_room(folder: str, other: str) -> bool:
+    return folder.partition(".")[0] == other.partition(".")[0]
+
+
 def impurities(trees: Trees) -> list[str]:
     found = []
     for module, tree in trees.items():
@@ -145,6 +186,25 @@ def test_rooms_import_one_way(trees):
     assert wrong_ways(trees) == []
 
 
+def test_folders_import_what_their_docstrings_name(trees):
+    assert undeclared(trees) == []
+
+
+def test_docstrings_name_nothing_that_is_not_imported(trees):
+    used: dict[str, set[str]] = {folder: set() for folder in declared(trees)}
+    for module, others in dependencies(trees).items():
+        if folder_of(module):
+            names = {n for o in map(folder_of, others) for n in (o, o.split(".")[0])}
+            used[folder_of(module)] |= names
+    assert {f: names - used[f] for f, names in declared(trees).items() if names - used[f]} == {}
+
+
+def test_few_files_lie_side_by_side():
+    folders = [p for p in [SOURCE, *SOURCE.rglob("*")] if p.is_dir()]
+    sizes = {str(p.relative_to(SOURCE)): len(list(p.glob("*.py"))) for p in folders}
+    assert {name: n for name, n in sizes.items() if n > MAX_FILES} == {}
+
+
 def test_modules_import_in_no_circle(trees):
     TopologicalSorter(dependencies(trees)).prepare()
 
@@ -189,6 +249,22 @@ def _parsed(**modules: str) -> Trees:
 def test_a_wrong_import_is_seen(importer, code):
     others = dict.fromkeys(("prefix__blocks", "store__disk", "kv__codec", "engine__engine"), "")
     assert len(wrong_ways(_parsed(**{**others, importer: code}))) == 1
+
+
+def test_an_import_that_no_docstring_names_is_seen():
+    sources = {
+        "store.__init__": "'Bytes.\\n\\nImports `prefix`.'",
+        "store.index.__init__": "'Rows.\\n\\nImports `prefix`, `store`.'",
+        "store.disk.__init__": "'Files.\\n\\nImports `prefix`.'",
+        "prefix.__init__": "'Keys.\\n\\nImports the ground floor.'",
+        "store.index.rows": "",
+        "prefix.blocks": "",
+        "store.record": "from keepwarm.prefix import blocks",
+    }
+    rooms = {f"keepwarm.{name}": ast.parse(code) for name, code in sources.items()}
+    assert undeclared(rooms) == []
+    rooms["keepwarm.store.disk.files"] = ast.parse("from keepwarm.store.index import rows")
+    assert undeclared(rooms) == ["keepwarm.store.disk.files imports from store.index"]
 
 
 def test_a_circle_is_seen():

@@ -1,7 +1,6 @@
-"""What the KV-cache library costs, measured: workloads, a runner, a report.
+"""`keepwarm bench`: whole requests to servers and to the engine, measured side by side.
 
-`python -m keepwarm.bench` runs it. Speeds are compared within one run only, as ratios. The BLAS
-that MLX will use is fixed by the first import of `mlx.core`, so the fast one comes first.
+Imports `bench.report`, `bench.workloads`, `cache`, `device`, `engine`, `models`, `text`.
 """
 
 from keepwarm import blas, config

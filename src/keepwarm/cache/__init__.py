@@ -1,1 +1,4 @@
-"""Joins what a cache is with where bytes live: look up, restore, capture."""
+"""Where prompts meet records: the block store that the engine and library users open.
+
+Imports `cache.agents`, `cache.restore`, `device`, `kv`, `models`, `prefix`, `store`.
+"""

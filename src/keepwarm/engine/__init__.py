@@ -1,4 +1,7 @@
-"""What runs the model. The fast BLAS comes before MLX, as in `keepwarm.kv`."""
+"""The thread that owns MLX: which requests run when, prefill, decode, keeping the results.
+
+Imports `cache`, `device`, `engine.insight`, `kv`, `models`, `prefix`, `store`, `text`.
+"""
 
 from keepwarm import blas, config
 

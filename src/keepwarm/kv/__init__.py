@@ -1,6 +1,8 @@
-"""What a KV cache is: every class of mlx-lm sliced, saved, restored and batched.
+"""What a KV cache is: every cache class of mlx-lm sliced, saved, restored and batched.
 
-The BLAS that MLX will use is fixed by the first import of `mlx.core`, so the fast one comes first.
+Code that knows mlx-lm's cache classes belongs here; files and conversations do not.
+
+Imports `prefix`.
 """
 
 from keepwarm import blas, config

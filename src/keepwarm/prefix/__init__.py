@@ -1,1 +1,4 @@
-"""What a prompt is: tokens, blocks and keys, and what can be used again. No MLX, no I/O."""
+"""What a prompt is: tokens, blocks, their keys. Pure functions and values only: no MLX, no I/O.
+
+Imports the ground floor.
+"""

@@ -1,1 +1,4 @@
-"""Where bytes live: verified block records in memory, on disk and beyond. Knows nothing of MLX."""
+"""Where records live: bytes with keys, in memory and on disk, never an array or a model.
+
+Imports `prefix`, `store.index`.
+"""

@@ -1,0 +1,4 @@
+"""Results as tables and a page, compared with a baseline.
+
+Imports `bench.workloads`.
+"""

@@ -1,0 +1,4 @@
+"""Named conversations: their records, pins, bundles, and the tree of all blocks.
+
+Imports `prefix`, `store`.
+"""

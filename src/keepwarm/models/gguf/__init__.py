@@ -1,0 +1,4 @@
+"""GGUF files: their container, their weights, their tokenizer.
+
+Imports `device`.
+"""

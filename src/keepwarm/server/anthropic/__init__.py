@@ -1,0 +1,4 @@
+"""Anthropic's messages.
+
+Imports `server`, `server.http`, `text`.
+"""

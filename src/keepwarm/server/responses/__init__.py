@@ -1,0 +1,4 @@
+"""OpenAI's responses.
+
+Imports `engine`, `server`, `server.http`, `server.openai`, `text`.
+"""
