@@ -4,6 +4,4 @@
 run only, as ratios.
 """
 
-from keepwarm import blas, config
-
-blas.preload(config.load().home)
+from keepwarm import mlx_import  # noqa: F401 (before MLX)

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from keepwarm import blas, config
+from keepwarm import blas
 
 # Both must be settled before the first import of mlx, so nothing here imports it at the top:
 # without compilation the suite is much faster, and a BLAS that is loaded later is not used.
 os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
-blas.preload(config.load().home)
+blas.start()
 
 # The default model is slow on two cores: what the whole suite may ask of it in this process.
 MAX_DECODED = 300

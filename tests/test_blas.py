@@ -1,4 +1,4 @@
-"""The fast BLAS: chosen by measurement, remembered, loaded before MLX, and told truthfully."""
+"""The fast BLAS: chosen by measurement, remembered, loaded before MLX binds its own."""
 
 import json
 import os
@@ -20,7 +20,7 @@ import json, os
 from dataclasses import asdict
 from pathlib import Path
 from keepwarm import blas
-blas.preload(Path(os.environ["KEEPWARM_HOME"]))
+blas.start()
 import mlx.core
 from keepwarm.device.machine import gemm_gflops
 used = blas.in_use()
@@ -192,23 +192,63 @@ def test_none_gives_the_slow_path_and_the_default_is_clearly_faster(tmp_path):
     assert fast["gflops"] > slow["gflops"] * (3 if blas.wanted() else 0.3)
 
 
-def test_preload_after_mlx_does_nothing(tmp_path):
-    late = "import mlx.core\n" + REPORT
-    assert child(tmp_path, late)["blas"] is None
-    assert not (tmp_path / "blas.json").exists()
+WARNED = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    blas.start()
+said = [str(warning.message) for warning in caught]
+"""
 
 
 @linux_cpu
-def test_preload_twice_keeps_the_first(tmp_path, found):
+def test_a_start_after_our_own_import_of_mlx_is_in_time(tmp_path):
+    """Rooms that import MLX bind its BLAS late, so importing them loads and measures nothing."""
+    late = "import keepwarm.kv\nimport keepwarm.engine.engine\n" + REPORT
+    slow, fast = child(tmp_path, late, KEEPWARM_BLAS="none"), child(tmp_path, late)
+    assert fast["blas"] is not None
+    assert fast["gflops"] > 3 * slow["gflops"]
+
+
+@linux_cpu
+def test_mlx_imported_before_us_is_one_clear_warning(tmp_path):
+    """It cannot be mended any more: the symbol is bound."""
+    early = "import mlx.core\nfrom keepwarm import blas\n" + WARNED
+    report = child(tmp_path, early + "import json; print(json.dumps([said, blas.in_use()]))")
+    assert report == [[blas.TOO_LATE], None]
+    assert not (tmp_path / "blas.json").exists()
+    later = early.replace("import mlx.core\n", "import keepwarm.kv, mlx.core\n")
+    said, used = child(
+        tmp_path, later + "import json; print(json.dumps([said, blas.in_use().name]))"
+    )
+    assert said == []
+    assert used in blas.LIBRARIES
+
+
+@pytest.mark.parametrize(
+    "module", ["keepwarm", "keepwarm.text.request", "keepwarm.kv", "keepwarm.engine.engine"]
+)
+def test_importing_does_no_work(tmp_path, module):
+    """No BLAS is loaded or measured, no file written."""
+    code = f"import json, {module}\nfrom keepwarm import blas\nprint(json.dumps(blas.in_use()))"
+    assert child(tmp_path, code) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_words_of_a_request_need_no_mlx(tmp_path):
+    code = "import json, sys, keepwarm.text.request\nprint(json.dumps('mlx.core' in sys.modules))"
+    assert child(tmp_path, code) is False
+
+
+@linux_cpu
+def test_a_second_start_keeps_the_first(tmp_path, found):
     again = """
 import json, os
-from pathlib import Path
 from keepwarm import blas
-home = Path(os.environ["KEEPWARM_HOME"])
-blas.preload(home)
+blas.start()
 before = blas.in_use()
 del os.environ["KEEPWARM_BLAS"], os.environ["KEEPWARM_BLAS_THREADS"]
-blas.preload(home)
+blas.start()
 print(json.dumps([before is not None, blas.in_use() == before]))
 """
     asked = {"KEEPWARM_BLAS": found[0].name, "KEEPWARM_BLAS_THREADS": "1"}

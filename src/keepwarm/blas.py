@@ -1,10 +1,10 @@
-"""A fast BLAS for MLX on Linux CPU, loaded before MLX is.
+"""A fast BLAS for MLX on Linux CPU.
 
 The CPU build of MLX calls `cblas_sgemm` of the reference BLAS, which is 20 to 60 times slower than
-what the processor can do. A library loaded for the whole process before the first `import mlx.core`
-takes its place: MKL (package `mkl`, x86-64), NVPL (package `nvpl-blas`, aarch64) or the system's
-OpenBLAS. Library, threading layer and thread count are chosen by measurement in child processes,
-once a machine; the choice is kept in `blas.json` in the home directory.
+the processor. A library loaded for the whole process before MLX binds that symbol takes its place:
+MKL (package `mkl`, x86-64), NVPL (package `nvpl-blas`, aarch64) or the system's OpenBLAS. Library,
+threading layer and thread count are chosen by measurement in child processes, once a machine; the
+choice is kept in `blas.json` in the home directory.
 
 Two variables overrule the measurement: `KEEPWARM_BLAS` (`none`, `mkl`, `nvpl` or `openblas`) and
 `KEEPWARM_BLAS_THREADS` (a number). Where both are set nothing is measured.
@@ -21,16 +21,22 @@ import re
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from keepwarm import config
 from keepwarm.blas_trial import Setting, Speed, setting_from, trial_command
 from keepwarm.errors import BadInput
 
 LIBRARIES = ("mkl", "nvpl", "openblas")
 TRIAL_SECONDS = 20.0
+TOO_LATE = (
+    "mlx.core was imported before Keepwarm, so matrix products on this CPU use MLX's own BLAS, "
+    "20 to 60 times slower; put `from keepwarm import load` before the first import of mlx."
+)
 
 
 @dataclass(frozen=True)
@@ -43,21 +49,31 @@ class Blas:
     threads: int
 
 
-def preload(home: Path) -> None:
-    """Load the best BLAS of this machine for the whole process; remembers its choice in `home`.
+def start(home: Path | None = None) -> None:
+    """Load the best BLAS of this machine for the whole process; the choice is kept in `home`.
 
-    Does nothing on macOS and CUDA, once MLX is imported, when a BLAS is already loaded, and where
-    none is found.
+    Call it before the first matrix product; `load`, `Engine` and `Store.attach` do. It does nothing
+    on macOS and CUDA, when a BLAS is already loaded, and where none is found.
     """
-    if "mlx.core" in sys.modules or not wanted() or in_use():
+    if not wanted() or in_use():
+        return
+    if _mlx_is_bound():
+        warnings.warn(TOO_LATE, RuntimeWarning, stacklevel=3)
         return
     found = settings(os.environ)
     forced = all(
         os.environ.get(variable) for variable in ("KEEPWARM_BLAS", "KEEPWARM_BLAS_THREADS")
     )
+    home = home or config.load().home
     setting = next(iter(found), None) if forced else choose(home, found)
     if setting:
         _load(setting)
+
+
+def _mlx_is_bound() -> bool:
+    """Whether `mlx.core` was imported in the usual way, its own BLAS bound for good."""
+    ours = sys.modules.get("keepwarm.mlx_import")
+    return "mlx.core" in sys.modules and (ours is None or ours.BOUND_EARLY)
 
 
 def _load(setting: Setting) -> None:

@@ -3,6 +3,4 @@
 Imports `bench.report`, `bench.workloads`, `cache`, `device`, `engine`, `models`, `text`.
 """
 
-from keepwarm import blas, config
-
-blas.preload(config.load().home)
+from keepwarm import mlx_import  # noqa: F401 (before MLX)

@@ -29,8 +29,8 @@ DROPS_PAGES = hasattr(os, "posix_fadvise")  # whether the system can be asked to
 # Before mlx is imported: the first import fixes the BLAS, and both sides must have the same. This
 # room does not import mlx_lm, so the rival is a program of its own.
 MLX_LM_SERVER = """
-from keepwarm import blas, config
-blas.preload(config.load().home)
+from keepwarm import blas
+blas.start()
 from mlx_lm.server import main
 main()
 """

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from keepwarm import config, kv
+from keepwarm import blas, config, kv
 from keepwarm.cache.identity import Digests, identify
 from keepwarm.cache.opened import Budgets, OpenedStore
 from keepwarm.cache.restore.manager import Manager
@@ -71,6 +71,7 @@ class Store:
         `keepwarm.kv.make_caches`. All of them are part of the model's identity, as is the salt:
         with another one nothing of this is found.
         """
+        blas.start(self.settings.home)  # the probe runs the model
         layout = kv.probe(model, kv.make_caches(model, **kv_options))
         identity = identity_of(
             model,

@@ -3,6 +3,4 @@
 Imports the ground floor.
 """
 
-from keepwarm import blas, config
-
-blas.preload(config.load().home)
+from keepwarm import mlx_import  # noqa: F401 (before MLX)

@@ -43,6 +43,7 @@ class Machine:
 
 def snapshot(settings: Settings) -> Machine:
     """Look at the machine and measure it; takes under a second."""
+    blas.start(settings.home)
     memory = psutil.virtual_memory()
     machine = Machine(
         backend=backend(),

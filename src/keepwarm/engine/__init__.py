@@ -3,6 +3,4 @@
 Imports `cache`, `device`, `engine.insight`, `kv`, `models`, `prefix`, `store`, `text`.
 """
 
-from keepwarm import blas, config
-
-blas.preload(config.load().home)
+from keepwarm import mlx_import  # noqa: F401 (before MLX)

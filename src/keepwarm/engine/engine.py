@@ -20,6 +20,7 @@ from typing import Self, TypeAlias, TypeVar
 
 import mlx.core as mx
 
+from keepwarm import blas
 from keepwarm.cache.restore.live import Live
 from keepwarm.cache.store import Store
 from keepwarm.config import Settings
@@ -77,6 +78,7 @@ class Engine:
         """Without a store that of the settings is opened, and closed with the engine."""
         self.model = model
         settings = settings or load_settings()
+        blas.start(settings.home)
         self.config = config or EngineConfig(
             max_queue=settings.max_queue, audit_share=settings.audit_share
         )

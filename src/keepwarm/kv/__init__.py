@@ -5,17 +5,14 @@ Code that knows mlx-lm's cache classes belongs here; files and conversations do 
 Imports `prefix`.
 """
 
-from keepwarm import blas, config
-
-blas.preload(config.load().home)
-
-from keepwarm.kv.assembly import (  # noqa: E402
+from keepwarm import mlx_import  # noqa: F401 (before MLX)
+from keepwarm.kv.assembly import (
     Assembly,
     concatenate_cache_blocks,
     create_cache_from_state,
     reconstruct_cache,
 )
-from keepwarm.kv.batch import (  # noqa: E402
+from keepwarm.kv.batch import (
     Both,
     Left,
     Padding,
@@ -32,13 +29,13 @@ from keepwarm.kv.batch import (  # noqa: E402
     prepare,
     trim,
 )
-from keepwarm.kv.codec import Encoded, copy_of, decode, encode, evaluate, live_bytes  # noqa: E402
-from keepwarm.kv.kinds import Caches, Kind, kind_of, token_count  # noqa: E402
-from keepwarm.kv.layout import Layout, layout_of, probe  # noqa: E402
-from keepwarm.kv.make import make_caches  # noqa: E402
-from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache, quantized  # noqa: E402
-from keepwarm.kv.slices import Block, cut  # noqa: E402
-from keepwarm.kv.staging import Staging  # noqa: E402
+from keepwarm.kv.codec import Encoded, copy_of, decode, encode, evaluate, live_bytes
+from keepwarm.kv.kinds import Caches, Kind, kind_of, token_count
+from keepwarm.kv.layout import Layout, layout_of, probe
+from keepwarm.kv.make import make_caches
+from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache, quantized
+from keepwarm.kv.slices import Block, cut
+from keepwarm.kv.staging import Staging
 
 __all__ = [
     "Assembly",

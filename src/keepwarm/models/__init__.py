@@ -3,6 +3,4 @@
 Imports `device`, `models.gguf`.
 """
 
-from keepwarm import blas, config
-
-blas.preload(config.load().home)
+from keepwarm import mlx_import  # noqa: F401 (before MLX)

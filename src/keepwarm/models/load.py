@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
+from keepwarm import blas
 from keepwarm import config as configuration
 from keepwarm.config import Settings
 from keepwarm.device.space import require_memory
@@ -50,7 +51,9 @@ def load(name: str, settings: Settings | None = None) -> Model:
 
     Downloads what is not here yet. All weights are in memory on return, so any thread may run it.
     """
-    path = locate(name, settings or configuration.load())
+    settings = settings or configuration.load()
+    blas.start(settings.home)
+    path = locate(name, settings)
     parts = _read_gguf(path) if path.is_file() else _read_directory(path)
     _settle(parts.module)
     weights: Any = tree_flatten(parts.module.parameters(), destination={})
