@@ -86,7 +86,7 @@ def test_speculative_decoding_is_researched():
 
 
 def test_what_could_be_faster_is_named_and_measured_first():
-    """S3-23, S3-72."""
+    """S3-23, S3-63, S3-72: rolling, which would gain most, was profiled."""
     text = section("caches", "Tuning")
     (line,) = [line for line in text.splitlines() if line.startswith("- **Going further**")]
     assert "only after profiling" in line

@@ -123,7 +123,7 @@ def test_batch_masks_hide_each_rows_padding():
 
 
 def test_rotating_rows_rotate_together_and_come_out_in_order():
-    """S3-10, S3-24…26: after a rotation `left_padding` may be negative and `rotated` is set."""
+    """S3-10, S3-24 to S3-26: `left_padding` may be negative after a rotation; `rotated` is set."""
     batch = merged(3, 6, cls=RotatingKVCache, max_size=8)
     assert isinstance(batch, BatchRotatingKVCache)
     for start in range(6, 11):

@@ -78,7 +78,7 @@ def test_a_bound_means_the_same_alone_and_in_a_batch(name, tiny_model):
 
 @pytest.mark.parametrize("name", BOUNDED)
 def test_a_bound_does_not_depend_on_slices_and_has_an_effect(name, tiny_model):
-    """S3-48, facts 6.9: with keep = 0 a window is slice-invariant."""
+    """S3-48: with keep = 0 a window is slice-invariant."""
     model = tiny_model(name)
     reference = alone(model, bounded, PROMPTS[0])
     for step in (5, 2048):
