@@ -23,7 +23,7 @@
     ├── EngineFailed                 500   a request failed inside the model; others go on
     ├── Unreachable                  502   the network or an index does not answer
     ├── WrongDigest                  502   what arrived is not what was pinned
-    ├── NotEnough                    507   too little disk or memory
+    ├── InsufficientResources        507   too little disk or memory
     └── CacheError                   500
         ├── UnsupportedCache         501   a cache class, or a use of one, that nobody here knows
         ├── CacheMismatch            409   shape, dtype, heads or kind differ from what is expected
@@ -146,7 +146,7 @@ class WrongDigest(KeepwarmError):
     status = 502
 
 
-class NotEnough(KeepwarmError):
+class InsufficientResources(KeepwarmError):
     status = 507
 
 

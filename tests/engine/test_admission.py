@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from keepwarm import kv
 from keepwarm.engine.admission import Admission, kv_bytes
-from keepwarm.errors import NotEnough
+from keepwarm.errors import InsufficientResources
 from tests.kit.models import ARCHITECTURES
 from tests.kit.runs import prefill, prompt_of
 
@@ -74,9 +74,11 @@ def test_the_answer_counts_with_the_prompt(tiny_model):
 
 
 def test_a_request_that_could_never_run_is_refused_with_numbers(admission):
-    with pytest.raises(NotEnough, match=r"needs 10 kB for its keys .* may take 1 kB; shorten"):
+    with pytest.raises(
+        InsufficientResources, match=r"needs 10 kB for its keys .* may take 1 kB; shorten"
+    ):
         admission.reserve(5000)
-    with pytest.raises(NotEnough):
+    with pytest.raises(InsufficientResources):
         admission.reserve(501)
     assert admission.reserve(500) is not None
 
@@ -113,7 +115,7 @@ def test_several_answers_are_as_many_rows(admission):
     lease.joined()
     admission.reserve(150).joined()
     assert admission.used_bytes == 5 * 150
-    with pytest.raises(NotEnough):
+    with pytest.raises(InsufficientResources):
         admission.reserve(100, n_rows=10)
 
 
@@ -153,7 +155,7 @@ def test_the_budget_is_never_passed(steps):
         if step == "r":
             try:
                 lease = admission.reserve(n)
-            except NotEnough:
+            except InsufficientResources:
                 assert 2 * n > LIMIT
                 continue
             leases += [lease] if lease else []

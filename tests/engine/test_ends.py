@@ -16,7 +16,7 @@ from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.jobs import Sequence
-from keepwarm.errors import Cancelled, NotEnough, Stopping
+from keepwarm.errors import Cancelled, InsufficientResources, Stopping
 from keepwarm.prefix.blocks import chain
 from keepwarm.text.prepare import Prepared
 from keepwarm.text.request import Delta, Request
@@ -309,7 +309,7 @@ def test_an_answer_that_outgrows_the_memory_ends_alone(models, tmp_path):
             outgrows = engine.submit(ask(long, 3000, top_logprobs=None))
             neighbour = engine.submit(ask(short, ROOM, top_logprobs=None))
         said: list[int] = []
-        with pytest.raises(NotEnough, match=r"1,024 tokens .* memory"):
+        with pytest.raises(InsufficientResources, match=r"1,024 tokens .* memory"):
             listen(outgrows, said)
         choice = neighbour.result().choices[0]
         assert (len(choice.tokens), choice.reason) == (ROOM, "length")

@@ -15,7 +15,15 @@ import pytest
 
 from keepwarm.cache.policy import Policy
 from keepwarm.engine.engine import Engine
-from keepwarm.errors import BadInput, Busy, Cancelled, ContextTooLong, NotEnough, Stopping, TimedOut
+from keepwarm.errors import (
+    BadInput,
+    Busy,
+    Cancelled,
+    ContextTooLong,
+    InsufficientResources,
+    Stopping,
+    TimedOut,
+)
 from keepwarm.text.request import Delta, Done, Finished, Progress, Request, Sampling, Started
 from tests.kit.engines import Exam, Models, ask, engine_on, held, memory, tokens_of
 from tests.kit.runs import FedCounter, prompt_of
@@ -184,7 +192,7 @@ def test_what_can_never_fit_is_refused_and_what_fits_later_waits(models, tmp_pat
     token here, in steps of 256."""
     budget = memory(batch_bytes=5 << 20)
     with engine_on(models.of("llama"), tmp_path, memory=budget) as engine:
-        with pytest.raises(NotEnough):
+        with pytest.raises(InsufficientResources):
             engine.submit(ask(prompt_of(3000), 1000)).result()
         with held(engine):
             answers = [engine.submit(ask(prompt_of(600, i), 300)) for i in range(4)]

@@ -13,7 +13,13 @@ from mlx.utils import tree_flatten
 
 from keepwarm.bench.files import llama_shapes
 from keepwarm.device import space
-from keepwarm.errors import BadModelFile, KeepwarmError, NotEnough, UnknownModel, UnsupportedModel
+from keepwarm.errors import (
+    BadModelFile,
+    InsufficientResources,
+    KeepwarmError,
+    UnknownModel,
+    UnsupportedModel,
+)
 from keepwarm.models.catalog import n_context
 from keepwarm.models.load import load
 from tests.kit.checkpoints import (
@@ -198,7 +204,9 @@ def test_context_is_found_where_models_write_it():
 
 def test_too_little_room_is_said_with_both_numbers():
     space.require("It", 100, 100, "memory")
-    with pytest.raises(NotEnough, match=r"It needs 2\.5 GB of memory and only 300 MB is free"):
+    with pytest.raises(
+        InsufficientResources, match=r"It needs 2\.5 GB of memory and only 300 MB is free"
+    ):
         space.require("It", 2_500_000_000, 300_000_000, "memory")
 
 
@@ -217,7 +225,7 @@ def test_model_larger_than_memory_is_refused_before_it_is_read(directory):
     with (directory / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         file.truncate(8 + len(encoded) + end)
-    refuse(directory, NotEnough, "549.8 GB of memory", "free")
+    refuse(directory, InsufficientResources, "549.8 GB of memory", "free")
 
 
 def test_disk_and_memory_are_measured(tmp_path):
@@ -225,9 +233,9 @@ def test_disk_and_memory_are_measured(tmp_path):
     space.require_disk("It", 1000, place)
     space.require_memory("It", 1000)
     free = shutil.disk_usage(tmp_path).free
-    with pytest.raises(NotEnough, match=f"disk in {place}"):
+    with pytest.raises(InsufficientResources, match=f"disk in {place}"):
         space.require_disk("It", 2 * free + 10**9, place)
-    with pytest.raises(NotEnough, match="memory"):
+    with pytest.raises(InsufficientResources, match="memory"):
         space.require_memory("It", 10**18)
 
 

@@ -23,7 +23,7 @@ import psutil
 
 from keepwarm import config
 from keepwarm.device import machine
-from keepwarm.errors import NotEnough
+from keepwarm.errors import InsufficientResources
 
 if sys.platform != "win32":
     import resource
@@ -190,7 +190,9 @@ def in_child(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
             return pool.submit(work, *args, **kwargs).result()
         except BrokenProcessPool as error:
             hint = "most likely for want of memory; try a smaller --max-tokens"
-            raise NotEnough(f"A process of the benchmark was killed, {hint}.") from error
+            raise InsufficientResources(
+                f"A process of the benchmark was killed, {hint}."
+            ) from error
 
 
 def why_no_room(n_memory: int, n_disk: int, folder: Path) -> str:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import psutil
 
-from keepwarm.errors import NotEnough
+from keepwarm.errors import InsufficientResources
 
 
 def require(what: str, needed: int, free: int, kind: str) -> None:
     """Refuse, in words, what needs more bytes than are free."""
     if needed > free:
-        raise NotEnough(
+        raise InsufficientResources(
             f"{what} needs {in_words(needed)} of {kind} and only {in_words(free)} is free; "
             f"free some, or choose a smaller model."
         )

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from keepwarm.device.space import in_words
-from keepwarm.errors import NotEnough
+from keepwarm.errors import InsufficientResources
 from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
@@ -85,7 +85,7 @@ class Admission:
         lease = Lease(n_bytes, batch, n_rows, self)
         alone = _together([lease])
         if alone > self.limit_bytes:
-            raise NotEnough(
+            raise InsufficientResources(
                 f"This request needs {in_words(alone)} for its keys and values, and all requests "
                 f"together may take {in_words(self.limit_bytes)}; shorten the prompt, lower "
                 "max_tokens, or raise the memory budget."

@@ -10,7 +10,7 @@ from keepwarm.engine.jobs import Job, Reading, Sequence
 from keepwarm.engine.lane import MIN_SHARED, Lane, Lanes, Warm, options_for
 from keepwarm.engine.prefill import Prefill, Stopwatch
 from keepwarm.engine.sampling import Chooser
-from keepwarm.errors import NotEnough
+from keepwarm.errors import InsufficientResources
 from keepwarm.prefix.blocks import common_tokens, pack
 from keepwarm.text.parsing import AnswerReader
 from keepwarm.text.request import Receipt, Started
@@ -58,7 +58,7 @@ class Intake:
         n_more = min(sequence.n_left, ANSWER_ROOM)
         n_bytes = Admission.needs(len(sequence.tokens), n_more, job.home.manager.layout)
         if not job.lease.grow(n_bytes):
-            raise NotEnough(
+            raise InsufficientResources(
                 f"The answer is {sequence.n_tokens:,} tokens long and there is no memory for more "
                 "beside the other requests; it is kept so far: send it back to have it continued "
                 "when less runs, lower max_tokens, or raise the memory budget."

@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import filter_repo_objects
 
 from keepwarm.device.space import require_disk
-from keepwarm.errors import NotEnough, UnknownModel, Unreachable
+from keepwarm.errors import InsufficientResources, UnknownModel, Unreachable
 
 # What a text model needs; no .py, since a model's own code is never run.
 FILES = [
@@ -87,7 +87,7 @@ def _translated(name: str) -> Iterator[None]:
     """The hub library's many errors, as ours."""
     try:
         yield
-    except NotEnough:
+    except InsufficientResources:
         raise
     except GatedRepoError as error:
         raise UnknownModel(
@@ -100,7 +100,9 @@ def _translated(name: str) -> Iterator[None]:
         ) from error
     except Exception as error:  # connection errors come in classes of whatever client it uses
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise NotEnough(f"The disk became full while {name} was downloaded.") from error
+            raise InsufficientResources(
+                f"The disk became full while {name} was downloaded."
+            ) from error
         raise Unreachable(
             f"The hub did not deliver {name} ({_reason(error)}); check the network and HF_ENDPOINT."
         ) from error

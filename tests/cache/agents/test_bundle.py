@@ -13,7 +13,7 @@ from keepwarm.cache.agents.bundle import Manifest, _add, identity_in, trimmed
 from keepwarm.cache.opened import Budgets, OpenedStore
 from keepwarm.cache.restore.records import block_of, records_of
 from keepwarm.cache.shelf import Shelf
-from keepwarm.errors import BadCacheFile, BadInput, NotEnough, StoreFailed
+from keepwarm.errors import BadCacheFile, BadInput, InsufficientResources, StoreFailed
 from keepwarm.kv.layout import probe
 from keepwarm.kv.slices import cut
 from keepwarm.prefix.blocks import block_key, chain, pack
@@ -380,7 +380,7 @@ def test_a_bundle_that_finds_no_room_makes_no_agent(limits, shelf, tmp_path):
     shelf.agents.advance("a", NAME, tokens)
     shelf.export_agent("a", tmp_path / "a.kw")
     with Shelf(tmp_path / "small", limits(tmp_path)) as small:
-        with pytest.raises(NotEnough, match=r"of the 8 records .* found no room"):
+        with pytest.raises(InsufficientResources, match=r"of the 8 records .* found no room"):
             small.import_agent(tmp_path / "a.kw", IDENTITY)
         assert list(small.agents.all()) == []
 
@@ -405,7 +405,7 @@ def test_a_bundle_over_the_daily_budget_is_not_written(shelf, tmp_path):
     turn(shelf, "a", tokens_of(700))
     shelf.export_agent("a", tmp_path / "a.kw")
     with Shelf(tmp_path / "spared", LIMITS, writes_per_day=3 * 2048 - 1) as spared:
-        with pytest.raises(NotEnough, match="disk_writes_per_day"):
+        with pytest.raises(InsufficientResources, match="disk_writes_per_day"):
             spared.import_agent(tmp_path / "a.kw", IDENTITY)
         assert not list(spared.disk.walk())
         assert list(spared.agents.all()) == []

@@ -20,7 +20,13 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.models.deepseek_v41 import LayerCache
 
-from keepwarm.errors import BadCacheFile, BadInput, CacheMismatch, NotEnough, UnsupportedCache
+from keepwarm.errors import (
+    BadCacheFile,
+    BadInput,
+    CacheMismatch,
+    InsufficientResources,
+    UnsupportedCache,
+)
 from keepwarm.kv.codec import encode, live_bytes
 from keepwarm.kv.files.dialects import Dialect
 from keepwarm.kv.files.prompt_cache import export_prompt_cache, import_prompt_cache
@@ -271,7 +277,7 @@ def test_export_is_all_or_nothing(tmp_path):
     path = tmp_path / "cache.safetensors"
     export_prompt_cache(path, [filled(10)])
     before = path.read_bytes()
-    with files_no_larger_than(4096), pytest.raises(NotEnough, match="needs 51,"):
+    with files_no_larger_than(4096), pytest.raises(InsufficientResources, match="needs 51,"):
         export_prompt_cache(path, [filled(200, heads=1)])
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]

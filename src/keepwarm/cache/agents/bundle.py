@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from keepwarm.errors import BadCacheFile, BadRecord, NewerFormat, NotEnough
+from keepwarm.errors import BadCacheFile, BadRecord, InsufficientResources, NewerFormat
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, chain, root, unpack
 from keepwarm.prefix.fingerprint import Identity, digest, namespace, tenant_of
 from keepwarm.store.atomic import FILE_MODE
@@ -134,7 +134,7 @@ def import_bundle(
 ) -> Manifest:
     """Put a bundle's records into a store, once all of it is verified and of the right model.
 
-    Raises NotEnough where there is no room for all of it, or not so many may be written today.
+    Raises InsufficientResources where it does not all fit, or today's write budget is used up.
     """
     with _telling(path):
         half = path.stat().st_size  # it is read twice
@@ -202,8 +202,8 @@ def _keep(disk: DiskTier, wear: Wear, record: Record) -> None:
         put.durable.result()
 
 
-def _over_budget(n_bytes: int) -> NotEnough:
-    return NotEnough(
+def _over_budget(n_bytes: int) -> InsufficientResources:
+    return InsufficientResources(
         f"The bundle was not imported: {n_bytes} bytes are more than may still be written today; "
         "raise disk_writes_per_day, or import it tomorrow."
     )
@@ -214,7 +214,7 @@ def _check_kept(disk: DiskTier, headers: Sequence[Header]) -> None:
     known = disk.have([header.key for header in headers])
     lost = [h for h in headers if h.key not in known or h.part not in known[h.key].parts]
     if lost:
-        raise NotEnough(
+        raise InsufficientResources(
             f"The bundle was not imported: {len(lost)} of the {len(headers)} records in it found "
             "no room; raise disk_bytes or free some of the disk, then import it again."
         )

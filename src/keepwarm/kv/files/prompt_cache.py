@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from keepwarm.errors import BadCacheFile, BadInput, CacheMismatch, NotEnough, UnsupportedCache
+from keepwarm.errors import (
+    BadCacheFile,
+    BadInput,
+    CacheMismatch,
+    InsufficientResources,
+    UnsupportedCache,
+)
 from keepwarm.kv.codec import TRIPLE, Encoded, Scalar, decode, encode
 from keepwarm.kv.files import dialects
 from keepwarm.kv.files.dialects import STATE, Dialect, Place
@@ -152,7 +158,7 @@ def _publish(target: Path, tensors: dict[str, mx.array], header: dict[str, str])
         raise BadInput(f"{target} cannot be written: {error.strerror}.") from error
     except RuntimeError as error:
         n_bytes = sum(array.nbytes for array in tensors.values())
-        raise NotEnough(
+        raise InsufficientResources(
             f"{target} could not be written whole and was left as it was; "
             f"it needs {n_bytes:,} bytes of disk."
         ) from error
