@@ -196,7 +196,7 @@ def test_what_can_never_fit_is_refused_and_what_fits_later_waits(models, tmp_pat
             engine.submit(ask(prompt_of(3000), 1000)).result()
         with held(engine):
             answers = [engine.submit(ask(prompt_of(600, i), 300)) for i in range(4)]
-        seen = max(engine.stats().decoding + engine.stats().reading for _ in range(50))
+        seen = max(engine.stats().decoding + engine.stats().prefilling for _ in range(50))
         assert [len(answer.result().choices[0].tokens) for answer in answers] == [300] * 4
         assert 1 <= seen < 4
 
@@ -398,7 +398,7 @@ def test_stats_may_be_read_at_any_time(engine):
     thread.join()
     assert not failures
     stats = engine.stats()
-    assert (stats.waiting, stats.reading, stats.decoding) == (0, 0, 0)
+    assert (stats.waiting, stats.prefilling, stats.decoding) == (0, 0, 0)
 
 
 def test_coroutines_may_ask(engine, exam):

@@ -132,7 +132,7 @@ def test_clearing_an_engine_shrinks_the_process(models, tmp_path):
         for seed in range(60):
             engine.warm(ask(prompt_of(400, seed))).result()
         engine.settle()
-        kept = sum(use.n_bytes for use in engine.memory() if use.place in ("live", "memory"))
+        kept = sum(use.n_bytes for use in engine.memory() if use.name in ("live", "memory"))
         start = rss()
         engine.clear()
         assert kept > 60 * MIB  # much against what else comes and goes in a process of many tests

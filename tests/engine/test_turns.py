@@ -78,4 +78,4 @@ def test_they_are_a_few(engine):
     stats = engine.stats()
     for answer in answers:
         answer.cancel()
-    assert (stats.reading, stats.waiting) == (MAX_READINGS + MAX_BESIDE, 1)
+    assert (stats.prefilling, stats.waiting) == (MAX_READINGS + MAX_BESIDE, 1)

@@ -118,7 +118,7 @@ def test_many_clients_some_of_whom_leave(checkpoint, tmp_path, seconds, record_p
 
 def running_requests(server):
     stats = server.host.engine.stats()
-    return stats.waiting + stats.reading + stats.decoding
+    return stats.waiting + stats.prefilling + stats.decoding
 
 
 def test_nothing_stays_behind(serving):
@@ -142,4 +142,4 @@ def test_nothing_stays_behind(serving):
         wait_until(lambda: alive(Answer) <= settled[2] and alive(Job) <= settled[3])
         assert threading.active_count() <= settled[1] + 6  # of the pool that tokenises
         assert not running_requests(server)
-        assert {use.place: use.n_bytes for use in server.host.engine.memory()}["batch"] == 0
+        assert {use.name: use.n_bytes for use in server.host.engine.memory()}["batch"] == 0

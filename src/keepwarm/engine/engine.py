@@ -31,11 +31,11 @@ from keepwarm.engine.admission import Admission, kv_bytes
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.chores import Chores
 from keepwarm.engine.insight.audit import Auditor
-from keepwarm.engine.insight.journal import Entry, Journal, entry_of
+from keepwarm.engine.insight.journal import Journal, JournalEntry, entry_of
 from keepwarm.engine.insight.lookup import Lookup, look_up
 from keepwarm.engine.insight.misses import Misses
 from keepwarm.engine.insight.stats import MemoryUse, Stats, snapshot
-from keepwarm.engine.insight.whatif import Looks
+from keepwarm.engine.insight.whatif import LookupLog
 from keepwarm.engine.jobs import Job, Sequence
 from keepwarm.engine.lane import Lane, Lanes, make_options, options_for
 from keepwarm.engine.prefill import Pace
@@ -91,7 +91,7 @@ class Engine:
         self._recent = Recent()
         self._journal = Journal()
         self.misses = Misses(self._recent)
-        self.looks = Looks()
+        self.lookup_log = LookupLog()
         self._auditor = Auditor(self.config.audit_share)
         self._numbers = count(1)
         self._preparer = Preparer(model, _vocabulary(model), self._recent)
@@ -185,7 +185,7 @@ class Engine:
         """What is going on now, and what has happened since the start."""
         return snapshot(self._scheduler, self.live, self.store)
 
-    def requests(self) -> list[Entry]:
+    def requests(self) -> list[JournalEntry]:
         """The latest requests that ended, then those that wait or run."""
         return [*self._journal.entries(), *map(entry_of, self._asked)]
 
@@ -391,7 +391,7 @@ class Engine:
             tokens = job.sequences[0].tokens if job.sequences else job.tokens
             manager = job.home.manager
             block_bytes = kv_bytes(manager.layout, BLOCK_TOKENS)
-            self.looks.add(manager.namespace, tokens, len(job.tokens), block_bytes)
+            self.lookup_log.add(manager.namespace, tokens, len(job.tokens), block_bytes)
 
 
 def _vocabulary(model: Model) -> int:

@@ -159,7 +159,7 @@ class Warmer:
         if self._closed.is_set() or not self._engine.alive:
             return False
         stats = self._engine.stats()
-        return bool(stats.waiting or stats.reading or stats.decoding)
+        return bool(stats.waiting or stats.prefilling or stats.decoding)
 
 
 def _held(shelf: Shelf) -> Iterator[Agent]:

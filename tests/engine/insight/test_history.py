@@ -8,7 +8,7 @@ import pytest
 from keepwarm.cache.restore.live import LiveStats
 from keepwarm.cache.restore.writing import WriteStats
 from keepwarm.engine.insight import history as module
-from keepwarm.engine.insight.history import History, day_of, minute_of, watching
+from keepwarm.engine.insight.history import History, day_name, minute_name, recording
 from keepwarm.engine.insight.stats import Stats
 from tests.server.conftest import wait_until
 
@@ -47,19 +47,19 @@ def test_differences_go_to_their_minute_and_day(path):
     history.observe(stats(live=10, prefilled=5, saved_ms=100.4))
     clock.now += 60
     history.observe(stats(live=30, prefilled=5, disk=7, saved_ms=100.4, written=9))
-    book = history.book
-    assert book.minutes[minute_of(NOON)] == {
+    timeline = history.timeline
+    assert timeline.minutes[minute_name(NOON)] == {
         "live": 10,
         "prefilled": 5,
         "prompt": 15,
         "saved_ms": 100,
     }
-    second = book.minutes[minute_of(NOON + 60)]
+    second = timeline.minutes[minute_name(NOON + 60)]
     assert second == {"live": 20, "disk": 7, "prompt": 27, "written_bytes": 9}
-    assert history.today()["live"] == book.total["live"] == 30
+    assert history.today()["live"] == timeline.total["live"] == 30
     clock.now += 86400
     assert history.today() == {}
-    assert book.days[day_of(NOON)]["live"] == 30
+    assert timeline.days[day_name(NOON)]["live"] == 30
 
 
 def test_today_survives_a_restart(path):
@@ -78,7 +78,7 @@ def test_another_engine_begins_anew(path):
     history = History(path, Clock())
     for n in (10, 12, 4):  # the engine was exchanged before the last look
         history.observe(stats(live=n))
-    assert history.book.total["live"] == 16
+    assert history.timeline.total["live"] == 16
 
 
 def test_two_servers_share_the_file(path):
@@ -88,7 +88,7 @@ def test_two_servers_share_the_file(path):
         history.save()
     one.observe(stats(live=6))
     one.save()
-    assert History(path).book.total["live"] == 13
+    assert History(path).timeline.total["live"] == 13
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"minutes": 1}', '{"minutes": {}, "days": {}}'])
@@ -109,8 +109,8 @@ def test_only_the_latest_minutes_are_kept(path, monkeypatch):
         clock.now += 60
         history.observe(stats(live=n))
     history.save()
-    assert len(History(path).book.minutes) == 3
-    assert History(path).book.total["live"] == 5
+    assert len(History(path).timeline.minutes) == 3
+    assert History(path).timeline.total["live"] == 5
 
 
 def test_a_disk_that_refuses_costs_nothing_else(path):
@@ -118,7 +118,7 @@ def test_a_disk_that_refuses_costs_nothing_else(path):
     history = History(path, Clock())
     history.observe(stats(live=2))
     history.save()
-    assert history.book.total["live"] == 2
+    assert history.timeline.total["live"] == 2
 
 
 def test_an_engine_is_watched_and_the_end_is_saved(path, monkeypatch):
@@ -131,16 +131,16 @@ def test_an_engine_is_watched_and_the_end_is_saved(path, monkeypatch):
             raise RuntimeError("between two engines")
         return None if len(looks) == 3 else stats(live=len(looks))
 
-    with watching(History(path, Clock()), look):
+    with recording(History(path, Clock()), look):
         wait_until(lambda: len(looks) > 5)
-    assert History(path).book.total["live"] == len(looks)
+    assert History(path).timeline.total["live"] == len(looks)
 
 
 def test_values_stay_as_they_were(path):
     """Books are values: adding to one changes no other."""
     history = History(path, Clock())
     history.observe(stats(live=1))
-    before = history.book
+    before = history.timeline
     copy = replace(before)
     history.observe(stats(live=9))
     assert before == copy

@@ -2,16 +2,16 @@
 
 import pytest
 
-from keepwarm.engine.insight.misses import Case, look_into, repeated
+from keepwarm.engine.insight.misses import MissCandidate, find_miss, repeated
 from keepwarm.prefix.blocks import common_tokens, pack
 from tests.kit.engines import Models, ask, engine_on
 from tests.store.kit import tokens_of
 
 
-def case(prompt, earlier, restored=None):
+def candidate(prompt, earlier, restored=None):
     common = common_tokens(pack(prompt), pack(earlier))
     restored = common if restored is None else restored
-    return Case(1, "", None, 0.0, pack(prompt), pack(earlier), common, restored, 100.0)
+    return MissCandidate(1, "", None, 0.0, pack(prompt), pack(earlier), common, restored, 100.0)
 
 
 HEAD, TAIL = tokens_of(40, 1), tokens_of(200, 2)
@@ -19,38 +19,38 @@ HEAD, TAIL = tokens_of(40, 1), tokens_of(200, 2)
 
 def test_a_change_at_the_top_costs_all_below_it():
     """S0-75: the same text after a changed date is computed again, and that has a price."""
-    missed = look_into(case([*HEAD, 7, *TAIL], [*HEAD, 8, *TAIL]))
-    assert missed.reason == "changed"
-    assert missed.position == 40
-    assert 192 <= missed.again <= 200
-    assert missed.seconds == missed.again / 100.0
-    assert missed.before == tuple(HEAD[-24:])
-    assert missed.earlier[0] == 8
-    assert missed.now[0] == 7
-    assert missed.earlier[1:] == missed.now[1:]
+    miss = find_miss(candidate([*HEAD, 7, *TAIL], [*HEAD, 8, *TAIL]))
+    assert miss.reason == "changed"
+    assert miss.position == 40
+    assert 192 <= miss.wasted <= 200
+    assert miss.seconds == miss.wasted / 100.0
+    assert miss.before == tuple(HEAD[-24:])
+    assert miss.earlier[0] == 8
+    assert miss.now[0] == 7
+    assert miss.earlier[1:] == miss.now[1:]
 
 
 def test_a_question_that_nobody_asked_costs_nothing():
-    assert look_into(case([*HEAD, *tokens_of(300, 3)], [*HEAD, *TAIL])).again == 0
+    assert find_miss(candidate([*HEAD, *tokens_of(300, 3)], [*HEAD, *TAIL])).wasted == 0
 
 
 @pytest.mark.parametrize(("n_new", "is_worth"), [(0, True), (400, True), (700, False)])
 def test_some_phrases_are_in_every_prompt(n_new, is_worth):
-    missed = look_into(case([*HEAD, 7, *TAIL, *tokens_of(n_new, 5)], [*HEAD, 8, *TAIL]))
-    assert missed.again >= 192
-    assert missed.is_worth_a_word is is_worth
+    miss = find_miss(candidate([*HEAD, 7, *TAIL, *tokens_of(n_new, 5)], [*HEAD, 8, *TAIL]))
+    assert miss.wasted >= 192
+    assert miss.is_significant is is_worth
 
 
 def test_what_was_evicted_is_computed_again():
-    missed = look_into(case([*HEAD, *TAIL, 1, 2], [*HEAD, *TAIL], restored=100))
-    assert (missed.reason, missed.position, missed.again) == ("not kept", 100, 140)
+    miss = find_miss(candidate([*HEAD, *TAIL, 1, 2], [*HEAD, *TAIL], restored=100))
+    assert (miss.reason, miss.position, miss.wasted) == ("not kept", 100, 140)
 
 
 def test_more_was_restored_than_is_remembered():
     """A store outlives the process that remembers prompts."""
     other = [*HEAD, *tokens_of(9), *TAIL]  # remembered, but a nearer one was stored
-    assert look_into(case([*HEAD, *TAIL], other, restored=100)).again == 0
-    assert look_into(case([*HEAD, *TAIL], other, restored=41)).again > 0
+    assert find_miss(candidate([*HEAD, *TAIL], other, restored=100)).wasted == 0
+    assert find_miss(candidate([*HEAD, *TAIL], other, restored=41)).wasted > 0
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_the_engine_finds_its_misses(tmp_path):
         assert engine.misses.latest() == []
         engine.submit(ask(changed, 2, agent="a", tenant="")).result()
         engine.submit(ask([*changed[:-1], 9], 2, tenant="other")).result()
-        (missed,) = engine.misses.latest()
-        assert (missed.number, missed.agent, missed.position) == (3, "a", 3)
-        assert missed.again >= 280
-        assert missed.prompt_tokens == 300
-        assert engine.misses.latest() == [missed]
+        (miss,) = engine.misses.latest()
+        assert (miss.number, miss.agent, miss.position) == (3, "a", 3)
+        assert miss.wasted >= 280
+        assert miss.prompt_tokens == 300
+        assert engine.misses.latest() == [miss]
 
 
 def tokens_of_model(n, seed=4):

@@ -51,7 +51,7 @@ def no_end(live):
 
 def is_idle(live):
     stats = live.host.engine.stats()
-    return not (stats.waiting or stats.reading or stats.decoding)
+    return not (stats.waiting or stats.prefilling or stats.decoding)
 
 
 def test_a_whole_answer(client):

@@ -44,13 +44,13 @@ def amounts_of(stats: Stats) -> Amounts:
 
 
 @dataclass(frozen=True)
-class Book:
+class Timeline:
     minutes: Series = field(default_factory=dict)
     days: Series = field(default_factory=dict)
     total: Amounts = field(default_factory=dict)
 
-    def plus(self, other: Book) -> Book:
-        return Book(
+    def plus(self, other: Timeline) -> Timeline:
+        return Timeline(
             _sum(self.minutes, other.minutes, MINUTES_KEPT),
             _sum(self.days, other.days, DAYS_KEPT),
             _added(self.total, other.total),
@@ -58,7 +58,7 @@ class Book:
 
     @classmethod
     def entry(cls, when: float, amounts: Amounts) -> Self:
-        minute, day = minute_of(when), day_of(when)
+        minute, day = minute_name(when), day_name(when)
         return cls({minute: amounts}, {day: amounts}, amounts)
 
     @classmethod
@@ -71,11 +71,11 @@ class Book:
             return cls()
 
 
-def minute_of(when: float) -> str:
+def minute_name(when: float) -> str:
     return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%MZ")
 
 
-def day_of(when: float) -> str:
+def day_name(when: float) -> str:
     return datetime.fromtimestamp(when, UTC).date().isoformat()
 
 
@@ -104,8 +104,8 @@ class History:
         self._clock = clock
         self._lock = threading.Lock()
         self._seen: Amounts = {}
-        self._saved = Book.read(path)
-        self._unsaved = Book()
+        self._saved = Timeline.read(path)
+        self._unsaved = Timeline()
 
     def observe(self, stats: Stats) -> None:
         """Note what has happened since the last look."""
@@ -114,16 +114,16 @@ class History:
             more = {name: _since(amount, self._seen.get(name, 0)) for name, amount in now.items()}
             self._seen = now
             if any(more.values()):
-                entry = Book.entry(self._clock(), {k: n for k, n in more.items() if n})
+                entry = Timeline.entry(self._clock(), {k: n for k, n in more.items() if n})
                 self._unsaved = self._unsaved.plus(entry)
 
     @property
-    def book(self) -> Book:
+    def timeline(self) -> Timeline:
         with self._lock:
             return self._saved.plus(self._unsaved)
 
     def today(self) -> Amounts:
-        return self.book.days.get(day_of(self._clock()), {})
+        return self.timeline.days.get(day_name(self._clock()), {})
 
     def save(self) -> None:
         """Add to the file what is not in it; a disk that refuses costs only the history."""
@@ -138,12 +138,12 @@ class History:
     def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with exclusive(self._path.with_suffix(".lock")):
-            book = Book.read(self._path).plus(self._unsaved)
+            timeline = Timeline.read(self._path).plus(self._unsaved)
             temp = self._path.with_suffix(".part")
             temp.touch(FILE_MODE)
-            temp.write_text(json.dumps(asdict(book), separators=(",", ":")))
+            temp.write_text(json.dumps(asdict(timeline), separators=(",", ":")))
             temp.replace(self._path)
-        self._saved, self._unsaved = book, Book()
+        self._saved, self._unsaved = timeline, Timeline()
 
 
 def _since(now: int, before: int) -> int:
@@ -152,7 +152,7 @@ def _since(now: int, before: int) -> int:
 
 
 @contextmanager
-def watching(history: History, look: Callable[[], Stats | None]) -> Iterator[None]:
+def recording(history: History, look: Callable[[], Stats | None]) -> Iterator[None]:
     """Inside, look at an engine every few seconds; None says that there is none now."""
     over = threading.Event()
 

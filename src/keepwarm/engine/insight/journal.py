@@ -15,16 +15,16 @@ from keepwarm.engine.jobs import Job
 from keepwarm.errors import Cancelled, KeepwarmError
 from keepwarm.text.request import Receipt, Usage
 
-State = Literal["waiting", "reading", "answering", "done", "cancelled", "failed"]
+RequestState = Literal["waiting", "reading", "answering", "done", "cancelled", "failed"]
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     number: int
     seconds: float  # since it arrived; of an ended one until its end
     tenant: str
     agent: str | None
-    state: State
+    state: RequestState
     prompt_tokens: int
     answer_tokens: int
     receipt: Receipt | None  # once its plan was made
@@ -33,10 +33,10 @@ class Entry:
     ended: float | None = None  # seconds since the epoch
 
 
-def entry_of(job: Job, error: KeepwarmError | None = None) -> Entry:
+def entry_of(job: Job, error: KeepwarmError | None = None) -> JournalEntry:
     """How a job stands now, or how it ended."""
     usage = job.done().usage if job.ended and job.receipt and error is None else None
-    return Entry(
+    return JournalEntry(
         number=job.number,
         seconds=round(time.perf_counter() - job.arrived, 3),
         tenant=job.request.tenant,
@@ -51,7 +51,7 @@ def entry_of(job: Job, error: KeepwarmError | None = None) -> Entry:
     )
 
 
-def _state(job: Job, error: KeepwarmError | None) -> State:
+def _state(job: Job, error: KeepwarmError | None) -> RequestState:
     if isinstance(error, Cancelled):
         return "cancelled"
     if job.ended:
@@ -66,13 +66,13 @@ class Journal:
 
     def __init__(self, n_entries: int = 500) -> None:
         self._lock = threading.Lock()
-        self._entries: deque[Entry] = deque(maxlen=n_entries)
+        self._entries: deque[JournalEntry] = deque(maxlen=n_entries)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: JournalEntry) -> None:
         with self._lock:
             self._entries.append(entry)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[JournalEntry]:
         """The latest last."""
         with self._lock:
             return list(self._entries)

@@ -15,16 +15,16 @@ from keepwarm.engine.jobs import Job
 from keepwarm.prefix.blocks import pack, unpack
 from keepwarm.prefix.ledger import Nearest, Recent
 
-MIN_AGAIN = 32  # tokens computed again that are worth a word
+MIN_WASTED = 32  # tokens computed again that are worth a word
 MIN_SHARE = 4  # and at least a fourth of all that was computed
 PHRASE = 8  # tokens in a row that are no coincidence
 BEFORE, AFTER = 24, 48  # tokens shown around the place
 N_UNREAD, N_KEPT = 64, 100
 
-Reason = Literal["changed", "not kept"]
+MissReason = Literal["changed", "not kept"]
 
 
-class Case(NamedTuple):
+class MissCandidate(NamedTuple):
     """A prompt and the most similar earlier one, packed; not yet looked into."""
 
     number: int
@@ -38,7 +38,7 @@ class Case(NamedTuple):
     tokens_per_s: float
 
 
-class Missed(NamedTuple):
+class Miss(NamedTuple):
     """A request that computed tokens again."""
 
     number: int
@@ -48,18 +48,18 @@ class Missed(NamedTuple):
     prompt_tokens: int
     restored: int
     position: int  # the first token that could not be used
-    again: int  # tokens that an earlier prompt had too
+    wasted: int  # tokens that an earlier prompt had too
     seconds: float  # what they cost
-    reason: Reason
+    reason: MissReason
     before: tuple[int, ...]  # the tokens up to the place
     earlier: tuple[int, ...]  # those after it in the earlier prompt
     now: tuple[int, ...]  # and in this one
 
     @property
-    def is_worth_a_word(self) -> bool:
+    def is_significant(self) -> bool:
         """Some phrases are in every prompt; a good part of what was computed must be known."""
         computed = self.prompt_tokens - self.restored
-        return self.again >= max(MIN_AGAIN, computed // MIN_SHARE)
+        return self.wasted >= max(MIN_WASTED, computed // MIN_SHARE)
 
 
 class Misses:
@@ -69,8 +69,8 @@ class Misses:
         self._recent = recent
         self._nearest: dict[int, Nearest] = {}  # of requests that have not ended
         self._lock = threading.Lock()
-        self._unread: deque[Case] = deque(maxlen=N_UNREAD)
-        self._found: deque[Missed] = deque(maxlen=N_KEPT)
+        self._unread: deque[MissCandidate] = deque(maxlen=N_UNREAD)
+        self._found: deque[Miss] = deque(maxlen=N_KEPT)
 
     def arrived(self, job: Job) -> None:
         """Find its predecessor, before it is one itself."""
@@ -83,9 +83,9 @@ class Misses:
         nearest = self._nearest.pop(job.number, None)
         if nearest is None or nearest.entry is None or job.receipt is None:
             return
-        if job.receipt.recomputed < MIN_AGAIN:
+        if job.receipt.recomputed < MIN_WASTED:
             return
-        case = Case(
+        candidate = MissCandidate(
             job.number,
             job.request.tenant,
             job.request.agent,
@@ -97,49 +97,49 @@ class Misses:
             job.home.manager.rates.prefill_tokens_per_s,
         )
         with self._lock:
-            self._unread.append(case)
+            self._unread.append(candidate)
 
-    def latest(self) -> list[Missed]:
+    def latest(self) -> list[Miss]:
         """The latest first."""
         with self._lock:
-            cases = [self._unread.popleft() for _ in range(len(self._unread))]
-            found = [look_into(case) for case in cases]
-            self._found.extend(missed for missed in found if missed.is_worth_a_word)
+            candidates = [self._unread.popleft() for _ in range(len(self._unread))]
+            found = [find_miss(candidate) for candidate in candidates]
+            self._found.extend(miss for miss in found if miss.is_significant)
             return list(self._found)[::-1]
 
 
-def look_into(case: Case) -> Missed:
+def find_miss(candidate: MissCandidate) -> Miss:
     """How much of a prompt was computed again, and where that began."""
-    n_prompt = len(case.prompt) // 4
-    lost = max(0, min(case.n_common, n_prompt - 1) - case.restored)
-    again = lost + _after_the_place(case)
-    place = case.restored if lost >= MIN_AGAIN else case.n_common
-    return Missed(
-        case.number,
-        case.tenant,
-        case.agent,
-        case.when,
+    n_prompt = len(candidate.prompt) // 4
+    lost = max(0, min(candidate.n_common, n_prompt - 1) - candidate.restored)
+    wasted = lost + _after_the_place(candidate)
+    place = candidate.restored if lost >= MIN_WASTED else candidate.n_common
+    return Miss(
+        candidate.number,
+        candidate.tenant,
+        candidate.agent,
+        candidate.when,
         n_prompt,
-        case.restored,
+        candidate.restored,
         place,
-        again,
-        again / case.tokens_per_s,
-        "not kept" if lost >= MIN_AGAIN else "changed",
-        _tokens(case.prompt, max(0, place - BEFORE), place),
-        _tokens(case.earlier, place, place + AFTER),
-        _tokens(case.prompt, place, place + AFTER),
+        wasted,
+        wasted / candidate.tokens_per_s,
+        "not kept" if lost >= MIN_WASTED else "changed",
+        _tokens(candidate.prompt, max(0, place - BEFORE), place),
+        _tokens(candidate.earlier, place, place + AFTER),
+        _tokens(candidate.prompt, place, place + AFTER),
     )
 
 
-def _after_the_place(case: Case) -> int:
+def _after_the_place(candidate: MissCandidate) -> int:
     """Tokens of the earlier prompt that come again after both have parted.
 
     Where a good deal more was restored than the two share, some other prompt was nearer.
     """
-    if case.restored >= case.n_common + MIN_AGAIN:
+    if candidate.restored >= candidate.n_common + MIN_WASTED:
         return 0
-    start = max(case.n_common, case.restored)
-    return repeated(case.prompt[4 * start :], case.earlier[4 * case.n_common :])
+    start = max(candidate.n_common, candidate.restored)
+    return repeated(candidate.prompt[4 * start :], candidate.earlier[4 * candidate.n_common :])
 
 
 def repeated(now: bytes, earlier: bytes) -> int:

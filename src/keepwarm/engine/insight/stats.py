@@ -16,7 +16,7 @@ from keepwarm.store.tier import TierStats
 class MemoryUse(NamedTuple):
     """One place that takes memory: live, memory (the tier), batch or buffers (MLX's own)."""
 
-    place: str
+    name: str
     n_bytes: int
     max_bytes: int | None
 
@@ -24,7 +24,7 @@ class MemoryUse(NamedTuple):
 @dataclass(frozen=True)
 class Stats:
     waiting: int
-    reading: int  # prompts that are being read
+    prefilling: int  # prompts
     decoding: int  # sequences in the batch
     counters: Mapping[str, Any]
     step_ms: float  # a token for everybody
@@ -38,7 +38,7 @@ def snapshot(scheduler: Scheduler, live: Live, store: Store) -> Stats:
     """Read from any thread; numbers may be a step apart from each other."""
     return Stats(
         waiting=len(scheduler.waiting),
-        reading=len(scheduler.reading),
+        prefilling=len(scheduler.reading),
         decoding=len(scheduler.rows),
         counters=asdict(scheduler.counters),
         step_ms=round(1000 * scheduler.pace.step_s, 2),

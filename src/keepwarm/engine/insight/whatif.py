@@ -20,7 +20,7 @@ DIGEST_BYTES = 8
 SCALES = (0.5, 1.0, 2.0, 4.0)
 
 
-class Look(NamedTuple):
+class LoggedLookup(NamedTuple):
     """One prompt and its answer, by whole blocks."""
 
     when: float
@@ -29,7 +29,7 @@ class Look(NamedTuple):
     block_bytes: int
 
 
-class Outcome(NamedTuple):
+class BudgetOutcome(NamedTuple):
     """What would have been found under a budget; None is no limit."""
 
     max_bytes: int | None
@@ -37,13 +37,13 @@ class Outcome(NamedTuple):
 
 
 class WhatIf(NamedTuple):
-    n_looks: int
+    n_lookups: int
     since: float | None
     asked_tokens: int
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[BudgetOutcome, ...]
 
 
-class Looks:
+class LookupLog:
     """The latest look-ups, as many as have so many blocks together. Any thread may ask."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Looks:
         self._max_blocks = max_blocks
         self._clock = clock
         self._lock = threading.Lock()
-        self._looks: deque[Look] = deque()
+        self._lookups: deque[LoggedLookup] = deque()
         self._n_blocks = 0
 
     def add(
@@ -63,38 +63,38 @@ class Looks:
         refs = chain(namespace, tokens[: n_whole * BLOCK_TOKENS])
         blocks = array("Q", (int.from_bytes(ref.key[:DIGEST_BYTES]) for ref in refs))
         # One token is always fed, so the block that ends with it is never found whole.
-        look = Look(self._clock(), blocks, (n_prompt - 1) // BLOCK_TOKENS, block_bytes)
+        lookup = LoggedLookup(self._clock(), blocks, (n_prompt - 1) // BLOCK_TOKENS, block_bytes)
         if not n_whole:
             return
         with self._lock:
-            self._looks.append(look)
+            self._lookups.append(lookup)
             self._n_blocks += n_whole
             while self._n_blocks > self._max_blocks:
-                self._n_blocks -= len(self._looks.popleft().blocks)
+                self._n_blocks -= len(self._lookups.popleft().blocks)
 
-    def all(self) -> list[Look]:
+    def all(self) -> list[LoggedLookup]:
         """The latest last."""
         with self._lock:
-            return list(self._looks)
+            return list(self._lookups)
 
 
-def what_if(looks: Sequence[Look], max_bytes: int | None) -> WhatIf:
+def what_if(lookups: Sequence[LoggedLookup], max_bytes: int | None) -> WhatIf:
     """The same look-ups under this budget, under part and multiples of it, and without any."""
     budgets = [] if max_bytes is None else [int(max_bytes * scale) for scale in SCALES]
-    outcomes = [Outcome(budget, replay(looks, budget)) for budget in [*budgets, None]]
-    asked = sum(look.n_asked for look in looks) * BLOCK_TOKENS
-    return WhatIf(len(looks), looks[0].when if looks else None, asked, tuple(outcomes))
+    outcomes = [BudgetOutcome(budget, replay(lookups, budget)) for budget in [*budgets, None]]
+    asked = sum(lookup.n_asked for lookup in lookups) * BLOCK_TOKENS
+    return WhatIf(len(lookups), lookups[0].when if lookups else None, asked, tuple(outcomes))
 
 
-def replay(looks: Iterable[Look], max_bytes: int | None) -> int:
+def replay(lookups: Iterable[LoggedLookup], max_bytes: int | None) -> int:
     """How many prompt tokens would have been found, the least recently used let go first."""
     kept: OrderedDict[int, int] = OrderedDict()  # bytes by block, least recently used first
     n_bytes = n_found = 0
-    for look in looks:
-        n_found += sum(1 for _ in takewhile(kept.__contains__, look.blocks[: look.n_asked]))
-        for block in reversed(look.blocks):  # so that none goes before those that follow it
-            n_bytes += look.block_bytes - kept.pop(block, 0)
-            kept[block] = look.block_bytes
+    for lookup in lookups:
+        n_found += sum(1 for _ in takewhile(kept.__contains__, lookup.blocks[: lookup.n_asked]))
+        for block in reversed(lookup.blocks):  # so that none goes before those that follow it
+            n_bytes += lookup.block_bytes - kept.pop(block, 0)
+            kept[block] = lookup.block_bytes
         while max_bytes is not None and n_bytes > max_bytes:
             n_bytes -= kept.popitem(last=False)[1]
     return n_found * BLOCK_TOKENS

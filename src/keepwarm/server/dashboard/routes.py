@@ -18,11 +18,11 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.insight.history import Amounts, Book, History, minute_of, watching
-from keepwarm.engine.insight.journal import Entry
-from keepwarm.engine.insight.misses import Missed
+from keepwarm.engine.insight.history import Amounts, History, Timeline, minute_name, recording
+from keepwarm.engine.insight.journal import JournalEntry
+from keepwarm.engine.insight.misses import Miss
 from keepwarm.engine.insight.stats import Stats
-from keepwarm.engine.insight.whatif import Look, WhatIf, what_if
+from keepwarm.engine.insight.whatif import LoggedLookup, WhatIf, what_if
 from keepwarm.errors import UnknownRequest
 from keepwarm.server.dashboard.forest import forest_out
 from keepwarm.server.dashboard.shapes import (
@@ -66,21 +66,21 @@ class Watch:
     def __init__(self, host: EngineHost, settings: Settings) -> None:
         self._host = host
         self._lock = threading.Lock()
-        self._answered: tuple[Look | None, WhatIf] | None = None
+        self._answered: tuple[LoggedLookup | None, WhatIf] | None = None
         self.history = History(settings.home / "history.json")
 
     def watching(self) -> AbstractContextManager[None]:
         """Inside, the history is kept."""
-        return watching(
+        return recording(
             self.history, lambda: self._host.engine.stats() if self._host.ready else None
         )
 
-    def what_if(self, looks: list[Look], max_bytes: int | None) -> WhatIf:
+    def what_if(self, lookups: list[LoggedLookup], max_bytes: int | None) -> WhatIf:
         """Played again only if there are new look-ups, for that takes a while."""
-        last = looks[-1] if looks else None
+        last = lookups[-1] if lookups else None
         with self._lock:
             if self._answered is None or self._answered[0] is not last:
-                self._answered = last, what_if(looks, max_bytes)
+                self._answered = last, what_if(lookups, max_bytes)
             return self._answered[1]
 
 
@@ -121,12 +121,12 @@ def show_now(host: Host, you: Who) -> NowOut:
 
 def _memory(engine: Engine) -> list[MemoryOut]:
     return [
-        {"place": use.place, "n_bytes": use.n_bytes, "max_bytes": use.max_bytes}
+        {"place": use.name, "n_bytes": use.n_bytes, "max_bytes": use.max_bytes}
         for use in engine.memory()
     ]
 
 
-def _request(entry: Entry, you: Viewer) -> RequestOut:
+def _request(entry: JournalEntry, you: Viewer) -> RequestOut:
     usage = entry.usage
     answered = usage is not None and usage.completion_tokens > 0
     return {
@@ -157,14 +157,14 @@ def show_saved(
     """
     stats = host.engine.stats()
     watch.history.observe(stats)
-    book, disk = watch.history.book, stats.tiers["disk"]
+    timeline, disk = watch.history.timeline, stats.tiers["disk"]
     written = sorted(host.engine.store.shelf.wear.by_day().items())
     return {
         "object": "dashboard.saved",
         "hours": hours,
-        "points": _points(book, hours),
+        "points": _points(timeline, hours),
         "today": _sum(watch.history.today()),
-        "total": _sum(book.total),
+        "total": _sum(timeline.total),
         "disk": {"place": "disk", "n_bytes": disk.n_bytes, "max_bytes": disk.max_bytes},
         "blocks": disk.blocks,
         "written_by_day": dict(written[-DAYS_SHOWN:]),
@@ -172,16 +172,16 @@ def show_saved(
     }
 
 
-def _points(book: Book, hours: int) -> list[PointOut]:
+def _points(timeline: Timeline, hours: int) -> list[PointOut]:
     """As many points for any time, each of as many minutes as there are hours."""
     last = int(time.time() // 60)
     first = last - N_POINTS * hours + 1
-    return [_point(book, minute, hours) for minute in range(first, last + 1, hours)]
+    return [_point(timeline, minute, hours) for minute in range(first, last + 1, hours)]
 
 
-def _point(book: Book, minute: int, width: int) -> PointOut:
-    names = [minute_of(60 * each) for each in range(minute, minute + width)]
-    found = [book.minutes[name] for name in names if name in book.minutes]
+def _point(timeline: Timeline, minute: int, width: int) -> PointOut:
+    names = [minute_name(60 * each) for each in range(minute, minute + width)]
+    found = [timeline.minutes[name] for name in names if name in timeline.minutes]
     n = {place: sum(amounts.get(place, 0) for amounts in found) for place in (*PLACES, "prefilled")}
     return {
         "at": 60 * minute,
@@ -231,19 +231,19 @@ async def show_misses(host: Host, you: Who) -> MissesOut:
     }
 
 
-def _missed(missed: Missed, you: Viewer) -> MissedOut:
+def _missed(miss: Miss, you: Viewer) -> MissedOut:
     return {
-        "number": missed.number,
-        "key": you.key_of(missed.tenant),
-        "agent": you.name_of(missed.agent),
-        "when": missed.when,
-        "prompt_tokens": missed.prompt_tokens,
-        "restored": missed.restored,
-        "position": missed.position,
-        "again": missed.again,
-        "seconds": round(missed.seconds, 3),
-        "reason": missed.reason,
-        "text": you.reads(missed.tenant),
+        "number": miss.number,
+        "key": you.key_of(miss.tenant),
+        "agent": you.name_of(miss.agent),
+        "when": miss.when,
+        "prompt_tokens": miss.prompt_tokens,
+        "restored": miss.restored,
+        "position": miss.position,
+        "again": miss.wasted,
+        "seconds": round(miss.seconds, 3),
+        "reason": miss.reason,
+        "text": you.reads(miss.tenant),
     }
 
 
@@ -251,19 +251,19 @@ def _missed(missed: Missed, you: Viewer) -> MissedOut:
 async def show_place(number: int, host: Host, you: Who) -> PlaceOut:
     """Where one of them parts from the earlier prompt, as text; only the caller's own."""
     found = await asyncio.to_thread(host.engine.misses.latest)
-    own = [missed for missed in found if missed.number == number and you.reads(missed.tenant)]
+    own = [miss for miss in found if miss.number == number and you.reads(miss.tenant)]
     if not own:
         raise UnknownRequest(f"No miss {number} is remembered whose text is yours to read.")
     return await asyncio.to_thread(_place, host.engine, own[0])
 
 
-def _place(engine: Engine, missed: Missed) -> PlaceOut:
+def _place(engine: Engine, miss: Miss) -> PlaceOut:
     tokenizer = engine.model.tokenizer
     return {
         "object": "dashboard.place",
-        "before": decode(tokenizer, missed.before),
-        "earlier": decode(tokenizer, missed.earlier),
-        "now": decode(tokenizer, missed.now),
+        "before": decode(tokenizer, miss.before),
+        "earlier": decode(tokenizer, miss.earlier),
+        "now": decode(tokenizer, miss.now),
     }
 
 
@@ -279,7 +279,7 @@ async def show_what_if(host: Host, watch: Watched) -> WhatIfOut:
 def _what_if(engine: Engine, watch: Watch) -> WhatIfOut:
     stats = engine.stats()
     max_bytes = stats.tiers["disk"].max_bytes
-    found = watch.what_if(engine.looks.all(), max_bytes)
+    found = watch.what_if(engine.lookup_log.all(), max_bytes)
     now = next((o.n_tokens for o in found.outcomes if o.max_bytes == max_bytes), 0)
     outcomes: list[OutcomeOut] = [
         {
@@ -292,7 +292,7 @@ def _what_if(engine: Engine, watch: Watch) -> WhatIfOut:
     ]
     return {
         "object": "dashboard.what_if",
-        "looks": found.n_looks,
+        "looks": found.n_lookups,
         "since": found.since,
         "asked_tokens": found.asked_tokens,
         "max_bytes": max_bytes,

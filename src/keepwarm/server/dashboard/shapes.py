@@ -6,8 +6,8 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
-from keepwarm.engine.insight.journal import State
-from keepwarm.engine.insight.misses import Reason
+from keepwarm.engine.insight.journal import RequestState
+from keepwarm.engine.insight.misses import MissReason
 from keepwarm.server.http.wire import ReceiptShape
 
 
@@ -24,7 +24,7 @@ class RequestOut(TypedDict):
     number: int
     key: str | None  # whose, where it is not one's own; only an admin is told
     agent: str | None
-    state: State
+    state: RequestState
     seconds: float
     prompt_tokens: int
     answer_tokens: int
@@ -129,7 +129,7 @@ class MissedOut(TypedDict):
     position: int
     again: int
     seconds: float
-    reason: Reason
+    reason: MissReason
     text: bool  # whether its text can be asked for
 
 

@@ -153,7 +153,7 @@ def show_cache(host: Host) -> CacheOut:
         "model": host.name,
         "requests": {
             "waiting": stats.waiting,
-            "reading": stats.reading,
+            "reading": stats.prefilling,
             "decoding": stats.decoding,
         },
         "counters": dict(stats.counters),

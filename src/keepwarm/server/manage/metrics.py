@@ -98,7 +98,7 @@ def _failed_restores(stats: Stats) -> Values:
 
 
 def _requests(stats: Stats) -> Values:
-    return {"waiting": stats.waiting, "reading": stats.reading, "decoding": stats.decoding}
+    return {"waiting": stats.waiting, "reading": stats.prefilling, "decoding": stats.decoding}
 
 
 def _outcomes(stats: Stats) -> Values:
