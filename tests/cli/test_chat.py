@@ -13,8 +13,8 @@ from itertools import count
 
 import pytest
 
-from keepwarm.cli.chat import Conversation, _read
-from keepwarm.cli.options import question, running
+from keepwarm.cli.chat import ChatHistory, _read
+from keepwarm.cli.options import make_request, open_engine
 from keepwarm.config import Settings
 from keepwarm.text.request import Request
 from tests.cli import environment, keepwarm, write_endless
@@ -195,9 +195,9 @@ def conversation(tmp_path):
     system = [{"role": "system", "content": "Answer the fox."}]
     model = write_endless(tmp_path / "model")
     settings = Settings(tmp_path, tmp_path / "store", str(model), max_tokens=500)
-    asks = question(settings, None, None, False, None)
-    with running(settings, asks) as engine:
-        yield Conversation(engine, asks, system)
+    asks = make_request(settings, None, None, False, None)
+    with open_engine(settings, asks) as engine:
+        yield ChatHistory(engine, asks, system)
 
 
 def interrupt_after(n_asked):
@@ -232,13 +232,13 @@ def test_clear_keeps_the_system_prompt_warm(conversation):
 FAILING = """
 import sys
 from keepwarm import config
-from keepwarm.cli.chat import Conversation, _turn
-from keepwarm.cli.options import question, running
+from keepwarm.cli.chat import ChatHistory, _turn
+from keepwarm.cli.options import make_request, open_engine
 
 settings = config.load(model=sys.argv[1], max_tokens=3)
-asks = question(settings, None, None, False, None)
-with running(settings, asks) as engine:
-    talk, model = Conversation(engine, asks, []), engine.model.module
+asks = make_request(settings, None, None, False, None)
+with open_engine(settings, asks) as engine:
+    talk, model = ChatHistory(engine, asks, []), engine.model.module
     whole, model.lm_head = model.lm_head, None
     _turn(talk, "hi")
     model.lm_head = whole

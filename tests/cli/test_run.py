@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from keepwarm.cache.store import Store
-from keepwarm.cli.options import shown
+from keepwarm.cli.options import print_events
 from keepwarm.config import Settings
 from keepwarm.models.load import load
 from keepwarm.text.prompt import Prompter
@@ -149,7 +149,7 @@ def test_reasoning_is_shown_beside_the_answer(capsys):
         Delta(0, text="So "),
     ]
     events += [Delta(0, text="it is."), Finished(0, "stop")]
-    assert list(shown(events)) == events
+    assert list(print_events(events)) == events
     assert capsys.readouterr() == ("So it is.", "I think.\n\n")
 
 

@@ -9,7 +9,7 @@ import pytest
 from keepwarm import config
 from keepwarm.cache.opened import Budgets
 from keepwarm.cache.store import Store
-from keepwarm.cli.options import running
+from keepwarm.cli.options import open_engine
 from keepwarm.device.memory import MIB, MemoryConfig, host_memory, scopes_of_process
 from keepwarm.engine.engine import Engine, EngineConfig
 from tests.kit.checkpoints import write_checkpoint
@@ -153,7 +153,7 @@ def test_the_command_line_keeps_blocks_in_memory(tmp_path, chosen):
     """0 stands for a share of the machine, there as in a server."""
     model = write_checkpoint(tmp_path / "model")
     settings = settings_in(tmp_path, memory_bytes=chosen, model=model)
-    with running(settings, ask([1])) as engine:
+    with open_engine(settings, ask([1])) as engine:
         share = MemoryConfig.automatic(model_bytes=engine.model.n_bytes).tier_bytes
         assert tier_limit(engine) == (chosen or share)
 

@@ -20,12 +20,12 @@ from keepwarm.cli.options import (
     Seed,
     SystemFile,
     Temperature,
-    checked,
-    note,
-    opening,
-    question,
-    running,
-    shown,
+    check_prompt,
+    make_request,
+    open_engine,
+    print_events,
+    print_note,
+    system_messages,
 )
 from keepwarm.errors import BadInput, Cancelled, KeepwarmError
 
@@ -49,28 +49,28 @@ def chat(
     agent: AgentId = None,
 ) -> None:
     """Talk with a model in the terminal."""
-    first = opening(system)
+    first = system_messages(system)
     settings = config.load(model=model, max_tokens=max_tokens, temperature=temperature)
-    asks = question(settings, seed, kv_bits, no_cache, agent)
-    with running(settings, asks) as engine:
-        talk = Conversation(engine, asks, first)
-        note(f"{engine.model.name}. {HELP}")
-        for line in _lines():
-            _obey(talk, line)
+    template = make_request(settings, seed, kv_bits, no_cache, agent)
+    with open_engine(settings, template) as engine:
+        history = ChatHistory(engine, template, first)
+        print_note(f"{engine.model.name}. {HELP}")
+        for line in _input_lines():
+            _handle_line(history, line)
 
 
-def _obey(talk: Conversation, line: str) -> None:
+def _handle_line(history: ChatHistory, line: str) -> None:
     """A command, or something to answer."""
     if line == "/clear":
-        talk.clear()
-        note("Forgotten; a new conversation.")
+        history.clear()
+        print_note("Forgotten; a new conversation.")
     elif line.startswith("/"):
-        note(f"There is no {line.split(maxsplit=1)[0]}. {HELP}")
+        print_note(f"There is no {line.split(maxsplit=1)[0]}. {HELP}")
     else:
-        _turn(talk, line)
+        _turn(history, line)
 
 
-class Said:
+class ChatAnswer:
     """What has come of an answer so far."""
 
     def __init__(self) -> None:
@@ -108,58 +108,58 @@ class Said:
         return f"{self.n_tokens} tokens · {warm} · {end}"
 
 
-class Conversation:
+class ChatHistory:
     """The messages so far; the engine knows what it has read of them."""
 
-    def __init__(self, engine: Engine, asks: Request, opening: list[dict[str, str]]) -> None:
+    def __init__(self, engine: Engine, template: Request, system: list[dict[str, str]]) -> None:
         """What would be refused with every question, whatever it is, is refused here."""
         self._engine = engine
-        self._asks = asks
-        self._opening = opening
-        self.messages = list(opening)
+        self._template = template
+        self._system = system
+        self.messages = list(system)
         engine.prepare(self._request("?"))
 
     def ask(self, text: str) -> Answer:
         """Begin the answer to this; `keep` what comes of it."""
         return self._engine.submit(self._request(text))
 
-    def keep(self, text: str, said: Said) -> None:
+    def keep(self, text: str, answer: ChatAnswer) -> None:
         """Add a turn to the history."""
-        self.messages += [{"role": "user", "content": text}, said.message]
+        self.messages += [{"role": "user", "content": text}, answer.message]
 
     def clear(self) -> None:
         """Forget the turns. What was read stays warm: the next prompt takes what still serves."""
-        self.messages = list(self._opening)
+        self.messages = list(self._system)
 
     def _request(self, text: str) -> Request:
-        return replace(self._asks, messages=[*self.messages, {"role": "user", "content": text}])
+        return replace(self._template, messages=[*self.messages, {"role": "user", "content": text}])
 
 
-def _turn(talk: Conversation, line: str) -> None:
-    """Answer one line; what was said before Ctrl-C stays, a turn that failed leaves no trace."""
+def _turn(history: ChatHistory, line: str) -> None:
+    """Answer one line; what was printed before Ctrl-C stays, a turn that failed leaves no trace."""
     with _interruptible() as interrupted:
         try:
-            said = _read(talk.ask(checked(line)), interrupted)
+            answer = _read(history.ask(check_prompt(line)), interrupted)
         except KeepwarmError as error:
-            note(f"{error} /clear starts over.")
+            print_note(f"{error} /clear starts over.")
             return
-    if said.n_tokens:
-        talk.keep(line, said)
-    note(said.summary)
+    if answer.n_tokens:
+        history.keep(line, answer)
+    print_note(answer.summary)
 
 
-def _read(answer: Answer, interrupted: Callable[[], bool]) -> Said:
-    said = Said()
+def _read(stream: Answer, interrupted: Callable[[], bool]) -> ChatAnswer:
+    answer = ChatAnswer()
     try:
-        for event in shown(answer):
-            said.add(event)
+        for event in print_events(stream):
+            answer.add(event)
             if interrupted():
-                answer.cancel()
+                stream.cancel()
     except Cancelled:
         pass
     finally:
         print(flush=True)
-    return said
+    return answer
 
 
 @contextlib.contextmanager
@@ -173,7 +173,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _lines() -> Iterator[str]:
+def _input_lines() -> Iterator[str]:
     """The lines that were typed or piped in, blank ones left out, until /exit or the end."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # input() then edits lines and remembers them
@@ -184,7 +184,7 @@ def _lines() -> Iterator[str]:
         except EOFError:
             return
         except KeyboardInterrupt:
-            note(f"\n{HELP}")
+            print_note(f"\n{HELP}")
             continue
         except UnicodeDecodeError as error:
             raise BadInput("Standard input is not UTF-8 text; convert it.") from error

@@ -15,7 +15,7 @@ from keepwarm import config
 from keepwarm.errors import BadModelFile
 
 
-class Listed(NamedTuple):
+class ModelEntry(NamedTuple):
     name: str
     source: str  # built-in or hub
     path: str | None  # None: not pulled yet
@@ -28,14 +28,14 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="A list of objects.")] = False,
 ) -> None:
     """List the built-in models and those that are on this machine."""
-    found = list(listed(config.load()))
+    found = list(list_models(config.load()))
     if as_json:
         print(dumps([model._asdict() for model in found]))
     else:
         Console().print(_table(found))
 
 
-def listed(settings: config.Settings) -> Iterator[Listed]:
+def list_models(settings: config.Settings) -> Iterator[ModelEntry]:
     """Built-ins first, pulled or not, then the models in the hub's cache."""
     from keepwarm.models import builtin, hub
 
@@ -46,22 +46,22 @@ def listed(settings: config.Settings) -> Iterator[Listed]:
         yield _here(name, "hub", path)
 
 
-def _here(name: str, source: str, path: Path) -> Listed:
+def _here(name: str, source: str, path: Path) -> ModelEntry:
     from keepwarm.models.catalog import n_context, read_config
 
     n_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     try:
         model = read_config(path)
     except BadModelFile:  # one broken model does not hide the others
-        return Listed(name, source, str(path), n_bytes, None, None)
-    return Listed(name, source, str(path), n_bytes, model["model_type"], n_context(model))
+        return ModelEntry(name, source, str(path), n_bytes, None, None)
+    return ModelEntry(name, source, str(path), n_bytes, model["model_type"], n_context(model))
 
 
-def _absent(name: str) -> Listed:
-    return Listed(name, "built-in", None, None, None, None)
+def _absent(name: str) -> ModelEntry:
+    return ModelEntry(name, "built-in", None, None, None, None)
 
 
-def _table(found: list[Listed]) -> Table:
+def _table(found: list[ModelEntry]) -> Table:
     from keepwarm.device.space import in_words
 
     table = Table("Model", "From", "Size", "Architecture", "Context", "Path", box=None)

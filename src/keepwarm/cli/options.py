@@ -48,7 +48,7 @@ NoCache: TypeAlias = Annotated[
 ]
 
 
-def question(
+def make_request(
     settings: config.Settings,
     seed: int | None,
     kv_bits: int | None,
@@ -71,23 +71,23 @@ def question(
 
 
 @contextmanager
-def running(settings: config.Settings, asks: Request) -> Iterator[Engine]:
+def open_engine(settings: config.Settings, request: Request) -> Iterator[Engine]:
     """The engine for such requests; leaving waits until what is to be kept is on disk."""
     from keepwarm.cache.opened import Budgets
     from keepwarm.cache.store import Store
     from keepwarm.engine.engine import Engine
     from keepwarm.models.load import load
 
-    budgets = replace(Budgets.of(settings), disk=asks.policy.to_disk)
-    with _unlogged(), Store(budgets=budgets, settings=settings) as store:
-        if asks.agent is not None:
-            store.check_agent(asks.agent)
+    budgets = replace(Budgets.of(settings), disk=request.policy.to_disk)
+    with _log_discarded(), Store(budgets=budgets, settings=settings) as store:
+        if request.agent is not None:
+            store.check_agent(request.agent)
         with Engine(load(settings.model, settings), store, settings=settings) as engine:
             yield engine
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
+def _log_discarded() -> Iterator[None]:
     """What people must know is raised; a log without a place to go would run into the answer."""
     logger, nowhere = logging.getLogger("keepwarm"), logging.NullHandler()
     logger.addHandler(nowhere)
@@ -97,7 +97,7 @@ def _unlogged() -> Iterator[None]:
         logger.removeHandler(nowhere)
 
 
-def opening(system: Path | None) -> list[dict[str, str]]:
+def system_messages(system: Path | None) -> list[dict[str, str]]:
     """The messages that a conversation starts with: the system prompt, or none."""
     if system is None:
         return []
@@ -111,7 +111,7 @@ def opening(system: Path | None) -> list[dict[str, str]]:
     return [{"role": "system", "content": content}]
 
 
-def checked(text: str) -> str:
+def check_prompt(text: str) -> str:
     """The text as it is, if it says anything and is Unicode; else refused in a sentence."""
     if not text.strip():
         raise BadInput("The prompt is empty; say something.")
@@ -122,7 +122,7 @@ def checked(text: str) -> str:
     return text
 
 
-def shown(events: Iterable[Event]) -> Iterator[Event]:
+def print_events(events: Iterable[Event]) -> Iterator[Event]:
     """Pass an answer on and print it: its text, and its reasoning dim on standard error."""
     from keepwarm.text.request import Delta
 
@@ -130,15 +130,15 @@ def shown(events: Iterable[Event]) -> Iterator[Event]:
     for event in events:
         if isinstance(event, Delta):
             if event.reasoning:
-                note(event.reasoning, end="")
+                print_note(event.reasoning, end="")
             elif thinks and event.text:
-                note("\n")
+                print_note("\n")
             print(event.text, end="", flush=True)
             thinks = bool(event.reasoning) or (thinks and not event.text)
         yield event
 
 
-def note(text: str, end: str = "\n") -> None:
+def print_note(text: str, end: str = "\n") -> None:
     """Something dim beside the answers, which have standard output for themselves."""
     from rich.console import Console
 

@@ -19,11 +19,11 @@ from keepwarm.cli.options import (
     Seed,
     SystemFile,
     Temperature,
-    checked,
-    opening,
-    question,
-    running,
-    shown,
+    check_prompt,
+    make_request,
+    open_engine,
+    print_events,
+    system_messages,
 )
 from keepwarm.errors import BadInput
 
@@ -48,12 +48,12 @@ def run(
     ] = False,
 ) -> None:
     """Answer one prompt and leave."""
-    text = checked(_standard_input() if prompt == "-" else prompt)
-    messages = [*opening(system), {"role": "user", "content": text}]
+    text = check_prompt(_standard_input() if prompt == "-" else prompt)
+    messages = [*system_messages(system), {"role": "user", "content": text}]
     settings = config.load(model=model, max_tokens=max_tokens, temperature=temperature)
-    asks = replace(question(settings, seed, kv_bits, no_cache, agent), messages=messages)
-    with running(settings, asks) as engine:
-        answer = engine.submit(asks)
+    request = replace(make_request(settings, seed, kv_bits, no_cache, agent), messages=messages)
+    with open_engine(settings, request) as engine:
+        answer = engine.submit(request)
         if as_json:
             print(_as_json(answer.result()))
         else:
@@ -68,7 +68,7 @@ def _standard_input() -> str:
 
 
 def _stream(answer: Answer) -> None:
-    for _ in shown(answer):
+    for _ in print_events(answer):
         continue
     print()
 

@@ -61,23 +61,23 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
     app.state.host = host
     app.state.settings = settings
     app.state.responses = ResponseStore()
-    app.state.resident = admin.Resident(host, settings)
+    app.state.resident = admin.ResidentModel(host, settings)
     app.state.metrics = metrics.Metrics(host)
-    app.state.dashboard = dashboard.Watch(host, settings)
+    app.state.dashboard = dashboard.DashboardState(host, settings)
     for router in ROUTERS:
         app.include_router(router)
     app.include_router(dashboard_page.make_router())
     _say_what_is_wrong(app)
     app.add_middleware(Limits, settings=settings)
     _let_pages_in(app, settings)
-    app.add_middleware(metrics.Counted, metrics=app.state.metrics)
+    app.add_middleware(metrics.RequestCounter, metrics=app.state.metrics)
     return app
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.host.begin()
-    with app.state.dashboard.watching():
+    with app.state.dashboard.record_history():
         yield
     await asyncio.to_thread(app.state.host.close)
 

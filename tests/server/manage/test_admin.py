@@ -10,7 +10,7 @@ from keepwarm.cache.store import Store
 from keepwarm.errors import Busy
 from keepwarm.models.load import load
 from keepwarm.server.host import EngineHost, start_engine
-from keepwarm.server.manage.admin import Resident
+from keepwarm.server.manage.admin import ResidentModel
 from tests.kit.checkpoints import write_checkpoint
 from tests.server.conftest import serve, wait_until
 
@@ -70,7 +70,7 @@ def test_the_first_is_gone_when_the_second_comes(checkpoint, other, tmp_path):
     with Store(settings=settings) as store:
         host = EngineHost(start_engine(load(str(checkpoint), settings), store, settings), "first")
         first = weakref.ref(host.engine.model.module)
-        Resident(host, settings).load(str(other), 0)
+        ResidentModel(host, settings).load(str(other), 0)
         assert host.ready
         assert first() is None
         host.close()
@@ -155,7 +155,7 @@ def test_answers_that_run_may_end_first(admin, other):
 
 
 def test_one_change_at_a_time(live):
-    resident = Resident(live.host, live.settings)
-    with resident._alone(), pytest.raises(Busy, match="being changed"):
+    resident = ResidentModel(live.host, live.settings)
+    with resident._exclusive(), pytest.raises(Busy, match="being changed"):
         resident.unload(0)
     assert live.host.ready

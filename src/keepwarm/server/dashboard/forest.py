@@ -12,7 +12,7 @@ from keepwarm.cache.store import Store
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.prefix.fingerprint import tenant_of
-from keepwarm.server.dashboard.shapes import ForestOut, OwnerOut, RunOut
+from keepwarm.server.dashboard.shapes import BlockRunOut, ForestAgentOut, ForestOut
 from keepwarm.server.http.viewer import Viewer
 from keepwarm.store.tier import Stored
 
@@ -20,7 +20,7 @@ ID_DIGITS = 16
 FAMILY_DIGITS = 8
 
 
-class Owners:
+class NamespaceOwners:
     """Whose a namespace is: the tenant is part of what it was made from."""
 
     def __init__(self, shelf: Shelf, you: Viewer) -> None:
@@ -29,7 +29,7 @@ class Owners:
         self.tenant_of = cache(self._tenant_of)
         self.hidden: set[BlockKey] = set()
 
-    def seen(self, blocks: Iterable[Stored]) -> Iterator[Stored]:
+    def visible(self, blocks: Iterable[Stored]) -> Iterator[Stored]:
         """The viewer's own; the others are counted."""
         for block in blocks:
             if self._you.sees(self.tenant_of(block.namespace)):
@@ -50,27 +50,27 @@ class Owners:
 def forest_out(store: Store, you: Viewer) -> ForestOut:
     """Reads the index of every tier; call it in a thread."""
     shelf = store.shelf
-    owners = Owners(shelf, you)
+    owners = NamespaceOwners(shelf, you)
     agents = [agent for agent in shelf.agents.all() if owners.sees(agent)]
-    seen = {name: owners.seen(blocks) for name, blocks in store.blocks().items()}
-    forest = plant(seen, agents)
-    places = {agent.id: place for place, agent in enumerate(agents)}
+    visible = {name: owners.visible(blocks) for name, blocks in store.blocks().items()}
+    forest = plant(visible, agents)
+    positions = {agent.id: position for position, agent in enumerate(agents)}
     rows = {run.key: row for row, run in enumerate(forest.runs)}
-    named: list[OwnerOut] = [
+    named: list[ForestAgentOut] = [
         {"id": you.name_of(a.id) or "", "key": you.key_of(owners.tenant_of(a.namespace))}
         for a in agents
     ]
     return {
         "object": "dashboard.forest",
         "agents": named,
-        "runs": [_run(run, rows, places) for run in forest.runs],
+        "runs": [_run(run, rows, positions) for run in forest.runs],
         "blocks": forest.n_blocks,
         "left_out": forest.left_out,
         "others": len(owners.hidden),
     }
 
 
-def _run(run: Run, rows: dict[BlockKey, int], places: dict[str, int]) -> RunOut:
+def _run(run: Run, rows: dict[BlockKey, int], positions: dict[str, int]) -> BlockRunOut:
     return {
         "id": run.key.hex()[:ID_DIGITS],
         "parent": None if run.parent is None else rows[run.parent],
@@ -84,6 +84,6 @@ def _run(run: Run, rows: dict[BlockKey, int], places: dict[str, int]) -> RunOut:
         "memory": "memory" in run.tiers,
         "disk": "disk" in run.tiers,
         "pinned": run.pinned,
-        "agents": [places[agent] for agent in run.agents],
-        "ends": [places[agent] for agent in run.ends],
+        "agents": [positions[agent] for agent in run.agents],
+        "ends": [positions[agent] for agent in run.ends],
     }

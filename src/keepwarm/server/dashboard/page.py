@@ -8,7 +8,7 @@ from pathlib import Path
 from fastapi import APIRouter, Response
 from fastapi.responses import RedirectResponse
 
-PLACE = "/dashboard"
+PATH = "/dashboard"
 METHODS = ["GET", "HEAD"]  # Claude Code asks for the head of `/` to see whether there is a server
 FILES = Path(__file__).parent / "static"
 TYPES = {
@@ -33,18 +33,18 @@ HEADERS = {
 def make_router() -> APIRouter:
     """A route for every file, and `/` leads to the page."""
     router = APIRouter(include_in_schema=False)
-    router.add_api_route("/", _to_the_page, methods=METHODS)
-    router.add_api_route(PLACE, _answer(FILES / "index.html"), methods=METHODS)
+    router.add_api_route("/", _redirect, methods=METHODS)
+    router.add_api_route(PATH, _serve(FILES / "index.html"), methods=METHODS)
     for file in sorted(FILES.iterdir()):
-        router.add_api_route(f"{PLACE}/{file.name}", _answer(file), methods=METHODS)
+        router.add_api_route(f"{PATH}/{file.name}", _serve(file), methods=METHODS)
     return router
 
 
-async def _to_the_page() -> Response:
-    return RedirectResponse(PLACE)
+async def _redirect() -> Response:
+    return RedirectResponse(PATH)
 
 
-def _answer(file: Path) -> Callable[[], Awaitable[Response]]:
+def _serve(file: Path) -> Callable[[], Awaitable[Response]]:
     content = file.read_bytes()
 
     async def answer() -> Response:

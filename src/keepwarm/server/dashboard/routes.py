@@ -26,17 +26,17 @@ from keepwarm.engine.insight.whatif import LoggedLookup, WhatIf, what_if
 from keepwarm.errors import UnknownRequest
 from keepwarm.server.dashboard.forest import forest_out
 from keepwarm.server.dashboard.shapes import (
+    ActivityOut,
+    BudgetOut,
+    BudgetOutcomeOut,
+    DivergenceOut,
     ForestOut,
-    MemoryOut,
-    MissedOut,
-    MissesOut,
-    NowOut,
-    OutcomeOut,
-    PlaceOut,
-    PointOut,
+    HistoryPointOut,
+    MissListOut,
+    MissOut,
     RequestOut,
-    SavedOut,
-    SumOut,
+    SavingsOut,
+    TotalsOut,
     WhatIfOut,
 )
 from keepwarm.server.host import EngineHost
@@ -48,7 +48,7 @@ from keepwarm.text.detokenize import decode
 N_ENDED = 20
 N_POINTS = 60
 DAYS_SHOWN = 14
-PLACES = ("live", "memory", "disk")
+TIERS = ("live", "memory", "disk")
 
 router = APIRouter(
     prefix="/v1/dashboard",
@@ -60,7 +60,7 @@ router = APIRouter(
 )
 
 
-class Watch:
+class DashboardState:
     """What is remembered for the dashboard beside the engine, which may be exchanged."""
 
     def __init__(self, host: EngineHost, settings: Settings) -> None:
@@ -69,7 +69,7 @@ class Watch:
         self._answered: tuple[LoggedLookup | None, WhatIf] | None = None
         self.history = History(settings.home / "history.json")
 
-    def watching(self) -> AbstractContextManager[None]:
+    def record_history(self) -> AbstractContextManager[None]:
         """Inside, the history is kept."""
         return recording(
             self.history, lambda: self._host.engine.stats() if self._host.ready else None
@@ -84,16 +84,16 @@ class Watch:
             return self._answered[1]
 
 
-def _watch_of(request: Request) -> Watch:
-    watch: Watch = request.app.state.dashboard
-    return watch
+def _state_of(request: Request) -> DashboardState:
+    state: DashboardState = request.app.state.dashboard
+    return state
 
 
-Watched = Annotated[Watch, Depends(_watch_of)]
+Dashboard = Annotated[DashboardState, Depends(_state_of)]
 
 
 @router.get("/now")
-def show_now(host: Host, you: Who) -> NowOut:
+def show_now(host: Host, you: Who) -> ActivityOut:
     """Requests that wait or run, the latest that ended, speed, and memory by budget."""
     engine = host.engine
     stats, entries = engine.stats(), engine.requests()
@@ -115,11 +115,11 @@ def show_now(host: Host, you: Who) -> NowOut:
         "prefilled_tokens": stats.counters["prefilled_tokens"] if you.sums else None,
         "generated_tokens": stats.counters["generated_tokens"] if you.sums else None,
         "prefill_tokens_per_s": stats.prefill_tokens_per_s,
-        "memory": _memory(engine) if you.sums else None,
+        "memory": _budgets(engine) if you.sums else None,
     }
 
 
-def _memory(engine: Engine) -> list[MemoryOut]:
+def _budgets(engine: Engine) -> list[BudgetOut]:
     return [
         {"place": use.name, "n_bytes": use.n_bytes, "max_bytes": use.max_bytes}
         for use in engine.memory()
@@ -148,23 +148,23 @@ def _request(entry: JournalEntry, you: Viewer) -> RequestOut:
 @router.get("/saved", dependencies=[Depends(needs_sums)])
 def show_saved(
     host: Host,
-    watch: Watched,
+    state: Dashboard,
     hours: Annotated[int, Query(ge=1, le=24, description="How far back the points go.")] = 1,
-) -> SavedOut:
+) -> SavingsOut:
     """Where prompt tokens came from over time, what that spared, and what lies on disk.
 
     Of all keys together; where there are several, it takes the admin key.
     """
     stats = host.engine.stats()
-    watch.history.observe(stats)
-    timeline, disk = watch.history.timeline, stats.tiers["disk"]
+    state.history.observe(stats)
+    timeline, disk = state.history.timeline, stats.tiers["disk"]
     written = sorted(host.engine.store.shelf.wear.by_day().items())
     return {
         "object": "dashboard.saved",
         "hours": hours,
         "points": _points(timeline, hours),
-        "today": _sum(watch.history.today()),
-        "total": _sum(timeline.total),
+        "today": _totals(state.history.today()),
+        "total": _totals(timeline.total),
         "disk": {"place": "disk", "n_bytes": disk.n_bytes, "max_bytes": disk.max_bytes},
         "blocks": disk.blocks,
         "written_by_day": dict(written[-DAYS_SHOWN:]),
@@ -172,17 +172,17 @@ def show_saved(
     }
 
 
-def _points(timeline: Timeline, hours: int) -> list[PointOut]:
+def _points(timeline: Timeline, hours: int) -> list[HistoryPointOut]:
     """As many points for any time, each of as many minutes as there are hours."""
     last = int(time.time() // 60)
     first = last - N_POINTS * hours + 1
     return [_point(timeline, minute, hours) for minute in range(first, last + 1, hours)]
 
 
-def _point(timeline: Timeline, minute: int, width: int) -> PointOut:
+def _point(timeline: Timeline, minute: int, width: int) -> HistoryPointOut:
     names = [minute_name(60 * each) for each in range(minute, minute + width)]
     found = [timeline.minutes[name] for name in names if name in timeline.minutes]
-    n = {place: sum(amounts.get(place, 0) for amounts in found) for place in (*PLACES, "prefilled")}
+    n = {name: sum(amounts.get(name, 0) for amounts in found) for name in (*TIERS, "prefilled")}
     return {
         "at": 60 * minute,
         "live": n["live"],
@@ -192,9 +192,9 @@ def _point(timeline: Timeline, minute: int, width: int) -> PointOut:
     }
 
 
-def _sum(amounts: Amounts) -> SumOut:
+def _totals(amounts: Amounts) -> TotalsOut:
     return {
-        "reused": {place: amounts.get(place, 0) for place in PLACES},
+        "reused": {tier: amounts.get(tier, 0) for tier in TIERS},
         "computed": amounts.get("prefilled", 0),
         "saved_s": amounts.get("saved_ms", 0) / 1000,
         "written_bytes": amounts.get("written_bytes", 0),
@@ -222,16 +222,16 @@ async def show_forest(host: Host, you: Who) -> ForestOut:
 
 
 @router.get("/misses")
-async def show_misses(host: Host, you: Who) -> MissesOut:
+async def show_misses(host: Host, you: Who) -> MissListOut:
     """The latest requests that computed again what an earlier prompt had, and what that cost."""
     found = await asyncio.to_thread(host.engine.misses.latest)
     return {
         "object": "list",
-        "data": [_missed(each, you) for each in found if you.sees(each.tenant)],
+        "data": [_miss(each, you) for each in found if you.sees(each.tenant)],
     }
 
 
-def _missed(miss: Miss, you: Viewer) -> MissedOut:
+def _miss(miss: Miss, you: Viewer) -> MissOut:
     return {
         "number": miss.number,
         "key": you.key_of(miss.tenant),
@@ -248,16 +248,16 @@ def _missed(miss: Miss, you: Viewer) -> MissedOut:
 
 
 @router.get("/misses/{number}")
-async def show_place(number: int, host: Host, you: Who) -> PlaceOut:
+async def show_divergence(number: int, host: Host, you: Who) -> DivergenceOut:
     """Where one of them parts from the earlier prompt, as text; only the caller's own."""
     found = await asyncio.to_thread(host.engine.misses.latest)
     own = [miss for miss in found if miss.number == number and you.reads(miss.tenant)]
     if not own:
         raise UnknownRequest(f"No miss {number} is remembered whose text is yours to read.")
-    return await asyncio.to_thread(_place, host.engine, own[0])
+    return await asyncio.to_thread(_divergence, host.engine, own[0])
 
 
-def _place(engine: Engine, miss: Miss) -> PlaceOut:
+def _divergence(engine: Engine, miss: Miss) -> DivergenceOut:
     tokenizer = engine.model.tokenizer
     return {
         "object": "dashboard.place",
@@ -268,20 +268,20 @@ def _place(engine: Engine, miss: Miss) -> PlaceOut:
 
 
 @router.get("/what-if", dependencies=[Depends(needs_sums)])
-async def show_what_if(host: Host, watch: Watched) -> WhatIfOut:
+async def show_what_if(host: Host, state: Dashboard) -> WhatIfOut:
     """What another disk budget would have spared, from the look-ups of all keys since the start.
 
     Where there are several keys, it takes the admin key.
     """
-    return await asyncio.to_thread(_what_if, host.engine, watch)
+    return await asyncio.to_thread(_what_if, host.engine, state)
 
 
-def _what_if(engine: Engine, watch: Watch) -> WhatIfOut:
+def _what_if(engine: Engine, state: DashboardState) -> WhatIfOut:
     stats = engine.stats()
     max_bytes = stats.tiers["disk"].max_bytes
-    found = watch.what_if(engine.lookup_log.all(), max_bytes)
+    found = state.what_if(engine.lookup_log.all(), max_bytes)
     now = next((o.n_tokens for o in found.outcomes if o.max_bytes == max_bytes), 0)
-    outcomes: list[OutcomeOut] = [
+    outcomes: list[BudgetOutcomeOut] = [
         {
             "max_bytes": outcome.max_bytes,
             "found_tokens": outcome.n_tokens,

@@ -11,7 +11,7 @@ from keepwarm.engine.insight.misses import MissReason
 from keepwarm.server.http.wire import ReceiptShape
 
 
-class YouOut(TypedDict):
+class ViewerOut(TypedDict):
     """What the caller's key is good for."""
 
     key_needed: bool
@@ -35,27 +35,27 @@ class RequestOut(TypedDict):
     ended: float | None
 
 
-class MemoryOut(TypedDict):
+class BudgetOut(TypedDict):
     place: str
     n_bytes: int
     max_bytes: int | None
 
 
-class NowOut(TypedDict):
+class ActivityOut(TypedDict):
     object: Literal["dashboard.now"]
     time: float
     model: str
-    you: YouOut
+    you: ViewerOut
     running: list[RequestOut]
     ended: list[RequestOut]
     others: dict[str, int]  # requests of other keys, by state
     prefilled_tokens: int | None  # of all keys, as is the rest; null where that is not shown
     generated_tokens: int | None
     prefill_tokens_per_s: float
-    memory: list[MemoryOut] | None
+    memory: list[BudgetOut] | None
 
 
-class PointOut(TypedDict):
+class HistoryPointOut(TypedDict):
     """Prompt tokens in a stretch of time, by where they came from."""
 
     at: float
@@ -65,33 +65,33 @@ class PointOut(TypedDict):
     computed: int
 
 
-class SumOut(TypedDict):
+class TotalsOut(TypedDict):
     reused: dict[str, int]  # tokens by place
     computed: int  # tokens
     saved_s: float
     written_bytes: int
 
 
-class SavedOut(TypedDict):
+class SavingsOut(TypedDict):
     object: Literal["dashboard.saved"]
     hours: int
-    points: list[PointOut]
-    today: SumOut
-    total: SumOut
-    disk: MemoryOut
+    points: list[HistoryPointOut]
+    today: TotalsOut
+    total: TotalsOut
+    disk: BudgetOut
     blocks: int
     written_by_day: dict[str, int]
     health: dict[str, int]
 
 
-class OwnerOut(TypedDict):
+class ForestAgentOut(TypedDict):
     """An agent, as the forest names it."""
 
     id: str
     key: str | None
 
 
-class RunOut(TypedDict):
+class BlockRunOut(TypedDict):
     """Blocks in a row. `parent`, `agents` and `ends` are places in lists."""
 
     id: str
@@ -112,14 +112,14 @@ class RunOut(TypedDict):
 
 class ForestOut(TypedDict):
     object: Literal["dashboard.forest"]
-    agents: list[OwnerOut]
-    runs: list[RunOut]
+    agents: list[ForestAgentOut]
+    runs: list[BlockRunOut]
     blocks: int
     left_out: int  # of one's own, too many to draw
     others: int  # blocks of other keys
 
 
-class MissedOut(TypedDict):
+class MissOut(TypedDict):
     number: int
     key: str | None
     agent: str | None
@@ -133,12 +133,12 @@ class MissedOut(TypedDict):
     text: bool  # whether its text can be asked for
 
 
-class MissesOut(TypedDict):
+class MissListOut(TypedDict):
     object: Literal["list"]
-    data: list[MissedOut]
+    data: list[MissOut]
 
 
-class PlaceOut(TypedDict):
+class DivergenceOut(TypedDict):
     """Where a prompt parts from an earlier one of the same key."""
 
     object: Literal["dashboard.place"]
@@ -147,7 +147,7 @@ class PlaceOut(TypedDict):
     now: str
 
 
-class OutcomeOut(TypedDict):
+class BudgetOutcomeOut(TypedDict):
     max_bytes: int | None
     found_tokens: int
     more_tokens: int  # than under the budget of now; fewer are negative
@@ -160,4 +160,4 @@ class WhatIfOut(TypedDict):
     since: float | None
     asked_tokens: int
     max_bytes: int | None
-    outcomes: list[OutcomeOut]
+    outcomes: list[BudgetOutcomeOut]

@@ -1,4 +1,4 @@
-"""Changing the model of a running server. One model is resident: another one takes its place.
+"""Changing the model of a running server. One model is resident: another one takes its location.
 
 The limits let nobody come here without the admin key.
 """
@@ -58,14 +58,14 @@ class ResidentOut(TypedDict):
     before: str | None
 
 
-class Place(NamedTuple):
+class ModelLocation(NamedTuple):
     """A model by the name it answers to, and where it lies."""
 
     name: str
     path: Path
 
 
-class Resident:
+class ResidentModel:
     """Exchanges the engine of a host. Everything it does takes long; call it in a thread."""
 
     def __init__(self, host: EngineHost, settings: Settings) -> None:
@@ -76,13 +76,13 @@ class Resident:
 
     def load(self, name: str, drain_s: float | None) -> ResidentOut:
         """Make this the model; where it cannot be loaded, the one before comes back."""
-        with self._alone():
-            new = self._place(name)
-            old = self._retire(drain_s)
+        with self._exclusive():
+            new = self._locate(name)
+            old = self._close_engine(drain_s)
             try:
                 self._start(new)
             except Exception as error:
-                self._bring_back(old)
+                self._reload(old)
                 if isinstance(error, KeepwarmError):
                     raise
                 raise EngineFailed(f"{name} could not be started ({error}).") from error
@@ -90,11 +90,11 @@ class Resident:
 
     def unload(self, drain_s: float | None) -> ResidentOut:
         """Let go of the model; its blocks stay on disk."""
-        with self._alone():
-            return _resident(None, self._retire(drain_s))
+        with self._exclusive():
+            return _resident(None, self._close_engine(drain_s))
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         if not self._changing.acquire(blocking=False):
             raise Busy("The model is being changed already; ask again when that is done.")
         try:
@@ -102,9 +102,9 @@ class Resident:
         finally:
             self._changing.release()
 
-    def _place(self, name: str) -> Place:
+    def _locate(self, name: str) -> ModelLocation:
         """Where a model lies that a request may name; nothing is downloaded for it."""
-        path = self._known(name)
+        path = self._find(name)
         if path is None and self._settings.allow_model_paths and not hub.is_id(name):
             path = locate(name, self._settings)
         if path is None:
@@ -114,9 +114,9 @@ class Resident:
             )
         if path.is_dir():
             read_config(path)
-        return Place(name, path)
+        return ModelLocation(name, path)
 
-    def _known(self, name: str) -> Path | None:
+    def _find(self, name: str) -> Path | None:
         if name == self._settings.model:
             return locate(name, self._settings)
         if name in builtin.BUILTINS:
@@ -124,46 +124,46 @@ class Resident:
             return path if path.is_dir() else None
         return hub.cached(name) if hub.is_id(name) else None
 
-    def _retire(self, drain_s: float | None) -> Place | None:
+    def _close_engine(self, drain_s: float | None) -> ModelLocation | None:
         """Drain and close the engine that is here; its weights are free afterwards."""
         engine = self._host.take()
         if engine is None:
             return None
-        place, self._store = Place(self._host.name, engine.model.path), engine.store
+        location, self._store = ModelLocation(self._host.name, engine.model.path), engine.store
         engine.drain(self._settings.drain_s if drain_s is None else drain_s)
         engine.close()
         del engine
         gc.collect()  # before the next model's weights come in: one is resident, not two
-        return place
+        return location
 
-    def _start(self, place: Place) -> None:
+    def _start(self, location: ModelLocation) -> None:
         if self._store is None:
             raise Stopping("The server is shutting down; its store is closed.")
-        model = load(str(place.path), self._settings)
-        self._host.put(start_engine(model, self._store, self._settings), place.name)
+        model = load(str(location.path), self._settings)
+        self._host.put(start_engine(model, self._store, self._settings), location.name)
 
-    def _bring_back(self, old: Place | None) -> None:
+    def _reload(self, old: ModelLocation | None) -> None:
         if old is not None:
             log.warning("The new model could not be started; %s comes back.", old.name)
             self._start(old)
 
 
-def _resident(now: str | None, before: Place | None) -> ResidentOut:
+def _resident(now: str | None, before: ModelLocation | None) -> ResidentOut:
     return {"object": "model.resident", "model": now, "before": before and before.name}
 
 
-def _resident_of(request: Request) -> Resident:
-    resident: Resident = request.app.state.resident
+def _resident_of(request: Request) -> ResidentModel:
+    resident: ResidentModel = request.app.state.resident
     return resident
 
 
-Model = Annotated[Resident, Depends(_resident_of)]
+Model = Annotated[ResidentModel, Depends(_resident_of)]
 
 
 @router.post("/load")
 @router.post("/swap")
 async def load_model(body: Load, resident: Model) -> ResidentOut:
-    """Load a model in place of the one that is here: drain, unload, load.
+    """Load a model in location of the one that is here: drain, unload, load.
 
     Where the new one cannot be loaded, the old one is loaded again and the error is told.
     """

@@ -49,7 +49,7 @@ router = APIRouter(
 )
 
 
-class Promises(Shape):
+class AgentOptions(Shape):
     """What an agent is promised."""
 
     pinned: bool = Field(default=False, description="None of its blocks is evicted.")
@@ -61,7 +61,7 @@ class Promises(Shape):
     )
 
 
-class NewAgent(Promises):
+class NewAgent(AgentOptions):
     id: AgentId = Field(description="Up to 100 letters, digits and . _ @ -")
 
 
@@ -103,7 +103,7 @@ class DeletedAgent(TypedDict):
     removed_blocks: int
 
 
-class Mine:
+class TenantAgents:
     """The agents of whoever asks. What it does takes files; call it in a thread."""
 
     def __init__(self, request: Request, host: Host) -> None:
@@ -119,50 +119,50 @@ class Mine:
         return [self._out(each) for each in self._shelf.agents.all() if each.id.startswith(prefix)]
 
     def show(self, agent_id: str) -> AgentOut:
-        return self._out(self._found(agent_id))
+        return self._out(self._find(agent_id))
 
-    def create(self, agent_id: str, promises: Promises) -> AgentOut:
+    def create(self, agent_id: str, options: AgentOptions) -> AgentOut:
         name = self._shelf.register(self._identity())
-        made = self._shelf.agents.create(self._new(agent_id), name, **promises.model_dump())
+        made = self._shelf.agents.create(self._unused_id(agent_id), name, **options.model_dump())
         return self._out(made)
 
     def fork(self, agent_id: str, new_id: str) -> AgentOut:
-        old = self._found(agent_id).id
-        return self._out(self._shelf.agents.fork(old, self._new(new_id)))
+        old = self._find(agent_id).id
+        return self._out(self._shelf.agents.fork(old, self._unused_id(new_id)))
 
     def rewind(self, agent_id: str, turn: int) -> AgentOut:
-        agent = self._found(agent_id)
+        agent = self._find(agent_id)
         if turn > len(agent.turns):
             raise BadField(f"{agent_id!r} has {len(agent.turns)} turns; name one of them.", "turn")
         return self._out(self._shelf.agents.rewind(agent.id, turn))
 
-    def promise(self, agent_id: str, **changes: Any) -> AgentOut:
-        return self._out(self._shelf.agents.promise(self._found(agent_id).id, **changes))
+    def update(self, agent_id: str, **changes: Any) -> AgentOut:
+        return self._out(self._shelf.agents.promise(self._find(agent_id).id, **changes))
 
     def delete(self, agent_id: str) -> DeletedAgent:
-        agent = self._found(agent_id)
+        agent = self._find(agent_id)
         removed = self._engine.forget(agent.id)
         return {"id": agent_id, "object": "agent", "deleted": True, "removed_blocks": removed}
 
     def export(self, agent_id: str, file: Path) -> None:
-        agent = self._found(agent_id)
+        agent = self._find(agent_id)
         self._shelf.export_agent(agent.id, file)
 
     def import_(self, file: Path, agent_id: str) -> AgentOut:
-        new_id = self._new(agent_id)
+        new_id = self._unused_id(agent_id)
         try:
             return self._out(self._shelf.import_agent(file, self._identity(), new_id))
         except BadCacheFile as error:
             raise BadCacheFile(str(error).replace(str(file), "What was sent")) from error
 
-    def _found(self, agent_id: str) -> Agent:
+    def _find(self, agent_id: str) -> Agent:
         self._engine.settle()  # what was just answered belongs to it
         try:
             return self._shelf.agents.show(owned(self._tenant, agent_id))
         except UnknownAgent as error:
             raise UnknownAgent(f"There is no agent {agent_id!r}; list them to see.") from error
 
-    def _new(self, agent_id: str) -> str:
+    def _unused_id(self, agent_id: str) -> str:
         """A stored id that is not in use."""
         stored = owned(self._tenant, agent_id)
         try:
@@ -198,34 +198,34 @@ class Mine:
         }
 
 
-Agents = Annotated[Mine, Depends(Mine)]
+Agents = Annotated[TenantAgents, Depends(TenantAgents)]
 
 
 @router.get("")
-async def list_agents(mine: Agents) -> AgentList:
+async def list_agents(agents: Agents) -> AgentList:
     """All agents of this key."""
-    return {"object": "list", "data": await asyncio.to_thread(mine.all)}
+    return {"object": "list", "data": await asyncio.to_thread(agents.all)}
 
 
 @router.post("")
-async def create_agent(body: NewAgent, mine: Agents) -> AgentOut:
+async def create_agent(body: NewAgent, agents: Agents) -> AgentOut:
     """Make an agent before it has said anything, to promise it something."""
-    promises = Promises(**body.model_dump(exclude={"id"}))
-    return await asyncio.to_thread(mine.create, body.id, promises)
+    options = AgentOptions(**body.model_dump(exclude={"id"}))
+    return await asyncio.to_thread(agents.create, body.id, options)
 
 
 @router.post("/import", openapi_extra=RAW_BODY)
 async def import_agent(
     request: Request,
-    mine: Agents,
+    agents: Agents,
     settings: Config,
     agent_id: Annotated[AgentId, Query(alias="id", description="The id it gets here.")],
 ) -> AgentOut:
     """Take in a bundle, verified; one of another model is refused with the reason."""
-    with _workshop(settings) as directory:
+    with _bundle_directory(settings) as directory:
         file = directory / "bundle"
         await _receive(request.stream(), file, settings.disk_bytes)
-        return await asyncio.to_thread(mine.import_, file, agent_id)
+        return await asyncio.to_thread(agents.import_, file, agent_id)
 
 
 async def _receive(chunks: AsyncIterator[bytes], file: Path, max_bytes: int) -> None:
@@ -242,45 +242,45 @@ async def _receive(chunks: AsyncIterator[bytes], file: Path, max_bytes: int) -> 
 
 
 @router.get("/{agent_id}")
-async def show_agent(agent_id: AgentId, mine: Agents) -> AgentOut:
+async def show_agent(agent_id: AgentId, agents: Agents) -> AgentOut:
     """One agent: its turns, its size, what was promised to it."""
-    return await asyncio.to_thread(mine.show, agent_id)
+    return await asyncio.to_thread(agents.show, agent_id)
 
 
 @router.delete("/{agent_id}")
-async def delete_agent(agent_id: AgentId, mine: Agents) -> DeletedAgent:
+async def delete_agent(agent_id: AgentId, agents: Agents) -> DeletedAgent:
     """Forget an agent and every block on disk that no other agent reaches."""
-    return await asyncio.to_thread(mine.delete, agent_id)
+    return await asyncio.to_thread(agents.delete, agent_id)
 
 
 @router.post("/{agent_id}/fork")
-async def fork_agent(agent_id: AgentId, body: Fork, mine: Agents) -> AgentOut:
+async def fork_agent(agent_id: AgentId, body: Fork, agents: Agents) -> AgentOut:
     """Make another agent with the same past; no block is copied."""
-    return await asyncio.to_thread(mine.fork, agent_id, body.id)
+    return await asyncio.to_thread(agents.fork, agent_id, body.id)
 
 
 @router.post("/{agent_id}/rewind")
-async def rewind_agent(agent_id: AgentId, body: Rewind, mine: Agents) -> AgentOut:
+async def rewind_agent(agent_id: AgentId, body: Rewind, agents: Agents) -> AgentOut:
     """Forget the turns after this one."""
-    return await asyncio.to_thread(mine.rewind, agent_id, body.turn)
+    return await asyncio.to_thread(agents.rewind, agent_id, body.turn)
 
 
 @router.post("/{agent_id}/pin")
-async def pin_agent(agent_id: AgentId, mine: Agents) -> AgentOut:
+async def pin_agent(agent_id: AgentId, agents: Agents) -> AgentOut:
     """Protect an agent's blocks from eviction."""
-    return await asyncio.to_thread(mine.promise, agent_id, pinned=True)
+    return await asyncio.to_thread(agents.update, agent_id, pinned=True)
 
 
 @router.post("/{agent_id}/unpin")
-async def unpin_agent(agent_id: AgentId, mine: Agents) -> AgentOut:
+async def unpin_agent(agent_id: AgentId, agents: Agents) -> AgentOut:
     """Let an agent's blocks be evicted when room is needed."""
-    return await asyncio.to_thread(mine.promise, agent_id, pinned=False)
+    return await asyncio.to_thread(agents.update, agent_id, pinned=False)
 
 
 @router.post("/{agent_id}/quota")
-async def set_quota(agent_id: AgentId, body: Quota, mine: Agents) -> AgentOut:
+async def set_quota(agent_id: AgentId, body: Quota, agents: Agents) -> AgentOut:
     """Promise an agent so many bytes that nobody else may evict."""
-    return await asyncio.to_thread(mine.promise, agent_id, quota_bytes=body.quota_bytes)
+    return await asyncio.to_thread(agents.update, agent_id, quota_bytes=body.quota_bytes)
 
 
 @router.get(
@@ -288,10 +288,10 @@ async def set_quota(agent_id: AgentId, body: Quota, mine: Agents) -> AgentOut:
     response_class=StreamingResponse,
     responses={200: {"content": {TAR: {"schema": {"type": "string", "format": "binary"}}}}},
 )
-async def export_agent(agent_id: AgentId, mine: Agents, settings: Config) -> Response:
+async def export_agent(agent_id: AgentId, agents: Agents, settings: Config) -> Response:
     """An agent as one file, which a server with the same model can import. It is not encrypted."""
-    with _workshop(settings) as directory:
-        await asyncio.to_thread(mine.export, agent_id, directory / "bundle")
+    with _bundle_directory(settings) as directory:
+        await asyncio.to_thread(agents.export, agent_id, directory / "bundle")
         file = (directory / "bundle").open("rb")  # and stays readable when its name is gone
     headers = {
         "Content-Length": str(os.fstat(file.fileno()).st_size),
@@ -301,7 +301,7 @@ async def export_agent(agent_id: AgentId, mine: Agents, settings: Config) -> Res
 
 
 @contextmanager
-def _workshop(settings: Settings) -> Iterator[Path]:
+def _bundle_directory(settings: Settings) -> Iterator[Path]:
     """A directory for one bundle, on the disk of the store: bundles can be larger than memory."""
     settings.home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bundle-", dir=settings.home) as directory:

@@ -215,26 +215,26 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.ready = CollectorRegistry()
         self.ready.register(ReadyCollector(host))
-        self._first = Histogram(*FIRST_TOKEN, ["warm"], buckets=FIRST_S, registry=self.registry)
+        self._ttft = Histogram(*FIRST_TOKEN, ["warm"], buckets=FIRST_S, registry=self.registry)
         self._token = Histogram(*TOKEN, buckets=TOKEN_S, registry=self.registry)
         self._http = Counter(*HTTP, ["api", "outcome"], registry=self.registry)
         self.registry.register(EngineCollector(host))
         ProcessCollector(registry=self.registry)
-        host.on_answer(self.answered)
+        host.on_answer(self.observe)
 
-    def request_ended(self, api: str, outcome: str) -> None:
+    def count_request(self, api: str, outcome: str) -> None:
         self._http.labels(api, outcome).inc()
 
-    def answered(self, usage: Usage) -> None:
+    def observe(self, usage: Usage) -> None:
         """Count what an answer took."""
         if usage.completion_tokens:
             warm = "yes" if usage.cached_tokens else "no"
-            self._first.labels(warm).observe(usage.ttft_ms / 1000)
+            self._ttft.labels(warm).observe(usage.ttft_ms / 1000)
         if usage.tokens_per_second > 0:
             self._token.observe(1 / usage.tokens_per_second)
 
 
-class Counted:
+class RequestCounter:
     """Counts requests by API and outcome, those that the limits refuse included."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -247,16 +247,16 @@ class Counted:
             return
         status: list[int] = []
 
-        async def noting(message: Message) -> None:
+        async def note_status(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status.append(message["status"])
             await send(message)
 
         try:
-            await self._app(scope, receive, noting)
+            await self._app(scope, receive, note_status)
         finally:
             outcome = _outcome(status[0]) if status else "cancelled"
-            self._metrics.request_ended(_api(scope["path"]), outcome)
+            self._metrics.count_request(_api(scope["path"]), outcome)
 
 
 def _outcome(status: int) -> str:
