@@ -20,7 +20,6 @@ import platform
 import re
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -30,6 +29,7 @@ from typing import Any
 from keepwarm import config
 from keepwarm.blas_trial import Setting, Speed, setting_from, trial_command
 from keepwarm.errors import BadInput
+from keepwarm.files import write_atomically
 
 LIBRARIES = ("mkl", "nvpl", "openblas")
 TRIAL_SECONDS = 20.0
@@ -249,12 +249,10 @@ def trial(setting: Setting) -> Speed | None:
 
 
 def _keep(home: Path, choice: dict[str, Any]) -> None:
-    """Written whole or not at all; where it cannot be written the next start measures again."""
+    """Where this cannot be written the next start measures again."""
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=home, prefix="blas-", delete=False) as file:
-            json.dump(choice, file, indent=1)
-        Path(file.name).replace(home / "blas.json")
+        write_atomically(home / "blas.json", json.dumps(choice, indent=1))
     except OSError:
         return
 

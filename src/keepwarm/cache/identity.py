@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from keepwarm.errors import BadInput
+from keepwarm.files import write_atomically
 from keepwarm.kv.layout import LayerSpec, Layout
 from keepwarm.prefix.fingerprint import Identity, digest
 
@@ -44,9 +44,7 @@ class Digests:
     def _remember(self) -> None:
         try:
             self._memo.parent.mkdir(parents=True, exist_ok=True)
-            temp = self._memo.with_name(f"{self._memo.name}.{os.getpid()}")
-            temp.write_text(json.dumps(self._known))
-            temp.replace(self._memo)
+            write_atomically(self._memo, json.dumps(self._known))
         except OSError:
             return  # it is only a memo: the next start reads the weights again
 

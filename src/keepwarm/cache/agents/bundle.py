@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import tarfile
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -23,9 +22,9 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from keepwarm.errors import BadCacheFile, BadRecord, InsufficientResources, NewerFormat
+from keepwarm.files import replacing
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, chain, root, unpack
 from keepwarm.prefix.fingerprint import Identity, digest, namespace, tenant_of
-from keepwarm.store.atomic import FILE_MODE
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.upkeep import Progress, quietly
 from keepwarm.store.disk.wear import Wear
@@ -106,7 +105,6 @@ def export_bundle(
     Of the last block no more goes along than the tokens of the prefix. Checkpoints inside blocks
     go along: states cannot be cut, so a model that has some could go on from nowhere else.
     """
-    temp = path.with_name(f"{path.name}.part")
     inside, tokens = _stored_name(disk, manifest.identity), manifest.tokens
     manifest = _nobodys(manifest)
     outside = namespace(manifest.identity)
@@ -118,14 +116,13 @@ def export_bundle(
     renames = renamed(headers, inside, outside)
     blocks = tuple(dict.fromkeys(record.header.key.hex() for record in renames))
     n_records = 0
-    with _private(temp) as file, tarfile.open(fileobj=file, mode="w") as archive:
+    with replacing(path) as temp, tarfile.open(temp, mode="w") as archive:
         _add(archive, "manifest.json", [replace(manifest, blocks=blocks).to_json()])
         for record in renamed(_records(disk, held, tokens), inside, outside):
             name = f"{record.header.key.hex()}.{record.header.part.value}.safetensors"
             _add(archive, name, pieces(record))
             n_records += 1
             progress(n_records, len(headers))
-    temp.replace(path)
     return n_records
 
 
@@ -285,12 +282,6 @@ def renamed(records: Iterable[Record], old: Namespace, new: Namespace) -> Iterat
 
 def _stored_name(disk: DiskTier, identity: Identity) -> Namespace:
     return stored_namespace(disk.seal, namespace(identity))
-
-
-def _private(path: Path) -> BinaryIO:
-    """A new file that nobody else may read."""
-    path.unlink(missing_ok=True)
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "wb")
 
 
 def _checkpoints(disk: DiskTier, name: Namespace, manifest: Manifest) -> Iterator[_Held]:

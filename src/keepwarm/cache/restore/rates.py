@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from keepwarm.files import write_atomically
 from keepwarm.prefix.blocks import Namespace
 
 
@@ -46,9 +46,7 @@ class RateBook:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temp = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-            temp.write_text(json.dumps(measured))
-            temp.replace(self._path)
+            write_atomically(self._path, json.dumps(measured))
         except OSError:
             return  # it is only a memo
 

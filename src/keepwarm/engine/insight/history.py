@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Self, TypeAlias
 
 from keepwarm.engine.insight.stats import Stats
-from keepwarm.store.atomic import FILE_MODE, exclusive
+from keepwarm.files import write_atomically
+from keepwarm.store.atomic import exclusive
 
 LOG = logging.getLogger(__name__)
 
@@ -139,10 +140,7 @@ class History:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with exclusive(self._path.with_suffix(".lock")):
             timeline = Timeline.read(self._path).plus(self._unsaved)
-            temp = self._path.with_suffix(".part")
-            temp.touch(FILE_MODE)
-            temp.write_text(json.dumps(asdict(timeline), separators=(",", ":")))
-            temp.replace(self._path)
+            write_atomically(self._path, json.dumps(asdict(timeline), separators=(",", ":")))
         self._saved, self._unsaved = timeline, Timeline()
 
 

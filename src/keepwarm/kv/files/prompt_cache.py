@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from keepwarm.errors import (
     InsufficientResources,
     UnsupportedCache,
 )
+from keepwarm.files import replacing
 from keepwarm.kv.codec import TRIPLE, Encoded, Scalar, decode, encode
 from keepwarm.kv.files import dialects
 from keepwarm.kv.files.dialects import STATE, Dialect, Place
@@ -142,18 +142,10 @@ def _checked(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def _publish(target: Path, tensors: dict[str, mx.array], header: dict[str, str]) -> None:
-    """Write beside the target, then rename: a reader sees the old file or the new one."""
     mx.eval(tensors)
     try:
-        handle, name = tempfile.mkstemp(SUFFIX, f".{target.stem}.", target.parent)
-        try:
-            mx.save_safetensors(name, tensors, header)
-            os.fsync(handle)
-            Path(name).replace(target)
-        finally:
-            os.close(handle)
-            Path(name).unlink(missing_ok=True)
-        _sync_directory(target.parent)
+        with replacing(target, sync=True) as temp:
+            mx.save_safetensors(str(temp), tensors, header)
     except OSError as error:
         raise BadInput(f"{target} cannot be written: {error.strerror}.") from error
     except RuntimeError as error:
@@ -162,14 +154,6 @@ def _publish(target: Path, tensors: dict[str, mx.array], header: dict[str, str])
             f"{target} could not be written whole and was left as it was; "
             f"it needs {n_bytes:,} bytes of disk."
         ) from error
-
-
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _evaluate(file: str, layers: Sequence[Encoded]) -> None:

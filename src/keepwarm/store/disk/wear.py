@@ -7,7 +7,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from keepwarm.store.atomic import FILE_MODE, exclusive
+from keepwarm.files import write_atomically
+from keepwarm.store.atomic import exclusive
 
 DAYS_KEPT = 90
 
@@ -56,10 +57,7 @@ class Wear:
 
     def _write(self, written: int) -> None:
         days = self.by_day() | {self._day(): written}
-        temp = self._path.with_suffix(".part")
-        temp.touch(FILE_MODE)
-        temp.write_text(json.dumps(dict(sorted(days.items())[-DAYS_KEPT:])))
-        temp.replace(self._path)
+        write_atomically(self._path, json.dumps(dict(sorted(days.items())[-DAYS_KEPT:])))
 
     def by_day(self) -> dict[str, int]:
         """Bytes by ISO date; a lost or torn file counts as nothing written."""
