@@ -47,7 +47,7 @@ from keepwarm.store import record as store_record
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.names import INDEX, path_of
-from keepwarm.store.record import Header, Part, Tensor, pieces
+from keepwarm.store.record import Header, Part, Tensor, encode_record
 from keepwarm.store.tiers import Tiers
 
 SIZES = (2_048, 8_192, 32_768)
@@ -121,7 +121,7 @@ def measured(
 def puts(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
     """Leaves the store filled. Both sides sync every file; ours names, verifies and indexes too."""
     records = list(records_for(shape, n_tokens))
-    sizes = [sum(memoryview(piece).nbytes for piece in pieces(record)) for record in records]
+    sizes = [sum(memoryview(piece).nbytes for piece in encode_record(record)) for record in records]
     root, plain = folder / "store", folder / "plain"
 
     opened: list[DiskTier] = []
@@ -326,7 +326,7 @@ def _many() -> Iterator[BlockRef]:
 
 
 def _add(root: Path, database: sqlite3.Connection, ref: BlockRef) -> None:
-    data = b"".join(pieces(_small(ref)))
+    data = b"".join(encode_record(_small(ref)))
     path_of(root, ref.key, Part.DELTA).write_bytes(data)
     columns = "key, parent, namespace, number, n_tokens, d, used"
     row = (ref.key, ref.parent, NAMESPACE, ref.number, ref.n_tokens, len(data), time.time())

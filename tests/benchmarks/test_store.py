@@ -90,7 +90,7 @@ def test_a_filled_store_is_one_that_putting_could_have_made(tmp_path):
     assert disk.stats().quarantined == 0
     refs = list(chain(store.NAMESPACE, store.tokens_of(store.PROMPT_TOKENS)))
     assert len(disk.have([ref.key for ref in refs])) == len(refs) == 391
-    assert all(disk.fault_of(ref.key, Part.DELTA) is None for ref in refs[::40])
+    assert all(disk.find_fault(ref.key, Part.DELTA) is None for ref in refs[::40])
     names = {path_of(Path(), ref.key, Part.DELTA).name for ref in refs}
     assert names <= disk.index.names().keys()
     disk.close()

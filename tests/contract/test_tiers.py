@@ -18,7 +18,7 @@ from keepwarm.errors import StoreFailed
 from keepwarm.prefix.blocks import Namespace, common_tokens, pack, root
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Buffer, Part, Record, Unread
+from keepwarm.store.record import Part, ReadBuffer, Record, UnreadTensor
 from keepwarm.store.tiers import Tiers
 from keepwarm.store.unlock import unlock
 from tests.store.kit import (
@@ -125,7 +125,7 @@ def test_a_visitor_sees_what_is_read(tier):
     made = chain_of(3, n_bytes=5000)
     for one in made:
         tier.put(one)
-    buffer, seen = Buffer(), []
+    buffer, seen = ReadBuffer(), []
 
     def use(visit):
         tensors = [(t.name, t.dtype, t.shape, bytes(t.data)) for t in visit.tensors]
@@ -143,7 +143,7 @@ def test_a_visitor_sees_what_is_read(tier):
 def read_into(tensor, n_bytes):
     """The bytes in memory of the visitor's, for which a tensor in a file has a way of its own."""
     memory = memoryview(bytearray(n_bytes))
-    if isinstance(tensor, Unread):
+    if isinstance(tensor, UnreadTensor):
         tensor.read_into(pieces_of(memory))
     else:
         memory[:] = tensor.data
@@ -158,7 +158,7 @@ def pieces_of(memory):
 
 def test_visiting_what_was_never_put_is_a_miss(tier):
     (made,) = chain_of(1)
-    assert not tier.visit(made.header.key, Part.DELTA, pytest.fail, Buffer())
+    assert not tier.visit(made.header.key, Part.DELTA, pytest.fail, ReadBuffer())
     assert tier.stats().misses == 1
 
 
@@ -167,7 +167,9 @@ def test_fetching_changes_nothing(tier):
     here, gone = chain_of(2)
     tier.put(here)
     before = tier.stats()
-    found = [(key, part) for key in keys_of([here, gone]) for part in Part if tier.fetch(key, part)]
+    found = [
+        (key, part) for key in keys_of([here, gone]) for part in Part if tier.prefetch(key, part)
+    ]
     assert found == [(here.header.key, Part.DELTA)]
     assert tier.stats() == before
     assert content(tier.read(here.header.key, Part.DELTA)) == content(here)
@@ -600,7 +602,7 @@ def ask_everything(tier, made):
     tier.children(root(NAMESPACE), made[0].header.tokens)
     tier.states([root(NAMESPACE)])
     tier.touch(keys_of(made))
-    tier.fetch(made[0].header.key, Part.DELTA)
+    tier.prefetch(made[0].header.key, Part.DELTA)
 
 
 def test_a_closed_tier_answers_nothing(make):
@@ -638,7 +640,7 @@ def test_what_must_be_known_to_fail_fails_in_our_words(do, make):
     with pytest.raises(StoreFailed, match="The store could not"):
         do(tier, made.header.key)
     tier.touch([made.header.key])
-    tier.drop_outgrown(made.header.key)
+    tier.delete_outgrown(made.header.key)
     assert tier.stats().blocks == 0
     assert tier.stats().errors >= 1
 
@@ -772,7 +774,7 @@ def test_window_rows_are_read_from_whoever_holds_the_most(tmp_path):
     tiers = Tiers([("fast", fast), ("slow", slow)])
     assert tiers.have([ref.key])[ref.key].w_rows == 200
     seen = []
-    assert tiers.visit(ref.key, Part.WINDOW, seen.append, Buffer()) == "slow"
+    assert tiers.visit(ref.key, Part.WINDOW, seen.append, ReadBuffer()) == "slow"
     assert seen[0].header.w_rows == 200
     slow.close()
     fast.close()
@@ -784,7 +786,7 @@ def test_no_tier_is_given_what_a_slower_one_had(tmp_path):
     (made,) = chain_of(1)
     slow.put(made)
     tiers = Tiers([("fast", fast), ("slow", slow)])
-    assert tiers.visit(made.header.key, Part.DELTA, lambda _: None, Buffer()) == "slow"
+    assert tiers.visit(made.header.key, Part.DELTA, lambda _: None, ReadBuffer()) == "slow"
     assert list(fast.walk()) == []
     slow.close()
     fast.close()
@@ -808,7 +810,7 @@ def test_a_tensor_found_bad_half_way_is_a_miss_and_set_aside(take, tmp_path):
         for one in visit.tensors:
             seen.append(bytes(take(one)))
 
-    assert not tier.visit(made.header.key, Part.DELTA, use, Buffer())
+    assert not tier.visit(made.header.key, Part.DELTA, use, ReadBuffer())
     assert seen == [bytes(made.tensors[0].data)]
     assert tier.stats().quarantined == 1
     assert tier.have([made.header.key]) == {}

@@ -35,7 +35,7 @@ from keepwarm.prefix.blocks import BlockKey, Namespace, chain
 from keepwarm.prefix.fingerprint import FORMAT_VERSION, Identity, namespace
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Part, Record, pieces
+from keepwarm.store.record import Part, Record, encode_record
 from keepwarm.store.seal import stored_namespace
 from keepwarm.store.tiers import Tiers
 from keepwarm.store.unlock import unlock
@@ -153,7 +153,7 @@ class Scene:
     def rewrite(self, record: Record, **changes: Any) -> None:
         """Put a record with another header in place of the one that is hit."""
         changed = replace(record, header=replace(record.header, **changes))
-        self.path().write_bytes(b"".join(pieces(changed, self.seal)))
+        self.path().write_bytes(b"".join(encode_record(changed, self.seal)))
 
     def path(self, number: int = 1, prompt: list[int] = PROMPT) -> Path:
         """The file of a block; of the one that is hit, unless another is named."""

@@ -14,12 +14,12 @@ from keepwarm.store.atomic import Files
 from keepwarm.store.record import (
     ITEM_BYTES,
     Header,
-    Opened,
     Part,
     Record,
     Tensor,
+    VerifiedHeader,
+    encode_record,
     open_record,
-    pieces,
     read_tensors,
 )
 
@@ -87,10 +87,10 @@ def root_key() -> BlockKey:
 
 
 def encode(made: Record) -> bytes:
-    return b"".join(pieces(made))
+    return b"".join(encode_record(made))
 
 
-def decode(data: bytes) -> tuple[Opened, tuple[Tensor, ...]]:
+def decode(data: bytes) -> tuple[VerifiedHeader, tuple[Tensor, ...]]:
     """Everything in a file, verified."""
     file = BytesIO(data)
     opened = open_record(file, len(data))
@@ -142,15 +142,15 @@ class BrokenFiles(Files):
         self._check("make_directory", path)
         super().make_directory(path)
 
-    def write(self, path: Path, pieces: Sequence[bytes | memoryview]) -> None:
+    def write(self, path: Path, encode_record: Sequence[bytes | memoryview]) -> None:
         if self.failing.get("write") == errno.ENOSPC:
-            self._fill_up(path, pieces)
+            self._fill_up(path, encode_record)
         self._check("write", path)
-        super().write(path, pieces)
+        super().write(path, encode_record)
 
-    def _fill_up(self, path: Path, pieces: Sequence[bytes | memoryview]) -> None:
+    def _fill_up(self, path: Path, encode_record: Sequence[bytes | memoryview]) -> None:
         """A full disk takes the first half."""
-        half = b"".join(pieces)
+        half = b"".join(encode_record)
         super().write(path, [half[: len(half) // 2]])
 
     def publish(self, temp: Path, target: Path) -> None:

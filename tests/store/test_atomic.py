@@ -155,7 +155,7 @@ def test_reading_through_covers_the_file(files, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "sendfile", few)
     with files.open(path) as file:
-        files.read_through(file)
+        files.read_into_page_cache(file)
         assert asked == [(0, 2000), (2000, 2000), (4000, 1000)]
         monkeypatch.setattr(os, "sendfile", lambda *_: 0)
-        files.read_through(file)
+        files.read_into_page_cache(file)

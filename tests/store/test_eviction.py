@@ -7,11 +7,17 @@ import pytest
 
 from keepwarm.prefix.blocks import chain
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
-from keepwarm.store.eviction import DEAR_AT, DISK_HALF_LIFE_S, SHORT_BRANCH, after_use, spared
+from keepwarm.store.eviction import (
+    DISK_HALF_LIFE_S,
+    DOUBLE_COST_AT,
+    SHORT_BRANCH,
+    after_use,
+    prefill_saved,
+)
 from keepwarm.store.eviction import MEMORY_HALF_LIFE_S as HALF_LIFE_S
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part
-from keepwarm.store.thinning import Checkpoint, surplus
+from keepwarm.store.thinning import Checkpoint, find_surplus
 from tests.contract.test_tiers import MAKERS
 from tests.store.kit import (
     NAMESPACE,
@@ -224,17 +230,25 @@ def test_tails_go_before_heads(tier, clock):
 
 
 def test_the_first_block_spares_one_and_later_ones_more():
-    assert spared(0, 256, 100, 0, 0) == 1
-    assert spared(DEAR_AT, 256, 100, 0, 0) == 2
-    assert spared(10, 256, 100, 0, 0) == spared(10, 20, 8, 0, 0), "for the bytes it takes"
-    assert spared(3, 256, 100, 50, 0) == spared(3, 256, 100, 0, 0), "rows of both kinds are needed"
+    assert prefill_saved(0, 256, 100, 0, 0) == 1
+    assert prefill_saved(DOUBLE_COST_AT, 256, 100, 0, 0) == 2
+    assert prefill_saved(10, 256, 100, 0, 0) == prefill_saved(10, 20, 8, 0, 0), (
+        "for the bytes it takes"
+    )
+    assert prefill_saved(3, 256, 100, 50, 0) == prefill_saved(3, 256, 100, 0, 0), (
+        "rows of both kinds are needed"
+    )
 
 
 def test_a_state_spares_all_tokens_before_it():
-    assert spared(31, 256, 0, 0, 77) == pytest.approx(32, rel=0.01)
-    assert spared(31, 256, 0, 77, 0) == pytest.approx(32, rel=0.01), "window rows alone do too"
-    assert spared(31, 256, 10, 0, 70) == pytest.approx(32 / 8, rel=0.01), "for all its bytes"
-    assert spared(3, 256, 10, 0, 1000) == spared(3, 256, 10, 0, 0), "a huge one is worth no less"
+    assert prefill_saved(31, 256, 0, 0, 77) == pytest.approx(32, rel=0.01)
+    assert prefill_saved(31, 256, 0, 77, 0) == pytest.approx(32, rel=0.01), (
+        "window rows alone do too"
+    )
+    assert prefill_saved(31, 256, 10, 0, 70) == pytest.approx(32 / 8, rel=0.01), "for all its bytes"
+    assert prefill_saved(3, 256, 10, 0, 1000) == prefill_saved(3, 256, 10, 0, 0), (
+        "a huge one is worth no less"
+    )
 
 
 def test_of_two_used_alike_the_one_that_spares_more_stays(tier):
@@ -343,7 +357,7 @@ def keep_states(tier, refs, n_rows, every=range(1000)):
         tier.put(record(ref, n_bytes=BIG))
         if ref.number in every:
             tier.put(record(ref, Part.STATE, n_bytes=n_rows * BIG))
-            tier.drop_outgrown(ref.key)
+            tier.delete_outgrown(ref.key)
 
 
 @pytest.fixture(params=["memory", "disk", "sealed"])
@@ -356,12 +370,14 @@ def roomy(request, tmp_path):
 def test_the_smallest_gap_goes_first():
     places = [256, 512, 2048, 2100, 2600, 9000, 9001, 9002]
     made = [Checkpoint(at, bytes([n]), bytes([n]), 10, held=False) for n, at in enumerate(places)]
-    assert [state.at for state in surplus(made, 80)] == []
-    assert [state.at for state in surplus(made, 50)] == [2100, 256, 512]
-    assert [state.at for state in surplus(made, 10)][-1] == 2048, "the last three are not touched"
+    assert [state.at for state in find_surplus(made, 80)] == []
+    assert [state.at for state in find_surplus(made, 50)] == [2100, 256, 512]
+    assert [state.at for state in find_surplus(made, 10)][-1] == 2048, (
+        "the last three are not touched"
+    )
     made[3] = made[3]._replace(held=True)
-    assert 2100 not in [state.at for state in surplus(made, 10)]
-    assert surplus(made, 0) == [], "there is nothing to weigh them against"
+    assert 2100 not in [state.at for state in find_surplus(made, 10)]
+    assert find_surplus(made, 0) == [], "there is nothing to weigh them against"
 
 
 def test_states_take_no_more_than_rows_and_the_last_three_stay(roomy):
@@ -419,5 +435,5 @@ def test_a_pinned_checkpoint_stays_and_models_without_rows_keep_all(roomy):
     alone = refs_of(5, seed=9)
     for ref in alone:
         roomy.put(record(ref, Part.STATE))
-        roomy.drop_outgrown(ref.key)
+        roomy.delete_outgrown(ref.key)
     assert all(states(roomy, alone))

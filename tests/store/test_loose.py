@@ -22,7 +22,7 @@ def fill(memory, n_blocks=4):
     for ref in refs:
         for part in (Part.DELTA, Part.WINDOW):
             memory.put(record(ref, part, KIB))
-        memory.loosen(ref.key)
+        memory.demote_window(ref.key)
     return refs
 
 
@@ -47,8 +47,8 @@ def test_the_oldest_loose_rows_make_room(memory):
 
 def test_rows_that_may_be_asked_for_are_loose_no_more(memory):
     refs = fill(memory)
-    memory.tighten(refs[0].key)
-    assert memory.loose([ref.key for ref in refs[:2]]) == {refs[1].key}
+    memory.promote_window(refs[0].key)
+    assert memory.demoted_windows([ref.key for ref in refs[:2]]) == {refs[1].key}
     newcomer(memory)
     assert parts(memory, refs) == ["dw", "d", "dw", "dw"]
 

@@ -33,8 +33,8 @@ from keepwarm.store.record import (
     Record,
     _fill_all,
     check_identity,
+    encode_record,
     open_record,
-    pieces,
     read_tensors,
     tensor_digest,
 )
@@ -150,7 +150,9 @@ def test_data_begins_at_a_multiple_of_eight():
 
 def test_tensors_are_not_copied_on_their_way_out():
     made = record(REF, n_bytes=4096)
-    assert [p for p in pieces(made) if isinstance(p, memoryview)] == [t.data for t in made.tensors]
+    assert [p for p in encode_record(made) if isinstance(p, memoryview)] == [
+        t.data for t in made.tensors
+    ]
 
 
 def test_only_the_named_tensors_are_read():
@@ -198,7 +200,7 @@ class Drops(BytesIO):
 @pytest.mark.parametrize("n_at_once", [1, 4, 10])
 def test_pieces_are_filled_however_little_one_read_gives(sizes, n_at_once):
     source, sink = os.pipe()
-    pieces = [np.zeros(n, np.uint8) for n in sizes]
+    encode_record = [np.zeros(n, np.uint8) for n in sizes]
     with os.fdopen(source, "rb", buffering=0) as file, os.fdopen(sink, "wb", buffering=0) as other:
 
         def write():
@@ -209,11 +211,11 @@ def test_pieces_are_filled_however_little_one_read_gives(sizes, n_at_once):
 
         writer = threading.Thread(target=write)
         writer.start()
-        _fill_all(pieces, 10, file)
+        _fill_all(encode_record, 10, file)
         writer.join()
-        assert np.concatenate(pieces).tolist() == list(range(10))
+        assert np.concatenate(encode_record).tolist() == list(range(10))
         with pytest.raises(BadRecord, match="cut short"):
-            _fill_all(pieces, 10, file)
+            _fill_all(encode_record, 10, file)
 
 
 # Digests

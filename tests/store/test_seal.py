@@ -30,12 +30,12 @@ from keepwarm.store.record import (
     Part,
     Record,
     check_identity,
+    encode_record,
     open_record,
-    pieces,
     read_tensors,
 )
 from keepwarm.store.seal import Seal, stored_namespace
-from keepwarm.store.unlock import MARKER, key_of, unlock
+from keepwarm.store.unlock import MARKER, derive_key, unlock
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.compare import assert_same
 from tests.kit.runs import cold, continue_from, prefill, prompt_of
@@ -100,11 +100,11 @@ def test_a_key_is_base64_of_32_bytes_and_anything_else_a_passphrase():
     fast = {"n": 2, "r": 8, "p": 1}
     raw = bytes(range(224, 256))
     for spelled in (b64encode(raw), b64encode(raw, altchars=b"-_")):
-        assert key_of(spelled.decode(), b"salt", fast) == raw
-    assert key_of(PASSPHRASE, b"salt", fast) != key_of(PASSPHRASE, b"pepper", fast)
-    assert len(key_of(PASSPHRASE, b"salt", fast)) == 32
+        assert derive_key(spelled.decode(), b"salt", fast) == raw
+    assert derive_key(PASSPHRASE, b"salt", fast) != derive_key(PASSPHRASE, b"pepper", fast)
+    assert len(derive_key(PASSPHRASE, b"salt", fast)) == 32
     with pytest.raises(BadInput, match="shorter than 12") as said:
-        key_of("hunter2", b"salt", fast)
+        derive_key("hunter2", b"salt", fast)
     assert "hunter2" not in str(said.value)
 
 
@@ -136,7 +136,7 @@ def test_no_nonce_is_used_twice_even_for_the_same_record(sealed):
 
 def test_a_sealed_record_says_nothing_but_sizes():
     made = chain_of(1)[0]
-    data = b"".join(pieces(made, Seal(bytes(range(32)))))
+    data = b"".join(encode_record(made, Seal(bytes(range(32)))))
     (n,) = struct.unpack("<Q", data[:8])
     head = json.loads(data[8 : 8 + n])
     metadata = head.pop("__metadata__")
@@ -161,8 +161,8 @@ def test_a_fault_is_a_miss_and_its_neighbours_hit(fault, sealed):
         "swap": lambda: (paths[1].write_bytes(two), paths[2].write_bytes(one)),
         "rename": lambda: shutil.copy(paths[3], paths[1]),
         "graft": lambda: paths[1].write_bytes(one[:-540] + two[-540:]),
-        "plain": lambda: paths[1].write_bytes(b"".join(pieces(made[1]))),
-        "other": lambda: paths[1].write_bytes(b"".join(pieces(made[1], Seal(bytes(32))))),
+        "plain": lambda: paths[1].write_bytes(b"".join(encode_record(made[1]))),
+        "other": lambda: paths[1].write_bytes(b"".join(encode_record(made[1], Seal(bytes(32))))),
     }
     damage[fault]()
     for number, each in enumerate(made):
@@ -191,7 +191,7 @@ def test_tensors_of_an_older_record_of_the_same_block_do_not_mix(sealed):
 
 def test_a_tensor_opens_under_key_part_name_dtype_and_shape_only():
     seal, made = Seal(bytes(range(32))), chain_of(1)[0]
-    blob = pieces(made, seal)[2]
+    blob = encode_record(made, seal)[2]
     label = [made.header.key.hex(), "d", "L0_B0_K", "U8", list(made.tensors[0].shape)]
 
     def name(parts):
@@ -206,7 +206,7 @@ def test_a_tensor_opens_under_key_part_name_dtype_and_shape_only():
 def test_every_flipped_byte_is_noticed():
     seal = Seal(bytes(range(32)))
     made = record(refs_of(1, n_last=4)[0], n_bytes=64)
-    data = b"".join(pieces(made, seal))
+    data = b"".join(encode_record(made, seal))
 
     def read(data):
         opened = open_record(BytesIO(data), len(data), seal)
@@ -261,7 +261,7 @@ def test_tails_that_were_outgrown_go(sealed):
     tail, longer = (record(next(chain(bytes(range(32)), tokens[:n]))) for n in (90, 200))
     for each in (tail, longer):
         sealed.put(each)
-    sealed.drop_outgrown(longer.header.key)
+    sealed.delete_outgrown(longer.header.key)
     assert set(sealed.have(keys_of([tail, longer]))) == {longer.header.key}
 
 
@@ -628,6 +628,6 @@ def test_a_bundle_of_a_sealed_store_is_that_of_a_plain_one(tmp_path):
 
 def test_a_plain_reader_calls_a_sealed_record_by_its_name(tmp_path):
     path = tmp_path / "record"
-    path.write_bytes(b"".join(pieces(chain_of(1)[0], Seal(bytes(range(32))))))
+    path.write_bytes(b"".join(encode_record(chain_of(1)[0], Seal(bytes(range(32))))))
     with path.open("rb") as file, pytest.raises(PermissionError, match="it is encrypted"):
         open_record(file, os.fstat(file.fileno()).st_size)

@@ -24,10 +24,10 @@ from keepwarm.prefix.blocks import (
 )
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
-from keepwarm.store.disk.upkeep import Progress, file_path, quietly, read_file, write_file
+from keepwarm.store.disk.upkeep import Progress, file_path, no_progress, read_file, write_file
 from keepwarm.store.disk.wear import Wear
 from keepwarm.store.seal import stored_namespace
-from keepwarm.store.tier import telling
+from keepwarm.store.tier import as_store_errors
 from keepwarm.store.unlock import unlock
 
 MARK = "@"  # no agent's id begins so
@@ -62,10 +62,10 @@ class Shelf:
         self.agents = Agents(self.disk)
         self.marks = Marks(self.disk)
         self.wear = Wear(root, writes_per_day)
-        with telling(self.disk, "pin what agents were promised"):
-            if not self.disk.index.is_noted(PINS_MADE):
+        with as_store_errors(self.disk, "pin what agents were promised"):
+            if not self.disk.index.has_flag(PINS_MADE):
                 self.agents.hold_all()
-                self.disk.index.note(PINS_MADE)
+                self.disk.index.set_flag(PINS_MADE)
 
     def register(self, identity: Identity) -> Namespace:
         """Remember which model a namespace stands for; bundles name it."""
@@ -94,7 +94,7 @@ class Shelf:
     def prefixes(self) -> Iterator[Prefix]:
         """The ends of what is kept and is no agent's, used last first."""
         named = {holder.key for agent in self.agents.all() for holder in self.holders(agent)}
-        for end in self.disk.index.ends():
+        for end in self.disk.index.leaves():
             if end.key not in named:
                 known = self.disk.have(list(self.disk.index.parents(end.key)))
                 n_bytes = sum(one.n_bytes for one in known.values())
@@ -103,7 +103,7 @@ class Shelf:
 
     def _prefix(self, text: str) -> Agent:
         """The prefix that ends with the block whose key begins so, as an agent without a name."""
-        keys = [k for end in self.disk.index.ends() if (k := end.key).hex().startswith(text)]
+        keys = [k for end in self.disk.index.leaves() if (k := end.key).hex().startswith(text)]
         if len(text) < 4 or len(keys) != 1:
             raise BadInput(
                 f"{len(keys)} prefixes are called {MARK}{text}; `cache ls --prefixes` names them."
@@ -138,7 +138,7 @@ class Shelf:
             n_tokens = agent.turns[turn - 1]
         return agent if n_tokens is None else self.first(agent, n_tokens)
 
-    def export_agent(self, agent: Agent | str, path: Path, progress: Progress = quietly) -> int:
+    def export_agent(self, agent: Agent | str, path: Path, progress: Progress = no_progress) -> int:
         """Write an agent, or part of one, into a file; answers with the number of records in it."""
         if isinstance(agent, str):
             agent = self.find(agent)
@@ -158,7 +158,7 @@ class Shelf:
         path: Path,
         expected: Identity,
         agent_id: str | None = None,
-        progress: Progress = quietly,
+        progress: Progress = no_progress,
     ) -> Agent:
         """Read an agent from a file, verified; refused if it belongs to another model.
 

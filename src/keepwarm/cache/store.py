@@ -24,7 +24,7 @@ from keepwarm.device.memory import MemoryConfig
 from keepwarm.errors import BadInput
 from keepwarm.models.catalog import locate
 from keepwarm.prefix.fingerprint import Identity
-from keepwarm.store.tier import Stored, TierStats
+from keepwarm.store.tier import StoredBlock, TierStats
 
 
 class Restored(NamedTuple):
@@ -114,7 +114,7 @@ class Store:
         """Free all blocks in memory that nobody pinned; what is on disk stays."""
         return self.shed(sys.maxsize)
 
-    def blocks(self) -> dict[str, Iterator[Stored]]:
+    def blocks(self) -> dict[str, Iterator[StoredBlock]]:
         """Every block of every tier, in no order; safe while others put and delete."""
         return {name: tier.walk() for name, tier in self._opened.named_tiers.items()}
 

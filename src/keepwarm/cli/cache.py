@@ -205,7 +205,9 @@ def verify(
             progress(n_records, max(n_records, n_blocks))
             if checked.wrong is not None:
                 name = f"{checked.key.hex()}.{checked.part.value}"
-                bad.append({"record": name, "wrong": checked.wrong, "set_aside": checked.set_aside})
+                bad.append(
+                    {"record": name, "wrong": checked.wrong, "set_aside": checked.quarantined}
+                )
     _print({"records": n_records, "n_bytes": n_bytes, "newer": n_newer, "bad": bad}, as_json)
     if bad:
         raise typer.Exit(1)
@@ -217,7 +219,7 @@ def _bad_agent(shelf: Shelf, name: str, why: Exception, fix: bool) -> dict[str, 
     if isinstance(why, OSError):
         wrong = f"could not be read: {why.strerror or why}"
         return {"record": record, "wrong": wrong, "set_aside": False}
-    aside = fix and shelf.disk.set_aside(shelf.disk.root / record, str(why))
+    aside = fix and shelf.disk.move_to_quarantine(shelf.disk.root / record, str(why))
     return {"record": record, "wrong": str(why), "set_aside": aside}
 
 

@@ -25,8 +25,8 @@ from keepwarm.engine.lane import make_options
 from keepwarm.errors import BadInput, KeepwarmError, Stopping
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace
 from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.index.index import MARK
-from keepwarm.store.tier import Stored
+from keepwarm.store.index.index import TTL_PIN
+from keepwarm.store.tier import StoredBlock
 
 LOG = logging.getLogger(__name__)
 MAX_HELD = 64  # places that marks hold; those used last
@@ -175,10 +175,10 @@ def _held(shelf: Shelf) -> Iterator[Agent]:
 
 
 def _is_marked(owners: Sequence[str]) -> bool:
-    return any(owner.startswith(MARK) for owner in owners)
+    return any(owner.startswith(TTL_PIN) for owner in owners)
 
 
-def _place_in(disk: DiskTier, block: Stored) -> int:
+def _place_in(disk: DiskTier, block: StoredBlock) -> int:
     """Up to which of its tokens others are likely to agree: its first checkpoint, or its end."""
     record = disk.read(block.key, next(iter(block.n_bytes)), tensors=())
     children = disk.children(block.parent, record.header.tokens) if record is not None else []

@@ -63,7 +63,7 @@ class Files:
     def open(self, path: Path) -> BinaryIO:
         return path.open("rb", buffering=0)
 
-    def read_through(self, file: BinaryIO) -> None:
+    def read_into_page_cache(self, file: BinaryIO) -> None:
         """Read a whole file to nowhere: its pages are in memory then. Needs CAN_READ_THROUGH."""
         at, n_bytes = 0, os.fstat(file.fileno()).st_size
         with Path(os.devnull).open("wb", buffering=0) as nowhere:
@@ -86,7 +86,7 @@ class Files:
             pass
         return True
 
-    def let_go(self, file: BinaryIO) -> None:
+    def drop_cached_pages(self, file: BinaryIO) -> None:
         """Have the system forget the pages of a file; a mere wish."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -9,7 +9,7 @@ attention makes later tokens dearer, and a state, or window rows alone, spare al
 
 How much dearer is weighed down. By arithmetic a token costs twice as much at 32 k tokens (an 8B
 model). Weights as strong saved up to 5 % of the time of prefill on a sixteenth of the traces, and
-cost up to 13 % more tokens; DEAR_AT as it is saves 0.5 to 2.3 % of the time and no token is lost.
+cost up to 13 % more tokens; DOUBLE_COST_AT as it is saves 0.5 to 2.3 % of the time and no token is lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MEMORY_HALF_LIFE_S = 20.0  # best of 10, 20, 30 on the traces, where pauses are 
 DISK_HALF_LIFE_S = 600.0  # a disk holds hours of what memory holds minutes of
 SUPERSEDED = -180.0  # half-lives: before everything else of late
 SHORT_BRANCH = 8  # blocks; to be wrong about one costs no more than to compute these
-DEAR_AT = 1 << 14  # blocks into a prompt, where a token counts twice
+DOUBLE_COST_AT = 1 << 14  # blocks into a prompt, where a token counts twice
 
 
 def after_use(used: float, value: float, now: float, half_life_s: float) -> float:
@@ -31,11 +31,11 @@ def after_use(used: float, value: float, now: float, half_life_s: float) -> floa
     return half_life_s * log2(1 + 2 ** min(-halvings, 64))  # a clock set back is no large number
 
 
-def spared(number: int, n_tokens: int, d: int, w: int, s: int) -> float:
+def prefill_saved(number: int, n_tokens: int, d: int, w: int, s: int) -> float:
     """Prefill that a block spares for its bytes; these are of its delta, window and state parts."""
-    own = 1 + number / DEAR_AT
+    own = 1 + number / DOUBLE_COST_AT
     if not s and (d or not w):
         return own
     n_blocks = number + n_tokens / BLOCK_TOKENS
-    all_before = n_blocks * (1 + n_blocks / 2 / DEAR_AT)
+    all_before = n_blocks * (1 + n_blocks / 2 / DOUBLE_COST_AT)
     return max(own, all_before * d / (d + w + s) if d else all_before)

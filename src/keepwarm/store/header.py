@@ -16,7 +16,7 @@ from keepwarm.store.seal import Seal
 ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
-class Head:
+class HeaderText:
     """The header of a file: metadata, and an entry for every tensor."""
 
     def __init__(self, metadata: dict[str, Any], table: dict[str, Any]) -> None:
@@ -24,7 +24,7 @@ class Head:
         self.table = table
 
     @classmethod
-    def parse(cls, text: bytes | bytearray) -> Head:
+    def parse(cls, text: bytes | bytearray) -> HeaderText:
         said: dict[str, Any] = json.loads(text)
         return cls(said.pop("__metadata__"), said)
 
@@ -45,14 +45,14 @@ class Head:
     def digest(self, said: str) -> str:
         return xxhash.xxh3_128(f"{said}\n{self.entries}".encode()).hexdigest()
 
-    def sealed(self, seal: Seal) -> Head:
+    def sealed(self, seal: Seal) -> HeaderText:
         """Tensors by number, as plain bytes; everything else is inside one sealed string."""
         spans = (entry["data_offsets"] for entry in self.table.values())
         table = {str(n): entry_json("U8", (b - a,), a, b) for n, (a, b) in enumerate(spans)}
         sealed = seal.seal(dumps(table).encode(), self.text().encode())
-        return Head({"sealed": b64encode(sealed).decode()}, table)
+        return HeaderText({"sealed": b64encode(sealed).decode()}, table)
 
-    def opened(self, seal: Seal | None) -> Head:
+    def opened(self, seal: Seal | None) -> HeaderText:
         """As it was before it was sealed."""
         if seal is None:
             if "sealed" in self.metadata:
@@ -63,7 +63,7 @@ class Head:
         sealed = b64decode(self.metadata["sealed"], validate=True)
         if b64encode(sealed).decode() != self.metadata["sealed"]:
             raise BadRecord("the header is not written as the format says")
-        return Head.parse(seal.open(self.entries.encode(), sealed))
+        return HeaderText.parse(seal.open(self.entries.encode(), sealed))
 
 
 def entry_json(dtype: str, shape: tuple[int, ...], start: int, end: int) -> dict[str, Any]:

@@ -12,18 +12,18 @@ from dataclasses import replace
 
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.index.index import Index
-from keepwarm.store.record import Buffer, Part, Record, Visit
-from keepwarm.store.thinning import surplus
+from keepwarm.store.record import Part, ReadBuffer, Record, RecordView
+from keepwarm.store.thinning import find_surplus
 from keepwarm.store.tier import (
+    BlockInfo,
+    CheckpointRef,
     Child,
-    CutOff,
-    Known,
-    Put,
-    State,
-    Stored,
+    PutResult,
+    RefusedBlocks,
+    StoredBlock,
     TierStats,
-    outage_is,
-    telling,
+    as_store_errors,
+    default_on_io_error,
 )
 
 
@@ -35,25 +35,27 @@ class MemoryTier:
         self._clock = clock
         self._index = Index(":memory:")
         self._records: dict[tuple[BlockKey, Part], Record] = {}
-        self._known: dict[BlockKey, Known] = {}  # what the index says: quicker to ask, and often
-        self._cut_off = CutOff()
+        self._known: dict[
+            BlockKey, BlockInfo
+        ] = {}  # what the index says: quicker to ask, and often
+        self._cut_off = RefusedBlocks()
         self._loose: dict[BlockKey, None] = {}  # their window rows go first; the oldest first
         self._lock = threading.RLock()
         self._counts: Counter[str] = Counter()
         self._durable: Future[None] = Future()  # as durable as it gets, for every record
         self._durable.set_result(None)
 
-    @outage_is(dict)
-    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
+    @default_on_io_error(dict)
+    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         with self._lock:
             return {key: self._known[key] for key in keys if key in self._known}
 
-    @outage_is(list)
+    @default_on_io_error(list)
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
         return self._index.children(parent, tokens)
 
-    @outage_is(list)
-    def states(self, parents: Collection[BlockKey]) -> list[State]:
+    @default_on_io_error(list)
+    def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
         return self._index.states(parents)
 
     def read(
@@ -70,35 +72,35 @@ class MemoryTier:
         self,
         key: BlockKey,
         part: Part,
-        use: Callable[[Visit], None],
-        buffer: Buffer,  # noqa: ARG002
+        use: Callable[[RecordView], None],
+        buffer: ReadBuffer,  # noqa: ARG002
     ) -> bool:
         record = self.read(key, part)
         if record is not None:
-            use(Visit(record.header, record.tensors))
+            use(RecordView(record.header, record.tensors))
         return record is not None
 
-    def fetch(self, key: BlockKey, part: Part) -> bool:
+    def prefetch(self, key: BlockKey, part: Part) -> bool:
         """It is as near as it gets."""
         with self._lock:
             return (key, part) in self._records
 
-    def put(self, record: Record) -> Put:
+    def put(self, record: Record) -> PutResult:
         with self._lock:
-            return Put(self._put(record), self._durable)
+            return PutResult(self._put(record), self._durable)
 
-    def loosen(self, key: BlockKey) -> None:
+    def demote_window(self, key: BlockKey) -> None:
         """Let the window rows of a block go before anything else does: nobody will likely ask."""
         with self._lock:
             if (key, Part.WINDOW) in self._records:
                 self._loose[key] = None
 
-    def tighten(self, key: BlockKey) -> None:
+    def promote_window(self, key: BlockKey) -> None:
         """Somebody may ask for them after all."""
         with self._lock:
             self._loose.pop(key, None)
 
-    @outage_is(bool)
+    @default_on_io_error(bool)
     def _put(self, record: Record) -> bool:
         header, n_bytes = record.header, max(1, record.n_bytes)  # 0 bytes would mean: not there
         before, now = self._records.get((header.key, header.part)), self._clock()
@@ -139,7 +141,7 @@ class MemoryTier:
             for part in Part:
                 self._records.pop((key, part), None)
 
-    def loose(self, keys: Collection[BlockKey]) -> set[BlockKey]:
+    def demoted_windows(self, keys: Collection[BlockKey]) -> set[BlockKey]:
         """Which of these have window rows that go first."""
         with self._lock:
             return {key for key in keys if key in self._loose}
@@ -174,51 +176,51 @@ class MemoryTier:
             return before - self._index.n_bytes()
 
     def pin(self, key: BlockKey, owner: str) -> None:
-        with telling(self, "pin a block"):
-            self.tighten(key)
+        with as_store_errors(self, "pin a block"):
+            self.promote_window(key)
             self._index.pin(key, owner)
 
     def unpin(self, key: BlockKey, owner: str) -> None:
-        with telling(self, "let go of a block"):
+        with as_store_errors(self, "let go of a block"):
             self._index.unpin(key, owner)
 
-    @outage_is(lambda: None)
+    @default_on_io_error(lambda: None)
     def touch(self, keys: Collection[BlockKey]) -> None:
         for key in keys:
-            self.tighten(key)
+            self.promote_window(key)
         self._index.touch(keys, self._clock())
 
-    @outage_is(lambda: None)
-    def drop_outgrown(self, key: BlockKey) -> None:
-        for state in surplus(*self._index.checkpoints(key)):
+    @default_on_io_error(lambda: None)
+    def delete_outgrown(self, key: BlockKey) -> None:
+        for state in find_surplus(*self._index.checkpoints(key)):
             self.delete_part(state.key, Part.STATE)
             self._delete(self._index.outgrown(state.beside))
         self._delete(self._index.outgrown(key))
 
     def delete(self, key: BlockKey) -> None:
-        with telling(self, "delete a block"):
+        with as_store_errors(self, "delete a block"):
             self._delete([key])
 
     def _delete(self, keys: Collection[BlockKey]) -> None:
         with self._lock:
             self._forget(keys)
             if keys:
-                self._index.doom(keys)
-                self._index.drop(keys)
+                self._index.mark_deleting(keys)
+                self._index.delete_marked(keys)
 
     def delete_part(self, key: BlockKey, part: Part) -> None:
         """Remove one part; the block goes with its last one."""
         with self._lock:
             self._records.pop((key, part), None)
             self._known.pop(key, None)
-            self._index.drop_part(key, part)
+            self._index.delete_part(key, part)
             self._known |= self._index.have([key])
 
-    def walk(self) -> Iterator[Stored]:
-        with telling(self, "list its blocks"):
+    def walk(self) -> Iterator[StoredBlock]:
+        with as_store_errors(self, "list its blocks"):
             yield from self._index.walk()
 
-    @outage_is(lambda: (0, 0))
+    @default_on_io_error(lambda: (0, 0))
     def _totals(self) -> tuple[int, int]:
         return self._index.n_blocks(), self._index.n_bytes()
 
@@ -232,7 +234,7 @@ class MemoryTier:
             self._known.clear()
             self._index.close()
 
-    def _failed(self, error: Exception) -> None:  # noqa: ARG002
+    def note_error(self, error: Exception) -> None:  # noqa: ARG002
         self._count(errors=1)
 
     def _count(self, **more: int) -> None:

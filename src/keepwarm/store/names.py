@@ -22,7 +22,7 @@ TEMPORARY = ".tmp"
 MEASURE_EVERY_S = 1.0
 
 
-class Name(NamedTuple):
+class RecordName(NamedTuple):
     key: BlockKey
     part: Part
 
@@ -32,7 +32,7 @@ def path_of(root: Path, key: BlockKey, part: Part) -> Path:
     return root / "blocks" / name[:2] / f"{name}.{part.value}{SUFFIX}"
 
 
-def parse_name(name: str) -> Name | None:
+def parse_name(name: str) -> RecordName | None:
     """The record that a file name stands for, if it is exactly as `path_of` writes it."""
     stem, _, suffix = name.partition(".")
     try:
@@ -41,14 +41,14 @@ def parse_name(name: str) -> Name | None:
     except ValueError:
         return None
     exact = name == f"{key.hex()}.{part.value}{SUFFIX}"
-    return Name(key, part) if exact and len(key) == KEY_BYTES else None
+    return RecordName(key, part) if exact and len(key) == KEY_BYTES else None
 
 
 class Changes(NamedTuple):
     """How a directory differs from what was known of it."""
 
-    come: list[Name]  # new, or of another size
-    gone: list[Name]
+    come: list[RecordName]  # new, or of another size
+    gone: list[RecordName]
     strays: list[os.DirEntry[str]]  # no records
 
 
@@ -67,7 +67,7 @@ class Directory(NamedTuple):
         strays = [self.entries[entry] for entry, name in new.items() if name is None]
         return Changes(list(filter(None, new.values())), list(filter(None, gone)), strays)
 
-    def _name_of(self, entry: str) -> Name | None:
+    def _name_of(self, entry: str) -> RecordName | None:
         """The record that belongs here under this name; None is anything else."""
         name = parse_name(entry)
         return name if name is not None and name.key.startswith(self.first) else None
@@ -90,7 +90,7 @@ def _is_ours(entry: os.DirEntry[str]) -> bool:
     return bool(DIRECTORY.fullmatch(entry.name)) and entry.is_dir(follow_symlinks=False)
 
 
-class Others:
+class OtherFiles:
     """Bytes under a root that are no records.
 
     The index is measured whenever asked; the rest, thousands of agents maybe, once a second.

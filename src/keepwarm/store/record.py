@@ -29,7 +29,7 @@ import xxhash
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace, block_key
 from keepwarm.prefix.fingerprint import FORMAT_VERSION, NAMESPACE_BYTES
-from keepwarm.store.header import Head, dumps, entry_json, label
+from keepwarm.store.header import HeaderText, dumps, entry_json, label
 from keepwarm.store.seal import OVERHEAD, TAG_BYTES, Seal
 
 MAX_HEADER_BYTES = 32 << 20
@@ -90,7 +90,7 @@ class Record:
         return sum(tensor.n_bytes for tensor in self.tensors)
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """Where a tensor lies in the data, and what its bytes must hash to."""
 
     name: str
@@ -101,16 +101,16 @@ class Entry(NamedTuple):
     digest: str
 
 
-class Opened(NamedTuple):
+class VerifiedHeader(NamedTuple):
     """A verified header, and where the data begins in the file."""
 
     header: Header
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     data_start: int
     seal: Seal | None = None
 
 
-class Buffer:
+class ReadBuffer:
     """Memory to read into, used over and over: its first use costs more than all later ones."""
 
     def __init__(self) -> None:
@@ -123,13 +123,13 @@ class Buffer:
         return memoryview(self._bytes)[:n_bytes]
 
 
-class Unread:
+class UnreadTensor:
     """A tensor still in its file: its bytes are read and verified when they are asked for.
 
     They lie in the buffer, and are good until the next ones are asked for.
     """
 
-    def __init__(self, data: _Data, entry: Entry, buffer: Buffer) -> None:
+    def __init__(self, data: _Data, entry: TensorEntry, buffer: ReadBuffer) -> None:
         self.name, self.dtype, self.shape = entry.name, entry.dtype, entry.shape
         self._data, self._entry, self._buffer = data, entry, buffer
 
@@ -137,25 +137,25 @@ class Unread:
     def data(self) -> memoryview:
         return self._data.read(self._entry, self._buffer)
 
-    def read_into(self, pieces: Sequence[Any]) -> None:
+    def read_into(self, encode_record: Sequence[Any]) -> None:
         """Put the bytes there instead, one piece of memory after the other; what lies there is of
         no use where this raises."""
         if self._data.seal is None:
-            self._data.read_verified(self._entry, pieces)
+            self._data.read_verified(self._entry, encode_record)
             return
         rest = self.data
-        for piece in map(_bytes_of, pieces):
+        for piece in map(_bytes_of, encode_record):
             piece[:], rest = rest[: len(piece)], rest[len(piece) :]
 
 
-class Visit(NamedTuple):
+class RecordView(NamedTuple):
     """A record where it lies."""
 
     header: Header
-    tensors: tuple[Tensor | Unread, ...]
+    tensors: tuple[Tensor | UnreadTensor, ...]
 
 
-def pieces(record: Record, seal: Seal | None = None) -> list[bytes | memoryview]:
+def encode_record(record: Record, seal: Seal | None = None) -> list[bytes | memoryview]:
     """The file as buffers to be written one after another; unsealed tensors are not copied."""
     stored = [_stored(record.header, tensor, seal) for tensor in record.tensors]
     table, at = {}, 0
@@ -165,13 +165,13 @@ def pieces(record: Record, seal: Seal | None = None) -> list[bytes | memoryview]
         at = end
     digests = {t.name: digest for t, (_, digest) in zip(record.tensors, stored, strict=True)}
     said = dumps({**_header_json(record.header), "digests": digests})
-    head = Head({"keepwarm": said}, table)
+    head = HeaderText({"keepwarm": said}, table)
     head.metadata["digest"] = head.digest(said)
     text = (head if seal is None else head.sealed(seal)).padded()
     return [struct.pack("<Q", len(text)), text, *(data for data, _ in stored)]
 
 
-def open_record(file: BinaryIO, file_bytes: int, seal: Seal | None = None) -> Opened:
+def open_record(file: BinaryIO, file_bytes: int, seal: Seal | None = None) -> VerifiedHeader:
     """Read and verify the header; raises BadRecord, with the reason, for anything else.
 
     NewerFormat comes after the digest, which shows that the version is no flipped bit. A sealed
@@ -182,7 +182,7 @@ def open_record(file: BinaryIO, file_bytes: int, seal: Seal | None = None) -> Op
         raise BadRecord(f"the header claims {n_header} bytes")
     text = _exactly(file, n_header)
     try:
-        head = Head.parse(text)
+        head = HeaderText.parse(text)
         if text != head.padded():  # a name given twice, say: readers differ in what they take
             raise BadRecord("the header is not written as the format says")
         head = head.opened(seal)
@@ -203,32 +203,36 @@ def check_identity(header: Header, key: BlockKey, part: Part) -> None:
 
 
 def read_tensors(
-    file: BinaryIO, opened: Opened, names: Collection[str] | None = None
+    file: BinaryIO, opened: VerifiedHeader, names: Collection[str] | None = None
 ) -> tuple[Tensor, ...]:
     """The named tensors (default: all), each verified; reads no other bytes of the file."""
     data = _Data(file, opened)
     wanted = [e for e in opened.entries if names is None or e.name in names]
-    return tuple(Tensor(e.name, e.dtype, e.shape, data.read(e, Buffer())) for e in wanted)
+    return tuple(Tensor(e.name, e.dtype, e.shape, data.read(e, ReadBuffer())) for e in wanted)
 
 
-def record_of(file: BinaryIO, opened: Opened, names: Collection[str] | None = None) -> Record:
+def read_record(
+    file: BinaryIO, opened: VerifiedHeader, names: Collection[str] | None = None
+) -> Record:
     """The record with the named tensors, in memory of its own."""
     return Record(opened.header, read_tensors(file, opened, names))
 
 
-def unread(file: BinaryIO, opened: Opened, buffer: Buffer) -> Visit:
+def view_record(file: BinaryIO, opened: VerifiedHeader, buffer: ReadBuffer) -> RecordView:
     """The record with its tensors still in the file, which must stay open."""
     data = _Data(file, opened)
-    return Visit(opened.header, tuple(Unread(data, entry, buffer) for entry in opened.entries))
+    return RecordView(
+        opened.header, tuple(UnreadTensor(data, entry, buffer) for entry in opened.entries)
+    )
 
 
 def tensor_digest(tensor: Tensor) -> str:
     return _digest(tensor, [tensor.data])
 
 
-def _digest(of: Tensor | Entry, pieces: Sequence[Any]) -> str:
+def _digest(of: Tensor | TensorEntry, encode_record: Sequence[Any]) -> str:
     hasher = xxhash.xxh3_128(label(of.name, of.dtype, of.shape))
-    for piece in pieces:
+    for piece in encode_record:
         hasher.update(piece)
     return hasher.hexdigest()
 
@@ -236,45 +240,45 @@ def _digest(of: Tensor | Entry, pieces: Sequence[Any]) -> str:
 class _Data:
     """The data of an open record, tensor by tensor."""
 
-    def __init__(self, file: BinaryIO, opened: Opened) -> None:
+    def __init__(self, file: BinaryIO, opened: VerifiedHeader) -> None:
         self.seal = opened.seal
         self._file, self._opened = file, opened
         self._at = -1  # where the file stands in its data, if that is known
 
-    def read(self, entry: Entry, buffer: Buffer) -> memoryview:
+    def read(self, entry: TensorEntry, buffer: ReadBuffer) -> memoryview:
         memory = buffer.take(entry.end - entry.start)
         self.read_verified(entry, [memory])
         if self.seal is None:
             return memory
         return memoryview(self.seal.open(_sealed_name(self._opened.header, entry), memory))
 
-    def read_verified(self, entry: Entry, pieces: Sequence[Any]) -> None:
+    def read_verified(self, entry: TensorEntry, encode_record: Sequence[Any]) -> None:
         """The bytes as they lie in the file."""
         if self._at != entry.start:
             self._file.seek(self._opened.data_start + entry.start)
         self._at = -1
-        _fill_all(pieces, entry.end - entry.start, self._file)
+        _fill_all(encode_record, entry.end - entry.start, self._file)
         self._at = entry.end
-        proof = _digest(entry, pieces) if self.seal is None else _tag(pieces[0])
+        proof = _digest(entry, encode_record) if self.seal is None else _tag(encode_record[0])
         if proof != entry.digest:
             raise BadRecord(f"{entry.name} does not match its digest")
 
 
-class Stored(NamedTuple):
+class _Payload(NamedTuple):
     """The bytes of a tensor as they lie in the file, and what proves them."""
 
     data: bytes | memoryview
     digest: str
 
 
-def _stored(header: Header, tensor: Tensor, seal: Seal | None) -> Stored:
+def _stored(header: Header, tensor: Tensor, seal: Seal | None) -> _Payload:
     if seal is None:
-        return Stored(tensor.data, tensor_digest(tensor))
+        return _Payload(tensor.data, tensor_digest(tensor))
     data = seal.seal(_sealed_name(header, tensor), tensor.data)
-    return Stored(data, _tag(data))
+    return _Payload(data, _tag(data))
 
 
-def _sealed_name(header: Header, of: Tensor | Entry) -> bytes:
+def _sealed_name(header: Header, of: Tensor | TensorEntry) -> bytes:
     whose = [header.key.hex(), header.part.value]
     return dumps([*whose, of.name, of.dtype, list(of.shape)]).encode()
 
@@ -286,7 +290,7 @@ def _tag(data: bytes | memoryview) -> str:
 
 def _parse(
     said: dict[str, Any], table: dict[str, Any], data_start: int, n_file: int, seal: Seal | None
-) -> Opened:
+) -> VerifiedHeader:
     version = _whole(said["version"], least=1)
     if version > FORMAT_VERSION:
         raise NewerFormat(f"format version {version} is newer than {FORMAT_VERSION}")
@@ -306,7 +310,7 @@ def _parse(
     end = entries[-1].end if entries else 0
     if data_start + end != n_file:
         raise BadRecord(f"the file has {n_file} bytes, its header says {data_start + end}")
-    return Opened(header, entries, data_start, seal)
+    return VerifiedHeader(header, entries, data_start, seal)
 
 
 def _check_counts(tokens: bytes, extra: Mapping[str, Any]) -> None:
@@ -319,14 +323,14 @@ def _check_counts(tokens: bytes, extra: Mapping[str, Any]) -> None:
 
 def _entries(
     table: Mapping[str, Any], digests: Mapping[str, str], overhead: int
-) -> Iterable[Entry]:
+) -> Iterable[TensorEntry]:
     at = 0
     for name, entry in table.items():
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         end = at + math.prod(map(_whole, shape)) * ITEM_BYTES[dtype] + overhead
         if [*map(_whole, entry["data_offsets"])] != [at, end]:
             raise BadRecord(f"{name} does not lie where its shape says")
-        yield Entry(name, dtype, shape, at, end, digests[name])
+        yield TensorEntry(name, dtype, shape, at, end, digests[name])
         at = end
 
 
@@ -363,12 +367,12 @@ def _exactly(file: BinaryIO, n: int) -> bytearray:
     return data
 
 
-def _fill_all(pieces: Sequence[Any], n_bytes: int, file: BinaryIO) -> None:
+def _fill_all(encode_record: Sequence[Any], n_bytes: int, file: BinaryIO) -> None:
     """Several in one call to the system, unless that reads less."""
-    n_read = os.readv(file.fileno(), pieces) if len(pieces) > 1 else 0
+    n_read = os.readv(file.fileno(), encode_record) if len(encode_record) > 1 else 0
     if n_read == n_bytes:
         return
-    for piece in map(_bytes_of, pieces):
+    for piece in map(_bytes_of, encode_record):
         _fill(piece[n_read:], file)
         n_read = max(0, n_read - len(piece))
 

@@ -22,7 +22,7 @@ class Checkpoint(NamedTuple):
     held: bool  # pinned, or conversations part here
 
 
-def surplus(checkpoints: Sequence[Checkpoint], kv_bytes: int) -> list[Checkpoint]:
+def find_surplus(checkpoints: Sequence[Checkpoint], kv_bytes: int) -> list[Checkpoint]:
     """Those to drop so that states take no more than K and V rows, the smallest gaps first.
 
     The gap before a state is what its loss costs: it is computed again from the one before. Where

@@ -19,7 +19,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from keepwarm.errors import StoreFailed
 from keepwarm.prefix.blocks import BlockKey, Namespace
-from keepwarm.store.record import Buffer, Part, Record, Visit
+from keepwarm.store.record import Part, ReadBuffer, Record, RecordView
 
 LOG = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -27,7 +27,7 @@ R = TypeVar("R")
 S = TypeVar("S", bound="Fallible")
 
 
-class Known(NamedTuple):
+class BlockInfo(NamedTuple):
     """A block that is there: its parts, and how many of its last window rows are held."""
 
     parts: frozenset[Part]
@@ -43,7 +43,7 @@ class Child(NamedTuple):
     n_common: int
 
 
-class State(NamedTuple):
+class CheckpointRef(NamedTuple):
     """A checkpoint below a block: `key` is good if it is the hash of the asker's own tokens."""
 
     key: BlockKey
@@ -51,7 +51,7 @@ class State(NamedTuple):
     n_tokens: int
 
 
-class Put(NamedTuple):
+class PutResult(NamedTuple):
     """What became of a put; `durable` is done once it survives a crash, or says what failed.
 
     A tier without room has not failed: whoever needs a record to be there asks `have`.
@@ -61,7 +61,7 @@ class Put(NamedTuple):
     durable: Future[None]
 
 
-class Stored(NamedTuple):
+class StoredBlock(NamedTuple):
     """One block of a tier, as `walk` shows it."""
 
     key: BlockKey
@@ -90,10 +90,10 @@ class TierStats:
 
 
 class Fallible(Protocol):
-    def _failed(self, error: Exception) -> None: ...
+    def note_error(self, error: Exception) -> None: ...
 
 
-def outage_is(
+def default_on_io_error(
     nothing: Callable[[], Any],
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
     """For look-ups: files or an index out of order are counted and answered with nothing."""
@@ -105,7 +105,7 @@ def outage_is(
                 return ask(self, *args, **kwargs)
             except (OSError, sqlite3.Error) as error:
                 LOG.warning("%s got no answer: %s", ask.__name__, error)
-                self._failed(error)
+                self.note_error(error)
                 nothing_found: R = nothing()
                 return nothing_found
 
@@ -115,18 +115,18 @@ def outage_is(
 
 
 @contextmanager
-def telling(tier: Fallible, what: str) -> Iterator[None]:
+def as_store_errors(tier: Fallible, what: str) -> Iterator[None]:
     """For what somebody must know the end of: an outage is counted, and said in our own words."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
-        tier._failed(error)
+        tier.note_error(error)
         raise StoreFailed(
             f"The store could not {what} ({error}); look at its disk, then try again."
         ) from error
 
 
-class CutOff:
+class RefusedBlocks:
     """Blocks that got no room, so that what follows them gets none: nobody could reach it."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class CutOff:
 
 
 class Tier(Protocol):
-    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
+    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         """Which of these blocks are here, and what of each. Reads no block."""
 
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
@@ -151,7 +151,7 @@ class Tier(Protocol):
         that these tokens begin with is among them: a conversation that ended there goes on.
         """
 
-    def states(self, parents: Collection[BlockKey]) -> list[State]:
+    def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
         """Checkpoints among the children of these blocks."""
 
     def read(
@@ -160,17 +160,17 @@ class Tier(Protocol):
         """The record, or only the named tensors of it, verified; None is a miss."""
 
     def visit(
-        self, key: BlockKey, part: Part, use: Callable[[Visit], None], buffer: Buffer
+        self, key: BlockKey, part: Part, use: Callable[[RecordView], None], buffer: ReadBuffer
     ) -> bool:
         """Hand the record to `use` where it lies; False is a miss, even one found out half-way.
 
         A tensor is verified when it is looked at, and good until the next one is.
         """
 
-    def fetch(self, key: BlockKey, part: Part) -> bool:
+    def prefetch(self, key: BlockKey, part: Part) -> bool:
         """Bring a record nearer that will be read soon; False if it is not here. Asks no index."""
 
-    def put(self, record: Record) -> Put:
+    def put(self, record: Record) -> PutResult:
         """Keep a record unless it is there; evicts to make room, never a pinned block."""
 
     def touch(self, keys: Collection[BlockKey]) -> None:
@@ -182,7 +182,7 @@ class Tier(Protocol):
     def unpin(self, key: BlockKey, owner: str) -> None:
         """Let go; a pin that is not there is no error."""
 
-    def drop_outgrown(self, key: BlockKey) -> None:
+    def delete_outgrown(self, key: BlockKey) -> None:
         """Remove what a block makes needless: shorter siblings that it serves as well as they do,
         and checkpoints before it that are too many.
         """
@@ -190,7 +190,7 @@ class Tier(Protocol):
     def delete(self, key: BlockKey) -> None:
         """Remove all parts of a block; nothing of it is found, or left behind, afterwards."""
 
-    def walk(self) -> Iterator[Stored]:
+    def walk(self) -> Iterator[StoredBlock]:
         """Every block, in no order; safe while others put and delete."""
 
     def stats(self) -> TierStats: ...

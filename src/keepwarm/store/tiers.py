@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from keepwarm.prefix.blocks import BlockKey
-from keepwarm.store.record import Buffer, Part, Visit
-from keepwarm.store.tier import Child, Known, State, Tier
+from keepwarm.store.record import Part, ReadBuffer, RecordView
+from keepwarm.store.tier import BlockInfo, CheckpointRef, Child, Tier
 
 
 class Tiers:
@@ -21,8 +21,8 @@ class Tiers:
     def named(self) -> Sequence[tuple[str, Tier]]:
         return self._tiers
 
-    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
-        merged: dict[BlockKey, Known] = {}
+    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
+        merged: dict[BlockKey, BlockInfo] = {}
         for _, tier in self._tiers:
             for key, known in tier.have(keys).items():
                 merged[key] = _union(merged[key], known) if key in merged else known
@@ -32,11 +32,11 @@ class Tiers:
         found = {child for _, tier in self._tiers for child in tier.children(parent, tokens)}
         return sorted(found, key=lambda child: -child.n_common)
 
-    def states(self, parents: Collection[BlockKey]) -> list[State]:
+    def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
         return list({state for _, tier in self._tiers for state in tier.states(parents)})
 
     def visit(
-        self, key: BlockKey, part: Part, use: Callable[[Visit], None], buffer: Buffer
+        self, key: BlockKey, part: Part, use: Callable[[RecordView], None], buffer: ReadBuffer
     ) -> str | None:
         """The name of the tier that had the record; None is a miss."""
         for name, tier in self._in_order(key, part):
@@ -44,9 +44,9 @@ class Tiers:
                 return name
         return None
 
-    def fetch(self, key: BlockKey, part: Part) -> bool:
+    def prefetch(self, key: BlockKey, part: Part) -> bool:
         """Let the first tier that has the record bring it nearer; whether one has."""
-        return any(tier.fetch(key, part) for _, tier in self._tiers)
+        return any(tier.prefetch(key, part) for _, tier in self._tiers)
 
     def _in_order(self, key: BlockKey, part: Part) -> Sequence[tuple[str, Tier]]:
         """The fastest first; for window rows whoever holds the most: tiers may differ in them."""
@@ -64,7 +64,9 @@ def _window_rows(tier: Tier, key: BlockKey) -> int:
     return known.w_rows if known else 0
 
 
-def _union(a: Known, b: Known) -> Known:
+def _union(a: BlockInfo, b: BlockInfo) -> BlockInfo:
     if a.parts == b.parts and a.w_rows == b.w_rows:  # mostly, and quicker than to build one
         return a if a.n_bytes >= b.n_bytes else b
-    return Known(a.parts | b.parts, a.n_tokens, max(a.w_rows, b.w_rows), max(a.n_bytes, b.n_bytes))
+    return BlockInfo(
+        a.parts | b.parts, a.n_tokens, max(a.w_rows, b.w_rows), max(a.n_bytes, b.n_bytes)
+    )

@@ -41,7 +41,7 @@ def unlock(root: Path, secret: str | None, files: Files | None = None) -> Seal |
         return _check(root, secret)
 
 
-def refuse_unlike(root: Path, seal: Seal | None) -> None:
+def check_encryption(root: Path, seal: Seal | None) -> None:
     """Raise where a store is sealed and there is no key, or the reverse. Nothing is touched."""
     is_sealed = (root / MARKER).exists()
     if is_sealed and seal is None:
@@ -54,7 +54,7 @@ def _mark(root: Path, secret: str, files: Files) -> Seal:
     if (root / INDEX).exists() or _has_blocks(root):
         raise _plain(root)
     salt = os.urandom(SALT_BYTES)
-    seal = Seal(key_of(secret, salt, SCRYPT))
+    seal = Seal(derive_key(secret, salt, SCRYPT))
     said = {"version": VERSION, "salt": salt.hex(), "scrypt": SCRYPT,
             "check": seal.seal(CHECK, b"").hex()}  # fmt: skip
     temp = root / "tmp" / MARKER
@@ -70,7 +70,7 @@ def _check(root: Path, secret: str) -> Seal:
         said = json.loads(path.read_text())
         if said["version"] > VERSION:
             raise BadInput(f"{path} was made by a newer Keepwarm; update this one.")
-        seal = Seal(key_of(secret, bytes.fromhex(said["salt"]), said["scrypt"]))
+        seal = Seal(derive_key(secret, bytes.fromhex(said["salt"]), said["scrypt"]))
         seal.open(CHECK, bytes.fromhex(said["check"]))
     except BadRecord as error:
         raise BadInput(
@@ -81,7 +81,7 @@ def _check(root: Path, secret: str) -> Seal:
     return seal
 
 
-def key_of(secret: str, salt: bytes, scrypt: Mapping[str, int]) -> bytes:
+def derive_key(secret: str, salt: bytes, scrypt: Mapping[str, int]) -> bytes:
     """Base64 of 32 bytes is the key itself; anything else is a passphrase, which costs time."""
     try:
         key = b64decode(secret, altchars=b"-_" if {"-", "_"} & set(secret) else None, validate=True)

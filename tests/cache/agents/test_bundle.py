@@ -19,7 +19,7 @@ from keepwarm.kv.slices import cut
 from keepwarm.prefix.blocks import block_key, chain, pack
 from keepwarm.prefix.fingerprint import FORMAT_VERSION
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits
-from keepwarm.store.record import Part, pieces
+from keepwarm.store.record import Part, encode_record
 from tests.cache.agents.test_agents import IDENTITY, LIMITS, NAME, holds_tokens, turn
 from tests.kit.compare import assert_same
 from tests.kit.runs import cold, continue_from, prefill, prompt_of
@@ -287,7 +287,7 @@ def forged(file, said, records):
     with tarfile.open(file, "w") as archive:
         _add(archive, "manifest.json", [replace(said, blocks=keys).to_json()])
         for one in records:
-            _add(archive, f"{one.header.key.hex()}.d.safetensors", pieces(one))
+            _add(archive, f"{one.header.key.hex()}.d.safetensors", encode_record(one))
 
 
 def test_nobody_brings_blocks_under_anothers_names(shelf, other, tmp_path):

@@ -7,7 +7,7 @@ from keepwarm.cache.agents.agents import Agent
 from keepwarm.cache.agents.forest import plant
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain
 from keepwarm.store.record import Part
-from keepwarm.store.tier import Stored
+from keepwarm.store.tier import StoredBlock
 from tests.store.kit import NAMESPACE, tokens_of
 
 COMMON = tokens_of(4 * BLOCK_TOKENS)
@@ -17,7 +17,7 @@ def blocks(tokens, used=0.0, pinned=False, size=10):
     """A prompt as a tier would list it; a pin is on its last block."""
     refs = list(chain(NAMESPACE, tokens))
     return [
-        Stored(
+        StoredBlock(
             ref.key, ref.parent, NAMESPACE, ref.number, ref.n_tokens, {Part.DELTA: size}, used,
             pinned and ref is refs[-1],
         )

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from keepwarm.cache.restore.plan import NOTHING, Forest, Needs, Point, Read, longest, n_matched
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
 from keepwarm.store.record import Part
-from keepwarm.store.tier import Child, Known
+from keepwarm.store.tier import BlockInfo, Child
 from tests.store.kit import refs_of
 
 D, W, S = Part.DELTA, Part.WINDOW, Part.STATE
@@ -21,8 +21,8 @@ PURE = Needs(delta=False, window=0, state=True)
 ONLY_WINDOW = Needs(delta=False, window=32, state=False)
 
 
-def known(*parts: Part, n_tokens: int = BLOCK_TOKENS, w_rows: int = BLOCK_TOKENS) -> Known:
-    return Known(frozenset(parts), n_tokens, w_rows if W in parts else 0, 100)
+def known(*parts: Part, n_tokens: int = BLOCK_TOKENS, w_rows: int = BLOCK_TOKENS) -> BlockInfo:
+    return BlockInfo(frozenset(parts), n_tokens, w_rows if W in parts else 0, 100)
 
 
 def key(n: int) -> BlockKey:
@@ -246,7 +246,7 @@ def _rows_from(needs, forest, n_tokens, last, choice):
 def blocks(draw, n_tokens):
     parts = draw(st.frozensets(st.sampled_from(Part), min_size=1))
     w_rows = draw(st.sampled_from([8, 31, 32, 33, 100, 255, 256])) if W in parts else 0
-    return Known(parts, n_tokens, min(w_rows, n_tokens), draw(st.integers(1, 50)))
+    return BlockInfo(parts, n_tokens, min(w_rows, n_tokens), draw(st.integers(1, 50)))
 
 
 @st.composite

@@ -45,8 +45,8 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self.tier, name)
 
-    def fetch(self, key, part):
-        if self.tier.fetch(key, part):
+    def prefetch(self, key, part):
+        if self.tier.prefetch(key, part):
             self.fetched.append(key)
             return True
         return False
@@ -112,9 +112,9 @@ def test_what_was_read_meanwhile_is_not_fetched(disk, reads):
     gate = threading.Event()
 
     class Slow(Watched):
-        def fetch(self, key, part):
+        def prefetch(self, key, part):
             assert gate.wait(30)
-            return super().fetch(key, part)
+            return super().prefetch(key, part)
 
     far = Slow(disk)
     reader = Reader(Tiers([("disk", far)]), n_threads=1)

@@ -9,7 +9,7 @@ from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.writing import TRUCE_S, MemoryOnly, Writer
 from keepwarm.store.disk.wear import Wear
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Buffer, Part
+from keepwarm.store.record import Part, ReadBuffer
 from keepwarm.store.tiers import Tiers
 
 MIB = 1 << 20
@@ -38,7 +38,9 @@ def test_a_record_is_findable_before_it_is_on_disk(disk, records):
     key = records[0].header.key
     assert key not in disk.have([key])
     seen = []
-    tiers.visit(key, Part.DELTA, lambda visit: seen.append(bytes(visit.tensors[0].data)), Buffer())
+    tiers.visit(
+        key, Part.DELTA, lambda visit: seen.append(bytes(visit.tensors[0].data)), ReadBuffer()
+    )
     assert seen == [bytes(records[0].tensors[0].data)]
     gated.gate.set()
     writer.flush()

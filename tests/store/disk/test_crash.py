@@ -277,7 +277,7 @@ def check_files(tier: DiskTier, spoiled: Collection[BlockKey] = ()) -> None:
         record = tier.read(*name)
         assert record is not None
         assert holds_its_content(record)
-    assert not tier.index.doomed()
+    assert not tier.index.deleting()
     assert not tier.index.writers()
     assert [path.name for path in (tier.root / "tmp").iterdir() if path.is_dir()] == [
         tier.scratch.name

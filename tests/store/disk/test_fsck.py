@@ -18,7 +18,7 @@ def tier(open_tier):
 
 
 def wrongs(tier, **options):
-    return [(checked.wrong, checked.set_aside) for checked in verify(tier, **options)]
+    return [(checked.wrong, checked.quarantined) for checked in verify(tier, **options)]
 
 
 @pytest.mark.parametrize("fix", [False, True])
@@ -59,7 +59,7 @@ def test_a_record_deleted_meanwhile_is_nobodys_fault(tier):
 def test_a_small_file_is_set_aside_with_its_reason(tier, store):
     path = store / "agents" / "coder.json"
     path.write_text("{torn")
-    assert tier.set_aside(path, "it is torn")
+    assert tier.move_to_quarantine(path, "it is torn")
     bad, why = sorted((store / "quarantine").iterdir())
     assert not path.exists()
     assert bad.name.startswith("coder.json.")

@@ -13,7 +13,7 @@ from keepwarm.bench.measure import drop_files
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk import pages
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
-from keepwarm.store.record import Buffer, Part
+from keepwarm.store.record import Part, ReadBuffer
 from tests.store.kit import chain_of
 
 MIB = 1 << 20
@@ -29,7 +29,7 @@ class System(Files):
     def is_cached(self, file):
         return Path(file.name).name in self.cached
 
-    def let_go(self, file):
+    def drop_cached_pages(self, file):
         self.let_go_of.append(Path(file.name).name)
         self.cached.discard(Path(file.name).name)
 
@@ -66,7 +66,7 @@ def restore(disk, records):
             record.header.key,
             Part.DELTA,
             lambda visit, found=found: found.extend(bytes(t.data) for t in visit.tensors),
-            Buffer(),
+            ReadBuffer(),
         )
         assert found == [bytes(tensor.data) for tensor in record.tensors]
 
@@ -92,7 +92,7 @@ def test_what_was_in_memory_before_stays_there(disk, system, records):
     assert system.let_go_of == others
 
 
-@pytest.mark.parametrize("bring", [DiskTier.fetch, DiskTier.read], ids=["fetched", "warmed"])
+@pytest.mark.parametrize("bring", [DiskTier.prefetch, DiskTier.read], ids=["fetched", "warmed"])
 def test_what_was_brought_before_is_in_memory_because_of_us(bring, disk, system, records):
     for record in records:
         assert bring(disk, record.header.key, Part.DELTA)
@@ -106,7 +106,7 @@ def test_a_look_at_a_header_is_no_reading(disk, system, records):
     """It leaves the file to the restore that comes next, for which it is the first."""
     seen = []
     for record in records:
-        assert disk.visit(record.header.key, Part.DELTA, seen.append, Buffer())
+        assert disk.visit(record.header.key, Part.DELTA, seen.append, ReadBuffer())
     assert [visit.header for visit in seen] == [record.header for record in records]
     assert system.let_go_of == []
     restore(disk, records)
@@ -161,9 +161,9 @@ def test_the_system_is_asked_in_a_way_that_it_answers(on_disk):
     with files.open(path) as file:
         assert is_resident(path)
         assert files.is_cached(file)
-        files.let_go(file)
+        files.drop_cached_pages(file)
         assert is_resident(path) == files.is_cached(file)  # in this order: asking brings it there
-        files.read_through(file)
+        files.read_into_page_cache(file)
         assert files.is_cached(file)
         assert is_resident(path)
 
@@ -174,7 +174,7 @@ def test_asking_and_letting_go_change_nothing(tmp_path):
         path.write_bytes(data)
         with files.open(path) as file:
             files.is_cached(file)
-            files.let_go(file)
+            files.drop_cached_pages(file)
             assert file.tell() == 0
             assert file.read() == data
 

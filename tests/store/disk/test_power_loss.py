@@ -355,7 +355,7 @@ def check(events: list[Event], place: Path, secret: str | None) -> None:
             assert parsed
             assert tier.path_of(*parsed).stat().st_size == n_bytes
         assert tier.stats().quarantined == 0
-        assert not tier.index.doomed()
+        assert not tier.index.deleting()
         check_agents(tier, events)
     finally:
         tier.close()

@@ -40,8 +40,8 @@ def test_pages_that_were_split_and_merged_keep_nothing(seed, tmp_path):
     gone = random.Random(seed).sample(came, N_BLOCKS // 2)
     pairs = {pack(tokens[i : i + 2]) for _, tokens in gone for i in range(len(tokens) - 1)}
     assert found_in(tmp_path, pairs)
-    index.doom([header.key for header, _ in gone])
-    index.drop([header.key for header, _ in gone])
+    index.mark_deleting([header.key for header, _ in gone])
+    index.delete_marked([header.key for header, _ in gone])
     index.scrub()
     assert not found_in(tmp_path, pairs)
     assert index.n_blocks() == N_BLOCKS - len(gone)

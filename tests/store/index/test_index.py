@@ -50,17 +50,17 @@ class Bookkeeping(RuleBasedStateMachine):
             self.w_rows[ref.key] = rows
 
     @rule(key=st.sampled_from(KEYS), part=st.sampled_from(Part))
-    def drop_part(self, key, part):
-        self.index.drop_part(key, part)
+    def delete_part(self, key, part):
+        self.index.delete_part(key, part)
         self.sizes.pop((key, part), None)
         if part is Part.WINDOW:
             self.w_rows.pop(key, None)
 
     @rule(key=st.sampled_from(KEYS))
     def delete(self, key):
-        self.index.doom([key])
+        self.index.mark_deleting([key])
         assert self.index.have([key]) == {}
-        self.index.drop([key])
+        self.index.delete_marked([key])
         self.w_rows.pop(key, None)
         for part in Part:
             self.sizes.pop((key, part), None)
@@ -83,8 +83,8 @@ class Bookkeeping(RuleBasedStateMachine):
             del self.reserved[ticket]
 
     @rule()
-    def forget_writer(self):
-        self.index.forget_writer("me")
+    def cancel_writes(self):
+        self.index.cancel_writes("me")
         self.reserved.clear()
 
     @invariant()
@@ -118,12 +118,12 @@ class Bookkeeping(RuleBasedStateMachine):
         held = {key for key, _ in self.sizes}
         loose = {key for key in held - stays if not held_below(key, held) & stays}
         n_bytes = sum(n for (key, _), n in self.sizes.items() if key in loose)
-        chosen = [victim.key for victim in self.index.victims(n_bytes)]
+        chosen = [victim.key for victim in self.index.find_victims(n_bytes)]
         assert len(chosen) == len(set(chosen))
         assert set(chosen) == loose
         for n, key in enumerate(chosen):
             assert not held_below(key, held) & set(chosen[n:])
-        assert self.index.victims(n_bytes + 1) == []
+        assert self.index.find_victims(n_bytes + 1) == []
 
     @invariant()
     def children_are_those_held(self):
@@ -168,20 +168,20 @@ def test_the_nearest_of_thousands_against_brute_force(index):
 
 def test_victims_free_no_more_than_needed(index):
     fill(index, [first_block([n]) for n in range(20)], n_bytes=10)
-    assert [v.n_bytes for v in index.victims(25)] == [10, 10, 10]
-    assert index.victims(25)[0].key == first_block([0]).key
-    spared = index.victims(25, spare={first_block([0]).key})
+    assert [v.n_bytes for v in index.find_victims(25)] == [10, 10, 10]
+    assert index.find_victims(25)[0].key == first_block([0]).key
+    spared = index.find_victims(25, spare={first_block([0]).key})
     assert [v.key for v in spared] == [first_block([n]).key for n in (1, 2, 3)]
 
 
 def test_condemned_blocks_are_gone_for_everybody_at_once(index):
     refs = [first_block([n]) for n in range(3)]
     fill(index, refs)
-    index.condemn(15)
+    index.select_victims(15)
     assert set(index.have([r.key for r in refs])) == {refs[2].key}
     assert {s.key for s in index.walk()} == {refs[2].key}
     assert len(index.children(root(NAMESPACE), refs[0].tokens)) == 0
-    assert set(index.doomed()) == {refs[0].key, refs[1].key}
+    assert set(index.deleting()) == {refs[0].key, refs[1].key}
     assert index.n_bytes() == 30  # until the files are gone
 
 
@@ -208,8 +208,8 @@ def test_children_that_came_before_their_parent_protect_it(index):
     """Files are adopted in any order."""
     one, two = refs_of(2)
     fill(index, [two, one])
-    assert [victim.key for victim in index.victims(10)] == [two.key]
-    assert [victim.key for victim in index.victims(20)] == [two.key, one.key]
+    assert [victim.key for victim in index.find_victims(10)] == [two.key]
+    assert [victim.key for victim in index.find_victims(20)] == [two.key, one.key]
 
 
 @pytest.mark.parametrize(
@@ -236,8 +236,8 @@ def test_deleted_tokens_are_in_no_file(tmp_path):
     made.add(record(ref).header, 10, 1.0)
     made.checkpoint()
     assert ref.tokens[:200] in (tmp_path / "index.sqlite").read_bytes()
-    made.doom([ref.key])
-    made.drop([ref.key])
+    made.mark_deleting([ref.key])
+    made.delete_marked([ref.key])
     made.checkpoint()
     found = [p.name for p in tmp_path.iterdir() if ref.tokens[40:60] in p.read_bytes()]
     made.close()
@@ -250,9 +250,9 @@ def test_two_connections_see_one_index(tmp_path):
     one.add(record(ref).header, 10, 1.0)
     two.pin(ref.key, "you")
     assert one.owners(ref.key) == ["you"]
-    assert one.victims(10) == []
-    two.hold_only("you", ())
-    assert len(one.victims(10)) == 1
+    assert one.find_victims(10) == []
+    two.pin_only("you", ())
+    assert len(one.find_victims(10)) == 1
     one.close()
     two.close()
 
@@ -261,16 +261,16 @@ def test_holding_changes_in_one_step(tmp_path):
     """Whoever dies over it leaves the old pins, not none."""
     index = Index(tmp_path / "i")
     first, second = (first_block([n]) for n in (1, 2))
-    index.hold_only("me", [first.key])
+    index.pin_only("me", [first.key])
 
     def keys():
         yield second.key
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        index.hold_only("me", keys())
+        index.pin_only("me", keys())
     assert (index.owners(first.key), index.owners(second.key)) == (["me"], [])
-    index.hold_only("me", [second.key])
+    index.pin_only("me", [second.key])
     assert (index.owners(first.key), index.owners(second.key)) == ([], ["me"])
     index.close()
 
@@ -334,7 +334,7 @@ def test_waiting_uses_count_when_victims_are_chosen(index):
     refs = [first_block([n]) for n in range(3)]
     fill(index, refs)
     index.touch([refs[0].key], 100.0)
-    assert index.condemn(10) == [refs[1].key]
+    assert index.select_victims(10) == [refs[1].key]
 
 
 def test_an_error_undoes_the_whole_step(index):

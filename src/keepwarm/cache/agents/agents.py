@@ -24,11 +24,11 @@ from keepwarm.store.disk.upkeep import (
     Progress,
     delete_branches,
     file_path,
-    quietly,
+    no_progress,
     read_file,
     write_file,
 )
-from keepwarm.store.tier import telling
+from keepwarm.store.tier import as_store_errors
 
 VERSION = 2  # 1 did not say what an agent has left
 MANY_LEFT = 64  # so many are kept without asking whether they are still there
@@ -219,7 +219,7 @@ class Agents:
         """Change what an agent was promised: `pinned`, `quota_bytes`, `retention_s`."""
         return self._save(replace(self.show(agent_id), **changes))
 
-    def delete(self, agent_id: str, progress: Progress = quietly) -> int:
+    def delete(self, agent_id: str, progress: Progress = no_progress) -> int:
         """Remove an agent and every block no other agent reaches; answers with their number.
 
         What only anonymous requests used goes too, where it descends from the agent's own blocks.
@@ -228,9 +228,9 @@ class Agents:
         """
         agent = self.show(agent_id)
         self._refuse_newer()
-        with telling(self._disk, f"remove agent {agent_id!r}"):
+        with as_store_errors(self._disk, f"remove agent {agent_id!r}"):
             keep = self._reached([other for other in self.all() if other.id != agent_id])
-            self._disk.hold_only(_owner(agent_id), ())
+            self._disk.pin_only(_owner(agent_id), ())
             removed = delete_branches(self._disk, self._own(agent, keep), keep, progress)
             self._disk.files.remove(self._path(agent_id))
         return removed
@@ -272,7 +272,7 @@ class Agents:
                     "not known here; update this one before deleting agents."
                 )
 
-    def expire(self, progress: Progress = quietly) -> list[str]:
+    def expire(self, progress: Progress = no_progress) -> list[str]:
         """Delete the agents that were unused for longer than their retention."""
         gone = self.expired()
         for number, agent_id in enumerate(gone):
@@ -324,7 +324,7 @@ class Agents:
         elif agent.quota_bytes:
             last = self._n_within(agent.blocks, agent.quota_bytes)
         keys = list(self._ends_of_runs(agent.heads[:last]))
-        self._disk.hold_only(_owner(agent.id), keys)
+        self._disk.pin_only(_owner(agent.id), keys)
 
     def _ends_of_runs(self, heads: Sequence[Head]) -> Iterator[BlockKey]:
         """The last block, there or not; what stands in for it; and the last before each gap."""

@@ -26,7 +26,7 @@ from keepwarm.files import replacing
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, chain, root, unpack
 from keepwarm.prefix.fingerprint import Identity, digest, namespace, tenant_of
 from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.disk.upkeep import Progress, quietly
+from keepwarm.store.disk.upkeep import Progress, no_progress
 from keepwarm.store.disk.wear import Wear
 from keepwarm.store.record import (
     ITEM_BYTES,
@@ -35,12 +35,12 @@ from keepwarm.store.record import (
     Record,
     Tensor,
     check_identity,
+    encode_record,
     open_record,
-    pieces,
     read_tensors,
 )
 from keepwarm.store.seal import stored_namespace
-from keepwarm.store.tier import telling
+from keepwarm.store.tier import as_store_errors
 
 VERSION = 1
 MAX_MANIFEST_BYTES = 64 << 20
@@ -98,7 +98,7 @@ class _Held(NamedTuple):
 
 
 def export_bundle(
-    disk: DiskTier, path: Path, manifest: Manifest, progress: Progress = quietly
+    disk: DiskTier, path: Path, manifest: Manifest, progress: Progress = no_progress
 ) -> int:
     """Write the blocks of a prefix into one file; answers with the number of records.
 
@@ -120,14 +120,14 @@ def export_bundle(
         _add(archive, "manifest.json", [replace(manifest, blocks=blocks).to_json()])
         for record in renamed(_records(disk, held, tokens), inside, outside):
             name = f"{record.header.key.hex()}.{record.header.part.value}.safetensors"
-            _add(archive, name, pieces(record))
+            _add(archive, name, encode_record(record))
             n_records += 1
             progress(n_records, len(headers))
     return n_records
 
 
 def import_bundle(
-    disk: DiskTier, wear: Wear, path: Path, expected: Identity, progress: Progress = quietly
+    disk: DiskTier, wear: Wear, path: Path, expected: Identity, progress: Progress = no_progress
 ) -> Manifest:
     """Put a bundle's records into a store, once all of it is verified and of the right model.
 
@@ -190,7 +190,7 @@ def _check(path: Path, expected: Identity, progress: Callable[[int], None]) -> _
 
 
 def _keep(disk: DiskTier, wear: Wear, record: Record) -> None:
-    with telling(disk, "keep the bundle"):
+    with as_store_errors(disk, "keep the bundle"):
         if not wear.take(record.n_bytes):
             raise _over_budget(record.n_bytes)
         put = disk.put(record)

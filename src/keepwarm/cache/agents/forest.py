@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from keepwarm.cache.agents.agents import Agent
 from keepwarm.prefix.blocks import BlockKey, Namespace
-from keepwarm.store.tier import Stored
+from keepwarm.store.tier import StoredBlock
 
 MAX_BLOCKS = 10_000
 
@@ -65,7 +65,7 @@ class Forest:
 
 
 def plant(
-    tiers: Mapping[str, Iterable[Stored]],
+    tiers: Mapping[str, Iterable[StoredBlock]],
     agents: Iterable[Agent] = (),
     max_blocks: int = MAX_BLOCKS,
 ) -> Forest:
@@ -78,7 +78,7 @@ def plant(
     return Forest(runs, len(nodes), len(everything) - len(nodes))
 
 
-def _nodes(tiers: Mapping[str, Iterable[Stored]]) -> dict[BlockKey, Node]:
+def _nodes(tiers: Mapping[str, Iterable[StoredBlock]]) -> dict[BlockKey, Node]:
     """Every block once."""
     nodes: dict[BlockKey, Node] = {}
     for tier, blocks in tiers.items():
@@ -89,7 +89,7 @@ def _nodes(tiers: Mapping[str, Iterable[Stored]]) -> dict[BlockKey, Node]:
     return nodes
 
 
-def _node(block: Stored, tier: str) -> Node:
+def _node(block: StoredBlock, tier: str) -> Node:
     return Node(
         block.key,
         block.parent,

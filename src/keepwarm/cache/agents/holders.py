@@ -9,7 +9,7 @@ from typing import NamedTuple
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, block_key
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.record import Header
-from keepwarm.store.tier import Known
+from keepwarm.store.tier import BlockInfo
 
 
 class Head(NamedTuple):
@@ -32,7 +32,7 @@ class Holder(NamedTuple):
     tokens: bytes
 
 
-def header_of(disk: DiskTier, key: BlockKey, known: Known) -> Header | None:
+def header_of(disk: DiskTier, key: BlockKey, known: BlockInfo) -> Header | None:
     record = disk.read(key, next(iter(known.parts)), tensors=())
     return record.header if record is not None else None
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, block_key, chain, pack
 from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.index.index import MARK
+from keepwarm.store.index.index import TTL_PIN
 
 TTL_S = 300.0  # for who names none
 
@@ -36,8 +36,8 @@ class Marks:
         ending = block_key(namespace, refs[last].parent, pack(tokens[start:place]))
         until = self._clock() + (TTL_S if ttl_s is None else ttl_s)
         for key in {refs[last].key, *self._disk.have([ending])}:
-            self._disk.pin(key, f"{MARK}{until:.0f}")
+            self._disk.pin(key, f"{TTL_PIN}{until:.0f}")
 
     def sweep(self) -> int:
         """Let go of what has expired; how many pins that were. Eviction does so by itself."""
-        return self._disk.index.let_go(self._clock())
+        return self._disk.index.expire_ttl_pins(self._clock())

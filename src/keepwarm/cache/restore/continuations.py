@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, chain, pack, root, unpack
-from keepwarm.store.record import Buffer, Visit
-from keepwarm.store.tier import Known
+from keepwarm.store.record import ReadBuffer, RecordView
+from keepwarm.store.tier import BlockInfo
 from keepwarm.store.tiers import Tiers
 
 
@@ -34,12 +34,12 @@ def continuations(
             yield unpack(held[len(begun) :])
 
 
-def _tokens(tiers: Tiers, key: BlockKey, known: Known) -> bytes:
+def _tokens(tiers: Tiers, key: BlockKey, known: BlockInfo) -> bytes:
     """The token ids of a block, confirmed by its header; none if it cannot be read any more."""
     tokens: list[bytes] = []
 
-    def look(record: Visit) -> None:
+    def look(record: RecordView) -> None:
         tokens.append(record.header.tokens)
 
-    tiers.visit(key, min(known.parts), look, Buffer())
+    tiers.visit(key, min(known.parts), look, ReadBuffer())
     return tokens[0] if tokens else b""

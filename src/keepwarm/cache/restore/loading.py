@@ -18,7 +18,7 @@ from keepwarm.kv.assembly import Assembly
 from keepwarm.kv.kinds import Caches
 from keepwarm.kv.layout import Layout
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, pack
-from keepwarm.store.record import Visit
+from keepwarm.store.record import RecordView
 
 LOG = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Loading:
         """Nobody waits for it any more; what is being read is read to its end, and dropped."""
         self._reads.stop()
 
-    def _place(self, read: Read, record: Visit) -> None:
+    def _place(self, read: Read, record: RecordView) -> None:
         start = read.number * BLOCK_TOKENS
         end = min(start + BLOCK_TOKENS, self.point.n_tokens)
         if not record.header.tokens.startswith(self._packed[4 * start : 4 * end]):

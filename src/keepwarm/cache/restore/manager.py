@@ -33,7 +33,7 @@ from keepwarm.prefix.blocks import (
 )
 from keepwarm.prefix.reuse import Action, Candidate, Stored, decide
 from keepwarm.store.record import Part
-from keepwarm.store.tier import Known
+from keepwarm.store.tier import BlockInfo
 from keepwarm.store.tiers import Tiers
 
 SMALL_LOAD_S = 0.02
@@ -182,7 +182,7 @@ class Manager:
 
     def _have(
         self, keys: Sequence[BlockKey], without: Collection[BlockKey]
-    ) -> dict[BlockKey, Known]:
+    ) -> dict[BlockKey, BlockInfo]:
         return self.tiers.have([key for key in keys if key not in without])
 
 

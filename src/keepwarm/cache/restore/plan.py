@@ -19,7 +19,7 @@ from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import Layout
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef
 from keepwarm.store.record import Part
-from keepwarm.store.tier import Child, Known
+from keepwarm.store.tier import BlockInfo, Child
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Needs:
         first = max(0, n_tokens - self.window) // BLOCK_TOKENS if self.window else n_blocks
         return range(first, n_blocks)
 
-    def window_held(self, known: Known | None, number: int, n_tokens: int) -> bool:
+    def window_held(self, known: BlockInfo | None, number: int, n_tokens: int) -> bool:
         """Whether a block has the window rows that a point takes of it."""
         if known is None or Part.WINDOW not in known.parts:
             return False
@@ -76,7 +76,7 @@ class Forest:
     """What is known around one prompt: its own blocks, and what lies beside its last one."""
 
     refs: Sequence[BlockRef]  # the prompt's whole blocks
-    known: Mapping[BlockKey, Known]
+    known: Mapping[BlockKey, BlockInfo]
     n_matched: int  # how many of them to build on
     children: Sequence[Child] = ()  # after the last of those, the nearest first
     states: Mapping[int, BlockKey] = field(default_factory=dict)  # inside blocks, by token
@@ -89,7 +89,7 @@ class Candidate(NamedTuple):
     beside: BlockKey | None
 
 
-def n_matched(needs: Needs, refs: Sequence[BlockRef], known: Mapping[BlockKey, Known]) -> int:
+def n_matched(needs: Needs, refs: Sequence[BlockRef], known: Mapping[BlockKey, BlockInfo]) -> int:
     """Leading blocks whose rows are there; where no layer needs them all, up to the last that is.
 
     A block may have lost its delta rows and still have others: what follows it is of no use then.

@@ -14,7 +14,7 @@ from keepwarm.errors import CacheError
 from keepwarm.kv.staging import Staging
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.atomic import CAN_READ_THROUGH
-from keepwarm.store.record import Buffer, Visit
+from keepwarm.store.record import ReadBuffer, RecordView
 from keepwarm.store.tiers import Tiers
 
 LOG = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ READER_THREADS = 3
 AHEAD_THREADS = 2  # so that the disk need not wait for one to get its turn
 MAX_AHEAD = 16  # records
 
-Use: TypeAlias = Callable[[Read, Visit], None]
+Use: TypeAlias = Callable[[Read, RecordView], None]
 
 
 class Outcome(NamedTuple):
@@ -74,7 +74,7 @@ class _PerThread(threading.local):
     """Memory that each reader uses for one tensor after the other."""
 
     def __init__(self) -> None:
-        self.buffer = Buffer()
+        self.buffer = ReadBuffer()
 
 
 class Reader:
@@ -114,7 +114,7 @@ class Reader:
     def _one(self, started: Reads, read: Read) -> str:
         """Read a record, and say from which tier."""
 
-        def use(record: Visit) -> None:
+        def use(record: RecordView) -> None:
             started.use.result()(read, record)
 
         if started.missed:
@@ -135,7 +135,7 @@ class Reader:
         """
         started.ahead.acquire()
         if not started.has(number):
-            self._tiers.fetch(read.key, read.part)
+            self._tiers.prefetch(read.key, read.part)
 
     def close(self) -> None:
         for pool in (self._pool, self._aside, self._ahead):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from keepwarm.kv.buffers import HostArray, UnreadArray, from_buffer, to_buffer
 from keepwarm.kv.slices import Block, Rows
 from keepwarm.prefix.blocks import BlockRef, Namespace
-from keepwarm.store.record import Header, Part, Record, Tensor, Unread, Visit
+from keepwarm.store.record import Header, Part, Record, RecordView, Tensor, UnreadTensor
 
 LOG = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def records_of(namespace: Namespace, ref: BlockRef, block: Block) -> Iterator[Re
         yield Record(header, tuple(Tensor(name, *buffer) for name, buffer in buffers))
 
 
-def block_of(record: Record | Visit) -> Block:
+def block_of(record: Record | RecordView) -> Block:
     """What one record knows of its block. Nothing is copied: the bytes stay the record's."""
     header, arrays = record.header, {t.name: _array_of(t) for t in record.tensors}
     return Block(
@@ -42,8 +42,8 @@ def block_of(record: Record | Visit) -> Block:
     )
 
 
-def _array_of(tensor: Tensor | Unread) -> HostArray:
-    if isinstance(tensor, Unread):
+def _array_of(tensor: Tensor | UnreadTensor) -> HostArray:
+    if isinstance(tensor, UnreadTensor):
         return UnreadArray(tensor.dtype, tensor.shape, tensor)
     return from_buffer(tensor.dtype, tensor.shape, tensor.data)
 

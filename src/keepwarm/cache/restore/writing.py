@@ -21,7 +21,7 @@ from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk.wear import Wear
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, Record
-from keepwarm.store.tier import Known, Put, Tier
+from keepwarm.store.tier import BlockInfo, PutResult, Tier
 from keepwarm.store.tiers import Tiers
 
 LOG = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Saver(Protocol):
         Loose window rows are the first to go from memory, and no file is written for them.
         """
 
-    def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
+    def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         """Which blocks are, or will be, where they last as long as records do here."""
 
     def takes_again(self, policy: Policy) -> bool:
@@ -74,9 +74,9 @@ class MemoryOnly:
     def put(self, record: Record, policy: Policy, loose: bool = False) -> None:  # noqa: ARG002
         _put_in_memory(self._memory, record, loose)
 
-    def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
+    def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         memory = self._memory
-        loose = memory.loose(keys) if isinstance(memory, MemoryTier) else set()
+        loose = memory.demoted_windows(keys) if isinstance(memory, MemoryTier) else set()
         return memory.have([key for key in keys if key not in loose])
 
     def takes_again(self, policy: Policy) -> bool:  # noqa: ARG002
@@ -142,7 +142,7 @@ class Writer:
             return False
         return not (self.queued.have([header.parent]) or self._disk.have([header.parent]))
 
-    def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
+    def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         return Tiers([("queue", self.queued), ("disk", self._disk)]).have(keys)
 
     def takes_again(self, policy: Policy) -> bool:
@@ -243,10 +243,10 @@ def _parts(tier: Tier, key: BlockKey) -> Collection[Part]:
     return known.parts if known else ()
 
 
-def _put(tier: Tier, record: Record) -> Put:
+def _put(tier: Tier, record: Record) -> PutResult:
     put = tier.put(record)
     if put.stored:
-        tier.drop_outgrown(record.header.key)
+        tier.delete_outgrown(record.header.key)
     return put
 
 
@@ -255,6 +255,6 @@ def _put_in_memory(memory: Tier, record: Record, loose: bool) -> None:
     if record.header.part is not Part.WINDOW or not isinstance(memory, MemoryTier):
         return
     if not loose:
-        memory.tighten(record.header.key)
+        memory.promote_window(record.header.key)
     elif put.stored:
-        memory.loosen(record.header.key)
+        memory.demote_window(record.header.key)

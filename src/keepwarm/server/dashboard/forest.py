@@ -14,7 +14,7 @@ from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.prefix.fingerprint import tenant_of
 from keepwarm.server.dashboard.shapes import BlockRunOut, ForestAgentOut, ForestOut
 from keepwarm.server.http.viewer import Viewer
-from keepwarm.store.tier import Stored
+from keepwarm.store.tier import StoredBlock
 
 ID_DIGITS = 16
 FAMILY_DIGITS = 8
@@ -29,7 +29,7 @@ class NamespaceOwners:
         self.tenant_of = cache(self._tenant_of)
         self.hidden: set[BlockKey] = set()
 
-    def visible(self, blocks: Iterable[Stored]) -> Iterator[Stored]:
+    def visible(self, blocks: Iterable[StoredBlock]) -> Iterator[StoredBlock]:
         """The viewer's own; the others are counted."""
         for block in blocks:
             if self._you.sees(self.tenant_of(block.namespace)):

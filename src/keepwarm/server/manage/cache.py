@@ -38,7 +38,7 @@ from keepwarm.server.responses.routes import Answers, asker
 from keepwarm.server.responses.shapes import InputRequest
 from keepwarm.store.disk import fsck
 from keepwarm.store.disk.upkeep import clear_quarantine
-from keepwarm.store.tier import telling
+from keepwarm.store.tier import as_store_errors
 from keepwarm.text import request as engine_request
 from keepwarm.text.request import Result
 
@@ -258,7 +258,7 @@ def _clear_disk(shelf: Shelf) -> tuple[int, int]:
     rest = [stored.key for stored in shelf.disk.walk()]
     shelf.disk.delete_all(rest)
     clear_quarantine(shelf.disk)
-    with telling(shelf.disk, "clear its index"):
+    with as_store_errors(shelf.disk, "clear its index"):
         shelf.disk.index.scrub()
     return len(agents), n_blocks + len(rest)
 
@@ -277,7 +277,7 @@ def _verify(shelf: Shelf, fix: bool) -> VerifyOut:
         {
             "record": f"{each.key.hex()}.{each.part.value}",
             "wrong": each.wrong,
-            "set_aside": each.set_aside,
+            "set_aside": each.quarantined,
         }
         for each in checked
         if each.wrong is not None

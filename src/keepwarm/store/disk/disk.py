@@ -26,20 +26,20 @@ from keepwarm.store.record import (
     Header,
     Part,
     Record,
-    pieces,
+    encode_record,
 )
 from keepwarm.store.seal import Seal
-from keepwarm.store.thinning import surplus
+from keepwarm.store.thinning import find_surplus
 from keepwarm.store.tier import (
+    BlockInfo,
+    CheckpointRef,
     Child,
-    CutOff,
-    Known,
-    Put,
-    State,
-    Stored,
+    PutResult,
+    RefusedBlocks,
+    StoredBlock,
     TierStats,
-    outage_is,
-    telling,
+    as_store_errors,
+    default_on_io_error,
 )
 
 INDEX_ROOM = 1 << 19  # what index and log may grow by while a record comes or goes
@@ -66,61 +66,61 @@ class DiskTier(Records):
         self.limits = limits or DiskLimits()
         super().__init__(root, files or Files(), seal, TierStats(max_bytes=self.limits.max_bytes))
         self._clock = clock
-        self._cut_off = CutOff()
+        self._cut_off = RefusedBlocks()
         self._directories = make_directories(root, self.files)
         self.index = self._open_index()
         self.scratch = Scratch(root / "tmp")
         try:
             self._reconcile()
         except sqlite3.DatabaseError as error:
-            self._failed(error)
+            self.note_error(error)
             self.index.close()
             self.index = self._open_index()
-            with telling(self, "put itself in order"):
+            with as_store_errors(self, "put itself in order"):
                 self._reconcile()
 
     # The tier protocol
 
-    @outage_is(dict)
-    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
+    @default_on_io_error(dict)
+    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         return self.index.have(keys)
 
-    @outage_is(list)
+    @default_on_io_error(list)
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
         return self.index.children(parent, tokens)
 
-    @outage_is(list)
-    def states(self, parents: Collection[BlockKey]) -> list[State]:
+    @default_on_io_error(list)
+    def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
         return self.index.states(parents)
 
-    def put(self, record: Record) -> Put:
+    def put(self, record: Record) -> PutResult:
         durable: Future[None] = Future()
         try:
             stored = self._put(record)
         except (OSError, sqlite3.Error) as error:
             LOG.warning("a block could not be written: %s", error)
-            self._failed(error)
+            self.note_error(error)
             durable.set_exception(error)
-            return Put(False, durable)
+            return PutResult(False, durable)
         durable.set_result(None)
-        return Put(stored, durable)
+        return PutResult(stored, durable)
 
     def pin(self, key: BlockKey, owner: str) -> None:
-        with telling(self, "pin a block"):
+        with as_store_errors(self, "pin a block"):
             self.index.pin(key, owner)
 
     def unpin(self, key: BlockKey, owner: str) -> None:
-        with telling(self, "let go of a block"):
+        with as_store_errors(self, "let go of a block"):
             self.index.unpin(key, owner)
 
-    def hold_only(self, owner: str, keys: Collection[BlockKey]) -> None:
+    def pin_only(self, owner: str, keys: Collection[BlockKey]) -> None:
         """Let one owner hold these blocks and no others."""
-        with telling(self, "hold blocks"):
-            self.index.hold_only(owner, keys)
+        with as_store_errors(self, "hold blocks"):
+            self.index.pin_only(owner, keys)
 
-    @outage_is(lambda: None)
-    def drop_outgrown(self, key: BlockKey) -> None:
-        for state in surplus(*self.index.checkpoints(key)):
+    @default_on_io_error(lambda: None)
+    def delete_outgrown(self, key: BlockKey) -> None:
+        for state in find_surplus(*self.index.checkpoints(key)):
             self._delete_part(state.key, Part.STATE)
             self._delete(self.index.outgrown(state.beside))
         self._delete(self.index.outgrown(key))
@@ -130,14 +130,14 @@ class DiskTier(Records):
 
     def delete_all(self, keys: Collection[BlockKey]) -> None:
         """Remove all parts of these blocks."""
-        with telling(self, "delete blocks"):
+        with as_store_errors(self, "delete blocks"):
             self._delete(keys)
 
-    def walk(self) -> Iterator[Stored]:
-        with telling(self, "list its blocks"):
+    def walk(self) -> Iterator[StoredBlock]:
+        with as_store_errors(self, "list its blocks"):
             yield from self.index.walk()
 
-    @outage_is(lambda: None)
+    @default_on_io_error(lambda: None)
     def touch(self, keys: Collection[BlockKey]) -> None:
         self.index.touch(keys, self._clock())
 
@@ -145,7 +145,7 @@ class DiskTier(Records):
         n_blocks, n_bytes = self._totals()
         return replace(self._stats, blocks=n_blocks, n_bytes=n_bytes)
 
-    @outage_is(lambda: (0, 0))
+    @default_on_io_error(lambda: (0, 0))
     def _totals(self) -> tuple[int, int]:
         return self.index.n_blocks(), self.index.n_bytes() + self._others.n_bytes()
 
@@ -159,7 +159,7 @@ class DiskTier(Records):
         header = record.header
         if self._has(header):
             return False
-        buffers = pieces(record, self.seal)
+        buffers = encode_record(record, self.seal)
         n_bytes = sum(memoryview(piece).nbytes for piece in buffers)
         reservation = self._make_room(header, n_bytes)
         if reservation is None:
@@ -185,9 +185,9 @@ class DiskTier(Records):
 
     def _publish(self, temp: Path, header: Header, n_bytes: int, reservation: int) -> bool:
         target = self.path_of(header.key, header.part)
-        self.need_directory(target.parent)
-        with self.naming():
-            if self.index.is_doomed(header.key):  # by a process that died over it
+        self.ensure_directory(target.parent)
+        with self.names_lock():
+            if self.index.is_deleting(header.key):  # by a process that died over it
                 self._finish_deleting([header.key])
             if self._has(header):  # somebody else was faster
                 self.files.discard(temp)
@@ -197,7 +197,7 @@ class DiskTier(Records):
             self.index.add(header, n_bytes, self._clock(), reservation)
             return True
 
-    def need_directory(self, path: Path) -> None:
+    def ensure_directory(self, path: Path) -> None:
         """Once a process, because one that another has just made may not be synced yet."""
         if path not in self._directories or not path.is_dir():
             self.files.make_directory(path)
@@ -223,12 +223,12 @@ class DiskTier(Records):
     def _evict(self, header: Header, n_bytes: int) -> bool:
         """Make room for a record of so many bytes; False if nothing could be done."""
         priority = self.index.priority_of(header, n_bytes, self._clock())
-        with self.naming():
+        with self.names_lock():
             missing = self._missing_bytes(n_bytes)
             if missing <= 0:  # another process has just done it
                 return True
-            self.index.let_go(self._clock())
-            victims = self.index.condemn(missing, {header.key, header.parent}, priority)
+            self.index.expire_ttl_pins(self._clock())
+            victims = self.index.select_victims(missing, {header.key, header.parent}, priority)
             self._finish_deleting(victims)
         self._count(evicted=len(victims))
         return bool(victims)
@@ -247,8 +247,8 @@ class DiskTier(Records):
     def _delete(self, keys: Collection[BlockKey]) -> None:
         if not keys:
             return
-        with self.naming():
-            self.index.doom(keys)
+        with self.names_lock():
+            self.index.mark_deleting(keys)
             self._finish_deleting(keys)
 
     def _finish_deleting(self, keys: Collection[BlockKey]) -> None:
@@ -256,15 +256,15 @@ class DiskTier(Records):
             for part in Part:
                 self.files.remove(self.path_of(key, part))
         if keys:
-            self.index.drop(keys)
+            self.index.delete_marked(keys)
 
     def _delete_part(self, key: BlockKey, part: Part) -> None:
         """The file first: a row without one is what a start forgets."""
-        with self.naming():
+        with self.names_lock():
             self.files.remove(self.path_of(key, part))
-            self.index.drop_part(key, part)
+            self.index.delete_part(key, part)
 
-    @outage_is(lambda: None)
+    @default_on_io_error(lambda: None)
     def _retry_deleting(self, key: BlockKey) -> None:
         self._finish_deleting([key])
 

@@ -11,7 +11,7 @@ from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.record import Part
 
 
-class Checked(NamedTuple):
+class RecordCheck(NamedTuple):
     """One record and what is wrong with it; None where nothing is, or where nobody here can say."""
 
     key: BlockKey
@@ -19,26 +19,26 @@ class Checked(NamedTuple):
     n_bytes: int
     wrong: str | None = None
     newer: bool = False
-    set_aside: bool = False
+    quarantined: bool = False
 
 
-def verify(disk: DiskTier, fix: bool = False) -> Iterator[Checked]:
+def verify(disk: DiskTier, fix: bool = False) -> Iterator[RecordCheck]:
     """Check every record in turn; with `fix`, bad ones are set aside with their reason.
 
     One that cannot be read may be good: it is named, and stays.
     """
     for stored in disk.walk():
         for part, n_bytes in stored.n_bytes.items():
-            checked = _check(disk, Checked(stored.key, part, n_bytes), fix)
+            checked = _check(disk, RecordCheck(stored.key, part, n_bytes), fix)
             if checked is not None:
                 yield checked
 
 
-def _check(disk: DiskTier, record: Checked, fix: bool) -> Checked | None:
+def _check(disk: DiskTier, record: RecordCheck, fix: bool) -> RecordCheck | None:
     """None: it was deleted meanwhile."""
     key, part = record.key, record.part
     try:
-        wrong = disk.fault_of(key, part)
+        wrong = disk.find_fault(key, part)
     except NewerFormat:
         return record._replace(newer=True)
     except FileNotFoundError:
@@ -47,5 +47,5 @@ def _check(disk: DiskTier, record: Checked, fix: bool) -> Checked | None:
         return record._replace(wrong=f"could not be read: {error.strerror or error}")
     if wrong is not None and fix:
         disk.read(key, part)  # reading a bad record sets it aside
-        return record._replace(wrong=wrong, set_aside=not disk.path_of(key, part).exists())
+        return record._replace(wrong=wrong, quarantined=not disk.path_of(key, part).exists())
     return record._replace(wrong=wrong)

@@ -35,7 +35,7 @@ class Pages:
         name = os.fspath(file.name)
         if name in self._brought:
             self._brought.discard(name)
-            self._files.let_go(file)
+            self._files.drop_cached_pages(file)
         _add(name, self._known)
 
     def forget(self) -> None:

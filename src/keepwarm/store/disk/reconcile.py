@@ -36,9 +36,9 @@ def reconcile(disk: Records, finish_deleting: Callable[[BlockKey], None]) -> int
     """
     for writer in disk.index.writers():
         if not is_alive(disk.root / "tmp", writer):
-            disk.index.forget_writer(writer)
-    with disk.naming():
-        for key in disk.index.doomed():
+            disk.index.cancel_writes(writer)
+    with disk.names_lock():
+        for key in disk.index.deleting():
             finish_deleting(key)
     n_bytes = sum(map(bytes_of, strays(disk.root)))
     for directory in directories(disk.root):
@@ -46,7 +46,7 @@ def reconcile(disk: Records, finish_deleting: Callable[[BlockKey], None]) -> int
         n_bytes += sum(map(bytes_of, changes.strays))
         n_bytes += sum(_adopt(disk, key, part) for key, part in changes.come)
         for key, part in changes.gone:
-            disk.forget_missing(key, part)
+            disk.delete_missing(key, part)
     return n_bytes
 
 
@@ -54,13 +54,13 @@ def _adopt(disk: Records, key: BlockKey, part: Part) -> int:
     """Enter a file that has no row; answers with its bytes where it stays without one."""
     path = disk.path_of(key, part)
     try:
-        with disk.naming():
-            header = disk.opened(key, part, lambda _, opened: opened.header)
+        with disk.names_lock():
+            header = disk.use_record(key, part, lambda _, opened: opened.header)
             disk.index.add(header, path.stat().st_size, path.stat().st_mtime)
     except BadRecord as bad:
         disk.quarantine(key, part, str(bad))
     except NewerFormat as newer:
-        disk.leave_alone(key, part, str(newer))
+        disk.skip_newer(key, part, str(newer))
         return size_of(path)
     except FileNotFoundError:
         return 0  # somebody deleted it meanwhile

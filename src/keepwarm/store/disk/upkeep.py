@@ -10,14 +10,14 @@ from typing import TypeAlias
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.names import size_of
-from keepwarm.store.tier import telling
+from keepwarm.store.tier import as_store_errors
 
 AT_ONCE = 64  # blocks deleted in one step
 
 Progress: TypeAlias = Callable[[int, int], None]  # how much of how much is done
 
 
-def quietly(done: int, total: int) -> None:
+def no_progress(done: int, total: int) -> None:
     """Progress that nobody watches."""
 
 
@@ -30,8 +30,8 @@ def file_path(disk: DiskTier, directory: str, name: str) -> Path:
 
 def write_file(disk: DiskTier, path: Path, data: bytes) -> None:
     """Publish a small file of its own under the root, in place of an older one."""
-    with telling(disk, f"write {path.name}"):
-        disk.need_directory(path.parent)
+    with as_store_errors(disk, f"write {path.name}"):
+        disk.ensure_directory(path.parent)
         temp = disk.scratch.new()
         disk.files.write(temp, [data if disk.seal is None else disk.seal.seal(_label(path), data)])
         disk.files.publish(temp, path)
@@ -51,7 +51,7 @@ def delete_branches(
     disk: DiskTier,
     blocks: Sequence[BlockKey],
     keep: Collection[BlockKey],
-    progress: Progress = quietly,
+    progress: Progress = no_progress,
 ) -> int:
     """Delete these blocks of one conversation, whatever descends from them, and shorter copies.
 
@@ -63,7 +63,7 @@ def delete_branches(
     for start in range(0, len(doomed), AT_ONCE):
         disk.delete_all(doomed[start : start + AT_ONCE])
         progress(min(start + AT_ONCE, len(doomed)), len(doomed))
-    with telling(disk, "clear what was set aside"):
+    with as_store_errors(disk, "clear what was set aside"):
         clear_quarantine(disk)  # a bad record may be anybody's, whatever its name
         disk.index.scrub()
     return len(doomed)
@@ -79,10 +79,10 @@ def _branches(
             yield from (child for child in disk.index.descendants(key) if child not in keep)
 
 
-def clear_quarantine(disk: DiskTier, progress: Progress = quietly) -> int:
+def clear_quarantine(disk: DiskTier, progress: Progress = no_progress) -> int:
     """Delete the bad records that were set aside; answers with their bytes."""
     freed = 0
-    with telling(disk, "clear what was set aside"):
+    with as_store_errors(disk, "clear what was set aside"):
         paths = list((disk.root / "quarantine").iterdir())
         for number, path in enumerate(paths):
             freed += size_of(path)

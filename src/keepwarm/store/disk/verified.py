@@ -19,21 +19,21 @@ from keepwarm.store.disk.pages import Pages
 from keepwarm.store.index.database import is_damage
 from keepwarm.store.index.index import Index
 from keepwarm.store.index.opening import note_damage
-from keepwarm.store.names import Others, path_of
+from keepwarm.store.names import OtherFiles, path_of
 from keepwarm.store.record import (
-    Buffer,
-    Opened,
     Part,
+    ReadBuffer,
     Record,
-    Visit,
+    RecordView,
+    VerifiedHeader,
     check_identity,
     open_record,
+    read_record,
     read_tensors,
-    record_of,
-    unread,
+    view_record,
 )
 from keepwarm.store.seal import Seal
-from keepwarm.store.tier import TierStats, outage_is
+from keepwarm.store.tier import TierStats, default_on_io_error
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Records:
         self.root = root
         self.files = files
         self.seal = seal
-        self._others = Others(root)
+        self._others = OtherFiles(root)
         self.pages = Pages(files)
         self._stats = stats
         self._stats_lock = threading.Lock()
@@ -56,27 +56,27 @@ class Records:
     def read(
         self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
     ) -> Record | None:
-        def whole(file: BinaryIO, opened: Opened) -> Record:
+        def whole(file: BinaryIO, opened: VerifiedHeader) -> Record:
             if tensors is None:
                 self.pages.opened(file)  # for whoever restores it: that will be the first time
-            return record_of(file, opened, tensors)
+            return read_record(file, opened, tensors)
 
         return self._read(key, part, whole)
 
     def visit(
-        self, key: BlockKey, part: Part, use: Callable[[Visit], None], buffer: Buffer
+        self, key: BlockKey, part: Part, use: Callable[[RecordView], None], buffer: ReadBuffer
     ) -> bool:
-        def visited(file: BinaryIO, opened: Opened) -> bool:
+        def visited(file: BinaryIO, opened: VerifiedHeader) -> bool:
             self.pages.opened(file)
             _ask_ahead(file)
-            use(unread(file, opened, buffer))
+            use(view_record(file, opened, buffer))
             if file.tell() == os.fstat(file.fileno()).st_size:  # some only want the header
                 self.pages.done(file)
             return True
 
         return bool(self._read(key, part, visited))
 
-    def fetch(self, key: BlockKey, part: Part) -> bool:
+    def prefetch(self, key: BlockKey, part: Part) -> bool:
         """Have the system read the file while others are worked on: it keeps the pages."""
         path = self.path_of(key, part)
         with suppress(OSError):
@@ -84,20 +84,22 @@ class Records:
                 with self.files.open(path) as file:
                     self.pages.opened(file)
                     _ask_ahead(file)
-                    self.files.read_through(file)
+                    self.files.read_into_page_cache(file)
                 return True
         return False
 
-    def _read(self, key: BlockKey, part: Part, use: Callable[[BinaryIO, Opened], T]) -> T | None:
+    def _read(
+        self, key: BlockKey, part: Part, use: Callable[[BinaryIO, VerifiedHeader], T]
+    ) -> T | None:
         """What `use` makes of a verified header and the file behind it; None is a miss."""
         try:
-            made = self.opened(key, part, use)
+            made = self.use_record(key, part, use)
         except BadRecord as bad:
             self.quarantine(key, part, str(bad))
         except NewerFormat as newer:
-            self.leave_alone(key, part, str(newer))
+            self.skip_newer(key, part, str(newer))
         except FileNotFoundError:
-            self.forget_missing(key, part)
+            self.delete_missing(key, part)
         except OSError as error:
             LOG.warning("%s could not be read: %s", self.path_of(key, part).name, error)
             self._count(errors=1)
@@ -110,7 +112,9 @@ class Records:
     def path_of(self, key: BlockKey, part: Part) -> Path:
         return path_of(self.root, key, part)
 
-    def opened(self, key: BlockKey, part: Part, use: Callable[[BinaryIO, Opened], T]) -> T:
+    def use_record(
+        self, key: BlockKey, part: Part, use: Callable[[BinaryIO, VerifiedHeader], T]
+    ) -> T:
         """What `use` makes of a record; raises what is wrong with it."""
         path = self.path_of(key, part)
         if path.is_dir():
@@ -120,43 +124,43 @@ class Records:
             check_identity(opened.header, key, part)
             return use(file, opened)
 
-    @outage_is(lambda: None)
+    @default_on_io_error(lambda: None)
     def quarantine(self, key: BlockKey, part: Part, why: str) -> None:
         """Put a bad record out of reach, with the reason beside it; from now on it is a miss."""
         path = self.path_of(key, part)
-        with self.naming():
+        with self.names_lock():
             if not self._is_bad(key, part):  # whoever was asked last may have put it anew
                 return
-            self.set_aside(path, why)
-            self.index.drop_part(key, part)
+            self.move_to_quarantine(path, why)
+            self.index.delete_part(key, part)
         LOG.warning("%s is bad and was set aside: %s", path.name, why)
         self._others.changed()
         self._count(quarantined=1)
 
-    def leave_alone(self, key: BlockKey, part: Part, why: str) -> None:
+    def skip_newer(self, key: BlockKey, part: Part, why: str) -> None:
         """A record that only a newer Keepwarm reads: a miss, and not ours to move or delete."""
         LOG.warning("%s is left to a newer Keepwarm: %s", self.path_of(key, part).name, why)
         self._count(newer=1)
 
-    def fault_of(self, key: BlockKey, part: Part) -> str | None:
+    def find_fault(self, key: BlockKey, part: Part) -> str | None:
         """What is wrong with a record, all of it read; None where nothing is. Changes nothing.
 
         Raises NewerFormat for one that nobody here can judge, and OSError for one that cannot be
         read: neither is bad.
         """
         try:
-            self.opened(key, part, read_tensors)
+            self.use_record(key, part, read_tensors)
         except BadRecord as bad:
             return str(bad)
         return None
 
     def _is_bad(self, key: BlockKey, part: Part) -> bool:
         try:
-            return self.fault_of(key, part) is not None
+            return self.find_fault(key, part) is not None
         except (NewerFormat, OSError):
             return False
 
-    def set_aside(self, path: Path, why: str) -> bool:
+    def move_to_quarantine(self, path: Path, why: str) -> bool:
         """Move a file out of reach, with the reason beside it; False where that failed."""
         aside = self.root / "quarantine" / f"{path.name}.{time.time_ns()}"
         try:
@@ -167,24 +171,24 @@ class Records:
             return False
         return True
 
-    @outage_is(lambda: None)
-    def forget_missing(self, key: BlockKey, part: Part) -> None:
+    @default_on_io_error(lambda: None)
+    def delete_missing(self, key: BlockKey, part: Part) -> None:
         """A row without a file is dropped, but not one that was put a moment ago."""
         if not self._knows(key, part):
             return
-        with self.naming():
+        with self.names_lock():
             if not self.path_of(key, part).exists():
-                self.index.drop_part(key, part)
+                self.index.delete_part(key, part)
 
     def _knows(self, key: BlockKey, part: Part) -> bool:
         known = self.index.have([key]).get(key)
         return known is not None and part in known.parts
 
-    def naming(self) -> AbstractContextManager[None]:
+    def names_lock(self) -> AbstractContextManager[None]:
         """The lock under which files get and lose their names."""
         return exclusive(self.root / "tmp" / "names")
 
-    def _failed(self, error: Exception) -> None:
+    def note_error(self, error: Exception) -> None:
         self._count(errors=1)
         if is_damage(error):
             note_damage(self.root)

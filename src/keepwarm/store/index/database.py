@@ -92,12 +92,12 @@ class Database:
             self._db.execute("VACUUM")
         self.checkpoint()
 
-    def note(self, what: str) -> None:
+    def set_flag(self, what: str) -> None:
         """Remember that something was done to this very index; a new one knows nothing of it."""
         with self._transaction() as db:
             db.execute("INSERT OR IGNORE INTO counts VALUES (?, 1)", (what,))
 
-    def is_noted(self, what: str) -> bool:
+    def has_flag(self, what: str) -> bool:
         return bool(self._rows("SELECT 1 FROM counts WHERE name = ?", (what,)))
 
     def close(self) -> None:

@@ -21,14 +21,14 @@ from keepwarm.store.eviction import (
     SHORT_BRANCH,
     SUPERSEDED,
     after_use,
-    spared,
+    prefill_saved,
 )
 from keepwarm.store.index.lookup import Lookups
 from keepwarm.store.record import Header, Part
-from keepwarm.store.tier import Stored
+from keepwarm.store.tier import StoredBlock
 
 MAX_TOUCHES = 20_000  # that wait for the next write
-MARK = "mark:"  # an owner that lets go by itself: the time of its end follows
+TTL_PIN = "mark:"  # an owner that lets go by itself: the time of its end follows
 EVICTABLE = (
     "pins = 0 AND doomed = 0 AND used + value + cost <= ? "
     "AND NOT EXISTS (SELECT 1 FROM writes w WHERE b.key IN (w.key, w.parent))"
@@ -67,7 +67,7 @@ class Index(Lookups):
 
     def cost_of(self, number: int, n_tokens: int, d: int, w: int, s: int) -> float:
         """What the block spares, as seconds by which it outlives one that spares 1."""
-        return self._half_life_s * math.log2(spared(number, n_tokens, d, w, s))
+        return self._half_life_s * math.log2(prefill_saved(number, n_tokens, d, w, s))
 
     def priority_of(self, header: Header, n_bytes: int, now: float) -> float:
         """What a record has that comes now: as much as one used once."""
@@ -92,7 +92,7 @@ class Index(Lookups):
             with self._transaction():
                 pass
 
-    def walk(self) -> Iterator[Stored]:
+    def walk(self) -> Iterator[StoredBlock]:
         self._settle()
         yield from super().walk()
 
@@ -178,7 +178,7 @@ class Index(Lookups):
         )
         return [BlockKey(row[0]) for row in self._rows(query, (key, SHORT_BRANCH + 1))]
 
-    def doom(self, keys: Iterable[BlockKey]) -> None:
+    def mark_deleting(self, keys: Iterable[BlockKey]) -> None:
         """Mark blocks as being deleted: nobody finds them, and a crash does not bring them back."""
         with self._transaction():
             self._mark(keys)
@@ -187,7 +187,7 @@ class Index(Lookups):
         query = "UPDATE blocks SET doomed = 1 WHERE key = ?"
         self._db.executemany(query, ((key,) for key in keys))
 
-    def drop(self, keys: Iterable[BlockKey]) -> None:
+    def delete_marked(self, keys: Iterable[BlockKey]) -> None:
         """Forget blocks whose files are gone.
 
         Synced: a mark that came back after a power cut would delete what was put since.
@@ -195,7 +195,7 @@ class Index(Lookups):
         with self._synced_transaction() as db:
             db.executemany("DELETE FROM blocks WHERE key = ? AND doomed", ((k,) for k in keys))
 
-    def drop_part(self, key: BlockKey, part: Part) -> None:
+    def delete_part(self, key: BlockKey, part: Part) -> None:
         """Forget one part; a block without parts is forgotten whole."""
         with self._transaction() as db:
             self._set_part(db, key, part, 0, 0)
@@ -210,7 +210,7 @@ class Index(Lookups):
         query = "UPDATE blocks SET cost = cost_of(number, n_tokens, d, w, s) WHERE key = ?"
         db.execute(query, (key,))
 
-    def victims(
+    def find_victims(
         self,
         n_bytes: int,
         spare: Collection[BlockKey] = (),
@@ -251,12 +251,12 @@ class Index(Lookups):
                 for parent in self._rows(above, (row.parent, taken[row.parent], priority)):
                     heapq.heappush(bared, _Row(*parent))
 
-    def condemn(
+    def select_victims(
         self, n_bytes: int, spare: Collection[BlockKey] = (), priority: float = math.inf
     ) -> list[BlockKey]:
         """Choose victims and mark them in one step, so that nobody pins one in between."""
         with self._transaction():
-            keys = [victim.key for victim in self.victims(n_bytes, spare, priority)]
+            keys = [victim.key for victim in self.find_victims(n_bytes, spare, priority)]
             self._mark(keys)
         return keys
 
@@ -265,7 +265,7 @@ class Index(Lookups):
     ) -> list[Victim]:
         """Choose victims and forget them, where no files are to remove."""
         with self._transaction() as db:
-            gone = self.victims(n_bytes, spare, priority, partly)
+            gone = self.find_victims(n_bytes, spare, priority, partly)
             db.executemany("DELETE FROM blocks WHERE key = ?", ((v.key,) for v in gone))
         return gone
 
@@ -277,23 +277,23 @@ class Index(Lookups):
         with self._transaction() as db:
             db.execute("DELETE FROM pins WHERE key = ? AND owner = ?", (key, owner))
 
-    def hold_only(self, owner: str, keys: Iterable[BlockKey]) -> None:
+    def pin_only(self, owner: str, keys: Iterable[BlockKey]) -> None:
         """Pin these for an owner, and nothing else of his, in one step that survives a crash."""
         with self._synced_transaction() as db:
             db.execute("DELETE FROM pins WHERE owner = ?", (owner,))
             rows = ((key, owner) for key in keys)
             db.executemany("INSERT OR IGNORE INTO pins VALUES (?, ?)", rows)
 
-    def let_go(self, now: float) -> int:
+    def expire_ttl_pins(self, now: float) -> int:
         """End the pins of marks whose time has come; how many these were."""
         query = (
             "DELETE FROM pins WHERE substr(owner, 1, ?1) = ?2 "
             "AND CAST(substr(owner, ?1 + 1) AS REAL) <= ?3"
         )
         with self._transaction() as db:
-            return db.execute(query, (len(MARK), MARK, now)).rowcount
+            return db.execute(query, (len(TTL_PIN), TTL_PIN, now)).rowcount
 
-    def forget_writer(self, writer: str) -> None:
+    def cancel_writes(self, writer: str) -> None:
         with self._transaction() as db:
             db.execute("DELETE FROM writes WHERE writer = ?", (writer,))
 

@@ -11,13 +11,13 @@ from keepwarm.store.index.database import Database
 from keepwarm.store.names import SUFFIXES
 from keepwarm.store.record import Part
 from keepwarm.store.thinning import Checkpoint
-from keepwarm.store.tier import Child, Known, State, Stored
+from keepwarm.store.tier import BlockInfo, CheckpointRef, Child, StoredBlock
 
 MAX_KEYS = 30_000  # of one query
 NEIGHBOURS = 4  # on each side of a query
 
 
-class End(NamedTuple):
+class Leaf(NamedTuple):
     """The last block of something kept."""
 
     key: BlockKey
@@ -29,18 +29,18 @@ class End(NamedTuple):
 class Lookups(Database):
     """Changes nothing."""
 
-    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, Known]:
+    def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         rows = self._among("SELECT key, d, w, s, n_tokens, w_rows", "doomed = 0 AND key", keys)
         return {
-            BlockKey(key): Known(_parts(d > 0, w > 0, s > 0), n_tokens, w_rows, d + w + s)
+            BlockKey(key): BlockInfo(_parts(d > 0, w > 0, s > 0), n_tokens, w_rows, d + w + s)
             for key, d, w, s, n_tokens, w_rows in rows
         }
 
-    def states(self, parents: Collection[BlockKey]) -> list[State]:
+    def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
         rows = self._among(
             "SELECT key, parent, n_tokens", "s > 0 AND doomed = 0 AND parent", parents
         )
-        return [State(BlockKey(key), BlockKey(parent), n) for key, parent, n in rows]
+        return [CheckpointRef(BlockKey(key), BlockKey(parent), n) for key, parent, n in rows]
 
     def _among(self, select: str, where: str, keys: Collection[BlockKey]) -> list[tuple[Any, ...]]:
         """One query for all keys, in as many pieces as SQLite takes."""
@@ -143,7 +143,7 @@ class Lookups(Database):
         query = "SELECT count(*) FROM blocks WHERE parent = ? AND n_tokens = ? AND NOT doomed"
         return int(self._rows(query, (key, BLOCK_TOKENS))[0][0]) > 1
 
-    def walk(self) -> Iterator[Stored]:
+    def walk(self) -> Iterator[StoredBlock]:
         last = b""
         while True:
             rows = self._rows(
@@ -153,7 +153,7 @@ class Lookups(Database):
             )
             for key, parent, namespace, number, n_tokens, d, w, s, used, pins in rows:
                 sizes = {p: n for p, n in zip(Part, (d, w, s), strict=True) if n}
-                yield Stored(
+                yield StoredBlock(
                     BlockKey(key), BlockKey(parent), Namespace(namespace),
                     number, n_tokens, sizes, used, pins > 0,
                 )  # fmt: skip
@@ -161,13 +161,13 @@ class Lookups(Database):
                 return
             last = rows[-1][0]
 
-    def ends(self) -> list[End]:
+    def leaves(self) -> list[Leaf]:
         """Blocks that nothing descends from, used last first."""
         query = (
             "SELECT key, number, n_tokens, used FROM blocks WHERE children = 0 AND doomed = 0 "
             "ORDER BY used DESC, key"
         )
-        return [End(BlockKey(key), *rest) for key, *rest in self._rows(query)]
+        return [Leaf(BlockKey(key), *rest) for key, *rest in self._rows(query)]
 
     def n_bytes(self) -> int:
         """Bytes of all records, those being written included."""
@@ -176,10 +176,10 @@ class Lookups(Database):
     def n_blocks(self) -> int:
         return int(self._rows("SELECT count(*) FROM blocks WHERE doomed = 0")[0][0])
 
-    def doomed(self) -> list[BlockKey]:
+    def deleting(self) -> list[BlockKey]:
         return [BlockKey(row[0]) for row in self._rows("SELECT key FROM blocks WHERE doomed = 1")]
 
-    def is_doomed(self, key: BlockKey) -> bool:
+    def is_deleting(self, key: BlockKey) -> bool:
         return bool(self._rows("SELECT 1 FROM blocks WHERE key = ? AND doomed", (key,)))
 
     def owners(self, key: BlockKey) -> list[str]:

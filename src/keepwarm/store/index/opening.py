@@ -14,7 +14,7 @@ from keepwarm.store.index.index import Index
 from keepwarm.store.index.sealed import SealedIndex
 from keepwarm.store.names import INDEX, INDEX_FILES
 from keepwarm.store.seal import Seal
-from keepwarm.store.unlock import refuse_unlike
+from keepwarm.store.unlock import check_encryption
 
 DAMAGED = f"{INDEX}-damaged"  # a note to the next start
 OUTAGES = (
@@ -30,7 +30,7 @@ def open_index(root: Path, seal: Seal | None) -> Index:
     """The index, or a new one where the file is lost or damaged; the files fill it again."""
     path = root / INDEX
     with exclusive(root / "tmp" / "index"):
-        refuse_unlike(root, seal)
+        check_encryption(root, seal)
         try:
             path.touch(FILE_MODE)
             index = _index(path, seal)

@@ -13,11 +13,11 @@ from typing import Any
 
 from keepwarm.errors import BadRecord
 from keepwarm.prefix.blocks import BlockKey, Namespace, common_tokens
-from keepwarm.store.index.index import MARK, Index
+from keepwarm.store.index.index import TTL_PIN, Index
 from keepwarm.store.index.lookup import NEIGHBOURS
 from keepwarm.store.record import Header
 from keepwarm.store.seal import Seal
-from keepwarm.store.tier import Child, Stored
+from keepwarm.store.tier import Child, StoredBlock
 
 
 class SealedIndex(Index):
@@ -38,7 +38,7 @@ class SealedIndex(Index):
         own = beside.pop(key, b"")
         return [k for k, held in beside.items() if len(held) < len(own) and own.startswith(held)]
 
-    def walk(self) -> Iterator[Stored]:
+    def walk(self) -> Iterator[StoredBlock]:
         for stored in super().walk():
             name = self._opened(b"namespace", stored.key, stored.namespace)
             yield stored._replace(namespace=Namespace(name))
@@ -53,8 +53,8 @@ class SealedIndex(Index):
     def unpin(self, key: BlockKey, owner: str) -> None:
         super().unpin(key, self._owner(owner))
 
-    def hold_only(self, owner: str, keys: Iterable[BlockKey]) -> None:
-        super().hold_only(self._owner(owner), keys)
+    def pin_only(self, owner: str, keys: Iterable[BlockKey]) -> None:
+        super().pin_only(self._owner(owner), keys)
 
     def _kept_tokens(self, header: Header) -> bytes:
         return self._seal.seal(b"tokens" + header.key, header.tokens)
@@ -74,6 +74,6 @@ class SealedIndex(Index):
 
     def _owner(self, owner: str) -> str:
         """Hidden; of a mark only its end is told, which any process must be able to read."""
-        if owner.startswith(MARK):
+        if owner.startswith(TTL_PIN):
             return owner
         return self._seal.hidden("owner", owner.encode()).hex()

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 
 from keepwarm.prefix.blocks import Namespace, chain, unpack
-from keepwarm.store.record import ITEM_BYTES, Header, Part, Record, Tensor, pieces
+from keepwarm.store.record import ITEM_BYTES, Header, Part, Record, Tensor, encode_record
 
 NAMESPACE = Namespace(bytes(range(32)))
 PROMPT = [7 * n % 50_000 for n in range(300)]
@@ -69,7 +69,7 @@ def main():
     here = Path(__file__).parent
     made = {name: record(*spec) for name, spec in RECORDS.items()}
     for name, one in made.items():
-        (here / f"{name}.safetensors").write_bytes(b"".join(pieces(one)))
+        (here / f"{name}.safetensors").write_bytes(b"".join(encode_record(one)))
     lines = [f"{json.dumps(name)}: {json.dumps(expected(one))}" for name, one in made.items()]
     (here / "expected.json").write_text("{" + ",\n".join(lines) + "}\n")
 
