@@ -7,9 +7,9 @@ the next. A use of a block is a use of all its ancestors, so what many descend f
 What a use spares is time of prefill for the bytes it takes, 1 for the first block of a prompt:
 attention makes later tokens dearer, and a state, or window rows alone, spare all tokens before.
 
-How much dearer is weighed down. By arithmetic a token costs twice as much at 32 k tokens (an 8B
-model). Weights as strong saved up to 5 % of the time of prefill on a sixteenth of the traces, and
-cost up to 13 % more tokens; DOUBLE_COST_AT as it is saves 0.5 to 2.3 % of the time and no token is lost.
+Position weighs less than by arithmetic, where a token at 32 k tokens costs twice as much (an 8B
+model). Weights that strong saved up to 5 % of prefill time on a sixteenth of the traces and cost up
+to 13 % more tokens elsewhere; this DOUBLE_COST_AT saves 0.5 to 2.3 % and loses no tokens.
 """
 
 from __future__ import annotations
