@@ -225,7 +225,7 @@ def test_clear_keeps_the_system_prompt_warm(conversation):
     conversation.clear()
     assert [message["role"] for message in conversation.messages] == ["system"]
     again = _read(conversation.ask("a fox"), interrupt_after(3))
-    opening = conversation._engine.prepare(Request(messages=conversation.messages)).rendering
+    opening = conversation._engine.prepare(Request(messages=conversation.messages)).prompt
     assert again.receipt.cached_tokens >= opening.end_of(0) > 0
 
 

@@ -18,7 +18,7 @@ from keepwarm.engine.engine import Engine
 from keepwarm.engine.jobs import Sequence
 from keepwarm.errors import Cancelled, InsufficientResources, Stopping
 from keepwarm.prefix.blocks import chain
-from keepwarm.text.prepare import Prepared
+from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import Delta, Request
 from tests.kit.engines import ask, engine_on, held, memory, tokens_of
 from tests.kit.runs import prompt_of
@@ -35,7 +35,7 @@ class Slow(Engine):
     ready: threading.Event | None = None
     looking = threading.Event()
 
-    def prepare(self, request: Request) -> Prepared:
+    def prepare(self, request: Request) -> PreparedRequest:
         if self.ready is not None:
             self.looking.set()
             assert self.ready.wait(PATIENCE_S)

@@ -16,7 +16,7 @@ from keepwarm.engine.engine import Engine
 from keepwarm.engine.sampling import Chooser
 from keepwarm.errors import KeepwarmError
 from keepwarm.models.load import Model
-from keepwarm.text.prepare import Prepared
+from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import Delta, Request, Result, Started
 from tests.kit.engines import Exam, Models, ask, engine_on, held, tokens_of
 from tests.kit.runs import FedCounter, prompt_of
@@ -275,7 +275,7 @@ def test_detokenise(model_of, models, tmp_path, architecture):
 class WithRule(Engine):
     """Gives requests of agent `stuck` a rule that breaks."""
 
-    def prepare(self, request: Request) -> Prepared:
+    def prepare(self, request: Request) -> PreparedRequest:
         prepared = super().prepare(request)
         return replace(prepared, start=StuckRule()) if request.agent == "stuck" else prepared
 

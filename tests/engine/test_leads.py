@@ -47,7 +47,7 @@ def prepared_by(model, **wishes):
 
 def fits(model, text, **wishes):
     """Whether this can be a whole answer."""
-    matcher = prepared_by(model, **wishes).matcher()
+    matcher = prepared_by(model, **wishes).new_matcher()
     for token in model.tokenizer.encode(text, add_special_tokens=False):
         if not matcher.mask()[token].item():
             return False
@@ -85,7 +85,7 @@ def test_where_mlx_lm_knows_a_header_it_comes_first(tmp_path):
     answer = '{"kind": "cat"}'
     assert not fits(addressed, answer)
     assert fits(addressed, f"to=user<|message|>{answer}")
-    assert prepared_by(addressed).opening == "header"
+    assert prepared_by(addressed).first_segment == "header"
 
 
 def test_a_model_may_think_before_it_follows_a_format(thinker):

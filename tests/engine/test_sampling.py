@@ -13,7 +13,7 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 from keepwarm.engine.sampling import Chooser, logprobs_of, sample, token_info
 from keepwarm.errors import BadInput
 from keepwarm.text.request import Sampling, TokenInfo, TopLogprob
-from keepwarm.text.sampling_rules import check
+from keepwarm.text.sampling_rules import check_sampling
 
 N_VOCAB = 24
 LOGITS = np.random.default_rng(5).normal(0, 2, N_VOCAB).astype(np.float32)
@@ -336,7 +336,7 @@ BAD = [
 @pytest.mark.parametrize("wrong", BAD, ids=str)
 def test_a_number_that_means_nothing_is_refused_in_one_sentence(wrong):
     with pytest.raises(BadInput) as refused:
-        check(Sampling(**wrong), N_VOCAB)
+        check_sampling(Sampling(**wrong), N_VOCAB)
     message = str(refused.value)
     assert message.count(". ") == 0
     assert message.endswith(".")
@@ -344,7 +344,7 @@ def test_a_number_that_means_nothing_is_refused_in_one_sentence(wrong):
 
 
 def test_whatever_means_something_is_taken():
-    check(Sampling(), N_VOCAB)
+    check_sampling(Sampling(), N_VOCAB)
     edges = Sampling(
         max_tokens=1,
         temperature=50,
@@ -359,6 +359,6 @@ def test_whatever_means_something_is_taken():
         top_logprobs=20,
         stop=("x",) * 16,
     )
-    check(edges, N_VOCAB)
+    check_sampling(edges, N_VOCAB)
     chooser = Chooser(edges, N_VOCAB)
     assert sample([chooser], chooser.adjust(mx.array(LOGITS)[None])).item() == 23

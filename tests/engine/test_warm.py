@@ -11,7 +11,7 @@ import pytest
 from keepwarm.cache.opened import Budgets
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.warm import Warmer
-from keepwarm.text.request import Mark, Request, Sampling
+from keepwarm.text.request import Breakpoint, Request, Sampling
 from tests.kit.engines import Models, ask, engine_on, memory, tokens_of
 from tests.kit.runs import prompt_of
 
@@ -42,22 +42,22 @@ def names_of(warmer: Warmer) -> list[str]:
 WORDS = "the quick brown fox jumps over the lazy dog while the other dog sleeps. " * 30
 
 
-def with_words(question: str, *marks: Mark, seed: int = 0) -> Request:
+def with_words(question: str, *breakpoints: Breakpoint, seed: int = 0) -> Request:
     """Somebody without a name, who asks about a text of some blocks."""
     messages = [
         {"role": "system", "content": f"{seed} {WORDS}"},
         {"role": "user", "content": question},
     ]
-    return Request(messages=messages, sampling=Sampling(max_tokens=4), marks=marks)
+    return Request(messages=messages, sampling=Sampling(max_tokens=4), breakpoints=breakpoints)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
 def test_what_a_mark_holds_is_live_too(models, tmp_path, kind):
     """Nobody's conversation, only a place that a request asked to keep."""
     with engine_on(models.of(kind), tmp_path) as engine:
-        prepared = engine.prepare(with_words("Which dog?", Mark(0, 3600)))
+        prepared = engine.prepare(with_words("Which dog?", Breakpoint(0, 3600)))
         engine.submit(prepared.request).result()
-        ((place, _),) = prepared.marks
+        ((place, _),) = prepared.breakpoints
     with engine_on(models.of(kind), tmp_path) as engine:
         (warmed,) = Warmer(engine).run()
         assert warmed.agent == ""
@@ -69,7 +69,7 @@ def test_what_a_mark_holds_is_live_too(models, tmp_path, kind):
 
 def test_marks_that_have_ended_hold_nothing(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
-        engine.submit(with_words("Which dog?", Mark(0, -1.0))).result()
+        engine.submit(with_words("Which dog?", Breakpoint(0, -1.0))).result()
         engine.submit(with_words("Which dog?", seed=1)).result()
     with engine_on(models.of("llama"), tmp_path) as engine:
         assert Warmer(engine).run() == []
@@ -77,7 +77,7 @@ def test_marks_that_have_ended_hold_nothing(models, tmp_path):
 
 def test_places_that_are_held_come_before_who_is_not_pinned(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
-        engine.submit(with_words("Which dog?", Mark(0, 3600))).result()
+        engine.submit(with_words("Which dog?", Breakpoint(0, 3600))).result()
         engine.submit(ask(prompt_of(N_PROMPT), agent="ada")).result()
     with engine_on(models.of("llama"), tmp_path) as engine:
         assert [warmed.agent for warmed in Warmer(engine).run()] == ["", "ada"]

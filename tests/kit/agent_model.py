@@ -103,7 +103,7 @@ class Leading(EngineHost):
 
     async def submit(self, request: Request) -> Noted:
         prepared = self.engine.prepare(request)
-        self.asked.append(Asked(request, prepared.rendering.text, len(prepared.tokens)))
+        self.asked.append(Asked(request, prepared.prompt.text, len(prepared.tokens)))
         return await super().submit(self._led(request))
 
     def _led(self, request: Request) -> Request:

@@ -201,7 +201,7 @@ def take_turns(live, client, n_turns=5, **headers):
     for turn in range(1, n_turns + 1):
         body = client.next(call=turn in (1, 3))
         request = scrub.clean(client.request(body), scrub.choose())
-        text = engine.prepare(request).rendering.text
+        text = engine.prepare(request).prompt.text
         new = text[n_common(before, text) :]
         response = live.post(client.path, body, **headers)
         assert response.status_code == 200, response.text

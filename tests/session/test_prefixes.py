@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from keepwarm.session.conversations import Conversations, State
-from keepwarm.session.prefixes import Opening, Prefixes, tools_hash
+from keepwarm.session.conversations import Conversations, ConversationState
+from keepwarm.session.prefixes import Prefixes, PrefixKey, tools_hash
 
 
 def tool(name: str, **properties: str) -> dict:
@@ -17,7 +17,7 @@ def tool(name: str, **properties: str) -> dict:
 
 
 WEATHER, TIME = tool("weather", city="string", days="integer"), tool("time")
-OPENING = Opening("conv1", "tiny", "Be kind.", (WEATHER, TIME))
+OPENING = PrefixKey("conv1", "tiny", "Be kind.", (WEATHER, TIME))
 
 OTHERS = {
     "conversation": OPENING._replace(conversation="conv10"),
@@ -63,8 +63,8 @@ def test_the_order_of_tools_and_keys_does_not_matter():
 def test_digests_are_the_same_in_every_process():
     """S2-12: not Python's own hash, which is seeded by the process."""
     program = (
-        "from keepwarm.session.prefixes import Opening; "
-        f"print(Opening({', '.join(map(repr, OPENING))}).digest)"
+        "from keepwarm.session.prefixes import PrefixKey; "
+        f"print(PrefixKey({', '.join(map(repr, OPENING))}).digest)"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program],
@@ -77,8 +77,8 @@ def test_digests_are_the_same_in_every_process():
 
 
 def test_parts_do_not_run_into_each_other():
-    assert Opening("a", "b", "c").digest != Opening("a", "bc", "").digest
-    assert Opening("a", "b", "c").digest != Opening("ab", "", "c").digest
+    assert PrefixKey("a", "b", "c").digest != PrefixKey("a", "bc", "").digest
+    assert PrefixKey("a", "b", "c").digest != PrefixKey("ab", "", "c").digest
 
 
 def test_invalidating_forgets_all_models_of_one_conversation_and_no_other():
@@ -86,18 +86,18 @@ def test_invalidating_forgets_all_models_of_one_conversation_and_no_other():
     prefixes = Prefixes()
     for conversation in ("conv1", "conv10", "con", "conv1_tiny"):
         for model in ("tiny", "other"):
-            prefixes.store(Opening(conversation, model, "s"), [1])
+            prefixes.store(PrefixKey(conversation, model, "s"), [1])
     assert prefixes.invalidate("conv1") == 2
     assert prefixes.stats.entries == 6
-    assert prefixes.get(Opening("conv1", "tiny", "s")) is None
-    assert prefixes.get(Opening("conv10", "tiny", "s")) is not None
+    assert prefixes.get(PrefixKey("conv1", "tiny", "s")) is None
+    assert prefixes.get(PrefixKey("conv10", "tiny", "s")) is not None
     assert prefixes.invalidate("conv1") == 0
 
 
 def test_the_least_recently_used_goes_first():
     """S2-35."""
     prefixes = Prefixes(max_entries=2)
-    one, two, three = (Opening(name, "m", "s") for name in ("1", "2", "3"))
+    one, two, three = (PrefixKey(name, "m", "s") for name in ("1", "2", "3"))
     prefixes.store(one, [1])
     prefixes.store(two, [2])
     prefixes.get(one)
@@ -126,10 +126,10 @@ def test_statistics():
 def test_a_conversation_has_a_state_with_each_model():
     """S2-14, S2-15, S2-16."""
     known = Conversations(clock=lambda: 3.0)
-    known.update("conv1", "tiny", State(10, 1))
-    known.update("conv1", "other", State(12, 1))
-    known.update("conv1", "tiny", State(30, 2, tokens_saved=10))
-    assert known.get("conv1", "tiny") == State(30, 2, 10, used=3.0)
+    known.update("conv1", "tiny", ConversationState(10, 1))
+    known.update("conv1", "other", ConversationState(12, 1))
+    known.update("conv1", "tiny", ConversationState(30, 2, tokens_saved=10))
+    assert known.get("conv1", "tiny") == ConversationState(30, 2, 10, used=3.0)
     assert known.get("conv1", "other").n_tokens == 12
     assert known.get("conv", "tiny") is None
 
@@ -139,7 +139,7 @@ def test_a_state_is_forgotten_with_its_conversation_alone():
     known = Conversations()
     for conversation in ("conv1", "conv10"):
         for model in ("tiny", "other"):
-            known.update(conversation, model, State(1, 1))
+            known.update(conversation, model, ConversationState(1, 1))
     assert known.invalidate("conv1") == 2
     assert known.get("conv1", "tiny") is None
     assert known.get("conv10", "tiny") is not None
@@ -150,5 +150,5 @@ def test_states_are_bounded():
     """S2-35."""
     known = Conversations(max_states=2)
     for conversation in ("1", "2", "3"):
-        known.update(conversation, "m", State(1, 1))
+        known.update(conversation, "m", ConversationState(1, 1))
     assert [known.get(c, "m") is not None for c in ("1", "2", "3")] == [False, True, True]

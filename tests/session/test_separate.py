@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import keepwarm.session
-from keepwarm.session.conversations import Conversations, State
-from keepwarm.session.prefixes import Opening, Prefixes
+from keepwarm.session.conversations import Conversations, ConversationState
+from keepwarm.session.prefixes import Prefixes, PrefixKey
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,9 @@ def test_neither_module_knows_the_other(module, other):
 def test_forgetting_in_one_leaves_the_other():
     """S2-21."""
     prefixes, conversations = Prefixes(), Conversations()
-    opening = Opening("ada", "tiny", "Be brief.")
+    opening = PrefixKey("ada", "tiny", "Be brief.")
     prefixes.store(opening, [1, 2, 3])
-    conversations.update("ada", "tiny", State(30, 2))
+    conversations.update("ada", "tiny", ConversationState(30, 2))
     prefixes.invalidate("ada")
     assert prefixes.get(opening) is None
     assert conversations.get("ada", "tiny").n_tokens == 30

@@ -493,11 +493,11 @@ def test_a_turn_that_comes_as_its_owner_goes_is_passed_on():
 
     async def race() -> None:
         gate = Gate("queue")
-        first = gate.passed()
+        first = gate.hold()
         first.__enter__()
 
         async def second() -> None:
-            async with gate.apassed():
+            async with gate.ahold():
                 pytest.fail("it was cancelled")
 
         waiting = asyncio.create_task(second())
@@ -506,7 +506,7 @@ def test_a_turn_that_comes_as_its_owner_goes_is_passed_on():
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        async with asyncio.timeout(5), gate.apassed():
+        async with asyncio.timeout(5), gate.ahold():
             pass
 
     asyncio.run(race())

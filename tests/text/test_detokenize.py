@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from keepwarm.text.detokenize import Detokenizer, Found, find_first, held_back
+from keepwarm.text.detokenize import DelimiterMatch, Detokenizer, find_first, held_back
 from tests.kit.checkpoints import write_checkpoint
 
 REPEATABLE = settings(deadline=None, derandomize=True, database=None)
@@ -121,10 +121,10 @@ def test_mlx_lm_streams_another_text(byte_level):
     [
         ("abc", [], None),
         ("abc", ["x"], None),
-        ("abc", ["c", "b"], Found(1, 1)),
-        ("abcd", ["abcd", "bc"], Found(1, 1)),
-        ("abc", ["c", "bc", "abc"], Found(0, 2)),
-        ("abab", ["ab", "ab"], Found(0, 0)),
+        ("abc", ["c", "b"], DelimiterMatch(1, 1)),
+        ("abcd", ["abcd", "bc"], DelimiterMatch(1, 1)),
+        ("abc", ["c", "bc", "abc"], DelimiterMatch(0, 2)),
+        ("abab", ["ab", "ab"], DelimiterMatch(0, 0)),
     ],
 )
 def test_the_mark_that_is_complete_first_is_found(text, marks, found):

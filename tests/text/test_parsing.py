@@ -1,13 +1,15 @@
 """Tokens to pieces: what is text, what is reasoning, what is a call, and where it all ends."""
 
 import json
+from functools import partial
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from keepwarm.text.parsing import NORMAL, REASONING, AnswerReader, Markup, Reasoning, Text
+from keepwarm.text.parsing import NORMAL, REASONING, AnswerReader, AnswerText, Markup, ReasoningText
 from keepwarm.text.request import ToolCall
+from keepwarm.text.template import opens_thinking
 from keepwarm.text.tools import CallReader
 from tests.kit.tokenizers import make
 from tests.text.formats import (
@@ -32,7 +34,7 @@ def markup(tmp_path_factory) -> Markup:
 
 
 def reader_of(markup, *, tools=(WEATHER, CLOCK), parallel=True, **options) -> AnswerReader:
-    calls = CallReader(markup.tools, tools, parallel=parallel) if tools else None
+    calls = CallReader(markup.tool_format, tools, parallel=parallel) if tools else None
     return AnswerReader(markup, calls=calls, **options)
 
 
@@ -97,7 +99,9 @@ def test_no_text_is_lost(markup, words):
     apart."""
     text = "".join(words)
     shown = "".join(
-        CALL if isinstance(piece, tuple) and not isinstance(piece, Text | Reasoning) else piece.text
+        CALL
+        if isinstance(piece, tuple) and not isinstance(piece, AnswerText | ReasoningText)
+        else piece.text
         for piece in read(markup, text)
     )
     for mark in ("<think>", "</think>"):
@@ -107,22 +111,23 @@ def test_no_text_is_lost(markup, words):
 
 def test_reasoning_is_not_the_answer(markup):
     pieces = read(markup, "<think>\nHm.\n</think>\n\nA fox.")
-    assert pieces == [Reasoning("\nHm.\n"), Text("\n\nA fox.")]
+    assert pieces == [ReasoningText("\nHm.\n"), AnswerText("\n\nA fox.")]
 
 
 def test_a_template_that_opens_the_thoughts_is_seen_in_the_prompt(markup):
-    encode = markup.tokenizer.encode
-    assert markup.opening(encode("<|im_start|>assistant\n<think>\n")) == REASONING
-    assert markup.opening(encode("<|im_start|>assistant\n<think>\n\n</think>\n\n")) == NORMAL
-    assert markup.opening(encode("<|im_start|>assistant\n")) == NORMAL
-    assert markup.opening([]) == NORMAL
-    pieces = read(markup, "Hm.</think>A fox.", opening=REASONING)
-    assert pieces == [Reasoning("Hm."), Text("A fox.")]
+    opens = partial(opens_thinking, markup.tokenizer)
+    assert opens("<|im_start|>assistant\n<think>\n")
+    assert not opens("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not opens("<|im_start|>assistant\n")
+    assert not opens("")
+    assert markup.first_segment == NORMAL
+    pieces = read(markup, "Hm.</think>A fox.", segment=REASONING)
+    assert pieces == [ReasoningText("Hm."), AnswerText("A fox.")]
 
 
 def test_thoughts_that_do_not_end_stay_thoughts(markup):
-    assert read(markup, "<think>Hm, the <", opening=NORMAL) == [Reasoning("Hm, the <")]
-    assert read(markup, "Hm </thi", opening=REASONING) == [Reasoning("Hm </thi")]
+    assert read(markup, "<think>Hm, the <", segment=NORMAL) == [ReasoningText("Hm, the <")]
+    assert read(markup, "Hm </thi", segment=REASONING) == [ReasoningText("Hm </thi")]
 
 
 def test_reasoning_tokens_are_counted(markup):
@@ -160,26 +165,26 @@ def test_the_answer_ends_before_a_stop_string(markup, text, stop, shown, stopped
 def test_text_that_may_become_a_stop_string_is_held_back(markup):
     reader = reader_of(markup, tools=(), stop=("dog!",))
     shown = feed(reader, markup, "the do")
-    assert joined(shown) == [Text("the ")]
+    assert joined(shown) == [AnswerText("the ")]
     assert reader.stopped is None
-    assert joined(feed(reader, markup, "g.")) == [Text("dog.")]
+    assert joined(feed(reader, markup, "g.")) == [AnswerText("dog.")]
 
 
 def test_a_stop_string_ends_the_answer_only(markup):
     """Neither thoughts nor the arguments of a call are cut by one."""
     pieces = read(markup, f"<think>Oslo?</think>{CALL}", stop=("Oslo",))
-    assert pieces == [Reasoning("Oslo?"), WEATHER_CALL]
+    assert pieces == [ReasoningText("Oslo?"), WEATHER_CALL]
 
 
 def test_stop_tokens_and_special_tokens_have_no_text(markup):
-    assert read(markup, "the <|im_start|>fox", ended=True) == [Text("the fox")]
+    assert read(markup, "the <|im_start|>fox", ended=True) == [AnswerText("the fox")]
 
 
 def test_several_calls_with_text_before_and_after(markup):
     call = '<tool_call>{"name": "clock"}</tool_call>'
     pieces = read(markup, f"Let me see.\n{CALL}\n{call}\n")
-    assert pieces == [Text("Let me see.\n"), WEATHER_CALL, ("clock", "{}")]
-    assert read(markup, f"\n\n{CALL} So.") == [WEATHER_CALL, Text(" So.")]
+    assert pieces == [AnswerText("Let me see.\n"), WEATHER_CALL, ("clock", "{}")]
+    assert read(markup, f"\n\n{CALL} So.") == [WEATHER_CALL, AnswerText(" So.")]
 
 
 def test_without_parallel_calls_the_first_ends_the_answer(markup):
@@ -192,7 +197,7 @@ def test_without_parallel_calls_the_first_ends_the_answer(markup):
 
 def test_a_call_in_the_thoughts_is_a_call(markup):
     pieces = read(markup, f"<think>Hm.{CALL}So.</think>Yes.")
-    assert pieces == [Reasoning("Hm."), WEATHER_CALL, Reasoning("So."), Text("Yes.")]
+    assert pieces == [ReasoningText("Hm."), WEATHER_CALL, ReasoningText("So."), AnswerText("Yes.")]
 
 
 @pytest.mark.parametrize(
@@ -210,19 +215,19 @@ def test_a_call_in_the_thoughts_is_a_call(markup):
     ],
 )
 def test_a_malformed_call_comes_back_as_text(markup, text):
-    assert read(markup, f"{text} So.") == [Text(f"{text} So.")]
-    assert read(markup, f"<think>{text}")[0] == Reasoning(text)
+    assert read(markup, f"{text} So.") == [AnswerText(f"{text} So.")]
+    assert read(markup, f"<think>{text}")[0] == ReasoningText(text)
 
 
 def test_a_mark_in_the_text_does_not_hide_the_call_behind_it(markup):
     pieces = read(markup, f"One writes <tool_call> so: {CALL}")
-    assert pieces == [Text("One writes <tool_call> so: "), WEATHER_CALL]
+    assert pieces == [AnswerText("One writes <tool_call> so: "), WEATHER_CALL]
 
 
 def test_a_call_cut_off_by_length_is_text(markup):
     cut = CALL.removesuffix("</tool_call>")
-    assert read(markup, cut) == [Text(cut)]
-    assert read(markup, cut[:20]) == [Text(cut[:20])]
+    assert read(markup, cut) == [AnswerText(cut)]
+    assert read(markup, cut[:20]) == [AnswerText(cut[:20])]
 
 
 def test_a_call_that_the_model_ended_without_its_mark_is_a_call(markup):
@@ -230,15 +235,15 @@ def test_a_call_that_the_model_ended_without_its_mark_is_a_call(markup):
 
 
 def test_without_tools_a_call_is_text(markup):
-    assert read(markup, f"\n{CALL}", tools=()) == [Text(f"\n{CALL}")]
+    assert read(markup, f"\n{CALL}", tools=()) == [AnswerText(f"\n{CALL}")]
 
 
 @pytest.mark.parametrize("parser", CALLS)
 def test_every_format_of_mlx_lm(tmp_path, parser):
     text = CALLS[parser]
     markup = Markup.of(make(tmp_path, special=special_tokens(text), parser=parser))
-    assert markup.tools.native
-    calls = [p for p in read(markup, f"Well.\n{text}", ended=True) if not isinstance(p, Text)]
+    assert markup.tool_format.native
+    calls = [p for p in read(markup, f"Well.\n{text}", ended=True) if not isinstance(p, AnswerText)]
     assert [(name, json.loads(arguments)) for name, arguments in calls] == [
         ("get_weather", json.loads(ARGUMENTS))
     ]
@@ -249,23 +254,26 @@ def test_every_format_cut_off_anywhere_loses_no_text(tmp_path, parser):
     text = CALLS[parser]
     markup = Markup.of(make(tmp_path, special=special_tokens(text), parser=parser))
     for end in range(1, len(text), 3):
-        assert read(markup, text[:end]) == [Text(text[:end])], end
+        assert read(markup, text[:end]) == [AnswerText(text[:end])], end
 
 
 def test_the_channels_of_gpt_oss(tmp_path):
     special = [f"<|{name}|>" for name in HARMONY_TOKENS]
     markup = Markup.of(make(tmp_path, special=special))
-    opening = markup.opening(markup.tokenizer.encode("<|start|>assistant"))
-    pieces = read(markup, HARMONY_CALL, opening=opening, ended=True)
-    assert pieces == [Reasoning("They ask for Oslo."), WEATHER_CALL]
+    opening = markup.first_segment
+    pieces = read(markup, HARMONY_CALL, segment=opening, ended=True)
+    assert pieces == [ReasoningText("They ask for Oslo."), WEATHER_CALL]
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     text += "<|channel|>final<|message|>A fox."
-    assert read(markup, text, opening=opening) == [Reasoning("Hm."), Text("A fox.")]
-    assert read(markup, text, opening=opening, tools=()) == [Reasoning("Hm."), Text("A fox.")]
+    assert read(markup, text, segment=opening) == [ReasoningText("Hm."), AnswerText("A fox.")]
+    assert read(markup, text, segment=opening, tools=()) == [
+        ReasoningText("Hm."),
+        AnswerText("A fox."),
+    ]
 
 
 def test_the_marks_of_kimi_k3_around_an_answer_are_no_text(tmp_path):
     marks = ["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"]
     markup = Markup.of(make(tmp_path, special=marks))
     text = "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>A fox."
-    assert read(markup, text) == [Reasoning("Hm."), Text("A fox.")]
+    assert read(markup, text) == [ReasoningText("Hm."), AnswerText("A fox.")]

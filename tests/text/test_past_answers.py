@@ -376,7 +376,7 @@ def test_a_look_up_among_a_thousand_answers_is_quick(tokenizer):
         splicer.remember("", long[: 100 * i] + "<|im_start|>", [5], spelled(tokenizer, "the tree"))
     started = process_time()
     for _ in range(10):
-        assert splicer.spots("", long) == []
+        assert splicer.spans("", long) == []
     assert (process_time() - started) / 10 < 0.1  # 4 ms on a quiet machine
 
 

@@ -11,9 +11,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from keepwarm.errors import BadInput
 from keepwarm.text.past_answers import encode
 from keepwarm.text.prompt import TOOLS, Prompter, common_prefix
-from keepwarm.text.request import Mark, Request
+from keepwarm.text.request import Breakpoint, Request
 from keepwarm.text.template import write
-from keepwarm.text.tools import offer, tool_format
 from tests.kit.checkpoints import CHATML, EOS, write_checkpoint
 
 TALK = [
@@ -30,7 +29,8 @@ def with_template(tmp_path):
 
     def make(template: str | None):
         config = write_checkpoint(tmp_path / "model") / "tokenizer_config.json"
-        settings = {**json.loads(config.read_text()), "chat_template": template}
+        changes = {"chat_template": template, "tool_parser_type": "json_tools"}
+        settings = {**json.loads(config.read_text()), **changes}
         config.write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
         return load_tokenizer(config.parent)
 
@@ -223,18 +223,18 @@ def test_a_mark_is_among_the_cuts_wherever_it_stands(with_template):
     plain = prompter.render(Request(messages=LONG))
     cuts = plain.cuts
     assert plain.end_of(77) not in cuts
-    marked = prompter.render(Request(messages=LONG, marks=[Mark(77)]))
+    marked = prompter.render(Request(messages=LONG, breakpoints=[Breakpoint(77)]))
     assert marked.end_of(77) in marked.cuts
     for wrong in (-2, len(LONG)):
         with pytest.raises(BadInput, match=f"no message {wrong}"):
-            prompter.render(Request(messages=LONG, marks=[Mark(wrong)]))
+            prompter.render(Request(messages=LONG, breakpoints=[Breakpoint(wrong)]))
 
 
 def test_the_tools_alone_can_be_marked(with_template):
     """S4-25: whatever is said first, the prompt up to there is the same, tools included."""
     prompter = Prompter(with_template(WITH_TOOLS))
     prompts = [
-        prompter.render(Request(messages=talk, tools=[SEARCH], marks=[Mark(TOOLS)]))
+        prompter.render(Request(messages=talk, tools=[SEARCH], breakpoints=[Breakpoint(TOOLS)]))
         for talk in (TALK, [{"role": "system", "content": "0 system"}, *TALK[1:]])
     ]
     assert len({tuple(prompt.tokens[: prompt.end_of(TOOLS)]) for prompt in prompts}) == 1
@@ -259,10 +259,7 @@ def test_a_system_prompt_alone_is_a_prefix_of_the_first_request(with_template):
 def test_tools_that_the_template_does_not_show_stand_in_the_messages(with_template):
     tokenizer = with_template(CHATML)
     request = Request(messages=TALK, tools=[SEARCH])
-    with pytest.raises(BadInput, match="shows no tools"):
-        Prompter(tokenizer).render(request)
-    form = tool_format(tokenizer)
-    prompter = Prompter(tokenizer, offer=lambda messages, tools: offer(form, messages, tools))
+    prompter = Prompter(tokenizer)
     rendering = prompter.render(request)
     assert "search" in rendering.text
     assert rendering.cuts[0] == rendering.end_of(0)

@@ -3,9 +3,9 @@
 import pytest
 
 from keepwarm.errors import BadInput
-from keepwarm.text.template import SYSTEM_LABEL, Template, plain, text_of, write
+from keepwarm.text.template import SYSTEM_LABEL, Template, normalise, text_of, write
 from tests.kit.checkpoints import CHATML
-from tests.kit.tokenizers import make
+from tests.kit.tokenizers import WITH_TOOLS, make
 
 # Small templates, each with one habit of a family of models.
 ALTERNATING = (
@@ -146,9 +146,21 @@ def test_thinking_that_is_dropped_and_thinking_that_is_opened(template_of):
     assert write(tokenizer, [ASK], enable_thinking=False).endswith("<think>\n\n</think>\n\n")
 
 
-def test_tools_are_found_in_the_rendering(template_of):
-    _, template = template_of("{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML)
-    assert template.renders_tools
+@pytest.mark.parametrize(
+    ("text", "renders"),
+    [
+        (WITH_TOOLS, True),
+        (CHATML, False),
+        ("{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML, True),
+        ("{{ tools[0].function.name if tools else '' }}", True),
+        ("{{ raise_exception('no') }}", False),
+        ("{{ tools.nothing.at_all }}", False),
+        (None, False),
+    ],
+)
+def test_whether_a_template_renders_tools_is_tried_out(template_of, text, renders):
+    _, template = template_of(text)
+    assert template.renders_tools is renders
 
 
 @pytest.mark.parametrize(
@@ -171,22 +183,34 @@ def test_tool_calls_come_out_as_json_whatever_the_template_wants(
     assert write(tokenizer, template.conform(asked)).endswith(shown)
 
 
-def test_arguments_that_are_no_json_object_stay_as_they_came(template_of):
+@pytest.mark.parametrize(
+    ("sent", "rendered"),
+    [
+        ("{broken", "{broken"),
+        ('{"a": "\\ud83e"}', '{"a": "\\ud83e"}'),
+        ("[1]", [1]),
+        ("", {}),
+        (7, 7),
+    ],
+)
+def test_arguments_that_are_not_json_stay_as_they_came(template_of, sent, rendered):
     _, template = template_of(CALLS)
-    for arguments in ("{broken", "[1]", "", 7):
-        call = {"function": {"name": "f", "arguments": arguments}}
-        (shown,) = template.conform([{"role": "assistant", "tool_calls": [call]}])
-        assert shown["tool_calls"][0]["function"]["arguments"] == arguments
+    call = {"function": {"name": "f", "arguments": sent}}
+    (shown,) = template.conform([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert shown["tool_calls"][0]["function"]["arguments"] == rendered
 
 
-def test_messages_in_plain_words():
+def test_messages_are_normalised():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert plain({"role": "developer", "content": parts}) == {"role": "system", "content": "a\nb"}
-    assert plain({"role": "assistant", "content": None, "tool_calls": []}) == {
+    assert normalise({"role": "developer", "content": parts}) == {
+        "role": "system",
+        "content": "a\nb",
+    }
+    assert normalise({"role": "assistant", "content": None, "tool_calls": []}) == {
         "role": "assistant",
         "content": "",
     }
-    thought = plain({"role": "assistant", "content": "x", "reasoning": "y"})
+    thought = normalise({"role": "assistant", "content": "x", "reasoning": "y"})
     assert thought["reasoning_content"] == "y"
     assert text_of({"content": []}) == text_of({}) == ""
 
@@ -204,7 +228,7 @@ def test_messages_in_plain_words():
 def test_messages_that_make_no_sense_are_refused(message, reason):
     """S4-18: an image never passes for the text around it."""
     with pytest.raises(BadInput, match=reason):
-        plain(message)
+        normalise(message)
 
 
 def test_a_template_that_refuses_everything_is_known_to(template_of):

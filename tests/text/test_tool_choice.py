@@ -45,7 +45,7 @@ def prepared_by(model, **wishes):
 
 def may_say(model, text, letters=False, **wishes):
     """Whether this can be said, token by token; `letters` spells it out."""
-    matcher = prepared_by(model, **wishes).matcher()
+    matcher = prepared_by(model, **wishes).new_matcher()
     parts = list(text) if letters else [text]
     encode = model.tokenizer.encode
     for token in [t for part in parts for t in encode(part, add_special_tokens=False)]:
@@ -75,7 +75,7 @@ def test_in_channels_nobody_is_called(channels):
 
 
 def test_the_answer_may_end_anywhere(plain):
-    matcher = prepared_by(plain).matcher()
+    matcher = prepared_by(plain).new_matcher()
     stop = plain.tokenizer.eos_token_id
     for token in plain.tokenizer.encode("It rains"):
         assert np.array(matcher.mask())[stop]
@@ -89,7 +89,7 @@ def test_a_mark_that_is_one_token_is_forbidden_as_such(tmp_path):
     prepared = prepared_by(model)
     mark = model.tokenizer.convert_tokens_to_ids("<tool_call>")
     assert prepared.sampling.logit_bias == {mark: -100.0}
-    assert prepared.matcher() is None
+    assert prepared.new_matcher() is None
 
 
 def test_a_format_holds_where_no_call_may_come(channels):

@@ -45,7 +45,7 @@ def fits(markup, grammar, text, whole=True) -> bool:
 
 
 def names_read(markup, text):
-    reader = AnswerReader(markup, calls=CallReader(markup.tools, [WEATHER, CLOCK]))
+    reader = AnswerReader(markup, calls=CallReader(markup.tool_format, [WEATHER, CLOCK]))
     tokens = markup.tokenizer.encode(text, add_special_tokens=False)
     tokens.append(markup.tokenizer.eos_token_id)
     return [getattr(p, "name", p) for t in tokens for p in reader.add(t)] + [

@@ -3,27 +3,26 @@
 import json
 import pkgutil
 import re
-from functools import partial
 from pathlib import Path
 
 import mlx_lm.tool_parsers
 import pytest
 
 from keepwarm.errors import BadInput
-from keepwarm.text.parsing import AnswerReader, Markup, Text
+from keepwarm.text.parsing import AnswerReader, AnswerText, Markup
 from keepwarm.text.prompt import Prompter
 from keepwarm.text.request import Request
+from keepwarm.text.template import Template
 from keepwarm.text.tools import (
     BLOCK,
     OURS,
     CallReader,
+    adapt_to_template,
     call_text,
     canonical_tools,
-    offer,
-    renders_tools,
     tool_block,
     tool_format,
-    with_tools,
+    write_tools_as_text,
 )
 from tests.kit.checkpoints import CHATML
 from tests.kit.tokenizers import WITH_TOOLS, make
@@ -52,27 +51,16 @@ def test_mlx_lm_reads_these_formats():
     assert names == set(CALLS)
 
 
-@pytest.mark.parametrize(
-    ("template", "renders"),
-    [
-        (WITH_TOOLS, True),
-        (CHATML, False),
-        ("{{ tools[0].function.name if tools else '' }}", True),
-        ("{{ raise_exception('no') }}", False),
-        ("{{ tools.nothing.at_all }}", False),
-        (None, False),
-    ],
-)
-def test_a_template_is_tried_out(tmp_path, template, renders):
-    assert renders_tools(make(tmp_path, template=template)) is renders
+def format_of(tokenizer):
+    return tool_format(tokenizer, Template.of(tokenizer))
 
 
-def test_the_format_is_the_models_own_where_template_and_reader_are_there(tmp_path):
-    assert tool_format(make(tmp_path / "a", parser="qwen3_coder")).native
-    assert tool_format(make(tmp_path / "b", parser="qwen3_coder", template=CHATML)) is OURS
-    assert tool_format(make(tmp_path / "c")) is OURS  # renders them, but nobody reads the calls
+def test_the_format_is_the_models_own_if_the_template_renders_tools_and_calls_parse(tmp_path):
+    assert format_of(make(tmp_path / "a", parser="qwen3_coder")).native
+    assert format_of(make(tmp_path / "b", parser="qwen3_coder", template=CHATML)) is OURS
+    assert format_of(make(tmp_path / "c")) is OURS  # renders tools, but has no parser for calls
     harmony = make(tmp_path / "d", special=[f"<|{name}|>" for name in HARMONY_TOKENS])
-    assert tool_format(harmony).start == "to=functions."
+    assert format_of(harmony).start == "to=functions."
 
 
 def test_reordered_tools_give_the_same_prompt(tmp_path):
@@ -85,8 +73,7 @@ def test_reordered_tools_give_the_same_prompt(tmp_path):
     assert tool_block([WEATHER, CLOCK]) != tool_block([CLOCK, turned])
     for template in (CHATML, WITH_TOOLS):
         tokenizer = make(tmp_path, template=template, parser="json_tools")
-        own = tool_format(tokenizer)
-        prompter = Prompter(tokenizer, offer=partial(offer, own))
+        prompter = Prompter(tokenizer)
         prompts = [
             prompter.render(Request(messages=TALK[:2], tools=tools))
             for tools in ([WEATHER, CLOCK], [CLOCK, WEATHER])
@@ -108,8 +95,8 @@ def test_parameters_that_are_no_schema_are_refused():
 
 def test_our_block_reaches_a_template_without_tools(tmp_path):
     tokenizer = make(tmp_path, template=CHATML)
-    assert offer(OURS, TALK, [WEATHER, CLOCK]).tools is None
-    prompter = Prompter(tokenizer, offer=partial(offer, OURS))
+    assert adapt_to_template(OURS, TALK, [WEATHER, CLOCK]).tools is None
+    prompter = Prompter(tokenizer)
     text = prompter.render(Request(messages=TALK, tools=[WEATHER, CLOCK])).text
     assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
     assert json.dumps(canonical_tools([WEATHER])[0]) in text
@@ -124,13 +111,13 @@ def test_our_block_reaches_a_template_without_tools(tmp_path):
 
 def test_text_beside_a_call_stands_before_it():
     message = {**TALK[2], "content": "Let me see."}
-    assert with_tools([message], [])[0]["content"].startswith("Let me see.\n<tool_call>\n")
+    assert write_tools_as_text([message], [])[0]["content"].startswith("Let me see.\n<tool_call>\n")
 
 
 def test_without_a_system_message_the_block_is_one():
-    messages = with_tools(TALK[1:2], [WEATHER])
+    messages = write_tools_as_text(TALK[1:2], [WEATHER])
     assert messages == [{"role": "system", "content": tool_block([WEATHER])}, TALK[1]]
-    assert with_tools(TALK[:2], []) == TALK[:2]
+    assert write_tools_as_text(TALK[:2], []) == TALK[:2]
 
 
 def test_the_block_is_documented():
@@ -147,30 +134,28 @@ def test_the_example_in_our_block_shows_our_format():
 def test_a_call_comes_back_as_it_is_rendered(tmp_path):
     """Out of the answer, back from the client and into the next prompt: the same text."""
     markup = Markup.of(make(tmp_path, template=CHATML))
-    reader = AnswerReader(markup, calls=CallReader(markup.tools, [WEATHER]))
+    reader = AnswerReader(markup, calls=CallReader(markup.tool_format, [WEATHER]))
     answer = call_text("get_weather", ARGUMENTS)
     tokens = markup.tokenizer.encode(answer)
     (call,) = [piece for token in tokens for piece in reader.add(token)] + reader.finish()
     back = {"role": "assistant", "tool_calls": [{"id": call.id, "function": call._asdict()}]}
-    assert with_tools([back], [])[0]["content"] == answer
+    assert write_tools_as_text([back], [])[0]["content"] == answer
 
 
 def test_templates_get_arguments_as_objects(tmp_path):
     template = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
     template += "{% for k in c.function.arguments %}{{ k }};{% endfor %}{% endfor %}{% endfor %}"
     tokenizer = make(tmp_path, template=template)
-    own = tool_format(make(tmp_path / "own", parser="json_tools"))
-    assert offer(own, TALK, []).tools is None
-    prompter = Prompter(tokenizer, offer=partial(offer, own))
+    own = format_of(make(tmp_path / "own", parser="json_tools"))
+    assert adapt_to_template(own, TALK, []).tools is None
+    prompter = Prompter(tokenizer, call_format=own)
     assert prompter.render(Request(messages=TALK)).text == "city;days;"
-    broken = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
-    assert offer(own, [broken], []).messages == [broken]
 
 
 def test_ids(tmp_path):
     """Ours; the model's own where it writes one; nine characters where the template insists."""
     ids = {
-        parser: CallReader(tool_format(make(tmp_path / parser, parser=parser)), [WEATHER])
+        parser: CallReader(format_of(make(tmp_path / parser, parser=parser)), [WEATHER])
         .read(re.sub(r"^<[^>]*>|^\[TOOL_CALLS\]|<[^>]*>$", "", CALLS[parser]))[0]
         .id
         for parser in ("json_tools", "kimi_k2", "mistral")
@@ -198,8 +183,8 @@ def test_small_models_may_write_a_list():
 def test_a_reader_that_fails_loses_no_text(tmp_path):
     """mlx-lm's readers raise what they like: longcat's an AttributeError."""
     markup = Markup.of(make(tmp_path, parser="longcat"))
-    reader = AnswerReader(markup, calls=CallReader(markup.tools, [WEATHER]))
+    reader = AnswerReader(markup, calls=CallReader(markup.tool_format, [WEATHER]))
     text = "<longcat_tool_call>no call</longcat_tool_call>"
     pieces = [p for token in markup.tokenizer.encode(text) for p in reader.add(token)]
     assert "".join(piece.text for piece in pieces + reader.finish()) == text
-    assert all(isinstance(piece, Text) for piece in pieces)
+    assert all(isinstance(piece, AnswerText) for piece in pieces)

@@ -58,14 +58,14 @@ def make_request(
     """A request without its messages; numbers that mean nothing are refused."""
     from keepwarm.cache.policy import Policy
     from keepwarm.text.request import KVOptions, Request, Sampling
-    from keepwarm.text.sampling_rules import check
+    from keepwarm.text.sampling_rules import check_sampling
 
     if agent is not None and no_cache:
         raise BadInput("--agent and --no-cache cannot be combined: an agent is what is kept.")
     if settings.max_tokens < 1:
         raise BadInput(f"max-tokens is {settings.max_tokens}; it must be 1 or more.")
     sampling = Sampling(max_tokens=settings.max_tokens, temperature=settings.temperature, seed=seed)
-    check(sampling, n_vocab=0)
+    check_sampling(sampling, n_vocab=0)
     policy = Policy.NO_STORE if no_cache else Policy.READ_WRITE
     return Request(sampling=sampling, kv=KVOptions(kv_bits=kv_bits), policy=policy, agent=agent)
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Self, TypeAlias
 
 from keepwarm.errors import EngineFailed, KeepwarmError
-from keepwarm.text.prepare import Prepared
+from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import (
     Choice,
     Delta,
@@ -31,7 +31,9 @@ Wake: TypeAlias = Callable[[], None]
 class Answer(Iterator[Event], AsyncIterator[Event]):
     """Iterate once, for events; it ends after `Done` or raises what went wrong."""
 
-    def __init__(self, cancel: Callable[[Answer], None], prepared: Prepared | None = None) -> None:
+    def __init__(
+        self, cancel: Callable[[Answer], None], prepared: PreparedRequest | None = None
+    ) -> None:
         self.prepared = prepared  # what was asked, as tokens
         self._cancel = cancel
         self._outcomes: deque[Outcome] = deque()

@@ -32,12 +32,12 @@ class Chores:
         tokens = list(sequence.tokens)
         if job.request.agent and sequence.choice == 0:
             self._pool.submit(self._do, self._advance, job, tokens)
-        if job.request.marks:
+        if job.request.breakpoints:
             self._pool.submit(self._do, self._hold, job, tokens)
 
     def after_reading(self, job: Job) -> None:
         """A prompt was read for its own sake: hold what was marked."""
-        if job.request.policy.to_disk and job.request.marks:
+        if job.request.policy.to_disk and job.request.breakpoints:
             self._pool.submit(self._do, self._hold, job, list(job.tokens))
 
     def end_durably(self, job: Job) -> None:
@@ -68,7 +68,7 @@ class Chores:
     def _hold(self, job: Job, tokens: list[int]) -> None:
         marks = self._store.shelf.marks
         marks.sweep()
-        for place, ttl_s in job.prepared.marks:
+        for place, ttl_s in job.prepared.breakpoints:
             marks.hold(job.home.manager.namespace, tokens, place, ttl_s)
 
     def _expire(self) -> None:

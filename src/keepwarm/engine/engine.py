@@ -45,7 +45,7 @@ from keepwarm.kv import make_caches
 from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.prefix.ledger import Recent
-from keepwarm.text.prepare import Prepared, Preparer
+from keepwarm.text.prepare import PreparedRequest, Preparer
 from keepwarm.text.request import KVOptions, Request
 
 LOG = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Engine:
 
     # asking
 
-    def prepare(self, request: Request) -> Prepared:
+    def prepare(self, request: Request) -> PreparedRequest:
         """Render and tokenise a request; raises what is wrong with it. Runs nothing."""
         request = self._with_defaults(request)
         make_caches(self.model.module, **make_options(request.kv))  # refuses what means nothing
@@ -364,7 +364,7 @@ class Engine:
             made = sequence.tokens[len(job.tokens) :]
             self._recent.remember((job.request.kv, job.request.tenant), sequence.tokens)
             if job.request.messages is not None and made:
-                text = job.prepared.rendering.text
+                text = job.prepared.prompt.text
                 self._preparer.splicer.remember(job.request.tenant, text, job.tokens, made)
 
     def _lane(self, options: KVOptions, tenant: str) -> Lane:
@@ -372,7 +372,7 @@ class Engine:
         found = self._lanes.known(options, tenant)
         return found or self.call(lambda: self._lanes.of(options, tenant)).result()
 
-    def _cuts(self, prepared: Prepared) -> list[int]:
+    def _cuts(self, prepared: PreparedRequest) -> list[int]:
         """Found on the caller's thread, for it takes time, and only where they are needed."""
         lane = self._lane(prepared.request.kv, prepared.request.tenant)
         return prepared.cuts if lane.has_places else []

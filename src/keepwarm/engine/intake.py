@@ -37,7 +37,7 @@ class Intake:
         """Memory for it, or False while others need it; raises if it could never run."""
         lane = self._lane(job)
         if job.lease is None:
-            room = min(job.prepared.room, ANSWER_ROOM)
+            room = min(job.prepared.max_new_tokens, ANSWER_ROOM)
             n_bytes = Admission.needs(len(job.tokens), room, lane.manager.layout)
             batch = lane.options if lane.can_batch else None
             job.lease = self._admission.reserve(n_bytes, batch, n_rows=max(1, job.n_answers))
@@ -170,14 +170,14 @@ def _sequence(job: Job, choice: int) -> Sequence:
         prepared.sampling,
         prepared.n_vocab,
         job.tokens,
-        prepared.matcher(),
+        prepared.new_matcher(),
         prepared.stop_tokens,
         choice=choice,
     )
     reader = AnswerReader(
         prepared.markup,
         stop=job.request.sampling.stop,
-        opening=prepared.opening,
-        calls=prepared.calls(),
+        segment=prepared.first_segment,
+        calls=prepared.call_reader(),
     )
-    return Sequence(job, choice, chooser, reader, prepared.room)
+    return Sequence(job, choice, chooser, reader, prepared.max_new_tokens)

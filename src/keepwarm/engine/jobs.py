@@ -22,8 +22,8 @@ from keepwarm.engine.sampling import Chooser
 from keepwarm.errors import KeepwarmError, TimedOut
 from keepwarm.kv import Caches
 from keepwarm.prefix.blocks import pack
-from keepwarm.text.parsing import AnswerReader, Piece, Reasoning
-from keepwarm.text.prepare import Prepared
+from keepwarm.text.parsing import AnswerReader, Piece, ReasoningText
+from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import (
     Delta,
     Done,
@@ -104,7 +104,7 @@ class Sequence(Row):
         if isinstance(piece, ToolCall):
             self._called = True
             return ToolCalled(self.choice, piece, self._flush())
-        if isinstance(piece, Reasoning):
+        if isinstance(piece, ReasoningText):
             return Delta(self.choice, reasoning=piece.text, tokens=self._flush())
         return Delta(self.choice, text=piece.text, tokens=self._flush())
 
@@ -118,7 +118,7 @@ class Job:
     """One request from its arrival to its last event."""
 
     request: Request
-    prepared: Prepared
+    prepared: PreparedRequest
     answer: Answer
     audit: bool = False  # asked by nobody: a check of an earlier answer
     number: int = 0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from keepwarm.engine.engine import Engine
     from keepwarm.engine.warm import Warmer
     from keepwarm.models.load import Model
-    from keepwarm.text.prepare import Prepared
+    from keepwarm.text.prepare import PreparedRequest
     from keepwarm.text.request import Request
 
 
@@ -43,7 +43,7 @@ class Noted(AsyncIterator[Event]):
         self._note = note
 
     @property
-    def prepared(self) -> Prepared | None:
+    def prepared(self) -> PreparedRequest | None:
         return self._answer.prepared
 
     def cancel(self) -> None:

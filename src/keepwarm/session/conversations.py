@@ -15,7 +15,7 @@ MAX_CONVERSATIONS = 1024
 
 
 @dataclass(frozen=True)
-class State:
+class ConversationState:
     """One conversation with one model, after its latest turn."""
 
     n_tokens: int  # that are kept of it
@@ -33,13 +33,13 @@ class Conversations:
         self._max_states = max_states
         self._clock = clock
         self._lock = threading.Lock()
-        self._states: OrderedDict[tuple[str, str], State] = OrderedDict()
+        self._states: OrderedDict[tuple[str, str], ConversationState] = OrderedDict()
 
-    def get(self, conversation: str, model: str) -> State | None:
+    def get(self, conversation: str, model: str) -> ConversationState | None:
         with self._lock:
             return self._states.get((conversation, model))
 
-    def update(self, conversation: str, model: str, state: State) -> State:
+    def update(self, conversation: str, model: str, state: ConversationState) -> ConversationState:
         """Say where a conversation stands now; what was said of it before is replaced."""
         state = replace(state, used=self._clock())
         with self._lock:

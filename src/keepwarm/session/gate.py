@@ -28,7 +28,7 @@ class Gate:
         self._waiting: deque[tuple[object, Future[None]]] = deque()
 
     @contextmanager
-    def passed(self, rule: Rule | None = None) -> Iterator[None]:
+    def hold(self, rule: Rule | None = None) -> Iterator[None]:
         """Inside alone."""
         turn = self._knock(rule)
         try:
@@ -42,7 +42,7 @@ class Gate:
             self._leave()
 
     @asynccontextmanager
-    async def apassed(self) -> AsyncIterator[None]:
+    async def ahold(self) -> AsyncIterator[None]:
         turn = self._knock()
         try:
             await asyncio.wrap_future(turn)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 MAX_ENTRIES = 256
 
 
-class Opening(NamedTuple):
+class PrefixKey(NamedTuple):
     """Who begins how: what an entry is found by."""
 
     conversation: str
@@ -34,7 +34,7 @@ class Opening(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entry:
+class PrefixEntry:
     conversation: str
     model: str
     system: str
@@ -75,10 +75,10 @@ class Prefixes:
         self._max_entries = max_entries
         self._clock = clock
         self._lock = threading.Lock()
-        self._entries: OrderedDict[_Key, Entry] = OrderedDict()
+        self._entries: OrderedDict[_Key, PrefixEntry] = OrderedDict()
         self._requests = self._hits = self._tokens_saved = 0
 
-    def get(self, opening: Opening) -> Entry | None:
+    def get(self, opening: PrefixKey) -> PrefixEntry | None:
         """What is known of exactly this opening; a miss leaves all others as they are."""
         with self._lock:
             key = opening.conversation, opening.digest
@@ -90,11 +90,11 @@ class Prefixes:
                 self._tokens_saved += entry.n_tokens
             return entry
 
-    def store(self, opening: Opening, tokens: Sequence[int]) -> Entry:
+    def store(self, opening: PrefixKey, tokens: Sequence[int]) -> PrefixEntry:
         """Keep the tokens of an opening; what was known of the same one is replaced."""
         conversation, model, system, tools = opening
         now = self._clock()
-        entry = Entry(conversation, model, system, tools_hash(tools), tuple(tokens), now)
+        entry = PrefixEntry(conversation, model, system, tools_hash(tools), tuple(tokens), now)
         with self._lock:
             key = conversation, opening.digest
             self._entries[key] = entry

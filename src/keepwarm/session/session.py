@@ -19,11 +19,11 @@ from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import collect
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, Stopping, UnknownAgent
-from keepwarm.session.conversations import Conversations, State
+from keepwarm.session.conversations import Conversations, ConversationState
 from keepwarm.session.gate import Gate, Rule
-from keepwarm.session.prefixes import Opening, Prefixes
+from keepwarm.session.prefixes import Prefixes, PrefixKey
 from keepwarm.session.tool_functions import Function, Toolbox
-from keepwarm.session.tool_rounds import Question, Reply, Turn
+from keepwarm.session.tool_rounds import Question, Reply, SessionTurn
 from keepwarm.text.prompt import common_prefix
 from keepwarm.text.request import (
     Delta,
@@ -42,7 +42,7 @@ from keepwarm.text.request import (
 # a line break or a blank may become one token with what the template writes before it.
 PROBES = ("0", "A", "\n", " a")
 
-Shown: TypeAlias = Delta | ToolCalled
+StreamEvent: TypeAlias = Delta | ToolCalled
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Session:
 
     def rewind(self, turn: int) -> None:
         """Forget the turns after this one (0: all of them). What they share stays warm."""
-        with self._gate.passed("refuse"):
+        with self._gate.hold("refuse"):
             if not 0 <= turn <= self.n_turns:
                 raise BadInput(f"There were {self.n_turns} turns; there is no turn {turn}.")
             self._ends = self._ends[:turn]
@@ -183,11 +183,11 @@ class Session:
     ) -> Stream:
         """Ask, and read the answer with `for` or `async for` as it comes. Begins when read."""
         asks = replace(self._asks, sampling=sampling or self._asks.sampling, format=format)
-        turn = Turn(question, self._toolbox)
+        turn = SessionTurn(question, self._toolbox)
         return Stream(turn, self._run(turn, asks), self._arun(turn, asks))
 
-    def _run(self, turn: Turn, asks: Request) -> Generator[Shown, None, None]:
-        with self._gate.passed():
+    def _run(self, turn: SessionTurn, asks: Request) -> Generator[StreamEvent, None, None]:
+        with self._gate.hold():
             self._begin(turn)
             while not turn.is_over:
                 events: list[Event] = []
@@ -195,7 +195,7 @@ class Session:
                 try:
                     for event in answer:
                         events.append(event)
-                        if isinstance(event, Shown):
+                        if isinstance(event, StreamEvent):
                             yield event
                 except BaseException:  # the reader may have gone
                     answer.cancel()
@@ -204,8 +204,8 @@ class Session:
                     turn.returned(self._toolbox.run(call))
             self._end(turn)
 
-    async def _arun(self, turn: Turn, asks: Request) -> AsyncGenerator[Shown, None]:
-        async with self._gate.apassed():
+    async def _arun(self, turn: SessionTurn, asks: Request) -> AsyncGenerator[StreamEvent, None]:
+        async with self._gate.ahold():
             self._begin(turn)
             while not turn.is_over:
                 events: list[Event] = []
@@ -214,7 +214,7 @@ class Session:
                 try:
                     async for event in answer:
                         events.append(event)
-                        if isinstance(event, Shown):
+                        if isinstance(event, StreamEvent):
                             yield event
                 except BaseException:
                     answer.cancel()
@@ -223,19 +223,19 @@ class Session:
                     turn.returned(await self._toolbox.arun(call))
             self._end(turn)
 
-    def _begin(self, turn: Turn) -> None:
+    def _begin(self, turn: SessionTurn) -> None:
         if not self._freed.alive:
             raise BadInput("The session is closed; open another one with its messages.")
         turn.begin(self._said)
 
-    def _end(self, turn: Turn) -> None:
+    def _end(self, turn: SessionTurn) -> None:
         """From here on the turn was said."""
         self._said = turn.messages
         self._ends.append(len(self._said))
         reply, model = turn.reply, str(self.engine.model.path)
         before = self.registry.conversations.get(self.id, model)
         last = reply.rounds[-1].usage
-        state = State(
+        state = ConversationState(
             n_tokens=last.prompt_tokens + last.completion_tokens,
             n_turns=self.n_turns,
             tokens_saved=reply.usage.cached_tokens + (before.tokens_saved if before else 0),
@@ -270,7 +270,7 @@ class Session:
         if self._said:
             return self._shared()
         model = str(self.engine.model.path)
-        opening = Opening(self.id, model, self.system or "", self._toolbox.schemas)
+        opening = PrefixKey(self.id, model, self.system or "", self._toolbox.schemas)
         known = self.registry.prefixes.get(opening)
         return (known or self.registry.prefixes.store(opening, self._shared())).tokens
 
@@ -282,14 +282,14 @@ class Session:
         return reduce(lambda a, b: a[: common_prefix(a, b)], map(prompt, PROBES))
 
 
-class Stream(Iterator[Shown], AsyncIterator[Shown]):
+class Stream(Iterator[StreamEvent], AsyncIterator[StreamEvent]):
     """An answer as it comes. `reply` is the whole of it, at the end."""
 
     def __init__(
         self,
-        turn: Turn,
-        events: Generator[Shown, None, None],
-        aevents: AsyncGenerator[Shown, None],
+        turn: SessionTurn,
+        events: Generator[StreamEvent, None, None],
+        aevents: AsyncGenerator[StreamEvent, None],
     ) -> None:
         self._turn = turn
         self._events = events
@@ -309,13 +309,13 @@ class Stream(Iterator[Shown], AsyncIterator[Shown]):
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Shown:
+    def __next__(self) -> StreamEvent:
         return next(self._events)
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Shown:
+    async def __anext__(self) -> StreamEvent:
         return await anext(self._aevents)
 
 

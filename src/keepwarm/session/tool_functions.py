@@ -27,7 +27,7 @@ _ARGS = re.compile(r"^(?:Args|Arguments|Parameters):\s*\n((?:[ \t]+.*\n?|\n)*)",
 _ARG = re.compile(r"^(\s+)\*{0,2}(\w+)(?:\s*\([^)]*\))?:\s*(.*(?:\n\1\s+.*)*)", re.MULTILINE)
 
 
-class CallMade(NamedTuple):
+class ToolResult(NamedTuple):
     """A call that was run, and what the model was told of it."""
 
     call: ToolCall
@@ -48,7 +48,7 @@ class Toolbox:
     def runs(self, call: ToolCall) -> bool:
         return call.name in self._functions
 
-    def run(self, call: ToolCall) -> CallMade:
+    def run(self, call: ToolCall) -> ToolResult:
         """Run a function to its end, here and now."""
         function = self._functions[call.name]
         if inspect.iscoroutinefunction(function):
@@ -57,9 +57,9 @@ class Toolbox:
             result = validate_call(function)(**json.loads(call.arguments))
         except Exception as error:  # a tool may raise anything
             return _failed(call, error)
-        return CallMade(call, _text(result))
+        return ToolResult(call, _text(result))
 
-    async def arun(self, call: ToolCall) -> CallMade:
+    async def arun(self, call: ToolCall) -> ToolResult:
         """The same for coroutines; a plain function runs in a thread of its own."""
         function = self._functions[call.name]
         if not inspect.iscoroutinefunction(function):
@@ -69,7 +69,7 @@ class Toolbox:
             result = await validate_call(function)(**json.loads(call.arguments))
         except Exception as error:
             return _failed(call, error)
-        return CallMade(call, _text(result))
+        return ToolResult(call, _text(result))
 
 
 def signature_of(call: ToolCall) -> str:
@@ -118,11 +118,11 @@ def _describe(properties: Mapping[str, dict[str, Any]], doc: str) -> None:
             properties[name].setdefault("description", " ".join(text.split()))
 
 
-def _failed(call: ToolCall, error: Exception) -> CallMade:
+def _failed(call: ToolCall, error: Exception) -> ToolResult:
     if isinstance(error, ValidationError):
         wrong = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        return CallMade(call, f"Error: {'; '.join(wrong)}", failed=True)
-    return CallMade(call, f"Error: {type(error).__name__}: {error}", failed=True)
+        return ToolResult(call, f"Error: {'; '.join(wrong)}", failed=True)
+    return ToolResult(call, f"Error: {type(error).__name__}: {error}", failed=True)
 
 
 def _text(result: Any) -> str:

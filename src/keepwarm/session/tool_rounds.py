@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from keepwarm.errors import BadInput, RepeatedToolCall
-from keepwarm.session.tool_functions import CallMade, Toolbox, signature_of
+from keepwarm.session.tool_functions import Toolbox, ToolResult, signature_of
 from keepwarm.text.request import FinishReason, Message, Receipt, Result, ToolCall, Usage
 
 MAX_ROUNDS = 8
@@ -26,7 +26,7 @@ class Reply:
 
     text: str  # of the last round
     reasoning: str
-    calls: tuple[CallMade, ...]  # that were run, in order
+    calls: tuple[ToolResult, ...]  # that were run, in order
     pending: tuple[ToolCall, ...]  # that wait for the caller; answer them with `respond({id: …})`
     reason: FinishReason
     usage: Usage
@@ -34,7 +34,7 @@ class Reply:
     rounds: tuple[Result, ...]
 
 
-class Turn:
+class SessionTurn:
     """`messages` is what to ask next; give `answered` what came, then `returned` what was run."""
 
     def __init__(self, question: Question, toolbox: Toolbox) -> None:
@@ -43,7 +43,7 @@ class Turn:
         self.is_over = False
         self._toolbox = toolbox
         self._rounds: list[Result] = []
-        self._made: list[CallMade] = []
+        self._made: list[ToolResult] = []
         self._pending: tuple[ToolCall, ...] = ()
         self._before: set[str] = set()  # the calls of the round before
 
@@ -63,7 +63,7 @@ class Turn:
         self.is_over = not ours or bool(self._pending)
         return ours
 
-    def returned(self, made: CallMade) -> None:
+    def returned(self, made: ToolResult) -> None:
         self._made.append(made)
         self.messages.append(_result(made.call.id, made.call.name, made.result))
 

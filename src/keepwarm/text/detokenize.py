@@ -1,4 +1,4 @@
-"""Token ids to text while they are made; joined, the pieces are what decoding all ids gives.
+"""Token ids to text as they are generated; joined, the pieces are what decoding all ids gives.
 
 mlx-lm's own streaming detokenizers are not used: on byte-level models they drop a leading space.
 """
@@ -14,19 +14,19 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Detokenizer:
-    """The text of one sequence, piece by piece.
+    """Decodes one sequence, piece by piece.
 
     A piece is held back while a later token could still change it: inside a character of several
-    bytes, and inside a run of byte tokens, which decoders judge as a whole.
+    bytes, and inside a run of byte tokens, which decoders treat as a whole.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._shown: list[int] = []  # what the last piece came from: the context of the next one
+        self._shown: list[int] = []  # tokens of the last piece: context for the next
         self._held: list[int] = []
 
     def add(self, token: int) -> str:
-        """The text that this token completes; empty while it completes none."""
+        """The text that this token completes, which may be empty."""
         self._held.append(token)
         name = self._tokenizer.convert_ids_to_tokens(token)
         if not name or _BYTE.fullmatch(name):
@@ -38,7 +38,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """What was still held back; an incomplete character comes out as U+FFFD."""
+        """The text still held back; an incomplete character becomes U+FFFD."""
         piece = self._piece()
         self._shown, self._held = [], []
         return piece
@@ -49,28 +49,28 @@ class Detokenizer:
 
 
 def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The whole text of these ids, special tokens included, spaces left as they are."""
+    """The text of these ids, special tokens included, spaces unchanged."""
     text: str = tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
     return text
 
 
-class Found(NamedTuple):
-    start: int
-    which: int  # of the marks
+class DelimiterMatch(NamedTuple):
+    start: int  # in the text
+    which: int  # index of the delimiter
 
 
-def find_first(text: str, marks: Sequence[str]) -> Found | None:
-    """The mark that is complete first; of two that end together, the longer one.
+def find_first(text: str, delimiters: Sequence[str]) -> DelimiterMatch | None:
+    """The delimiter that ends first; of two that end together, the longer one.
 
-    So it does not matter in which portions the text arrives.
+    The result does not depend on how the text arrives in pieces.
     """
-    places = [(text.find(mark), which) for which, mark in enumerate(marks)]
-    found = [Found(start, which) for start, which in places if start >= 0]
-    return min(found, key=lambda each: (each.start + len(marks[each.which]), each), default=None)
+    starts = [(text.find(delimiter), index) for index, delimiter in enumerate(delimiters)]
+    found = [DelimiterMatch(start, index) for start, index in starts if start >= 0]
+    return min(found, key=lambda m: (m.start + len(delimiters[m.which]), m), default=None)
 
 
-def held_back(text: str, marks: Sequence[str]) -> int:
-    """How many characters at the end of the text may be the beginning of a mark."""
-    longest = min(len(text), max(map(len, marks), default=1) - 1)
+def held_back(text: str, delimiters: Sequence[str]) -> int:
+    """How many characters at the end of the text may be the beginning of a delimiter."""
+    longest = min(len(text), max(map(len, delimiters), default=1) - 1)
     lengths = range(longest, 0, -1)
-    return next((n for n in lengths if any(m.startswith(text[-n:]) for m in marks)), 0)
+    return next((n for n in lengths if any(d.startswith(text[-n:]) for d in delimiters)), 0)

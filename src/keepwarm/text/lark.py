@@ -1,4 +1,4 @@
-"""Lark, the language of llguidance's grammars: marks as tokens, thoughts before an answer."""
+"""Lark, the grammar language of llguidance: delimiters as tokens, reasoning before an answer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from keepwarm.text.parsing import Lead
+from keepwarm.text.parsing import Preamble
 
 
-class Writer:
-    """Texts as Lark; a token that was added to the vocabulary stands as its number."""
+class LarkWriter:
+    """Writes text as Lark; a token that was added to the vocabulary is written as its id."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.added: dict[str, int] = tokenizer.get_added_vocab()
@@ -21,9 +21,9 @@ class Writer:
     def literal(self, text: str) -> str:
         parts, end = [], 0
         for match in self._split.finditer(text):
-            parts += [_quoted(text[end : match.start()]), f"<[{self.added[match[0]]}]>"]
+            parts += [_quote(text[end : match.start()]), f"<[{self.added[match[0]]}]>"]
             end = match.end()
-        return " ".join(part for part in [*parts, _quoted(text[end:])] if part)
+        return " ".join(part for part in [*parts, _quote(text[end:])] if part)
 
     def starts_with_token(self, text: str) -> bool:
         return self._split.match(text) is not None
@@ -31,41 +31,41 @@ class Writer:
     def has_token(self, text: str) -> bool:
         return self._split.search(text) is not None
 
-    def without(self, mark: str) -> str:
-        """Any text, of one letter at least, in which this one does not stand."""
-        return f"/(?s:.+)/ & ~/(?s:.*){_in_regex(mark)}(?s:.*)/"
+    def without(self, excluded: str) -> str:
+        """A terminal: one character or more of text that does not contain `excluded`."""
+        return f"/(?s:.+)/ & ~/(?s:.*){_escape(excluded)}(?s:.*)/"
 
-    def until(self, mark: str) -> str:
-        """The body of a rule, lazy where the mark is all text: what comes before it, and it."""
-        if self.starts_with_token(mark):
-            return f"/(?s:.*)/ {self.literal(mark)}"  # a regex never matches such a token
-        return f"/(?s:.*){_in_regex(mark)}/"
+    def until(self, end: str) -> str:
+        """The body of a rule: any text, then `end`. Make the rule lazy if `end` is plain text."""
+        if self.starts_with_token(end):
+            return f"/(?s:.*)/ {self.literal(end)}"  # a regex never matches such a token
+        return f"/(?s:.*){_escape(end)}/"
 
-    def thoughts(self, lead: Lead) -> Iterator[str]:
-        """The rules of `thoughts`: a model that thinks may leave them out."""
-        if not lead.think:
+    def thoughts(self, preamble: Preamble) -> Iterator[str]:
+        """The rule `thoughts`, optional reasoning, and the rules it needs."""
+        if not preamble.think_start:
             yield 'thoughts: ""'
             return
-        lazy = "" if self.starts_with_token(lead.thought) else "[lazy]"
-        yield f"thought{lazy}: {self.until(lead.thought)}"
-        yield f"thoughts: ({self.literal(lead.think)} thought)?"
+        lazy = "" if self.starts_with_token(preamble.think_end) else "[lazy]"
+        yield f"thought{lazy}: {self.until(preamble.think_end)}"
+        yield f"thoughts: ({self.literal(preamble.think_start)} thought)?"
 
 
-def led(tokenizer: Any, lead: Lead) -> str:
-    """A grammar of what leads up to an answer, which is another grammar by the name `answer`.
+def preamble_grammar(tokenizer: Any, preamble: Preamble) -> str:
+    """A grammar for a preamble and then `@answer`, which is another grammar.
 
-    Empty where nothing does.
+    Empty for an empty preamble.
     """
-    if lead == Lead():
+    if preamble == Preamble():
         return ""
-    writer = Writer(tokenizer)
-    start = f"start: thoughts {writer.literal(lead.header)} @answer"
-    return "\n".join([start, *writer.thoughts(lead)]) + "\n"
+    writer = LarkWriter(tokenizer)
+    start = f"start: thoughts {writer.literal(preamble.header)} @answer"
+    return "\n".join([start, *writer.thoughts(preamble)]) + "\n"
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def _in_regex(text: str) -> str:
+def _escape(text: str) -> str:
     return re.escape(text).replace("/", "\\/").replace("\n", "n")

@@ -1,7 +1,7 @@
-"""Generated tokens to the pieces of an answer: text, reasoning, tool calls; stop strings end it.
+"""Generated tokens to the parts of an answer: text, reasoning, tool calls; stop strings end it.
 
-A model marks its segments up in the text. Marks and stop strings are found in the text, whatever
-tokens it came in; what could still become one is held back.
+Delimiters such as `<think>` and stop strings are matched on the text, however it was tokenised.
+Text that may still become one is held back.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.text.detokenize import Detokenizer, find_first, held_back
 from keepwarm.text.request import ToolCall
+from keepwarm.text.template import Template
 from keepwarm.text.tools import CallReader, ToolFormat, is_harmony, tool_format
 
-# The segments of mlx-lm, by its names; text of any other one, as of a header, is not shown.
+# Segments by mlx-lm's names. Text of any other segment, such as a header, is not shown.
 NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"
 _STOP = "stop"
 
@@ -29,75 +30,68 @@ _HARMONY = {
 }
 
 
-class Text(NamedTuple):
+class AnswerText(NamedTuple):
     text: str
 
 
-class Reasoning(NamedTuple):
+class ReasoningText(NamedTuple):
     text: str
 
 
-Piece: TypeAlias = Text | Reasoning | ToolCall
+Piece: TypeAlias = AnswerText | ReasoningText | ToolCall
 
 
-class Edge(NamedTuple):
-    """A mark in the text, and the segment that begins behind it."""
+class Transition(NamedTuple):
+    """A delimiter in the text, and the segment that begins after it."""
 
-    mark: str
+    delimiter: str
     segment: str
 
 
-class Lead(NamedTuple):
-    """What a model writes before its answer: thoughts between two marks, if it likes; a header."""
+class Preamble(NamedTuple):
+    """What a model writes before its answer: optional reasoning between delimiters, a header."""
 
-    think: str = ""
-    thought: str = ""  # ends what it thinks
+    think_start: str = ""
+    think_end: str = ""
     header: str = ""
 
 
-_HARMONY_LEAD = Lead(
+_HARMONY_PREAMBLE = Preamble(
     "<|channel|>analysis<|message|>",
     "<|end|><|start|>assistant",
     "<|channel|>final<|message|>",
 )
-Edges: TypeAlias = dict[str, list[Edge]]  # by the segment in which they are looked for
+Transitions: TypeAlias = dict[str, list[Transition]]  # by the segment in which they are looked for
 
 
 @dataclass(frozen=True)
 class Markup:
-    """What a model marks its answers up with; found out once a model."""
+    """The delimiters in a model's answers; determined once per model."""
 
     tokenizer: Any
-    special: Mapping[int, str]  # tokens that are no text
-    edges: Mapping[str, Sequence[Edge]]  # without those of tools
-    first: str  # the segment in which an answer to a chat begins
-    tools: ToolFormat
-    lead: Lead
+    special: Mapping[int, str]  # special tokens: they are not text
+    transitions: Mapping[str, Sequence[Transition]]  # without those of tool calls
+    first_segment: str  # of an answer to a chat
+    tool_format: ToolFormat
+    preamble: Preamble
 
     @classmethod
-    def of(cls, tokenizer: Any) -> Markup:
+    def of(cls, tokenizer: Any, template: Template | None = None) -> Markup:
         added = tokenizer.added_tokens_decoder
         special = {index: token.content for index, token in added.items() if token.special}
         harmony = is_harmony(tokenizer)
         first = "header" if harmony else tokenizer.response_initial_state or NORMAL
-        edges = _edges(tokenizer, harmony)
-        lead = _HARMONY_LEAD if harmony else _lead(tokenizer, edges, first)
-        return cls(tokenizer, special, edges, first, tool_format(tokenizer), lead)
-
-    def opening(self, tail: Sequence[int]) -> str:
-        """In which segment an answer begins; `tail` is the prompt behind the last message."""
-        if self.tokenizer.has_thinking:
-            start = self.tokenizer.rfind_think_start(tail)
-            if start > self.tokenizer.rfind_think_end(tail):
-                return REASONING
-        return self.first
+        transitions = _transitions(tokenizer, harmony)
+        preamble = _HARMONY_PREAMBLE if harmony else _preamble(tokenizer, transitions, first)
+        calls = tool_format(tokenizer, template or Template.of(tokenizer))
+        return cls(tokenizer, special, transitions, first, calls, preamble)
 
 
 class AnswerReader:
-    """The pieces of one answer, token by token.
+    """Parses one answer, token by token.
 
     Joined, the texts are what the tokenizer decodes, less special tokens, reasoning and calls.
-    Blank text that stands alone around calls belongs to them: templates write it themselves.
+    Blank text around calls is dropped: templates write it themselves.
     """
 
     def __init__(
@@ -105,27 +99,28 @@ class AnswerReader:
         markup: Markup,
         *,
         stop: Sequence[str] = (),
-        opening: str = NORMAL,
+        segment: str = NORMAL,
         calls: CallReader | None = None,
     ) -> None:
         self.stopped: str | None = None  # the stop string that ended the answer
-        self.done = False  # nothing that follows can belong to the answer
+        self.done = False  # the answer is complete; further tokens are ignored
         self.n_reasoning = 0  # tokens
         self._markup = markup
         self._calls = calls
-        self._edges = _with_tools(markup.edges, calls)
-        self._edges[NORMAL] = [*(Edge(text, _STOP) for text in stop if text), *self._edges[NORMAL]]
+        self._transitions = _with_tools(markup.transitions, calls)
+        stops = [Transition(text, _STOP) for text in stop if text]
+        self._transitions[NORMAL] = [*stops, *self._transitions[NORMAL]]
         self._text = Detokenizer(markup.tokenizer)
-        self._segment = opening
-        self._held = ""  # may still become a mark
+        self._segment = segment
+        self._held = ""  # may still become a delimiter
         self._body: list[str] = []  # of the call that is being written
-        self._caller = opening  # the segment in which it is written
+        self._around_call = segment  # the segment that the call interrupts
         self._blank: str | None = "" if calls else None  # all text so far, while it is blank
         self._called = False
-        self._ended = False  # by the model itself
+        self._ended = False  # by a stop token
 
     def add(self, token: int) -> list[Piece]:
-        """What this token completes."""
+        """The pieces that this token completes."""
         if self.done:
             return []
         self.n_reasoning += self._segment == REASONING
@@ -135,10 +130,10 @@ class AnswerReader:
         return [] if self._is_hidden(token) else list(self._read(self._text.add(token)))
 
     def finish(self) -> list[Piece]:
-        """What was still held back. A call that is cut off comes out as text."""
+        """The pieces still held back. A call that was cut off becomes text."""
         pieces: list[Piece] = [] if self.done else list(self._rest())
         if self._blank and not self._called:
-            pieces.append(Text(self._blank))
+            pieces.append(AnswerText(self._blank))
         self.done, self._blank = True, None
         return pieces
 
@@ -146,105 +141,106 @@ class AnswerReader:
         yield from self._read(self._text.finish())
         if self._segment == TOOL:
             yield from self._end_call(closed=self._ended)
-            self._edges = _with_tools(self._edges, None)
+            self._transitions = _with_tools(self._transitions, None)
             yield from self._read("")
         if not self.done:
-            yield from self._show(self._held)
+            yield from self._emit(self._held)
 
     def _is_hidden(self, token: int) -> bool:
-        """Special tokens have no text, unless they are part of a mark or of a call."""
+        """Special tokens are hidden unless they are part of a delimiter or of a call."""
         name = self._markup.special.get(token)
         if name is None or self._segment == TOOL:
             return False
-        return not any(name in edge.mark for edges in self._edges.values() for edge in edges)
+        every = (each for some in self._transitions.values() for each in some)
+        return not any(name in each.delimiter for each in every)
 
     def _read(self, text: str) -> Iterator[Piece]:
         self._held += text
         while not self.done:
-            edges = self._edges.get(self._segment, [])
-            marks = [edge.mark for edge in edges]
-            found = find_first(self._held, marks)
-            end = found.start if found else len(self._held) - held_back(self._held, marks)
+            transitions = self._transitions.get(self._segment, [])
+            delimiters = [each.delimiter for each in transitions]
+            match = find_first(self._held, delimiters)
+            end = match.start if match else len(self._held) - held_back(self._held, delimiters)
             before, self._held = self._held[:end], self._held[end:]
-            yield from self._show(before)
-            if found is None:
+            yield from self._emit(before)
+            if match is None:
                 return
-            self._held = self._held[len(marks[found.which]) :]
-            yield from self._pass(edges[found.which])
+            self._held = self._held[len(delimiters[match.which]) :]
+            yield from self._pass(transitions[match.which])
 
-    def _pass(self, edge: Edge) -> Iterator[Piece]:
-        """Go on behind a mark."""
-        if edge.segment == _STOP:
-            self.stopped, self.done = edge.mark, True
+    def _pass(self, transition: Transition) -> Iterator[Piece]:
+        """Continue after a delimiter."""
+        if transition.segment == _STOP:
+            self.stopped, self.done = transition.delimiter, True
         elif self._segment == TOOL:
-            yield from self._end_call(edge.mark)
+            yield from self._end_call(transition.delimiter)
         else:
-            self._caller, self._segment = self._segment, edge.segment
+            self._around_call, self._segment = self._segment, transition.segment
 
     def _end_call(self, end: str = "", closed: bool = True) -> Iterator[Piece]:
-        """Give the call; what is none was text all along, and is to be read once more as such."""
+        """Emit the call; if it cannot be parsed, its body is read again as text."""
         assert self._calls is not None
         if not end:  # the answer ends here
             self._body.append(self._held)
             self._held = ""
         body, self._body = "".join(self._body), []
-        self._segment = self._caller
+        self._segment = self._around_call
         calls = self._calls.read(body) if closed or not self._calls.format.end else []
         if calls:
             self._blank, self._called = "", True
             self.done = not self._calls.parallel
             yield from calls
             return
-        self._segment = REASONING if self._caller == REASONING else NORMAL
-        yield from self._show(self._calls.format.start)
+        self._segment = REASONING if self._around_call == REASONING else NORMAL
+        yield from self._emit(self._calls.format.start)
         self._held = body + end + self._held
 
-    def _show(self, text: str) -> Iterator[Piece]:
+    def _emit(self, text: str) -> Iterator[Piece]:
         if not text:
             return
         if self._segment == TOOL:
             self._body.append(text)
         elif self._segment == REASONING:
-            yield Reasoning(text)
+            yield ReasoningText(text)
         elif self._segment == NORMAL:
-            yield from self._say(text)
+            yield from self._emit_text(text)
 
-    def _say(self, text: str) -> Iterator[Piece]:
+    def _emit_text(self, text: str) -> Iterator[Piece]:
         if self._blank is not None:
             text, self._blank = self._blank + text, None
             if text.isspace():
                 self._blank = text
                 return
-        yield Text(text)
+        yield AnswerText(text)
 
 
-def _lead(tokenizer: Any, edges: Edges, first: str) -> Lead:
-    """By the marks that mlx-lm knows; where an answer begins with a header, that of the text."""
+def _preamble(tokenizer: Any, transitions: Transitions, first: str) -> Preamble:
+    """From mlx-lm's delimiters; for an answer that begins with a header, the one before text."""
     if first == NORMAL:
-        return Lead(tokenizer.think_start or "", tokenizer.think_end or "")
-    headers = [edge.mark for edge in edges.get(first, []) if edge.segment == NORMAL]
-    return Lead(header=headers[0] if headers else "")
+        return Preamble(tokenizer.think_start or "", tokenizer.think_end or "")
+    headers = [each.delimiter for each in transitions.get(first, []) if each.segment == NORMAL]
+    return Preamble(header=headers[0] if headers else "")
 
 
-def _edges(tokenizer: Any, harmony: bool) -> Edges:
-    edges: Edges = {NORMAL: [], REASONING: []}
+def _transitions(tokenizer: Any, harmony: bool) -> Transitions:
+    found: Transitions = {NORMAL: [], REASONING: []}
     if tokenizer.has_thinking:
-        edges[NORMAL].append(Edge(tokenizer.think_start, REASONING))
-        edges[REASONING].append(Edge(tokenizer.think_end, NORMAL))
-    edges[NORMAL] += [Edge(mark, NORMAL) for mark in tokenizer.structural_markers]
+        found[NORMAL].append(Transition(tokenizer.think_start, REASONING))
+        found[REASONING].append(Transition(tokenizer.think_end, NORMAL))
+    found[NORMAL] += [Transition(marker, NORMAL) for marker in tokenizer.structural_markers]
     for segment, pairs in (_HARMONY if harmony else tokenizer.response_transitions).items():
-        edges.setdefault(segment, []).extend(Edge(*pair) for pair in pairs)
-    return edges
+        found.setdefault(segment, []).extend(Transition(*pair) for pair in pairs)
+    return found
 
 
-def _with_tools(known: Mapping[str, Sequence[Edge]], calls: CallReader | None) -> Edges:
-    """A model that says where its calls begin is believed; others call in text and reasoning."""
+def _with_tools(known: Mapping[str, Sequence[Transition]], calls: CallReader | None) -> Transitions:
+    """If mlx-lm does not say where calls begin, they may begin in text and in reasoning."""
     if calls is None:
-        return {s: [e for e in edges if e.segment != TOOL] for s, edges in known.items()}
-    edges = {segment: list(edges) for segment, edges in known.items()}
-    if not any(edge.segment == TOOL for each in edges.values() for edge in each):
+        return {s: [each for each in some if each.segment != TOOL] for s, some in known.items()}
+    transitions = {segment: list(some) for segment, some in known.items()}
+    if not any(each.segment == TOOL for some in transitions.values() for each in some):
         for segment in (NORMAL, REASONING):
-            edges[segment].append(Edge(calls.format.start, TOOL))
+            transitions[segment].append(Transition(calls.format.start, TOOL))
     if calls.format.end:
-        edges[TOOL] = [Edge(calls.format.end, TOOL)]
-    return edges
+        transitions[TOOL] = [Transition(calls.format.end, TOOL)]
+    return transitions

@@ -1,73 +1,74 @@
-"""From a request to all that the engine needs of it, worked out on the caller's thread."""
+"""A request as the engine needs it: rendered, tokenised and checked on the caller's thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from functools import partial
 
 from keepwarm.errors import BadInput, ContextTooLong
 from keepwarm.models.load import Model
 from keepwarm.prefix.ledger import Recent
 from keepwarm.text.grammar import GrammarMatcher, Grammars
-from keepwarm.text.lark import led
+from keepwarm.text.lark import preamble_grammar
 from keepwarm.text.parsing import NORMAL, REASONING, Markup
 from keepwarm.text.past_answers import Continuations, Splicer
 from keepwarm.text.prompt import Prompt, Prompter
 from keepwarm.text.request import Format, Miss, Request, Sampling
-from keepwarm.text.sampling_rules import check
+from keepwarm.text.sampling_rules import check_sampling
 from keepwarm.text.template import Template
-from keepwarm.text.tool_grammar import call_grammar, callless_grammar
-from keepwarm.text.tools import CallReader, offer
+from keepwarm.text.tool_grammar import call_grammar, no_call_grammar
+from keepwarm.text.tools import CallReader
 
 MAX_CHOICES = 16
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A request as tokens, and how its answer is to be chosen and read."""
+class PreparedRequest:
+    """A request as tokens, with the rules for sampling and parsing its answer."""
 
     request: Request
-    rendering: Prompt
+    prompt: Prompt
     sampling: Sampling
-    room: int  # answer tokens, at most
+    max_new_tokens: int  # of one choice
     n_vocab: int
     stop_tokens: Collection[int]
     markup: Markup
-    opening: str  # the segment in which the answer begins
-    start: GrammarMatcher | None
-    explain: Callable[[int], Miss | None]  # why no more than so many tokens were known
+    first_segment: str  # the segment in which the answer begins
+    grammar: GrammarMatcher | None  # at its start; see `new_matcher`
+    explain: Callable[[int], Miss | None]  # given the reused tokens: why there are no more
 
     @property
     def tokens(self) -> list[int]:
-        return self.rendering.tokens
+        return self.prompt.tokens
 
     @property
     def cuts(self) -> list[int]:
-        return self.rendering.cuts
+        return self.prompt.cuts
 
     @property
     def spliced(self) -> int:
-        return self.rendering.spliced
+        return self.prompt.spliced
 
     @property
-    def marks(self) -> list[tuple[int, float | None]]:
-        """Where the prompt is to be kept up to, in tokens, and for how long."""
-        places = [(self.rendering.end_of(m.message), m.ttl_s) for m in self.request.marks]
-        return [(place, ttl_s) for place, ttl_s in places if place]
+    def breakpoints(self) -> list[tuple[int, float | None]]:
+        """Token positions to keep the prompt up to, each with its TTL in seconds."""
+        ends = [(self.prompt.end_of(b.message), b.ttl_s) for b in self.request.breakpoints]
+        return [(position, ttl_s) for position, ttl_s in ends if position]
 
-    def matcher(self) -> GrammarMatcher | None:
-        return None if self.start is None else self.start.copy()
+    def new_matcher(self) -> GrammarMatcher | None:
+        """A matcher for one choice; None if its answer is unconstrained."""
+        return None if self.grammar is None else self.grammar.copy()
 
-    def calls(self) -> CallReader | None:
+    def call_reader(self) -> CallReader | None:
+        """Parses tool calls; None if the answer cannot hold any."""
         if not self.request.tools or self.request.tool_choice.mode == "none":
             return None
         choice = self.request.tool_choice
-        return CallReader(self.markup.tools, self.request.tools, parallel=choice.parallel)
+        return CallReader(self.markup.tool_format, self.request.tools, parallel=choice.parallel)
 
 
 class Preparer:
-    """Knows one model's tokenizer, template and vocabulary. Any thread may ask."""
+    """Prepares requests for one model. Thread-safe."""
 
     def __init__(self, model: Model, n_vocab: int, recent: Recent) -> None:
         tokenizer = model.tokenizer
@@ -77,44 +78,42 @@ class Preparer:
         self._stop_tokens = frozenset(tokenizer.eos_token_ids)
         self.template = Template.of(tokenizer)
         self.splicer = Splicer(tokenizer, self.template)
-        self.markup = Markup.of(tokenizer)
-        self._prompter = Prompter(
-            tokenizer, self.template, self.splicer, partial(offer, self.markup.tools)
-        )
+        self.markup = Markup.of(tokenizer, self.template)
+        self._prompter = Prompter(tokenizer, self.template, self.splicer, self.markup.tool_format)
         self._grammars = Grammars(tokenizer, n_vocab, self._stop_tokens)
 
-    def prepare(self, request: Request, stored: Continuations | None = None) -> Prepared:
-        """Render and check; BadInput says what is wrong with a request.
+    def prepare(self, request: Request, stored: Continuations | None = None) -> PreparedRequest:
+        """Render and check a request; BadInput says what is wrong with it.
 
-        `stored` gives what was answered before, for answers that come back.
+        `stored` looks up past answers among the stored blocks.
         """
-        check(request.sampling, self._n_vocab)
+        check_sampling(request.sampling, self._n_vocab)
         if not 1 <= request.n <= MAX_CHOICES:
             raise BadInput(f"n is {request.n}; it must be from 1 to {MAX_CHOICES}.")
-        rendering = self.render(request, stored)
-        thinks = request.messages is not None and rendering.opens_thinking
+        prompt = self.render(request, stored)
+        thinks = request.messages is not None and prompt.opens_thinking
         sampling = request.sampling
         if _forbids_calls(request):
             sampling = _without_calls(sampling, self.markup)
-        return Prepared(
+        return PreparedRequest(
             request,
-            rendering,
+            prompt,
             sampling,
-            self._room(request.sampling, len(rendering.tokens)),
+            self._max_new_tokens(request.sampling, len(prompt.tokens)),
             self._n_vocab,
             self._stop_tokens,
             self.markup,
-            REASONING if thinks else self.markup.first if request.messages else NORMAL,
+            REASONING if thinks else self.markup.first_segment if request.messages else NORMAL,
             self._grammar(request, thinks),
-            self._explainer(request, rendering),
+            self._explainer(request, prompt),
         )
 
     def render(self, request: Request, stored: Continuations | None = None) -> Prompt:
         return self._prompter.render(request, stored)
 
-    def _room(self, sampling: Sampling, n_prompt: int) -> int:
+    def _max_new_tokens(self, sampling: Sampling, n_prompt: int) -> int:
         if not n_prompt:
-            raise BadInput("The prompt is empty; say something.")
+            raise BadInput("The prompt is empty; send some text.")
         left = self._model.n_context - n_prompt
         if left < 1:
             raise ContextTooLong(
@@ -129,39 +128,41 @@ class Preparer:
         if calls is not None:
             return self._grammars.compile(Format(grammar=calls), after)
         if request.format is not None:
-            return self._grammars.compile(request.format, after, self._lead(request, bool(after)))
-        callless = callless_grammar(self.markup) if _forbids_calls(request) else None
-        return self._grammars.compile(Format(grammar=callless))
+            preamble = "" if after else self._preamble(request)
+            return self._grammars.compile(request.format, after, preamble)
+        no_call = no_call_grammar(self.markup) if _forbids_calls(request) else None
+        return self._grammars.compile(Format(grammar=no_call))
 
-    def _lead(self, request: Request, thinks: bool) -> str:
-        """What the model writes before its answer, where neither prompt nor thoughts did."""
-        if request.messages is None or thinks:
+    def _preamble(self, request: Request) -> str:
+        """A grammar for the reasoning and header that the model writes before its answer."""
+        if request.messages is None:
             return ""
-        lead = self.markup.lead
-        silent = lead._replace(think="", thought="")
-        return led(self._model.tokenizer, silent if request.thinking is False else lead)
+        preamble = self.markup.preamble
+        if request.thinking is False:
+            preamble = preamble._replace(think_start="", think_end="")
+        return preamble_grammar(self._model.tokenizer, preamble)
 
-    def _explainer(self, request: Request, rendering: Prompt) -> Callable[[int], Miss | None]:
-        whose = (request.kv, request.tenant)
+    def _explainer(self, request: Request, prompt: Prompt) -> Callable[[int], Miss | None]:
+        scope = (request.kv, request.tenant)
 
         def explain(n_known: int) -> Miss | None:
             if not request.policy.reads:
                 return Miss(0, None, "disabled")
-            why = self._recent.explain(whose, rendering.tokens, (), n_known)
+            why = self._recent.explain(scope, prompt.tokens, (), n_known)
             if why is None:
                 return None
-            return Miss(why.position, rendering.message_at(n_known), why.reason, why.nearest)
+            return Miss(why.position, prompt.message_at(n_known), why.reason, why.nearest)
 
         return explain
 
 
 def _forbids_calls(request: Request) -> bool:
-    """Tools stay in the prompt, whose beginning others share; the mark of a call is forbidden."""
+    """Whether calls are forbidden; the tools stay in the prompt, so that its prefix is shared."""
     return bool(request.tools) and request.tool_choice.mode == "none"
 
 
 def _without_calls(sampling: Sampling, markup: Markup) -> Sampling:
-    """Where the mark is one token; a grammar forbids one that is text."""
-    mark = markup.tokenizer.get_added_vocab().get(markup.tools.start)
-    forbidden = {} if mark is None else {mark: -100.0}
+    """Forbid the token that starts a call; where the start is text, a grammar does."""
+    start = markup.tokenizer.get_added_vocab().get(markup.tool_format.start)
+    forbidden = {} if start is None else {start: -100.0}
     return replace(sampling, logit_bias={**sampling.logit_bias, **forbidden})

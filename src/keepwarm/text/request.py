@@ -64,7 +64,7 @@ class ToolChoice:
 
 
 @dataclass(frozen=True)
-class Mark:
+class Breakpoint:
     """Keep the prompt up to the end of this message: a checkpoint, and a pin while it lives."""
 
     message: int  # index into messages; -1: the tools alone, before any message
@@ -88,7 +88,7 @@ class Request:
     policy: Policy = Policy.READ_WRITE
     agent: str | None = None  # whose conversation this is; reuse needs no name
     tenant: str = ""  # another tenant's blocks are never found
-    marks: Sequence[Mark] = ()
+    breakpoints: Sequence[Breakpoint] = ()
     scrubbed: tuple[str, ...] = ()  # what was removed before it came here, for the receipt
     timeout_s: float | None = None
     priority: int = 0  # higher goes first

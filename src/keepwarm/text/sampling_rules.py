@@ -44,7 +44,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def check(sampling: Sampling, n_vocab: int) -> None:
+def check_sampling(sampling: Sampling, n_vocab: int) -> None:
     """BadInput, in one sentence, for the first number that means nothing."""
     for name, (holds, must) in RULES.items():
         value = getattr(sampling, name)

@@ -1,7 +1,7 @@
-"""A model's chat template: what it does with messages, found out by trying it once, at load.
+"""A model's chat template: what it does with messages, probed once, at load.
 
-Templates differ in what they refuse, move and drop. What the model would not see where the client
-put it is written so that it does: see `Template.conform`.
+Templates differ in what they refuse, move and drop. `Template.conform` rewrites messages so that
+the model sees every one of them where the client put it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from keepwarm.errors import BadInput
 from keepwarm.text.detokenize import decode
 from keepwarm.text.request import Message, Tool
 
-SYSTEM_LABEL = "System message:\n"  # stands before a system text that a user message carries
-BETWEEN = "\n\n"  # between texts that become one message
+SYSTEM_LABEL = "System message:\n"  # before a system text inside a user message
+BETWEEN = "\n\n"  # between texts joined into one message
 
-# What a template may raise on messages it did not expect.
+# What a template may raise on messages it does not support.
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
 _TOOL = {
@@ -29,7 +29,7 @@ _TOOL = {
     "function": {
         "name": "probetool",
         "description": "A probe.",
-        "parameters": {"type": "object", "properties": {}},
+        "parameters": {"type": "object", "properties": {}, "required": []},
     },
 }
 _SYSTEM = {"role": "system", "content": "Sysprobe"}
@@ -40,26 +40,26 @@ _NEXT = {"role": "user", "content": "Nextprobe"}
 
 @dataclass(frozen=True)
 class Template:
-    """What is known of a template; the defaults are those of a model that has none."""
+    """What a template does; the defaults describe a model without a template."""
 
     exists: bool = False
     renders_tools: bool = False
-    takes_system: bool = False  # one, at the beginning
-    takes_more_systems: bool = False  # right after the first
-    takes_late_system: bool = False  # after an answer, and leaves it there
+    takes_system: bool = False  # one system message, first
+    takes_more_systems: bool = False  # several, first
+    takes_late_system: bool = False  # after an answer, without moving it
     takes_user_twice: bool = True  # two user messages in a row
     arguments_as_text: bool = False  # of tool calls: JSON in a string, not an object
     call_content: str | None = ""  # the content of a message that only calls tools
     drops_thinking: bool = False  # of answers before the last question
-    after_answer: tuple[int, ...] = ()  # follows every answer, the last one too
+    after_answer: tuple[int, ...] = ()  # tokens after every answer, the last one included
     after_answer_text: str = ""
     stops_after_answer: bool = False  # a past answer is followed by a token that ends an answer
-    generation_prompt: str = ""  # what asks for an answer
-    opens_thinking: bool = False  # and begins its reasoning
+    generation_prompt: str = ""  # text after the last message that asks for an answer
+    opens_thinking: bool = False  # the generation prompt begins the reasoning
 
     @classmethod
     def of(cls, tokenizer: Any) -> Template:
-        """Look at a tokenizer's template by rendering small conversations with it."""
+        """Probe a tokenizer's template by rendering small conversations with it."""
         if not tokenizer.has_chat_template:
             return cls(after_answer_text=BETWEEN)
         probe = _Probe(tokenizer)
@@ -84,14 +84,14 @@ class Template:
         )
 
     def conform(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
-        """The messages as this template shows them all, each where it stands.
+        """Normalised messages rewritten so that this template shows them all, in their order.
 
-        A system message that the template refuses, drops or moves becomes a user message, with
-        a line that says what it is; further ones at the beginning join the first; user messages
-        in a row become one where the template wants roles to alternate.
+        A system message that the template refuses, drops or moves becomes a user message with a
+        label; further ones at the beginning join the first; consecutive user messages are joined
+        where the template wants roles to alternate.
         """
         kept: list[dict[str, Any]] = []
-        for message in map(self._with_calls, map(plain, messages)):
+        for message in map(self._with_calls, messages):
             self._add(kept, message)
         return kept
 
@@ -100,30 +100,29 @@ class Template:
         if last == message["role"] == "system" and not self.takes_more_systems:
             kept[-1] = _joined(kept[-1], message)
             return
-        if message["role"] == "system" and not self._has_place(kept):
+        if message["role"] == "system" and not self._takes_system_after(kept):
             message = {"role": "user", "content": SYSTEM_LABEL + message["content"]}
         if last == message["role"] == "user" and not self.takes_user_twice:
             kept[-1] = _joined(kept[-1], message)
         else:
             kept.append(message)
 
-    def _has_place(self, before: Sequence[Message]) -> bool:
-        """Whether a system message may stand after these."""
+    def _takes_system_after(self, before: Sequence[Message]) -> bool:
         if not self.exists or self.takes_late_system:
             return True
         return self.takes_system and all(message["role"] == "system" for message in before)
 
-    def _with_calls(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _with_calls(self, message: Message) -> dict[str, Any]:
         if not (calls := message.get("tool_calls")):
-            return message
+            return dict(message)
         content = message["content"] or self.call_content
         return {**message, "content": content, "tool_calls": [self._call(call) for call in calls]}
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call.get("function", {}))
         if "arguments" in function:
-            as_is = _as_text if self.arguments_as_text else _as_object
-            function["arguments"] = as_is(function["arguments"])
+            value = _parsed(function["arguments"])
+            function["arguments"] = _as_text(value) if self.arguments_as_text else value
         return {**call, "function": function}
 
 
@@ -136,7 +135,7 @@ def write(
 ) -> str:
     """The conversation as the model's chat template writes it.
 
-    A model without a template reads the contents alone, a blank line between two of them.
+    Without a template the contents are joined by blank lines.
     """
     if not tokenizer.has_chat_template:
         return BETWEEN.join(text_of(message) for message in messages)
@@ -153,20 +152,20 @@ def write(
     return text
 
 
-def plain(message: Message) -> dict[str, Any]:
-    """A message of OpenAI's shape in the words that templates know."""
-    words = {key: value for key, value in message.items() if value not in (None, [])}
-    if not isinstance(words.get("role"), str):
-        raise BadInput("A message has no role; say whose it is: system, user, assistant or tool.")
-    if words["role"] == "developer":
-        words["role"] = "system"
-    if "reasoning" in words:
-        words.setdefault("reasoning_content", words["reasoning"])
-    return {**words, "content": text_of(message)}
+def normalise(message: Message) -> dict[str, Any]:
+    """A message of OpenAI's shape with the keys and roles that templates know."""
+    known = {key: value for key, value in message.items() if value not in (None, [])}
+    if not isinstance(known.get("role"), str):
+        raise BadInput("A message has no role; set it to system, user, assistant or tool.")
+    if known["role"] == "developer":
+        known["role"] = "system"
+    if "reasoning" in known:
+        known.setdefault("reasoning_content", known["reasoning"])
+    return {**known, "content": text_of(message)}
 
 
 def text_of(message: Message) -> str:
-    """The content of a message: a text, or text parts, a line break between two; none is empty."""
+    """The content of a message as text, its parts joined by line breaks."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -176,7 +175,7 @@ def text_of(message: Message) -> str:
 
 
 def opens_thinking(tokenizer: Any, generation_prompt: str) -> bool:
-    """Whether an answer after this begins inside a block of reasoning."""
+    """Whether an answer after this prompt begins inside its reasoning."""
     start, end = tokenizer.think_start, tokenizer.think_end
     return bool(start) and generation_prompt.rfind(start) > generation_prompt.rfind(end)
 
@@ -187,7 +186,7 @@ def _part_text(part: Any) -> str:
     text = part.get("text") if isinstance(part, Mapping) else None
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise BadInput(f"A message holds a part of type {kind!r}; the model reads text, send text.")
+        raise BadInput(f"A message holds a part of type {kind!r}; the model reads text only.")
     return text
 
 
@@ -195,33 +194,33 @@ def _joined(first: Message, second: Message) -> dict[str, Any]:
     return {**first, "content": first["content"] + BETWEEN + second["content"]}
 
 
-def _as_object(arguments: Any) -> Any:
-    """Arguments as templates print them; a text that is no JSON object stays as it came."""
+def _parsed(arguments: Any) -> Any:
+    """Clients send JSON text, templates want the object. Text that is not JSON stays text."""
     try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
-        json.dumps(value, ensure_ascii=False).encode()  # half characters stay text
+        value = json.loads(arguments or "{}")
+        json.dumps(value, ensure_ascii=False).encode()  # lone surrogates stay text
     except (TypeError, ValueError, RecursionError):
         return arguments
-    return value if isinstance(value, dict) else arguments
+    return value
 
 
 def _as_text(arguments: Any) -> Any:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-class _After(NamedTuple):
+class _AnswerEnd(NamedTuple):
     tokens: tuple[int, ...]
     text: str
     stops: bool
 
 
-class _Calls(NamedTuple):
+class _CallStyle(NamedTuple):
     arguments_as_text: bool
     content: str | None
 
 
 class _Probe:
-    """Small conversations through one template; a refusal reads as an empty text."""
+    """Renders small conversations with one template; a refusal gives an empty text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -237,11 +236,11 @@ class _Probe:
     def keeps(self, messages: Sequence[Message]) -> bool:
         """Whether every message is written, in this order."""
         text = self.text(messages)
-        places = [text.find(message["content"]) for message in messages]
-        return -1 not in places and all(a < b for a, b in pairwise(places))
+        starts = [text.find(message["content"]) for message in messages]
+        return -1 not in starts and all(a < b for a, b in pairwise(starts))
 
-    def after_answer(self) -> _After:
-        """What an answer is followed by, be it the last message or not."""
+    def after_answer(self) -> _AnswerEnd:
+        """What follows every answer, whether or not it is the last message."""
         last, past = (
             text.partition(_ANSWER["content"])[2]
             for text in (self.text([_ASK, _ANSWER]), self.text([_ASK, _ANSWER, _NEXT]))
@@ -249,10 +248,10 @@ class _Probe:
         text = past[: self._n_common(last, past)]
         following = self._encode(past)
         stops = bool(following) and following[0] in self._tokenizer.eos_token_ids
-        return _After(tuple(self._encode(text)), text, stops)
+        return _AnswerEnd(tuple(self._encode(text)), text, stops)
 
     def _n_common(self, a: str, b: str) -> int:
-        """Characters in common, no part of a special token among them."""
+        """The length of the common prefix, without a partial special token at its end."""
         common = _n_shared(a, b)
         names = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
         inside = (
@@ -263,18 +262,18 @@ class _Probe:
         return next(inside, common)
 
     def generation_prompt(self) -> str:
-        """What is added to a conversation, from the first token that is not in it without."""
+        """What `add_generation_prompt` adds, from the first token that differs."""
         closed, asked = (self._encode(self.text([_ASK], generation=g)) for g in (False, True))
         return decode(self._tokenizer, asked[_n_shared(closed, asked) :])
 
-    def calls(self) -> _Calls:
-        """The first way of writing tool calls in which they come out, and not as Python prints."""
+    def calls(self) -> _CallStyle:
+        """The first style in which calls are rendered, and not as a Python dict."""
         for content in ("", None):
             for arguments in ({"probekey": "x"}, '{"probekey": "x"}'):
                 text = self.text([_ASK, _calling(content, arguments)])
                 if "probetool" in text and "probekey" in text and "'probekey'" not in text:
-                    return _Calls(isinstance(arguments, str), content)
-        return _Calls(False, "")
+                    return _CallStyle(isinstance(arguments, str), content)
+        return _CallStyle(False, "")
 
     def drops_thinking(self) -> bool:
         start = self._tokenizer.think_start or "<think>"

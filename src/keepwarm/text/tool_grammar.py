@@ -1,8 +1,8 @@
 """Grammars that force a tool call, in the format that the model itself writes.
 
-A grammar is Lark as llguidance reads it: the marks of the format as they stand, the arguments by
-the tool's JSON schema. Spaces are those that templates write, so that the next prompt, in which
-the call stands rendered, begins with the very tokens that were generated.
+The grammars are Lark as llguidance reads it: the format's delimiters literally, the arguments by
+the tool's JSON schema. Spaces are those that templates write, so that the next prompt, with the
+call rendered into it, begins with the tokens that were generated.
 """
 
 from __future__ import annotations
@@ -12,47 +12,47 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from keepwarm.errors import BadInput
-from keepwarm.text.lark import Writer
+from keepwarm.text.lark import LarkWriter
 from keepwarm.text.parsing import Markup
 from keepwarm.text.request import Tool, ToolChoice
 from keepwarm.text.tools import HARMONY, ToolFormat
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_GUIDANCE = {**_SPACES, "lenient": True}  # a keyword it does not know is left out, not refused
+_GUIDANCE = {**_SPACES, "lenient": True}  # unknown schema keywords are ignored, not refused
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
 
 
-class Frame(NamedTuple):
-    """What stands around the name and the JSON arguments of a call."""
+class CallSyntax(NamedTuple):
+    """The text around the name and the JSON arguments of a call."""
 
     before: str
     between: str
     after: str
-    joint: str | None = "\n"  # between two calls; None: only one can be written
+    separator: str | None = "\n"  # between two calls; None: one call only
     open: str = ""  # before the first call
     close: str = ""
 
 
-_FRAMES = {
-    "[TOOL_CALLS]": Frame("[TOOL_CALLS]", "[ARGS]", "", joint=""),
-    "<|tool_calls_section_begin|>": Frame(
+_SYNTAXES = {
+    "[TOOL_CALLS]": CallSyntax("[TOOL_CALLS]", "[ARGS]", "", separator=""),
+    "<|tool_calls_section_begin|>": CallSyntax(
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.",
         ":0<|tool_call_argument_begin|>",
         "<|tool_call_end|><|tool_calls_section_end|>",
-        joint=None,  # the number behind the name counts the calls
+        separator=None,  # the number after the name counts the calls
     ),
-    HARMONY.start: Frame(
-        "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "", joint=None
+    HARMONY.start: CallSyntax(
+        "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "", separator=None
     ),
 }
-_LIST = Frame('{"name": "', '", "arguments": ', "}", ", ", open="[TOOL_CALLS][", close="]")
+_LIST = CallSyntax('{"name": "', '", "arguments": ', "}", ", ", open="[TOOL_CALLS][", close="]")
 
 
 def call_grammar(tools: Sequence[Tool], choice: ToolChoice, markup: Markup) -> str | None:
     """A grammar for an answer that must be a call; None where the model may choose.
 
-    A model that thinks may do so first. Where the prompt has opened its thoughts already, the
-    grammar begins behind their end.
+    A model that reasons may do so first. If the prompt has already opened the reasoning, the
+    grammar applies after its end.
     """
     if choice.mode != "required" and choice.name is None:
         return None
@@ -61,65 +61,71 @@ def call_grammar(tools: Sequence[Tool], choice: ToolChoice, markup: Markup) -> s
     wanted = [tool for tool in tools if choice.name in (None, tool["function"]["name"])]
     if not wanted:
         raise BadInput(f"tool_choice asks for {choice.name!r}, which is not offered.")
-    writer = Writer(markup.tokenizer)
+    writer = LarkWriter(markup.tokenizer)
     several = choice.parallel and choice.name is None
-    blanks = "/[ \\n]{0,4}/" if markup.lead.think else ""
-    rules = [*_calls(writer, markup.tools, wanted, several), *writer.thoughts(markup.lead)]
+    blanks = "/[ \\n]{0,4}/" if markup.preamble.think_start else ""
+    rules = [
+        *_calls(writer, markup.tool_format, wanted, several),
+        *writer.thoughts(markup.preamble),
+    ]
     return "\n".join([f"start: thoughts {blanks} calls", *rules]) + "\n"
 
 
-def callless_grammar(markup: Markup) -> str | None:
-    """A grammar for an answer in which no call begins; None where its mark is not plain text."""
-    writer = Writer(markup.tokenizer)
-    mark = markup.tools.start
-    if writer.has_token(mark):
+def no_call_grammar(markup: Markup) -> str | None:
+    """A grammar for an answer without calls; None if calls do not start with plain text."""
+    writer = LarkWriter(markup.tokenizer)
+    call_start = markup.tool_format.start
+    if writer.has_token(call_start):
         return None
     stops = markup.tokenizer.eos_token_ids
     added = [str(token) for token in sorted(writer.added.values()) if token not in stops]
     rules = [f"added: <[{','.join(added)}]>"] if added else []
     start = "start: TEXT? (added TEXT?)*" if added else "start: TEXT?"
-    return "\n".join([start, *rules, f"TEXT: {writer.without(mark)}"]) + "\n"
+    return "\n".join([start, *rules, f"TEXT: {writer.without(call_start)}"]) + "\n"
 
 
 def _calls(
-    writer: Writer, tool_format: ToolFormat, tools: Sequence[Tool], several: bool
+    writer: LarkWriter, tool_format: ToolFormat, tools: Sequence[Tool], several: bool
 ) -> Iterator[str]:
-    """The rules of `calls`: one call or, where that is allowed, several."""
-    frame = _frame(writer, tool_format)
-    if frame is None and not _reads_xml(tool_format):
+    """The rule `calls`, one call or several if allowed, and the rules it needs."""
+    syntax = _syntax(writer, tool_format)
+    if syntax is None and not _parses_xml(tool_format):
         raise BadInput(
             f"tool_choice cannot force a call in the format of this model ({tool_format.start} …); "
             "use tool_choice auto."
         )
-    around = frame or Frame("", "", "")
-    more = f"({writer.literal(around.joint or '')} call)*"
-    more = more if several and around.joint is not None else ""
+    around = syntax or CallSyntax("", "", "")
+    more = f"({writer.literal(around.separator or '')} call)*"
+    more = more if several and around.separator is not None else ""
     yield f"calls: {writer.literal(around.open)} call {more} {writer.literal(around.close)}"
     yield "call: " + " | ".join(f"call_{index}" for index in range(len(tools)))
     for index, tool in enumerate(tools):
-        if frame is not None:
-            yield _framed(writer, frame, index, tool["function"])
+        if syntax is not None:
+            yield _json_call(writer, syntax, index, tool["function"])
         else:
-            yield from _xml(writer, tool_format, index, tool["function"])
+            yield from _xml_call(writer, tool_format, index, tool["function"])
 
 
-def _frame(writer: Writer, tool_format: ToolFormat) -> Frame | None:
-    """The frame that this format's own reader understands, if there is one."""
-    plain = Frame(f'{tool_format.start}\n{{"name": "', '", "arguments": ', f"}}\n{tool_format.end}")
-    frame = _FRAMES.get(tool_format.start, plain)
+def _syntax(writer: LarkWriter, tool_format: ToolFormat) -> CallSyntax | None:
+    """The JSON syntax that this format's parser accepts, if there is one."""
+    plain = CallSyntax(
+        f'{tool_format.start}\n{{"name": "', '", "arguments": ', f"}}\n{tool_format.end}"
+    )
+    syntax = _SYNTAXES.get(tool_format.start, plain)
     if tool_format.start == "[TOOL_CALLS]" and "[ARGS]" not in writer.added:
-        frame = _LIST
-    text = f'{frame.open}{frame.before}f{frame.between}{{"a": 1}}{frame.after}{frame.close}'
-    return frame if _reads(tool_format, text) else None
+        syntax = _LIST
+    call = f'{syntax.before}f{syntax.between}{{"a": 1}}{syntax.after}'
+    text = f"{syntax.open}{call}{syntax.close}"
+    return syntax if _parses(tool_format, text) else None
 
 
-def _reads_xml(tool_format: ToolFormat) -> bool:
+def _parses_xml(tool_format: ToolFormat) -> bool:
     call = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
-    return _reads(tool_format, f"{tool_format.start}\n{call}\n{tool_format.end}")
+    return _parses(tool_format, f"{tool_format.start}\n{call}\n{tool_format.end}")
 
 
-def _reads(tool_format: ToolFormat, text: str) -> bool:
-    """Whether this text is read as f(a=1); a reader may raise anything on another format."""
+def _parses(tool_format: ToolFormat, text: str) -> bool:
+    """Whether the format's parser reads this text as f(a=1)."""
     properties = {"a": {"type": "integer"}}
     tools = [{"function": {"name": "f", "parameters": {"properties": properties}}}]
     body = text.partition(tool_format.start)[2].removesuffix(tool_format.end)
@@ -127,21 +133,23 @@ def _reads(tool_format: ToolFormat, text: str) -> bool:
         parsed = tool_format.parse(body, tools)
         call = parsed[0] if isinstance(parsed, list) else parsed
         return bool(call["name"] == "f" and call["arguments"] == {"a": 1})
-    except Exception:
+    except Exception:  # a parser may raise anything on another format
         return False
 
 
-def _framed(writer: Writer, frame: Frame, index: int, function: Mapping[str, Any]) -> str:
-    before = writer.literal(frame.before + function["name"] + frame.between)
+def _json_call(
+    writer: LarkWriter, syntax: CallSyntax, index: int, function: Mapping[str, Any]
+) -> str:
+    before = writer.literal(syntax.before + function["name"] + syntax.between)
     schema = function.get("parameters") or _NO_PARAMETERS
     arguments = _json_rule({**schema, "type": "object"})
-    return f"call_{index}: {before} {arguments} {writer.literal(frame.after)}"
+    return f"call_{index}: {before} {arguments} {writer.literal(syntax.after)}"
 
 
-def _xml(
-    writer: Writer, tool_format: ToolFormat, index: int, function: Mapping[str, Any]
+def _xml_call(
+    writer: LarkWriter, tool_format: ToolFormat, index: int, function: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Parameters in the order of the schema; a string stands bare, all else as JSON."""
+    """Parameters in the order of the schema; strings bare, all else as JSON."""
     schema: Mapping[str, Any] = function.get("parameters") or _NO_PARAMETERS
     required = schema.get("required", ())
     parts = []
@@ -155,18 +163,18 @@ def _xml(
     yield f"call_{index}: {before} {' '.join(parts)} {after}"
 
 
-def _xml_value(writer: Writer, rule: str, schema: Mapping[str, Any]) -> str:
+def _xml_value(writer: LarkWriter, rule: str, schema: Mapping[str, Any]) -> str:
     end = "\n</parameter>\n"
     if "enum" in schema:
         texts = [v if isinstance(v, str) else json.dumps(v) for v in schema["enum"]]
         return f"{rule}: ({' | '.join(map(json.dumps, texts))}) {writer.literal(end)}"
-    if schema.get("type", "string") == "string":  # its reader takes the untyped as it stands
+    if schema.get("type", "string") == "string":  # its parser takes untyped values as text
         return f"{rule}[lazy]: {writer.until(end)}"
     return f"{rule}: {_json_rule(schema)} {writer.literal(end)}"
 
 
 def _resolved(part: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of a schema that stands alone: what it refers to is put in or comes along."""
+    """A property's schema on its own: its `$ref` resolved, the definitions added."""
     schema = part if isinstance(part, Mapping) else {}  # it may be `true`
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     _, _, name = str(schema.get("$ref", "")).rpartition("/")

@@ -1,7 +1,7 @@
-"""Tools: how a prompt offers them, how a model's answer calls them. `docs/tools.md` has the texts.
+"""Tools: how a prompt offers them, and how a model's answer calls them; see `docs/tools.md`.
 
-A model whose template renders tools, in a format that mlx-lm reads, keeps its own. Every other
-model gets our tool block in the system message and answers in our format.
+A model keeps its own format if its template renders tools and its calls can be parsed. Every
+other model gets Keepwarm's tool block in the system message, and calls in Keepwarm's format.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.errors import BadInput
 from keepwarm.text.request import Message, Tool, ToolCall
+from keepwarm.text.template import Template
 
-Parser: TypeAlias = Callable[[str, Any], Any]  # of mlx-lm: body and tools to one call or a list
+Parser: TypeAlias = Callable[[str, Any], Any]  # as in mlx-lm: (body, tools) to one call or a list
 
 BLOCK = """\
 # Tools
@@ -34,31 +34,32 @@ To call a function, write its name and arguments as JSON between <tool_call> and
 </tool_call>
 What it returns comes back between <tool_response> and </tool_response>."""
 
-DEFERRED = "deferred"  # a tool with this key can be called; where it is shown is the client's care
+DEFERRED = (
+    "deferred"  # a tool with this key can be called, but the client itself shows it to the model
+)
 _HARMONY = {"<|channel|>", "<|message|>", "<|call|>"}
 _HARMONY_CALL = re.compile(r"([\w.-]+).*?<\|message\|>(.*)", re.DOTALL)
-_PROBE = "keepwarm_probe"  # a name that no template writes by itself
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Between which marks a model writes a call, and who reads what stands between them."""
+    """The delimiters of a call, and the parser of the text between them."""
 
     start: str
     end: str  # empty: a call lasts until the answer ends
     parse: Parser
-    native: bool = True  # the template renders tools; otherwise the block above does
+    native: bool = True  # the template renders tools; otherwise `BLOCK` does
 
 
-class Offer(NamedTuple):
-    """What to give to a chat template."""
+class TemplateInput(NamedTuple):
+    """Messages and tools as they are passed to a chat template."""
 
     messages: list[Message]
     tools: list[Tool] | None
 
 
 class CallReader:
-    """Reads the calls of one answer. A call of a tool that was not offered is no call."""
+    """Parses the calls of one answer. A call of a tool that was not offered does not count."""
 
     def __init__(
         self, tool_format: ToolFormat, tools: Sequence[Tool], *, parallel: bool = True
@@ -69,11 +70,11 @@ class CallReader:
         self._names = {tool["function"]["name"] for tool in tools}
 
     def read(self, body: str) -> list[ToolCall]:
-        """The calls that stand between two marks; none where it is not a well-formed call."""
+        """The calls between two delimiters; empty if they are not well-formed."""
         try:
             parsed = self.format.parse(body, self._tools)
             calls = [self._call(each) for each in (parsed if _is_list(parsed) else [parsed])]
-        except Exception:  # a parser may raise anything on what a model writes
+        except Exception:  # a parser may raise anything on malformed text
             return []
         return calls if self.parallel else calls[:1]
 
@@ -92,9 +93,9 @@ class CallReader:
         return secrets.token_hex(5)[:9] if mistral else f"call_{secrets.token_hex(12)}"
 
 
-def tool_format(tokenizer: Any) -> ToolFormat:
-    """The model's own format where its template and mlx-lm know one, else ours."""
-    if not renders_tools(tokenizer):
+def tool_format(tokenizer: Any, template: Template) -> ToolFormat:
+    """The model's own format if its template renders tools and its calls can be parsed."""
+    if not template.renders_tools:
         return OURS
     if is_harmony(tokenizer):
         return HARMONY
@@ -104,59 +105,46 @@ def tool_format(tokenizer: Any) -> ToolFormat:
 
 
 def is_harmony(tokenizer: Any) -> bool:
-    """Whether the model speaks in the channels of gpt-oss, which mlx-lm does not separate."""
+    """Whether the model writes in the channels of gpt-oss, which mlx-lm does not separate."""
     return bool(tokenizer.get_vocab().keys() >= _HARMONY)
 
 
-def renders_tools(tokenizer: Any) -> bool:
-    """Whether the chat template shows the model which tools there are: tried out."""
-    if not tokenizer.has_chat_template:
-        return False
-    schema = {"type": "object", "properties": {}, "required": []}
-    function = {"name": _PROBE, "description": "", "parameters": schema}
-    tools = [{"type": "function", "function": function}]
-    try:
-        ask = [{"role": "user", "content": "?"}]
-        text = tokenizer.apply_chat_template(ask, tools=tools, tokenize=False)
-    except Exception:  # a template is a program: it may raise anything
-        return False
-    return _PROBE in text
-
-
 def canonical_tools(tools: Iterable[Tool]) -> list[Tool]:
-    """The same tools by name, keys sorted: reordered tools give the same prompt."""
+    """The tools sorted by name, with sorted keys: reordered tools give the same prompt."""
     checked = [_checked(tool) for tool in tools]
     texts = sorted((tool["function"]["name"], json.dumps(tool, sort_keys=True)) for tool in checked)
     return [json.loads(text) for _, text in texts]
 
 
-def offer(tool_format: ToolFormat, messages: Sequence[Message], tools: Iterable[Tool]) -> Offer:
+def adapt_to_template(
+    tool_format: ToolFormat, messages: Sequence[Message], tools: Iterable[Tool]
+) -> TemplateInput:
     """Messages and tools as the model's template can render them."""
     tools = [tool for tool in tools if not tool.get(DEFERRED)]
     if not tool_format.native:
-        return Offer(with_tools(messages, tools), None)
-    return Offer([_with_objects(message) for message in messages], canonical_tools(tools) or None)
+        return TemplateInput(write_tools_as_text(messages, tools), None)
+    return TemplateInput(list(messages), canonical_tools(tools) or None)
 
 
 def tool_block(tools: Iterable[Tool]) -> str:
-    """What the system message says of tools when the template has no words for them."""
+    """The part of the system message that offers tools where the template does not."""
     return BLOCK.format(tools="\n".join(_json(tool) for tool in canonical_tools(tools)))
 
 
-def with_tools(messages: Sequence[Message], tools: Iterable[Tool]) -> list[Message]:
-    """The conversation in plain text: tools in the system message, calls and results as text."""
-    plain: list[Message] = []
+def write_tools_as_text(messages: Sequence[Message], tools: Iterable[Tool]) -> list[Message]:
+    """The conversation with tools in the system message, and calls and results as text."""
+    written: list[Message] = []
     for is_result, group in groupby(messages, lambda message: message["role"] == "tool"):
         if is_result:
-            plain.append({"role": "user", "content": "\n".join(map(_result_text, group))})
+            written.append({"role": "user", "content": "\n".join(map(_result_text, group))})
         else:
-            plain.extend(map(_with_call_text, group))
+            written.extend(map(_with_call_text, group))
     tools = list(tools)
-    return _with_system(plain, tool_block(tools)) if tools else plain
+    return _with_system(written, tool_block(tools)) if tools else written
 
 
 def call_text(name: str, arguments: str) -> str:
-    """A call in our format."""
+    """A call in Keepwarm's format."""
     return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
 
 
@@ -185,22 +173,6 @@ def _arguments_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else _json(arguments)
 
 
-def _with_objects(message: Message) -> Message:
-    """Arguments as objects: clients send them as JSON text, templates want to walk through them."""
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_with_object(call) for call in calls]} if calls else message
-
-
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    # An object already, or no JSON: then the template gets it as it came.
-    with suppress(TypeError, ValueError, RecursionError):
-        value = json.loads(function["arguments"] or "{}")
-        _json(value)  # half characters, and what nests too deep, stay text
-        function["arguments"] = value
-    return {**call, "function": function}
-
-
 def _checked(tool: Tool) -> Tool:
     function = tool.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -211,9 +183,9 @@ def _checked(tool: Tool) -> Tool:
 
 
 def _json(value: Any) -> str:
-    """In the order and with the spaces in which templates write it, so that a prefix stays one."""
+    """JSON with the order and spaces that templates write, so that the prefix is the same."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    text.encode()  # half a surrogate pair cannot be sent to anybody
+    text.encode()  # raises on a lone surrogate, which no client could receive
     return text
 
 

@@ -18,12 +18,12 @@ from keepwarm.server.anthropic.tools import ignored_tools
 from keepwarm.server.http.problems import Problem
 from keepwarm.server.http.wire import Caller
 from keepwarm.text.request import (
+    Breakpoint,
     Choice,
     Delta,
     Done,
     Finished,
     KVOptions,
-    Mark,
     Progress,
     Receipt,
     Result,
@@ -278,11 +278,16 @@ def test_breakpoints_stand_at_the_end_of_their_message():
         tools=[READ, {**READ, "name": "write", **SHORT}],
     )
     assert [m["role"] for m in request.messages] == ["system", "user", "tool", "user"]
-    assert request.marks == (Mark(-1, 300), Mark(0, 3600), Mark(2, 300), Mark(3, 3600))
+    assert request.breakpoints == (
+        Breakpoint(-1, 300),
+        Breakpoint(0, 3600),
+        Breakpoint(2, 300),
+        Breakpoint(3, 3600),
+    )
 
 
 def test_a_breakpoint_of_the_whole_body_stands_at_its_end():
-    assert asked(HELLO, HELLO, **SHORT).marks == (Mark(1, 300),)
+    assert asked(HELLO, HELLO, **SHORT).breakpoints == (Breakpoint(1, 300),)
 
 
 # Whose conversation it is.

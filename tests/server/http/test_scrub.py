@@ -19,7 +19,7 @@ from keepwarm.server.openai import chat
 from keepwarm.server.openai.shapes import ChatRequest
 from keepwarm.server.responses import request as responses_in
 from keepwarm.server.responses.shapes import InputRequest, Item
-from keepwarm.text.request import KVOptions, Mark, Request
+from keepwarm.text.request import Breakpoint, KVOptions, Request
 
 PAGE = Path(__file__).parents[3] / "docs" / "scrubbing.md"
 SETTINGS = config.load({})
@@ -310,12 +310,13 @@ def test_marks_go_with_what_they_stand_on():
     late = {"role": "system", "content": COUNTER.format(5)}
     first = {"role": "system", "content": BILLING.format(1)}
     request = Request(
-        messages=[first, USER, late, USER], marks=[Mark(-1), Mark(0), Mark(1), Mark(2, 60.0)]
+        messages=[first, USER, late, USER],
+        breakpoints=[Breakpoint(-1), Breakpoint(0), Breakpoint(1), Breakpoint(2, 60.0)],
     )
     left = scrub.clean(request, DEFAULTS)
     assert left.messages == [USER, USER]
-    assert [mark.message for mark in left.marks] == [-1, -1, 0, 0]
-    assert left.marks[3].ttl_s == 60.0
+    assert [each.message for each in left.breakpoints] == [-1, -1, 0, 0]
+    assert left.breakpoints[3].ttl_s == 60.0
     assert left.scrubbed == ("billing-header", "total-tokens")
 
 

@@ -19,8 +19,8 @@ from keepwarm.server.anthropic.shapes import (
 from keepwarm.server.anthropic.tools import choice_of, offered, spelled_out
 from keepwarm.server.http.wire import Caller, media_refused
 from keepwarm.text.request import (
+    Breakpoint,
     Format,
-    Mark,
     Message,
     Request,
     Sampling,
@@ -66,7 +66,7 @@ def request_of(body: CountRequest, caller: Caller, settings: Settings) -> Reques
         if output and output.format
         else None,
         sampling=_sampling(body, settings) if isinstance(body, MessagesRequest) else Sampling(),
-        marks=_marks(body, placed),
+        breakpoints=_breakpoints(body, placed),
         **caller._asdict(),
     )
 
@@ -202,7 +202,7 @@ def _text(block: Block, where: str) -> str:
 # What is to be kept.
 
 
-def _marks(body: CountRequest, placed: Sequence[Placed]) -> tuple[Mark, ...]:
+def _breakpoints(body: CountRequest, placed: Sequence[Placed]) -> tuple[Breakpoint, ...]:
     """Every breakpoint, at the end of its message; one of the whole body stands at the end."""
     tools = [tool.cache_control for tool in body.tools or () if tool.cache_control]
     found = [(-1, control) for control in tools]
@@ -212,7 +212,7 @@ def _marks(body: CountRequest, placed: Sequence[Placed]) -> tuple[Mark, ...]:
     longest: dict[int, float] = {}
     for message, control in found:
         longest[message] = max(longest.get(message, 0.0), TTL_S[control.ttl])
-    return tuple(Mark(message, ttl_s) for message, ttl_s in longest.items())
+    return tuple(Breakpoint(message, ttl_s) for message, ttl_s in longest.items())
 
 
 def _last_mark(blocks: Sequence[Block]) -> CacheControl | None:

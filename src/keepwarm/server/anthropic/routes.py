@@ -42,7 +42,7 @@ async def create_message(
     host.check_model(body.model)
     asked = messages_asked(body, request, settings)
     answer = await host.submit(asked)
-    kept = await asyncio.to_thread(_kept, answer) if asked.marks else ()
+    kept = await asyncio.to_thread(_kept, answer) if asked.breakpoints else ()
     heading = Heading(new_id("msg_"), host.name, kept, ignored_tools(body))
     if body.stream:
         return EventStream(answer, MessageStream(heading))
@@ -74,4 +74,4 @@ def _kept(answer: Noted) -> Sequence[Kept]:
     prepared = answer.prepared
     if prepared is None or not prepared.request.policy.writes:
         return ()
-    return [Kept(place, ttl_s or 0.0) for place, ttl_s in prepared.marks]
+    return [Kept(place, ttl_s or 0.0) for place, ttl_s in prepared.breakpoints]

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.errors import BadInput
-from keepwarm.text.request import Mark, Message, Request
+from keepwarm.text.request import Breakpoint, Message, Request
 
 HEADER = "x-keepwarm-scrub"
 SYSTEM_ROLES = ("system", "developer")
@@ -129,12 +129,14 @@ def rules(setting: str, headers: Mapping[str, str]) -> tuple[Rule, ...]:
 
 
 def clean(request: Request, rules: Sequence[Rule]) -> Request:
-    """The request without what the rules name; its marks stand where they stood."""
+    """The request without what the rules name; its breakpoints stand where they stood."""
     if request.messages is None:
         return request
     messages, names, where = scrub(request.messages, rules)
-    marks = tuple(Mark(_moved(mark.message, where), mark.ttl_s) for mark in request.marks)
-    return replace(request, messages=messages, marks=marks, scrubbed=names)
+    breakpoints = tuple(
+        Breakpoint(_moved(each.message, where), each.ttl_s) for each in request.breakpoints
+    )
+    return replace(request, messages=messages, breakpoints=breakpoints, scrubbed=names)
 
 
 def scrub(messages: Sequence[Message], rules: Sequence[Rule]) -> Scrubbed:
