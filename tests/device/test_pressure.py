@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from keepwarm.device.memory import GIB, MIB, Memories, Memory, free_buffers
-from keepwarm.device.pressure import Watch, Watcher, watches
+from keepwarm.device.pressure import MemoryGuard, Watcher, make_guards
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
 
@@ -43,37 +43,36 @@ def fake():
 
 
 def test_nothing_is_shed_while_there_is_enough(fake):
-    watch = Watch(fake.memory, [fake.shedder("live", 5 * FLOOR)])
+    guard = MemoryGuard(fake.memory, [fake.shedder("live", 5 * FLOOR)])
     fake.left = FLOOR
-    assert watch.check() == 0
+    assert guard.check() == 0
     assert fake.asked == []
 
 
 def test_the_least_valuable_goes_first_and_no_more_than_needed(fake):
     """S4-31."""
     shed = [fake.shedder("live", 300 * MIB), fake.shedder("tier", 9 * FLOOR)]
-    watch = Watch(fake.memory, shed)
+    guard = MemoryGuard(fake.memory, shed)
     fake.left = 900 * MIB
-    assert watch.check() == 600 * MIB
+    assert guard.check() == 600 * MIB
     assert fake.asked == [("live", 600 * MIB), ("tier", 300 * MIB)]
-    assert fake.left == watch.enough_bytes
-    assert watch.shed_bytes == 600 * MIB
+    assert fake.left == guard.enough_bytes
 
 
 def test_what_nobody_uses_goes_before_all_else():
     tidied = []
     memory = Memory(TOTAL, lambda: FLOOR - 1, lambda: tidied.append(1) or FLOOR)
     fake = Fake(0)
-    assert Watch(memory, [fake.shedder("live", FLOOR)]).check() == FLOOR
+    assert MemoryGuard(memory, [fake.shedder("live", FLOOR)]).check() == FLOOR
     assert (len(tidied), fake.asked) == (2, [])
 
 
 def test_it_sheds_until_there_is_a_good_deal_more_than_the_floor(fake):
     """Hysteresis: not one block at every look, and nothing between floor and enough."""
-    watch = Watch(fake.memory, [fake.shedder("live", 9 * FLOOR)])
+    guard = MemoryGuard(fake.memory, [fake.shedder("live", 9 * FLOOR)])
     for left, sheds in [(1200, 0), (999, 1), (1200, 1), (1499, 1), (1500, 0), (1200, 0), (999, 1)]:
         fake.left, fake.asked = left * MIB, []
-        watch.check()
+        guard.check()
         assert len(fake.asked) == sheds, left
 
 
@@ -81,10 +80,10 @@ def test_one_that_fails_does_not_spare_the_others(fake, caplog):
     def broken(n_bytes):
         raise OSError("no")
 
-    watch = Watch(fake.memory, [broken, fake.shedder("tier", 9 * FLOOR)])
+    guard = MemoryGuard(fake.memory, [broken, fake.shedder("tier", 9 * FLOOR)])
     fake.left = 500 * MIB
-    assert watch.check() == 1000 * MIB
-    assert "could not be dropped" in caplog.text
+    assert guard.check() == 1000 * MIB
+    assert "could not be released" in caplog.text
 
 
 def test_shedding_frees_memory_of_the_process():
@@ -97,7 +96,7 @@ def test_shedding_frees_memory_of_the_process():
         held.clear()
         return 16 * MIB
 
-    assert Watch(Memory(TOTAL, lambda: 0, free_buffers), [shed]).check() >= 16 * MIB
+    assert MemoryGuard(Memory(TOTAL, lambda: 0, free_buffers), [shed]).check() >= 16 * MIB
     assert start - mx.get_active_memory() >= 16 * MIB
     assert mx.get_cache_memory() == 0
 
@@ -107,7 +106,7 @@ def test_shedding_frees_memory_of_the_process():
 
 def of_two(gpu_left, host_left):
     gpu, host = Fake(gpu_left, total=80 * GIB), Fake(host_left, total=2048 * GIB)
-    looks = watches(
+    looks = make_guards(
         Memories(gpu.memory, host.memory),
         gpu.shedder("live", 20 * GIB),
         host.shedder("tier", 500 * GIB),
@@ -141,7 +140,7 @@ def test_one_memory_sheds_both():
     fake = Fake(FLOOR // 2)
     shared = Memories(fake.memory, fake.memory)
     shed = fake.shedder("live", 0), fake.shedder("tier", 9 * FLOOR)
-    assert Watcher(watches(shared, *shed)).check() == FLOOR
+    assert Watcher(make_guards(shared, *shed)).check() == FLOOR
     assert [name for name, _ in fake.asked] == ["live", "tier"]
 
 
@@ -157,7 +156,7 @@ def test_an_engine_sheds_where_it_is_low(models, tmp_path, low):
             Memory(80 * GIB, lambda: left["host"], lambda: 0),
         )
         before = {use.place: use.n_bytes for use in engine.memory()}
-        Watcher(watches(both, engine.live.shed, engine.store.shed)).check()
+        Watcher(make_guards(both, engine.live.shed, engine.store.shed)).check()
         now = {use.place: use.n_bytes for use in engine.memory()}
     kept, gone = ("memory", "live") if low == "gpu" else ("live", "memory")
     assert now[kept] == before[kept] > 0
@@ -177,7 +176,7 @@ def test_it_watches_on_a_thread_of_its_own(fake):
         shed.set()
         return n_bytes
 
-    with Watcher([Watch(fake.memory, [drop])], interval_s=0.001) as watcher:
+    with Watcher([MemoryGuard(fake.memory, [drop])], interval_s=0.001) as watcher:
         assert shed.wait(5)
         assert watcher.start() is watcher
     left = set(threading.enumerate()) - before
@@ -195,5 +194,5 @@ def test_a_machine_that_cannot_be_read_is_looked_at_again():
         again.set()
         return 1 << 50
 
-    with Watcher([Watch(Memory(TOTAL, left, lambda: 0), [])], interval_s=0.001):
+    with Watcher([MemoryGuard(Memory(TOTAL, left, lambda: 0), [])], interval_s=0.001):
         assert again.wait(5)

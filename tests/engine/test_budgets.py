@@ -10,7 +10,8 @@ from keepwarm import config
 from keepwarm.cache.opened import Budgets
 from keepwarm.cache.store import Store
 from keepwarm.cli.options import open_engine
-from keepwarm.device.memory import MIB, MemoryConfig, host_memory, scopes_of_process
+from keepwarm.device.limits import scopes_of_process
+from keepwarm.device.memory import MIB, MemoryConfig, host_memory
 from keepwarm.engine.engine import Engine, EngineConfig
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import ask, memory

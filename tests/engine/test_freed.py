@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from keepwarm.cache.policy import Policy
-from keepwarm.device.memory import MIB, MemoryScopes, give_back
+from keepwarm.device.limits import MemoryScopes
+from keepwarm.device.memory import MIB, trim_heap
 from keepwarm.device.pressure import Watcher
 from keepwarm.errors import Cancelled, EngineFailed
 from tests.engine.test_gates import FAULT, FaultyTokenizer
@@ -94,7 +95,7 @@ def test_freed_pages_go_back():
     """S4-30: what was freed is freed for the system too."""
     kept = full_of_holes()
     before = rss()
-    give_back()
+    trim_heap()
     assert before - rss() > 20 * MIB
     assert [int(array[0]) for array in kept] == list(range(0, 3000, 100))
 
@@ -103,7 +104,7 @@ def test_freed_pages_go_back():
 def test_an_engine_that_rests_gives_back():
     """S4-12: and one that runs does not, for it would want the pages again."""
     scopes = MemoryScopes()
-    with scopes.join(memory()), Watcher([], rested=scopes.rested, interval_s=0.01):
+    with scopes.join(memory()), Watcher([], became_idle=scopes.became_idle, interval_s=0.01):
         with scopes.active(memory()):
             kept = full_of_holes()
             start = rss()
@@ -119,10 +120,10 @@ def test_an_engine_that_rests_gives_back():
 def test_a_rest_is_told_once():
     scopes = MemoryScopes()
     with scopes.join(memory()):
-        assert not scopes.rested()  # nothing has run
+        assert not scopes.became_idle()  # nothing has run
         with scopes.active(memory()):
-            assert not scopes.rested()
-        assert [scopes.rested(), scopes.rested()] == [True, False]
+            assert not scopes.became_idle()
+        assert [scopes.became_idle(), scopes.became_idle()] == [True, False]
 
 
 @keeps_pages

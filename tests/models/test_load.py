@@ -237,17 +237,3 @@ def test_disk_and_memory_are_measured(tmp_path):
         space.require_disk("It", 2 * free + 10**9, place)
     with pytest.raises(InsufficientResources, match="memory"):
         space.require_memory("It", 10**18)
-
-
-@pytest.mark.parametrize(
-    ("n_bytes", "words"),
-    [
-        (0, "0 bytes"),
-        (999, "999 bytes"),
-        (1000, "1 kB"),
-        (98_362_432, "98 MB"),
-        (5e12, "5000.0 GB"),
-    ],
-)
-def test_sizes_in_words(n_bytes, words):
-    assert space.in_words(n_bytes) == words

@@ -24,6 +24,7 @@ import psutil
 from keepwarm import config
 from keepwarm.device import machine
 from keepwarm.errors import InsufficientResources
+from keepwarm.units import format_bytes
 
 if sys.platform != "win32":
     import resource
@@ -200,9 +201,9 @@ def why_no_room(n_memory: int, n_disk: int, folder: Path) -> str:
     memory = min(MEMORY_BUDGET, int(psutil.virtual_memory().available * 0.9))
     disk = int(shutil.disk_usage(folder).free * 0.9)
     if n_memory > memory:
-        return f"needs {n_memory / 1e9:.1f} GB of memory, {memory / 1e9:.1f} GB may be used"
+        return f"needs {format_bytes(n_memory)} of memory, {format_bytes(memory)} may be used"
     if n_disk > disk:
-        return f"needs {n_disk / 1e9:.1f} GB of disk, {disk / 1e9:.1f} GB may be used"
+        return f"needs {format_bytes(n_disk)} of disk, {format_bytes(disk)} may be used"
     return ""
 
 

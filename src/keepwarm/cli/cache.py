@@ -18,6 +18,7 @@ from rich.table import Table
 
 from keepwarm import config
 from keepwarm.errors import NewerFormat
+from keepwarm.units import format_bytes
 
 if TYPE_CHECKING:
     from keepwarm.cache.agents.agents import Agent
@@ -29,7 +30,6 @@ app = typer.Typer(no_args_is_help=True, help="Look at, keep, carry and forget st
 
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON value.")]
 AgentId: TypeAlias = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.")]
-MIB = 1 << 20
 
 
 def _shelf() -> Shelf:
@@ -74,7 +74,7 @@ def list_agents(
 
 
 def _agent_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("agent", "turns", "tokens", "MiB", "pinned", "used")
+    table = Table("agent", "turns", "tokens", "size", "pinned", "used")
     for row in rows:
         pinned = "yes" if row["pinned"] else ""
         table.add_row(row["id"], str(row["turns"]), *_size(row), pinned, _when(row))
@@ -82,14 +82,14 @@ def _agent_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _prefix_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("prefix", "tokens", "MiB", "used")
+    table = Table("prefix", "tokens", "size", "used")
     for row in rows:
         table.add_row(row["id"], *_size(row), _when(row))
     return table
 
 
 def _size(row: dict[str, Any]) -> tuple[str, str]:
-    return str(row["n_tokens"]), f"{row['n_bytes'] / MIB:.1f}"
+    return str(row["n_tokens"]), format_bytes(row["n_bytes"])
 
 
 def _when(row: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keepwarm import config
+from keepwarm.units import format_bytes
 
 if TYPE_CHECKING:
     from keepwarm.device.machine import Machine
@@ -60,18 +61,17 @@ def _rows(machine: Machine) -> dict[str, str]:
         if used
         else "MLX's own"
     )
-    free, total = _gib(machine.memory_available_bytes), _gib(machine.memory_total_bytes)
+    free, total = (
+        format_bytes(machine.memory_available_bytes),
+        format_bytes(machine.memory_total_bytes),
+    )
     return {
         "Backend": f"{machine.backend}, {machine.device}",
         "BLAS": blas,
         "fp32 products": f"{machine.gemm_gflops:.1f} GFLOP/s",
         "Memory": f"{free} free of {total}",
         "Home": str(machine.home),
-        "Block store": f"{machine.store}, {_gib(machine.free_disk_bytes)} free",
+        "Block store": f"{machine.store}, {format_bytes(machine.free_disk_bytes)} free",
         "Versions": ", ".join(f"{name} {version}" for name, version in machine.versions.items()),
         "Faster": machine.advice,
     }
-
-
-def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / 2**30:.1f} GiB"

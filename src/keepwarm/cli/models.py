@@ -62,14 +62,14 @@ def _absent(name: str) -> ModelEntry:
 
 
 def _table(found: list[ModelEntry]) -> Table:
-    from keepwarm.device.space import in_words
+    from keepwarm.units import format_bytes
 
     table = Table("Model", "From", "Size", "Architecture", "Context", "Path", box=None)
     for model in found:
         if model.path is None:
             table.add_row(model.name, model.source, "", "", "", f"keepwarm pull {model.name}")
         else:
-            size, context = in_words(model.n_bytes or 0), f"{model.n_context or 0:,}"
+            size, context = format_bytes(model.n_bytes or 0), f"{model.n_context or 0:,}"
             kind = model.architecture or "unreadable"
             table.add_row(model.name, model.source, size, kind, context, model.path)
     return table

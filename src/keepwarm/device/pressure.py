@@ -1,4 +1,4 @@
-"""Memory that runs low: what is kept only to be faster is dropped, what was freed goes back."""
+"""Low memory: release what is kept only for speed, and return freed pages to the system."""
 
 from __future__ import annotations
 
@@ -7,90 +7,87 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Self, TypeAlias
 
-from keepwarm.device.memory import Memories, Memory, give_back
-from keepwarm.device.space import in_words
+from keepwarm.device.memory import Memories, Memory, trim_heap
+from keepwarm.units import format_bytes
 
 LOG = logging.getLogger(__name__)
 
-INTERVAL_S = 1.0  # between two looks of a watcher
+INTERVAL_S = 1.0  # between two checks of a watcher
 
-Shed: TypeAlias = Callable[[int], int]  # free about so many bytes; how many it was
+Release: TypeAlias = Callable[[int], int]  # frees about so many bytes, returns how many
 
 
-class Watch:
-    """Sheds what lies in one memory when less than its floor is left, until a good deal more is.
+class MemoryGuard:
+    """Releases caches in one memory when less than its floor is free, until 1.5 floors are.
 
-    `shed` is asked in order: what costs least to have again stands first. What nobody uses goes
-    before all of it.
+    Unused buffers go first, then each of `releases` in order: cheapest to restore first.
     """
 
-    def __init__(self, memory: Memory, shed: Sequence[Shed]) -> None:
+    def __init__(self, memory: Memory, releases: Sequence[Release]) -> None:
         self.enough_bytes = memory.floor_bytes * 3 // 2
-        self.shed_bytes = 0  # since it was made
         self._memory = memory
-        self._shed = shed
-        self._low = False
+        self._releases = releases
+        self._is_low = False
 
     def check(self) -> int:
-        """Look once, shed if need be; the bytes that were freed."""
-        left = self._memory.left()
-        self._low = left < (self.enough_bytes if self._low else self._memory.floor_bytes)
-        if not self._low:
+        """Check once, release if needed; the bytes freed."""
+        free = self._memory.free_bytes()
+        self._is_low = free < (self.enough_bytes if self._is_low else self._memory.floor_bytes)
+        if not self._is_low:
             return 0
-        freed = self._free(self.enough_bytes - left)
-        self.shed_bytes += freed
-        LOG.info("Memory is low: %s left, %s freed.", in_words(left), in_words(freed))
+        freed = self._release(self.enough_bytes - free)
+        LOG.info("Memory is low: %s free, %s released.", format_bytes(free), format_bytes(freed))
         return freed
 
-    def _free(self, missing: int) -> int:
-        freed = self._memory.tidy()
-        for shed in self._shed:
-            if freed < missing:
-                freed += self._ask(shed, missing - freed)
-        self._memory.tidy()  # where the arrays that were just dropped went
+    def _release(self, n_bytes: int) -> int:
+        freed = self._memory.release_unused()
+        for release in self._releases:
+            if freed < n_bytes:
+                freed += self._try(release, n_bytes - freed)
+        self._memory.release_unused()  # the arrays just released have become unused buffers
         return freed
 
-    def _ask(self, shed: Shed, n_bytes: int) -> int:
-        """One that fails frees nothing, and the others are asked all the same."""
+    def _try(self, release: Release, n_bytes: int) -> int:
+        """If one fails, the others are still called."""
         try:
-            return shed(n_bytes)
+            return release(n_bytes)
         except Exception:
-            LOG.exception("Cached state could not be dropped.")
+            LOG.exception("Cached state could not be released.")
             return 0
 
 
-def watches(memories: Memories, live: Shed, blocks: Shed) -> list[Watch]:
-    """Live caches are arrays. What lies in another memory would free nothing where it is low."""
+def make_guards(memories: Memories, live: Release, blocks: Release) -> list[MemoryGuard]:
+    """Live caches are arrays; releasing what lies in another memory would not help."""
     if memories.arrays is memories.blocks:
-        return [Watch(memories.arrays, [live, blocks])]
-    return [Watch(memories.arrays, [live]), Watch(memories.blocks, [blocks])]
+        return [MemoryGuard(memories.arrays, [live, blocks])]
+    return [MemoryGuard(memories.arrays, [live]), MemoryGuard(memories.blocks, [blocks])]
 
 
 class Watcher:
-    """Looks at every memory from time to time; when something has `rested`, gives freed ones back.
+    """Checks every memory at an interval, and trims the heap whenever `became_idle` says so.
 
-    Nothing runs until `start`, or call `check` yourself.
+    Its thread runs from `start` to `close`; `check` works without it.
     """
 
     def __init__(
         self,
-        watches: Sequence[Watch],
+        guards: Sequence[MemoryGuard],
         *,
-        rested: Callable[[], bool] = bool,  # never
+        became_idle: Callable[[], bool] = bool,  # never
         interval_s: float = INTERVAL_S,
     ) -> None:
-        self._watches = watches
-        self._rested = rested
+        self._guards = guards
+        self._became_idle = became_idle
         self._interval_s = interval_s
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def check(self) -> int:
-        """Look once at each; the bytes that were freed."""
-        return sum(watch.check() for watch in self._watches)
+        """Check each memory once; the bytes freed."""
+        return sum(guard.check() for guard in self._guards)
 
     def start(self) -> Self:
-        """Look every `interval_s` on a thread of its own, until `close`."""
+        """Check every `interval_s` on its own thread, until `close`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="keepwarm-memory", daemon=True)
             self._thread.start()
@@ -111,7 +108,7 @@ class Watcher:
         while not self._stop.wait(self._interval_s):
             try:
                 self.check()
-                if self._rested():
-                    give_back()
+                if self._became_idle():
+                    trim_heap()
             except Exception:
-                LOG.exception("The memory could not be looked at.")
+                LOG.exception("The memory check failed.")

@@ -1,4 +1,4 @@
-"""Is there room? Asked before disk or memory is used, so that nothing stops half-way."""
+"""Checks for free disk and memory, made before work that would otherwise stop half-way."""
 
 from __future__ import annotations
 
@@ -8,30 +8,23 @@ from pathlib import Path
 import psutil
 
 from keepwarm.errors import InsufficientResources
+from keepwarm.units import format_bytes
 
 
 def require(what: str, needed: int, free: int, kind: str) -> None:
-    """Refuse, in words, what needs more bytes than are free."""
+    """Raise if more bytes are needed than are free."""
     if needed > free:
         raise InsufficientResources(
-            f"{what} needs {in_words(needed)} of {kind} and only {in_words(free)} is free; "
+            f"{what} needs {format_bytes(needed)} of {kind} and only {format_bytes(free)} is free; "
             f"free some, or choose a smaller model."
         )
 
 
 def require_disk(what: str, needed: int, directory: Path) -> None:
-    """Against the disk that will hold `directory`, which need not exist yet."""
+    """Checks the disk that will hold `directory`, which need not exist yet."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     require(what, needed, shutil.disk_usage(existing).free, f"disk in {directory}")
 
 
 def require_memory(what: str, needed: int) -> None:
     require(what, needed, psutil.virtual_memory().available, "memory")
-
-
-def in_words(n_bytes: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if n_bytes < 1000:
-            return f"{n_bytes:.0f} {unit}"
-        n_bytes /= 1000
-    return f"{n_bytes:.1f} GB"

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from keepwarm.device.space import in_words
 from keepwarm.errors import InsufficientResources
 from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec
 from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.units import format_bytes
 
 
 def kv_bytes(layout: Layout, n_tokens: int) -> int:
@@ -86,9 +86,9 @@ class Admission:
         alone = _together([lease])
         if alone > self.limit_bytes:
             raise InsufficientResources(
-                f"This request needs {in_words(alone)} for its keys and values, and all requests "
-                f"together may take {in_words(self.limit_bytes)}; shorten the prompt, lower "
-                "max_tokens, or raise the memory budget."
+                f"This request needs {format_bytes(alone)} for its keys and values, and all "
+                f"requests together may take {format_bytes(self.limit_bytes)}; shorten the prompt, "
+                "lower max_tokens, or raise the memory budget."
             )
         with self._lock:
             if not self._fits(lease):

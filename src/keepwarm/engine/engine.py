@@ -25,8 +25,9 @@ from keepwarm.cache.restore.live import Live
 from keepwarm.cache.store import Store
 from keepwarm.config import Settings
 from keepwarm.config import load as load_settings
-from keepwarm.device.memory import MemoryConfig, MemoryScopes, memories, scopes_of_process
-from keepwarm.device.pressure import Watcher, watches
+from keepwarm.device.limits import MemoryScopes, scopes_of_process
+from keepwarm.device.memory import MemoryConfig, memories
+from keepwarm.device.pressure import Watcher, make_guards
 from keepwarm.engine.admission import Admission, kv_bytes
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.chores import Chores
@@ -108,8 +109,8 @@ class Engine:
         )
         self._scopes = scopes or scopes_of_process()
         self._joined = self._scopes.join(memory)  # the model has run, so nothing fails after it
-        watched = watches(memories(), self.live.shed, self.store.shed)
-        self._watcher = Watcher(watched, rested=self._scopes.rested).start()
+        guards = make_guards(memories(), self.live.shed, self.store.shed)
+        self._watcher = Watcher(guards, became_idle=self._scopes.became_idle).start()
         self._commands: deque[Command] = deque()
         self._obeying = False  # a command is being carried out
         self._changed = threading.Condition()
@@ -211,7 +212,7 @@ class Engine:
         """Free all that is kept in memory; what is on disk stays."""
         self.call(self.live.clear).result()
         self.store.clear_memory()
-        self._scopes.evict_if_idle()
+        self._scopes.release_if_idle()
 
     def drain(self, timeout_s: float) -> bool:
         """Take no more, wait for what runs, then end the rest; whether all could finish."""
@@ -265,7 +266,7 @@ class Engine:
         self._watcher.close()
         self.live.clear()
         self._joined.close()
-        self._scopes.evict_if_idle()
+        self._scopes.release_if_idle()
         if self._own_store:
             self.store.close()
         else:
