@@ -132,13 +132,13 @@ def evaluated(caches: kv.Caches) -> kv.Caches:
 
 def joined(batch: kv.Caches, other: kv.Caches) -> kv.Caches:
     """A batch with the rows of another; neither of them changes."""
-    batch = kv.copy_of(batch)
+    batch = kv.copy_caches(batch)
     kv.extend(batch, other)
     return evaluated(batch)
 
 
 def filtered(batch: kv.Caches, keep: Sequence[int]) -> kv.Caches:
-    batch = kv.copy_of(batch)
+    batch = kv.copy_caches(batch)
     kv.filter_rows(batch, keep)
     return evaluated(batch)
 

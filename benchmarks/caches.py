@@ -56,7 +56,7 @@ class Shape:
         is_global = (layer + 1) % self.global_every == 0
         scalars = {"offset": n_tokens} | ({} if is_global else {"keep": 0, "max_size": self.window})
         return kv.decode(
-            kv.Encoded("KVCache" if is_global else "RotatingKVCache", tensors, scalars)
+            kv.EncodedCache("KVCache" if is_global else "RotatingKVCache", tensors, scalars)
         )
 
     def _tensor(self, n_rows: int) -> mx.array:

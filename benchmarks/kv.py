@@ -203,13 +203,13 @@ def sync(file: Path | str) -> None:
 
 def slice_all(caches: kv.Caches) -> None:
     """Every block, dropped as soon as it is cut."""
-    for _ in kv.cut(caches):
+    for _ in kv.cut_blocks(caches):
         pass
 
 
 def save(caches: kv.Caches, folder: Path) -> None:
     """One file a block, each of them synced, the folder not."""
-    for block in kv.cut(caches):
+    for block in kv.cut_blocks(caches):
         save_block(block, folder / f"{block.index}.safetensors")
 
 

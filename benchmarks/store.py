@@ -152,7 +152,7 @@ def puts(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
 
 def records_for(shape: Shape, n_tokens: int) -> Iterator[store_record.Record]:
     refs = chain(NAMESPACE, tokens_of(n_tokens))
-    for ref, block in zip(refs, kv.cut(shape.filled(n_tokens)), strict=True):
+    for ref, block in zip(refs, kv.cut_blocks(shape.filled(n_tokens)), strict=True):
         yield from records_of(NAMESPACE, ref, block)
 
 

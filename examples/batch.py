@@ -32,7 +32,7 @@ def read_together(model: Any, batch: kv.Caches, rows: list[list[int]], n: int) -
     """Greedy tokens for every row of a batch; the rows may differ in length."""
     lengths = tuple(map(len, rows))
     padded = [row + [0] * (max(lengths) - len(row)) for row in rows]
-    kv.prepare(batch, kv.Right(lengths))
+    kv.prepare(batch, kv.RightPadding(lengths))
     logits = model(mx.array(padded), cache=batch)
     kv.finalize(batch)
     last = mx.stack([logits[row, n_tokens - 1] for row, n_tokens in enumerate(lengths)])

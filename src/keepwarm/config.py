@@ -57,14 +57,14 @@ class Settings:
     rate_per_minute: int = 0  # requests a key; 0 is no limit
     drain_s: float = 20.0  # what a stopping server gives its running answers
 
-    def secret(self) -> str:
-        """The key of the block store, or nothing; the one in the environment goes first."""
+    def read_encryption_key(self) -> str:
+        """The key of the block store, or "": from the environment, else from the key file."""
         if self.encryption_key or not self.encryption_key_file:
             return self.encryption_key
         return _read_secret(Path(self.encryption_key_file).expanduser())
 
-    def accepted_keys(self) -> tuple[str, ...]:
-        """Every API key that is accepted; none means that none is needed."""
+    def read_api_keys(self) -> tuple[str, ...]:
+        """Every API key that is accepted; if there are none, no key is needed."""
         written = self.api_keys.replace(",", "\n")
         if self.api_key_file:
             written += "\n" + _read_secret(Path(self.api_key_file).expanduser())

@@ -92,7 +92,7 @@ def test_a_missing_directory_is_one_sentence(tmp_path):
 def test_caches_are_as_large_as_the_shape_says(shape):
     caches = shape.filled(512)
     assert kv.live_bytes(caches) == shape.live_bytes(512)
-    assert max(block.n_bytes for block in kv.cut(caches)) <= shape.block_bytes
+    assert max(block.n_bytes for block in kv.cut_blocks(caches)) <= shape.block_bytes
     assert kv.token_count(caches) == 512
 
 

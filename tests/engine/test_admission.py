@@ -31,7 +31,7 @@ def test_a_cache_takes_no_more_than_foretold(tiny_model, name, n_tokens):
     caches = prefill(model, kv.make_caches(model), prompt_of(n_tokens), step=256)
     taken = sum(a.nbytes for c in caches for a in arrays_of(c.state))
     assert taken <= kv_bytes(layout, n_tokens)
-    if not any(leaf.is_open for leaf in layout.leaves()):
+    if not any(leaf.has_variable_tensors for leaf in layout.leaves()):
         assert kv_bytes(layout, n_tokens) <= 4 * taken or n_tokens == 1
 
 

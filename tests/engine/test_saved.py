@@ -9,7 +9,7 @@ import pytest
 import keepwarm
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.records import records_of
-from keepwarm.kv.slices import cut
+from keepwarm.kv.slices import cut_blocks
 from keepwarm.prefix.blocks import Namespace, chain
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import ask, engine_on, tokens_of
@@ -69,7 +69,7 @@ def test_shapes_are_told_on_save(model, caplog):
     """S0-78: four axes, the batch of one among them; nothing is written unless it is asked for."""
     (run,) = batched(model.module, [Job(prompt_of(20), 4)])
     ref = next(chain(Namespace(bytes(32)), prompt_of(24)))
-    (block,) = cut(run.cache)
+    (block,) = cut_blocks(run.cache)
     list(records_of(Namespace(bytes(32)), ref, block))
     assert caplog.text == ""
     with caplog.at_level(logging.DEBUG, "keepwarm.cache.restore.records"):

@@ -15,9 +15,9 @@ from mlx_lm.models.cache import (
 
 from keepwarm.errors import CacheMismatch, UnsupportedCache
 from keepwarm.kv.batch import (
-    Both,
-    Left,
-    Right,
+    LeftPadding,
+    RightPadding,
+    TwoSidedPadding,
     batch_size,
     can_batch,
     dynamic_roll,
@@ -108,7 +108,7 @@ def test_dynamic_roll_refuses_shifts_that_do_not_fit():
 def test_batch_cache_with_left_padding():
     """S3-12, S3-13, S3-14, S3-21, S3-22, S3-46, S3-64: prompts of 3, 1 and 4 tokens."""
     batch = empty_batch([KVCache()], 3)
-    prepare(batch, Left((1, 3, 0)))
+    prepare(batch, LeftPadding((1, 3, 0)))
     (cache,) = batch
     mask = cache.make_mask(4)
     cache.update_and_fetch(*labelled([-1, 1, 3, 5], [-1, -1, -1, 7], [2, 6, 8, 9]))
@@ -121,13 +121,13 @@ def test_batch_cache_with_left_padding():
     ]
     assert [held(extract(batch, i)[0]) for i in range(3)] == [[1, 3, 5], [7], [2, 6, 8, 9]]
     with pytest.raises(UnsupportedCache, match="Layer 0: left padding can only be added to an emp"):
-        prepare(batch, Left((0, 0, 1)))
+        prepare(batch, LeftPadding((0, 0, 1)))
 
 
 def test_batch_cache_prepare_finalize():
     """S3-15, S3-22, S3-64: right padding [0, 1, 2] becomes left; what came before stays put."""
     batch = merge([[kv(1)], [kv(2)], [kv(3)]])
-    prepare(batch, Right((3, 2, 1)))
+    prepare(batch, RightPadding((3, 2, 1)))
     (cache,) = batch
     cache.update_and_fetch(*labelled([11, 12, 13], [21, 22, -1], [31, -1, -1]))
     with pytest.raises(UnsupportedCache, match="between prepare and finalize"):
@@ -318,9 +318,9 @@ def test_rows_that_are_not_there_are_refused():
         with pytest.raises(CacheMismatch, match="one of 0 to 1"):
             extract(batch, row)
     with pytest.raises(CacheMismatch, match="The padding: the number of rows is 3, expected 2"):
-        prepare(batch, Right((1, 2, 3)))
+        prepare(batch, RightPadding((1, 2, 3)))
     with pytest.raises(CacheMismatch, match="The padding: the number of rows is 1, expected 2"):
-        prepare(empty_batch([KVCache()], 2), Left((1,)))
+        prepare(empty_batch([KVCache()], 2), LeftPadding((1,)))
     assert [held(extract(batch, i)[0]) for i in range(2)] == [[1], [2]]
 
 
@@ -328,7 +328,7 @@ def test_rows_that_are_not_there_are_refused():
 def test_between_prepare_and_finalize_a_batch_can_only_be_fed(fresh):
     """S3-15: its padding stands on the right, and every other operation would take it for real."""
     batch, other = empty_batch([fresh], 2), empty_batch([fresh], 2)
-    prepare(batch, Right((2, 1)))
+    prepare(batch, RightPadding((2, 1)))
     for operation in (
         lambda: filter_rows(batch, [0]),
         lambda: extend(batch, other),
@@ -345,17 +345,17 @@ def test_between_prepare_and_finalize_a_batch_can_only_be_fed(fresh):
 def test_rows_do_not_leave_before_announced_left_padding_was_fed(fresh):
     """mlx-lm's common end would become negative."""
     batch = empty_batch([fresh], 2)
-    prepare(batch, Left((1, 3)))
+    prepare(batch, LeftPadding((1, 3)))
     with pytest.raises(UnsupportedCache, match="Layer 0: feed the announced left padding first"):
         filter_rows(batch, [0])
 
 
 def test_padding_is_a_typed_value():
     """S3-69."""
-    assert Right((3, 2, 1)).amounts == (0, 1, 2)
-    both = Both(Left((1, 0)), Right((3, 1)))
+    assert RightPadding((3, 2, 1)).amounts == (0, 1, 2)
+    both = TwoSidedPadding(LeftPadding((1, 0)), RightPadding((3, 1)))
     assert (both.left.amounts, both.right.amounts) == ((1, 0), (0, 2))
-    assert both == Both(Left((1, 0)), Right((3, 1)))
+    assert both == TwoSidedPadding(LeftPadding((1, 0)), RightPadding((3, 1)))
 
 
 @pytest.mark.parametrize("cls", [KVCache, ConcatenateKVCache, QuantKVCache])

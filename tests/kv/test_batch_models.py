@@ -11,9 +11,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from keepwarm.errors import UnsupportedCache
 from keepwarm.kv.assembly import reconstruct_cache
 from keepwarm.kv.batch import (
-    Both,
-    Left,
-    Right,
+    LeftPadding,
+    RightPadding,
+    TwoSidedPadding,
     can_batch,
     empty_batch,
     extend,
@@ -23,10 +23,10 @@ from keepwarm.kv.batch import (
     merge,
     prepare,
 )
-from keepwarm.kv.codec import copy_of, encode
+from keepwarm.kv.codec import copy_caches, encode
 from keepwarm.kv.kinds import KINDS, token_count
 from keepwarm.kv.layout import probe
-from keepwarm.kv.slices import Block, cut
+from keepwarm.kv.slices import Block, cut_blocks
 from tests.kit.compare import assert_differs, assert_same
 from tests.kit.models import ARCHITECTURES
 from tests.kit.runs import (
@@ -155,7 +155,7 @@ def test_an_extracted_row_goes_on_alone_and_in_a_generator(name, tiny_model):
     run, neighbour = batched(model, [Job(rest, N, held, caches), Job(LATE, N, joins_at=2)])
     assert_same(reference, run)
     assert_same(cold(model, LATE, N), neighbour)
-    assert_same(reference, continue_from(model, copy_of(caches), rest, N))
+    assert_same(reference, continue_from(model, copy_caches(caches), rest, N))
 
 
 @every_batchable
@@ -176,7 +176,7 @@ def test_prompts_padded_on_the_left_get_their_cold_runs(name, tiny_model):
     """S3-12, S3-14, S3-46, S3-55, S3-59."""
     model = tiny_model(name)
     longest = max(map(len, PROMPTS))
-    padding = Left(tuple(longest - len(p) for p in PROMPTS))
+    padding = LeftPadding(tuple(longest - len(p) for p in PROMPTS))
     batch = empty_batch(make_prompt_cache(model), len(PROMPTS))
     prepare(batch, padding)
     padded = [[0] * n + p[:-1] for n, p in zip(padding.amounts, PROMPTS, strict=True)]
@@ -194,7 +194,7 @@ def test_prompts_padded_on_the_right_get_their_cold_runs(name, tiny_model):
     halves = [[p[: len(p) // 2] for p in PROMPTS], [p[len(p) // 2 : -1] for p in PROMPTS]]
     for parts in halves:
         lengths = tuple(map(len, parts))
-        prepare(batch, Right(lengths))
+        prepare(batch, RightPadding(lengths))
         model(mx.array([p + [0] * (max(lengths) - len(p)) for p in parts]), cache=batch)
         finalize(batch)
     rows = Rows(model, batch, [p[-1] for p in PROMPTS]).step(1)
@@ -209,7 +209,7 @@ def test_prompts_padded_on_both_sides_get_their_cold_runs(name, tiny_model):
     """S3-14, S3-69."""
     model = tiny_model(name)
     batch = empty_batch(make_prompt_cache(model), 2)
-    prepare(batch, Both(Left((3, 0)), Right((3 + 19, 40))))
+    prepare(batch, TwoSidedPadding(LeftPadding((3, 0)), RightPadding((3 + 19, 40))))
     fed = [[0] * 3 + PROMPTS[1][:-1] + [0] * 18, PROMPTS[2][:-1]]
     model(mx.array(fed), cache=batch)
     finalize(batch)
@@ -224,7 +224,7 @@ def test_slices_between_decode_steps_are_masked_right(name, tiny_model):
     model = tiny_model(name)
     rows = prefilled_rows(model, PROMPTS).step(2)
     fed = [[*PROMPTS[i], *(t for t, _ in rows.seen[i][:-1])] for i in range(3)]
-    prepare(rows.batch, Right((4, 4, 4)))
+    prepare(rows.batch, RightPadding((4, 4, 4)))
     slices = [[rows.next[i], *LATE[i : i + 3]] for i in range(3)]
     model(mx.array(slices), cache=rows.batch)
     finalize(rows.batch)
@@ -238,7 +238,7 @@ def test_a_saved_batch_goes_on(name, tiny_model):
     """S3-68: rings, padding and states included."""
     model = tiny_model(name)
     rows = prefilled_rows(model, PROMPTS).step(2)
-    rows.batch = copy_of(rows.batch)
+    rows.batch = copy_caches(rows.batch)
     rows.step(3)
     for row, prompt in enumerate(PROMPTS):
         assert_same(cold(model, prompt, 5, step=16), rows.run(row))
@@ -308,7 +308,7 @@ def test_submit_with_cache_reconstructs(name, tiny_model):
     """S0-02, S0-08, S0-40, S0-80: blocks are cut, rebuilt, handed over; the rest is prefilled."""
     model = tiny_model(name)
     live = prefill(model, make_prompt_cache(model), LONG[:-8], step=100)
-    blocks = list(cut(live, len(LONG) - 8))
+    blocks = list(cut_blocks(live, len(LONG) - 8))
     restored = reconstruct_cache(probe(model, make_prompt_cache(model)), blocks)
     counter = FedCounter(model)
     answer = Answer(counter, LONG[-8:], N, LONG[:-8], restored)
@@ -351,7 +351,7 @@ def test_cache_roundtrip_e2e(name, ending, tiny_model, tmp_path):
     first = Answer(model, LONG, N)
     total = len(first.all_tokens)
     assert first.all_tokens == [*LONG, *first.tokens]
-    save_blocks(tmp_path / "blocks.safetensors", list(cut(first.cache, total)))
+    save_blocks(tmp_path / "blocks.safetensors", list(cut_blocks(first.cache, total)))
     layout = probe(model, make_prompt_cache(model))
     loaded = reconstruct_cache(layout, load_blocks(tmp_path / "blocks.safetensors"), total)
     layout.check(loaded)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from keepwarm.kv.batch import (
-    Both,
-    Left,
-    Right,
+    LeftPadding,
+    RightPadding,
+    TwoSidedPadding,
     extend,
     extract,
     filter_rows,
@@ -26,7 +26,7 @@ from keepwarm.kv.batch import (
     merge,
     prepare,
 )
-from keepwarm.kv.codec import copy_of, encode
+from keepwarm.kv.codec import copy_caches, encode
 from keepwarm.kv.kinds import Kind, kind_of, leaves
 from keepwarm.kv.quant import QuantKVCache
 
@@ -86,7 +86,7 @@ class World:
         width = max(lengths)
         padded = [t + [PADDING] * (width - len(t)) for t in given_to]
         if width > 1 or min(lengths) < width:
-            prepare(self.batch, Right(tuple(lengths)))
+            prepare(self.batch, RightPadding(tuple(lengths)))
         for start, stop in chunks_of(width, chunk or width):
             seen = feed(self.batch, [t[start:stop] for t in padded])
             for i, row in enumerate(self.rows):
@@ -100,7 +100,7 @@ class World:
         """A first slice in which row i has `left[i]` padding before and some behind its tokens."""
         given_to = [self.new_tokens(n) for n in lengths]
         ends = tuple(a + n for a, n in zip(left, lengths, strict=True))
-        prepare(self.batch, Both(Left(left), Right(ends)))
+        prepare(self.batch, TwoSidedPadding(LeftPadding(left), RightPadding(ends)))
         padded = [
             [PADDING] * a + tokens + [PADDING] * (max(ends) - end)
             for a, tokens, end in zip(left, given_to, ends, strict=True)
@@ -282,7 +282,7 @@ def remerge(world):
 
 
 def save(world):
-    world.batch = copy_of(world.batch)
+    world.batch = copy_caches(world.batch)
 
 
 RUN = {

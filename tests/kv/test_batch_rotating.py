@@ -6,8 +6,8 @@ from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache
 
 from keepwarm.errors import UnsupportedCache
 from keepwarm.kv.batch import (
-    Left,
-    Right,
+    LeftPadding,
+    RightPadding,
     empty_batch,
     extend,
     extract,
@@ -16,7 +16,7 @@ from keepwarm.kv.batch import (
     merge,
     prepare,
 )
-from keepwarm.kv.codec import copy_of, encode
+from keepwarm.kv.codec import copy_caches, encode
 
 WINDOW = 8
 
@@ -68,7 +68,7 @@ def test_batch_rotating_temporal_order():
     expected = [[1, 2, 3, 30, 31, 32, 33], [14, 15, 16, 17, 40, 41, 42, 43]]
     assert rows_of(batch) == expected
     assert [extract(batch, i)[0].offset for i in range(2)] == [7, 11]
-    assert rows_of(copy_of(batch)) == expected
+    assert rows_of(copy_caches(batch)) == expected
     assert rows_of(merge([extract(batch, 1), extract(batch, 0)])) == expected[::-1]
     extend(batch, merge([[window(51, 52)]]))
     assert rows_of(batch) == [*expected, [51, 52]]
@@ -80,7 +80,7 @@ def test_batch_rotating_with_padding():
     """S3-24, S3-28, S3-33, S3-65: window 2048, left padding [0, 5, 2], chunks, then decode."""
     size, padding, total = 2048, (0, 5, 2), 2500
     batch = empty_batch([RotatingKVCache(size)], 3)
-    prepare(batch, Left(padding))
+    prepare(batch, LeftPadding(padding))
     (cache,) = batch
     tokens = [[-1] * n + list(range(total - n)) for n in padding]
     for start in range(0, total, 500):
@@ -103,7 +103,7 @@ def test_batch_rotating_masking():
     assert sight(cache, [2], [18]) == [[[1, 2]], [[*range(11, 19)]]]
     assert sight(cache, [3], [19]) == [[[1, 2, 3]], [[*range(12, 20)]]]
     assert cache.rotated
-    prepare(batch, Right((3, 3)))
+    prepare(batch, RightPadding((3, 3)))
     seen = sight(cache, [4, 5, 6], [20, 21, 22])
     assert seen[0] == [[1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]]
     assert seen[1] == [[*range(n - 7, n + 1)] for n in (20, 21, 22)]
@@ -116,7 +116,7 @@ def test_a_window_may_be_asked_for_less_than_it_holds():
     for n in range(3, 9):
         seen = sight(cache, [n], [15 + n], window_size=4)
         assert seen == [[[*range(max(1, n - 3), n + 1)]], [[*range(12 + n, 16 + n)]]]
-    prepare(batch, Right((2, 2)))
+    prepare(batch, RightPadding((2, 2)))
     seen = sight(cache, [9, 10], [24, 25], window_size=4)
     assert seen == [[[6, 7, 8, 9], [7, 8, 9, 10]], [[21, 22, 23, 24], [22, 23, 24, 25]]]
 
@@ -124,7 +124,7 @@ def test_a_window_may_be_asked_for_less_than_it_holds():
 def test_batch_rotating_right_padding_protection():
     """S3-15, S3-27, S3-65: padding behind a short row pushes none of its tokens out."""
     batch = merge([[window(*range(1, 9))], [window(*range(11, 19))], [window(21)]])
-    prepare(batch, Right((1, 6, 2)))
+    prepare(batch, RightPadding((1, 6, 2)))
     batch[0].update_and_fetch(
         *labelled([9, -1, -1, -1, -1, -1], [19, 20, 21, 22, 23, 24], [22, 23, -1, -1, -1, -1])
     )
@@ -139,7 +139,7 @@ def test_a_row_without_new_tokens_is_kept_out_of_a_padded_slice():
     """S3-27: mlx-lm would push one of its tokens out for padding; it steps aside instead."""
     batch = merge([[window(*range(1, 9))], [window(11)]])
     with pytest.raises(UnsupportedCache, match=r"Layer 0: a row without new tokens .* filter it"):
-        prepare(batch, Right((0, 2)))
+        prepare(batch, RightPadding((0, 2)))
     aside = extract(batch, 0)
     filter_rows(batch, [1])
     batch[0].update_and_fetch(*labelled([12, 13]))
@@ -166,7 +166,7 @@ def test_defect_a_slice_after_a_turned_ring_hides_a_token():
 def test_a_padded_slice_of_one_token_is_refused():
     """S3-29: loudly, by mlx-lm, before anything is written."""
     batch = merge([[window(1)], [window(2)]])
-    prepare(batch, Right((3, 1)))
+    prepare(batch, RightPadding((3, 1)))
     batch[0].update_and_fetch(*labelled([3, 4], [5, -1]))
     with pytest.raises(RuntimeError, match="finalize"):
         batch[0].update_and_fetch(*labelled([6], [-1]))
@@ -177,7 +177,7 @@ def test_windows_shorter_than_the_longest_slice_are_cut_when_decoding_begins():
     batch = merge([[window(*range(20))], [window(*range(30, 35))]])
     assert type(batch[0]) is BatchRotatingKVCache
     assert batch[0].keys.shape[2] == WINDOW
-    prepare(batch, Right((20, 20)))
+    prepare(batch, RightPadding((20, 20)))
     batch[0].update_and_fetch(*labelled(range(20, 40), range(35, 55)))
     assert batch[0].keys.shape[2] == WINDOW - 1 + 20
     batch[0].update_and_fetch(*labelled([40], [55]))

@@ -8,8 +8,8 @@ import pytest
 
 from keepwarm.errors import CacheMismatch
 from keepwarm.kv import buffers
-from keepwarm.kv.assembly import Wanted, row_buffers
-from keepwarm.kv.buffers import NAMES, UnreadArray, from_buffer, untouched
+from keepwarm.kv.assembly import RowAllocation, allocate_rows
+from keepwarm.kv.buffers import NAMES, FileArray, from_buffer, uninitialized_arrays
 from keepwarm.kv.layout import TensorSpec
 
 
@@ -17,7 +17,7 @@ from keepwarm.kv.layout import TensorSpec
 @pytest.mark.parametrize("shape", [(1, 2, 3, 4), (1, 2, 0, 4), (1, 8, 3000, 128)], ids=str)
 def test_what_is_written_is_what_mlx_reads(dtype, shape):
     other = ((1, 2, 5, 64), mx.float32)
-    first, (array, memory), last = untouched([other, (shape, dtype), other])
+    first, (array, memory), last = uninitialized_arrays([other, (shape, dtype), other])
     assert (array.shape, array.dtype) == (shape, dtype)
     for neighbour in (first, last):
         neighbour.memory[...] = 7
@@ -28,7 +28,7 @@ def test_what_is_written_is_what_mlx_reads(dtype, shape):
 
 
 def test_nothing_wanted_is_nothing_made():
-    assert untouched([]) == []
+    assert uninitialized_arrays([]) == []
 
 
 def test_memory_is_not_touched_before_it_is_used():
@@ -36,23 +36,23 @@ def test_memory_is_not_touched_before_it_is_used():
     import psutil
 
     before = psutil.Process().memory_info().rss
-    (made,) = untouched([((1, 8, 100_000, 256), mx.bfloat16)])
+    (made,) = uninitialized_arrays([((1, 8, 100_000, 256), mx.bfloat16)])
     assert made.array.nbytes > 400e6
     assert psutil.Process().memory_info().rss - before < 50e6
 
 
 def test_a_dtype_that_no_file_has_is_refused():
     with pytest.raises(CacheMismatch, match="the dtype"):
-        untouched([((1,), mx.complex64)])
+        uninitialized_arrays([((1,), mx.complex64)])
 
 
 def test_the_room_after_the_rows_is_zeros():
     """A prompt cache saved by mlx-lm holds the room too: no old memory may be in it."""
     spec = TensorSpec((1, 2, None, 64), mx.float32)
-    (used,) = row_buffers([Wanted(spec, 512)])
+    (used,) = allocate_rows([RowAllocation(spec, 512)])
     used.write(0, mx.ones((1, 2, 512, 64)))
     del used
-    (buffer,) = row_buffers([Wanted(spec, 256, room=256)])
+    (buffer,) = allocate_rows([RowAllocation(spec, 256, n_spare=256)])
     buffer.write(0, mx.ones((1, 2, 256, 64)))
     array = buffer.filled()
     assert mx.all(array[..., :256, :] == 1).item()
@@ -98,10 +98,10 @@ class Source:
 )
 def test_bytes_of_a_file_go_straight_to_where_they_belong(shape, n_pieces, monkeypatch):
     monkeypatch.setattr(buffers, "MAX_PIECES", 4)
-    wanted = np.random.default_rng(0).random(shape, np.float32)
-    source = Source(wanted.tobytes())
+    allocations = np.random.default_rng(0).random(shape, np.float32)
+    source = Source(allocations.tobytes())
     whole = np.zeros((*shape[:2], 20, shape[3]), np.float32)
-    UnreadArray("F32", shape, source).write_to(whole[:, :, : shape[2]])
+    FileArray("F32", shape, source).write_to(whole[:, :, : shape[2]])
     assert source.n_pieces == n_pieces
-    assert np.array_equal(whole[:, :, : shape[2]], wanted)
+    assert np.array_equal(whole[:, :, : shape[2]], allocations)
     assert not whole[:, :, shape[2] :].any()

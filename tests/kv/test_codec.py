@@ -18,8 +18,8 @@ from mlx_lm.models.cache import (
 )
 
 from keepwarm.errors import UnsupportedCache
-from keepwarm.kv.batch import Left, Right, extract, finalize, merge, prepare
-from keepwarm.kv.codec import CODECS, Encoded, copy_of, decode, encode, live_bytes
+from keepwarm.kv.batch import LeftPadding, RightPadding, extract, finalize, merge, prepare
+from keepwarm.kv.codec import CODECS, EncodedCache, copy_caches, decode, encode, live_bytes
 from keepwarm.kv.kinds import KINDS, is_empty, token_count
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
 from keepwarm.prefix.blocks import BLOCK_TOKENS
@@ -163,7 +163,7 @@ def test_a_copy_holds_live_rows_only_and_leaves_the_original_alone():
     """S0-06, S0-50: 10 tokens do not cost the memory of 256."""
     originals = [fed(KVCache(), 10), fed(RotatingKVCache(8), 9, 1)]
     before = copy.deepcopy(originals)
-    copies = copy_of(originals)
+    copies = copy_caches(originals)
     assert [c.nbytes for c in copies] == [live_bytes([c]) for c in originals]
     for c in copies:
         feed(c, 3, seed=9)
@@ -231,7 +231,7 @@ def test_every_model_goes_on_from_a_copy_of_its_cache(name, tiny_model):
     model, prompt = tiny_model(name), prompt_of(60)
     live = prefill(model, make_prompt_cache(model), prompt[:45], step=16)
     prefill(model, live, prompt[45:50], step=1)
-    copies = copy_of(live)
+    copies = copy_caches(live)
     assert [type(c) for c in copies] == [type(c) for c in live]
     run = continue_from(model, copies, prompt[50:], 4)
     assert_same(continue_from(model, live, prompt[50:], 4), run)
@@ -260,7 +260,7 @@ def test_a_batch_goes_on_after_a_round_trip(name, lengths, slices):
     masks = [cache.make_mask(n) for n in (1, 4) for cache in (original, again)]
     assert mx.array_equal(masks[0], masks[1])
     assert mx.array_equal(masks[2], masks[3])
-    prepared = Right((3, *[1] * (len(lengths) - 1)))
+    prepared = RightPadding((3, *[1] * (len(lengths) - 1)))
     for cache in (original, again):
         prepare([cache], prepared)
         feed(cache, 3, n_rows=len(lengths))
@@ -278,15 +278,15 @@ def test_a_batch_goes_on_after_a_round_trip(name, lengths, slices):
 def test_left_padding_that_was_announced_survives(name):
     fresh, _ = BATCHES[name]
     batch = merge([[fresh()], [fresh()]])
-    prepare(batch, Left((0, 3)))
-    (again,) = copy_of(batch)
+    prepare(batch, LeftPadding((0, 3)))
+    (again,) = copy_caches(batch)
     assert again.left_padding.tolist() == [0, 3]
     assert again.offset.tolist() == [0, -3]
 
 
 def test_a_batch_of_states_keeps_its_padding():
     (batch,) = merge([[ArraysCache(2)], [ArraysCache(2)]])
-    prepare([batch], Left((0, 3)))
+    prepare([batch], LeftPadding((0, 3)))
     again = decode(encode(batch))
     assert again.batch_size == 2
     assert again.make_mask(4).tolist() == [[True] * 4, [False, False, False, True]]
@@ -295,7 +295,7 @@ def test_a_batch_of_states_keeps_its_padding():
 @pytest.mark.parametrize("fresh", [*(f for f, _ in BATCHES.values()), lambda: ArraysCache(1)])
 def test_a_batch_between_prepare_and_finalize_is_refused(fresh):
     batch = merge([[fresh()], [fresh()]])
-    prepare(batch, Right((2, 1)))
+    prepare(batch, RightPadding((2, 1)))
     with pytest.raises(UnsupportedCache, match="between prepare and finalize"):
         encode(batch[0])
 
@@ -310,7 +310,7 @@ def test_unknown_classes_are_refused_by_name():
         with pytest.raises(UnsupportedCache, match=r"test_codec\.Derived is not a cache class kno"):
             encode(cache)
     with pytest.raises(UnsupportedCache, match="MambaCache is not a cache class known"):
-        decode(Encoded("MambaCache"))
+        decode(EncodedCache("MambaCache"))
     with pytest.raises(UnsupportedCache, match="NoneType"):
         encode(None)
 

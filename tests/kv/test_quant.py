@@ -13,11 +13,11 @@ from mlx_lm.models.cache import QuantizedKVCache
 from keepwarm.errors import UnsupportedCache
 from keepwarm.kv.assembly import reconstruct_cache
 from keepwarm.kv.batch import empty_batch, extract, merge
-from keepwarm.kv.codec import copy_of
+from keepwarm.kv.codec import copy_caches
 from keepwarm.kv.layout import probe
 from keepwarm.kv.make import make_caches
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
-from keepwarm.kv.slices import cut
+from keepwarm.kv.slices import cut_blocks
 from tests.kit.compare import assert_differs, assert_same
 from tests.kit.models import tiny
 from tests.kit.runs import Job, batched, cold, continue_from, prefill, prompt_of
@@ -81,7 +81,7 @@ def test_rows_of_a_quantised_batch_are_as_if_alone(bits, group, model):
     rows.join([held_by(model, LATE, fresh)], LATE[-1:])
     rows.step(1)
     rows.keep([3, 0, 2])
-    rows.batch = copy_of(rows.batch)
+    rows.batch = copy_caches(rows.batch)
     rows.step(N)
     assert {type(c) for c in rows.batch} == {BatchQuantizedKVCache}
     for row, prompt in enumerate([LATE, PROMPTS[0], PROMPTS[2]]):
@@ -121,7 +121,7 @@ def test_quantised_blocks_rebuild_a_cache_for_a_batch(bits, group, model):
     fresh = quantised(bits, group)
     prompt = prompt_of(300, seed=6)
     live = prefill(model, fresh(model), prompt[:-1], step=100)
-    restored = reconstruct_cache(probe(model, fresh(model)), list(cut(live)))
+    restored = reconstruct_cache(probe(model, fresh(model)), list(cut_blocks(live)))
     batch = merge([restored, held_by(model, LATE, fresh)])
     run = Rows(model, batch, [prompt[-1], LATE[-1]]).step(N).run(0)
     reference = continue_from(model, live, prompt[-1:], N)

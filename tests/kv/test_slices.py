@@ -15,7 +15,7 @@ from keepwarm.kv.assembly import (
 )
 from keepwarm.kv.kinds import Kind, token_count
 from keepwarm.kv.layout import layout_of, probe
-from keepwarm.kv.slices import Block, cut
+from keepwarm.kv.slices import Block, cut_blocks
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from tests.kit.compare import assert_differs, assert_same
 from tests.kit.models import ARCHITECTURES
@@ -49,7 +49,7 @@ def blocks_of(model, prompt, slices):
         prefill(model, caches, prompt[fed : fed + length])
         first_open = fed // BLOCK_TOKENS
         fed += length
-        kept |= {b.index: b for b in cut(caches, fed, first_block=first_open)}
+        kept |= {b.index: b for b in cut_blocks(caches, fed, first_block=first_open)}
     return caches, [kept[i] for i in sorted(kept)]
 
 
@@ -217,7 +217,7 @@ def test_blocks_do_not_hold_the_cache_alive():
     whole_cache = create_cache_from_state(*mx.random.normal((2, 1, 1, 65536, 64)))
     mx.clear_cache()
     before = mx.get_active_memory()
-    block = next(cut([whole_cache]))
+    block = next(cut_blocks([whole_cache]))
     whole = whole_cache.nbytes
     del whole_cache
     mx.clear_cache()
@@ -229,10 +229,10 @@ def test_a_state_model_must_be_told_its_length(tiny_model):
     caches = prefill(tiny_model("mamba2"), make_prompt_cache(tiny_model("mamba2")), PROMPT[:9])
     assert token_count(caches) is None
     with pytest.raises(UnsupportedCache, match="pass n_tokens"):
-        next(cut(caches))
+        next(cut_blocks(caches))
     caches = prefill(tiny_model("llama"), make_prompt_cache(tiny_model("llama")), PROMPT[:9])
     with pytest.raises(CacheMismatch, match="the token count is 9, expected 8"):
-        next(cut(caches, 8))
+        next(cut_blocks(caches, 8))
 
 
 def test_concatenate_cache_blocks():

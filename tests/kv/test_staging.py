@@ -9,7 +9,7 @@ import pytest
 from keepwarm import kv
 from keepwarm.cache.restore.records import block_of, records_of
 from keepwarm.errors import BadRecord
-from keepwarm.kv.buffers import HostArray, UnreadArray
+from keepwarm.kv.buffers import FileArray, HostArray
 from keepwarm.kv.layout import TensorSpec
 from keepwarm.kv.staging import DeviceRows, Staging
 from keepwarm.prefix.blocks import Namespace, chain
@@ -82,7 +82,7 @@ def test_bytes_of_a_file_go_straight_into_the_slot():
     target = target_of(64, staging)
     good, bad, last = (rows_of(16, seed) for seed in range(3))
     sources = [Bytes(good), Bytes(bad, fails=True), Bytes(last)]
-    arrays = [UnreadArray("F32", (1, 2, 16, 8), source) for source in sources]
+    arrays = [FileArray("F32", (1, 2, 16, 8), source) for source in sources]
     target.write(0, arrays[0])
     with pytest.raises(BadRecord):
         target.write(16, arrays[1])
@@ -105,7 +105,7 @@ def test_every_kind_of_cache_is_put_together_the_same(architecture, tiny_model):
     refs = chain(NAMESPACE, tokens)
     records = [
         record
-        for ref, block in zip(refs, kv.cut(caches, 300), strict=True)
+        for ref, block in zip(refs, kv.cut_blocks(caches, 300), strict=True)
         for record in records_of(NAMESPACE, ref, block)
     ]
     plain, through = kv.Assembly(layout, 300), kv.Assembly(layout, 300, Staging())

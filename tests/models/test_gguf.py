@@ -9,7 +9,7 @@ import pytest
 from mlx import nn
 
 from keepwarm.errors import BadModelFile, UnsupportedModel
-from keepwarm.models.gguf import checkpoint as gguf
+from keepwarm.models.gguf import model as gguf
 from keepwarm.models.gguf.file import read_header
 from keepwarm.models.gguf.tokenizer import build_tokenizer, schemes
 from keepwarm.models.load import load

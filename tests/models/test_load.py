@@ -20,6 +20,7 @@ from keepwarm.errors import (
     UnknownModel,
     UnsupportedModel,
 )
+from keepwarm.kv import make_caches
 from keepwarm.models.catalog import n_context
 from keepwarm.models.load import load
 from tests.kit.checkpoints import (
@@ -65,7 +66,7 @@ def test_directory_loads_as_it_was_written(directory):
 
 def test_caches_fit_the_model(directory):
     model = load(str(directory))
-    cache = model.make_cache()
+    cache = make_caches(model.module)
     whole = model.module(TOKENS)
     first = model.module(TOKENS[:, :5], cache=cache)
     rest = model.module(TOKENS[:, 5:], cache=cache)
@@ -92,7 +93,7 @@ def test_half_precision_becomes_fp32_on_cpu_alone(tmp_path, dtype):
     wanted = dtype if ON_GPU else mx.float32
     written = make_weights(make_config(make_tokenizer()))["lm_head.weight"].astype(dtype)
     assert mx.array_equal(model.module.lm_head.weight, written.astype(wanted))
-    cache = model.make_cache()
+    cache = make_caches(model.module)
     assert model.module(TOKENS, cache=cache).dtype == wanted
     assert cache[0].keys.dtype == wanted
 

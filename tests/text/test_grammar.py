@@ -13,6 +13,7 @@ import pytest
 import keepwarm
 from keepwarm.engine.sampling import Chooser, sample
 from keepwarm.errors import BadInput, EngineFailed
+from keepwarm.kv import make_caches
 from keepwarm.text.detokenize import decode
 from keepwarm.text.grammar import MAX_COMPILED, Grammars
 from keepwarm.text.request import Format, Sampling
@@ -56,7 +57,7 @@ def encode(model, text):
 def answers(model, choosers, max_tokens):
     """Everybody's answer tokens, decoded together, from the model's own logits and a padding
     that is likelier than every real token."""
-    stops, caches = model.tokenizer.eos_token_ids, model.make_cache()
+    stops, caches = model.tokenizer.eos_token_ids, make_caches(model.module)
     tokens = mx.full((len(choosers), 1), 5, mx.uint32)
     said, going = [[] for _ in choosers], set(range(len(choosers)))
     for _ in range(max_tokens):

@@ -47,7 +47,9 @@ class Store:
         self._rates = RateBook(self.settings.home / "rates.json")
         budgets = budgets or Budgets.of(self.settings)
         self._chosen = budgets.memory_bytes is not None
-        self._opened = OpenedStore(self.settings.store, _scaled(budgets), self.settings.secret())
+        self._opened = OpenedStore(
+            self.settings.store, _scaled(budgets), self.settings.read_encryption_key()
+        )
 
     @property
     def shelf(self) -> Shelf:

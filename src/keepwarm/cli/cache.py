@@ -38,7 +38,7 @@ def _shelf() -> Shelf:
 
     settings = config.load()
     limits, per_day = DiskLimits(settings.disk_bytes), settings.disk_writes_per_day or None
-    return Shelf(settings.store, limits, per_day, settings.secret())
+    return Shelf(settings.store, limits, per_day, settings.read_encryption_key())
 
 
 @contextmanager

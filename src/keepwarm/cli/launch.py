@@ -68,7 +68,7 @@ def _key(settings: config.Settings) -> Key:
     """The key to send: the client's own variable first, then what a server here would accept."""
     if mine := os.environ.get(KEY_VARIABLE):
         return Key(mine, f'"${KEY_VARIABLE}"')
-    keys = settings.accepted_keys()
+    keys = settings.read_api_keys()
     if not keys:
         return Key(NO_KEY, NO_KEY)
     if settings.api_keys:

@@ -109,4 +109,4 @@ def _state(cache: Any, empty: Any) -> Any:
     kind = kv.kind_of(cache)
     if kind is kv.Kind.COMPOSITE:
         return type(cache)(*_states(cache.caches, empty.caches))
-    return kv.copy_of([cache])[0] if kind is kv.Kind.STATE else empty
+    return kv.copy_caches([cache])[0] if kind is kv.Kind.STATE else empty

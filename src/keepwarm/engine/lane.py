@@ -96,7 +96,7 @@ class Lane:
         found = self._known(tokens, Policy.READ_ONLY)
         if found is None or options.kv_bits is None:
             return None
-        caches = kv.quantized(found.caches, options.kv_bits, options.kv_group_size)
+        caches = kv.quantize_caches(found.caches, options.kv_bits, options.kv_group_size)
         return found._replace(caches=kv.evaluate(caches), n_kept=0)
 
     def n_warm(self, tokens: list[int]) -> int:

@@ -205,7 +205,7 @@ class Scheduler:
         self._keeper.place(reading)
         caches = reading.prefill.caches
         try:
-            copies = [kv.copy_of(caches) for _ in reading.sequences[1:]]
+            copies = [kv.copy_caches(caches) for _ in reading.sequences[1:]]
             for sequence, own in zip(reading.sequences, [caches, *copies], strict=True):
                 self._join(sequence, own, sequence.choose_first(logits))
         except Exception as error:

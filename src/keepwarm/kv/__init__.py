@@ -13,10 +13,10 @@ from keepwarm.kv.assembly import (
     reconstruct_cache,
 )
 from keepwarm.kv.batch import (
-    Both,
-    Left,
+    LeftPadding,
     Padding,
-    Right,
+    RightPadding,
+    TwoSidedPadding,
     batch_size,
     can_batch,
     dynamic_roll,
@@ -29,34 +29,34 @@ from keepwarm.kv.batch import (
     prepare,
     trim,
 )
-from keepwarm.kv.codec import Encoded, copy_of, decode, encode, evaluate, live_bytes
+from keepwarm.kv.codec import EncodedCache, copy_caches, decode, encode, evaluate, live_bytes
 from keepwarm.kv.kinds import Caches, Kind, kind_of, token_count
 from keepwarm.kv.layout import Layout, layout_of, probe
 from keepwarm.kv.make import make_caches
-from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache, quantized
-from keepwarm.kv.slices import Block, cut
+from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache, quantize_caches
+from keepwarm.kv.slices import Block, cut_blocks
 from keepwarm.kv.staging import Staging
 
 __all__ = [
     "Assembly",
     "BatchQuantizedKVCache",
     "Block",
-    "Both",
     "Caches",
-    "Encoded",
+    "EncodedCache",
     "Kind",
     "Layout",
-    "Left",
+    "LeftPadding",
     "Padding",
     "QuantKVCache",
-    "Right",
+    "RightPadding",
     "Staging",
+    "TwoSidedPadding",
     "batch_size",
     "can_batch",
     "concatenate_cache_blocks",
-    "copy_of",
+    "copy_caches",
     "create_cache_from_state",
-    "cut",
+    "cut_blocks",
     "decode",
     "dynamic_roll",
     "empty_batch",
@@ -73,7 +73,7 @@ __all__ = [
     "merge",
     "prepare",
     "probe",
-    "quantized",
+    "quantize_caches",
     "reconstruct_cache",
     "token_count",
     "trim",

@@ -1,4 +1,4 @@
-"""Blocks as a cache again, at any token."""
+"""Caches rebuilt from blocks, up to any token."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from keepwarm.errors import CorruptBlock
-from keepwarm.kv.buffers import HostArray, Writable, host_view, untouched
-from keepwarm.kv.codec import LAYER_ARRAYS, Encoded, decode
+from keepwarm.kv.buffers import HostArray, WritableArray, host_view, uninitialized_arrays
+from keepwarm.kv.codec import LAYER_ARRAYS, EncodedCache, decode
 from keepwarm.kv.kinds import Cache, Caches, Kind
 from keepwarm.kv.layout import ROWS, LayerSpec, Layout, TensorSpec
 from keepwarm.kv.slices import Block, Rows, tensor_name
@@ -21,69 +21,71 @@ from keepwarm.prefix.blocks import BLOCK_TOKENS
 class RowBuffer:
     """K or V of one layer, filled in place, so that a restore holds the rows once.
 
-    Bytes of ours go straight into MLX's memory: one copy, and several threads may write at once.
+    Host bytes go straight into MLX's memory: one copy, and several threads may write at once.
     """
 
-    def __init__(self, spec: TensorSpec, n_rows: int, writable: Writable) -> None:
+    def __init__(self, spec: TensorSpec, n_rows: int, writable: WritableArray) -> None:
         self.spec = spec
         self._n_rows = n_rows
-        self._array, self._memory = writable
+        self.array, self._memory = writable  # complete once all rows are written
 
     def write(self, at: int, rows: Rows) -> None:
         host = rows if isinstance(rows, HostArray) else HostArray(host_view(rows), rows.dtype)
         end = at + rows.shape[ROWS]
         host.write_to(self._memory[..., at:end, :])
-        if end == self._n_rows:  # the room after them is zeros, not old memory
+        if end == self._n_rows:  # zero the spare rows: the memory is uninitialized
             self._memory[..., end:, :] = 0
 
-    def filled(self) -> mx.array:
-        """The array, once all rows are written."""
-        return self._array
 
-
-class Wanted(NamedTuple):
-    """Rows of one tensor, and room for more of them behind."""
+class RowAllocation(NamedTuple):
+    """Memory for the rows of one tensor, and spare rows after them."""
 
     spec: TensorSpec
     n_rows: int
-    room: int = 0
+    n_spare: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.spec.with_rows(self.n_rows + self.room)
+        return self.spec.with_rows(self.n_rows + self.n_spare)
 
 
-def row_buffers(
-    wanted: Sequence[Wanted], staging: Staging | None = None
+def allocate_rows(
+    allocations: Sequence[RowAllocation], staging: Staging | None = None
 ) -> Sequence[RowBuffer | DeviceRows]:
-    """Memory for all of them at once: one by one it takes MLX three times as long."""
+    """All at once: one by one it takes MLX three times as long."""
     if staging is not None:
-        arrays = [mx.zeros(one.shape, one.spec.dtype) for one in wanted]
-        mx.eval(arrays)
-        return [DeviceRows(one.spec, a, staging) for one, a in zip(wanted, arrays, strict=True)]
-    places = untouched([(one.shape, one.spec.dtype) for one in wanted])
-    return [RowBuffer(one.spec, one.n_rows, p) for one, p in zip(wanted, places, strict=True)]
+        zeros = [mx.zeros(rows.shape, rows.spec.dtype) for rows in allocations]
+        mx.eval(zeros)
+        return [
+            DeviceRows(r.spec, array, staging) for r, array in zip(allocations, zeros, strict=True)
+        ]
+    arrays = uninitialized_arrays([(rows.shape, rows.spec.dtype) for rows in allocations])
+    return [
+        RowBuffer(r.spec, r.n_rows, array) for r, array in zip(allocations, arrays, strict=True)
+    ]
 
 
-class _LeafAssembly:
-    """One layer on its way back: which rows it needs, and which have come."""
+class _LayerAssembly:
+    """One layer being restored: which rows it needs, and which are in place."""
 
     def __init__(self, leaf: LayerSpec, n_tokens: int) -> None:
         self.leaf = leaf
         self.n_tokens = n_tokens
         self.first = leaf.first_row_needed(n_tokens)
-        self.come: set[int] = set()  # numbers of the blocks whose rows are in place
+        self.filled_blocks: set[int] = set()  # indices of the blocks whose rows are in place
         self.states: dict[str, Rows] = {}
         self.buffers: dict[str, RowBuffer | DeviceRows] = {}
 
-    def wanted(self) -> dict[str, Wanted]:
-        """What it needs to hold its rows, by the names of the tensors."""
+    def allocations(self) -> dict[str, RowAllocation]:
+        """The memory that its rows need, by tensor name."""
         if self.leaf.kind is Kind.STATE:
             return {}
         n_rows = self.n_tokens - self.first
         grows = self.leaf.cls in ("KVCache", "QuantizedKVCache")
-        room = (-n_rows % BLOCK_TOKENS or BLOCK_TOKENS) if grows else 0
-        return {name: Wanted(spec, n_rows, room) for name, spec in self.leaf.tensors.items()}
+        n_spare = (-n_rows % BLOCK_TOKENS or BLOCK_TOKENS) if grows else 0
+        return {
+            name: RowAllocation(spec, n_rows, n_spare) for name, spec in self.leaf.tensors.items()
+        }
 
     def add(self, block: Block) -> None:
         if self.leaf.kind is Kind.STATE:
@@ -97,64 +99,64 @@ class _LeafAssembly:
     def _add_rows(self, block: Block, tensors: Mapping[str, Rows], first_row: int) -> None:
         held = block.start + first_row
         start, end = max(block.start, self.first), min(block.end, self.n_tokens)
-        if start >= end or held > start or block.index in self.come:
+        if start >= end or held > start or block.index in self.filled_blocks:
             return
-        n_held, place = block.end - held, self._place(block)
+        n_held, where = block.end - held, self._where(block)
         is_whole = end - start == n_held
         for name, spec in self.leaf.tensors.items():
             rows = self._tensor(block, tensors, name)
-            spec.check(rows, n_held, place)
+            spec.check(rows, n_held, where)
             part = rows if is_whole else _between(rows, start - held, end - held)
             self.buffers[name].write(start - self.first, part)
         if end == min(block.start + BLOCK_TOKENS, self.n_tokens):
-            self.come.add(block.index)
+            self.filled_blocks.add(block.index)
 
     def _add_state(self, block: Block) -> None:
         if block.end != self.n_tokens or not block.state:
             return
-        if self.leaf.is_open:
+        if self.leaf.has_variable_tensors:
             self.states = self._open_states(block)
             return
         n_rows = min(self.n_tokens, self.leaf.scalars.get("max_size", 0))
         for name, spec in self.leaf.tensors.items():
             array = self._tensor(block, block.state, name)
-            spec.check(array, n_rows, self._place(block))
-            self.states[name] = _kept(array)
+            spec.check(array, n_rows, self._where(block))
+            self.states[name] = _detach(array)
 
     def _open_states(self, block: Block) -> dict[str, Rows]:
-        """Arrays that were there when the block was cut; those one token shows are checked."""
+        """All arrays in the block; those that the layout knows are checked."""
         for name, spec in self.leaf.tensors.items():
-            spec.check_any_rows(self._tensor(block, block.state, name), self._place(block))
+            spec.check_any_rows(self._tensor(block, block.state, name), self._where(block))
         names = {f"state{i}": self._name(block, f"state{i}") for i in range(len(LAYER_ARRAYS))}
-        return {n: _kept(block.state[name]) for n, name in names.items() if name in block.state}
+        return {n: _detach(block.state[name]) for n, name in names.items() if name in block.state}
 
     def _tensor(self, block: Block, tensors: Mapping[str, Rows], name: str) -> Rows:
-        wanted = self._name(block, name)
-        if wanted not in tensors:
-            raise CorruptBlock(self.leaf.path, block.index, f"{wanted} is missing")
-        return tensors[wanted]
+        full_name = self._name(block, name)
+        if full_name not in tensors:
+            raise CorruptBlock(self.leaf.path, block.index, f"{full_name} is missing")
+        return tensors[full_name]
 
     def _name(self, block: Block, name: str) -> str:
         return tensor_name(self.leaf.path, block.index, name)
 
-    def _place(self, block: Block) -> str:
+    def _where(self, block: Block) -> str:
         return f"Layer {self.leaf.path}, block {block.index}"
 
-    def encoded(self) -> Encoded:
-        """What has come, as the codec wants it; raises where something has not."""
+    def encoded(self) -> EncodedCache:
+        """The layer for the codec; raises if rows or states are missing."""
         leaf, last = self.leaf, max(0, self.n_tokens - 1) // BLOCK_TOKENS
         scalars = {**leaf.scalars, "offset": self.n_tokens, "start_position": self.first}
         if self.n_tokens == 0 or not leaf.tensors:
-            return Encoded(leaf.cls, {}, {**scalars, "offset": 0, "start_position": 0})
+            return EncodedCache(leaf.cls, {}, {**scalars, "offset": 0, "start_position": 0})
         if leaf.kind is Kind.STATE:
             if not self.states:
                 why = f"there is no state as of token {self.n_tokens}"
                 raise CorruptBlock(leaf.path, last, why)
-            return Encoded(leaf.cls, {n: _to_mx(a) for n, a in self.states.items()}, scalars)
+            return EncodedCache(leaf.cls, {n: _to_mx(a) for n, a in self.states.items()}, scalars)
         for number in range(self.first // BLOCK_TOKENS, last + 1):
-            if number not in self.come:
+            if number not in self.filled_blocks:
                 raise self._missing(number)
-        return Encoded(leaf.cls, {n: b.filled() for n, b in self.buffers.items()}, scalars)
+        return EncodedCache(leaf.cls, {n: b.array for n, b in self.buffers.items()}, scalars)
 
     def _missing(self, number: int) -> CorruptBlock:
         start = max(self.first, number * BLOCK_TOKENS)
@@ -163,20 +165,24 @@ class _LeafAssembly:
 
 
 class Assembly:
-    """Caches for the first `n_tokens` of a prompt, put together from blocks in any order.
+    """Caches for the first `n_tokens` of a prompt, assembled from blocks in any order.
 
-    Every tensor is checked against the layout. Rows are copied into place and the block may be
-    dropped at once, so memory peaks at the cache itself plus the blocks in hand. Make and finish it
-    on the thread that owns MLX; blocks of bytes may be added by several threads at once.
+    Every tensor is checked against the layout. Rows are copied, so a block can be dropped right
+    after `add` and memory peaks at the cache itself plus the blocks being added. Create and finish
+    it on the thread that owns MLX; several threads may add blocks of host bytes at once.
     """
 
     def __init__(self, layout: Layout, n_tokens: int, staging: Staging | None = None) -> None:
         self._layout = layout
         self._staging = staging
-        self._leaves = {leaf.path: _LeafAssembly(leaf, n_tokens) for leaf in layout.leaves()}
-        wanted = [(leaf, *one) for leaf in self._leaves.values() for one in leaf.wanted().items()]
-        buffers = row_buffers([one for *_, one in wanted], staging)
-        for (leaf, name, _), buffer in zip(wanted, buffers, strict=True):
+        self._leaves = {leaf.path: _LayerAssembly(leaf, n_tokens) for leaf in layout.leaves()}
+        allocations = [
+            (leaf, name, rows)
+            for leaf in self._leaves.values()
+            for name, rows in leaf.allocations().items()
+        ]
+        buffers = allocate_rows([rows for *_, rows in allocations], staging)
+        for (leaf, name, _), buffer in zip(allocations, buffers, strict=True):
             leaf.buffers[name] = buffer
 
     def add(self, block: Block) -> None:
@@ -185,17 +191,17 @@ class Assembly:
                 leaf.add(block)
         finally:
             if self._staging is not None:
-                self._staging.flush()  # the block's bytes are not there for longer
+                self._staging.flush()  # the block's bytes may be gone after this call
 
     def finish(self) -> Caches:
-        """The caches, evaluated; raises, naming layer and block, where rows are missing."""
+        """The caches, evaluated; if rows are missing, raises with layer and block."""
         encoded = [self._encoded(layer) for layer in self._layout.layers]
         mx.eval([array for layer in encoded for array in layer.arrays()])
         return [decode(layer) for layer in encoded]
 
-    def _encoded(self, layer: LayerSpec) -> Encoded:
+    def _encoded(self, layer: LayerSpec) -> EncodedCache:
         if layer.kind is Kind.COMPOSITE:
-            return Encoded(layer.cls, parts=tuple(self._encoded(part) for part in layer.parts))
+            return EncodedCache(layer.cls, parts=tuple(self._encoded(part) for part in layer.parts))
         return self._leaves[layer.path].encoded()
 
 
@@ -203,8 +209,8 @@ def _between(rows: Rows, start: int, end: int) -> Rows:
     return rows[..., start:end, :] if isinstance(rows, mx.array) else rows.rows(start, end)
 
 
-def _kept(array: Rows) -> Rows:
-    """To have after the block is dropped."""
+def _detach(array: Rows) -> Rows:
+    """An array that stays valid after the block is dropped."""
     return array if isinstance(array, mx.array) else array.copy()
 
 
@@ -215,7 +221,7 @@ def _to_mx(array: Rows) -> mx.array:
 def reconstruct_cache(
     layout: Layout, blocks: Iterable[Block], n_tokens: int | None = None
 ) -> Caches:
-    """One cache object a layer from blocks in order, up to `n_tokens` (default: all of them)."""
+    """One cache per layer from blocks in order, up to `n_tokens` (default: all of them)."""
     if n_tokens is None:
         blocks = list(blocks)
         n_tokens = blocks[-1].end if blocks else 0
@@ -231,14 +237,14 @@ def concatenate_cache_blocks(ks: Iterable[Any], vs: Iterable[Any]) -> tuple[mx.a
     if not pairs:
         raise CorruptBlock("?", 0, "there are no blocks to concatenate")
     n_rows = sum(k.shape[ROWS] for k, _ in pairs)
-    buffers = row_buffers([Wanted(_spec_of(array), n_rows) for array in pairs[0]])
+    buffers = allocate_rows([RowAllocation(_spec_of(array), n_rows) for array in pairs[0]])
     at = 0
     for index, pair in enumerate(pairs):
         for buffer, array in zip(buffers, pair, strict=True):
             buffer.spec.check(array, pair[0].shape[ROWS], f"Block {index}")
             buffer.write(at, array)
         at += pair[0].shape[ROWS]
-    keys, values = (buffer.filled() for buffer in buffers)
+    keys, values = (buffer.array for buffer in buffers)
     mx.eval(keys, values)
     return keys, values
 

@@ -22,20 +22,20 @@ from mlx_lm.models.cache import (
 )
 
 from keepwarm.errors import CacheMismatch, UnsupportedCache
-from keepwarm.kv.codec import encode, refuse_unfinished
+from keepwarm.kv.codec import encode, require_finalized
 from keepwarm.kv.kinds import Cache, Caches, Kind, is_batched, is_empty, kind_of, leaves
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
 
 
 @dataclass(frozen=True)
-class Left:
+class LeftPadding:
     """Row i starts with `amounts[i]` padding tokens. Only an empty batch can take it."""
 
     amounts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Right:
+class RightPadding:
     """Row i brings `lengths[i]` tokens and is filled up to the longest row behind them."""
 
     lengths: tuple[int, ...]
@@ -46,14 +46,14 @@ class Right:
 
 
 @dataclass(frozen=True)
-class Both:
+class TwoSidedPadding:
     """Padding before and behind; `right.lengths` count a row's left padding with its tokens."""
 
-    left: Left
-    right: Right
+    left: LeftPadding
+    right: RightPadding
 
 
-Padding = Left | Right | Both
+Padding = LeftPadding | RightPadding | TwoSidedPadding
 
 BATCHABLE = ("KVCache", "QuantizedKVCache", "RotatingKVCache", "ArraysCache")
 SETTINGS = ("group_size", "bits", "max_size", "keep", "size")
@@ -99,8 +99,8 @@ def prepare(batch: Caches, padding: Padding) -> None:
     Call it before every slice of more than one token, with equal lengths too: a window's ring is
     put in order of time here, because mlx-lm masks a slice after a turned ring wrongly.
     """
-    left = padding if isinstance(padding, Left) else getattr(padding, "left", None)
-    right = padding if isinstance(padding, Right) else getattr(padding, "right", None)
+    left = padding if isinstance(padding, LeftPadding) else getattr(padding, "left", None)
+    right = padding if isinstance(padding, RightPadding) else getattr(padding, "right", None)
     arguments: dict[str, list[int]] = {}
     if left is not None:
         _check_rows(batch, left.amounts)
@@ -136,7 +136,7 @@ def filter_rows(batch: Caches, keep: Sequence[int]) -> None:
     if not keep or not all(0 <= i < n_rows for i in keep):
         raise CacheMismatch("The batch", "the rows to keep", f"some of 0 to {n_rows - 1}", keep)
     for path, leaf in leaves(batch):
-        refuse_unfinished(leaf)
+        require_finalized(leaf)
         if is_empty(leaf) and leaf.left_padding is not None and mx.any(leaf.left_padding > 0):
             raise UnsupportedCache(f"Layer {path}: feed the announced left padding first.")
     for layer in batch:
@@ -156,7 +156,7 @@ def extract(batch: Caches, row: int) -> Caches:
     if not 0 <= row < n_rows:
         raise CacheMismatch("The batch", "the row", f"one of 0 to {n_rows - 1}", row)
     for _, leaf in leaves(batch):
-        refuse_unfinished(leaf)
+        require_finalized(leaf)
     return [_extract_layer(layer, row) for layer in batch]
 
 

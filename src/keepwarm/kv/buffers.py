@@ -36,7 +36,7 @@ MADV_COLLAPSE = 25  # since Linux 6.1; Python has no name for it yet
 Shape: TypeAlias = tuple[int, ...]
 
 
-class Buffer(NamedTuple):
+class ArrayBytes(NamedTuple):
     """The bytes of an array; they stay valid, and the array alive, as long as this does."""
 
     dtype: str
@@ -81,7 +81,7 @@ class HostArray:
         return words.view(mx.bfloat16) if self.dtype == mx.bfloat16 else words
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """Where the bytes of an array come from when they are asked for."""
 
     @property
@@ -93,10 +93,10 @@ class Source(Protocol):
         be."""
 
 
-class UnreadArray(HostArray):
+class FileArray(HostArray):
     """An array whose bytes lie in a file. Each look at its words reads them."""
 
-    def __init__(self, dtype: str, shape: Shape, source: Source) -> None:
+    def __init__(self, dtype: str, shape: Shape, source: ByteSource) -> None:
         self.shape, self.dtype = shape, DTYPES[dtype]  # and no words yet
         self._name, self._source = dtype, source
 
@@ -116,16 +116,16 @@ class UnreadArray(HostArray):
             super().write_to(memory)
 
 
-def to_buffer(array: mx.array | HostArray) -> Buffer:
+def to_buffer(array: mx.array | HostArray) -> ArrayBytes:
     """The bytes of an evaluated array in C order; shared with it where it is contiguous."""
     if isinstance(array, HostArray):
-        return _buffer(array.words, array.dtype)
-    return _buffer(np.asarray(_numpys(array)), array.dtype)
+        return _array_bytes(array.words, array.dtype)
+    return _array_bytes(np.asarray(_numpys(array)), array.dtype)
 
 
-def _buffer(words: np.ndarray[Any, Any], dtype: mx.Dtype) -> Buffer:
+def _array_bytes(words: np.ndarray[Any, Any], dtype: mx.Dtype) -> ArrayBytes:
     flat = np.ascontiguousarray(words).reshape(-1)
-    return Buffer(_name_of(dtype), words.shape, flat.data.cast("B"))
+    return ArrayBytes(_name_of(dtype), words.shape, flat.data.cast("B"))
 
 
 def _name_of(dtype: mx.Dtype) -> str:
@@ -161,14 +161,14 @@ def _numpys(array: mx.array) -> mx.array:
     return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
 
 
-class Writable(NamedTuple):
+class WritableArray(NamedTuple):
     """An array, and its memory as the host writes it before anybody reads the array."""
 
     array: mx.array
     memory: np.ndarray[Any, Any]
 
 
-class _Hollow(io.BytesIO):
+class _HeaderOnlyFile(io.BytesIO):
     """A safetensors file that is all header: whoever reads its tensors gets no bytes."""
 
     def __init__(self, wanted: Sequence[tuple[Shape, mx.Dtype]]) -> None:
@@ -189,7 +189,7 @@ class _Hollow(io.BytesIO):
         return super().readinto(buffer) or memoryview(buffer).nbytes
 
 
-def untouched(wanted: Sequence[tuple[Shape, mx.Dtype]]) -> list[Writable]:
+def uninitialized_arrays(wanted: Sequence[tuple[Shape, mx.Dtype]]) -> list[WritableArray]:
     """Evaluated arrays of whatever their memory holds, to be written by the host.
 
     `mx.empty` fills with zeros, in one thread: the first use of so much memory costs more than
@@ -197,11 +197,11 @@ def untouched(wanted: Sequence[tuple[Shape, mx.Dtype]]) -> list[Writable]:
     """
     if not wanted:
         return []
-    loaded: Any = mx.load(_Hollow(wanted), format="safetensors")
+    loaded: Any = mx.load(_HeaderOnlyFile(wanted), format="safetensors")
     arrays: list[mx.array] = [loaded[str(number)] for number in range(len(wanted))]
     views = [_numpys(array) for array in arrays]
     mx.eval(views)  # together: one by one it takes five times as long
-    made = [Writable(a, np.asarray(view)) for a, view in zip(arrays, views, strict=True)]
+    made = [WritableArray(a, np.asarray(view)) for a, view in zip(arrays, views, strict=True)]
     _ask_for_huge_pages([writable.memory for writable in made])
     return made
 

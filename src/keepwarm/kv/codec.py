@@ -31,18 +31,18 @@ from keepwarm.kv.quant import BatchQuantizedKVCache, QuantizedRows, QuantKVCache
 Scalar: TypeAlias = int | bool
 Tensors: TypeAlias = Mapping[str, mx.array]
 
-TRIPLE = QuantizedRows._fields
+QUANT_PARTS = QuantizedRows._fields
 LAYER_ARRAYS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedCache:
     """One layer's cache as values. An empty cache has no tensors."""
 
     cls: str
     tensors: Tensors = field(default_factory=dict)
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
-    parts: tuple[Encoded, ...] = ()
+    parts: tuple[EncodedCache, ...] = ()
 
     def arrays(self) -> list[mx.array]:
         """All tensors, those of the parts included: what to evaluate."""
@@ -53,13 +53,13 @@ class Encoded:
         return sum(array.nbytes for array in self.arrays())
 
 
-def encode(cache: Cache) -> Encoded:
+def encode(cache: Cache) -> EncodedCache:
     """Tensors and scalars from which `decode` makes an equal cache. Does not change the cache."""
     kind_of(cache)
     return CODECS[type(cache)].encode(cache)
 
 
-def decode(encoded: Encoded) -> Cache:
+def decode(encoded: EncodedCache) -> Cache:
     """A cache that goes on exactly as the encoded one would have."""
     codec = _BY_NAME.get(encoded.cls)
     if codec is None:
@@ -67,7 +67,7 @@ def decode(encoded: Encoded) -> Cache:
     return codec.decode(encoded)
 
 
-def rows_in_time(cache: Cache) -> Tensors:
+def rows_in_order(cache: Cache) -> Tensors:
     """All rows of K and V that are still there, oldest first: after a long slice a rotating cache
     holds more than its window, and each of those rows is worth a block."""
     if isinstance(cache, RotatingKVCache) and cache.keys is not None:
@@ -81,17 +81,17 @@ def evaluate(caches: Caches) -> Caches:
     return caches
 
 
-def copy_of(caches: Caches) -> Caches:
+def copy_caches(caches: Caches) -> Caches:
     """Equal caches in buffers of exactly their live rows; the originals are not touched.
 
     Memory is shared until either is written to, but no array object: mlx-lm writes into those.
     """
-    return [decode(_viewed(encode(cache))) for cache in caches]
+    return [decode(_share_memory(encode(cache))) for cache in caches]
 
 
-def _viewed(encoded: Encoded) -> Encoded:
+def _share_memory(encoded: EncodedCache) -> EncodedCache:
     tensors = {name: array[...] for name, array in encoded.tensors.items()}
-    return replace(encoded, tensors=tensors, parts=tuple(map(_viewed, encoded.parts)))
+    return replace(encoded, tensors=tensors, parts=tuple(map(_share_memory, encoded.parts)))
 
 
 def live_bytes(caches: Caches) -> int:
@@ -108,7 +108,9 @@ def _rows(cache: Cache, end: int | None = None) -> dict[str, mx.array]:
         if isinstance(rows, mx.array):
             found[name] = rows[..., :end, :]
         else:
-            found |= {f"{name}_{p}": x[..., :end, :] for p, x in zip(TRIPLE, rows, strict=True)}
+            found |= {
+                f"{name}_{p}": x[..., :end, :] for p, x in zip(QUANT_PARTS, rows, strict=True)
+            }
     return found
 
 
@@ -118,38 +120,39 @@ def _set_rows(cache: Cache, tensors: Tensors) -> Cache:
         cache.keys, cache.values = tensors["keys"], tensors["values"]
     elif tensors:
         cache.keys, cache.values = (
-            QuantizedRows(*(tensors[f"{name}_{p}"] for p in TRIPLE)) for name in ("keys", "values")
+            QuantizedRows(*(tensors[f"{name}_{p}"] for p in QUANT_PARTS))
+            for name in ("keys", "values")
         )
     return cache
 
 
-def _encode_kv(cache: Cache) -> Encoded:
-    return Encoded("KVCache", _rows(cache, cache.offset), {"offset": cache.offset})
+def _encode_kv(cache: Cache) -> EncodedCache:
+    return EncodedCache("KVCache", _rows(cache, cache.offset), {"offset": cache.offset})
 
 
-def _decode_kv(encoded: Encoded) -> KVCache:
+def _decode_kv(encoded: EncodedCache) -> KVCache:
     cache = _set_rows(KVCache(), encoded.tensors)
     cache.offset = encoded.scalars["offset"]
     return cache
 
 
-def _encode_concatenate(cache: ConcatenateKVCache) -> Encoded:
+def _encode_concatenate(cache: ConcatenateKVCache) -> EncodedCache:
     # After mlx-lm's trim the rows are longer than the offset says; the offset is the truth.
-    return Encoded("ConcatenateKVCache", _rows(cache, cache.offset), {"offset": cache.offset})
+    return EncodedCache("ConcatenateKVCache", _rows(cache, cache.offset), {"offset": cache.offset})
 
 
-def _decode_concatenate(encoded: Encoded) -> ConcatenateKVCache:
+def _decode_concatenate(encoded: EncodedCache) -> ConcatenateKVCache:
     cache = _set_rows(ConcatenateKVCache(), encoded.tensors)
     cache.offset = encoded.scalars["offset"]
     return cache
 
 
-def _encode_quantized(cache: QuantizedKVCache) -> Encoded:
+def _encode_quantized(cache: QuantizedKVCache) -> EncodedCache:
     scalars = {"offset": cache.offset, "group_size": cache.group_size, "bits": cache.bits}
-    return Encoded("QuantizedKVCache", _rows(cache, cache.offset), scalars)
+    return EncodedCache("QuantizedKVCache", _rows(cache, cache.offset), scalars)
 
 
-def _decode_quantized(encoded: Encoded) -> QuantKVCache:
+def _decode_quantized(encoded: EncodedCache) -> QuantKVCache:
     scalars = encoded.scalars
     cache = QuantKVCache(group_size=scalars["group_size"], bits=scalars["bits"])
     cache.offset = scalars["offset"]
@@ -157,12 +160,12 @@ def _decode_quantized(encoded: Encoded) -> QuantKVCache:
     return cache
 
 
-def _encode_rotating(cache: RotatingKVCache) -> Encoded:
+def _encode_rotating(cache: RotatingKVCache) -> EncodedCache:
     tensors = {}
     if cache.keys is not None:
-        tensors = {n: _last_window(cache, rows) for n, rows in rows_in_time(cache).items()}
+        tensors = {n: _last_window(cache, rows) for n, rows in rows_in_order(cache).items()}
     scalars = {"offset": cache.offset, "keep": cache.keep, "max_size": cache.max_size}
-    return Encoded("RotatingKVCache", tensors, scalars)
+    return EncodedCache("RotatingKVCache", tensors, scalars)
 
 
 def _last_window(cache: RotatingKVCache, rows: mx.array) -> mx.array:
@@ -176,7 +179,7 @@ def _last_window(cache: RotatingKVCache, rows: mx.array) -> mx.array:
     return mx.concatenate([kept, rest], axis=2)
 
 
-def _decode_rotating(encoded: Encoded) -> RotatingKVCache:
+def _decode_rotating(encoded: EncodedCache) -> RotatingKVCache:
     scalars = encoded.scalars
     cache = RotatingKVCache(max_size=scalars["max_size"], keep=scalars["keep"])
     _set_rows(cache, encoded.tensors)
@@ -185,17 +188,17 @@ def _decode_rotating(encoded: Encoded) -> RotatingKVCache:
     return cache
 
 
-def _encode_chunked(cache: ChunkedKVCache) -> Encoded:
+def _encode_chunked(cache: ChunkedKVCache) -> EncodedCache:
     n_rows = cache.offset - cache.start_position
     scalars = {
         "offset": cache.offset,
         "chunk_size": cache.chunk_size,
         "start_position": cache.start_position,
     }
-    return Encoded("ChunkedKVCache", _rows(cache, n_rows), scalars)
+    return EncodedCache("ChunkedKVCache", _rows(cache, n_rows), scalars)
 
 
-def _decode_chunked(encoded: Encoded) -> ChunkedKVCache:
+def _decode_chunked(encoded: EncodedCache) -> ChunkedKVCache:
     scalars = encoded.scalars
     cache = _set_rows(ChunkedKVCache(scalars["chunk_size"]), encoded.tensors)
     cache.offset = scalars["offset"]
@@ -203,15 +206,15 @@ def _decode_chunked(encoded: Encoded) -> ChunkedKVCache:
     return cache
 
 
-def _encode_arrays(cache: ArraysCache) -> Encoded:
-    refuse_unfinished(cache)
+def _encode_arrays(cache: ArraysCache) -> EncodedCache:
+    require_finalized(cache)
     tensors = {f"state{i}": array for i, array in enumerate(cache.cache) if array is not None}
     if cache.left_padding is not None:
         tensors["left_padding"] = cache.left_padding
-    return Encoded("ArraysCache", tensors, {"size": len(cache.cache)})
+    return EncodedCache("ArraysCache", tensors, {"size": len(cache.cache)})
 
 
-def _decode_arrays(encoded: Encoded) -> ArraysCache:
+def _decode_arrays(encoded: EncodedCache) -> ArraysCache:
     cache = ArraysCache(encoded.scalars["size"])
     for i in range(encoded.scalars["size"]):
         cache[i] = encoded.tensors.get(f"state{i}")
@@ -219,14 +222,14 @@ def _decode_arrays(encoded: Encoded) -> ArraysCache:
     return cache
 
 
-def _encode_layer_cache(cache: LayerCache) -> Encoded:
+def _encode_layer_cache(cache: LayerCache) -> EncodedCache:
     arrays = {f"state{i}": getattr(cache, name) for i, name in enumerate(LAYER_ARRAYS)}
     tensors = {name: array for name, array in arrays.items() if array is not None}
     scalars = {"offset": cache.offset, "window_size": cache.window_size}
-    return Encoded("LayerCache", tensors, scalars)
+    return EncodedCache("LayerCache", tensors, scalars)
 
 
-def _decode_layer_cache(encoded: Encoded) -> LayerCache:
+def _decode_layer_cache(encoded: EncodedCache) -> LayerCache:
     cache = LayerCache(encoded.scalars["window_size"])
     cache.offset = encoded.scalars["offset"]
     for i, name in enumerate(LAYER_ARRAYS):
@@ -234,36 +237,36 @@ def _decode_layer_cache(encoded: Encoded) -> LayerCache:
     return cache
 
 
-def _encode_list(cache: CacheList) -> Encoded:
-    return Encoded("CacheList", parts=tuple(encode(part) for part in cache.caches))
+def _encode_list(cache: CacheList) -> EncodedCache:
+    return EncodedCache("CacheList", parts=tuple(encode(part) for part in cache.caches))
 
 
-def _decode_list(encoded: Encoded) -> CacheList:
+def _decode_list(encoded: EncodedCache) -> CacheList:
     return CacheList(*(decode(part) for part in encoded.parts))
 
 
-def _encode_batch(cache: BatchKVCache | BatchQuantizedKVCache) -> Encoded:
-    refuse_unfinished(cache)
+def _encode_batch(cache: BatchKVCache | BatchQuantizedKVCache) -> EncodedCache:
+    require_finalized(cache)
     tensors = _rows(cache, cache._idx)
     scalars = {"idx": cache._idx}
     if isinstance(cache, BatchQuantizedKVCache):
         scalars |= {"group_size": cache.group_size, "bits": cache.bits}
-    return Encoded(type(cache).__name__, tensors | _row_positions(cache), scalars)
+    return EncodedCache(type(cache).__name__, tensors | _row_positions(cache), scalars)
 
 
-def _decode_batch(encoded: Encoded) -> BatchKVCache:
+def _decode_batch(encoded: EncodedCache) -> BatchKVCache:
     return _set_batch(BatchKVCache([0]), encoded)
 
 
-def _decode_batch_quantized(encoded: Encoded) -> BatchQuantizedKVCache:
+def _decode_batch_quantized(encoded: EncodedCache) -> BatchQuantizedKVCache:
     scalars = encoded.scalars
     cache = BatchQuantizedKVCache([0], scalars["group_size"], scalars["bits"])
     _set_batch(cache, encoded)
     return cache
 
 
-def _encode_batch_rotating(cache: BatchRotatingKVCache) -> Encoded:
-    refuse_unfinished(cache)
+def _encode_batch_rotating(cache: BatchRotatingKVCache) -> EncodedCache:
+    require_finalized(cache)
     scalars = {
         "max_size": cache.max_size,
         "idx": cache._idx,
@@ -272,10 +275,10 @@ def _encode_batch_rotating(cache: BatchRotatingKVCache) -> Encoded:
     }
     # A ring that has turned is full; one that has not ends at idx.
     rows = _rows(cache, None if cache.rotated else cache._idx)
-    return Encoded("BatchRotatingKVCache", rows | _row_positions(cache), scalars)
+    return EncodedCache("BatchRotatingKVCache", rows | _row_positions(cache), scalars)
 
 
-def _decode_batch_rotating(encoded: Encoded) -> BatchRotatingKVCache:
+def _decode_batch_rotating(encoded: EncodedCache) -> BatchRotatingKVCache:
     cache = _set_batch(BatchRotatingKVCache(encoded.scalars["max_size"], [0]), encoded)
     cache._offset = encoded.scalars["n_fed"]
     cache.rotated = bool(encoded.scalars["rotated"])
@@ -286,22 +289,22 @@ def _row_positions(cache: Cache) -> dict[str, mx.array]:
     return {"offset": cache.offset, "left_padding": cache.left_padding}
 
 
-def _set_batch(cache: Cache, encoded: Encoded) -> Cache:
+def _set_batch(cache: Cache, encoded: EncodedCache) -> Cache:
     tensors = dict(encoded.tensors)
     cache.offset, cache.left_padding = tensors.pop("offset"), tensors.pop("left_padding")
     cache._idx = encoded.scalars["idx"]
     return _set_rows(cache, tensors)
 
 
-def refuse_unfinished(cache: Cache) -> None:
+def require_finalized(cache: Cache) -> None:
     """Raise where a batch stands between prepare and finalize, its padding still on the right."""
     if any(getattr(cache, n, None) is not None for n in ("_right_padding", "_lengths", "lengths")):
         raise UnsupportedCache("A batch between prepare and finalize cannot be used; finalize it.")
 
 
 class Codec(NamedTuple):
-    encode: Callable[[Cache], Encoded]
-    decode: Callable[[Encoded], Cache]
+    encode: Callable[[Cache], EncodedCache]
+    decode: Callable[[EncodedCache], Cache]
 
 
 CODECS: dict[type, Codec] = {

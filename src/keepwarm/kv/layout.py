@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from keepwarm.errors import BadInput, CacheMismatch
-from keepwarm.kv.codec import Encoded, Scalar, encode
+from keepwarm.kv.codec import EncodedCache, Scalar, encode
 from keepwarm.kv.kinds import Caches, Kind, kind_of
 
 ROWS = 2  # the axis of K and V that counts tokens
 POSITIONS = frozenset({"offset", "start_position"})  # scalars that move with every token
 
 
-class Shaped(Protocol):
+class ArrayLike(Protocol):
     """An array of MLX, or bytes that will become one."""
 
     @property
@@ -43,17 +43,17 @@ class TensorSpec:
     def with_rows(self, n_rows: int) -> tuple[int, ...]:
         return tuple([n_rows if n is None else n for n in self.shape])
 
-    def check(self, array: Shaped, n_rows: int, place: str) -> None:
+    def check(self, array: ArrayLike, n_rows: int, where: str) -> None:
         if array.dtype != self.dtype:
-            raise CacheMismatch(place, "the dtype", self.dtype, array.dtype)
+            raise CacheMismatch(where, "the dtype", self.dtype, array.dtype)
         expected = self.with_rows(n_rows)
         if array.shape != expected:
-            raise CacheMismatch(place, "the shape", expected, array.shape)
+            raise CacheMismatch(where, "the shape", expected, array.shape)
 
-    def check_any_rows(self, array: Shaped, place: str) -> None:
+    def check_any_rows(self, array: ArrayLike, where: str) -> None:
         """The same for a tensor whose rows are not counted in tokens."""
         axis = self.shape.index(None)
-        self.check(array, array.shape[axis] if axis < array.ndim else 0, place)
+        self.check(array, array.shape[axis] if axis < array.ndim else 0, where)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class LayerSpec:
         return max(0, n_tokens - self.window) if self.window else 0
 
     @property
-    def is_open(self) -> bool:
+    def has_variable_tensors(self) -> bool:
         """Whether arrays appear, and grow, only as tokens come: one token does not show them."""
         return self.cls == "LayerCache"
 
@@ -107,13 +107,13 @@ class Layout:
         if len(caches) != len(self.layers):
             raise CacheMismatch("The cache", "the number of layers", len(self.layers), len(caches))
         for expected, got in zip(self.leaves(), layout_of(caches).leaves(), strict=True):
-            place = f"Layer {expected.path}"
+            where = f"Layer {expected.path}"
             for what in ("kind", "cls", "scalars", "tensors"):
                 wanted, found = getattr(expected, what), getattr(got, what)
-                if what == "tensors" and expected.is_open:
+                if what == "tensors" and expected.has_variable_tensors:
                     found = {name: spec for name, spec in found.items() if name in wanted}
                 if wanted != found:
-                    raise CacheMismatch(place, f"the {what}", wanted, found)
+                    raise CacheMismatch(where, f"the {what}", wanted, found)
 
 
 def layout_of(caches: Caches) -> Layout:
@@ -135,7 +135,7 @@ def probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Layout:
     return layout_of(caches)
 
 
-def _spec(path: str, kind: Kind, cache: Any, encoded: Encoded) -> LayerSpec:
+def _spec(path: str, kind: Kind, cache: Any, encoded: EncodedCache) -> LayerSpec:
     parts = tuple(
         _spec(f"{path}.{i}", kind_of(part), part, encoded.parts[i])
         for i, part in enumerate(cache.caches if encoded.parts else ())

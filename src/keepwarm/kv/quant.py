@@ -46,14 +46,14 @@ class QuantKVCache(QuantizedKVCache):
         return 0 if self.keys is None else int(super().nbytes)
 
 
-def quantized(caches: list[Any], bits: int, group_size: int) -> list[Any]:
+def quantize_caches(caches: list[Any], bits: int, group_size: int) -> list[Any]:
     """The same sequence with the layers that keep every token quantised; others as they are."""
-    return [_quantized(cache, bits, group_size) for cache in caches]
+    return [_quantize_cache(cache, bits, group_size) for cache in caches]
 
 
-def _quantized(cache: Any, bits: int, group_size: int) -> Any:
+def _quantize_cache(cache: Any, bits: int, group_size: int) -> Any:
     if isinstance(cache, CacheList):
-        return CacheList(*quantized(list(cache.caches), bits, group_size))
+        return CacheList(*quantize_caches(list(cache.caches), bits, group_size))
     if type(cache) is not KVCache:
         return cache
     made = QuantKVCache(group_size, bits)

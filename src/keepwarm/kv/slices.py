@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from keepwarm.errors import CacheMismatch, UnsupportedCache
 from keepwarm.kv.buffers import HostArray
-from keepwarm.kv.codec import Tensors, encode, rows_in_time
+from keepwarm.kv.codec import Tensors, encode, rows_in_order
 from keepwarm.kv.kinds import (
     Caches,
     Kind,
@@ -88,7 +88,9 @@ class _Rows(NamedTuple):
         return {name: mx.contiguous(rows[..., a:b, :]) for name, rows in self.tensors.items()}
 
 
-def cut(caches: Caches, n_tokens: int | None = None, first_block: int = 0) -> Iterator[Block]:
+def cut_blocks(
+    caches: Caches, n_tokens: int | None = None, first_block: int = 0
+) -> Iterator[Block]:
     """Blocks of a single-sequence cache from `first_block` on, evaluated, one at a time.
 
     `n_tokens` is what the cache represents; only a model of nothing but state layers needs to be
@@ -126,7 +128,7 @@ def _rows_and_states(
             raise UnsupportedCache(f"Layer {path} is a batch; extract a row first.")
         if kind_of(cache) is Kind.STATE:
             states[path] = encode(cache).tensors
-        elif tensors := rows_in_time(cache):
+        elif tensors := rows_in_order(cache):
             n_rows = next(iter(tensors.values())).shape[ROWS]
             rows[path] = (kind_of(cache), _Rows(total - n_rows, tensors))
     return rows, states

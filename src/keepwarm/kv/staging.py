@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from keepwarm.kv.buffers import HostArray, untouched, word_of
+from keepwarm.kv.buffers import HostArray, uninitialized_arrays, word_of
 from keepwarm.kv.layout import TensorSpec
 
 SLOT_BYTES = 32 << 20
@@ -34,7 +34,7 @@ class _Slot(threading.local):
     """What one thread has in hand: its piece of memory, and copies that wait in it."""
 
     def __init__(self, n_bytes: int) -> None:
-        ((self.array, self.memory),) = untouched([((n_bytes,), mx.uint8)])
+        ((self.array, self.memory),) = uninitialized_arrays([((n_bytes,), mx.uint8)])
         self.memory[:] = 0
         _advise(self.memory)
         self.used = 0
@@ -94,9 +94,6 @@ class DeviceRows:
             self._staging.write(self, at, rows)
         else:
             self.array[..., at : at + rows.shape[-2], :] = rows
-
-    def filled(self) -> mx.array:
-        return self.array
 
 
 def _advise(memory: Any) -> None:

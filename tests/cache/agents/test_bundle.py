@@ -15,7 +15,7 @@ from keepwarm.cache.restore.records import block_of, records_of
 from keepwarm.cache.shelf import Shelf
 from keepwarm.errors import BadCacheFile, BadInput, InsufficientResources, StoreFailed
 from keepwarm.kv.layout import probe
-from keepwarm.kv.slices import cut
+from keepwarm.kv.slices import cut_blocks
 from keepwarm.prefix.blocks import block_key, chain, pack
 from keepwarm.prefix.fingerprint import FORMAT_VERSION
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits
@@ -150,7 +150,7 @@ def test_trimmed_rows_are_those_of_a_shorter_prompt(name, tiny_model):
     """Bit for bit what a cache of the first tokens holds."""
     model = tiny_model(name)
     prompt = prompt_of(200, seed=1)
-    (whole,) = cut(prefill(model, make_prompt_cache(model), prompt), len(prompt))
+    (whole,) = cut_blocks(prefill(model, make_prompt_cache(model), prompt), len(prompt))
     ref = next(chain(NAME, prompt))
     for made in records_of(NAME, ref, whole):
         first = trimmed(made, 150)

@@ -351,7 +351,7 @@ def test_long_prompts_are_found_quickly(live, can_trim):
     array = mx.zeros((1, 1, 100_000, 1), mx.uint8)
     shared = {"keys": array, "values": array} if can_trim else {"state0": array}
     cls, scalars = ("KVCache", {"offset": 100_000}) if can_trim else ("ArraysCache", {"size": 1})
-    caches = [kv.decode(kv.Encoded(cls, shared, scalars))]
+    caches = [kv.decode(kv.EncodedCache(cls, shared, scalars))]
     for i in range(100):
         live.put(OURS, [*prompt[: 1000 * i], 1, *prompt[1000 * i + 1 :]], caches)
     live.put(OURS, prompt, caches)

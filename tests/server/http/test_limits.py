@@ -88,10 +88,10 @@ def test_keys_come_from_a_file_nobody_else_reads(tmp_path):
     keys.write_text("one\ntwo\n")
     keys.chmod(0o600)
     given = settings(api_key_file=keys)
-    assert given.accepted_keys() == ("one", "two")
+    assert given.read_api_keys() == ("one", "two")
     keys.chmod(0o644)
     with pytest.raises(BadInput, match="chmod 600"):
-        given.accepted_keys()
+        given.read_api_keys()
 
 
 def test_keys_do_not_belong_into_the_settings_file(tmp_path):

@@ -194,7 +194,7 @@ def _detached(caches: kv.Caches) -> kv.Caches:
     return [kv.decode(_contiguous(kv.encode(cache))) for cache in caches]
 
 
-def _contiguous(encoded: kv.Encoded) -> kv.Encoded:
+def _contiguous(encoded: kv.EncodedCache) -> kv.EncodedCache:
     tensors = {name: mx.contiguous(array) for name, array in encoded.tensors.items()}
     mx.eval(list(tensors.values()))  # layer by layer, so that no second cache is ever whole
     return replace(encoded, tensors=tensors, parts=tuple(map(_contiguous, encoded.parts)))
@@ -202,16 +202,16 @@ def _contiguous(encoded: kv.Encoded) -> kv.Encoded:
 
 def _copy(caches: kv.Caches, n_excess: int) -> kv.Caches:
     """A copy without the last tokens."""
-    copy = kv.copy_of(caches)
+    copy = kv.copy_caches(caches)
     if n_excess:
         kv.trim(copy, n_excess)
-        copy = kv.copy_of(copy)  # in buffers that hold no more than is left
+        copy = kv.copy_caches(copy)  # in buffers that hold no more than is left
     return kv.evaluate(copy)
 
 
 def _can_trim(caches: kv.Caches) -> bool:
     try:
-        kv.trim(kv.copy_of(caches), 1)
+        kv.trim(kv.copy_caches(caches), 1)
     except UnsupportedCache:
         return False
     return True

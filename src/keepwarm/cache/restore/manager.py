@@ -20,7 +20,7 @@ from keepwarm.cache.restore.records import records_of
 from keepwarm.cache.restore.writing import Saver
 from keepwarm.kv.kinds import Caches
 from keepwarm.kv.layout import Layout
-from keepwarm.kv.slices import Block, cut
+from keepwarm.kv.slices import Block, cut_blocks
 from keepwarm.prefix.blocks import (
     BLOCK_TOKENS,
     BlockKey,
@@ -239,7 +239,7 @@ class Capture:
             first = min(first, self._n_blocks - 1)
         if not checkpoint and first == n_whole:
             return
-        blocks = cut(caches, upto, first_block=first)
+        blocks = cut_blocks(caches, upto, first_block=first)
         self._keep_behind(behind, islice(blocks, self._n_blocks - first), checkpoint)
         for ref in self._refs(upto if checkpoint else n_whole * BLOCK_TOKENS):
             block = next(blocks)

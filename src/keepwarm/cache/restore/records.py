@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 
-from keepwarm.kv.buffers import HostArray, UnreadArray, from_buffer, to_buffer
+from keepwarm.kv.buffers import FileArray, HostArray, from_buffer, to_buffer
 from keepwarm.kv.slices import Block, Rows
 from keepwarm.prefix.blocks import BlockRef, Namespace
 from keepwarm.store.record import Header, Part, Record, RecordView, Tensor, UnreadTensor
@@ -44,7 +44,7 @@ def block_of(record: Record | RecordView) -> Block:
 
 def _array_of(tensor: Tensor | UnreadTensor) -> HostArray:
     if isinstance(tensor, UnreadTensor):
-        return UnreadArray(tensor.dtype, tensor.shape, tensor)
+        return FileArray(tensor.dtype, tensor.shape, tensor)
     return from_buffer(tensor.dtype, tensor.shape, tensor.data)
 
 

@@ -20,7 +20,7 @@ import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
 from keepwarm.errors import BadCacheFile
-from keepwarm.kv.codec import TRIPLE, Encoded
+from keepwarm.kv.codec import QUANT_PARTS, EncodedCache
 
 MAX_DEPTH = 16
 MAX_NAME = 64  # characters of a name, and slots of a state
@@ -65,36 +65,36 @@ class Dialect(Enum):
     SWIFT = "mlx-swift-lm"
 
 
-class Place(NamedTuple):
+class LayerLocation(NamedTuple):
     """Where in a file we are, for the sentence that says what is wrong there."""
 
     file: str
     layer: str
 
-    def part(self, index: int) -> Place:
+    def part(self, index: int) -> LayerLocation:
         if self.layer.count(".") >= MAX_DEPTH:
-            raise self.bad(f"composites are nested more than {MAX_DEPTH} deep")
-        return Place(self.file, f"{self.layer}.{index}")
+            raise self.error(f"composites are nested more than {MAX_DEPTH} deep")
+        return LayerLocation(self.file, f"{self.layer}.{index}")
 
-    def bad(self, why: str) -> BadCacheFile:
+    def error(self, why: str) -> BadCacheFile:
         return BadCacheFile(f"{self.file}, layer {self.layer}: {why}.")
 
 
-class Contents(NamedTuple):
+class FileContents(NamedTuple):
     """A file as it stands: rows may be padded or rotated, and `offset` may be missing."""
 
-    layers: list[Encoded]
+    layers: list[EncodedCache]
     metadata: dict[str, str]
     dialect: Dialect
 
 
-def read(file: str) -> Contents:
+def read(file: str) -> FileContents:
     """Tell the layout of a file and read it; the tensors are not evaluated yet."""
     header, tensors = _open(file)
     # The first value is empty in the new layout and a class name in both older ones.
     if header.get("2.0") == "" and "1.0" in header:
         layers = _read_current(file, header, tensors)
-        return Contents(layers, _section(header, "0"), Dialect.MLX_LM)
+        return FileContents(layers, _section(header, "0"), Dialect.MLX_LM)
     if header.get("2.0"):
         return _read_early(file, header, tensors)
     raise BadCacheFile(
@@ -136,41 +136,43 @@ def _nest(file: str, flat: Mapping[str, Any]) -> dict[str, Tree]:
     return root
 
 
-def _items(node: Tree, place: Place, what: str, counts: Sequence[int] = ()) -> list[Tree]:
+def _items(node: Tree, where: LayerLocation, what: str, counts: Sequence[int] = ()) -> list[Tree]:
     """The children "0", "1", … of a node; `counts` says how many there may be."""
     if not isinstance(node, dict) or any(str(i) not in node for i in range(len(node))):
-        raise place.bad(f"{what} are missing or misnamed")
+        raise where.error(f"{what} are missing or misnamed")
     if counts and len(node) not in counts:
         expected = " or ".join(map(str, counts))
-        raise place.bad(f"there are {len(node)} {what}, expected {expected}")
+        raise where.error(f"there are {len(node)} {what}, expected {expected}")
     return [node[str(i)] for i in range(len(node))]
 
 
 def _layers(file: str, names: Mapping[str, str], tensors: Mapping[str, Any]) -> list[Tree]:
-    """For each layer its place, class and state; a layer without tensors has an empty state."""
+    """For each layer its location, class and state; a layer without tensors has an empty state."""
     nested = _nest(file, tensors)
     surplus = sorted(set(nested) - set(names))
     if surplus or any(str(i) not in names for i in range(len(names))):
         what = f"tensors of {surplus[0]!r}" if surplus else "class names with gaps"
         raise BadCacheFile(f"{file} names {len(names)} layers, but there are {what}.")
-    return [(Place(file, i), names[i], nested.get(i, {})) for i in map(str, range(len(names)))]
+    return [
+        (LayerLocation(file, i), names[i], nested.get(i, {})) for i in map(str, range(len(names)))
+    ]
 
 
-def _check_class(cls: Tree, place: Place, known: Mapping[str, Any]) -> None:
+def _check_class(cls: Tree, where: LayerLocation, known: Mapping[str, Any]) -> None:
     if cls in BATCHED:
-        raise place.bad(f"it is a batch ({cls}); extract one sequence and save that")
+        raise where.error(f"it is a batch ({cls}); extract one sequence and save that")
     if isinstance(cls, str) and cls in UNSAVED:
-        raise place.bad(f"{cls} cannot be read: {UNSAVED[cls]}")
+        raise where.error(f"{cls} cannot be read: {UNSAVED[cls]}")
     if not isinstance(cls, str) or cls not in known:
-        raise place.bad(f"{str(cls)[:MAX_NAME]!r} is not a cache class known to Keepwarm")
+        raise where.error(f"{str(cls)[:MAX_NAME]!r} is not a cache class known to Keepwarm")
 
 
 def _read_current(
     file: str, header: Mapping[str, str], tensors: Mapping[str, mx.array]
-) -> list[Encoded]:
+) -> list[EncodedCache]:
     values = _with_values(file, _section(header, "2"), tensors)
     layers = _layers(file, _section(header, "1"), values)
-    return [_current(cls, state, place) for place, cls, state in layers]
+    return [_current(cls, state, where) for where, cls, state in layers]
 
 
 def _with_values(
@@ -200,69 +202,71 @@ def _value(file: str, key: str, kind: str, array: mx.array) -> int | str | None:
     raise BadCacheFile(f"{file}: {key[:MAX_NAME]!r} is no {kind[:MAX_NAME]} that can be read.")
 
 
-def _current(cls: str, state: Tree, place: Place) -> Encoded:
-    _check_class(cls, place, {**STATE, "ArraysCache": (), "CacheList": ()})
+def _current(cls: str, state: Tree, where: LayerLocation) -> EncodedCache:
+    _check_class(cls, where, {**STATE, "ArraysCache": (), "CacheList": ()})
     if cls == "CacheList":
-        return Encoded(cls, parts=tuple(_current_parts(state, place)))
+        return EncodedCache(cls, parts=tuple(_current_parts(state, where)))
     if cls == "ArraysCache":
-        slots, *padding = _items(state, place, "values", (3,))
+        slots, *padding = _items(state, where, "values", (3,))
         if any(array is not None for array in padding):
-            raise place.bad("it is padded for a batch; extract one sequence and save that")
-        return _arrays(dict(enumerate(_items(slots, place, "slots"))), len(slots), place)
+            raise where.error("it is padded for a batch; extract one sequence and save that")
+        return _arrays(dict(enumerate(_items(slots, where, "slots"))), len(slots), where)
     names = STATE[cls]
-    values = dict(zip(names, _items(state, place, "values", (len(names),)), strict=True))
+    values = dict(zip(names, _items(state, where, "values", (len(names),)), strict=True))
     rows = [values.pop("keys"), values.pop("values")]
     for name, value in values.items():
         if not isinstance(value, int):
-            raise place.bad(f"{name} is not a number")
+            raise where.error(f"{name} is not a number")
     is_empty = rows[0] is None and rows[1] is None
-    return Encoded(cls, {} if is_empty else _rows(rows, place), values)
+    return EncodedCache(cls, {} if is_empty else _rows(rows, where), values)
 
 
-def _current_parts(state: Tree, place: Place) -> list[Encoded]:
+def _current_parts(state: Tree, where: LayerLocation) -> list[EncodedCache]:
     parts = []
-    for i, item in enumerate(_items(state, place, "parts")):
-        inner = place.part(i)
+    for i, item in enumerate(_items(state, where, "parts")):
+        inner = where.part(i)
         part_state, cls = _items(item, inner, "values", (2,))
         parts.append(_current(cls, part_state, inner))
     return parts
 
 
-def _rows(pair: Sequence[Tree], place: Place) -> dict[str, mx.array]:
+def _rows(pair: Sequence[Tree], where: LayerLocation) -> dict[str, mx.array]:
     """K and V under the codec's names, each one tensor or a quantised triple."""
     found: dict[str, mx.array] = {}
     for name, rows in zip(("keys", "values"), pair, strict=True):
         if isinstance(rows, dict):
-            triple = _items(rows, place, f"tensors of {name}", (len(TRIPLE),))
-            found |= {f"{name}_{part}": x for part, x in zip(TRIPLE, triple, strict=True)}
+            triple = _items(rows, where, f"tensors of {name}", (len(QUANT_PARTS),))
+            found |= {f"{name}_{part}": x for part, x in zip(QUANT_PARTS, triple, strict=True)}
         else:
             found[name] = rows
     if not all(isinstance(rows, mx.array) for rows in found.values()):
-        raise place.bad("tensors of its keys or values are missing")
+        raise where.error("tensors of its keys or values are missing")
     return found
 
 
-def _arrays(slots: Mapping[int, Tree], size: int, place: Place) -> Encoded:
+def _arrays(slots: Mapping[int, Tree], size: int, where: LayerLocation) -> EncodedCache:
     filled = {f"state{i}": array for i, array in slots.items() if array is not None}
     if not size or not all(isinstance(array, mx.array) for array in filled.values()):
-        raise place.bad("its state arrays are missing")
-    return Encoded("ArraysCache", filled, {"size": size})
+        raise where.error("its state arrays are missing")
+    return EncodedCache("ArraysCache", filled, {"size": size})
 
 
-def _read_early(file: str, header: Mapping[str, str], tensors: Mapping[str, mx.array]) -> Contents:
+def _read_early(
+    file: str, header: Mapping[str, str], tensors: Mapping[str, mx.array]
+) -> FileContents:
     metadata, names = _section(header, "1"), _section(header, "2")
     if any(key.startswith(SWIFT_MODEL_STATE) for key in (*metadata, *tensors)):
         raise BadCacheFile(
-            f"{file} carries state of a Swift vision model beside its caches; mlx-lm has no place "
+            f"{file} carries state of a Swift vision model beside its caches; mlx-lm has no field "
             "for it and would continue at wrong positions, so prefill the prompt instead."
         )
     infos = _nest(file, _section(header, "0"))
     layers, swift = [], False
-    for place, cls, state in _layers(file, names, tensors):
-        info = infos.get(place.layer, "")
-        layers.append(_early(cls, state, info, place))
+    for where, cls, state in _layers(file, names, tensors):
+        info = infos.get(where.layer, "")
+        layers.append(_early(cls, state, info, where))
         swift = swift or _is_swift(cls, state, info)
-    return Contents(layers, metadata, Dialect.SWIFT if swift else Dialect.EARLY_MLX_LM)
+    return FileContents(layers, metadata, Dialect.SWIFT if swift else Dialect.EARLY_MLX_LM)
 
 
 def _is_swift(cls: str, state: Tree, info: Tree) -> bool:
@@ -276,81 +280,83 @@ def _is_swift(cls: str, state: Tree, info: Tree) -> bool:
     return cls in STATE_CLASSES or len(info) in (1, 6)
 
 
-def _early(cls: str, state: Tree, info: Tree, place: Place) -> Encoded:
+def _early(cls: str, state: Tree, info: Tree, where: LayerLocation) -> EncodedCache:
     cls = "KVCache" if cls == SWIFT_KV else cls
-    _check_class(cls, place, {**EARLY, **STATE_CLASSES, "CacheList": ()})
+    _check_class(cls, where, {**EARLY, **STATE_CLASSES, "CacheList": ()})
     if cls == "CacheList":
-        return Encoded(cls, parts=tuple(_early_parts(state, info, place)))
+        return EncodedCache(cls, parts=tuple(_early_parts(state, info, where)))
     if cls in STATE_CLASSES:
-        return _early_arrays(cls, state, info, place)
-    words = [] if info in ("", {"0": ""}) else _words(info, place)
+        return _early_arrays(cls, state, info, where)
+    words = [] if info in ("", {"0": ""}) else _words(info, where)
     names = EARLY[cls].get(len(words))
     if names is None:
-        raise place.bad(f"{cls} has {len(words)} numbers, which no known version writes")
+        raise where.error(f"{cls} has {len(words)} numbers, which no known version writes")
     named = zip(names, words, strict=True)
-    numbers = {name: _number(word, place) for name, word in named if name not in NOT_NEEDED}
-    return Encoded(cls, _early_rows(cls, state, place), numbers)
+    numbers = {name: _number(word, where) for name, word in named if name not in NOT_NEEDED}
+    return EncodedCache(cls, _early_rows(cls, state, where), numbers)
 
 
-def _early_rows(cls: str, state: Tree, place: Place) -> dict[str, mx.array]:
+def _early_rows(cls: str, state: Tree, where: LayerLocation) -> dict[str, mx.array]:
     """K and V; Swift writes a quantised pair as six tensors in a row, and may write none."""
-    arrays = _items(state, place, "tensors")
+    arrays = _items(state, where, "tensors")
     if cls == "QuantizedKVCache" and len(arrays) == 4:
-        raise place.bad("it is quantised without biases, which mlx-lm's cache cannot hold")
+        raise where.error("it is quantised without biases, which mlx-lm's cache cannot hold")
     if cls == "QuantizedKVCache" and len(arrays) == 6:
         arrays = [_node(arrays[:3]), _node(arrays[3:])]
     if len(arrays) not in (0, 2):
-        raise place.bad(f"there are {len(arrays)} tensors, expected keys and values")
-    return _rows(arrays, place) if arrays else {}
+        raise where.error(f"there are {len(arrays)} tensors, expected keys and values")
+    return _rows(arrays, where) if arrays else {}
 
 
-def _early_arrays(cls: str, state: Tree, info: Tree, place: Place) -> Encoded:
-    arrays = _items(state, place, "state arrays")
+def _early_arrays(cls: str, state: Tree, info: Tree, where: LayerLocation) -> EncodedCache:
+    arrays = _items(state, where, "state arrays")
     slots, size = dict(enumerate(arrays)), len(arrays)
     if isinstance(info, dict) and len(info) > 1:
-        slots, size = _swift_slots(arrays, _words(info, place), place)
+        slots, size = _swift_slots(arrays, _words(info, where), where)
     elif info != "" and cls == "ArraysCache":
-        raise place.bad("this version of Swift did not save which of its slots were filled")
+        raise where.error("this version of Swift did not save which of its slots were filled")
     if STATE_CLASSES[cls] not in (None, size):
-        raise place.bad(f"{cls} has {size} state arrays, expected {STATE_CLASSES[cls]}")
-    return _arrays(slots, size, place)
+        raise where.error(f"{cls} has {size} state arrays, expected {STATE_CLASSES[cls]}")
+    return _arrays(slots, size, where)
 
 
-def _swift_slots(arrays: list[Tree], words: list[str], place: Place) -> tuple[dict[int, Tree], int]:
+def _swift_slots(
+    arrays: list[Tree], words: list[str], where: LayerLocation
+) -> tuple[dict[int, Tree], int]:
     count, filled, *padding = words
     if any(padding):
-        raise place.bad("it is padded for a batch; extract one sequence and save that")
-    size = _number(count, place)
-    indices = [_number(word, place) for word in filled.split(",")] if filled else []
+        raise where.error("it is padded for a batch; extract one sequence and save that")
+    size = _number(count, where)
+    indices = [_number(word, where) for word in filled.split(",")] if filled else []
     if len(set(indices)) != len(arrays) or size > MAX_NAME or any(i >= size for i in indices):
-        raise place.bad(f"{len(arrays)} arrays do not fill slots {filled[:MAX_NAME]!r} of {size}")
+        raise where.error(f"{len(arrays)} arrays do not fill slots {filled[:MAX_NAME]!r} of {size}")
     return dict(zip(indices, arrays, strict=True)), size
 
 
-def _early_parts(state: Tree, info: Tree, place: Place) -> list[Encoded]:
+def _early_parts(state: Tree, info: Tree, where: LayerLocation) -> list[EncodedCache]:
     if isinstance(info, dict) and isinstance(info.get("0"), dict):
-        names, numbers = _items(info, place, "lists", (2,))
-        classes = _items(names, place, "parts")
-        states, infos = (_items(x, place, "parts", (len(classes),)) for x in (state, numbers))
+        names, numbers = _items(info, where, "lists", (2,))
+        classes = _items(names, where, "parts")
+        states, infos = (_items(x, where, "parts", (len(classes),)) for x in (state, numbers))
         parts = enumerate(zip(classes, states, infos, strict=True))
-        return [_early(cls, tree, words, place.part(i)) for i, (cls, tree, words) in parts]
+        return [_early(cls, tree, words, where.part(i)) for i, (cls, tree, words) in parts]
     if info in ("", {"0": ""}):
-        raise place.bad("this version did not save the classes of a CacheList's parts")
-    return _swift_parts(state, _words(info, place), place)
+        raise where.error("this version did not save the classes of a CacheList's parts")
+    return _swift_parts(state, _words(info, where), where)
 
 
-def _swift_parts(state: Tree, words: list[str], place: Place) -> list[Encoded]:
+def _swift_parts(state: Tree, words: list[str], where: LayerLocation) -> list[EncodedCache]:
     """Flat: how many parts, then for each its class, its counts of tensors and numbers, these."""
-    arrays, rest = _items(state, place, "tensors"), words[1:]
-    parts: list[Encoded] = []
+    arrays, rest = _items(state, where, "tensors"), words[1:]
+    parts: list[EncodedCache] = []
     while len(rest) >= 3:
-        inner = place.part(len(parts))
+        inner = where.part(len(parts))
         n_arrays, n_words = _number(rest[1], inner), _number(rest[2], inner)
         info = _node(rest[3 : 3 + n_words])
         parts.append(_early(rest[0], _node(arrays[:n_arrays]), info, inner))
         arrays, rest = arrays[n_arrays:], rest[3 + n_words :]
-    if len(parts) != _number(words[0], place) or arrays or rest:
-        raise place.bad("its parts do not add up")
+    if len(parts) != _number(words[0], where) or arrays or rest:
+        raise where.error("its parts do not add up")
     return parts
 
 
@@ -358,14 +364,14 @@ def _node(items: Sequence[Tree]) -> Tree:
     return {str(i): item for i, item in enumerate(items)}
 
 
-def _words(info: Tree, place: Place) -> list[str]:
-    words = _items(info, place, "numbers")
+def _words(info: Tree, where: LayerLocation) -> list[str]:
+    words = _items(info, where, "numbers")
     if not all(isinstance(word, str) for word in words):
-        raise place.bad("its numbers are nested")
+        raise where.error("its numbers are nested")
     return words
 
 
-def _number(word: str, place: Place) -> int:
+def _number(word: str, where: LayerLocation) -> int:
     if not (word.isascii() and word.isdecimal() and len(word) < 16):
-        raise place.bad(f"{word[:MAX_NAME]!r} is not a count")
+        raise where.error(f"{word[:MAX_NAME]!r} is not a count")
     return int(word)

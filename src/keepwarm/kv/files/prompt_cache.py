@@ -18,9 +18,9 @@ from keepwarm.errors import (
     UnsupportedCache,
 )
 from keepwarm.files import replacing
-from keepwarm.kv.codec import TRIPLE, Encoded, Scalar, decode, encode
+from keepwarm.kv.codec import QUANT_PARTS, EncodedCache, Scalar, decode, encode
 from keepwarm.kv.files import dialects
-from keepwarm.kv.files.dialects import STATE, Dialect, Place
+from keepwarm.kv.files.dialects import STATE, Dialect, LayerLocation
 from keepwarm.kv.kinds import Cache, Caches, is_batched, token_count
 from keepwarm.kv.layout import ROWS, Layout
 from keepwarm.kv.make import BITS, GROUP_SIZES
@@ -66,7 +66,7 @@ def import_prompt_cache(
     file = os.fspath(path)
     contents = dialects.read(file)
     n_known = next(_known_counts(contents.layers), None)
-    places = [Place(file, str(i)) for i in range(len(contents.layers))]
+    places = [LayerLocation(file, str(i)) for i in range(len(contents.layers))]
     live = [_live(raw, at, n_known) for raw, at in zip(contents.layers, places, strict=True)]
     _evaluate(file, live)
     caches = [decode(layer) for layer in live]
@@ -79,13 +79,13 @@ def import_prompt_cache(
     return PromptCacheFile(caches, contents.metadata, contents.dialect)
 
 
-def _exportable(path: str, cache: Cache) -> Encoded:
+def _exportable(path: str, cache: Cache) -> EncodedCache:
     if is_batched(cache):
         raise UnsupportedCache(f"Layer {path} is a batch; extract a row first.")
     return encode(cache)
 
 
-def _state(layer: Encoded) -> list[Any]:
+def _state(layer: EncodedCache) -> list[Any]:
     """A layer as mlx-lm's own `state` would be, without the rows that no token needs."""
     if layer.cls in dialects.UNSAVED:
         raise UnsupportedCache(f"{layer.cls} cannot be exported: {dialects.UNSAVED[layer.cls]}.")
@@ -101,13 +101,13 @@ def _state(layer: Encoded) -> list[Any]:
     return [values[name] for name in STATE[layer.cls]]
 
 
-def _rows_of(layer: Encoded, name: str) -> mx.array | list[mx.array] | None:
+def _rows_of(layer: EncodedCache, name: str) -> mx.array | list[mx.array] | None:
     if not layer.tensors or name in layer.tensors:
         return layer.tensors.get(name)
-    return [layer.tensors[f"{name}_{part}"] for part in TRIPLE]
+    return [layer.tensors[f"{name}_{part}"] for part in QUANT_PARTS]
 
 
-def _n_rows(layer: Encoded) -> int:
+def _n_rows(layer: EncodedCache) -> int:
     return next((a.shape[ROWS] for a in layer.tensors.values() if a.ndim > ROWS), 0)
 
 
@@ -156,14 +156,14 @@ def _publish(target: Path, tensors: dict[str, mx.array], header: dict[str, str])
         ) from error
 
 
-def _evaluate(file: str, layers: Sequence[Encoded]) -> None:
+def _evaluate(file: str, layers: Sequence[EncodedCache]) -> None:
     try:
         mx.eval([layer.arrays() for layer in layers])
     except RuntimeError as error:
         raise BadCacheFile(f"{file} changed or failed while it was read: {error}.") from error
 
 
-def _known_counts(layers: Sequence[Encoded]) -> Iterator[int]:
+def _known_counts(layers: Sequence[EncodedCache]) -> Iterator[int]:
     """Token counts of the layers that say theirs, for those that do not (see `_live_chunk`)."""
     for raw in layers:
         yield from _known_counts(raw.parts)
@@ -173,107 +173,109 @@ def _known_counts(layers: Sequence[Encoded]) -> Iterator[int]:
             yield raw.scalars["offset"]
 
 
-def _live(raw: Encoded, place: Place, n_known: int | None) -> Encoded:
+def _live(raw: EncodedCache, where: LayerLocation, n_known: int | None) -> EncodedCache:
     """What the codec decodes, from what stands in the file; everything is checked on the way."""
     if raw.cls == "CacheList":
         if not raw.parts:
-            raise place.bad("a CacheList without parts cannot be used")
+            raise where.error("a CacheList without parts cannot be used")
         parts = enumerate(raw.parts)
-        return Encoded(raw.cls, parts=tuple(_live(p, place.part(i), n_known) for i, p in parts))
+        return EncodedCache(
+            raw.cls, parts=tuple(_live(p, where.part(i), n_known) for i, p in parts)
+        )
     if raw.cls == "ArraysCache":
-        _check_single(raw, place, 1)
+        _check_single(raw, where, 1)
         return raw
-    _check_rows(raw, place)
-    return LIVE[raw.cls](raw, place, n_known)
+    _check_rows(raw, where)
+    return LIVE[raw.cls](raw, where, n_known)
 
 
-def _check_single(raw: Encoded, place: Place, n_axes: int) -> None:
+def _check_single(raw: EncodedCache, where: LayerLocation, n_axes: int) -> None:
     for name, array in raw.tensors.items():
         if array.ndim < n_axes:
-            raise place.bad(f"{name} has the shape {array.shape}")
+            raise where.error(f"{name} has the shape {array.shape}")
         if array.shape[0] != 1:
-            raise place.bad(
+            raise where.error(
                 f"{name} holds {array.shape[0]} sequences; extract one of them and save that"
             )
 
 
-def _check_rows(raw: Encoded, place: Place) -> None:
+def _check_rows(raw: EncodedCache, where: LayerLocation) -> None:
     """K and V belong together: one sequence, the same heads and rows, dtypes that can be K/V."""
-    _check_single(raw, place, 4)
+    _check_single(raw, where, 4)
     if any(array.ndim != 4 for array in raw.tensors.values()):
-        raise place.bad("keys and values must have four axes")
+        raise where.error("keys and values must have four axes")
     if len({array.shape[1:3] for array in raw.tensors.values()}) > 1:
-        raise place.bad("keys and values differ in heads or rows")
+        raise where.error("keys and values differ in heads or rows")
     quantized = raw.cls == "QuantizedKVCache"
     for name, array in raw.tensors.items():
         packed = name.endswith("_weights")
         if not (array.dtype == mx.uint32 if packed else mx.issubdtype(array.dtype, mx.floating)):
-            raise place.bad(f"{name} cannot be of dtype {array.dtype}")
+            raise where.error(f"{name} cannot be of dtype {array.dtype}")
         if quantized != (name not in ("keys", "values")):
-            raise place.bad(f"{raw.cls} cannot hold {name}")
+            raise where.error(f"{raw.cls} cannot hold {name}")
     if quantized:
-        _check_groups(raw, place)
+        _check_groups(raw, where)
 
 
-def _check_groups(raw: Encoded, place: Place) -> None:
+def _check_groups(raw: EncodedCache, where: LayerLocation) -> None:
     group_size, bits = raw.scalars["group_size"], raw.scalars["bits"]
     if group_size not in GROUP_SIZES or bits not in BITS:
-        raise place.bad(f"{bits} bits in groups of {group_size} cannot be continued")
+        raise where.error(f"{bits} bits in groups of {group_size} cannot be continued")
     for name in ("keys", "values") if raw.tensors else ():
-        weights, scales, biases = (raw.tensors[f"{name}_{part}"].shape[-1] for part in TRIPLE)
+        weights, scales, biases = (raw.tensors[f"{name}_{part}"].shape[-1] for part in QUANT_PARTS)
         if scales != biases or weights * 32 != scales * group_size * bits:
-            raise place.bad(f"{name} are not quantised to {bits} bits in groups of {group_size}")
+            raise where.error(f"{name} are not quantised to {bits} bits in groups of {group_size}")
 
 
-def _cut(raw: Encoded, n_rows: int, scalars: Mapping[str, Scalar]) -> Encoded:
+def _cut(raw: EncodedCache, n_rows: int, scalars: Mapping[str, Scalar]) -> EncodedCache:
     tensors = {name: array[..., :n_rows, :] for name, array in raw.tensors.items()}
-    return Encoded(raw.cls, tensors if n_rows else {}, scalars)
+    return EncodedCache(raw.cls, tensors if n_rows else {}, scalars)
 
 
-def _live_delta(raw: Encoded, place: Place, _: int | None) -> Encoded:
+def _live_delta(raw: EncodedCache, where: LayerLocation, _: int | None) -> EncodedCache:
     offset = raw.scalars.get("offset", _n_rows(raw))
     if not 0 <= offset <= _n_rows(raw):
-        raise place.bad(f"it claims {offset} tokens and holds {_n_rows(raw)} rows")
+        raise where.error(f"it claims {offset} tokens and holds {_n_rows(raw)} rows")
     return _cut(raw, offset, {**raw.scalars, "offset": offset})
 
 
-def _live_chunk(raw: Encoded, place: Place, n_known: int | None) -> Encoded:
+def _live_chunk(raw: EncodedCache, where: LayerLocation, n_known: int | None) -> EncodedCache:
     """Before 0.32 the offset was not saved: nothing slid out, or another layer has to know it."""
     n_rows, start = _n_rows(raw), raw.scalars["start_position"]
     offset = raw.scalars.get("offset", n_known if start else n_rows)
     if offset is None:
-        raise place.bad(
+        raise where.error(
             f"{start} rows have slid out and no layer says how many tokens it stands for, because "
             "neither mlx-lm before 0.32 nor Swift saves that of a ChunkedKVCache; "
             "prefill the prompt instead"
         )
     if not 0 <= start <= offset <= start + n_rows or raw.scalars["chunk_size"] < 1:
-        raise place.bad(f"it claims tokens {start} to {offset} and holds {n_rows} rows")
+        raise where.error(f"it claims tokens {start} to {offset} and holds {n_rows} rows")
     return _cut(raw, offset - start, {**raw.scalars, "offset": offset})
 
 
-def _live_window(raw: Encoded, place: Place, _: int | None) -> Encoded:
+def _live_window(raw: EncodedCache, where: LayerLocation, _: int | None) -> EncodedCache:
     """A rotating cache is a line that ends at `idx`, or a full ring that is next written there."""
     n_rows = _n_rows(raw)
     scalars = dict(raw.scalars)
     idx, offset = scalars.pop("idx"), scalars["offset"]
     keep, max_size = scalars["keep"], scalars["max_size"]
     if not 0 <= keep < max_size:
-        raise place.bad(f"a window of {max_size} cannot keep {keep} first tokens")
+        raise where.error(f"a window of {max_size} cannot keep {keep} first tokens")
     is_line = idx == n_rows and min(offset, max_size) <= n_rows <= offset
     if is_line or 0 <= idx == offset < n_rows:
         return _cut(raw, idx, scalars)
     if not (n_rows == max_size <= offset and keep <= idx < n_rows):
-        raise place.bad(f"it claims {offset} tokens up to row {idx} and holds {n_rows} rows")
+        raise where.error(f"it claims {offset} tokens up to row {idx} and holds {n_rows} rows")
     parts = (slice(0, keep), slice(idx, n_rows), slice(keep, idx))
     tensors = {
         name: mx.concatenate([rows[..., part, :] for part in parts], axis=ROWS)
         for name, rows in raw.tensors.items()
     }
-    return Encoded(raw.cls, tensors, scalars)
+    return EncodedCache(raw.cls, tensors, scalars)
 
 
-LIVE: dict[str, Callable[[Encoded, Place, int | None], Encoded]] = {
+LIVE: dict[str, Callable[[EncodedCache, LayerLocation, int | None], EncodedCache]] = {
     "KVCache": _live_delta,
     "ConcatenateKVCache": _live_delta,
     "QuantizedKVCache": _live_delta,

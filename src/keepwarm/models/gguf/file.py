@@ -47,7 +47,7 @@ OTHER_TYPES = {
 }  # fmt: skip
 
 
-class Tensor(NamedTuple):
+class GGUFTensor(NamedTuple):
     shape: tuple[int, ...]  # rows first, as MLX has it
     type: TensorType
     start: int  # in the file
@@ -57,9 +57,9 @@ class Tensor(NamedTuple):
         return prod(self.shape) // self.type.block * self.type.n_bytes
 
 
-class Header(NamedTuple):
+class GGUFHeader(NamedTuple):
     metadata: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, GGUFTensor]
 
 
 class _Cursor:
@@ -70,7 +70,7 @@ class _Cursor:
 
     def take(self, n_bytes: int) -> bytes:
         if n_bytes > len(self.data) - self.at:
-            raise _cut_off(self.path)
+            raise _truncated(self.path)
         self.at += n_bytes
         return self.data[self.at - n_bytes : self.at]
 
@@ -85,7 +85,7 @@ class _Cursor:
         try:
             return self.take(self.number("Q")).decode()
         except UnicodeDecodeError as error:
-            raise broken(self.path, "a name in its header is not UTF-8") from error
+            raise invalid_file(self.path, "a name in its header is not UTF-8") from error
 
     def value(self) -> Any:
         kind = self.number("I")
@@ -99,10 +99,10 @@ class _Cursor:
             return self.string()
         elif kind in SCALARS:
             return self.number(SCALARS[kind])
-        raise broken(self.path, f"its header has a value of unknown type {kind}")
+        raise invalid_file(self.path, f"its header has a value of unknown type {kind}")
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> GGUFHeader:
     """Metadata and tensor shapes, after checking that all of the file is where it says."""
     try:
         with path.open("rb") as file:
@@ -114,7 +114,7 @@ def read_header(path: Path) -> Header:
         raise BadModelFile(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _read_header(cursor: _Cursor) -> Header:
+def _read_header(cursor: _Cursor) -> GGUFHeader:
     cursor.take(4)
     version = cursor.number("I")
     if version not in (2, 3):
@@ -127,20 +127,20 @@ def _read_header(cursor: _Cursor) -> Header:
     infos = [_read_info(cursor) for _ in range(n_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise broken(cursor.path, f"its alignment is {alignment!r}, not a power of two")
+        raise invalid_file(cursor.path, f"its alignment is {alignment!r}, not a power of two")
     base = -(-cursor.at // alignment) * alignment
     tensors = {name: tensor._replace(start=base + tensor.start) for name, tensor in infos}
     if len(tensors) < n_tensors:
-        raise broken(cursor.path, "two of its tensors have the same name")
+        raise invalid_file(cursor.path, "two of its tensors have the same name")
     if any(tensor.start + tensor.n_bytes > len(cursor.data) for tensor in tensors.values()):
-        raise _cut_off(cursor.path)
-    return Header(metadata, tensors)
+        raise _truncated(cursor.path)
+    return GGUFHeader(metadata, tensors)
 
 
-def _read_info(cursor: _Cursor) -> tuple[str, Tensor]:
+def _read_info(cursor: _Cursor) -> tuple[str, GGUFTensor]:
     name, rank = cursor.string(), cursor.number("I")
     if not 1 <= rank <= LARGEST_RANK:
-        raise broken(cursor.path, f"tensor {name} has {rank} dimensions")
+        raise invalid_file(cursor.path, f"tensor {name} has {rank} dimensions")
     shape = cursor.numbers("Q", rank)[::-1]
     number, offset = cursor.number("I"), cursor.number("Q")
     if number not in TYPES:
@@ -149,19 +149,19 @@ def _read_info(cursor: _Cursor) -> tuple[str, Tensor]:
             f"{cursor.path} has tensors of type {kind}; F32, F16, Q4_0, Q4_1 and Q8_0 can be read."
         )
     if not all(shape) or shape[-1] % TYPES[number].block:
-        raise broken(cursor.path, f"tensor {name} has the impossible shape {shape}")
-    return name, Tensor(shape, TYPES[number], offset)
+        raise invalid_file(cursor.path, f"tensor {name} has the impossible shape {shape}")
+    return name, GGUFTensor(shape, TYPES[number], offset)
 
 
-def broken(path: Path, why: str) -> BadModelFile:
+def invalid_file(path: Path, why: str) -> BadModelFile:
     return BadModelFile(f"{path} is not a whole GGUF model: {why}; fetch it again.")
 
 
-def _cut_off(path: Path) -> BadModelFile:
+def _truncated(path: Path) -> BadModelFile:
     return BadModelFile(f"{path} is cut off: it ends before its header says; fetch it again.")
 
 
-def arrays(tensor: Tensor, data: Bytes) -> dict[str, mx.array]:
+def arrays(tensor: GGUFTensor, data: Bytes) -> dict[str, mx.array]:
     """The tensor as MLX holds it: packed weights, scales and biases if it is quantised."""
     raw = data[tensor.start : tensor.start + tensor.n_bytes]
     if not tensor.type.bits:

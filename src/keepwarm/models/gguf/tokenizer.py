@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from keepwarm.errors import UnsupportedModel
-from keepwarm.models.gguf.file import broken
+from keepwarm.models.gguf.file import invalid_file
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 LLAMA3_WORDS = (
@@ -69,7 +69,7 @@ def build_tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
         bpe = models.BPE(vocabulary, merges, ignore_merges=scheme.whole_words_first)
     except Exception as error:  # the Rust library raises nothing more precise
         reason = str(error).partition("\n")[0]
-        raise broken(path, f"its tokenizer does not hold together ({reason})") from error
+        raise invalid_file(path, f"its tokenizer does not hold together ({reason})") from error
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = scheme.cut
     tokenizer.decoder = decoders.ByteLevel()
@@ -97,12 +97,12 @@ def _scheme(path: Path, metadata: dict[str, Any]) -> Scheme:
 def _vocabulary(path: Path, metadata: dict[str, Any]) -> tuple[list[str], list[int]]:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise broken(path, "it has no vocabulary")
+        raise invalid_file(path, "it has no vocabulary")
     types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens):
-        raise broken(path, "the tokens of its vocabulary and their types differ in number")
+        raise invalid_file(path, "the tokens of its vocabulary and their types differ in number")
     if not tokens or len(set(tokens)) != len(tokens):
-        raise broken(path, "its vocabulary is empty or has a token twice")
+        raise invalid_file(path, "its vocabulary is empty or has a token twice")
     return tokens, types
 
 

@@ -29,7 +29,7 @@ LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 def check_binding(settings: Settings) -> None:
     """Refuse to listen beyond this machine without a key, or with keys that cannot be read."""
-    if not settings.accepted_keys() and not is_loopback(settings.host):
+    if not settings.read_api_keys() and not is_loopback(settings.host):
         raise BadInput(
             f"Listening on {settings.host} lets other machines in, and no key is set; "
             "set KEEPWARM_API_KEYS or --api-key-file, or listen on 127.0.0.1."
@@ -91,7 +91,7 @@ class Keys:
     """The keys that are accepted, as digests; comparing takes the same time for any wrong one."""
 
     def __init__(self, settings: Settings) -> None:
-        self._keys = [_digest(key) for key in settings.accepted_keys()]
+        self._keys = [_digest(key) for key in settings.read_api_keys()]
         self._admin = _digest(settings.admin_key) if settings.admin_key else None
         self._shared = settings.share_cache or not self._keys  # an admin alone has no tenant
 

@@ -23,7 +23,7 @@ class Viewer(NamedTuple):
     @classmethod
     def of(cls, request: Request) -> Self:
         settings = settings_of(request)
-        key_needed = bool(settings.accepted_keys())
+        key_needed = bool(settings.read_api_keys())
         texts = not (key_needed and settings.share_cache)
         tenant, admin = request.state.tenant, request.state.admin
         sums = admin or not tenant or _is_only_key(settings)
@@ -51,7 +51,7 @@ class Viewer(NamedTuple):
 
 
 def _is_only_key(settings: Settings) -> bool:
-    return len(settings.accepted_keys()) == 1 and not settings.admin_key
+    return len(settings.read_api_keys()) == 1 and not settings.admin_key
 
 
 Who = Annotated[Viewer, Depends(Viewer.of)]

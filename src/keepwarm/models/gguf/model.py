@@ -13,7 +13,7 @@ from mlx_lm.models import llama
 
 from keepwarm.device.space import require_memory
 from keepwarm.errors import UnsupportedModel
-from keepwarm.models.gguf.file import Header, arrays, broken, read_header
+from keepwarm.models.gguf.file import GGUFHeader, arrays, invalid_file, read_header
 from keepwarm.models.gguf.tokenizer import write_tokenizer
 
 LAYER = {
@@ -29,13 +29,13 @@ LAYER = {
 }
 
 
-class Checkpoint(NamedTuple):
+class GGUFModel(NamedTuple):
     config: dict[str, Any]
     weights: dict[str, mx.array]
     metadata: dict[str, Any]
 
 
-def read(path: Path) -> Checkpoint:
+def read(path: Path) -> GGUFModel:
     """Config and weights under the names of the Hugging Face format; quantised ones stay so."""
     header = read_header(path)
     config = _config(path, header)
@@ -48,10 +48,10 @@ def read(path: Path) -> Checkpoint:
     for theirs, ours in names.items():
         for part, array in arrays(header.tensors[f"{theirs}.weight"], data).items():
             weights[f"{ours}.{part}"] = _arranged(ours, array, config)
-    return Checkpoint(config, weights, header.metadata)
+    return GGUFModel(config, weights, header.metadata)
 
 
-def build(checkpoint: Checkpoint) -> Any:
+def build(checkpoint: GGUFModel) -> Any:
     """mlx-lm's model with these weights, quantised where they are."""
     config = checkpoint.config
     module = llama.Model(llama.ModelArgs.from_dict(config))
@@ -73,9 +73,9 @@ def convert(path: Path, directory: Path) -> None:
     write_tokenizer(path, checkpoint.metadata, directory)
 
 
-def _config(path: Path, header: Header) -> dict[str, Any]:
+def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
     _refuse_variants(path, header)
-    need = _Needed(path, header.metadata)
+    need = _PositiveNumbers(path, header.metadata)
     n_heads = need.count("llama.attention.head_count")
     hidden = need.count("llama.embedding_length")
     head_dim = need.count("llama.attention.key_length", hidden // n_heads)
@@ -83,10 +83,10 @@ def _config(path: Path, header: Header) -> dict[str, Any]:
         raise UnsupportedModel(f"{path} turns only a part of each head (RoPE); MLX's Llama cannot.")
     vocabulary = header.tensors.get("token_embd.weight")
     if vocabulary is None:
-        raise broken(path, "tensor token_embd.weight is missing")
+        raise invalid_file(path, "tensor token_embd.weight is missing")
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and len(tokens) > vocabulary.shape[0]:
-        raise broken(path, "it has more tokens than embeddings")
+        raise invalid_file(path, "it has more tokens than embeddings")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -106,7 +106,7 @@ def _config(path: Path, header: Header) -> dict[str, Any]:
     }
 
 
-class _Needed(NamedTuple):
+class _PositiveNumbers(NamedTuple):
     """Metadata that must be numbers above 0."""
 
     path: Path
@@ -116,16 +116,16 @@ class _Needed(NamedTuple):
         value = self.metadata.get(name, default)
         if isinstance(value, int | float) and value > 0:
             return value
-        raise broken(self.path, f"its {name} is {value!r}, not a number above 0")
+        raise invalid_file(self.path, f"its {name} is {value!r}, not a number above 0")
 
     def count(self, name: str, default: int | None = None) -> int:
         value = self.number(name, default)
         if isinstance(value, int):
             return value
-        raise broken(self.path, f"its {name} is {value!r}, not a whole number")
+        raise invalid_file(self.path, f"its {name} is {value!r}, not a whole number")
 
 
-def _refuse_variants(path: Path, header: Header) -> None:
+def _refuse_variants(path: Path, header: GGUFHeader) -> None:
     """What would run and give wrong answers is refused by name."""
     architecture = header.metadata.get("general.architecture")
     if architecture != "llama":
@@ -145,11 +145,11 @@ def _end_tokens(path: Path, metadata: dict[str, Any]) -> list[int]:
     names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     found = [metadata[name] for name in names if name in metadata]
     if not found or not all(isinstance(token, int) for token in found):
-        raise broken(path, "it names no end-of-text token")
+        raise invalid_file(path, "it names no end-of-text token")
     return list(dict.fromkeys(found))
 
 
-def _names(path: Path, header: Header, config: dict[str, Any]) -> dict[str, str]:
+def _names(path: Path, header: GGUFHeader, config: dict[str, Any]) -> dict[str, str]:
     """GGUF name → our name, for exactly the tensors of such a model in exactly their shapes."""
     names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
     if not config["tie_word_embeddings"]:
@@ -161,15 +161,15 @@ def _names(path: Path, header: Header, config: dict[str, Any]) -> dict[str, str]
     for name in names:
         tensor, wanted = header.tensors.get(f"{name}.weight"), shapes[name.rpartition(".")[2]]
         if tensor is None:
-            raise broken(path, f"tensor {name}.weight is missing")
+            raise invalid_file(path, f"tensor {name}.weight is missing")
         if tensor.shape != wanted:
-            raise broken(path, f"tensor {name}.weight is {tensor.shape}, not {wanted}")
+            raise invalid_file(path, f"tensor {name}.weight is {tensor.shape}, not {wanted}")
     if extra := header.tensors.keys() - {f"{name}.weight" for name in names}:
         raise UnsupportedModel(f"{path} has a tensor that no Llama has: {min(extra)}.")
     return names
 
 
-def _quantised(header: Header, names: dict[str, str]) -> dict[str, dict[str, int]]:
+def _quantised(header: GGUFHeader, names: dict[str, str]) -> dict[str, dict[str, int]]:
     types = {ours: header.tensors[f"{theirs}.weight"].type for theirs, ours in names.items()}
     return {
         name: {"group_size": kind.block, "bits": kind.bits}
