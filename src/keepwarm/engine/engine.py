@@ -97,13 +97,12 @@ class Engine:
         self._numbers = count(1)
         self._preparer = Preparer(model, _vocabulary(model), self._recent)
         self._lanes = Lanes(model, self.store, self.live)
-        on_gpu = mx.default_device() == mx.gpu
         self._admission = Admission(memory.batch_bytes)
         self._chores = Chores(self.store, lambda job: self._post(partial(self._scheduler.end, job)))
         self._scheduler = Scheduler(
             self._lanes,
             self._admission,
-            Pace(max_slice=2048 if on_gpu else 512),
+            Pace(max_slice=2048 if mx.default_device() == mx.gpu else 512),
             self._kept,
             self._chores.end_durably,
         )
