@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from keepwarm.engine.engine import Engine
-from keepwarm.server.host import EngineHost, Noted
+from keepwarm.server.host import EngineHost, ObservedAnswer
 from keepwarm.text.parsing import Markup
 from keepwarm.text.request import Format, Request, Tool, ToolChoice
 from keepwarm.text.tool_grammar import call_grammar
@@ -101,7 +101,7 @@ class Leading(EngineHost):
         self.asked: list[Asked] = []
         self._calls = calls
 
-    async def submit(self, request: Request) -> Noted:
+    async def submit(self, request: Request) -> ObservedAnswer:
         prepared = self.engine.prepare(request)
         self.asked.append(Asked(request, prepared.prompt.text, len(prepared.tokens)))
         return await super().submit(self._led(request))

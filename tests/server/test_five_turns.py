@@ -13,7 +13,7 @@ from keepwarm.cache.policy import Policy
 from keepwarm.server.anthropic import request as messages
 from keepwarm.server.anthropic.shapes import MessagesRequest
 from keepwarm.server.http import scrub
-from keepwarm.server.http.wire import Caller
+from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.openai import chat
 from keepwarm.server.openai.shapes import ChatRequest
 from keepwarm.server.responses import request as responses_in
@@ -22,7 +22,7 @@ from keepwarm.text.request import KVOptions
 
 CLIENTS = Path(__file__).parent.parent / "data" / "clients"
 SETTINGS = config.load({})
-CALLER = Caller("", None, Policy.READ_WRITE, False, KVOptions(), None)
+CALLER = RequestFields("", None, Policy.READ_WRITE, False, KVOptions(), None)
 SLACK = 16  # tokens that may be computed beside the new ones
 ROOM = 100  # tokens of an answer: enough for a call
 SCHEMA = {
@@ -200,7 +200,7 @@ def take_turns(live, client, n_turns=5, **headers):
     before, turns = "", []
     for turn in range(1, n_turns + 1):
         body = client.next(call=turn in (1, 3))
-        request = scrub.clean(client.request(body), scrub.choose())
+        request = scrub.scrub_request(client.request(body), scrub.select_rules())
         text = engine.prepare(request).prompt.text
         new = text[n_common(before, text) :]
         response = live.post(client.path, body, **headers)

@@ -9,7 +9,7 @@ import tomllib
 
 import pytest
 
-from keepwarm.server.clients import CLIENTS, Served
+from keepwarm.server.clients import CLIENTS, ServerInfo
 
 SECRET = "secret$'key\""
 VARIABLE = {
@@ -135,7 +135,7 @@ def test_claude_goes_nowhere_else(live, environ):
 def test_codex_is_told_in_toml():
     """Values that are strange in a shell or in TOML come through."""
     name = 'models/"odd" name\\x'
-    command = CLIENTS["codex"](Served("http://h:1", name, 4096)).command
+    command = CLIENTS["codex"](ServerInfo("http://h:1", name, 4096)).command
     told = tomllib.loads("\n".join(command[2::2]))
     assert told["model"] == name
     assert told["model_context_window"] == 4096
@@ -145,7 +145,7 @@ def test_codex_is_told_in_toml():
 
 
 def test_opencode_is_told_in_json():
-    setup = CLIENTS["opencode"](Served("http://h:1", "org/model", 4096))
+    setup = CLIENTS["opencode"](ServerInfo("http://h:1", "org/model", 4096))
     told = json.loads(setup.environ["OPENCODE_CONFIG_CONTENT"])
     assert told["model"] == "keepwarm/org/model"
     provider = told["provider"]["keepwarm"]

@@ -15,7 +15,7 @@ import typer
 
 from keepwarm import config
 from keepwarm.errors import BadInput, Refused, Unreachable
-from keepwarm.server.clients import CLIENTS, KEY_VARIABLE, NO_KEY, Served, Setup
+from keepwarm.server.clients import CLIENTS, KEY_VARIABLE, NO_KEY, ClientSetup, ServerInfo
 
 TIMEOUT_S = 10
 
@@ -76,13 +76,13 @@ def _key(settings: config.Settings) -> Key:
     return Key(keys[0], f'"$(head -n 1 {shlex.quote(settings.api_key_file)})"')
 
 
-def _served(url: str, key: Key) -> Served:
+def _served(url: str, key: Key) -> ServerInfo:
     """The model that the server has, and how much it reads."""
     asked = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key.value}"})  # noqa: S310
     try:
         with urlopen(asked, timeout=TIMEOUT_S) as answer:  # noqa: S310 - http and https alone
             model = json.load(answer)["data"][0]
-            return Served(url, str(model["id"]), int(model["context_length"]), key.value)
+            return ServerInfo(url, str(model["id"]), int(model["context_length"]), key.value)
     except HTTPError as error:
         error.close()
         if error.code == 401:
@@ -96,7 +96,7 @@ def _served(url: str, key: Key) -> Served:
         raise Unreachable(f"What answers at {url} is not Keepwarm; give its --url.") from error
 
 
-def _start(setup: Setup, command: list[str]) -> None:
+def _start(setup: ClientSetup, command: list[str]) -> None:
     """Become the client. Returns never."""
     if not command:
         raise BadInput("There is nothing to start; write the command after --.")
@@ -107,7 +107,7 @@ def _start(setup: Setup, command: list[str]) -> None:
     os.execve(program, command, {**kept, **setup.environ, **setup.secrets})  # noqa: S606
 
 
-def _lines(setup: Setup, command: list[str], hidden: Key | None) -> list[str]:
+def _lines(setup: ClientSetup, command: list[str], hidden: Key | None) -> list[str]:
     """Lines for a shell; a hidden key stands there as the place it comes from."""
     unset = [f"unset {' '.join(setup.cleared)}"] if setup.cleared else []
     plain = [f"export {name}={shlex.quote(value)}" for name, value in setup.environ.items()]

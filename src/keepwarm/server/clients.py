@@ -1,6 +1,6 @@
-"""What each client must be told so that it talks to this server: environment and arguments.
+"""The environment and arguments that point each client at this server.
 
-The names are those of the published packages: claude 2.1, codex 0.166, opencode 1.18, aider 0.86.
+Variables and options as of claude 2.1, codex 0.166, opencode 1.18, aider 0.86.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-KEY_VARIABLE = "KEEPWARM_API_KEY"  # where the clients that can be told a name find the key
-NO_KEY = "keepwarm"  # clients refuse to start with none, and a server without keys takes any
+KEY_VARIABLE = "KEEPWARM_API_KEY"  # for clients whose key variable can be chosen
+NO_KEY = "keepwarm"  # clients insist on a key; a server without keys accepts any
 
 
 @dataclass(frozen=True)
-class Served:
-    """A running server, as a client must know it."""
+class ServerInfo:
+    """What a client must know about a running server."""
 
     url: str  # without /v1
     model: str
@@ -25,103 +25,103 @@ class Served:
 
     @property
     def n_answer(self) -> int:
-        """Tokens to leave free for an answer; clients made for larger models ask for more."""
+        """Answer tokens that a client may ask for; the defaults are made for larger models."""
         return self.n_context // 4
 
 
 @dataclass(frozen=True)
-class Setup:
-    """How to start a client. `secrets` are variables too, kept off the screen."""
+class ClientSetup:
+    """How to start a client. `secrets` are variables too, but are never printed."""
 
     command: tuple[str, ...]
     environ: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    cleared: tuple[str, ...] = ()  # variables that would lead the client elsewhere
+    cleared: tuple[str, ...] = ()  # variables that would point the client elsewhere
 
 
-SetUp: TypeAlias = Callable[[Served], Setup]
+SetupFunction: TypeAlias = Callable[[ServerInfo], ClientSetup]
 
 
-def claude(served: Served) -> Setup:
-    """Claude Code. Every tier of model it knows is the one that is served."""
+def claude(server: ServerInfo) -> ClientSetup:
+    """Claude Code. All its model tiers become the served model."""
     tiers = ("OPUS", "SONNET", "HAIKU", "FABLE")
-    return Setup(
+    return ClientSetup(
         ("claude",),
         {
-            "ANTHROPIC_BASE_URL": served.url,
-            "ANTHROPIC_MODEL": served.model,
-            **{f"ANTHROPIC_DEFAULT_{tier}_MODEL": served.model for tier in tiers},
-            "CLAUDE_CODE_SUBAGENT_MODEL": served.model,
-            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(served.n_context),
-            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(served.n_answer),
+            "ANTHROPIC_BASE_URL": server.url,
+            "ANTHROPIC_MODEL": server.model,
+            **{f"ANTHROPIC_DEFAULT_{tier}_MODEL": server.model for tier in tiers},
+            "CLAUDE_CODE_SUBAGENT_MODEL": server.model,
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(server.n_context),
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.n_answer),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         },
-        {"ANTHROPIC_AUTH_TOKEN": served.key},
+        {"ANTHROPIC_AUTH_TOKEN": server.key},
         ("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"),
     )
 
 
-def codex(served: Served) -> Setup:
-    """Codex: a provider of its own, named on the command line; no file is written."""
+def codex(server: ServerInfo) -> ClientSetup:
+    """Codex: a provider defined on the command line; no file is written."""
     provider = {
         "name": "Keepwarm",
-        "base_url": f"{served.url}/v1",
+        "base_url": f"{server.url}/v1",
         "env_key": KEY_VARIABLE,
         "wire_api": "responses",
     }
     options: dict[str, str | int] = {
-        "model": served.model,
+        "model": server.model,
         "model_provider": "keepwarm",
-        "model_context_window": served.n_context,
+        "model_context_window": server.n_context,
         **{f"model_providers.keepwarm.{name}": value for name, value in provider.items()},
     }
     arguments = [part for name, value in options.items() for part in ("-c", _toml(name, value))]
-    return Setup(("codex", *arguments), {}, {KEY_VARIABLE: served.key})
+    return ClientSetup(("codex", *arguments), {}, {KEY_VARIABLE: server.key})
 
 
 def _toml(name: str, value: str | int) -> str:
     return f"{name}={json.dumps(value)}"  # a JSON string or number is a TOML one
 
 
-def opencode(served: Served) -> Setup:
-    """opencode: its configuration as a variable, which goes before its files."""
-    limit = {"context": served.n_context, "output": served.n_answer}
+def opencode(server: ServerInfo) -> ClientSetup:
+    """opencode: its configuration in a variable, which overrides its files."""
+    limit = {"context": server.n_context, "output": server.n_answer}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "Keepwarm",
-        "options": {"baseURL": f"{served.url}/v1", "apiKey": f"{{env:{KEY_VARIABLE}}}"},
-        "models": {served.model: {"name": served.model, "limit": limit}},
+        "options": {"baseURL": f"{server.url}/v1", "apiKey": f"{{env:{KEY_VARIABLE}}}"},
+        "models": {server.model: {"name": server.model, "limit": limit}},
     }
-    name = f"keepwarm/{served.model}"
-    told = {"provider": {"keepwarm": provider}, "model": name, "small_model": name}
-    return Setup(
-        ("opencode",), {"OPENCODE_CONFIG_CONTENT": json.dumps(told)}, {KEY_VARIABLE: served.key}
+    name = f"keepwarm/{server.model}"
+    config = {"provider": {"keepwarm": provider}, "model": name, "small_model": name}
+    return ClientSetup(
+        ("opencode",), {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}, {KEY_VARIABLE: server.key}
     )
 
 
-def aider(served: Served) -> Setup:
+def aider(server: ServerInfo) -> ClientSetup:
     """aider, through the OpenAI API."""
-    return Setup(
-        ("aider", "--model", f"openai/{served.model}", "--no-show-model-warnings"),
-        {"OPENAI_API_BASE": f"{served.url}/v1"},
-        {"OPENAI_API_KEY": served.key},
+    return ClientSetup(
+        ("aider", "--model", f"openai/{server.model}", "--no-show-model-warnings"),
+        {"OPENAI_API_BASE": f"{server.url}/v1"},
+        {"OPENAI_API_KEY": server.key},
     )
 
 
-def anything(served: Served) -> Setup:
-    """Any program that uses the official SDKs; its command line follows `--`."""
-    return Setup(
+def any_sdk(server: ServerInfo) -> ClientSetup:
+    """Any program that uses an official SDK; its command line follows `--`."""
+    return ClientSetup(
         (),
-        {"OPENAI_BASE_URL": f"{served.url}/v1", "ANTHROPIC_BASE_URL": served.url},
-        {"OPENAI_API_KEY": served.key, "ANTHROPIC_AUTH_TOKEN": served.key},
+        {"OPENAI_BASE_URL": f"{server.url}/v1", "ANTHROPIC_BASE_URL": server.url},
+        {"OPENAI_API_KEY": server.key, "ANTHROPIC_AUTH_TOKEN": server.key},
         ("ANTHROPIC_API_KEY",),
     )
 
 
-CLIENTS: Mapping[str, SetUp] = {
+CLIENTS: Mapping[str, SetupFunction] = {
     "claude": claude,
     "codex": codex,
     "opencode": opencode,
     "aider": aider,
-    "any": anything,
+    "any": any_sdk,
 }

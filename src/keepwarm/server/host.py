@@ -1,4 +1,4 @@
-"""The engine that the server speaks with, and the name of its model."""
+"""The engine that the server uses, and the name of its model."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 
 
 def start_engine(model: Model, store: Store, settings: Settings) -> Engine:
-    """A running engine with the server's limits."""
+    """Start an engine with the server's limits."""
     from keepwarm.engine.engine import Engine  # loads MLX
 
     return Engine(model, store, settings=settings)
 
 
-def _warming(engine: Engine) -> Warmer:
-    """Conversations that will likely go on are read from disk while nobody asks for anything."""
+def _start_warmer(engine: Engine) -> Warmer:
+    """While the engine is idle, load conversations from disk that will likely continue."""
     from keepwarm.engine.warm import Warmer
 
     return Warmer(engine).run_in_background()
 
 
-class Noted(AsyncIterator[Event]):
-    """An engine's answer; what it took is told when its end is read."""
+class ObservedAnswer(AsyncIterator[Event]):
+    """An engine's answer that reports its usage once its end is read."""
 
-    def __init__(self, answer: Answer, note: Callable[[Usage], None]) -> None:
+    def __init__(self, answer: Answer, on_done: Callable[[Usage], None]) -> None:
         self._answer = answer
-        self._note = note
+        self._on_done = on_done
 
     @property
     def prepared(self) -> PreparedRequest | None:
@@ -55,17 +55,17 @@ class Noted(AsyncIterator[Event]):
     async def __anext__(self) -> Event:
         event = await anext(self._answer)
         if isinstance(event, Done):
-            self._note(event.usage)
+            self._on_done(event.usage)
         return event
 
     async def wait(self) -> Result:
         result = await self._answer.wait()
-        self._note(result.usage)
+        self._on_done(result.usage)
         return result
 
 
 class EngineHost:
-    """Owns one running engine; whoever answers requests asks here for it."""
+    """Owns the running engine that answers requests."""
 
     def __init__(self, engine: Engine, name: str, strict_model: bool = False) -> None:
         self._engine: Engine | None = engine
@@ -76,28 +76,27 @@ class EngineHost:
         self._warmer: Warmer | None = None
         self._listeners: list[Callable[[Usage], None]] = []
 
-    def begin(self) -> None:
-        """Serving begins: while nobody asks, what will likely go on is read from disk."""
+    def start_warmer(self) -> None:
         if self._engine is not None:
-            self._warmer = _warming(self._engine)
+            self._warmer = _start_warmer(self._engine)
 
     @property
     def engine(self) -> Engine:
         if self._engine is None:
-            raise Stopping("No model is loaded just now; ask again in a moment.")
+            raise Stopping("No model is loaded at the moment; retry in a few seconds.")
         return self._engine
 
     @property
     def ready(self) -> bool:
-        """Whether the engine's thread runs and takes requests."""
+        """Whether the engine's thread runs and accepts requests."""
         return self._engine is not None and self._engine.alive and not self._draining
 
-    async def submit(self, request: Request) -> Noted:
-        """Begin an answer. Rendering and tokenising happen off the event loop."""
-        return Noted(await asyncio.to_thread(self.engine.submit, request), self._answered)
+    async def submit(self, request: Request) -> ObservedAnswer:
+        """Start an answer. Rendering and tokenising happen off the event loop."""
+        return ObservedAnswer(await asyncio.to_thread(self.engine.submit, request), self._answered)
 
     def on_answer(self, listener: Callable[[Usage], None]) -> None:
-        """Tell this listener what each answer took, once it has ended; whichever engine gave it."""
+        """Call the listener with the usage of every answer that ends, of any engine."""
         self._listeners.append(listener)
 
     def _answered(self, usage: Usage) -> None:
@@ -105,32 +104,32 @@ class EngineHost:
             listener(usage)
 
     def check_model(self, name: str | None) -> None:
-        """One model is here. It answers to any name unless the server was told to be strict."""
+        """The loaded model answers to any name, unless `strict_model` is set."""
         if self._strict and name is not None and name != self.name:
-            raise UnknownModel(f"There is no model {name!r} here; the one loaded is {self.name!r}.")
+            raise UnknownModel(f"Model {name!r} is not loaded; this server has {self.name!r}.")
 
     def drain(self, timeout_s: float) -> None:
-        """Take no new requests; running ones end by themselves, or with an error at the end."""
+        """Refuse new requests; running ones finish, or fail after `timeout_s`."""
         self._draining = True
         if self._engine is not None and self._engine.alive:
             self._engine.drain(timeout_s)
 
     def take(self) -> Engine | None:
-        """Give the engine away; until another is put here, requests are told to ask again."""
+        """Remove the engine and return it; until `put`, requests are told to retry."""
         engine, self._engine = self._engine, None
         if self._warmer is not None:
             self._warmer.close()
-        self._warmer = None  # it knows the engine, whose memory is wanted back
+        self._warmer = None  # it holds a reference to the engine, whose memory must be freed
         return engine
 
     def put(self, engine: Engine, name: str) -> None:
-        """Answer with this engine from now on."""
+        """Use this engine from now on."""
         self.name = name
         self.created = int(time.time())
         self._engine = engine
-        self.begin()
+        self.start_warmer()
 
     def close(self) -> None:
-        """Stop the engine; everything it computed is flushed first."""
+        """Stop the engine after flushing everything it computed."""
         if engine := self.take():
             engine.close()

@@ -1,4 +1,4 @@
-"""A server process: bind first, serve, and leave in order when told to."""
+"""A server process: bind the port, serve, drain on SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from keepwarm.server.http.logs import log_to_stderr
 
 KEEP_ALIVE_S = 75
 MAX_PORT = 65535
-AFTER_DRAIN_S = 2  # for the last words of streams that the drain has cut short
-STOPS = (signal.SIGTERM, signal.SIGINT)
+AFTER_DRAIN_S = 2  # for the last frames of streams that the drain cut short
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Listen at once, so that a second server is told before it loads a model."""
+    """Listen before the model is loaded, so that a port in use is reported at once."""
     if not 0 <= port <= MAX_PORT:
-        raise BadInput(f"There is no port {port}; choose one from 1 to {MAX_PORT}, or 0.")
+        raise BadInput(
+            f"Port {port} does not exist; choose one from 1 to {MAX_PORT}, or 0 for any free port."
+        )
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -35,48 +37,45 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise BadInput(
-                f"Port {port} on {host} is in use; stop the server there or choose another --port."
+                f"Port {port} on {host} is in use; stop that server or choose another --port."
             ) from error
         why = error.strerror or str(error)
         raise BadInput(f"Cannot listen on {host}, port {port}: {why}.") from error
-    # Connections inherit it: else a token waits for the client to acknowledge the one before.
+    # Connections inherit this: otherwise each token waits for the previous one's TCP ACK.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
 
 def address_of(listening: socket.socket) -> str:
-    """The URL by which this machine reaches it."""
+    """The URL by which this machine reaches the server."""
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def serve(app: FastAPI, settings: Settings, listening: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT; running answers then get `drain_s` to end.
+    """Serve until SIGTERM or SIGINT; running answers then have `drain_s` seconds to finish.
 
-    A second signal ends the process at once; what is not yet on disk is lost, and nothing else.
+    A second signal kills the process; only what is not yet on disk is lost.
     """
     log_to_stderr()
-    make_ready(app)
-    # uvicorn raises the signal again once it has shut down; by then there is nothing left to do.
-    for number in STOPS:
+    build_routes(app)
+    # uvicorn raises the signal again after its shutdown, when nothing is left to do.
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
-    gc.freeze()  # what is loaded stays: looking through all of it takes a tenth of a second
+    gc.freeze()  # what is loaded stays; traversing it takes a tenth of a second
     DrainingServer(app, settings).run(sockets=[listening])
-    for number in STOPS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
-def make_ready(app: FastAPI) -> None:
-    """Do what would else be done while clients wait: routes are built when first one is asked for.
-
-    That takes half a second, in which nobody else would be answered either.
-    """
+def build_routes(app: FastAPI) -> None:
+    """Build them now: FastAPI does it on the first request, and blocks for half a second."""
     app.openapi()
 
 
 class DrainingServer(uvicorn.Server):
-    """Lets running answers end while it refuses new ones, and only then closes."""
+    """On shutdown, finishes running answers and refuses new ones before it closes."""
 
     def __init__(self, app: FastAPI, settings: Settings) -> None:
         super().__init__(
@@ -101,6 +100,6 @@ class DrainingServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Who asks while running answers end is told so, and not left before a closed door."""
+        """Keep the port open during the drain: new requests get a 503, not a refused connection."""
         await asyncio.to_thread(self._host.drain, self._drain_s)
         await super().shutdown(sockets)

@@ -11,12 +11,18 @@ from pydantic import TypeAdapter, ValidationError
 from keepwarm import config
 from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadField
-from keepwarm.server.anthropic.events import Heading, Kept, MessageStream, message, usage_of
+from keepwarm.server.anthropic.events import (
+    CachedPrefix,
+    MessageMeta,
+    MessageStream,
+    message,
+    usage_of,
+)
 from keepwarm.server.anthropic.request import request_of, session_of
 from keepwarm.server.anthropic.shapes import CountRequest, MessagesRequest
 from keepwarm.server.anthropic.tools import ignored_tools
 from keepwarm.server.http.problems import Problem
-from keepwarm.server.http.wire import Caller
+from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.text.request import (
     Breakpoint,
     Choice,
@@ -35,7 +41,7 @@ from keepwarm.text.request import (
 )
 
 SETTINGS = config.load({})
-CALLER = Caller("", None, Policy.READ_WRITE, False, KVOptions(), None)
+CALLER = RequestFields("", None, Policy.READ_WRITE, False, KVOptions(), None)
 HELLO = {"role": "user", "content": "Hello"}
 SHORT = {"cache_control": {"type": "ephemeral"}}
 LONG = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
@@ -319,7 +325,7 @@ def test_the_session_in_a_user_id(user_id, wanted):
     prompt=st.integers(1, 500),
     cached=st.integers(0, 500),
     kept=st.lists(
-        st.builds(Kept, st.integers(0, 500), st.sampled_from([300.0, 3600.0])), max_size=4
+        st.builds(CachedPrefix, st.integers(0, 500), st.sampled_from([300.0, 3600.0])), max_size=4
     ),
 )
 def test_the_parts_of_a_prompt_add_up(prompt, cached, kept):
@@ -334,7 +340,7 @@ def test_the_parts_of_a_prompt_add_up(prompt, cached, kept):
 
 
 def test_newly_kept_tokens_are_told_by_their_time():
-    usage = usage_of(receipt(100, 10), [Kept(60, 300.0), Kept(40, 3600.0)])
+    usage = usage_of(receipt(100, 10), [CachedPrefix(60, 300.0), CachedPrefix(40, 3600.0)])
     assert usage["input_tokens"] == 40
     assert usage["cache_creation"] == {
         "ephemeral_1h_input_tokens": 30,
@@ -352,7 +358,7 @@ def receipt(prompt=20, cached=5):
 
 USAGE = Usage(20, 5, 8, 3, 1.0, 2.0)
 CALL = ToolCall("call_1", "read", '{"path": "a"}')
-HEADING = Heading("msg_1", "tiny", [Kept(12, 300.0)], ["web_search"])
+HEADING = MessageMeta("msg_1", "tiny", [CachedPrefix(12, 300.0)], ["web_search"])
 ANSWER = [
     Started(receipt()),
     Progress(10, 20),
@@ -473,7 +479,7 @@ def test_why_an_answer_ended(finished, reason, stop):
 
 def test_signs_of_life_and_last_words():
     stream = MessageStream(HEADING)
-    (ping,) = parse(stream.waiting(Progress(5, 20)))
+    (ping,) = parse(stream.keep_alive(Progress(5, 20)))
     assert ping == {"type": "ping", "keepwarm": {"prompt_tokens_done": 5, "prompt_tokens": 20}}
     (error,) = parse(stream.problem(Problem(503, "Stopping.")))
     assert error["error"] == {"type": "overloaded_error", "message": "Stopping."}

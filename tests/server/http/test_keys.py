@@ -8,7 +8,7 @@ import pytest
 from keepwarm import config
 from keepwarm.errors import Refused
 from keepwarm.server.http import limits
-from keepwarm.server.http.limits import Keys
+from keepwarm.server.http.limits import ApiKeys
 
 KEYS = ("first", "second", "third")
 SETTINGS = config.load({}, api_keys=",".join(KEYS), admin_key="root")
@@ -36,7 +36,7 @@ def digest(key):
 
 def is_let_in(headers):
     try:
-        Keys(SETTINGS).check(headers)
+        ApiKeys(SETTINGS).check(headers)
     except Refused:
         return False
     return True

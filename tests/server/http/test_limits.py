@@ -11,7 +11,7 @@ from keepwarm import config
 from keepwarm.errors import BadInput, Busy
 from keepwarm.server.app import create_app
 from keepwarm.server.host import EngineHost
-from keepwarm.server.http.limits import Limits, Rates, Room, check_binding
+from keepwarm.server.http.limits import ConcurrencyLimit, Limits, RateLimit, check_binding
 
 
 async def echo(scope, receive, send):
@@ -192,7 +192,7 @@ def test_a_key_may_ask_so_often():
 
 def test_the_bucket_fills_again():
     now = [0.0]
-    rates = Rates(60, clock=lambda: now[0])
+    rates = RateLimit(60, clock=lambda: now[0])
     for _ in range(60):
         rates.take("a")
     with pytest.raises(Busy) as refused:
@@ -229,7 +229,7 @@ def test_more_than_fit_are_told_to_come_back(limits):
 
 
 def test_one_key_cannot_take_all_the_room():
-    room = Room(3, 2)
+    room = ConcurrencyLimit(3, 2)
     room.enter("a")
     room.enter("a")
     with pytest.raises(Busy, match="This key"):

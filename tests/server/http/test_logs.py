@@ -10,7 +10,7 @@ import signal
 import httpx
 import pytest
 
-from keepwarm.server.http.logs import LINE, Wordless
+from keepwarm.server.http.logs import LINE, RedactingFormatter
 from tests.kit.checkpoints import CHATML, write_checkpoint
 from tests.server.conftest import wait_until
 from tests.server.processes import SMALL, served
@@ -112,7 +112,7 @@ def while_handling():
 def test_causes_are_named_without_their_words(how):
     written = io.StringIO()
     handler = logging.StreamHandler(written)
-    handler.setFormatter(Wordless(LINE))
+    handler.setFormatter(RedactingFormatter(LINE))
     logger = logging.Logger("apart")
     logger.addHandler(handler)
     logger.error("it failed", exc_info=raised(how))

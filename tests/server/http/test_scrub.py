@@ -13,8 +13,8 @@ from keepwarm.errors import BadInput
 from keepwarm.server.anthropic import request as messages
 from keepwarm.server.anthropic.shapes import CountRequest
 from keepwarm.server.http import scrub
-from keepwarm.server.http.scrub import RULES, Place, choose
-from keepwarm.server.http.wire import Caller
+from keepwarm.server.http.request_fields import RequestFields
+from keepwarm.server.http.scrub import RULES, LinePosition, select_rules
 from keepwarm.server.openai import chat
 from keepwarm.server.openai.shapes import ChatRequest
 from keepwarm.server.responses import request as responses_in
@@ -23,8 +23,8 @@ from keepwarm.text.request import Breakpoint, KVOptions, Request
 
 PAGE = Path(__file__).parents[3] / "docs" / "scrubbing.md"
 SETTINGS = config.load({})
-CALLER = Caller("", None, Policy.READ_WRITE, False, KVOptions(), None)
-DEFAULTS = choose()
+CALLER = RequestFields("", None, Policy.READ_WRITE, False, KVOptions(), None)
+DEFAULTS = select_rules()
 BY_NAME = {rule.name: rule for rule in RULES}
 BILLING = "x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=cli; cch={};"
 COUNTER = "<total_tokens>{} tokens left</total_tokens>"
@@ -51,35 +51,37 @@ USER = {"role": "user", "content": "Hello"}
 
 
 def test_a_billing_block_goes_whatever_it_says():
-    one, two = (scrub.scrub([system(BILLING.format(v), "Rules"), USER], DEFAULTS) for v in "ab")
+    one, two = (
+        scrub.scrub_messages([system(BILLING.format(v), "Rules"), USER], DEFAULTS) for v in "ab"
+    )
     assert one.messages == two.messages == [system("Rules"), USER]
     assert one.names == ("billing-header",)
 
 
 def test_a_first_line_goes_and_the_rest_stays():
     text = f"{BILLING.format(1)}\n\n  You are kind.\n"
-    left = scrub.scrub([{"role": "system", "content": text}, USER], DEFAULTS)
+    left = scrub.scrub_messages([{"role": "system", "content": text}, USER], DEFAULTS)
     assert left.messages[0]["content"] == "\n  You are kind.\n"
 
 
 def test_a_message_that_is_only_a_counter_goes():
     late = {"role": "system", "content": COUNTER.format(5)}
-    left = scrub.scrub([system("Rules"), USER, late], DEFAULTS)
+    left = scrub.scrub_messages([system("Rules"), USER, late], DEFAULTS)
     assert left.messages == [system("Rules"), USER]
-    assert left.where == (0, 1, 1)
+    assert left.new_index == (0, 1, 1)
     assert left.names == ("total-tokens",)
 
 
 def test_a_counter_behind_a_system_text_goes():
     text = f"# Environment\nLinux\n{COUNTER.format('Infinite')}"
-    (left, _), *_ = scrub.scrub([{"role": "system", "content": text}, USER], DEFAULTS)
+    (left, _), *_ = scrub.scrub_messages([{"role": "system", "content": text}, USER], DEFAULTS)
     assert left["content"] == "# Environment\nLinux"
 
 
 @pytest.mark.parametrize("name", ["total-tokens", "token-usage", "budget", "output-tokens"])
 def test_a_reminder_that_is_only_a_counter_goes(name):
     said = {"role": "user", "content": [part("Go on"), part(reminder(BY_NAME[name].example))]}
-    left = scrub.scrub([said], DEFAULTS)
+    left = scrub.scrub_messages([said], DEFAULTS)
     assert left.messages == [{"role": "user", "content": [part("Go on")]}]
     assert left.names == (name,)
 
@@ -87,8 +89,8 @@ def test_a_reminder_that_is_only_a_counter_goes(name):
 def test_a_date_goes_only_when_asked():
     context = reminder("# claudeMd\nBe brief.\n# currentDate\nToday's date is 2026-01-31.\n\nEnd.")
     said = {"role": "user", "content": [part(context), part("Hello")]}
-    assert scrub.scrub([said], DEFAULTS).messages == [said]
-    left = scrub.scrub([said], choose("date"))
+    assert scrub.scrub_messages([said], DEFAULTS).messages == [said]
+    left = scrub.scrub_messages([said], select_rules("date"))
     wanted = reminder("# claudeMd\nBe brief.\n# currentDate\n\nEnd.")
     assert left.messages[0]["content"] == [part(wanted), part("Hello")]
     assert left.names == ("date",)
@@ -103,7 +105,7 @@ def test_a_date_goes_only_when_asked():
     ],
 )
 def test_dates_of_other_clients(line):
-    left = scrub.scrub([system(f"<env>\n{line}\n</env>"), USER], choose("date"))
+    left = scrub.scrub_messages([system(f"<env>\n{line}\n</env>"), USER], select_rules("date"))
     assert left.messages[0] == system("<env>\n</env>")
 
 
@@ -116,7 +118,7 @@ def test_nothing_is_taken_from_what_people_tools_and_models_said(rule, role):
     texts = [rule.example, f"Look:\n{rule.example}\nWhat is it?"]
     messages = [{"role": role, "content": text} for text in texts]
     messages.append({"role": role, "content": [part(text) for text in texts]})
-    assert scrub.scrub(messages, choose("all")).messages == messages
+    assert scrub.scrub_messages(messages, select_rules("all")).messages == messages
 
 
 @every_rule
@@ -126,14 +128,14 @@ def test_no_reminder_inside_of_other_text_is_touched(rule):
     messages = [{"role": role, "content": t} for t in pasted for role in ("user", "tool")]
     messages.append({"role": "tool", "content": inside})
     messages.append({"role": "assistant", "content": inside})
-    assert scrub.scrub(messages, choose("all")).messages == messages
+    assert scrub.scrub_messages(messages, select_rules("all")).messages == messages
 
 
 @every_rule
 def test_what_stands_between_two_reminders_is_no_reminder(rule):
     text = f"{reminder('Be brief.')}\n{rule.example}\n{reminder('Be kind.')}"
     message = {"role": "user", "content": [part(text)]}
-    assert scrub.scrub([message], choose("all")).messages == [message]
+    assert scrub.scrub_messages([message], select_rules("all")).messages == [message]
 
 
 @every_rule
@@ -142,18 +144,18 @@ def test_a_line_of_almost_that_shape_stays(rule, shape):
     if rule.name == "date" and shape == " {}":
         shape = "-{}"  # dates may stand indented
     almost = system(shape.format(rule.example), "Rules")
-    assert scrub.scrub([almost, USER], choose("all")).messages == [almost, USER]
+    assert scrub.scrub_messages([almost, USER], select_rules("all")).messages == [almost, USER]
 
 
 def test_counters_in_the_middle_of_a_system_text_stay():
     text = f"An example:\n{COUNTER.format(5)}\n{BILLING.format(5)}\nis what you may see."
     message = {"role": "system", "content": text}
-    assert scrub.scrub([message, USER], DEFAULTS).messages == [message, USER]
+    assert scrub.scrub_messages([message, USER], DEFAULTS).messages == [message, USER]
 
 
 def test_a_prompt_never_goes_whole():
     alone = [{"role": "system", "content": COUNTER.format(5)}]
-    assert scrub.scrub(alone, DEFAULTS) == (alone, (), (0,))
+    assert scrub.scrub_messages(alone, DEFAULTS) == (alone, (), (0,))
 
 
 LINES = st.lists(
@@ -177,9 +179,9 @@ MESSAGES = st.lists(
 @example([{"role": "system", "content": "\n".join(rule.example for rule in RULES)}, USER])
 def test_only_lines_of_exact_shape_ever_go(messages):
     """What is missing afterwards are whole lines that a rule describes, and blocks left empty."""
-    left = scrub.scrub(messages, choose("all"))
+    left = scrub.scrub_messages(messages, select_rules("all"))
     before = -1
-    for message, index in zip(messages, left.where, strict=True):
+    for message, index in zip(messages, left.new_index, strict=True):
         kept = left.messages[index] if index > before else None
         before = index
         if message["role"] in ("assistant", "tool"):
@@ -220,14 +222,14 @@ def lines_of(message):
 
 @given(MESSAGES)
 def test_scrubbing_twice_is_scrubbing_once_where_places_are_whole(messages):
-    rules = tuple(rule for rule in RULES if Place.LINE in rule.places)
-    once = scrub.scrub(messages, rules).messages
-    assert list(scrub.scrub(once, rules).messages) == list(once)
+    rules = tuple(rule for rule in RULES if LinePosition.LINE in rule.positions)
+    once = scrub.scrub_messages(messages, rules).messages
+    assert list(scrub.scrub_messages(once, rules).messages) == list(once)
 
 
 @given(MESSAGES)
 def test_without_rules_nothing_changes(messages):
-    left = scrub.scrub(messages, ())
+    left = scrub.scrub_messages(messages, ())
     assert list(left.messages) == messages
     assert left.names == ()
 
@@ -276,7 +278,7 @@ apis = pytest.mark.parametrize("api", [as_chat, as_messages, as_responses])
 def test_a_part_of_its_own_is_a_block_of_its_own(api):
     """A line that would stand in the middle of the text, were the parts joined."""
     asked = api(["Rules", BILLING.format(1), "More"], ["Go on", reminder(COUNTER.format(5))])
-    left = scrub.clean(asked, DEFAULTS)
+    left = scrub.scrub_request(asked, DEFAULTS)
     assert [message["content"] for message in left.messages] == [
         [part("Rules"), part("More")],
         [part("Go on")],
@@ -287,7 +289,7 @@ def test_a_part_of_its_own_is_a_block_of_its_own(api):
 @apis
 def test_parts_that_would_make_a_reminder_together_are_none(api):
     asked = api(["Rules"], ["<system-reminder>", COUNTER.format(5), "</system-reminder>"])
-    left = scrub.clean(asked, DEFAULTS)
+    left = scrub.scrub_request(asked, DEFAULTS)
     assert left.messages == asked.messages
     assert left.scrubbed == ()
 
@@ -313,7 +315,7 @@ def test_marks_go_with_what_they_stand_on():
         messages=[first, USER, late, USER],
         breakpoints=[Breakpoint(-1), Breakpoint(0), Breakpoint(1), Breakpoint(2, 60.0)],
     )
-    left = scrub.clean(request, DEFAULTS)
+    left = scrub.scrub_request(request, DEFAULTS)
     assert left.messages == [USER, USER]
     assert [each.message for each in left.breakpoints] == [-1, -1, 0, 0]
     assert left.breakpoints[3].ttl_s == 60.0
@@ -322,23 +324,23 @@ def test_marks_go_with_what_they_stand_on():
 
 def test_a_raw_prompt_is_left_alone():
     request = Request(prompt=BILLING.format(1))
-    assert scrub.clean(request, DEFAULTS) is request
+    assert scrub.scrub_request(request, DEFAULTS) is request
 
 
 def test_switches():
-    names = lambda *switches: {rule.name for rule in choose(*switches)}  # noqa: E731
+    names = lambda *switches: {rule.name for rule in select_rules(*switches)}  # noqa: E731
     assert names() == names("default") == BY_NAME.keys() - {"date"}
     assert names("all") == BY_NAME.keys()
     assert names("none") == set()
     assert names("none, date") == {"date"}
     assert names("date, -budget") == BY_NAME.keys() - {"budget"}
     assert names("none", "budget") == {"budget"}
-    assert scrub.rules("none", {"x-keepwarm-scrub": "date"}) == (BY_NAME["date"],)
+    assert scrub.rules_for("none", {"x-keepwarm-scrub": "date"}) == (BY_NAME["date"],)
 
 
 def test_an_unknown_rule_is_refused():
     with pytest.raises(BadInput, match=r"'dates'; there are billing-header, .*date"):
-        choose("dates")
+        select_rules("dates")
 
 
 def test_the_page_lists_every_rule():
@@ -349,7 +351,7 @@ def test_the_page_lists_every_rule():
 
 def row(rule):
     shape = rule.pattern.pattern.replace("|", "\\|")
-    places = "; ".join(place.value for place in Place if place in rule.places)
+    places = "; ".join(place.value for place in LinePosition if place in rule.positions)
     default = "on" if rule.default else "off"
     return (
         f"| `{rule.name}` | {default} | {rule.sent_by} | {places} | `{rule.example}` | `{shape}` |"

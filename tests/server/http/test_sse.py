@@ -13,8 +13,8 @@ from keepwarm.engine.answer import Answer
 from keepwarm.errors import Busy, Cancelled, EngineFailed, TimedOut
 from keepwarm.server.http.sse import EventStream, WholeAnswer
 from keepwarm.server.openai.chat import ChatStream
-from keepwarm.server.openai.chunks import Heading
-from keepwarm.server.openai.several import Several
+from keepwarm.server.openai.chunks import CompletionMeta
+from keepwarm.server.openai.multi_prompt import CombinedAnswer
 from keepwarm.text.request import (
     Delta,
     Done,
@@ -70,7 +70,7 @@ def scripted(events):
 
 
 def stream(answer, **options):
-    return EventStream(answer, ChatStream(Heading("id", 1, "m"), 1, True, None), **options)
+    return EventStream(answer, ChatStream(CompletionMeta("id", 1, "m"), 1, True, None), **options)
 
 
 def run_stream(events):
@@ -198,7 +198,7 @@ def test_a_whole_answer_has_body_and_receipt():
 
 def test_a_streamed_token_is_cheap():
     """Encoding is a small part of the half millisecond that a streamed token may cost."""
-    encoder = ChatStream(Heading("id", 1, "m"), 1, True, None)
+    encoder = ChatStream(CompletionMeta("id", 1, "m"), 1, True, None)
     delta = Delta(0, " word", tokens=(TokenInfo(5),))
     begun = time.process_time()
     for _ in range(2000):
@@ -209,7 +209,7 @@ def test_a_streamed_token_is_cheap():
 def test_several_answers_are_one():
     async def run(second):
         answers = [scripted([*ANSWER, END])[0], scripted(second)[0]]
-        return await Several(answers, 1).wait()
+        return await CombinedAnswer(answers, 1).wait()
 
     result = asyncio.run(run([*ANSWER, END]))
     assert [choice.text for choice in result.choices] == ["Hello", "Hello"]
@@ -221,7 +221,7 @@ def test_several_answers_are_one():
 
 def test_cancelling_several_cancels_each():
     pairs = [scripted(ANSWER[:1]) for _ in range(3)]
-    Several([answer for answer, _ in pairs], 1).cancel()
+    CombinedAnswer([answer for answer, _ in pairs], 1).cancel()
     assert all(cancelled for _, cancelled in pairs)
 
 

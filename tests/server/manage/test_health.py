@@ -10,7 +10,7 @@ import pytest
 from keepwarm import config
 from keepwarm.server.app import create_app
 from keepwarm.server.host import EngineHost
-from keepwarm.server.process import make_ready
+from keepwarm.server.process import build_routes
 from tests.server.conftest import wait_until
 
 ENDLESS = {
@@ -47,7 +47,7 @@ def test_it_waits_for_nothing_that_the_engine_does(live):
 def test_the_first_to_ask_waits_no_longer_than_the_second(path):
     """Processor time, for all others wait as long: the event loop serves everybody."""
     app = create_app(EngineHost(None, "none"), config.load({}))
-    make_ready(app)
+    build_routes(app)
 
     async def seconds():
         transport = httpx.ASGITransport(app)

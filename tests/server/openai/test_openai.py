@@ -9,11 +9,12 @@ from fastapi.testclient import TestClient
 from keepwarm import config
 from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadField
-from keepwarm.server.http.problems import invalid
-from keepwarm.server.http.wire import Caller, agent_id, receipt_dict
+from keepwarm.server.http.problems import validation_problem
+from keepwarm.server.http.receipts import receipt_dict
+from keepwarm.server.http.request_fields import RequestFields, agent_id
 from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.chat import ChatStream
-from keepwarm.server.openai.chunks import Heading
+from keepwarm.server.openai.chunks import CompletionMeta
 from keepwarm.server.openai.completions import TextStream
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest
 from keepwarm.server.openai.tokens import Pieces
@@ -38,8 +39,8 @@ from keepwarm.text.request import (
 from tests.kit.checkpoints import make_tokenizer
 
 SETTINGS = config.load({})
-CALLER = Caller("t", "me", Policy.READ_WRITE, False, KVOptions(), 60.0)
-HEADING = Heading("chatcmpl-1", 1700000000, "tiny")
+CALLER = RequestFields("t", "me", Policy.READ_WRITE, False, KVOptions(), 60.0)
+HEADING = CompletionMeta("chatcmpl-1", 1700000000, "tiny")
 RECEIPT = Receipt(9, {"live": 4, "disk": 4}, 1, 3.0, True, miss=Miss(8, 1, "new"))
 USAGE = Usage(9, 8, 5, 2, 4.0, 100.0)
 WEATHER = {
@@ -232,7 +233,7 @@ def checked():
 
     @app.exception_handler(RequestValidationError)
     def wrong(request, error) -> Response:
-        found["problem"] = invalid(error.errors(), error.body)
+        found["problem"] = validation_problem(error.errors(), error.body)
         return Response(status_code=400)
 
     def check(body):

@@ -14,15 +14,14 @@ from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import Answer
 from keepwarm.errors import BadField, UnknownResponse
 from keepwarm.server.http.problems import Problem
-from keepwarm.server.http.wire import Caller
+from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.responses.events import (
-    Built,
+    BuiltAnswer,
     ResponseBuilder,
     ResponseStream,
+    answer_options_of,
     begun,
-    wishes_of,
 )
-from keepwarm.server.responses.kept import ResponseStore
 from keepwarm.server.responses.request import (
     items_of,
     messages_of,
@@ -31,7 +30,8 @@ from keepwarm.server.responses.request import (
     sealed,
     unsealed,
 )
-from keepwarm.server.responses.shapes import Item, ResponsesRequest, ToolIn
+from keepwarm.server.responses.response_store import ResponseStore
+from keepwarm.server.responses.shapes import Item, ResponsesRequest, ResponseTool
 from keepwarm.text.request import (
     Delta,
     Done,
@@ -47,7 +47,7 @@ from keepwarm.text.request import (
 )
 
 SETTINGS = config.load({})
-CALLER = Caller("", None, Policy.READ_WRITE, False, KVOptions(), None)
+CALLER = RequestFields("", None, Policy.READ_WRITE, False, KVOptions(), None)
 EVENTS = TypeAdapter(ResponseStreamEvent)
 READ = {"type": "function", "name": "read", "parameters": {"type": "object"}, "strict": True}
 SEARCH = {"type": "web_search"}
@@ -169,7 +169,7 @@ def test_reasoning_that_another_server_sealed_is_nothing(foreign):
 
 
 def test_functions_are_offered_and_hosted_tools_left_out():
-    tools = offered([ToolIn.model_validate(tool) for tool in (READ, SEARCH, NAMESPACE)])
+    tools = offered([ResponseTool.model_validate(tool) for tool in (READ, SEARCH, NAMESPACE)])
     assert [tool["function"]["name"] for tool in tools.tools] == ["read", "files__read"]
     assert tools.names["files__read"] == ("read", "files")
     assert tools.ignored == ["web_search", "patch"]
@@ -255,7 +255,7 @@ FIELDS = {
 def builder(kept=None, **fields):
     given = body(**fields)
     request = request_of(given, items_of(given.input), CALLER, SETTINGS)
-    wishes = wishes_of(given, offered(given.tools or ()), request)
+    wishes = answer_options_of(given, offered(given.tools or ()), request)
     keep = (kept if kept is not None else []).append
     return ResponseBuilder(begun(given, "tiny", request), wishes, keep)
 
@@ -339,7 +339,7 @@ def test_a_whole_answer_says_the_same_as_a_stream():
     answer = Answer(lambda answer: None)
     for event in ANSWER:
         answer.put(event)
-    result = asyncio.run(Built(answer, made).wait())
+    result = asyncio.run(BuiltAnswer(answer, made).wait())
     assert result.choices[0].text == "Hello"
     stream = streamed(ANSWER, builder(**FIELDS))
     assert without_ids(made.response) == without_ids(stream[-1]["response"])
@@ -363,7 +363,7 @@ def test_signs_of_life_and_last_words():
     kept = []
     stream = ResponseStream(builder(kept))
     stream.event(Started(RECEIPT))
-    (alive,) = parse(stream.waiting(Progress(5, 20)))
+    (alive,) = parse(stream.keep_alive(Progress(5, 20)))
     assert alive["type"] == "response.in_progress"
     assert alive["sequence_number"] == 2
     assert alive["keepwarm"] == {"prompt_tokens_done": 5, "prompt_tokens": 20}

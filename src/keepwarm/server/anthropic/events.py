@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from keepwarm.server.anthropic.shapes import (
+    AnthropicUsage,
     MessageOut,
     MessageReceipt,
     StopReason,
     TextBlock,
     ThinkingBlock,
     ToolUseBlock,
-    UsageOut,
 )
 from keepwarm.server.http.problems import Problem, anthropic_body
+from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.sse import frame, progress_json
-from keepwarm.server.http.wire import receipt_dict
 from keepwarm.text.request import (
     Choice,
     Delta,
@@ -44,7 +44,7 @@ STOP_REASONS: Mapping[str, StopReason] = {
 }
 
 
-class Kept(NamedTuple):
+class CachedPrefix(NamedTuple):
     """A breakpoint: so many tokens of the prompt are kept for so long."""
 
     n_tokens: int
@@ -52,16 +52,16 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Heading:
+class MessageMeta:
     """What is known of an answer before it begins."""
 
     id: str
     model: str
-    kept: Sequence[Kept] = ()
+    kept: Sequence[CachedPrefix] = ()
     ignored_tools: Sequence[str] = ()
 
 
-def message(heading: Heading, result: Result) -> MessageOut:
+def message(heading: MessageMeta, result: Result) -> MessageOut:
     """A whole answer."""
     choice = result.choices[0]
     return {
@@ -74,11 +74,13 @@ def message(heading: Heading, result: Result) -> MessageOut:
     }
 
 
-def usage_of(receipt: Receipt, kept: Sequence[Kept], usage: Usage | None = None) -> UsageOut:
+def usage_of(
+    receipt: Receipt, kept: Sequence[CachedPrefix], usage: Usage | None = None
+) -> AnthropicUsage:
     """The prompt in three parts that add up: read from the cache, newly kept, and neither."""
     cached = receipt.cached_tokens
     created = _created(cached, kept)
-    counts: UsageOut = {
+    counts: AnthropicUsage = {
         "input_tokens": receipt.prompt_tokens - cached - sum(created),
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": sum(created),
@@ -97,7 +99,7 @@ def stop_reason(reason: str, stop: str | None) -> StopReason:
     return "stop_sequence" if stop is not None else STOP_REASONS[reason]
 
 
-def _created(cached: int, kept: Sequence[Kept]) -> tuple[int, int]:
+def _created(cached: int, kept: Sequence[CachedPrefix]) -> tuple[int, int]:
     """Tokens newly kept up to the last breakpoint, for minutes and for an hour."""
     minutes, hour, known = 0, 0, cached
     for mark in sorted(kept):
@@ -110,7 +112,7 @@ def _created(cached: int, kept: Sequence[Kept]) -> tuple[int, int]:
     return minutes, hour
 
 
-def _begun(heading: Heading) -> MessageOut:
+def _begun(heading: MessageMeta) -> MessageOut:
     return {
         "id": heading.id,
         "type": "message",
@@ -143,7 +145,7 @@ def _signature(thinking: str) -> str:
     return base64.b64encode(hashlib.blake2b(thinking.encode(), digest_size=24).digest()).decode()
 
 
-def _receipt(heading: Heading, receipt: Receipt) -> MessageReceipt:
+def _receipt(heading: MessageMeta, receipt: Receipt) -> MessageReceipt:
     fields: MessageReceipt = receipt_dict(receipt)  # type: ignore[assignment]
     if heading.ignored_tools:
         fields["ignored_tools"] = list(heading.ignored_tools)
@@ -153,7 +155,7 @@ def _receipt(heading: Heading, receipt: Receipt) -> MessageReceipt:
 class MessageStream:
     """Events: the message's start, its content block by block, how it ended, its end."""
 
-    def __init__(self, heading: Heading) -> None:
+    def __init__(self, heading: MessageMeta) -> None:
         self._heading = heading
         self._index = -1  # of the last block
         self._open: str | None = None  # the type of the block that is being written
@@ -176,7 +178,7 @@ class MessageStream:
                 return self._done(event)
         return b""
 
-    def waiting(self, progress: Progress | None) -> bytes:
+    def keep_alive(self, progress: Progress | None) -> bytes:
         return _frame("ping", keepwarm=json.loads(progress_json(progress)))
 
     def problem(self, problem: Problem) -> bytes:

@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 from keepwarm.config import Settings
 from keepwarm.errors import BadField, NoThreads
 from keepwarm.server.anthropic.shapes import (
-    Block,
     CacheControl,
+    ContentBlock,
     CountRequest,
     MessageIn,
     MessagesRequest,
 )
 from keepwarm.server.anthropic.tools import choice_of, offered, spelled_out
-from keepwarm.server.http.wire import Caller, media_refused
+from keepwarm.server.http.content import unsupported_part
+from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.text.request import (
     Breakpoint,
     Format,
@@ -41,14 +42,14 @@ NO_THREADS = (
 _SESSION = re.compile(r"_session_([0-9a-fA-F-]{36})$")
 
 
-class Placed(NamedTuple):
+class EngineMessage(NamedTuple):
     """A message as the engine takes it, and the breakpoint at its end."""
 
     message: Message
     mark: CacheControl | None = None
 
 
-def request_of(body: CountRequest, caller: Caller, settings: Settings) -> Request:
+def request_of(body: CountRequest, caller: RequestFields, settings: Settings) -> Request:
     """What the client asks, in the engine's words."""
     _check(body)
     given = spelled_out(body)
@@ -108,12 +109,12 @@ def _check(body: CountRequest) -> None:
         raise BadField(PREFILL, "messages")
 
 
-def _system(body: CountRequest) -> Iterator[Placed]:
+def _system(body: CountRequest) -> Iterator[EngineMessage]:
     if body.system:
         yield _said("system", body.system, "system")
 
 
-def _placed(message: MessageIn, index: int) -> Iterator[Placed]:
+def _placed(message: MessageIn, index: int) -> Iterator[EngineMessage]:
     where = f"messages[{index}].content"
     if message.role == "assistant":
         yield _assistant(message.content, where)
@@ -123,18 +124,20 @@ def _placed(message: MessageIn, index: int) -> Iterator[Placed]:
         yield _said(message.role, message.content, where)
 
 
-def _said(role: str, content: str | Sequence[Block], where: str, first: int = 0) -> Placed:
+def _said(
+    role: str, content: str | Sequence[ContentBlock], where: str, first: int = 0
+) -> EngineMessage:
     """A message of text alone. Its blocks stay apart: whoever scrubs must know them."""
     if isinstance(content, str):
-        return Placed({"role": role, "content": content})
+        return EngineMessage({"role": role, "content": content})
     texts = [_text(block, f"{where}[{i}]") for i, block in enumerate(content, first)]
     parts = [{"type": "text", "text": text} for text in texts]
-    return Placed({"role": role, "content": parts}, _last_mark(content))
+    return EngineMessage({"role": role, "content": parts}, _last_mark(content))
 
 
-def _user(blocks: Sequence[Block], where: str) -> Iterator[Placed]:
+def _user(blocks: Sequence[ContentBlock], where: str) -> Iterator[EngineMessage]:
     """What tools gave back are messages of their own, in the order in which all of it stands."""
-    said: list[Block] = []
+    said: list[ContentBlock] = []
     for index, block in enumerate(blocks):
         if block.type != "tool_result":
             said.append(block)
@@ -147,7 +150,7 @@ def _user(blocks: Sequence[Block], where: str) -> Iterator[Placed]:
         yield _said("user", said, where, len(blocks) - len(said))
 
 
-def _tool_result(block: Block, where: str) -> Placed:
+def _tool_result(block: ContentBlock, where: str) -> EngineMessage:
     if block.tool_use_id is None:
         raise BadField(f"{where}.tool_use_id is needed and not there.", f"{where}.tool_use_id")
     content = block.content or ""
@@ -156,13 +159,13 @@ def _tool_result(block: Block, where: str) -> Placed:
         content = "\n".join(texts)
     content = IS_ERROR + content if block.is_error else content
     message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-    return Placed(message, block.cache_control)
+    return EngineMessage(message, block.cache_control)
 
 
-def _assistant(content: str | Sequence[Block], where: str) -> Placed:
+def _assistant(content: str | Sequence[ContentBlock], where: str) -> EngineMessage:
     """Past thinking goes along under its own name; a template takes it or leaves it."""
     if isinstance(content, str):
-        return Placed({"role": "assistant", "content": content})
+        return EngineMessage({"role": "assistant", "content": content})
     blocks = [block for block in content if block.type != "redacted_thinking"]
     texts, thoughts, calls = [], [], []
     for index, block in enumerate(blocks):
@@ -177,10 +180,10 @@ def _assistant(content: str | Sequence[Block], where: str) -> Placed:
         message["reasoning_content"] = "".join(thoughts)
     if calls:
         message["tool_calls"] = calls
-    return Placed(message, _last_mark(content))
+    return EngineMessage(message, _last_mark(content))
 
 
-def _tool_call(block: Block, where: str) -> Mapping[str, Any]:
+def _tool_call(block: ContentBlock, where: str) -> Mapping[str, Any]:
     if block.id is None or block.name is None:
         raise BadField(f"{where} needs an id and a name.", where)
     arguments = json.dumps(block.input or {}, ensure_ascii=False)
@@ -191,9 +194,9 @@ def _tool_call(block: Block, where: str) -> Mapping[str, Any]:
     }
 
 
-def _text(block: Block, where: str) -> str:
+def _text(block: ContentBlock, where: str) -> str:
     if block.type != "text":
-        raise media_refused(block.type, where)
+        raise unsupported_part(block.type, where)
     if block.text is None:
         raise BadField(f"{where}.text is needed and not there.", f"{where}.text")
     return block.text
@@ -202,7 +205,7 @@ def _text(block: Block, where: str) -> str:
 # What is to be kept.
 
 
-def _breakpoints(body: CountRequest, placed: Sequence[Placed]) -> tuple[Breakpoint, ...]:
+def _breakpoints(body: CountRequest, placed: Sequence[EngineMessage]) -> tuple[Breakpoint, ...]:
     """Every breakpoint, at the end of its message; one of the whole body stands at the end."""
     tools = [tool.cache_control for tool in body.tools or () if tool.cache_control]
     found = [(-1, control) for control in tools]
@@ -215,6 +218,6 @@ def _breakpoints(body: CountRequest, placed: Sequence[Placed]) -> tuple[Breakpoi
     return tuple(Breakpoint(message, ttl_s) for message, ttl_s in longest.items())
 
 
-def _last_mark(blocks: Sequence[Block]) -> CacheControl | None:
+def _last_mark(blocks: Sequence[ContentBlock]) -> CacheControl | None:
     marks = [block.cache_control for block in blocks if block.cache_control]
     return max(marks, key=lambda control: TTL_S[control.ttl], default=None)

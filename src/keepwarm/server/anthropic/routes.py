@@ -9,41 +9,41 @@ from fastapi import APIRouter, Request, Response
 
 from keepwarm.config import Settings
 from keepwarm.server.anthropic import request as messages
-from keepwarm.server.anthropic.events import Heading, Kept, MessageStream, message
+from keepwarm.server.anthropic.events import CachedPrefix, MessageMeta, MessageStream, message
 from keepwarm.server.anthropic.shapes import (
+    AnthropicErrorOut,
+    AnthropicTokensOut,
     CountRequest,
-    ErrorOut,
     MessageOut,
     MessagesRequest,
-    TokensOut,
 )
 from keepwarm.server.anthropic.tools import ignored_tools
-from keepwarm.server.host import Noted
+from keepwarm.server.host import ObservedAnswer
 from keepwarm.server.http import scrub
-from keepwarm.server.http.sse import EventStream, WholeAnswer
-from keepwarm.server.http.wire import Config, Host, caller_of, documented, new_id
+from keepwarm.server.http.request_fields import Config, Host, request_fields
+from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_id
 from keepwarm.text import request as engine_request
 
 router = APIRouter(
     prefix="/v1/messages",
     tags=["Anthropic"],
     responses={
-        "4XX": {"model": ErrorOut, "description": "The request cannot be answered."},
-        "5XX": {"model": ErrorOut, "description": "The server failed, or is stopping."},
+        "4XX": {"model": AnthropicErrorOut, "description": "The request cannot be answered."},
+        "5XX": {"model": AnthropicErrorOut, "description": "The server failed, or is stopping."},
     },
 )
 
 
-@router.post("", responses=documented(MessageOut))
+@router.post("", responses=answer_docs(MessageOut))
 async def create_message(
     body: MessagesRequest, request: Request, host: Host, settings: Config
 ) -> Response:
     """Answer a conversation, whole or as a stream of events."""
     host.check_model(body.model)
-    asked = messages_asked(body, request, settings)
+    asked = build_request(body, request, settings)
     answer = await host.submit(asked)
     kept = await asyncio.to_thread(_kept, answer) if asked.breakpoints else ()
-    heading = Heading(new_id("msg_"), host.name, kept, ignored_tools(body))
+    heading = MessageMeta(new_id("msg_"), host.name, kept, ignored_tools(body))
     if body.stream:
         return EventStream(answer, MessageStream(heading))
     return WholeAnswer(answer, lambda result: message(heading, result))
@@ -52,26 +52,26 @@ async def create_message(
 @router.post("/count_tokens")
 async def count_tokens(
     body: CountRequest, request: Request, host: Host, settings: Config
-) -> TokensOut:
+) -> AnthropicTokensOut:
     """How many tokens the model would read for this request."""
     host.check_model(body.model)
-    asked = messages_asked(body, request, settings)
+    asked = build_request(body, request, settings)
     return {"input_tokens": await asyncio.to_thread(host.engine.count_tokens, asked)}
 
 
-def messages_asked(
+def build_request(
     body: CountRequest, request: Request, settings: Settings
 ) -> engine_request.Request:
     """The request as the engine gets it."""
     session = messages.session_of(body.metadata.user_id if body.metadata else None)
-    caller = caller_of(request, body.keepwarm, session)
-    rules = scrub.rules(settings.scrub, request.headers)
-    return scrub.clean(messages.request_of(body, caller, settings), rules)
+    caller = request_fields(request, body.keepwarm, session)
+    rules = scrub.rules_for(settings.scrub, request.headers)
+    return scrub.scrub_request(messages.request_of(body, caller, settings), rules)
 
 
-def _kept(answer: Noted) -> Sequence[Kept]:
+def _kept(answer: ObservedAnswer) -> Sequence[CachedPrefix]:
     """Where in the prompt the breakpoints stand, if they are kept."""
     prepared = answer.prepared
     if prepared is None or not prepared.request.policy.writes:
         return ()
-    return [Kept(place, ttl_s or 0.0) for place, ttl_s in prepared.breakpoints]
+    return [CachedPrefix(place, ttl_s or 0.0) for place, ttl_s in prepared.breakpoints]

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from keepwarm.server.http.wire import Options, ReceiptShape, Shape
+from keepwarm.server.http.body import JsonInput
+from keepwarm.server.http.receipts import ReceiptOut
+from keepwarm.server.http.request_fields import KeepwarmOptions
 
 MAX_STOPS = 64
 LARGEST = (1 << 31) - 1
@@ -16,14 +18,14 @@ Ttl = Literal["5m", "1h"]
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-class CacheControl(Shape):
+class CacheControl(JsonInput):
     """A breakpoint: the prompt up to here is kept for that long."""
 
     type: Literal["ephemeral"]
     ttl: Ttl = "5m"
 
 
-class ToolIn(Shape):
+class AnthropicTool(JsonInput):
     """A tool of the client. One that only Anthropic's servers have is left out and named."""
 
     type: str | None = None
@@ -36,15 +38,15 @@ class ToolIn(Shape):
     cache_control: CacheControl | None = None
 
 
-class ToolChange(Shape):
+class ToolChange(JsonInput):
     """A tool that a message adds or takes away: by its name, or whole."""
 
     type: str
     name: str | None = None
-    definition: ToolIn | None = None
+    definition: AnthropicTool | None = None
 
 
-class Block(Shape):
+class ContentBlock(JsonInput):
     """A part of a message: text, thinking, tool_use, tool_result, tools. Media are refused."""
 
     type: str
@@ -56,53 +58,53 @@ class Block(Shape):
     tool_use_id: str | None = None
     tool_name: str | None = None
     tool: ToolChange | None = None
-    content: str | list[Block] | None = None
+    content: str | list[ContentBlock] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
 
-class MessageIn(Shape):
+class MessageIn(JsonInput):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[ContentBlock]
 
 
-class ToolChoiceIn(Shape):
+class ToolChoiceIn(JsonInput):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Shape):
+class Thinking(JsonInput):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
-class JsonFormat(Shape):
+class JsonFormat(JsonInput):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Shape):
+class OutputConfig(JsonInput):
     effort: str | None = Field(default=None, description="Given to the model's chat template.")
     format: JsonFormat | None = None
 
 
-class Metadata(Shape):
+class Metadata(JsonInput):
     user_id: str | None = Field(default=None, description="Names the conversation.")
 
 
-class CountRequest(Shape):
+class CountRequest(JsonInput):
     """What a prompt is made of, and whose it is."""
 
     model: str | None = Field(default=None, description="The one that is loaded answers.")
     messages: list[MessageIn] = Field(min_length=1)
-    system: str | list[Block] | None = None
-    tools: list[ToolIn] | None = None
+    system: str | list[ContentBlock] | None = None
+    tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoiceIn | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     metadata: Metadata | None = None
-    keepwarm: Options | None = None
+    keepwarm: KeepwarmOptions | None = None
 
 
 class MessagesRequest(CountRequest):
@@ -117,7 +119,7 @@ class MessagesRequest(CountRequest):
     thread: Any = Field(default=None, description="Refused: send the whole conversation.")
 
 
-class MessageReceipt(ReceiptShape):
+class MessageReceipt(ReceiptOut):
     """The receipt, and which tools were left out."""
 
     ignored_tools: NotRequired[list[str]]
@@ -128,11 +130,11 @@ class CacheCreation(TypedDict):
     ephemeral_1h_input_tokens: int
 
 
-class OutputDetails(TypedDict):
+class AnthropicOutputDetails(TypedDict):
     thinking_tokens: int
 
 
-class UsageOut(TypedDict):
+class AnthropicUsage(TypedDict):
     """All of the prompt is `input_tokens` and both of the cache's together."""
 
     input_tokens: int
@@ -140,7 +142,7 @@ class UsageOut(TypedDict):
     cache_creation_input_tokens: int
     cache_creation: CacheCreation
     output_tokens: int
-    output_tokens_details: NotRequired[OutputDetails]
+    output_tokens_details: NotRequired[AnthropicOutputDetails]
 
 
 class TextBlock(TypedDict):
@@ -169,24 +171,24 @@ class MessageOut(TypedDict):
     content: list[TextBlock | ThinkingBlock | ToolUseBlock]
     stop_reason: StopReason | None
     stop_sequence: str | None
-    usage: UsageOut
+    usage: AnthropicUsage
     keepwarm: NotRequired[MessageReceipt]
 
 
-class TokensOut(TypedDict):
+class AnthropicTokensOut(TypedDict):
     input_tokens: int
 
 
-class ErrorCode(TypedDict):
+class AnthropicErrorCode(TypedDict):
     error_code: str
 
 
-class ErrorDetail(TypedDict):
+class AnthropicErrorDetail(TypedDict):
     type: str
     message: str
-    details: NotRequired[ErrorCode]
+    details: NotRequired[AnthropicErrorCode]
 
 
-class ErrorOut(TypedDict):
+class AnthropicErrorOut(TypedDict):
     type: Literal["error"]
-    error: ErrorDetail
+    error: AnthropicErrorDetail

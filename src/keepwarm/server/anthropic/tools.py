@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from keepwarm.errors import BadField
-from keepwarm.server.anthropic.shapes import Block, CountRequest, MessageIn, ToolIn
+from keepwarm.server.anthropic.shapes import AnthropicTool, ContentBlock, CountRequest, MessageIn
 from keepwarm.text.request import Tool, ToolChoice
 from keepwarm.text.tools import DEFERRED
 
@@ -59,13 +59,15 @@ def spelled_out(body: CountRequest) -> list[MessageIn]:
     ]
 
 
-def _blocks(content: str | Sequence[Block], known: Mapping[str, str]) -> str | list[Block]:
+def _blocks(
+    content: str | Sequence[ContentBlock], known: Mapping[str, str]
+) -> str | list[ContentBlock]:
     if isinstance(content, str):
         return content
     return [_block(block, known) for block in content]
 
 
-def _block(block: Block, known: Mapping[str, str]) -> Block:
+def _block(block: ContentBlock, known: Mapping[str, str]) -> ContentBlock:
     if block.type == "tool_result" and block.content:
         return block.model_copy(update={"content": _blocks(block.content, known)})
     name = block.tool_name or _changed(block)
@@ -79,30 +81,30 @@ def _block(block: Block, known: Mapping[str, str]) -> Block:
     }
     if block.type not in texts:
         return block
-    return Block(type="text", text=texts[block.type], cache_control=block.cache_control)
+    return ContentBlock(type="text", text=texts[block.type], cache_control=block.cache_control)
 
 
-def _changed(block: Block) -> str | None:
+def _changed(block: ContentBlock) -> str | None:
     """The name of the tool that a block adds or takes away."""
     if block.tool is None:
         return None
     return block.tool.definition.name if block.tool.definition else block.tool.name
 
 
-def _added(body: CountRequest) -> Iterator[ToolIn]:
+def _added(body: CountRequest) -> Iterator[AnthropicTool]:
     """Tools that messages bring along whole."""
     for message in body.messages:
         for block in message.content:
-            if isinstance(block, Block) and block.tool and block.tool.definition:
+            if isinstance(block, ContentBlock) and block.tool and block.tool.definition:
                 yield block.tool.definition
 
 
-def _is_ours(tool: ToolIn) -> bool:
+def _is_ours(tool: AnthropicTool) -> bool:
     """Whether the client itself runs the tool and says what goes into it."""
     return tool.type in (None, "custom")
 
 
-def _tool(tool: ToolIn, deferred: bool) -> Tool:
+def _tool(tool: AnthropicTool, deferred: bool) -> Tool:
     if tool.input_schema is None:
         where = "tools.input_schema"
         raise BadField(f"The tool {tool.name!r} has no input_schema; send one.", where)

@@ -32,13 +32,13 @@ class NamespaceOwners:
     def visible(self, blocks: Iterable[StoredBlock]) -> Iterator[StoredBlock]:
         """The viewer's own; the others are counted."""
         for block in blocks:
-            if self._you.sees(self.tenant_of(block.namespace)):
+            if self._you.may_see(self.tenant_of(block.namespace)):
                 yield block
             else:
                 self.hidden.add(block.key)
 
     def sees(self, agent: Agent) -> bool:
-        return self._you.sees(self.tenant_of(agent.namespace))
+        return self._you.may_see(self.tenant_of(agent.namespace))
 
     def _tenant_of(self, name: Namespace) -> str | None:
         try:
@@ -57,7 +57,7 @@ def forest_out(store: Store, you: Viewer) -> ForestOut:
     positions = {agent.id: position for position, agent in enumerate(agents)}
     rows = {run.key: row for row, run in enumerate(forest.runs)}
     named: list[ForestAgentOut] = [
-        {"id": you.name_of(a.id) or "", "key": you.key_of(owners.tenant_of(a.namespace))}
+        {"id": you.agent_name(a.id) or "", "key": you.key_label(owners.tenant_of(a.namespace))}
         for a in agents
     ]
     return {

@@ -40,9 +40,10 @@ from keepwarm.server.dashboard.shapes import (
     WhatIfOut,
 )
 from keepwarm.server.host import EngineHost
-from keepwarm.server.http.viewer import Viewer, Who, needs_sums
-from keepwarm.server.http.wire import Host, receipt_dict
-from keepwarm.server.openai.shapes import ErrorOut
+from keepwarm.server.http.receipts import receipt_dict
+from keepwarm.server.http.request_fields import Host
+from keepwarm.server.http.viewer import CurrentViewer, Viewer, require_totals
+from keepwarm.server.openai.shapes import OpenAIErrorOut
 from keepwarm.text.detokenize import decode
 
 N_ENDED = 20
@@ -54,8 +55,8 @@ router = APIRouter(
     prefix="/v1/dashboard",
     tags=["Dashboard"],
     responses={
-        "4XX": {"model": ErrorOut, "description": "It cannot be shown."},
-        "5XX": {"model": ErrorOut, "description": "The server failed, or is stopping."},
+        "4XX": {"model": OpenAIErrorOut, "description": "It cannot be shown."},
+        "5XX": {"model": OpenAIErrorOut, "description": "The server failed, or is stopping."},
     },
 )
 
@@ -93,12 +94,12 @@ Dashboard = Annotated[DashboardState, Depends(_state_of)]
 
 
 @router.get("/now")
-def show_now(host: Host, you: Who) -> ActivityOut:
+def show_now(host: Host, you: CurrentViewer) -> ActivityOut:
     """Requests that wait or run, the latest that ended, speed, and memory by budget."""
     engine = host.engine
     stats, entries = engine.stats(), engine.requests()
     running = [entry for entry in entries if entry.ended is None]
-    ended = [entry for entry in entries if entry.ended is not None and you.sees(entry.tenant)]
+    ended = [entry for entry in entries if entry.ended is not None and you.may_see(entry.tenant)]
     return {
         "object": "dashboard.now",
         "time": time.time(),
@@ -106,16 +107,16 @@ def show_now(host: Host, you: Who) -> ActivityOut:
         "you": {
             "key_needed": you.key_needed,
             "admin": you.admin,
-            "texts": you.texts,
-            "sums": you.sums,
+            "texts": you.may_read_texts,
+            "sums": you.may_see_totals,
         },
-        "running": [_request(entry, you) for entry in running if you.sees(entry.tenant)],
+        "running": [_request(entry, you) for entry in running if you.may_see(entry.tenant)],
         "ended": [_request(entry, you) for entry in ended[: -N_ENDED - 1 : -1]],
-        "others": Counter(entry.state for entry in running if not you.sees(entry.tenant)),
-        "prefilled_tokens": stats.counters["prefilled_tokens"] if you.sums else None,
-        "generated_tokens": stats.counters["generated_tokens"] if you.sums else None,
+        "others": Counter(entry.state for entry in running if not you.may_see(entry.tenant)),
+        "prefilled_tokens": stats.counters["prefilled_tokens"] if you.may_see_totals else None,
+        "generated_tokens": stats.counters["generated_tokens"] if you.may_see_totals else None,
         "prefill_tokens_per_s": stats.prefill_tokens_per_s,
-        "memory": _budgets(engine) if you.sums else None,
+        "memory": _budgets(engine) if you.may_see_totals else None,
     }
 
 
@@ -131,8 +132,8 @@ def _request(entry: JournalEntry, you: Viewer) -> RequestOut:
     answered = usage is not None and usage.completion_tokens > 0
     return {
         "number": entry.number,
-        "key": you.key_of(entry.tenant),
-        "agent": you.name_of(entry.agent),
+        "key": you.key_label(entry.tenant),
+        "agent": you.agent_name(entry.agent),
         "state": entry.state,
         "seconds": entry.seconds,
         "prompt_tokens": entry.prompt_tokens,
@@ -140,12 +141,12 @@ def _request(entry: JournalEntry, you: Viewer) -> RequestOut:
         "first_token_ms": usage.ttft_ms if usage and answered else None,
         "tokens_per_second": usage.tokens_per_second if usage and answered else None,
         "receipt": None if entry.receipt is None else receipt_dict(entry.receipt),
-        "error": entry.error if you.reads(entry.tenant) else "",  # it may quote the prompt
+        "error": entry.error if you.may_read(entry.tenant) else "",  # it may quote the prompt
         "ended": entry.ended,
     }
 
 
-@router.get("/saved", dependencies=[Depends(needs_sums)])
+@router.get("/saved", dependencies=[Depends(require_totals)])
 def show_saved(
     host: Host,
     state: Dashboard,
@@ -216,26 +217,26 @@ def _health(stats: Stats) -> dict[str, int]:
 
 
 @router.get("/forest")
-async def show_forest(host: Host, you: Who) -> ForestOut:
+async def show_forest(host: Host, you: CurrentViewer) -> ForestOut:
     """All blocks that are kept, as runs that follow each other; up to 10,000 blocks."""
     return await asyncio.to_thread(forest_out, host.engine.store, you)
 
 
 @router.get("/misses")
-async def show_misses(host: Host, you: Who) -> MissListOut:
+async def show_misses(host: Host, you: CurrentViewer) -> MissListOut:
     """The latest requests that computed again what an earlier prompt had, and what that cost."""
     found = await asyncio.to_thread(host.engine.misses.latest)
     return {
         "object": "list",
-        "data": [_miss(each, you) for each in found if you.sees(each.tenant)],
+        "data": [_miss(each, you) for each in found if you.may_see(each.tenant)],
     }
 
 
 def _miss(miss: Miss, you: Viewer) -> MissOut:
     return {
         "number": miss.number,
-        "key": you.key_of(miss.tenant),
-        "agent": you.name_of(miss.agent),
+        "key": you.key_label(miss.tenant),
+        "agent": you.agent_name(miss.agent),
         "when": miss.when,
         "prompt_tokens": miss.prompt_tokens,
         "restored": miss.restored,
@@ -243,15 +244,15 @@ def _miss(miss: Miss, you: Viewer) -> MissOut:
         "again": miss.wasted,
         "seconds": round(miss.seconds, 3),
         "reason": miss.reason,
-        "text": you.reads(miss.tenant),
+        "text": you.may_read(miss.tenant),
     }
 
 
 @router.get("/misses/{number}")
-async def show_divergence(number: int, host: Host, you: Who) -> DivergenceOut:
+async def show_divergence(number: int, host: Host, you: CurrentViewer) -> DivergenceOut:
     """Where one of them parts from the earlier prompt, as text; only the caller's own."""
     found = await asyncio.to_thread(host.engine.misses.latest)
-    own = [miss for miss in found if miss.number == number and you.reads(miss.tenant)]
+    own = [miss for miss in found if miss.number == number and you.may_read(miss.tenant)]
     if not own:
         raise UnknownRequest(f"No miss {number} is remembered whose text is yours to read.")
     return await asyncio.to_thread(_divergence, host.engine, own[0])
@@ -267,7 +268,7 @@ def _divergence(engine: Engine, miss: Miss) -> DivergenceOut:
     }
 
 
-@router.get("/what-if", dependencies=[Depends(needs_sums)])
+@router.get("/what-if", dependencies=[Depends(require_totals)])
 async def show_what_if(host: Host, state: Dashboard) -> WhatIfOut:
     """What another disk budget would have spared, from the look-ups of all keys since the start.
 

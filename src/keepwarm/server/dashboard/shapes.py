@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 from keepwarm.engine.insight.journal import RequestState
 from keepwarm.engine.insight.misses import MissReason
-from keepwarm.server.http.wire import ReceiptShape
+from keepwarm.server.http.receipts import ReceiptOut
 
 
 class ViewerOut(TypedDict):
@@ -30,7 +30,7 @@ class RequestOut(TypedDict):
     answer_tokens: int
     first_token_ms: float | None
     tokens_per_second: float | None
-    receipt: ReceiptShape | None
+    receipt: ReceiptOut | None
     error: str
     ended: float | None
 

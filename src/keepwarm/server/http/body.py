@@ -1,4 +1,4 @@
-"""JSON that came in: what a parser lets through and nothing behind it can bear is refused."""
+"""JSON that comes in: rejects what a JSON parser accepts and later code cannot handle."""
 
 from __future__ import annotations
 
@@ -9,29 +9,36 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from fastapi import Request
+from pydantic import BaseModel, ConfigDict
 
 from keepwarm.errors import BadInput
 from keepwarm.server.http.limits import UPLOADS
 
-MAX_DEPTH = 100  # levels; the parsers of schemas give up at 128
+MAX_DEPTH = 100  # levels; schema parsers give up at 128
 NESTED = (dict, list)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-async def sound_json(request: Request) -> None:
-    """Refuse half characters, numbers that JSON does not know, and what nests too deep."""
+class JsonInput(BaseModel):
+    """A JSON object that comes in: types are not coerced, unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+async def check_json(request: Request) -> None:
+    """Reject lone surrogates, NaN and infinities, and deep nesting."""
     if "json" not in request.headers.get("content-type", "").lower() or request.url.path in UPLOADS:
         return
     body = await request.body()
-    with suppress(ValueError, RecursionError):  # what cannot be parsed is refused elsewhere
-        value = await request.json()  # was parsed once already, and is not parsed again
-        check(value)
+    with suppress(ValueError, RecursionError):  # FastAPI reports what cannot be parsed
+        value = await request.json()  # cached by Starlette: not parsed again
+        check_values(value)
         if _SURROGATE.search(body):
             _check_characters(value)
 
 
-def check(value: object) -> None:
-    """Level by level, so that no depth is too deep to be measured."""
+def check_values(value: object) -> None:
+    """Goes level by level, so that deep nesting cannot exhaust the stack."""
     level = _nested([value])
     for _ in range(MAX_DEPTH):
         if not level:
@@ -46,19 +53,23 @@ def _inside(outer: dict[str, object] | list[object]) -> Iterable[object]:
 
 
 def _nested(values: Iterable[object]) -> list[dict[str, object] | list[object]]:
-    """The objects and lists among these values, whose numbers must be finite."""
+    """The objects and lists among these values; a number that is not finite is an error."""
     found = []
     for value in values:
         if isinstance(value, NESTED):
             found.append(value)
         elif isinstance(value, float) and not math.isfinite(value):
-            raise BadInput("The body holds a number that is not finite; JSON knows no such one.")
+            raise BadInput(
+                "The body contains a number that is not finite; JSON has no NaN or infinity."
+            )
     return found
 
 
 def _check_characters(value: object) -> None:
-    """Halves of surrogate pairs, which JSON can write and no tokenizer can read."""
+    """Reject lone surrogates, which JSON can express and tokenizers cannot encode."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise BadInput("The body holds half a character (a lone surrogate); mend it.") from error
+        raise BadInput(
+            "The body contains a lone surrogate (half a character); send valid Unicode."
+        ) from error

@@ -1,6 +1,6 @@
-"""Who may come in, how much at once, how often. Pure ASGI: streams and disconnects pass untouched.
+"""Access checks and limits. Pure ASGI: streams and disconnects pass through unchanged.
 
-In this order: the names a browser may call us by, the key, the rate, the size, the room.
+Checked in this order: Host and Origin, API key, rate, body size, concurrency.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from keepwarm.config import Settings
 from keepwarm.errors import BadInput, Busy, Forbidden, KeepwarmError, Refused, TooLarge
 from keepwarm.server.http.problems import problem_of, respond
 
-OPEN = ("/health", "/docs", "/openapi.json", "/dashboard")  # tell nothing of anybody's prompts
-ADMIN = "/v1/admin"
-UPLOADS = frozenset({"/v1/agents/import"})  # files, read as they come and never held whole
+OPEN_PATHS = ("/health", "/docs", "/openapi.json", "/dashboard")  # hold nothing about prompts
+ADMIN_PATH = "/v1/admin"
+UPLOADS = frozenset({"/v1/agents/import"})  # files, streamed and never held in memory whole
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def check_binding(settings: Settings) -> None:
-    """Refuse to listen beyond this machine without a key, or with keys that cannot be read."""
+    """Refuse to listen on other than loopback addresses without a readable API key."""
     if not settings.read_api_keys() and not is_loopback(settings.host):
         raise BadInput(
-            f"Listening on {settings.host} lets other machines in, and no key is set; "
+            f"Listening on {settings.host} lets other machines connect, but no API key is set; "
             "set KEEPWARM_API_KEYS or --api-key-file, or listen on 127.0.0.1."
         )
 
@@ -43,36 +43,38 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class Pass(NamedTuple):
-    """What a key is good for."""
+class Caller(NamedTuple):
+    """The owner of an API key."""
 
-    tenant: str  # whose blocks are found
+    tenant: str  # whose blocks it can reuse
     admin: bool
-    owner: str  # whose requests are counted
+    owner: str  # whose requests count against the limits
 
 
-class Doors:
-    """Keeps web pages of other origins out, also those that make their name point here."""
+class OriginCheck:
+    """Rejects web pages of other origins, including DNS rebinding."""
 
     def __init__(self, settings: Settings) -> None:
-        named = {settings.host, *_listed(settings.allowed_hosts)}
+        named = {settings.host, *_split(settings.allowed_hosts)}
         self._hosts = LOCAL_NAMES | named if is_loopback(settings.host) else None
-        self._origins = frozenset(_listed(settings.allowed_origins))
+        self._origins = frozenset(_split(settings.allowed_origins))
 
     def check(self, headers: Mapping[str, str]) -> None:
         host = headers.get("host", "")
         if self._hosts is not None and _hostname(host) not in self._hosts:
             raise Forbidden(
-                f"The Host header names {_hostname(host)!r}, which is not this machine; call "
-                "localhost, or set KEEPWARM_ALLOWED_HOSTS."
+                f"The Host header {_hostname(host)!r} does not name this machine; use localhost, "
+                "or set KEEPWARM_ALLOWED_HOSTS."
             )
         origin = headers.get("origin")
-        if origin is None or origin in self._origins or (host and _place(origin) == host):
+        if origin is None or origin in self._origins or (host and _host_of(origin) == host):
             return
-        raise Forbidden("Web pages of another origin may not call; set KEEPWARM_ALLOWED_ORIGINS.")
+        raise Forbidden(
+            "Web pages of this origin are not allowed; add it to KEEPWARM_ALLOWED_ORIGINS."
+        )
 
 
-def _listed(names: str) -> list[str]:
+def _split(names: str) -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
 
 
@@ -83,34 +85,35 @@ def _hostname(host: str) -> str:
         return ""
 
 
-def _place(origin: str) -> str:
+def _host_of(origin: str) -> str:
     return origin.partition("://")[2]
 
 
-class Keys:
-    """The keys that are accepted, as digests; comparing takes the same time for any wrong one."""
+class ApiKeys:
+    """Accepted keys as digests; every wrong key takes the same time to compare."""
 
     def __init__(self, settings: Settings) -> None:
         self._keys = [_digest(key) for key in settings.read_api_keys()]
         self._admin = _digest(settings.admin_key) if settings.admin_key else None
-        self._shared = settings.share_cache or not self._keys  # an admin alone has no tenant
+        # With an admin key alone there are no tenants.
+        self._shared = settings.share_cache or not self._keys
 
-    def check(self, headers: Mapping[str, str]) -> Pass:
-        """Whom the request comes from, or why it is refused."""
-        given = _digest(_given(headers))
+    def check(self, headers: Mapping[str, str]) -> Caller:
+        """The caller; raises if the key is not accepted."""
+        given = _digest(_sent_key(headers))
         admin = self._admin is not None and hmac.compare_digest(given, self._admin)
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         if not self._keys and not admin:
-            return Pass("", False, "")
+            return Caller("", False, "")
         if not admin and not any(matches):
             raise Refused(
                 "The API key is missing or wrong; send it as Authorization: Bearer or x-api-key."
             )
         owner = given.hex()[:16]
-        return Pass("" if self._shared else owner, admin, owner)
+        return Caller("" if self._shared else owner, admin, owner)
 
 
-def _given(headers: Mapping[str, str]) -> str:
+def _sent_key(headers: Mapping[str, str]) -> str:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
@@ -119,13 +122,13 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-class Rates:
-    """So many requests a minute for each key: a bucket that fills all the time."""
+class RateLimit:
+    """Requests per minute for each key: a token bucket."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_minute = per_minute
         self._clock = clock
-        self._buckets: dict[str, tuple[float, float]] = {}  # requests left, when
+        self._buckets: dict[str, tuple[float, float]] = {}  # requests left, as of when
 
     def take(self, owner: str) -> None:
         if not self._per_minute:
@@ -136,14 +139,14 @@ class Rates:
         if left < 1:
             self._buckets[owner] = left, now
             raise Busy(
-                f"This key may ask {self._per_minute} times a minute; wait a little.",
+                f"This API key may send {self._per_minute} requests per minute; wait, then retry.",
                 (1 - left) / a_second,
             )
         self._buckets[owner] = left - 1, now
 
 
-class Room:
-    """How many requests may be under way at once, waiting ones included: of all, and of one key."""
+class ConcurrencyLimit:
+    """Requests running or waiting at once: of all keys, and of one key."""
 
     def __init__(self, limit: int, each: int) -> None:
         self._limit = limit
@@ -152,9 +155,13 @@ class Room:
 
     def enter(self, owner: str) -> None:
         if self._used.total() >= self._limit:
-            raise Busy(f"{self._limit} requests are under way and no more fit; ask again shortly.")
+            raise Busy(
+                f"{self._limit} requests are in progress, which is the limit; retry shortly."
+            )
         if self._used[owner] >= self._each:
-            raise Busy(f"This key has {self._each} requests under way already; await one of them.")
+            raise Busy(
+                f"This API key has {self._each} requests in progress, its limit; wait for one."
+            )
         self._used[owner] += 1
 
     def leave(self, owner: str) -> None:
@@ -162,14 +169,14 @@ class Room:
 
 
 class Limits:
-    """The middleware that applies all of them; `request.state` then has `tenant` and `admin`."""
+    """The middleware that applies all limits and sets `request.state.tenant` and `.admin`."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
-        self._doors = Doors(settings)
-        self._keys = Keys(settings)
-        self._rates = Rates(settings.rate_per_minute)
-        self._room = Room(settings.max_queue, settings.max_concurrency)
+        self._origins = OriginCheck(settings)
+        self._keys = ApiKeys(settings)
+        self._rate = RateLimit(settings.rate_per_minute)
+        self._concurrency = ConcurrencyLimit(settings.max_queue, settings.max_concurrency)
         self._max_bytes = settings.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -181,49 +188,51 @@ class Limits:
             await self._app(scope, receive, send)
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        costs = _costs(scope)
+        metered = _is_metered(scope)
         try:
-            owner = self._admit(scope, costs)
+            owner = self._admit(scope, metered)
             if scope["path"] not in UPLOADS:
-                receive = await bounded(receive, Headers(scope=scope), self._max_bytes)
-            if costs:
-                self._room.enter(owner)
+                receive = await read_body(receive, Headers(scope=scope), self._max_bytes)
+            if metered:
+                self._concurrency.enter(owner)
         except KeepwarmError as error:
             await respond(scope["path"], problem_of(error))(scope, receive, send)
             return
         try:
             await self._app(scope, receive, send)
         finally:
-            if costs:
-                self._room.leave(owner)
+            if metered:
+                self._concurrency.leave(owner)
 
-    def _admit(self, scope: Scope, costs: bool) -> str:
-        """Whose request it is, or why it is refused."""
+    def _admit(self, scope: Scope, metered: bool) -> str:
+        """Whose request it is; raises if it is refused."""
         headers = Headers(scope=scope)
-        self._doors.check(headers)
-        if scope["path"] == "/" or scope["path"].startswith(OPEN):
+        self._origins.check(headers)
+        if scope["path"] == "/" or scope["path"].startswith(OPEN_PATHS):
             return ""
-        allowed = self._keys.check(headers)
-        if _is_admin(scope) and not allowed.admin:
-            raise Forbidden("This needs the admin key; set KEEPWARM_ADMIN_KEY and send that key.")
-        if costs:
-            self._rates.take(allowed.owner)
-        scope.setdefault("state", {}).update(tenant=allowed.tenant, admin=allowed.admin)
-        return allowed.owner
+        caller = self._keys.check(headers)
+        if _is_admin(scope) and not caller.admin:
+            raise Forbidden(
+                "This endpoint needs the admin key; set KEEPWARM_ADMIN_KEY and send that key."
+            )
+        if metered:
+            self._rate.take(caller.owner)
+        scope.setdefault("state", {}).update(tenant=caller.tenant, admin=caller.admin)
+        return caller.owner
 
 
 def _is_admin(scope: Scope) -> bool:
-    return bool(scope["path"] == ADMIN or scope["path"].startswith(f"{ADMIN}/"))
+    return bool(scope["path"] == ADMIN_PATH or scope["path"].startswith(f"{ADMIN_PATH}/"))
 
 
-def _costs(scope: Scope) -> bool:
-    """Whether it may make the engine work; who runs the server is never told to wait."""
+def _is_metered(scope: Scope) -> bool:
+    """Whether the limits apply: to requests that may use the engine, but not to the admin's."""
     posted = scope["method"] == "POST" and scope["path"].startswith("/v1/")
     return posted and not _is_admin(scope)
 
 
-async def bounded(receive: Receive, headers: Mapping[str, str], max_bytes: int) -> Receive:
-    """Read the body, up to the limit; what is given back tells it once and then goes on."""
+async def read_body(receive: Receive, headers: Mapping[str, str], max_bytes: int) -> Receive:
+    """Read the body up to the limit; return a `receive` that replays it."""
     length = headers.get("content-length", "0")
     size, chunks, more = 0, [], True
     if length.isdecimal() and int(length) > max_bytes:
@@ -231,24 +240,24 @@ async def bounded(receive: Receive, headers: Mapping[str, str], max_bytes: int) 
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            return _told_once(message, receive)
+            return _replay(message, receive)
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
         more = message.get("more_body", False)
         if size > max_bytes:
             raise _too_large(max_bytes)
     body = {"type": "http.request", "body": b"".join(chunks), "more_body": False}
-    return _told_once(body, receive)
+    return _replay(body, receive)
 
 
-def _told_once(first: Message, receive: Receive) -> Receive:
+def _replay(first: Message, receive: Receive) -> Receive:
     waiting = [first]
 
-    async def told() -> Message:
+    async def replay() -> Message:
         return waiting.pop() if waiting else await receive()
 
-    return told
+    return replay
 
 
 def _too_large(max_bytes: int) -> TooLarge:
-    return TooLarge(f"The body is larger than {max_bytes} bytes; send less in one request.")
+    return TooLarge(f"The body is larger than {max_bytes} bytes; send a smaller one.")

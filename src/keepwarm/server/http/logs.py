@@ -1,6 +1,6 @@
-"""The log of a server process, on standard error: what failed and where, nobody's words.
+"""The server's log, on standard error: what failed and where, without exception messages.
 
-Somebody else's exception may quote what it was given, and that may be a prompt.
+The message of an exception from another library may quote its input, which may be a prompt.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Raised: TypeAlias = (
 
 
 def log_to_stderr() -> None:
-    """Warnings and worse; nothing changes where whoever embeds us has set up a log of their own."""
+    """Log warnings and errors, unless the embedding program has configured logging."""
     handler = logging.StreamHandler()
-    handler.setFormatter(Wordless(LINE))
+    handler.setFormatter(RedactingFormatter(LINE))
     logging.basicConfig(handlers=[handler])
 
 
-class Wordless(logging.Formatter):
-    """Shows the class and the place of an exception and of its causes, and not its message."""
+class RedactingFormatter(logging.Formatter):
+    """Shows class and traceback of an exception and its causes, but no messages."""
 
-    def formatException(self, ei: Raised) -> str:  # noqa: N802, its name in the library
-        return "\n".join(_told(error) for error in _causes(ei[1]))
+    def formatException(self, ei: Raised) -> str:  # noqa: N802, named by the standard library
+        return "\n".join(_describe(error) for error in _causes(ei[1]))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -40,7 +40,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     kind = type(error)
     where = "".join(traceback.format_tb(error.__traceback__))
     return f"{kind.__module__}.{kind.__qualname__}, raised at (innermost last)\n{where}".rstrip()

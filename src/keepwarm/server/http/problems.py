@@ -1,4 +1,4 @@
-"""An error as each API writes it: OpenAI's object, or Anthropic's under `/v1/messages`."""
+"""Error responses: OpenAI's format, or Anthropic's under `/v1/messages`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CODES: Sequence[tuple[type[errors.KeepwarmError], str]] = (
     (errors.ContextTooLong, "context_length_exceeded"),
     (errors.UnknownModel, "model_not_found"),
     (errors.UnknownAgent, "agent_not_found"),
-    (errors.NoThreads, "thread_unsupported_request"),  # the SDK knows it, and sends everything
+    (errors.NoThreads, "thread_unsupported_request"),  # the SDK then sends all messages
     (errors.TooLarge, "request_too_large"),
     (errors.Refused, "invalid_api_key"),
     (errors.Forbidden, "forbidden"),
@@ -35,12 +35,12 @@ CODES: Sequence[tuple[type[errors.KeepwarmError], str]] = (
     (errors.TimedOut, "timeout"),
     (errors.Stopping, "shutting_down"),
 )
-RETRY_AFTER_S = {503: 5.0, 504: 5.0}  # a model is being changed, or there is much to do
-UNEXPECTED = "The server failed on this request; its log says more. Other requests go on."
+RETRY_AFTER_S = {503: 5.0, 504: 5.0}  # the model is being replaced, or the server is overloaded
+UNEXPECTED = "The server failed on this request; see its log. Other requests are not affected."
 
 
 class Problem(NamedTuple):
-    """What went wrong, before any API has given it a shape."""
+    """An error, independent of the API's format."""
 
     status: int
     message: str
@@ -50,7 +50,7 @@ class Problem(NamedTuple):
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Ours say it in one sentence; of anything else nothing is told."""
+    """Keepwarm's errors carry a message for the client; others may quote data and are hidden."""
     if not isinstance(error, errors.KeepwarmError):
         return Problem(500, UNEXPECTED)
     code = next((code for kind, code in CODES if isinstance(error, kind)), None)
@@ -59,23 +59,23 @@ def problem_of(error: BaseException) -> Problem:
 
 
 def _retry_after_s(error: errors.KeepwarmError) -> float | None:
-    """When it may be worth to ask again; None where it is not."""
+    """Seconds until a retry may succeed; None if it will not."""
     if isinstance(error, errors.Busy):
         return error.retry_after_s
     return RETRY_AFTER_S.get(error.status)
 
 
-def of_http(status: int, detail: str, method: str, path: str) -> Problem:
-    """What the framework refuses by itself, in sentences of our own."""
+def http_problem(status: int, detail: str, method: str, path: str) -> Problem:
+    """An error raised by the web framework."""
     sentences = {
-        400: "The body cannot be read as JSON; send UTF-8 text that nests less deep.",
-        404: f"There is nothing at {path}; /docs lists what there is.",
-        405: f"{method} is not possible at {path}; /docs lists what is.",
+        400: "The body cannot be parsed as JSON; send UTF-8 with less nesting.",
+        404: f"There is no endpoint {path}; see /docs.",
+        405: f"{path} does not support {method}; see /docs.",
     }
     return Problem(status, sentences.get(status, f"{detail} ({path})."))
 
 
-def speaks_anthropic(path: str) -> bool:
+def is_anthropic(path: str) -> bool:
     return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 
@@ -103,12 +103,12 @@ def anthropic_body(problem: Problem) -> dict[str, Any]:
 
 
 def body_for(path: str, problem: Problem) -> dict[str, Any]:
-    """The shape of the API that this path belongs to."""
-    return anthropic_body(problem) if speaks_anthropic(path) else openai_body(problem)
+    """The error in the format of the API that this path belongs to."""
+    return anthropic_body(problem) if is_anthropic(path) else openai_body(problem)
 
 
 def respond(path: str, problem: Problem) -> Response:
-    """A whole answer that says what went wrong."""
+    """An error response."""
     return Response(
         json.dumps(body_for(path, problem)),
         status_code=problem.status,
@@ -123,28 +123,28 @@ def _headers(problem: Problem) -> dict[str, str]:
     return {"WWW-Authenticate": "Bearer"} if problem.status == 401 else {}
 
 
-def invalid(reasons: Sequence[Mapping[str, Any]], body: object) -> Problem:
-    """What pydantic found, as one sentence that names the field."""
+def validation_problem(reasons: Sequence[Mapping[str, Any]], body: object) -> Problem:
+    """A validation error of pydantic, as one sentence that names the field."""
     first = max(reasons, key=lambda reason: len(reason["loc"]))
     if first["type"] == "json_invalid":
         why = first.get("ctx", {}).get("error", "it cannot be parsed")
-        return Problem(400, f"The body is not JSON ({why}); mend it and send it again.")
+        return Problem(400, f"The body is not valid JSON ({why}).")
     source, *parts = first["loc"]
     if not parts:
-        return Problem(400, f"The {source} is not a JSON object; send one, as application/json.")
+        return Problem(400, f"The {source} is not a JSON object; send one as application/json.")
     param = _param(parts, body, first["type"] == "missing") if source == "body" else str(parts[-1])
-    return Problem(400, f"The field {param} is wrong: {_reason(first)}.", None, param)
+    return Problem(400, f"The field {param} is invalid: {_reason(first)}.", None, param)
 
 
 def _reason(first: Mapping[str, Any]) -> str:
     if first["type"] == "missing":
-        return "it is needed and not there"
+        return "it is required but missing"
     message = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
     return message[:1].lower() + message[1:]
 
 
 def _param(parts: Sequence[str | int], body: object, missing: bool) -> str:
-    """The place as a client would write it; names of pydantic's own branches are left out."""
+    """The field's path as a client writes it, without the names of pydantic's union branches."""
     name, value = "", body
     for index, part in enumerate(parts):
         if _holds(value, part):

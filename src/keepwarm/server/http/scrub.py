@@ -1,9 +1,9 @@
-"""Parts of a prompt that change from request to request and mean nothing to a local model.
+"""Removes lines that change with every request and mean nothing to a local model.
 
 Coding agents write counters and billing lines into their prompts; a prompt that differs in its
-first line shares nothing with the one before. A rule removes one whole line of an exact shape, and
-only where clients put it: in system messages and in blocks that are a reminder as a whole, never
-in what a person wrote, what a tool gave back or what the model said.
+first line shares no prefix with the previous one. A rule removes whole lines of one exact format,
+and only where clients put them: in system messages and in blocks that are one reminder, never in
+text of the user, of a tool or of the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEADER = "x-keepwarm-scrub"
 SYSTEM_ROLES = ("system", "developer")
 
 
-class Place(StrEnum):
+class LinePosition(StrEnum):
     HEAD = "the first line of a system block"
     TAIL = "the last line of a system block"
     LINE = "any line of a system block"
@@ -32,30 +32,30 @@ class Place(StrEnum):
 @dataclass(frozen=True)
 class Rule:
     name: str
-    pattern: re.Pattern[str]  # of one whole line
-    places: frozenset[Place]
+    pattern: re.Pattern[str]  # matches one whole line
+    positions: frozenset[LinePosition]
     default: bool
     sent_by: str
     example: str
 
 
-class Scrubbed(NamedTuple):
+class ScrubResult(NamedTuple):
     messages: Sequence[Message]
-    names: tuple[str, ...]  # of the rules that found something
-    where: tuple[int, ...]  # old index → index of the last message kept up to there, or -1
+    names: tuple[str, ...]  # of the rules that matched
+    new_index: tuple[int, ...]  # old index → new index of the last message kept so far, or -1
 
 
 Parts: TypeAlias = Sequence[Mapping[str, Any]]
-Places: TypeAlias = Callable[[int, int], Set[Place]]  # of a line, by its number among how many
+Positions: TypeAlias = Callable[[int, int], Set[LinePosition]]  # of a line: index, n_lines
 
-_COUNTER = frozenset({Place.HEAD, Place.TAIL, Place.REMINDER})
+_COUNTER = frozenset({LinePosition.HEAD, LinePosition.TAIL, LinePosition.REMINDER})
 _NUMBER = r"[0-9][0-9.,]*[kKmM]?"
 
 RULES = (
     Rule(
         "billing-header",
         re.compile(r"x-anthropic-billing-header:(?: [a-z][a-z0-9_]*=[^;\n]*;)+"),
-        frozenset({Place.HEAD}),
+        frozenset({LinePosition.HEAD}),
         default=True,
         sent_by="Claude Code: version, entry point and a hash of the request",
         example="x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=cli; cch=0f1e2;",
@@ -65,7 +65,7 @@ RULES = (
         re.compile(r"<total_tokens>(?:[0-9]+|Infinite) tokens left</total_tokens>"),
         _COUNTER,
         default=True,
-        sent_by="Claude Code: what is left of another model's context",
+        sent_by="Claude Code: tokens left in another model's context",
         example="<total_tokens>180000 tokens left</total_tokens>",
     ),
     Rule(
@@ -73,7 +73,7 @@ RULES = (
         re.compile(r"Token usage: [0-9]+/[0-9]+; -?[0-9]+ remaining"),
         _COUNTER,
         default=True,
-        sent_by="Claude Code: what was used of another model's context",
+        sent_by="Claude Code: tokens used of another model's context",
         example="Token usage: 20000/200000; 180000 remaining",
     ),
     Rule(
@@ -89,7 +89,7 @@ RULES = (
         re.compile(rf"Output tokens — turn: {_NUMBER}(?: / {_NUMBER})? · session: {_NUMBER}"),
         _COUNTER,
         default=True,
-        sent_by="Claude Code: tokens written in this turn and session",
+        sent_by="Claude Code: tokens generated in this turn and session",
         example="Output tokens — turn: 1.2k / 8k · session: 9.6k",
     ),
     Rule(
@@ -99,64 +99,64 @@ RULES = (
             r"|Today's date: [A-Z][a-z]{2} [A-Z][a-z]{2} [0-9]{2} [0-9]{4}"
             r"|<current_date>[0-9]{4}-[0-9]{2}-[0-9]{2}</current_date>)"
         ),
-        frozenset({Place.LINE, Place.REMINDER_LINE}),
+        frozenset({LinePosition.LINE, LinePosition.REMINDER_LINE}),
         default=False,
-        sent_by="Claude Code, opencode, Codex: today; without it the model does not know the date",
+        sent_by="Claude Code, opencode, Codex: today's date, which the model then does not know",
         example="Today's date is 2026-01-31.",
     ),
 )
 
 
-def choose(*switches: str) -> tuple[Rule, ...]:
-    """The rules in force: the defaults, then each list of switches in turn.
+def select_rules(*switches: str) -> tuple[Rule, ...]:
+    """The default rules, changed by each list of switches in turn.
 
-    A switch is a rule's name, or `-name` to leave it out; `all`, `none` and `default` start anew.
+    A switch is a rule's name, or `-name` to turn it off; `all`, `none` and `default` reset all.
     """
     on = _group("default")
     for word in (word.strip() for text in switches for word in text.split(",")):
         if word in ("all", "none", "default"):
             on = _group(word)
         elif word.startswith("-"):
-            on = on - {_known(word[1:])}
+            on = on - {_checked(word[1:])}
         elif word:
-            on = on | {_known(word)}
+            on = on | {_checked(word)}
     return tuple(rule for rule in RULES if rule.name in on)
 
 
-def rules(setting: str, headers: Mapping[str, str]) -> tuple[Rule, ...]:
-    """The rules for one request: as the server is set, and what the request's header changes."""
-    return choose(setting, headers.get(HEADER, ""))
+def rules_for(setting: str, headers: Mapping[str, str]) -> tuple[Rule, ...]:
+    """The rules for one request: the server's setting, changed by the request's header."""
+    return select_rules(setting, headers.get(HEADER, ""))
 
 
-def clean(request: Request, rules: Sequence[Rule]) -> Request:
-    """The request without what the rules name; its breakpoints stand where they stood."""
+def scrub_request(request: Request, rules: Sequence[Rule]) -> Request:
+    """The request without the lines that the rules match; breakpoints move with their messages."""
     if request.messages is None:
         return request
-    messages, names, where = scrub(request.messages, rules)
+    messages, names, new_index = scrub_messages(request.messages, rules)
     breakpoints = tuple(
-        Breakpoint(_moved(each.message, where), each.ttl_s) for each in request.breakpoints
+        Breakpoint(_moved(each.message, new_index), each.ttl_s) for each in request.breakpoints
     )
     return replace(request, messages=messages, breakpoints=breakpoints, scrubbed=names)
 
 
-def scrub(messages: Sequence[Message], rules: Sequence[Rule]) -> Scrubbed:
-    """Messages without what the rules name. One left empty goes; a prompt never goes whole."""
+def scrub_messages(messages: Sequence[Message], rules: Sequence[Rule]) -> ScrubResult:
+    """Drops a message that becomes empty, but never all messages."""
     kept: list[Message] = []
     names: set[str] = set()
-    where = []
+    new_index = []
     for message in messages:
         left, found = _message(message, rules)
         names |= found
         if left is not None:
             kept.append(left)
-        where.append(len(kept) - 1)
+        new_index.append(len(kept) - 1)
     if not kept:
-        return Scrubbed(messages, (), tuple(range(len(messages))))
-    return Scrubbed(kept, tuple(sorted(names)), tuple(where))
+        return ScrubResult(messages, (), tuple(range(len(messages))))
+    return ScrubResult(kept, tuple(sorted(names)), tuple(new_index))
 
 
-def _moved(index: int, where: Sequence[int]) -> int:
-    return where[index] if index >= 0 else index
+def _moved(index: int, new_index: Sequence[int]) -> int:
+    return new_index[index] if index >= 0 else index
 
 
 def _group(word: str) -> frozenset[str]:
@@ -165,16 +165,16 @@ def _group(word: str) -> frozenset[str]:
     )
 
 
-def _known(name: str) -> str:
+def _checked(name: str) -> str:
     names = [rule.name for rule in RULES]
     if name not in names:
         known = ", ".join(names)
-        raise BadInput(f"No scrubbing rule is named {name!r}; there are {known}, all and none.")
+        raise BadInput(f"{name!r} is not a scrubbing rule; use {known}, all, none or default.")
     return name
 
 
 def _message(message: Message, rules: Sequence[Rule]) -> tuple[Message | None, set[str]]:
-    """What is left of a message, None for nothing, and the names of the rules that applied."""
+    """The rest of a message, None if nothing is left, and the names of the rules that matched."""
     content, role = message.get("content"), message.get("role")
     if isinstance(content, str):
         text, names = _block(role, content, rules)
@@ -192,41 +192,45 @@ def _parts(role: object, parts: Parts, rules: Sequence[Rule]) -> tuple[Parts, se
     return [{**part, "text": text} for part, text, _ in found if text is not None], names
 
 
-# One reminder and nothing else: what stands between two of them is not a reminder.
+# One reminder and nothing else: text between two reminders is not part of either.
 _REMINDER = re.compile(
     r"(<system-reminder>\n)((?:(?!</system-reminder>).)*)(\n</system-reminder>\n?)", re.DOTALL
 )
 
 
 def _block(role: object, text: str, rules: Sequence[Rule]) -> tuple[str | None, set[str]]:
-    """What is left of one block of text; None when what was removed was all of it."""
+    """The rest of one block of text; None if all of it was removed."""
     reminder = _REMINDER.fullmatch(text)
     if reminder and role in (*SYSTEM_ROLES, "user"):
         before, body, after = reminder.groups()
-        left, names = _lines(body, rules, _reminder_places)
+        left, names = _lines(body, rules, _reminder_positions)
         return (f"{before}{left}{after}" if left.strip() or not names else None), names
     if role in SYSTEM_ROLES:
-        left, names = _lines(text, rules, _system_places)
+        left, names = _lines(text, rules, _system_positions)
         return (left if left.strip() or not names else None), names
     return text, set()
 
 
-def _lines(text: str, rules: Sequence[Rule], places: Places) -> tuple[str, set[str]]:
+def _lines(text: str, rules: Sequence[Rule], positions: Positions) -> tuple[str, set[str]]:
     lines = text.split("\n")
-    found = [_rule_for(line, places(i, len(lines)), rules) for i, line in enumerate(lines)]
+    found = [_rule_for(line, positions(i, len(lines)), rules) for i, line in enumerate(lines)]
     left = [line for line, name in zip(lines, found, strict=True) if name is None]
     return "\n".join(left), {name for name in found if name is not None}
 
 
-def _rule_for(line: str, places: Set[Place], rules: Sequence[Rule]) -> str | None:
-    matching = (r.name for r in rules if r.places & places and r.pattern.fullmatch(line))
+def _rule_for(line: str, positions: Set[LinePosition], rules: Sequence[Rule]) -> str | None:
+    matching = (r.name for r in rules if r.positions & positions and r.pattern.fullmatch(line))
     return next(matching, None)
 
 
-def _system_places(index: int, n_lines: int) -> Set[Place]:
-    ends = {Place.HEAD: index == 0, Place.TAIL: index == n_lines - 1}
-    return {Place.LINE, *(place for place, here in ends.items() if here)}
+def _system_positions(index: int, n_lines: int) -> Set[LinePosition]:
+    ends = {LinePosition.HEAD: index == 0, LinePosition.TAIL: index == n_lines - 1}
+    return {LinePosition.LINE, *(position for position, here in ends.items() if here)}
 
 
-def _reminder_places(_index: int, n_lines: int) -> Set[Place]:
-    return {Place.REMINDER_LINE, Place.REMINDER} if n_lines == 1 else {Place.REMINDER_LINE}
+def _reminder_positions(_index: int, n_lines: int) -> Set[LinePosition]:
+    return (
+        {LinePosition.REMINDER_LINE, LinePosition.REMINDER}
+        if n_lines == 1
+        else {LinePosition.REMINDER_LINE}
+    )

@@ -1,8 +1,9 @@
-"""Answers on their way to a client: whole, or as server-sent events while they are made.
+"""Sends an answer to the client: as one JSON object, or as server-sent events.
 
-Headers go out when the plan is known, so that they carry the receipt. Who waits longer for it gets
-them without, and signs of life: some clients give up on a silent server. A client that goes away
-cancels its answer; what fails after the headers is said inside the stream.
+Headers go out when the restore plan is known, so that they carry the receipt. If that takes longer
+than `PLAN_S`, they go out without it and keep-alive comments follow: some clients give up on a
+silent server. A client that disconnects cancels its answer. An error after the headers becomes an
+event of the stream.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -20,18 +22,34 @@ from starlette.types import Receive, Scope, Send
 
 from keepwarm.errors import Cancelled, EngineFailed
 from keepwarm.server.http.problems import Problem, problem_of
-from keepwarm.server.http.wire import receipt_headers
+from keepwarm.server.http.receipts import receipt_headers
 from keepwarm.text.request import Event, Progress, Receipt, Result, Started
 
 KEEP_ALIVE_S = 1.0
-PLAN_S = 3.0  # less than the five seconds after which the most impatient clients give up
-HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+PLAN_S = 3.0  # some clients give up after five seconds
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+EVENT_SCHEMA = {  # one event of a stream, for the OpenAPI document
+    "type": "object",
+    "properties": {
+        "event": {"type": "string", "description": "Its name, if the API has named events."},
+        "data": {"type": "string", "description": "JSON; OpenAI's completions end with `[DONE]`."},
+    },
+    "required": ["data"],
+}
 
 log = logging.getLogger(__name__)
 
 
-class Reply(Protocol):
-    """What is sent: an engine's answer, or several as one."""
+def answer_docs(model: type) -> dict[int | str, dict[str, Any]]:
+    """The 200 response of a generating endpoint, for the OpenAPI document."""
+    stream = {"text/event-stream": {"schema": EVENT_SCHEMA}}
+    about = "The answer, as one object or as events."
+    return {200: {"model": model, "description": about, "content": stream}}
+
+
+class AnswerLike(Protocol):
+    """What is sent: an engine's answer, or several combined."""
 
     def __aiter__(self) -> AsyncIterator[Event]: ...
     def cancel(self) -> None: ...
@@ -39,16 +57,20 @@ class Reply(Protocol):
 
 
 class Encoder(Protocol):
-    """Events of an answer as the bytes of one API's stream. One encoder serves one stream."""
+    """Turns the events of one answer into the bytes of one API's stream."""
 
     def event(self, event: Event) -> bytes:
-        """Frames for this event; empty where the API has none for it."""
+        """Frames for this event; empty if the API has none."""
 
-    def waiting(self, progress: Progress | None) -> bytes:
-        """A sign of life, sent every second in which nothing else was."""
+    def keep_alive(self, progress: Progress | None) -> bytes:
+        """Sent after every second without another frame."""
 
     def problem(self, problem: Problem) -> bytes:
-        """The last words of a stream that fails."""
+        """The last frames of a stream that fails."""
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{secrets.token_hex(12)}"
 
 
 def frame(data: str, event: str | None = None) -> bytes:
@@ -58,7 +80,7 @@ def frame(data: str, event: str | None = None) -> bytes:
 
 
 def comment(progress: Progress | None) -> bytes:
-    """A line that clients skip, with how far the prompt has been read."""
+    """A line that clients skip, with the progress of prefill."""
     return f": {progress_json(progress)}\n\n".encode()
 
 
@@ -69,45 +91,45 @@ def progress_json(progress: Progress | None) -> str:
 
 
 class WholeAnswer(Response):
-    """Waits for all of an answer and sends it as one JSON object."""
+    """Waits for the complete answer and sends it as one JSON object."""
 
-    def __init__(self, reply: Reply, build: Callable[[Result], Mapping[str, Any]]) -> None:
+    def __init__(self, answer: AnswerLike, build: Callable[[Result], Mapping[str, Any]]) -> None:
         super().__init__()
-        self._reply = reply
+        self._answer = answer
         self._build = build
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with cancelled_if_gone(self._reply, receive):
-            result = await self._reply.wait()
+        async with cancel_on_disconnect(self._answer, receive):
+            result = await self._answer.wait()
         response = JSONResponse(self._build(result), headers=receipt_headers(result.receipt))
         await response(scope, receive, send)
 
 
 class EventStream(Response):
-    """Sends an answer as it is made."""
+    """Sends an answer while it is generated."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        reply: Reply,
+        answer: AnswerLike,
         encoder: Encoder,
         keep_alive_s: float = KEEP_ALIVE_S,
         plan_s: float = PLAN_S,
     ) -> None:
-        super().__init__(headers=HEADERS)
+        super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
-        self._reply = reply
+        self._answer = answer
         self._encoder = encoder
         self._keep_alive_s = keep_alive_s
         self._plan_s = plan_s
         self._progress: Progress | None = None
-        self._quiet = True  # nothing was sent since the last sign of life
-        self._opened = False  # headers are out
+        self._quiet = True  # nothing was sent in the current second
+        self._opened = False  # headers are sent
         self._planned = False
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        async with cancelled_if_gone(self._reply, receive):
+        async with cancel_on_disconnect(self._answer, receive):
             beat = asyncio.create_task(self._keep_alive(send))
             try:
                 await self._send_all(send)
@@ -117,7 +139,7 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         try:
-            async for event in self._reply:
+            async for event in self._answer:
                 if isinstance(event, Progress):
                     self._progress = event
                     continue
@@ -127,13 +149,13 @@ class EventStream(Response):
                     await self._send(send, frames)
         except Cancelled:
             if not self._opened:
-                raise  # otherwise nobody is there to be told
+                raise  # otherwise the client is gone
         except Exception as error:
             if not self._opened:
                 raise
             problem = problem_of(error)
             if problem.status == 500:
-                log.exception("A stream failed.")
+                log.exception("A stream failed")
             await self._send(send, self._encoder.problem(problem))
 
     async def _plan(self, receipt: Receipt, send: Send) -> None:
@@ -152,42 +174,42 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": frames, "more_body": True})
 
     async def _keep_alive(self, send: Send) -> None:
-        patient_until = time.monotonic() + self._plan_s
+        comment_after = time.monotonic() + self._plan_s
         while True:
             self._quiet = True
             await asyncio.sleep(self._keep_alive_s)
             if self._quiet and self._planned:
-                await self._send(send, self._encoder.waiting(self._progress))
-            elif self._quiet and time.monotonic() >= patient_until:
-                await self._say_that_it_waits(send)
+                await self._send(send, self._encoder.keep_alive(self._progress))
+            elif self._quiet and time.monotonic() >= comment_after:
+                await self._send_comment(send)
 
-    async def _say_that_it_waits(self, send: Send) -> None:
-        """Before the plan no API knows an event, so it is a comment, for all of them."""
+    async def _send_comment(self, send: Send) -> None:
+        """No API has an event that may come before the plan, so this is a comment."""
         if not self._opened:
             await self._open(send)
         await self._send(send, comment(self._progress))
 
 
-async def started(events: AsyncIterator[Event]) -> Started:
-    """Wait for the plan of an answer. What fails before it is an ordinary error answer."""
+async def wait_for_start(events: AsyncIterator[Event]) -> Started:
+    """Wait for the restore plan. An error before it becomes an ordinary error response."""
     async for event in events:
         if isinstance(event, Started):
             return event
-    raise EngineFailed("The answer ended before it began; ask again.")
+    raise EngineFailed("The answer ended before it started; retry.")
 
 
 @asynccontextmanager
-async def cancelled_if_gone(reply: Reply, receive: Receive) -> AsyncIterator[None]:
-    """Inside, a client that disconnects cancels the reply; so does leaving before its end."""
-    watcher = asyncio.create_task(_watch(reply, receive))
+async def cancel_on_disconnect(answer: AnswerLike, receive: Receive) -> AsyncIterator[None]:
+    """Cancels the answer when the client disconnects or the block is left early."""
+    watcher = asyncio.create_task(_cancel_when_gone(answer, receive))
     try:
         yield
     finally:
         watcher.cancel()
-        reply.cancel()
+        answer.cancel()
 
 
-async def _watch(reply: Reply, receive: Receive) -> None:
+async def _cancel_when_gone(answer: AnswerLike, receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    reply.cancel()
+    answer.cancel()

@@ -1,4 +1,4 @@
-"""Whoever looks at the dashboard or at what is counted, and what is theirs to see."""
+"""Who views the dashboard or the metrics, and what they may see."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastapi import Depends, Request
 
 from keepwarm.config import Settings
 from keepwarm.errors import Forbidden
-from keepwarm.server.http.wire import owned, settings_of
+from keepwarm.server.http.request_fields import settings_of, tenant_agent_id
 
 KEY_DIGITS = 8
 
@@ -17,8 +17,8 @@ class Viewer(NamedTuple):
     tenant: str
     admin: bool
     key_needed: bool
-    texts: bool  # where keys share one cache, nobody can say whose prompt it was
-    sums: bool  # where keys are apart, what is counted over all of them is for the admin
+    may_read_texts: bool  # not where keys share one cache: prompts there have no known owner
+    may_see_totals: bool  # where keys are isolated, totals over all keys are for the admin
 
     @classmethod
     def of(cls, request: Request) -> Self:
@@ -26,38 +26,38 @@ class Viewer(NamedTuple):
         key_needed = bool(settings.read_api_keys())
         texts = not (key_needed and settings.share_cache)
         tenant, admin = request.state.tenant, request.state.admin
-        sums = admin or not tenant or _is_only_key(settings)
-        return cls(tenant, admin, key_needed, texts, sums)
+        totals = admin or not tenant or _is_only_key(settings)
+        return cls(tenant, admin, key_needed, texts, totals)
 
-    def sees(self, tenant: str | None) -> bool:
-        """Whether that which is this tenant's is shown; None is nobody knows whose."""
+    def may_see(self, tenant: str | None) -> bool:
+        """Whether this tenant's entries are shown; None is an unknown tenant."""
         return self.admin or tenant == self.tenant
 
-    def reads(self, tenant: str) -> bool:
-        """Whether the texts of this tenant's prompts are shown: to itself alone."""
-        return self.texts and tenant == self.tenant
+    def may_read(self, tenant: str) -> bool:
+        """Whether the text of this tenant's prompts is shown: only to the tenant itself."""
+        return self.may_read_texts and tenant == self.tenant
 
-    def key_of(self, tenant: str | None) -> str | None:
-        """Short for a foreign key; None where it is one's own."""
+    def key_label(self, tenant: str | None) -> str | None:
+        """A short form of another tenant's key; None for the viewer's own."""
         if tenant == self.tenant:
             return None
         return "unknown" if tenant is None else tenant[:KEY_DIGITS] or "none"
 
-    def name_of(self, agent: str | None) -> str | None:
-        """An agent as its owner calls it."""
+    def agent_name(self, agent: str | None) -> str | None:
+        """An agent's id without the viewer's tenant prefix."""
         if agent is None:
             return None
-        return agent.removeprefix(owned(self.tenant, ""))
+        return agent.removeprefix(tenant_agent_id(self.tenant, ""))
 
 
 def _is_only_key(settings: Settings) -> bool:
     return len(settings.read_api_keys()) == 1 and not settings.admin_key
 
 
-Who = Annotated[Viewer, Depends(Viewer.of)]
+CurrentViewer = Annotated[Viewer, Depends(Viewer.of)]
 
 
-def needs_sums(you: Who) -> None:
-    """Refuses whoever would be told what others have done."""
-    if not you.sums:
-        raise Forbidden("This is counted over all keys; ask with the admin key.")
+def require_totals(you: CurrentViewer) -> None:
+    """Reject a caller who may not see totals over all keys."""
+    if not you.may_see_totals:
+        raise Forbidden("These totals cover all API keys; send the admin key to see them.")

@@ -25,8 +25,8 @@ from keepwarm.models import builtin, hub
 from keepwarm.models.catalog import locate, read_config
 from keepwarm.models.load import load
 from keepwarm.server.host import EngineHost, start_engine
-from keepwarm.server.http.wire import Shape
-from keepwarm.server.openai.shapes import ErrorOut
+from keepwarm.server.http.body import JsonInput
+from keepwarm.server.openai.shapes import OpenAIErrorOut
 
 MAX_DRAIN_S = 3600.0
 
@@ -36,13 +36,13 @@ router = APIRouter(
     prefix="/v1/admin",
     tags=["Admin"],
     responses={
-        "4XX": {"model": ErrorOut, "description": "It cannot be done; nothing has changed."},
-        "5XX": {"model": ErrorOut, "description": "The server failed, or is stopping."},
+        "4XX": {"model": OpenAIErrorOut, "description": "It cannot be done; nothing has changed."},
+        "5XX": {"model": OpenAIErrorOut, "description": "The server failed, or is stopping."},
     },
 )
 
 
-class Unload(Shape):
+class Unload(JsonInput):
     drain_s: float | None = Field(
         default=None, ge=0, le=MAX_DRAIN_S, description="What running answers get to end."
     )

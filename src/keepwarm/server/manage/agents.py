@@ -26,8 +26,9 @@ from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import make_options
 from keepwarm.errors import BadCacheFile, BadField, BadInput, TooLarge, UnknownAgent
 from keepwarm.prefix.fingerprint import Identity
-from keepwarm.server.http.wire import AGENT_ID, Config, Host, Shape, owned
-from keepwarm.server.openai.shapes import ErrorOut
+from keepwarm.server.http.body import JsonInput
+from keepwarm.server.http.request_fields import AGENT_ID, Config, Host, tenant_agent_id
+from keepwarm.server.openai.shapes import OpenAIErrorOut
 
 TAR = "application/x-tar"
 CHUNK_BYTES = 1 << 20
@@ -43,13 +44,13 @@ router = APIRouter(
     prefix="/v1/agents",
     tags=["Agents"],
     responses={
-        "4XX": {"model": ErrorOut, "description": "It cannot be done."},
-        "5XX": {"model": ErrorOut, "description": "The server failed, or is stopping."},
+        "4XX": {"model": OpenAIErrorOut, "description": "It cannot be done."},
+        "5XX": {"model": OpenAIErrorOut, "description": "The server failed, or is stopping."},
     },
 )
 
 
-class AgentOptions(Shape):
+class AgentOptions(JsonInput):
     """What an agent is promised."""
 
     pinned: bool = Field(default=False, description="None of its blocks is evicted.")
@@ -65,15 +66,15 @@ class NewAgent(AgentOptions):
     id: AgentId = Field(description="Up to 100 letters, digits and . _ @ -")
 
 
-class Fork(Shape):
+class Fork(JsonInput):
     id: AgentId = Field(description="Id of the new agent.")
 
 
-class Rewind(Shape):
+class Rewind(JsonInput):
     turn: int = Field(ge=0, le=1 << 31, description="The last turn to keep; 0 keeps none.")
 
 
-class Quota(Shape):
+class Quota(JsonInput):
     quota_bytes: int | None = Field(ge=1, le=1 << 60, description="null takes it away.")
 
 
@@ -115,7 +116,7 @@ class TenantAgents:
         return self._engine.store.shelf
 
     def all(self) -> list[AgentOut]:
-        prefix = owned(self._tenant, "")
+        prefix = tenant_agent_id(self._tenant, "")
         return [self._out(each) for each in self._shelf.agents.all() if each.id.startswith(prefix)]
 
     def show(self, agent_id: str) -> AgentOut:
@@ -158,13 +159,13 @@ class TenantAgents:
     def _find(self, agent_id: str) -> Agent:
         self._engine.settle()  # what was just answered belongs to it
         try:
-            return self._shelf.agents.show(owned(self._tenant, agent_id))
+            return self._shelf.agents.show(tenant_agent_id(self._tenant, agent_id))
         except UnknownAgent as error:
             raise UnknownAgent(f"There is no agent {agent_id!r}; list them to see.") from error
 
     def _unused_id(self, agent_id: str) -> str:
         """A stored id that is not in use."""
-        stored = owned(self._tenant, agent_id)
+        stored = tenant_agent_id(self._tenant, agent_id)
         try:
             self._shelf.agents.show(stored)
         except UnknownAgent:
@@ -182,7 +183,7 @@ class TenantAgents:
 
     def _out(self, agent: Agent) -> AgentOut:
         known = self._shelf.disk.have(agent.blocks)
-        prefix = owned(self._tenant, "")
+        prefix = tenant_agent_id(self._tenant, "")
         return {
             "id": agent.id.removeprefix(prefix),
             "object": "agent",

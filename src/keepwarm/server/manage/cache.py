@@ -18,23 +18,18 @@ from typing_extensions import TypedDict
 from keepwarm.cache.shelf import Shelf
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadField, Forbidden
-from keepwarm.server.anthropic.routes import messages_asked
+from keepwarm.server.anthropic.routes import build_request
 from keepwarm.server.anthropic.shapes import CountRequest
 from keepwarm.server.host import EngineHost
 from keepwarm.server.http import scrub
+from keepwarm.server.http.body import JsonInput
+from keepwarm.server.http.receipts import ReceiptOut, receipt_dict
+from keepwarm.server.http.request_fields import Config, Host, request_fields
 from keepwarm.server.http.sse import WholeAnswer
-from keepwarm.server.http.viewer import needs_sums
-from keepwarm.server.http.wire import (
-    Config,
-    Host,
-    ReceiptShape,
-    Shape,
-    caller_of,
-    receipt_dict,
-)
+from keepwarm.server.http.viewer import require_totals
 from keepwarm.server.openai import chat, completions
-from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest, ErrorOut
-from keepwarm.server.responses.routes import Answers, asker
+from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest, OpenAIErrorOut
+from keepwarm.server.responses.routes import Answers, request_builder
 from keepwarm.server.responses.shapes import InputRequest
 from keepwarm.store.disk import fsck
 from keepwarm.store.disk.upkeep import clear_quarantine
@@ -46,17 +41,17 @@ router = APIRouter(
     prefix="/v1/cache",
     tags=["Cache"],
     responses={
-        "4XX": {"model": ErrorOut, "description": "It cannot be done."},
-        "5XX": {"model": ErrorOut, "description": "The server failed, or is stopping."},
+        "4XX": {"model": OpenAIErrorOut, "description": "It cannot be done."},
+        "5XX": {"model": OpenAIErrorOut, "description": "The server failed, or is stopping."},
     },
 )
 
 
-class Clear(Shape):
+class Clear(JsonInput):
     disk: bool = Field(default=False, description="Delete all blocks and agents on disk too.")
 
 
-class Verify(Shape):
+class Verify(JsonInput):
     fix: bool = Field(default=False, description="Set bad records aside.")
 
 
@@ -85,7 +80,7 @@ class LookupOut(TypedDict):
 
 class WarmOut(TypedDict):
     object: Literal["cache.warm"]
-    keepwarm: ReceiptShape
+    keepwarm: ReceiptOut
 
 
 class ClearOut(TypedDict):
@@ -109,15 +104,15 @@ class VerifyOut(TypedDict):
 
 def _by_chat(body: ChatRequest, request: Request, settings: Config) -> engine_request.Request:
     asked = chat.request_of(
-        body, caller_of(request, body.keepwarm, body.prompt_cache_key), settings
+        body, request_fields(request, body.keepwarm, body.prompt_cache_key), settings
     )
-    return scrub.clean(asked, scrub.rules(settings.scrub, request.headers))
+    return scrub.scrub_request(asked, scrub.rules_for(settings.scrub, request.headers))
 
 
 def _by_completion(
     body: CompletionRequest, request: Request, settings: Config
 ) -> engine_request.Request:
-    caller = caller_of(request, body.keepwarm, body.prompt_cache_key)
+    caller = request_fields(request, body.keepwarm, body.prompt_cache_key)
     asked = completions.requests_of(body, caller, settings)
     if len(asked) > 1:
         raise BadField("There are several prompts; send one of them at a time.", "prompt")
@@ -125,13 +120,13 @@ def _by_completion(
 
 
 def _by_messages(body: CountRequest, request: Request, settings: Config) -> engine_request.Request:
-    return messages_asked(body, request, settings)
+    return build_request(body, request, settings)
 
 
 def _by_responses(
     body: InputRequest, request: Request, settings: Config, answers: Answers
 ) -> engine_request.Request:
-    return asker(body, request, settings)(answers.conversation(body))
+    return request_builder(body, request, settings)(answers.conversation(body))
 
 
 ByChat: TypeAlias = Annotated[engine_request.Request, Depends(_by_chat)]
@@ -140,7 +135,7 @@ ByMessages: TypeAlias = Annotated[engine_request.Request, Depends(_by_messages)]
 ByResponses: TypeAlias = Annotated[engine_request.Request, Depends(_by_responses)]
 
 
-@router.get("", dependencies=[Depends(needs_sums)])
+@router.get("", dependencies=[Depends(require_totals)])
 def show_cache(host: Host) -> CacheOut:
     """What is kept, what it has served, what was written.
 

@@ -8,12 +8,14 @@ from fastapi import APIRouter
 from typing_extensions import TypedDict
 
 from keepwarm.errors import Stopping
-from keepwarm.server.http.wire import Host
-from keepwarm.server.openai.shapes import ErrorOut
+from keepwarm.server.http.request_fields import Host
+from keepwarm.server.openai.shapes import OpenAIErrorOut
 
 router = APIRouter(prefix="/health", tags=["Health"])
 
-UNREADY: dict[int | str, dict[str, Any]] = {503: {"model": ErrorOut, "description": "Not now."}}
+UNREADY: dict[int | str, dict[str, Any]] = {
+    503: {"model": OpenAIErrorOut, "description": "Not now."}
+}
 
 
 class HealthOut(TypedDict):

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keepwarm.engine.insight.stats import Stats
 from keepwarm.server.host import EngineHost
-from keepwarm.server.http.viewer import Who
+from keepwarm.server.http.viewer import CurrentViewer
 from keepwarm.text.request import Usage
 
 Values: TypeAlias = Mapping[str, float]  # by label; "" where there is none
@@ -276,14 +276,16 @@ def _api(path: str) -> str:
 
 
 @router.get("/metrics", response_class=Response)
-def read_metrics(request: Request, you: Who) -> Response:
+def read_metrics(request: Request, you: CurrentViewer) -> Response:
     """Everything that is measured, as Prometheus reads it.
 
     Of all keys together; where there are several, all but the admin are told `keepwarm_ready`.
     """
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
     metrics: Metrics = request.app.state.metrics
-    return Response(encode(metrics.registry if you.sums else metrics.ready), media_type=media_type)
+    return Response(
+        encode(metrics.registry if you.may_see_totals else metrics.ready), media_type=media_type
+    )
 
 
 def table() -> str:

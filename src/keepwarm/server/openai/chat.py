@@ -7,9 +7,12 @@ from typing import Any
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
-from keepwarm.server.http.wire import Caller, content_of, receipt_dict
-from keepwarm.server.openai.chunks import Chunks, Heading, usage_dict
+from keepwarm.server.http.content import content_of
+from keepwarm.server.http.receipts import receipt_dict
+from keepwarm.server.http.request_fields import RequestFields
+from keepwarm.server.openai.chunks import Chunks, CompletionMeta, usage_dict
 from keepwarm.server.openai.shapes import (
+    BaseCompletionRequest,
     ChatChoice,
     ChatCompletion,
     ChatLogprobs,
@@ -19,7 +22,6 @@ from keepwarm.server.openai.shapes import (
     FunctionCallOut,
     NamedTool,
     ResponseFormat,
-    Sampled,
     ToolCallOut,
 )
 from keepwarm.server.openai.tokens import Pieces, chat_logprobs
@@ -49,7 +51,7 @@ SEEDS = 1 << 63
 # The request.
 
 
-def request_of(body: ChatRequest, caller: Caller, settings: Settings) -> Request:
+def request_of(body: ChatRequest, caller: RequestFields, settings: Settings) -> Request:
     """What the client asks, in the engine's words."""
     tools = [_tool(tool.function.model_dump(exclude_none=True)) for tool in body.tools or ()]
     options = dict(body.chat_template_kwargs or {})
@@ -73,7 +75,10 @@ def request_of(body: ChatRequest, caller: Caller, settings: Settings) -> Request
 
 
 def sampling_of(
-    body: Sampled, settings: Settings, max_tokens: int | None, top_logprobs: int | None
+    body: BaseCompletionRequest,
+    settings: Settings,
+    max_tokens: int | None,
+    top_logprobs: int | None,
 ) -> Sampling:
     """How tokens are chosen, alike for chat and text completions."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
@@ -156,7 +161,7 @@ def _format(wanted: ResponseFormat | None) -> Format | None:
 # The answer.
 
 
-def completion(heading: Heading, result: Result, pieces: Pieces | None) -> ChatCompletion:
+def completion(heading: CompletionMeta, result: Result, pieces: Pieces | None) -> ChatCompletion:
     """A whole answer. `pieces` are there when logprobs were asked for."""
     return {
         "id": heading.id,
@@ -204,7 +209,7 @@ class ChatStream(Chunks):
     The last chunk carries the receipt: that of the usage, or of how the last choice ended.
     """
 
-    def __init__(self, heading: Heading, n: int, usage: bool, pieces: Pieces | None) -> None:
+    def __init__(self, heading: CompletionMeta, n: int, usage: bool, pieces: Pieces | None) -> None:
         super().__init__("chat.completion.chunk", heading, usage)
         self._n = n
         self._pieces = pieces

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepwarm.server.http.problems import Problem, openai_body
+from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.sse import comment, frame
-from keepwarm.server.http.wire import receipt_dict
-from keepwarm.server.openai.shapes import UsageOut
+from keepwarm.server.openai.shapes import CompletionUsage
 from keepwarm.text.request import Done, Progress, Usage
 
 DONE = frame("[DONE]")
 
 
 @dataclass(frozen=True)
-class Heading:
+class CompletionMeta:
     """What stands at the head of an answer and of every chunk of it."""
 
     id: str
@@ -27,13 +27,13 @@ class Heading:
 class Chunks:
     """Frames with one head. How a choice ended is held back, for the last carries the receipt."""
 
-    def __init__(self, kind: str, heading: Heading, usage: bool) -> None:
+    def __init__(self, kind: str, heading: CompletionMeta, usage: bool) -> None:
         fields = {"id": heading.id, "object": kind, "created": heading.created}
         self._head = json.dumps(fields | {"model": heading.model})[:-1]
         self._usage = usage
         self._held: dict[str, Any] | None = None
 
-    def waiting(self, progress: Progress | None) -> bytes:
+    def keep_alive(self, progress: Progress | None) -> bytes:
         return comment(progress)
 
     def problem(self, problem: Problem) -> bytes:
@@ -62,7 +62,7 @@ class Chunks:
         return frame(f"{self._head}, {json.dumps(fields)[1:]}")
 
 
-def usage_dict(usage: Usage) -> UsageOut:
+def usage_dict(usage: Usage) -> CompletionUsage:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

@@ -7,9 +7,10 @@ from typing import Any
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
-from keepwarm.server.http.wire import Caller, receipt_dict
+from keepwarm.server.http.receipts import receipt_dict
+from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.openai.chat import sampling_of
-from keepwarm.server.openai.chunks import Chunks, Heading, usage_dict
+from keepwarm.server.openai.chunks import Chunks, CompletionMeta, usage_dict
 from keepwarm.server.openai.shapes import (
     MAX_ANSWERS,
     CompletionRequest,
@@ -32,7 +33,9 @@ from keepwarm.text.request import (
 DEFAULT_MAX_TOKENS = 16
 
 
-def requests_of(body: CompletionRequest, caller: Caller, settings: Settings) -> list[Request]:
+def requests_of(
+    body: CompletionRequest, caller: RequestFields, settings: Settings
+) -> list[Request]:
     """One request for each prompt."""
     _check(body)
     sampling = sampling_of(body, settings, body.max_tokens or DEFAULT_MAX_TOKENS, body.logprobs)
@@ -65,7 +68,7 @@ def _check(body: CompletionRequest) -> None:
 
 
 def completion(
-    heading: Heading, result: Result, echoed: Sequence[str], pieces: Pieces | None
+    heading: CompletionMeta, result: Result, echoed: Sequence[str], pieces: Pieces | None
 ) -> TextCompletion:
     """A whole answer; `echoed` is what each choice begins with."""
     choices = zip(result.choices, echoed, strict=True)
@@ -93,7 +96,7 @@ class TextStream(Chunks):
     """Chunks of text; the last carries the receipt: that of the usage, or of the last end."""
 
     def __init__(
-        self, heading: Heading, echoed: Sequence[str], usage: bool, pieces: Pieces | None
+        self, heading: CompletionMeta, echoed: Sequence[str], usage: bool, pieces: Pieces | None
     ) -> None:
         super().__init__("text_completion", heading, usage)
         self._echoed = echoed

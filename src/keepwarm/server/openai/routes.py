@@ -9,23 +9,23 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request, Response
 
 from keepwarm.errors import UnknownModel
-from keepwarm.server.host import EngineHost, Noted
+from keepwarm.server.host import EngineHost, ObservedAnswer
 from keepwarm.server.http import scrub
-from keepwarm.server.http.sse import EventStream, WholeAnswer
-from keepwarm.server.http.wire import Config, Host, caller_of, documented, new_id
+from keepwarm.server.http.request_fields import Config, Host, request_fields
+from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_id
 from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.chat import ChatStream
-from keepwarm.server.openai.chunks import Heading
+from keepwarm.server.openai.chunks import CompletionMeta
 from keepwarm.server.openai.completions import TextStream
-from keepwarm.server.openai.several import Several
+from keepwarm.server.openai.multi_prompt import CombinedAnswer
 from keepwarm.server.openai.shapes import (
+    BaseCompletionRequest,
     ChatCompletion,
     ChatRequest,
     CompletionRequest,
-    ErrorOut,
     ModelList,
     ModelOut,
-    Sampled,
+    OpenAIErrorOut,
     TextCompletion,
 )
 from keepwarm.server.openai.tokens import Pieces
@@ -36,21 +36,21 @@ router = APIRouter(
     prefix="/v1",
     tags=["OpenAI"],
     responses={
-        "4XX": {"model": ErrorOut, "description": "The request cannot be answered."},
-        "5XX": {"model": ErrorOut, "description": "The server failed, or is stopping."},
+        "4XX": {"model": OpenAIErrorOut, "description": "The request cannot be answered."},
+        "5XX": {"model": OpenAIErrorOut, "description": "The server failed, or is stopping."},
     },
 )
 
 
-@router.post("/chat/completions", responses=documented(ChatCompletion))
+@router.post("/chat/completions", responses=answer_docs(ChatCompletion))
 async def create_chat_completion(
     body: ChatRequest, request: Request, host: Host, settings: Config
 ) -> Response:
     """Answer a conversation, whole or as a stream of chunks."""
     host.check_model(body.model)
-    caller = caller_of(request, body.keepwarm, body.prompt_cache_key)
-    rules = scrub.rules(settings.scrub, request.headers)
-    asked = scrub.clean(chat.request_of(body, caller, settings), rules)
+    caller = request_fields(request, body.keepwarm, body.prompt_cache_key)
+    rules = scrub.rules_for(settings.scrub, request.headers)
+    asked = scrub.scrub_request(chat.request_of(body, caller, settings), rules)
     answer = await host.submit(asked)
     heading = _heading(host, "chatcmpl-")
     pieces = _pieces(host) if body.logprobs else None
@@ -59,18 +59,18 @@ async def create_chat_completion(
     return WholeAnswer(answer, lambda result: chat.completion(heading, result, pieces))
 
 
-@router.post("/completions", responses=documented(TextCompletion))
+@router.post("/completions", responses=answer_docs(TextCompletion))
 async def create_completion(
     body: CompletionRequest, request: Request, host: Host, settings: Config
 ) -> Response:
     """Continue one or more texts, whole or as a stream of chunks."""
     host.check_model(body.model)
-    caller = caller_of(request, body.keepwarm, body.prompt_cache_key)
+    caller = request_fields(request, body.keepwarm, body.prompt_cache_key)
     requests = completions.requests_of(body, caller, settings)
     n = requests[0].n
     echoed = [text for text in _echoed(host, body, requests) for _ in range(n)]
     answers = await _submit_all(host, requests)
-    reply = answers[0] if len(answers) == 1 else Several(answers, n)
+    reply = answers[0] if len(answers) == 1 else CombinedAnswer(answers, n)
     heading = _heading(host, "cmpl-")
     pieces = None if body.logprobs is None else _pieces(host)
     if body.stream:
@@ -92,7 +92,9 @@ async def show_model(name: str, host: Host) -> ModelOut:
     return _model(host)
 
 
-async def _submit_all(host: EngineHost, requests: Sequence[engine_request.Request]) -> list[Noted]:
+async def _submit_all(
+    host: EngineHost, requests: Sequence[engine_request.Request]
+) -> list[ObservedAnswer]:
     """Begin all answers, or none: where one is refused, the others are cancelled."""
     begun = await asyncio.gather(*map(host.submit, requests), return_exceptions=True)
     answers = [answer for answer in begun if not isinstance(answer, BaseException)]
@@ -115,15 +117,15 @@ def _echoed(
     return [p if isinstance(p, str) else decode(tokenizer, p) for p in prompts]
 
 
-def _heading(host: EngineHost, prefix: str) -> Heading:
-    return Heading(new_id(prefix), int(time.time()), host.name)
+def _heading(host: EngineHost, prefix: str) -> CompletionMeta:
+    return CompletionMeta(new_id(prefix), int(time.time()), host.name)
 
 
 def _pieces(host: EngineHost) -> Pieces:
     return Pieces(host.engine.model.tokenizer)
 
 
-def _wants_usage(body: Sampled) -> bool:
+def _wants_usage(body: BaseCompletionRequest) -> bool:
     return bool(body.stream_options and body.stream_options.include_usage)
 
 

@@ -7,7 +7,10 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from keepwarm.server.http.wire import ContentPart, Options, ReceiptShape, Shape
+from keepwarm.server.http.body import JsonInput
+from keepwarm.server.http.content import ContentPart
+from keepwarm.server.http.receipts import ReceiptOut
+from keepwarm.server.http.request_fields import KeepwarmOptions
 
 MAX_CHOICES = 16
 MAX_ANSWERS = 128  # of all prompts together
@@ -19,18 +22,18 @@ Stop = Annotated[str, Field(min_length=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class FunctionCall(Shape):
+class FunctionCall(JsonInput):
     name: str
     arguments: str = Field(description="JSON, as the model wrote it.")
 
 
-class ToolCallIn(Shape):
+class ToolCallIn(JsonInput):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class ChatMessage(Shape):
+class ChatMessage(JsonInput):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -40,43 +43,43 @@ class ChatMessage(Shape):
     reasoning: str | None = None
 
 
-class Function(Shape):
+class Function(JsonInput):
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="JSON schema.")
     strict: bool | None = None
 
 
-class ToolIn(Shape):
+class ChatTool(JsonInput):
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(Shape):
+class FunctionName(JsonInput):
     name: str
 
 
-class NamedTool(Shape):
+class NamedTool(JsonInput):
     type: Literal["function"]
     function: FunctionName
 
 
-class JsonSchema(Shape):
+class JsonSchema(JsonInput):
     name: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(Shape):
+class ResponseFormat(JsonInput):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StreamOptions(Shape):
+class StreamOptions(JsonInput):
     include_usage: bool | None = None
 
 
-class Sampled(Shape):
+class BaseCompletionRequest(JsonInput):
     """What chat and text completions are asked alike."""
 
     model: str | None = Field(default=None, description="The one that is loaded answers.")
@@ -95,24 +98,24 @@ class Sampled(Shape):
     logit_bias: dict[str, Bias] | None = Field(default=None, description="By token id.")
     prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
     user: str | None = None
-    keepwarm: Options | None = None
+    keepwarm: KeepwarmOptions | None = None
 
 
-class ChatRequest(Sampled):
+class ChatRequest(BaseCompletionRequest):
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[ToolIn] | None = None
+    tools: list[ChatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(BaseCompletionRequest):
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: TokenCount | None = Field(default=None, description="16 if not given.")
     logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -171,7 +174,7 @@ class CompletionDetails(TypedDict):
     reasoning_tokens: int
 
 
-class UsageOut(TypedDict):
+class CompletionUsage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -185,8 +188,8 @@ class ChatCompletion(TypedDict):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: UsageOut
-    keepwarm: ReceiptShape
+    usage: CompletionUsage
+    keepwarm: ReceiptOut
 
 
 class TextLogprobs(TypedDict):
@@ -209,8 +212,8 @@ class TextCompletion(TypedDict):
     created: int
     model: str
     choices: list[TextChoice]
-    usage: UsageOut
-    keepwarm: ReceiptShape
+    usage: CompletionUsage
+    keepwarm: ReceiptOut
 
 
 class ModelOut(TypedDict):
@@ -226,12 +229,12 @@ class ModelList(TypedDict):
     data: list[ModelOut]
 
 
-class ErrorDetail(TypedDict):
+class OpenAIErrorDetail(TypedDict):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorOut(TypedDict):
-    error: ErrorDetail
+class OpenAIErrorOut(TypedDict):
+    error: OpenAIErrorDetail

@@ -10,17 +10,17 @@ from typing import Any, TypeAlias
 
 from keepwarm.engine.answer import collect
 from keepwarm.server.http.problems import Problem
-from keepwarm.server.http.sse import Reply, frame, progress_json
-from keepwarm.server.http.wire import new_id, receipt_dict
+from keepwarm.server.http.receipts import receipt_dict
+from keepwarm.server.http.sse import AnswerLike, frame, new_id, progress_json
 from keepwarm.server.openai.shapes import LogprobOut
 from keepwarm.server.openai.tokens import Pieces, chat_logprobs
-from keepwarm.server.responses.request import Name, Offered, sealed
+from keepwarm.server.responses.request import OfferedTools, QualifiedName, sealed
 from keepwarm.server.responses.shapes import (
     ResponseOut,
     ResponseReceipt,
     ResponsesRequest,
+    ResponseUsage,
     Status,
-    UsageOut,
 )
 from keepwarm.text.request import (
     Delta,
@@ -42,10 +42,10 @@ ENCRYPTED = "reasoning.encrypted_content"
 
 
 @dataclass(frozen=True)
-class Wishes:
+class AnswerOptions:
     """What of a request is needed to write its answer."""
 
-    names: Mapping[str, Name]
+    names: Mapping[str, QualifiedName]
     ignored: Sequence[str]
     encrypted: bool  # reasoning is to come back from the client
     writes: bool  # what was computed is kept
@@ -53,15 +53,15 @@ class Wishes:
     pieces: Pieces | None = None  # where logprobs were asked for
 
 
-def wishes_of(
+def answer_options_of(
     body: ResponsesRequest,
-    offered: Offered,
+    offered: OfferedTools,
     asked: Request,
     n_dropped: int = 0,
     pieces: Pieces | None = None,
-) -> Wishes:
+) -> AnswerOptions:
     encrypted, writes = ENCRYPTED in (body.include or ()), asked.policy.writes
-    return Wishes(offered.names, offered.ignored, encrypted, writes, n_dropped, pieces)
+    return AnswerOptions(offered.names, offered.ignored, encrypted, writes, n_dropped, pieces)
 
 
 def begun(body: ResponsesRequest, model: str, asked: Request) -> ResponseOut:
@@ -100,10 +100,10 @@ def begun(body: ResponsesRequest, model: str, asked: Request) -> ResponseOut:
     }
 
 
-class Built:
+class BuiltAnswer:
     """An answer that is put together from its events, as a stream of it would be."""
 
-    def __init__(self, reply: Reply, builder: ResponseBuilder) -> None:
+    def __init__(self, reply: AnswerLike, builder: ResponseBuilder) -> None:
         self._reply = reply
         self._builder = builder
 
@@ -123,7 +123,7 @@ class ResponseBuilder:
     """Puts an answer together, and says what each event of the engine adds to it."""
 
     def __init__(
-        self, response: ResponseOut, wishes: Wishes, keep: Callable[[ResponseOut], None]
+        self, response: ResponseOut, wishes: AnswerOptions, keep: Callable[[ResponseOut], None]
     ) -> None:
         """`keep` is called with the answer when it is complete."""
         self.response = response
@@ -218,7 +218,7 @@ class ResponseBuilder:
         return frames
 
     def _called(self, call: ToolCall) -> Frames:
-        name = self._wishes.names.get(call.name, Name(call.name))
+        name = self._wishes.names.get(call.name, QualifiedName(call.name))
         item: dict[str, Any] = {"type": "function_call", "id": new_id("fc_"), "call_id": call.id}
         item |= {"name": name.name, "arguments": "", "status": "in_progress"}
         if name.namespace:
@@ -274,7 +274,7 @@ class ResponseStream:
     def event(self, event: Event) -> bytes:
         return self._frames(self._builder.add(event))
 
-    def waiting(self, progress: Progress | None) -> bytes:
+    def keep_alive(self, progress: Progress | None) -> bytes:
         """An event, not a comment: clients that wait for one count the time since the last."""
         alive = self._builder.state("in_progress")
         return self._frames([alive | {"keepwarm": json.loads(progress_json(progress))}])
@@ -290,7 +290,7 @@ class ResponseStream:
         return b"".join(frames)
 
 
-def _usage(event: Done, writes: bool) -> UsageOut:
+def _usage(event: Done, writes: bool) -> ResponseUsage:
     usage = event.usage
     return {
         "input_tokens": usage.prompt_tokens,
@@ -304,7 +304,7 @@ def _usage(event: Done, writes: bool) -> UsageOut:
     }
 
 
-def _receipt(event: Done, wishes: Wishes) -> ResponseReceipt:
+def _receipt(event: Done, wishes: AnswerOptions) -> ResponseReceipt:
     fields: ResponseReceipt = receipt_dict(event.receipt)  # type: ignore[assignment]
     if wishes.ignored:
         fields["ignored_tools"] = list(wishes.ignored)

@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
-from keepwarm.server.http.wire import Caller, content_of, text_of
+from keepwarm.server.http.content import content_of, text_of
+from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.openai.chat import NOT_THINKING
 from keepwarm.server.responses.shapes import (
     InputRequest,
     Item,
     NamedChoice,
     ResponsesRequest,
+    ResponseTool,
     TextFormat,
-    ToolIn,
 )
 from keepwarm.text.request import Format, Message, Request, Sampling, Tool, ToolChoice
 
@@ -29,7 +30,7 @@ NAMESPACE = "__"  # between the name of a namespace and that of its function
 RANKS = {"reasoning": 0, "message": 1, "function_call": 2}
 
 
-class Name(NamedTuple):
+class QualifiedName(NamedTuple):
     """What a client calls a function."""
 
     name: str
@@ -41,14 +42,14 @@ class Name(NamedTuple):
         return f"{self.namespace}{NAMESPACE}{self.name}" if self.namespace else self.name
 
 
-class Offered(NamedTuple):
+class OfferedTools(NamedTuple):
     tools: list[Tool]
-    names: Mapping[str, Name]  # by what the model calls them
+    names: Mapping[str, QualifiedName]  # by what the model calls them
     ignored: list[str]
 
 
 def request_of(
-    body: InputRequest, items: Sequence[Item], caller: Caller, settings: Settings
+    body: InputRequest, items: Sequence[Item], caller: RequestFields, settings: Settings
 ) -> Request:
     """What the client asks, in the engine's words; `items` are those of earlier answers too."""
     told = [{"role": "system", "content": body.instructions}] if body.instructions else []
@@ -75,16 +76,16 @@ def items_of(given: str | Sequence[Item] | None) -> list[Item]:
     return list(given or ())
 
 
-def offered(tools: Sequence[ToolIn]) -> Offered:
+def offered(tools: Sequence[ResponseTool]) -> OfferedTools:
     """The functions among these tools; whatever runs on OpenAI's servers is left out."""
-    found = Offered([], {}, [])
-    names: dict[str, Name] = {}
+    found = OfferedTools([], {}, [])
+    names: dict[str, QualifiedName] = {}
     for tool in tools:
         inner = tool.tools or () if tool.type == "namespace" else (tool,)
         namespace = tool.name if tool.type == "namespace" else None
         for function in inner:
             if function.type == "function" and function.name:
-                name = Name(function.name, namespace)
+                name = QualifiedName(function.name, namespace)
                 names[name.flat] = name
                 found.tools.append(_tool(function, name.flat))
             else:
@@ -93,7 +94,7 @@ def offered(tools: Sequence[ToolIn]) -> Offered:
 
 
 def sealed(reasoning: str) -> str:
-    """Reasoning as an opaque text that a client sends back; it is its own, and no secret."""
+    """ReasoningConfig as an opaque text that a client sends back; it is its own, and no secret."""
     return SEALED + base64.b64encode(reasoning.encode()).decode()
 
 
@@ -156,7 +157,7 @@ def _reasoning(item: Item) -> str:
 def _call(item: Item, where: str) -> Mapping[str, Any]:
     if item.call_id is None or item.name is None:
         raise BadField(f"{where} needs a call_id and a name.", where)
-    name = Name(item.name, item.namespace).flat
+    name = QualifiedName(item.name, item.namespace).flat
     function = {"name": name, "arguments": item.arguments or "{}"}
     return {"id": item.call_id, "type": "function", "function": function}
 
@@ -181,17 +182,17 @@ def _other(item: Item, where: str) -> dict[str, Any]:
 # Tools and wishes.
 
 
-def _tool(tool: ToolIn, name: str) -> Tool:
+def _tool(tool: ResponseTool, name: str) -> Tool:
     fields = {"name": name, "description": tool.description, "parameters": tool.parameters}
     function = {key: value for key, value in fields.items() if value is not None}
     return {"type": "function", "function": function}
 
 
-def _tool_choice(body: InputRequest, tools: Offered) -> ToolChoice:
+def _tool_choice(body: InputRequest, tools: OfferedTools) -> ToolChoice:
     parallel = body.parallel_tool_calls is not False
     choice = body.tool_choice or "auto"
     if isinstance(choice, NamedChoice):
-        name = Name(choice.name or "", choice.namespace).flat
+        name = QualifiedName(choice.name or "", choice.namespace).flat
         if choice.type != "function" or name not in tools.names:
             raise BadField("tool_choice names a tool that is not offered.", "tool_choice")
         return ToolChoice("required", name, parallel)

@@ -11,22 +11,21 @@ from fastapi import APIRouter, Depends, Request, Response
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadField, ContextTooLong
-from keepwarm.server.host import EngineHost, Noted
+from keepwarm.server.host import EngineHost, ObservedAnswer
 from keepwarm.server.http import scrub
-from keepwarm.server.http.sse import EventStream, WholeAnswer
-from keepwarm.server.http.wire import Config, Host, caller_of, documented
-from keepwarm.server.openai.shapes import ErrorOut
+from keepwarm.server.http.request_fields import Config, Host, request_fields
+from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs
+from keepwarm.server.openai.shapes import OpenAIErrorOut
 from keepwarm.server.openai.tokens import Pieces
 from keepwarm.server.responses.events import (
-    Built,
+    BuiltAnswer,
     ResponseBuilder,
     ResponseStream,
+    answer_options_of,
     begun,
-    wishes_of,
 )
-from keepwarm.server.responses.fit import shortened
-from keepwarm.server.responses.kept import ResponseStore, Stored
 from keepwarm.server.responses.request import items_of, offered, request_of
+from keepwarm.server.responses.response_store import ResponseStore, StoredResponse
 from keepwarm.server.responses.shapes import (
     DeletedOut,
     InputRequest,
@@ -34,8 +33,9 @@ from keepwarm.server.responses.shapes import (
     ItemList,
     ResponseOut,
     ResponsesRequest,
-    TokensOut,
+    ResponseTokensOut,
 )
+from keepwarm.server.responses.truncation import shortened
 from keepwarm.text import request as engine_request
 
 REFUSED = {
@@ -50,8 +50,8 @@ router = APIRouter(
     prefix="/v1/responses",
     tags=["OpenAI responses"],
     responses={
-        "4XX": {"model": ErrorOut, "description": "The request cannot be answered."},
-        "5XX": {"model": ErrorOut, "description": "The server failed, or is stopping."},
+        "4XX": {"model": OpenAIErrorOut, "description": "The request cannot be answered."},
+        "5XX": {"model": OpenAIErrorOut, "description": "The server failed, or is stopping."},
     },
 )
 
@@ -59,14 +59,14 @@ router = APIRouter(
 Ask: TypeAlias = Callable[[Sequence[Item]], engine_request.Request]
 
 
-class Shelf:
+class TenantResponses:
     """The answers that one tenant may refer to."""
 
     def __init__(self, request: Request) -> None:
         self._store: ResponseStore = request.app.state.responses
         self._tenant: str = getattr(request.state, "tenant", "")
 
-    def get(self, response_id: str) -> Stored:
+    def get(self, response_id: str) -> StoredResponse:
         return self._store.get(self._tenant, response_id)
 
     def delete(self, response_id: str) -> None:
@@ -92,14 +92,14 @@ class Shelf:
         return found
 
 
-async def _shelf(request: Request) -> Shelf:
-    return Shelf(request)
+async def _shelf(request: Request) -> TenantResponses:
+    return TenantResponses(request)
 
 
-Answers = Annotated[Shelf, Depends(_shelf)]
+Answers = Annotated[TenantResponses, Depends(_shelf)]
 
 
-@router.post("", responses=documented(ResponseOut))
+@router.post("", responses=answer_docs(ResponseOut))
 async def create_response(
     body: ResponsesRequest, request: Request, host: Host, settings: Config, answers: Answers
 ) -> Response:
@@ -107,31 +107,31 @@ async def create_response(
     host.check_model(body.model)
     _check_known(body)
     items = answers.conversation(body)
-    ask = asker(body, request, settings)
+    ask = request_builder(body, request, settings)
     asked = ask(items)
     answer, n_dropped = await _submit(host, ask, items, forget=body.truncation == "auto")
     scored = asked.sampling.top_logprobs is not None
     pieces = Pieces(host.engine.model.tokenizer) if scored else None
-    wishes = wishes_of(body, offered(body.tools or ()), asked, n_dropped, pieces)
+    wishes = answer_options_of(body, offered(body.tools or ()), asked, n_dropped, pieces)
     n_given = len(items_of(body.input))
     builder = ResponseBuilder(
         begun(body, host.name, asked), wishes, lambda made: answers.keep(made, items, n_given)
     )
     if body.stream:
         return EventStream(answer, ResponseStream(builder))
-    return WholeAnswer(Built(answer, builder), lambda _: builder.response)
+    return WholeAnswer(BuiltAnswer(answer, builder), lambda _: builder.response)
 
 
-def asker(body: InputRequest, request: Request, settings: Settings) -> Ask:
+def request_builder(body: InputRequest, request: Request, settings: Settings) -> Ask:
     """A function: the request as the engine gets it, with these items."""
-    caller = caller_of(request, body.keepwarm, body.prompt_cache_key)
-    rules = scrub.rules(settings.scrub, request.headers)
-    return lambda items: scrub.clean(request_of(body, items, caller, settings), rules)
+    caller = request_fields(request, body.keepwarm, body.prompt_cache_key)
+    rules = scrub.rules_for(settings.scrub, request.headers)
+    return lambda items: scrub.scrub_request(request_of(body, items, caller, settings), rules)
 
 
 async def _submit(
     host: EngineHost, ask: Ask, items: Sequence[Item], *, forget: bool
-) -> tuple[Noted, int]:
+) -> tuple[ObservedAnswer, int]:
     """Begin an answer; where all items are too long and it may forget, say how many it has."""
     try:
         return await host.submit(ask(items)), 0
@@ -152,10 +152,10 @@ def _shortened(engine: Engine, ask: Ask, items: Sequence[Item]) -> list[Item]:
 @router.post("/input_tokens")
 async def count_input_tokens(
     body: InputRequest, request: Request, host: Host, settings: Config, answers: Answers
-) -> TokensOut:
+) -> ResponseTokensOut:
     """How many tokens the model would read for this request."""
     host.check_model(body.model)
-    ask = asker(body, request, settings)
+    ask = request_builder(body, request, settings)
     n_tokens = await asyncio.to_thread(host.engine.count_tokens, ask(answers.conversation(body)))
     return {"object": "response.input_tokens", "input_tokens": n_tokens}
 

@@ -7,7 +7,10 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
-from keepwarm.server.http.wire import ContentPart, Options, ReceiptShape, Shape
+from keepwarm.server.http.body import JsonInput
+from keepwarm.server.http.content import ContentPart
+from keepwarm.server.http.receipts import ReceiptOut
+from keepwarm.server.http.request_fields import KeepwarmOptions
 
 MAX_METADATA = 16
 
@@ -15,7 +18,7 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA)]
 
 
-class Item(Shape):
+class Item(JsonInput):
     """A message, a call of a function or what it gave back, or reasoning of an earlier answer."""
 
     model_config = ConfigDict(extra="allow")  # shown again as it came
@@ -32,7 +35,7 @@ class Item(Shape):
     encrypted_content: str | None = None
 
 
-class ToolIn(Shape):
+class ResponseTool(JsonInput):
     """A function, or a namespace of functions. Other tools are left out and named."""
 
     model_config = ConfigDict(extra="allow")
@@ -41,44 +44,44 @@ class ToolIn(Shape):
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    tools: list[ToolIn] | None = None
+    tools: list[ResponseTool] | None = None
 
 
-class NamedChoice(Shape):
+class NamedChoice(JsonInput):
     type: str
     name: str | None = None
     namespace: str | None = None
     mode: Literal["auto", "required"] | None = None
 
 
-class TextFormat(Shape):
+class TextFormat(JsonInput):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
-class TextConfig(Shape):
+class TextConfig(JsonInput):
     format: TextFormat | None = None
 
 
-class Reasoning(Shape):
+class ReasoningConfig(JsonInput):
     effort: str | None = None
 
 
-class InputRequest(Shape):
+class InputRequest(JsonInput):
     """What a prompt is made of, and whose it is."""
 
     model: str | None = Field(default=None, description="The one that is loaded answers.")
     input: str | list[Item] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[ToolIn] | None = None
+    tools: list[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningConfig | None = None
     prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
-    keepwarm: Options | None = None
+    keepwarm: KeepwarmOptions | None = None
 
 
 class ResponsesRequest(InputRequest):
@@ -99,27 +102,27 @@ class ResponsesRequest(InputRequest):
     user: str | None = None
 
 
-class ResponseReceipt(ReceiptShape):
+class ResponseReceipt(ReceiptOut):
     """The receipt, and what was left out: tools, and items for which there was no room."""
 
     ignored_tools: NotRequired[list[str]]
     dropped_items: NotRequired[int]
 
 
-class InputDetails(TypedDict):
+class ResponseInputDetails(TypedDict):
     cached_tokens: int
     cache_write_tokens: int
 
 
-class OutputDetails(TypedDict):
+class ResponseOutputDetails(TypedDict):
     reasoning_tokens: int
 
 
-class UsageOut(TypedDict):
+class ResponseUsage(TypedDict):
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: ResponseInputDetails
     output_tokens: int
-    output_tokens_details: OutputDetails
+    output_tokens_details: ResponseOutputDetails
     total_tokens: int
 
 
@@ -160,7 +163,7 @@ class ResponseOut(TypedDict):
     top_logprobs: int
     top_p: float
     truncation: Literal["auto", "disabled"]
-    usage: UsageOut | None
+    usage: ResponseUsage | None
     user: str | None
     keepwarm: NotRequired[ResponseReceipt]
 
@@ -179,6 +182,6 @@ class ItemList(TypedDict):
     has_more: bool
 
 
-class TokensOut(TypedDict):
+class ResponseTokensOut(TypedDict):
     object: Literal["response.input_tokens"]
     input_tokens: int

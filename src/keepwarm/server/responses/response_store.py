@@ -13,7 +13,7 @@ from keepwarm.server.responses.shapes import Item, ResponseOut
 MAX_BYTES = 64 << 20
 
 
-class Stored(NamedTuple):
+class StoredResponse(NamedTuple):
     response: ResponseOut
     items: Sequence[Item]  # of the whole conversation, this answer included
     given: Sequence[Item]  # those that came with the request itself
@@ -26,7 +26,7 @@ class ResponseStore:
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._stored: OrderedDict[tuple[str, str], Stored] = OrderedDict()
+        self._stored: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
         self._items: dict[tuple[str, str], Item] = {}  # by their own ids
         self.n_bytes = 0
 
@@ -35,14 +35,14 @@ class ResponseStore:
         made = [Item.model_validate(item) for item in response["output"]]
         given = items[len(items) - n_given :]
         n_bytes = len(json.dumps([response, [item.model_dump() for item in given]]))
-        stored = Stored(response, [*items, *made], given, made, n_bytes)
+        stored = StoredResponse(response, [*items, *made], given, made, n_bytes)
         self._stored[tenant, response["id"]] = stored
         self._items |= {(tenant, item.id): item for item in (*given, *made) if item.id}
         self.n_bytes += n_bytes
         while self.n_bytes > self._max_bytes:
             self._drop(next(iter(self._stored)))
 
-    def get(self, tenant: str, response_id: str) -> Stored:
+    def get(self, tenant: str, response_id: str) -> StoredResponse:
         """The answer of this id, or an error that says that there is none."""
         key = (tenant, response_id)
         if key not in self._stored:

@@ -1,4 +1,4 @@
-"""Several answers as one: a text completion may ask with many prompts at once."""
+"""CombinedAnswer answers as one: a text completion may ask with many prompts at once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from keepwarm.engine.answer import collect
 from keepwarm.errors import KeepwarmError
-from keepwarm.server.host import Noted
-from keepwarm.server.http.sse import started
+from keepwarm.server.host import ObservedAnswer
+from keepwarm.server.http.sse import wait_for_start
 from keepwarm.text.request import (
     Delta,
     Done,
@@ -24,10 +24,10 @@ from keepwarm.text.request import (
 )
 
 
-class Several:
+class CombinedAnswer:
     """Events of all, as they come; choices are numbered through, the cost is summed up."""
 
-    def __init__(self, answers: Sequence[Noted], n: int) -> None:
+    def __init__(self, answers: Sequence[ObservedAnswer], n: int) -> None:
         self._answers = answers
         self._n = n  # choices of each
 
@@ -40,7 +40,7 @@ class Several:
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         """Started once all have, Done once all are; the first error ends it."""
-        plans = [await started(answer) for answer in self._answers]
+        plans = [await wait_for_start(answer) for answer in self._answers]
         yield Started(sum_receipts([plan.receipt for plan in plans]))
         queue: asyncio.Queue[Outcome] = asyncio.Queue()
         tasks = [asyncio.create_task(self._read(i, queue)) for i in range(len(self._answers))]

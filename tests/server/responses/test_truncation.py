@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from keepwarm import config
 from keepwarm.models.load import load
-from keepwarm.server.responses.fit import STEPS, shortened
 from keepwarm.server.responses.shapes import Item
+from keepwarm.server.responses.truncation import STEPS, shortened
 from tests.kit.checkpoints import write_checkpoint
 from tests.server.conftest import serve
 

@@ -1,0 +1,49 @@
+"""Receipts as JSON: a field of the body and a response header."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import NotRequired
+
+from typing_extensions import TypedDict
+
+from keepwarm.text.request import Receipt
+
+RECEIPT_HEADER = "x-keepwarm-receipt"
+
+
+class ReceiptMissOut(TypedDict):
+    position: int
+    message: int | None
+    reason: str
+    nearest: int
+
+
+class ReceiptOut(TypedDict):
+    """How much of the prompt was reused and how much was computed."""
+
+    prompt_tokens: int
+    reused: dict[str, int]
+    recomputed: int
+    saved_ms: float
+    exact: bool
+    spliced: int
+    scrubbed: list[str]
+    miss: NotRequired[ReceiptMissOut]
+    durable: NotRequired[bool]  # only when a durable request is done
+
+
+def receipt_dict(receipt: Receipt) -> ReceiptOut:
+    fields = asdict(receipt)
+    fields["reused"] = dict(receipt.reused)
+    fields["scrubbed"] = list(receipt.scrubbed)
+    fields["saved_ms"] = round(receipt.saved_ms, 3)
+    for name in ("miss", "durable"):
+        if fields[name] is None:
+            del fields[name]
+    return fields  # type: ignore[return-value]
+
+
+def receipt_headers(receipt: Receipt) -> dict[str, str]:
+    return {RECEIPT_HEADER: json.dumps(receipt_dict(receipt), separators=(",", ":"))}

@@ -1,0 +1,137 @@
+"""What every API reads from a request: the agent, the cache policy, KV options, the time limit."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal, NamedTuple
+
+from fastapi import Depends, Request
+from pydantic import Field
+
+from keepwarm.cache.policy import Policy
+from keepwarm.config import Settings
+from keepwarm.errors import BadField
+from keepwarm.server.host import EngineHost
+from keepwarm.server.http.body import JsonInput
+from keepwarm.text.request import KVOptions
+
+AGENT_HEADER = "x-keepwarm-agent"
+CACHE_HEADER = "x-keepwarm-cache"
+# How coding agents name their conversation; the first one present counts.
+SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id", "x-session-id")
+AGENT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")  # leaves room for a tenant prefix
+
+PolicyName = Literal["read-write", "read-only", "ephemeral", "no-store", "durable"]
+
+
+class KVOptionsIn(JsonInput):
+    """How keys and values are stored."""
+
+    max_kv_size: int | None = Field(
+        default=None, ge=1, description="Keep only this many of the last tokens."
+    )
+    kv_bits: Literal[2, 4, 8] | None = Field(default=None, description="Quantize to this width.")
+    kv_group_size: Literal[32, 64, 128] = 64
+    quantized_kv_start: int = Field(
+        default=0, ge=0, description="Tokens before this position are not quantized."
+    )
+
+
+class KeepwarmOptions(JsonInput):
+    """The `keepwarm` field of a request body."""
+
+    agent: str | None = Field(default=None, description="Id of the agent this conversation is.")
+    cache: PolicyName | None = Field(
+        default=None, description="What the request may do with the cache."
+    )
+    explain: bool = Field(
+        default=False, description="Report in the receipt why tokens were computed."
+    )
+    kv: KVOptionsIn | None = None
+
+
+class RequestFields(NamedTuple):
+    """The fields of `text.request.Request` that every API fills in the same way."""
+
+    tenant: str
+    agent: str | None
+    policy: Policy
+    explain: bool
+    kv: KVOptions
+    timeout_s: float | None
+
+
+async def host_of(request: Request) -> EngineHost:
+    """A coroutine: FastAPI runs a plain function in a thread, for every request."""
+    host: EngineHost = request.app.state.host
+    return host
+
+
+def settings_of(request: Request) -> Settings:
+    settings: Settings = request.app.state.settings
+    return settings
+
+
+async def _config(request: Request) -> Settings:
+    return settings_of(request)
+
+
+Host = Annotated[EngineHost, Depends(host_of)]
+Config = Annotated[Settings, Depends(_config)]
+
+
+def request_fields(
+    request: Request, options: KeepwarmOptions | None = None, hint: str | None = None
+) -> RequestFields:
+    """Headers override the body; `hint` is the API's own name for the conversation."""
+    options = options or KeepwarmOptions()
+    kv = options.kv or KVOptionsIn()
+    tenant: str = getattr(request.state, "tenant", "")
+    agent = _agent(request.headers, options, hint)
+    return RequestFields(
+        tenant=tenant,
+        agent=tenant_agent_id(tenant, agent) if agent else None,
+        policy=_policy(request.headers, options),
+        explain=options.explain,
+        kv=KVOptions(**kv.model_dump()),
+        timeout_s=settings_of(request).request_timeout_s or None,
+    )
+
+
+def _agent(headers: Mapping[str, str], options: KeepwarmOptions, hint: str | None) -> str | None:
+    named = headers.get(AGENT_HEADER) or options.agent
+    if named:
+        if not AGENT_ID.fullmatch(named):
+            raise BadField(
+                "An agent id has up to 100 letters, digits and . _ @ -, "
+                "and begins with a letter or digit.",
+                "keepwarm.agent",
+            )
+        return named
+    sessions = (headers.get(name) for name in SESSION_HEADERS)
+    return agent_id(hint or next(filter(None, sessions), None))
+
+
+def agent_id(hint: str | None) -> str | None:
+    """An agent id from a client's name for its conversation; a name that is no id is hashed."""
+    if not hint or AGENT_ID.fullmatch(hint):
+        return hint or None
+    return f"key-{hashlib.blake2s(hint.encode(errors='replace')).hexdigest()[:32]}"
+
+
+def tenant_agent_id(tenant: str, agent: str) -> str:
+    """The id under which a tenant's agent is stored: two tenants may use the same name."""
+    return f"{tenant}.{agent}" if tenant else agent
+
+
+def _policy(headers: Mapping[str, str], options: KeepwarmOptions) -> Policy:
+    name = headers.get(CACHE_HEADER) or options.cache or Policy.READ_WRITE
+    try:
+        return Policy(name)
+    except ValueError as error:
+        known = ", ".join(Policy)
+        raise BadField(
+            f"{name!r} is not a cache policy; use one of {known}.", CACHE_HEADER
+        ) from error
