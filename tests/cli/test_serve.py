@@ -131,9 +131,9 @@ def test_a_second_server_on_the_port_is_told(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--host", "0.0.0.0"), "no key is set"),
+        (("--host", "0.0.0.0"), "no API key is set"),
         (("--port", "70000"), "There is no port 70000"),
-        (("--host", "no.such.host.invalid"), "no key is set"),
+        (("--host", "no.such.host.invalid"), "no API key is set"),
         (("--api-key-file", "/nowhere/keys"), "cannot be read"),
     ],
 )

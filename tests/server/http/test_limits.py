@@ -1,4 +1,4 @@
-"""Who may come in, how much at once, how often."""
+"""API keys, Host and Origin checks, rate, size and concurrency limits."""
 
 import asyncio
 import json
@@ -152,7 +152,7 @@ def test_our_own_pages_and_named_ones_may_call():
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "box.lan"])
 def test_beyond_this_machine_a_key_is_needed(host):
-    with pytest.raises(BadInput, match="no key is set"):
+    with pytest.raises(BadInput, match="no API key is set"):
         check_binding(settings(host=host))
     check_binding(settings(host=host, api_keys="a"))
 
@@ -232,10 +232,10 @@ def test_one_key_cannot_take_all_the_room():
     room = ConcurrencyLimit(3, 2)
     room.enter("a")
     room.enter("a")
-    with pytest.raises(Busy, match="This key"):
+    with pytest.raises(Busy, match="This API key"):
         room.enter("a")
     room.enter("b")
-    with pytest.raises(Busy, match="no more fit"):
+    with pytest.raises(Busy, match="in progress, which is the limit"):
         room.enter("c")
     room.leave("a")
     room.enter("c")

@@ -339,7 +339,9 @@ def test_switches():
 
 
 def test_an_unknown_rule_is_refused():
-    with pytest.raises(BadInput, match=r"'dates'; there are billing-header, .*date"):
+    with pytest.raises(
+        BadInput, match=r"'dates' is not a scrubbing rule; use billing-header, .*date"
+    ):
         select_rules("dates")
 
 
