@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks import batch, kv, store
+from benchmarks.measure import Cost, Record, Task
 from benchmarks.report import Report, show, write_json
-from keepwarm.bench.measure import Cost, Record, Task, describe_machine
+from keepwarm.bench.measure import describe_machine
 from keepwarm.errors import BadInput, KeepwarmError
 
 

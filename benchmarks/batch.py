@@ -12,17 +12,9 @@ import numpy as np
 
 from benchmarks.caches import Shape, random_rows
 from benchmarks.kv import copy_into, repeats_for
+from benchmarks.measure import Density, Record, Skipped, Speed, Task, reason_to_skip, seconds_of
 from keepwarm import kv
-from keepwarm.bench.measure import (
-    Density,
-    Record,
-    Skipped,
-    Speed,
-    Task,
-    free,
-    seconds_of,
-    why_no_room,
-)
+from keepwarm.bench.measure import release_memory
 
 Measured: TypeAlias = Callable[[str, float, Callable[[], object]], Record]
 Roll: TypeAlias = Callable[[mx.array, mx.array, int], mx.array]
@@ -59,13 +51,13 @@ def densities(shape: Shape, n_rows: int, n_tokens: int) -> list[Record]:
 def density(shape: Shape, lengths: tuple[int, ...]) -> list[Record]:
     """Bytes that MLX holds for a batch, when merged and after one token more for every row."""
     feed_one(kv.merge([shape.filled(1)]), shape)  # what is made once is not the batch's
-    free()
+    release_memory()
     before = mx.get_active_memory()
     batch = evaluated(kv.merge([shape.filled(n) for n in lengths]))
-    free()
+    release_memory()
     records = [_density(shape, lengths, "merged", before)]
     feed_one(batch, shape)
-    free()
+    release_memory()
     longer = tuple(n + 1 for n in lengths)
     return [*records, _density(shape, longer, "one token later", before)]
 
@@ -87,7 +79,7 @@ def speeds(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
     """Each operation on a batch of 8; no measured batch is changed."""
     n_bytes = 8 * shape.live_bytes(n_tokens)
     case = f"{shape.name}, batch of 8"
-    why = why_no_room(3 * n_bytes, 0, folder)
+    why = reason_to_skip(3 * n_bytes, 0, folder)
     if why:
         return [Skipped(case, why)]
 

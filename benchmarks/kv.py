@@ -15,20 +15,19 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.caches import GEMMA_12B, LLAMA_8B, SMALL, Shape
-from keepwarm import kv
-from keepwarm.bench.measure import (
+from benchmarks.measure import (
     MEMORY_BUDGET,
     Peak,
     Record,
     Skipped,
     Speed,
     Task,
-    free,
-    in_child,
     peak_growth,
+    reason_to_skip,
     seconds_of,
-    why_no_room,
 )
+from keepwarm import kv
+from keepwarm.bench.measure import in_child, release_memory
 from keepwarm.errors import KeepwarmError
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
@@ -47,7 +46,7 @@ from pathlib import Path
 import mlx.core as mx
 from benchmarks.caches import SHAPES
 from benchmarks.kv import clear, sync
-from keepwarm.bench.measure import seconds_of
+from benchmarks.measure import seconds_of
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 name, n_tokens, repeats, file = sys.argv[1:]
@@ -84,14 +83,14 @@ def tasks(folder: Path, max_tokens: int, quick: bool) -> Iterator[Task]:
 def _if_room(measure: Measure, shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
     """Each step holds the cache and at most one copy of it, and writes it once."""
     live = shape.live_bytes(n_tokens)
-    why = why_no_room(2 * (live + shape.block_bytes), live, folder)
+    why = reason_to_skip(2 * (live + shape.block_bytes), live, folder)
     if why:
         return [Skipped(f"{shape.name}, {n_tokens:,} tokens", why)]
     try:
         return measure(shape, n_tokens, folder)
     finally:
         clear(folder)
-        free()
+        release_memory()
 
 
 def clear(folder: Path) -> None:
@@ -108,7 +107,7 @@ def speeds(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
     caches, layout = shape.filled(n_tokens), shape.layout()
     live = kv.live_bytes(caches)
 
-    def speed(what: str, work: Work, n_bytes: int = live, before: Work = free) -> Speed:
+    def speed(what: str, work: Work, n_bytes: int = live, before: Work = release_memory) -> Speed:
         seconds = seconds_of(work, repeats_for(live), before)
         return Speed(shape.name, n_tokens, what, n_bytes, seconds)
 
@@ -149,13 +148,13 @@ def peaks(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
 
 def save_growth(shape: Shape, n_tokens: int, folder: Path) -> int:
     caches = shape.filled(n_tokens)
-    free()
+    release_memory()
     return peak_growth(lambda: save(caches, folder))
 
 
 def restore_growth(shape: Shape, n_tokens: int, folder: Path) -> int:
     layout = shape.layout()
-    free()
+    release_memory()
     return peak_growth(lambda: restore(layout, n_tokens, folder))
 
 

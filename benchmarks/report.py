@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from keepwarm.bench.measure import Cost, Density, Peak, Record, Skipped, Speed
+from benchmarks.measure import Cost, Density, Peak, Record, Skipped, Speed
 
 DERIVED = {
     Speed: ("median", "spread", "gb_per_second"),

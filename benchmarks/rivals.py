@@ -9,12 +9,12 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
-from keepwarm.bench.recorded import Request
+from keepwarm.bench.recorded import RecordedRequest
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 
 class Cache(Protocol):
-    def serve(self, request: Request) -> int:
+    def serve(self, request: RecordedRequest) -> int:
         """How many tokens of the prompt need not be computed; then keep prompt and answer."""
 
 
@@ -26,7 +26,7 @@ class Sessions:
         self._held: OrderedDict[int, int] = OrderedDict()
         self._sum = 0
 
-    def serve(self, request: Request) -> int:
+    def serve(self, request: RecordedRequest) -> int:
         held = self._held.pop(request.conversation, 0)
         size = min(request.n_input + request.n_output, self._limit)
         self._held[request.conversation] = size
@@ -50,7 +50,7 @@ class TailFirst:
         self._next_name = 0
         self._sum = 0
 
-    def serve(self, request: Request) -> int:
+    def serve(self, request: RecordedRequest) -> int:
         name = self._name_of.get(request.conversation, -1)
         held = self._runs.get(name, 0)
         found = request.reusable(held)
@@ -105,7 +105,7 @@ class Fifo:
         self._max_entries = max_entries
         self._entries: list[_Entry] = []
 
-    def serve(self, request: Request) -> int:
+    def serve(self, request: RecordedRequest) -> int:
         own = [e for e in self._entries if e.conversation == request.conversation]
         for entry in own:
             entry.n_shared = min(entry.n_shared, request.n_common)

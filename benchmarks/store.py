@@ -19,22 +19,20 @@ import mlx.core as mx
 import psutil
 
 from benchmarks.caches import LLAMA_8B, Shape
-from keepwarm import kv
-from keepwarm.bench.measure import (
+from benchmarks.measure import (
     Cost,
     Peak,
     Record,
     Skipped,
     Speed,
     Task,
-    bring_back,
-    drop_files,
-    free,
-    in_child,
     peak_growth,
+    reason_to_skip,
     seconds_of,
-    why_no_room,
+    touch_memory,
 )
+from keepwarm import kv
+from keepwarm.bench.measure import drop_files, in_child, release_memory
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.reading import Reader
@@ -68,7 +66,7 @@ LOAD_ANYWAY = Rates(load_bytes_per_s=1e15, prefill_tokens_per_s=1e-3)
 class Work(NamedTuple):
     what: str
     run: Callable[[], object]
-    before: Callable[[], object] = free
+    before: Callable[[], object] = release_memory
 
 
 def tasks(folder: Path, max_tokens: int, quick: bool) -> Iterator[Task]:
@@ -90,7 +88,7 @@ def _cleared(root: Path) -> list[Record]:
 def _if_room(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
     """Holds the cache, one copy of it, and the files of both twice over."""
     live = shape.live_bytes(n_tokens)
-    why = why_no_room(2 * (live + shape.block_bytes), 3 * live, folder)
+    why = reason_to_skip(2 * (live + shape.block_bytes), 3 * live, folder)
     if why:
         return [Skipped(f"store, {shape.name}, {n_tokens:,} tokens", why)]
     root = folder / "store"
@@ -99,7 +97,7 @@ def _if_room(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
     finally:
         for directory in (root, folder / "plain"):
             rmtree(directory, ignore_errors=True)
-        free()
+        release_memory()
 
 
 def measured(
@@ -133,7 +131,7 @@ def puts(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
             rmtree(directory, ignore_errors=True)
         plain.mkdir()
         opened.append(DiskTier(root, DiskLimits(min_free_bytes=0)))
-        bring_back(shape.live_bytes(n_tokens))  # for the pages of the files
+        touch_memory(shape.live_bytes(n_tokens))  # for the pages of the files
 
     def put() -> None:
         for record in records:
@@ -202,7 +200,7 @@ def _ready(live: int, disk: DiskTier, drop: Sequence[Path]) -> None:
     """Whoever comes next finds memory for the rows and for the pages of the files."""
     drop_files(drop)
     disk.pages.forget()
-    bring_back(2 * live)
+    touch_memory(2 * live)
 
 
 def manager_of(shape: Shape, disk: DiskTier, reader: Reader) -> Manager:
@@ -221,7 +219,7 @@ def restored(manager: Manager, prompt: Sequence[int]) -> kv.Caches:
 def restore_growth(shape: Shape, n_tokens: int, root: Path) -> int:
     disk = DiskTier(root, DiskLimits(min_free_bytes=0))
     manager = manager_of(shape, disk, Reader(Tiers([("disk", disk)])))
-    free()
+    release_memory()
     prompt = tokens_of(n_tokens)
     return peak_growth(lambda: restored(manager, prompt))
 

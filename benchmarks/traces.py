@@ -27,7 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.rivals import Cache, Fifo, Sessions, TailFirst
-from keepwarm.bench.recorded import Request, load, requests
+from keepwarm.bench.recorded import RecordedRequest, load, requests
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.manager import Manager, Plan
 from keepwarm.cache.restore.reading import Reader
@@ -83,7 +83,7 @@ class Shipped:
         self._tokens: dict[int, array[int]] = {}
         self._ids = np.random.default_rng(0)
 
-    def serve(self, request: Request) -> int:
+    def serve(self, request: RecordedRequest) -> int:
         self._now = request.now
         tokens = self._make_tokens(request)
         plan = self._manager.plan(tokens[: request.n_input])
@@ -91,7 +91,7 @@ class Shipped:
         self._keep(tokens, plan)
         return plan.n_tokens
 
-    def _make_tokens(self, request: Request) -> array[int]:
+    def _make_tokens(self, request: RecordedRequest) -> array[int]:
         """Prompt and answer: the tokens in common, then new ones."""
         tokens = self._tokens.get(request.conversation, array("I"))[: request.n_common]
         n_new = request.n_input + request.n_output - len(tokens)

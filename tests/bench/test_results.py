@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from keepwarm.bench.client import Reply
+from keepwarm.bench.client import TimedReply
 from keepwarm.bench.report import page, tables
 from keepwarm.bench.report.compare import changes, comparable, judge
 from keepwarm.bench.report.results import Claim, Note, Results, Series, percentile
@@ -110,7 +110,7 @@ def test_what_got_worse_is_named():
     worse = changed(0, samples=(2.0, 2.2, 2.1))
     (found,) = [c for c in changes(RESULTS, worse) if c.verdict != "within the spread"]
     assert (found.what, found.verdict, found.factor) == ("cold, 256", "worse", pytest.approx(2.1))
-    assert "cold, 256" in str(tables.compared(changes(RESULTS, worse)).rows)
+    assert "cold, 256" in str(tables.comparison(changes(RESULTS, worse)).rows)
 
 
 def test_on_another_machine_only_ratios_are_compared():
@@ -144,8 +144,8 @@ def test_ratios_have_their_spread_wherever_they_are_shown(capsys):
     for text in (capsys.readouterr().out, tables.markdown(RESULTS), page.html(RESULTS)):
         assert "1 ±1% yes" in text
     assert RESULTS.as_json()["claims"][0]["spread"] == pytest.approx(0.01)
-    assert tables.shown(Claim("any", "any", "any", 1.0, (1.0,))) == "1"
-    assert tables.shown(Claim("any", "any", "any", -2.0, (-1.0, -2.0, -3.0))) == "-2 ±100%"
+    assert tables.format_value(Claim("any", "any", "any", 1.0, (1.0,))) == "1"
+    assert tables.format_value(Claim("any", "any", "any", -2.0, (-1.0, -2.0, -3.0))) == "-2 ±100%"
 
 
 class Page(HTMLParser):
@@ -178,7 +178,7 @@ def test_what_was_not_measured_is_not_drawn():
 
 
 def reply(times, n_tokens):
-    return Reply("", times, times[-1], 10, 4, n_tokens, {})
+    return TimedReply("", times, times[-1], 10, 4, n_tokens, {})
 
 
 def test_throughput_is_counted_while_all_streams_run():
@@ -191,7 +191,7 @@ def test_throughput_is_counted_while_all_streams_run():
 
 def test_a_reply_knows_its_times():
     found = reply((1.0, 1.5, 3.0), 5)
-    assert (found.first_s, found.recomputed, found.gaps) == (1.0, 6, [0.5, 1.5])
+    assert (found.ttft_s, found.recomputed, found.gaps) == (1.0, 6, [0.5, 1.5])
     assert found.token_s == pytest.approx(0.5)
 
 

@@ -24,8 +24,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def rooms(model, tmp_path_factory):
-    return suite.rooms_of(model, tmp_path_factory.mktemp("bench"), SIZES)
+def make_run(model, tmp_path_factory):
+    return suite.run_factory(model, tmp_path_factory.mktemp("bench"), SIZES)
 
 
 @pytest.fixture
@@ -37,12 +37,12 @@ def url(model, tmp_path):
 
 
 @pytest.fixture
-def measure(url, rooms, tmp_path):
+def measure(url, make_run, tmp_path):
     """What is found on that server, under a name of its own."""
 
     def run(*workloads):
         target = make(f"mine={url}", tmp_path, tmp_path)
-        records = suite.run_all([(name, target) for name in workloads], rooms)
+        records = suite.run_all([(name, target) for name in workloads], make_run)
         target.close()
         return Results("", "", "tiny", SIZES.samples, {}, {"mine": target.about}, records)
 
@@ -70,13 +70,13 @@ def test_a_server_that_refuses_is_a_note(measure, monkeypatch):
     assert "401" in note.text
 
 
-def test_our_own_server_says_what_its_tiers_hold(model, rooms, tmp_path, monkeypatch):
+def test_our_own_server_says_what_its_tiers_hold(model, make_run, tmp_path, monkeypatch):
     """All of them are drawn, also where the engine is in another process."""
     monkeypatch.setenv("KEEPWARM_BLAS", "none")  # nothing has to be chosen first
     target = keepwarm_server(model, tmp_path)
     assert target.held_bytes() == {}  # as long as it does not run
     with suite.started([target]):
-        records = suite.run_all([("agents", target)], rooms)
+        records = suite.run_all([("agents", target)], make_run)
         on_disk = disk_bytes(target.store)
     found = Results("", "", "tiny", 1, MACHINE, {"keepwarm": ""}, records)
     held = {series.what: series.median for series in found.of("agents") if series.unit == "bytes"}

@@ -7,9 +7,9 @@ from statistics import median
 import pytest
 
 from keepwarm.bench import files, suite
-from keepwarm.bench.bare import Decoded
-from keepwarm.bench.client import Ask
-from keepwarm.bench.prompts import Words, system, user
+from keepwarm.bench.bare import DecodeTimes
+from keepwarm.bench.client import BenchRequest
+from keepwarm.bench.prompts import PromptGenerator, system, user
 from keepwarm.bench.report.results import Note, Results, Series
 from keepwarm.bench.run import QUICK, Sizes
 from keepwarm.bench.targets import InProcess, Remote, disk_bytes, free_port, make
@@ -18,7 +18,7 @@ from keepwarm.errors import BadInput
 from tests.kit import generated
 from tests.kit.checkpoints import write_checkpoint
 
-IN_PROCESS = [name for name, workload in suite.WORKLOADS.items() if not workload.once]
+IN_PROCESS = [name for name, workload in suite.WORKLOADS.items() if not workload.has_own_targets]
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +35,14 @@ def engine(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def rooms(model, tmp_path_factory):
-    return suite.rooms_of(model, tmp_path_factory.mktemp("bench"), QUICK)
+def make_run(model, tmp_path_factory):
+    return suite.run_factory(model, tmp_path_factory.mktemp("bench"), QUICK)
 
 
 @pytest.fixture(scope="module")
-def found(engine, rooms):
+def found(engine, make_run):
     """Every workload that needs no server, once."""
-    records = suite.run_all([(name, engine) for name in IN_PROCESS], rooms)
+    records = suite.run_all([(name, engine) for name in IN_PROCESS], make_run)
     return Results("", "", "tiny", QUICK.samples, {}, {"engine": ""}, records)
 
 
@@ -86,18 +86,18 @@ def test_claims_say_their_conditions(found):
     assert restarted == {"lengths", "chat"}
 
 
-def test_the_overhead_says_its_conditions(engine, rooms):
-    run = rooms("overhead", engine, lambda _: None)
-    decoded = Decoded([0.002], [0.001])
+def test_the_overhead_says_its_conditions(engine, make_run):
+    run = make_run("overhead", engine, lambda _: None)
+    decoded = DecodeTimes([0.002], [0.001])
     for part in (overhead.times, overhead.processor):
         series = [record for record in part(run, decoded, decoded) if isinstance(record, Series)]
         assert all("identical prompt" in one.how for one in series)
         assert len(series) == 2
 
 
-def test_pages_that_cannot_be_dropped_are_no_figure(engine, rooms):
+def test_pages_that_cannot_be_dropped_are_no_figure(engine, make_run):
     """Where the system has no call for it the series is left out, and it is said."""
-    run = rooms("lengths", engine, lambda _: None)
+    run = make_run("lengths", engine, lambda _: None)
     sizes = replace(QUICK, samples=1, lengths=(64,))
     records = list(lengths.run(replace(run, sizes=sizes, drops_pages=False)))
     (note,) = [record for record in records if isinstance(record, Note)]
@@ -124,12 +124,12 @@ def test_agents_share_one_prefill(found):
         assert 0.9 < found_claim.value <= 1.02
 
 
-def test_recomputed_tokens_are_those_that_the_model_was_fed(engine, rooms):
+def test_recomputed_tokens_are_those_that_the_model_was_fed(engine, make_run):
     """What replies say, against the engine's own count."""
     before = engine.engine.stats().counters["prefilled_tokens"]
-    run = rooms("agents", engine, lambda _: None)
+    run = make_run("agents", engine, lambda _: None)
     run = replace(run, sizes=replace(QUICK, samples=1))
-    assert run.frame > 0
+    assert run.template_tokens > 0
     n_frame = engine.engine.stats().counters["prefilled_tokens"] - before
     records = list(suite.WORKLOADS["agents"].work(run))
     told = sum(r.samples[0] for r in records if getattr(r, "what", "").startswith("recomputed"))
@@ -153,8 +153,8 @@ def test_bytes_are_those_on_disk(engine, found):
     assert claim(found, "chat", "disk ÷ KV of distinct tokens").value > 0.9
 
 
-def test_what_is_wanted_is_wanted_of_full_runs_and_of_us(engine, rooms):
-    quick = rooms("late", engine, lambda _: None)
+def test_what_is_wanted_is_wanted_of_full_runs_and_of_us(engine, make_run):
+    quick = make_run("late", engine, lambda _: None)
     full = replace(quick, sizes=Sizes())
     rival = replace(full, target=Remote("rival", "http://127.0.0.1:1/v1", ""))
     runs = (quick, full, rival)
@@ -162,9 +162,9 @@ def test_what_is_wanted_is_wanted_of_full_runs_and_of_us(engine, rooms):
     rival.target.close()
 
 
-def test_a_target_that_does_not_answer_is_a_note(rooms):
+def test_a_target_that_does_not_answer_is_a_note(make_run):
     nobody = Remote("nobody", f"http://127.0.0.1:{free_port()}/v1", "")
-    (note,) = suite.run_all([("late", nobody)], rooms)
+    (note,) = suite.run_all([("late", nobody)], make_run)
     assert isinstance(note, Note)
     assert "does not answer" in note.text
     nobody.close()
@@ -177,10 +177,10 @@ class Impatient(InProcess):
         raise KeyboardInterrupt
 
 
-def test_what_was_measured_before_it_was_stopped_is_kept(engine, rooms, model, tmp_path):
+def test_what_was_measured_before_it_was_stopped_is_kept(engine, make_run, model, tmp_path):
     impatient = Impatient("impatient", model, tmp_path)
     steps = [("late", engine), ("late", impatient), ("chat", engine)]
-    *records, note = suite.run_all(steps, rooms)
+    *records, note = suite.run_all(steps, make_run)
     assert {record.target for record in records} == {"engine"}
     assert (note.workload, note.target) == ("late", "impatient")
     assert "not run" in note.text
@@ -201,7 +201,7 @@ def test_urls_may_have_names(tmp_path):
 
 def test_text_has_the_length_that_was_asked_for(model):
     """Exactly, where the vocabulary has words of one token, as here."""
-    words = Words(model)
+    words = PromptGenerator(model)
     for n_tokens in (1, 7, 64, 500):
         assert abs(words.count(words.text(n_tokens, 1)) - n_tokens) <= 3
     assert words.text(64, 1) == words.text(64, 1) != words.text(64, 2)
@@ -227,7 +227,7 @@ def test_a_tiny_model_runs_under_a_real_tokenizer(model, tmp_path):
     try:
         target.start()
         stops = files.stop_tokens(tiny)
-        reply = target.ask(Ask([system("a"), user("b")], 20, forbidden=stops))
+        reply = target.ask(BenchRequest([system("a"), user("b")], 20, forbidden=stops))
         assert reply.completion_tokens == 20
         assert len(reply.times) <= 20
     finally:
@@ -242,7 +242,16 @@ def test_bytes_of_a_token_are_those_of_the_model(model, engine):
 def test_quick_asks_for_less():
     full = Sizes()
     assert all(a <= b for a, b in zip(QUICK.lengths, full.lengths, strict=False))
-    names = ("samples", "turns", "n_agents", "shared", "long", "stream", "persisted", "stressed")
+    names = (
+        "samples",
+        "turns",
+        "n_agents",
+        "shared",
+        "long",
+        "stream",
+        "persisted",
+        "stress_requests",
+    )
     assert all(getattr(QUICK, name) < getattr(full, name) for name in names)
 
 

@@ -11,11 +11,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from benchmarks.caches import GEMMA_12B, LLAMA_8B, SMALL, Shape
+from benchmarks.measure import Peak, Skipped, peak_growth, reason_to_skip
 
 from benchmarks import batch
 from benchmarks import kv as single
 from keepwarm import kv
-from keepwarm.bench.measure import Peak, Skipped, in_child, peak_growth, why_no_room
+from keepwarm.bench.measure import in_child
 
 # Both kinds of layer: 2 that keep all of 8,192 tokens and 10 with a window, 218 MB together.
 MEDIUM = Shape("medium", n_layers=12, n_heads=8, width=256, window=1024, global_every=6)
@@ -181,8 +182,8 @@ def test_measured_batches_are_not_changed():
 
 
 def test_what_does_not_fit_is_left_out_with_the_reason(tmp_path):
-    assert "of memory" in why_no_room(10**15, 0, tmp_path)
-    assert "of disk" in why_no_room(0, 10**18, tmp_path)
+    assert "of memory" in reason_to_skip(10**15, 0, tmp_path)
+    assert "of disk" in reason_to_skip(0, 10**18, tmp_path)
     huge = Shape("huge", n_layers=1000, n_heads=8, width=256)
     (skipped,) = batch.speeds(huge, 100_000, tmp_path)
     assert isinstance(skipped, Skipped)

@@ -28,7 +28,7 @@ from benchmarks.traces import (
 from mlx_lm.models.cache import KVCache, LRUPromptCache
 from rich.console import Console
 
-from keepwarm.bench.recorded import Request, load, requests
+from keepwarm.bench.recorded import RecordedRequest, load, requests
 from keepwarm.errors import BadInput
 
 SMALL = [budget // 16 for budget in BUDGETS]
@@ -159,10 +159,10 @@ def test_the_list_against_that_of_mlx_lm():
 
 def test_sessions_are_kept_or_lost_whole():
     sessions = Sessions(100)
-    assert sessions.serve(Request(0.0, 1, 0, 50, 10)) == 0
-    assert sessions.serve(Request(1.0, 1, 50, 60, 10)) == 50
-    assert sessions.serve(Request(2.0, 2, 0, 40, 10)) == 0
-    assert sessions.serve(Request(3.0, 1, 50, 60, 10)) == 0
+    assert sessions.serve(RecordedRequest(0.0, 1, 0, 50, 10)) == 0
+    assert sessions.serve(RecordedRequest(1.0, 1, 50, 60, 10)) == 50
+    assert sessions.serve(RecordedRequest(2.0, 2, 0, 40, 10)) == 0
+    assert sessions.serve(RecordedRequest(3.0, 1, 50, 60, 10)) == 0
 
 
 def test_side_by_side_is_the_same_as_one_by_one():

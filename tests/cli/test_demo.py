@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from keepwarm.bench.client import Reply
-from keepwarm.bench.demo import BAR, TURNS, Turn, bar, compared, cut_off, lines
+from keepwarm.bench.client import TimedReply
+from keepwarm.bench.demo import BAR, TURNS, DemoTurn, bar, comparison, cut_off, lines
 from tests.cli import keepwarm
 from tests.kit.checkpoints import write_checkpoint
 
@@ -48,21 +48,23 @@ def test_answers_are_the_same(shown):
 
 
 def reply(text, n_prompt=100, seconds=1.0):
-    return Reply(text, (seconds,), seconds, n_prompt, 0, 1, {})
+    return TimedReply(text, (seconds,), seconds, n_prompt, 0, 1, {})
 
 
 def test_another_answer_is_seen():
     """A control: what differs is said, and only what was asked in other tokens is left out."""
-    assert not Turn("a", 1, reply("x"), reply("x")).differs
-    other = Turn("a", 1, reply("x"), reply("y"))
+    assert not DemoTurn("a", 1, reply("x"), reply("x")).differs
+    other = DemoTurn("a", 1, reply("x"), reply("y"))
     assert other.differs
     assert "ANOTHER ANSWER" in "".join(lines(other, 1.0))
-    aside = Turn("a", 1, reply("x"), reply("y", n_prompt=99))
+    aside = DemoTurn("a", 1, reply("x"), reply("y", n_prompt=99))
     assert not aside.differs
-    same = Turn("a", 1, reply("x"), reply("x"))
-    assert compared([same, same]).endswith("2 of 2 compared with and without the cache, identical.")
-    assert compared([same, other, aside]).startswith("Answers: 2 of 3 compared")
-    assert compared([same, other, aside]).endswith(", 1 differ.")
+    same = DemoTurn("a", 1, reply("x"), reply("x"))
+    assert comparison([same, same]).endswith(
+        "2 of 2 compared with and without the cache, identical."
+    )
+    assert comparison([same, other, aside]).startswith("Answers: 2 of 3 compared")
+    assert comparison([same, other, aside]).endswith(", 1 differ.")
 
 
 def test_what_goes_back_is_not_what_came():

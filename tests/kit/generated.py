@@ -140,7 +140,7 @@ def measured_table(results: Results) -> str:
 
 def _measured(line: Line, found: Mapping[Key, Series | Claim]) -> str:
     of_all = [found.get((line.workload, name, line.what, line.x)) for name in COLUMNS]
-    cells = [tables.shown(one) if one else "" for one in of_all]
+    cells = [tables.format_value(one) if one else "" for one in of_all]
     return f"| {line.words} | {' | '.join(cells)} |\n" if any(of_all) else ""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from keepwarm import config
-from keepwarm.bench.client import Ask, Reply
+from keepwarm.bench.client import BenchRequest, TimedReply
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.store import Store
 from keepwarm.engine.engine import Engine
@@ -30,7 +30,7 @@ class BareEngine:
         self._store = Store(settings=self._settings)
         self._engine = Engine(self._model, self._store, settings=self._settings)
 
-    def ask(self, ask: Ask) -> Reply:
+    def ask(self, ask: BenchRequest) -> TimedReply:
         texts: list[str] = []
         times: list[float] = []
         start = time.perf_counter()
@@ -43,7 +43,7 @@ class BareEngine:
                 times.append(time.perf_counter() - start)
                 if not ask.on_text(times[-1]):
                     answer.cancel()
-                    return _cut_short(texts, times)
+                    return _partial_reply(texts, times)
         raise EngineFailed("The answer ended without an end.")
 
     def stats(self) -> Stats:
@@ -62,16 +62,16 @@ class BareEngine:
         self._store.close()
 
 
-def _request(ask: Ask) -> Request:
+def _request(ask: BenchRequest) -> Request:
     bias = dict.fromkeys(ask.forbidden, -100.0)
     sampling = Sampling(max_tokens=ask.max_tokens, logit_bias=bias)
     policy = Policy(ask.policy or Policy.READ_WRITE)
     return Request(messages=ask.messages, sampling=sampling, policy=policy)
 
 
-def _reply(done: Done, texts: Sequence[str], times: Sequence[float], total_s: float) -> Reply:
+def _reply(done: Done, texts: Sequence[str], times: Sequence[float], total_s: float) -> TimedReply:
     usage, receipt = done.usage, done.receipt
-    return Reply(
+    return TimedReply(
         "".join(texts),
         tuple(times),
         total_s,
@@ -82,18 +82,18 @@ def _reply(done: Done, texts: Sequence[str], times: Sequence[float], total_s: fl
     )
 
 
-def _cut_short(texts: Sequence[str], times: Sequence[float]) -> Reply:
-    return Reply("".join(texts), tuple(times), times[-1], 0, 0, len(times), {})
+def _partial_reply(texts: Sequence[str], times: Sequence[float]) -> TimedReply:
+    return TimedReply("".join(texts), tuple(times), times[-1], 0, 0, len(times), {})
 
 
-class Decoded(NamedTuple):
+class DecodeTimes(NamedTuple):
     """What decoding alone costs: seconds a token, and seconds of processor time a token."""
 
     token_s: list[float]
     cpu_s: list[float]
 
 
-def decode_alone(model: Path, store: Path, ask: Ask, samples: int) -> Decoded:
+def decode_alone(model: Path, store: Path, ask: BenchRequest, samples: int) -> DecodeTimes:
     """For a process of its own: the same answer again and again, from a warm prompt."""
     engine = BareEngine(model, store)
     try:
@@ -101,10 +101,10 @@ def decode_alone(model: Path, store: Path, ask: Ask, samples: int) -> Decoded:
         found = [_timed(engine, ask) for _ in range(samples)]
     finally:
         engine.close()
-    return Decoded([token_s for token_s, _ in found], [cpu_s for _, cpu_s in found])
+    return DecodeTimes([token_s for token_s, _ in found], [cpu_s for _, cpu_s in found])
 
 
-def _timed(engine: BareEngine, ask: Ask) -> tuple[float, float]:
+def _timed(engine: BareEngine, ask: BenchRequest) -> tuple[float, float]:
     before = time.process_time()
     reply = engine.ask(ask)
     return reply.token_s, (time.process_time() - before) / reply.completion_tokens

@@ -20,22 +20,22 @@ OnText: TypeAlias = Callable[[float], bool]
 TIMEOUT = httpx.Timeout(900.0, connect=10.0)
 
 
-def go_on(_: float) -> bool:
+def keep_reading(_: float) -> bool:
     return True
 
 
 @dataclass(frozen=True)
-class Ask:
+class BenchRequest:
     """One conversation to be answered, greedily."""
 
     messages: Sequence[Message]
     max_tokens: int
     policy: str | None = None  # what Keepwarm may do with its cache; others do not read it
     forbidden: Sequence[int] = ()  # tokens that may not come: the ends of turns, for full lengths
-    on_text: OnText = go_on
+    on_text: OnText = keep_reading
 
 
-class Reply(NamedTuple):
+class TimedReply(NamedTuple):
     """An answer, in seconds since it was asked for."""
 
     text: str
@@ -47,7 +47,7 @@ class Reply(NamedTuple):
     reused: Mapping[str, int]  # by place, where the target says
 
     @property
-    def first_s(self) -> float:
+    def ttft_s(self) -> float:
         return self.times[0] if self.times else self.total_s
 
     @property
@@ -75,13 +75,13 @@ class HttpClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
         self._http = httpx.Client(timeout=TIMEOUT, headers=headers, limits=limits, trust_env=False)
 
-    def ask(self, ask: Ask) -> Reply:
+    def ask(self, ask: BenchRequest) -> TimedReply:
         """The answer, or as much of it as `on_text` wanted."""
         reader, start = _Reader(), time.perf_counter()
         with self._stream(ask) as lines:
             for line in lines:
-                came = reader.take(line)
-                if came and not ask.on_text(reader.saw(time.perf_counter() - start)):
+                came = reader.read(line)
+                if came and not ask.on_text(reader.note_time(time.perf_counter() - start)):
                     break
         return reader.reply(time.perf_counter() - start)
 
@@ -91,24 +91,24 @@ class HttpClient:
         try:
             response = self._http.get(url)
             if response.is_error:
-                raise Unreachable(_refusal(url, response))
+                raise Unreachable(_error_answer(url, response))
             return response.json()
         except (httpx.HTTPError, ValueError) as error:
-            raise Unreachable(_silent(url, error)) from error
+            raise Unreachable(_no_answer(url, error)) from error
 
     @contextmanager
-    def _stream(self, ask: Ask) -> Iterator[Iterator[str]]:
+    def _stream(self, ask: BenchRequest) -> Iterator[Iterator[str]]:
         headers = {"X-Keepwarm-Cache": ask.policy} if ask.policy else {}
         url = f"{self._base}/chat/completions"
         try:
             with self._http.stream("POST", url, json=self._body(ask), headers=headers) as response:
                 if response.is_error:
-                    raise Unreachable(_refusal(url, response))
+                    raise Unreachable(_error_answer(url, response))
                 yield response.iter_lines()
         except httpx.HTTPError as error:
-            raise Unreachable(_silent(url, error)) from error
+            raise Unreachable(_no_answer(url, error)) from error
 
-    def _body(self, ask: Ask) -> dict[str, Any]:
+    def _body(self, ask: BenchRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self._model,
             "messages": list(ask.messages),
@@ -125,13 +125,13 @@ class HttpClient:
         self._http.close()
 
 
-def _silent(url: str, error: Exception) -> str:
+def _no_answer(url: str, error: Exception) -> str:
     return f"{url} does not answer ({str(error) or type(error).__name__}); see that it runs."
 
 
-def _refusal(url: str, response: httpx.Response) -> str:
-    said = response.read().decode(errors="replace").strip()[:200]
-    return f"{url} answers {response.status_code}: {said}"
+def _error_answer(url: str, response: httpx.Response) -> str:
+    text = response.read().decode(errors="replace").strip()[:200]
+    return f"{url} answers {response.status_code}: {text}"
 
 
 class _Reader:
@@ -143,7 +143,7 @@ class _Reader:
         self._usage: Mapping[str, Any] = {}
         self._reused: Mapping[str, int] = {}
 
-    def take(self, line: str) -> bool:
+    def read(self, line: str) -> bool:
         """Read a line of the stream; whether it brought text."""
         if not line.startswith("data:") or line.endswith("[DONE]"):
             return False
@@ -156,14 +156,14 @@ class _Reader:
         self._text.append(text)
         return bool(text)
 
-    def saw(self, seconds: float) -> float:
+    def note_time(self, seconds: float) -> float:
         self._times.append(seconds)
         return seconds
 
-    def reply(self, total_s: float) -> Reply:
+    def reply(self, total_s: float) -> TimedReply:
         usage = self._usage
         details = usage.get("prompt_tokens_details") or {}
-        return Reply(
+        return TimedReply(
             "".join(self._text),
             tuple(self._times),
             total_s,

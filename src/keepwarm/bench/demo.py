@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from keepwarm.bench.client import Ask, Message, Reply
+from keepwarm.bench.client import BenchRequest, Message, TimedReply
 from keepwarm.bench.prompts import assistant, system, user
 from keepwarm.bench.targets import Target
 from keepwarm.errors import EngineFailed
@@ -70,11 +70,11 @@ BEFORE_KILL = 2  # turns
 BAR = 16  # characters of the longest
 
 
-class Turn(NamedTuple):
+class DemoTurn(NamedTuple):
     agent: str
     number: int
-    cold: Reply
-    warm: Reply
+    cold: TimedReply
+    warm: TimedReply
 
     @property
     def is_comparable(self) -> bool:
@@ -97,7 +97,7 @@ class Demo:
 
     target: Target
     console: Console
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[DemoTurn] = field(default_factory=list)
     _said: dict[str, list[Message]] = field(default_factory=dict)
 
     def play(self) -> None:
@@ -126,21 +126,21 @@ class Demo:
             for line in lines(turn, self._longest):
                 self.console.print(line, highlight=False)
 
-    def _turn(self, agent: str, number: int, question: str) -> Turn:
+    def _turn(self, agent: str, number: int, question: str) -> DemoTurn:
         """The conversation goes on from the answer that came with the cache, cut off as it is."""
         asked = [*self._said.get(agent, [system(HANDBOOK)]), user(question)]
-        cold = self.target.ask(Ask(asked, N_ANSWER, "no-store"))
-        warm = self.target.ask(Ask(asked, N_ANSWER))
+        cold = self.target.ask(BenchRequest(asked, N_ANSWER, "no-store"))
+        warm = self.target.ask(BenchRequest(asked, N_ANSWER))
         self._said[agent] = [*asked, assistant(cut_off(warm.text))]
-        return Turn(agent, number + 1, cold, warm)
+        return DemoTurn(agent, number + 1, cold, warm)
 
     @property
     def _longest(self) -> float:
-        return max(turn.cold.first_s for turn in self.turns)
+        return max(turn.cold.ttft_s for turn in self.turns)
 
     def _sum_up(self, seconds: float) -> None:
-        cold = sum(turn.cold.first_s for turn in self.turns)
-        warm = sum(turn.warm.first_s for turn in self.turns)
+        cold = sum(turn.cold.ttft_s for turn in self.turns)
+        warm = sum(turn.warm.ttft_s for turn in self.turns)
         n_prompt = sum(turn.warm.prompt_tokens for turn in self.turns)
         n_read = sum(turn.warm.recomputed for turn in self.turns)
         after = [turn for turn in self.turns if turn.number > BEFORE_KILL]
@@ -150,7 +150,7 @@ class Demo:
             f"Prompt tokens read: {n_read:,} of {n_prompt:,}; after the kill "
             f"{sum(turn.warm.recomputed for turn in after):,} of "
             f"{sum(turn.warm.prompt_tokens for turn in after):,}.\n"
-            f"{compared(self.turns)}\nAll of it took {seconds:.0f} s.",
+            f"{comparison(self.turns)}\nAll of it took {seconds:.0f} s.",
             highlight=False,
         )
 
@@ -160,14 +160,15 @@ def cut_off(answer: str) -> str:
     return f"{answer.rpartition(' ')[0] or answer} ..."
 
 
-def lines(turn: Turn, longest: float) -> Iterator[str]:
+def lines(turn: DemoTurn, longest: float) -> Iterator[str]:
     """The two halves of a turn under each other."""
     name = f"{turn.agent} {turn.number}"
-    yield f"{name:<11} off {bar(turn.cold.first_s, longest, '░')} {_told(turn.cold)}"
-    yield f"{'':<11} on  {bar(turn.warm.first_s, longest, '█')} {_told(turn.warm)}, {turn.verdict}"
+    cold, warm = turn.cold, turn.warm
+    yield f"{name:<11} off {bar(cold.ttft_s, longest, '░')} {_summary(cold)}"
+    yield f"{'':<11} on  {bar(warm.ttft_s, longest, '█')} {_summary(warm)}, {turn.verdict}"
 
 
-def compared(turns: Sequence[Turn]) -> str:
+def comparison(turns: Sequence[DemoTurn]) -> str:
     """How many answers were held against each other, and what came of it."""
     n_compared = sum(turn.is_comparable for turn in turns)
     n_differ = sum(turn.differs for turn in turns)
@@ -182,10 +183,10 @@ def bar(seconds: float, longest: float, full: str) -> str:
     return (full * n_full).ljust(BAR)
 
 
-def _told(reply: Reply) -> str:
+def _summary(reply: TimedReply) -> str:
     places = " and ".join(place for place, n in reply.reused.items() if n)
     rest = f", rest {places}" if places else ""
-    return f"{reply.first_s:6.2f} s {reply.recomputed:,} of {reply.prompt_tokens:,} read{rest}"
+    return f"{reply.ttft_s:6.2f} s {reply.recomputed:,} of {reply.prompt_tokens:,} read{rest}"
 
 
 def play(model: str, console: Console) -> None:

@@ -42,17 +42,17 @@ def model_directory(name: str) -> Path:
 
 def full_precision(source: Path, folder: Path) -> Path:
     """The weights as Keepwarm runs them on a CPU, for servers that would not widen them."""
-    if mx.default_device() == mx.gpu or _is_wide(source):
+    if mx.default_device() == mx.gpu or _is_float32(source):
         return source
-    target = _begin(source, folder / source.name)
+    target = _copy_tokenizer(source, folder / source.name)
     loaded = load(str(source))
     weights: dict[str, mx.array] = dict(tree_flatten(loaded.module.parameters()))
     mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})
-    _finish(target, {k: v for k, v in read_config(source).items() if "quantization" not in k})
+    _write_config(target, {k: v for k, v in read_config(source).items() if "quantization" not in k})
     return target
 
 
-def _is_wide(source: Path) -> bool:
+def _is_float32(source: Path) -> bool:
     for file in source.glob("model*.safetensors"):
         weights: Any = mx.load(str(file))  # lazy: only names and kinds are read
         if any(array.dtype != mx.float32 for array in weights.values()):
@@ -64,7 +64,7 @@ def tiny_like(source: Path, folder: Path) -> Path:
     """Two layers of random weights under the tokenizer of a real model: all but the server is
     nearly free.
     """
-    target = _begin(source, folder / "tiny")
+    target = _copy_tokenizer(source, folder / "tiny")
     original = read_config(source)
     tokens = {key: original[key] for key in ("bos_token_id", "eos_token_id") if key in original}
     made = TINY | tokens | {"vocab_size": original["vocab_size"]}
@@ -76,7 +76,7 @@ def tiny_like(source: Path, folder: Path) -> Path:
         for name, shape in llama_shapes(made).items()
     }
     mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})
-    _finish(target, made)
+    _write_config(target, made)
     return target
 
 
@@ -109,7 +109,7 @@ def llama_shapes(made: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return ends | layers
 
 
-def _begin(source: Path, target: Path) -> Path:
+def _copy_tokenizer(source: Path, target: Path) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     for pattern in COPIED:
         for file in source.glob(pattern):
@@ -117,7 +117,7 @@ def _begin(source: Path, target: Path) -> Path:
     return target
 
 
-def _finish(target: Path, made: dict[str, Any]) -> None:
+def _write_config(target: Path, made: dict[str, Any]) -> None:
     (target / "config.json").write_text(json.dumps(made))
 
 

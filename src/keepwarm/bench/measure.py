@@ -1,4 +1,4 @@
-"""How things are measured: seconds, peak memory, and a line about the machine."""
+"""What measurements need of the machine: child processes, cold files, a description."""
 
 from __future__ import annotations
 
@@ -6,209 +6,42 @@ import gc
 import multiprocessing
 import os
 import platform
-import shutil
-import statistics
-import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import mlx.core as mx
-import numpy as np
 import psutil
 
 from keepwarm import config
 from keepwarm.device import machine
 from keepwarm.errors import InsufficientResources
-from keepwarm.units import format_bytes
-
-if sys.platform != "win32":
-    import resource
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MEMORY_BUDGET = 12 * 10**9  # others use this machine too
-MOST_BROUGHT_BACK = 2 << 30  # bytes before each sample
-BOUND = 1.1  # of the live bytes, plus two blocks: what saving or restoring may need
 
-
-@dataclass(frozen=True)
-class Speed:
-    """Every sample of one operation, in seconds; `n_bytes` are the live bytes it moves."""
-
-    case: str
-    n_tokens: int
-    what: str
-    n_bytes: int
-    seconds: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-    @property
-    def gb_per_second(self) -> float:
-        return self.n_bytes / self.median / 1e9
-
-    @property
-    def spread(self) -> float:
-        """How far apart the samples are, as a part of their median."""
-        return (max(self.seconds) - min(self.seconds)) / self.median
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Memory that a process needed while it saved or restored, above what it held before."""
-
-    case: str
-    n_tokens: int
-    what: str
-    live_bytes: int
-    block_bytes: int
-    growth_bytes: int
-
-    @property
-    def ratio(self) -> float:
-        """Of the live cache, the two blocks that are allowed on top left aside."""
-        return (self.growth_bytes - 2 * self.block_bytes) / self.live_bytes
-
-    @property
-    def holds(self) -> bool:
-        return self.ratio <= BOUND
-
-
-@dataclass(frozen=True)
-class Density:
-    """Memory that a batch holds against what its live tokens need."""
-
-    case: str
-    lengths: tuple[int, ...]
-    when: str
-    live_bytes: int
-    held_bytes: int
-
-    @property
-    def ratio(self) -> float:
-        return self.held_bytes / self.live_bytes
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Every sample of what something takes in a store of so many blocks: seconds, or as it says."""
-
-    what: str
-    n_blocks: int
-    samples: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.samples)
-
-
-@dataclass(frozen=True)
-class Skipped:
-    case: str
-    why: str
-
-
-Record = Speed | Peak | Density | Cost | Skipped
-
-
-@dataclass(frozen=True)
-class Task:
-    """One step of a bench: what the progress bar says, and what gives the records."""
-
-    label: str
-    run: Callable[[], list[Record]]
-
-
-def free() -> None:
-    """Give back what nobody holds any more."""
+def release_memory() -> None:
+    """Collect garbage and empty MLX's buffer cache."""
     gc.collect()
     mx.clear_cache()
 
 
-def bring_back(n_bytes: int) -> None:
-    """Touch so much memory and let it go again, so that the next sample finds it there.
-
-    A host takes from its virtual machines what they do not use, a second or two after they freed
-    it, and gives it back page by page: a millisecond a MB was found, for whoever came next.
-    """
-    np.ones(min(n_bytes, MOST_BROUGHT_BACK), np.uint8)
-
-
-def seconds_of(
-    work: Callable[[], object], repeats: int, before: Callable[[], object] = free
-) -> tuple[float, ...]:
-    """Time each call; `before`, and dropping what it returns, are outside the measured time."""
-    return tuple(_once(work, before) for _ in range(repeats))
-
-
-def _once(work: Callable[[], object], before: Callable[[], object]) -> float:
-    before()
-    start = time.perf_counter()
-    result = work()
-    seconds = time.perf_counter() - start
-    del result
-    free()
-    return seconds
-
-
-def peak_growth(work: Callable[[], object]) -> int:
-    """Bytes by which the memory of this process rose above where it stood, at its highest."""
-    _forget_peak()
-    before = psutil.Process().memory_info().rss
-    work()
-    return _peak() - before
-
-
-def _forget_peak() -> None:
-    if sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak() -> int:
-    """Highest resident bytes; elsewhere than on Linux since the start of the process.
-
-    `ru_maxrss` is no use on Linux: a child begins with the peak of the process that started it.
-    """
-    if sys.platform == "linux":
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-
-
 def in_child(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run a function in a new process, so that its memory is its own."""
+    """Run a function in a new process, so that its memory can be measured."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
         try:
             return pool.submit(work, *args, **kwargs).result()
         except BrokenProcessPool as error:
-            hint = "most likely for want of memory; try a smaller --max-tokens"
-            raise InsufficientResources(
-                f"A process of the benchmark was killed, {hint}."
-            ) from error
-
-
-def why_no_room(n_memory: int, n_disk: int, folder: Path) -> str:
-    """Why a step of this size must be left out here; nothing where there is room."""
-    memory = min(MEMORY_BUDGET, int(psutil.virtual_memory().available * 0.9))
-    disk = int(shutil.disk_usage(folder).free * 0.9)
-    if n_memory > memory:
-        return f"needs {format_bytes(n_memory)} of memory, {format_bytes(memory)} may be used"
-    if n_disk > disk:
-        return f"needs {format_bytes(n_disk)} of disk, {format_bytes(disk)} may be used"
-    return ""
+            hint = "probably out of memory; try a smaller --max-tokens"
+            raise InsufficientResources(f"A benchmark process was killed, {hint}.") from error
 
 
 def describe_machine() -> dict[str, Any]:
-    """The class of machine and what is installed: no name, no path."""
+    """The class of machine and the versions installed; no host name, no path."""
     found = machine.snapshot(config.load())
     return {
         "system": platform.system(),
@@ -226,8 +59,8 @@ def describe_machine() -> dict[str, Any]:
 
 
 def drop_files(files: Sequence[Path]) -> None:
-    """Ask the system to forget the pages of these files."""
-    free()
+    """Drop these files from the page cache."""
+    release_memory()
     for path in files:
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -23,7 +23,7 @@ COMMON = (
 VOCABULARY = COMMON.split()
 
 
-class Words:
+class PromptGenerator:
     """Counts with one model's tokenizer; other servers are told apart by what they count."""
 
     def __init__(self, model: Path) -> None:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 N_SLOTS = 8
 
 
-class Conversation(NamedTuple):
+class RecordedConversation(NamedTuple):
     turns: list[tuple[float, int, int, int]]  # seconds, common, input, output
 
 
-class Request(NamedTuple):
+class RecordedRequest(NamedTuple):
     """One request: it repeats `n_common` tokens of the one before in its conversation."""
 
     now: float
@@ -31,12 +31,12 @@ class Request(NamedTuple):
         return min(self.n_common, n_held, self.n_input - 1)
 
 
-def load(n_conversations: int | None = None, divisor: int = 1) -> list[Conversation]:
+def load(n_conversations: int | None = None, divisor: int = 1) -> list[RecordedConversation]:
     """The first conversations, all lengths divided."""
     packed = (files("keepwarm.bench") / "data" / "agent-turns.jsonl.xz").read_bytes()
     lines = lzma.decompress(packed).splitlines()[:n_conversations]
     return [
-        Conversation([_scaled(turn, divisor) for turn in json.loads(line)["turns"]])
+        RecordedConversation([_scaled(turn, divisor) for turn in json.loads(line)["turns"]])
         for line in lines
     ]
 
@@ -47,7 +47,9 @@ def _scaled(turn: Sequence[float], divisor: int) -> tuple[float, int, int, int]:
     return seconds, min(int(common) // divisor, n_input), n_input, n_output
 
 
-def requests(conversations: Sequence[Conversation], n_slots: int = N_SLOTS) -> Iterator[Request]:
+def requests(
+    conversations: Sequence[RecordedConversation], n_slots: int = N_SLOTS
+) -> Iterator[RecordedRequest]:
     """All requests in the order of the clock; a free slot takes the next conversation."""
     waiting = iter(range(len(conversations)))
     due = [(0.0, number, 0, 0.0) for number in islice(waiting, n_slots)]
@@ -55,7 +57,7 @@ def requests(conversations: Sequence[Conversation], n_slots: int = N_SLOTS) -> I
     while due:
         now, number, turn, began = heapq.heappop(due)
         turns = conversations[number].turns
-        yield Request(now, number, *turns[turn][1:])
+        yield RecordedRequest(now, number, *turns[turn][1:])
         if turn + 1 < len(turns):
             heapq.heappush(due, (began + turns[turn + 1][0], number, turn + 1, began))
         elif (following := next(waiting, None)) is not None:

@@ -12,8 +12,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from keepwarm.bench.client import Ask, Message, Reply
-from keepwarm.bench.prompts import Words, system, user
+from keepwarm.bench.client import BenchRequest, Message, TimedReply
+from keepwarm.bench.prompts import PromptGenerator, system, user
 from keepwarm.bench.report.results import Better, Claim, Series
 from keepwarm.bench.targets import DROPS_PAGES, Target, drop_pages
 from keepwarm.errors import Unreachable
@@ -34,7 +34,7 @@ class Sizes:
     own: int = 32
     late: int = 128
     long: int = 2048
-    lone: int = 32  # pieces of a stream before another request comes
+    pieces_before: int = 32  # pieces of a stream before another request comes
     stream: int = 96
     streams: tuple[int, ...] = (1, 2, 4, 8)
     persisted: int = 288  # more than a block
@@ -43,9 +43,9 @@ class Sizes:
     conversations: int = 4  # of the trace
     divisor: int = 128  # of its lengths
     n_requests: int = 24  # of the trace, a conversation
-    stressed: int = 64  # requests
+    stress_requests: int = 64  # requests
     clients: int = 8
-    judged: bool = True  # whether ratios are held against what is wanted of them
+    is_judged: bool = True  # whether ratios are held against what is wanted of them
 
 
 QUICK = Sizes(
@@ -60,7 +60,7 @@ QUICK = Sizes(
     own=16,
     late=48,
     long=256,
-    lone=8,
+    pieces_before=8,
     stream=24,
     streams=(1, 4),
     persisted=48,
@@ -69,55 +69,57 @@ QUICK = Sizes(
     conversations=2,
     divisor=512,
     n_requests=6,
-    stressed=12,
+    stress_requests=12,
     clients=4,
-    judged=False,
+    is_judged=False,
 )
 
 
 @dataclass(frozen=True)
-class Run:
+class WorkloadRun:
     """One workload on one target."""
 
     workload: str
     target: Target
-    words: Words
+    prompts: PromptGenerator
     sizes: Sizes
     model: Path
     folder: Path
     stop_tokens: Sequence[int]
     kv_bytes: int | None  # of one token
     seeds: count[int]  # no two prompts of a run begin alike
-    say: Callable[[str], None] = lambda _: None
+    show_status: Callable[[str], None] = lambda _: None
     drops_pages: bool = DROPS_PAGES
 
-    def ask(self, messages: Sequence[Message], n_answer: int | None = None, **more: Any) -> Reply:
+    def ask(
+        self, messages: Sequence[Message], n_answer: int | None = None, **more: Any
+    ) -> TimedReply:
         """The answer, always of its full length."""
         n_tokens = n_answer or self.sizes.answer
-        return self.target.ask(Ask(messages, n_tokens, forbidden=self.stop_tokens, **more))
+        return self.target.ask(BenchRequest(messages, n_tokens, forbidden=self.stop_tokens, **more))
 
     @cached_property
-    def frame(self) -> int:
+    def template_tokens(self) -> int:
         """Tokens that the target's template puts around a system prompt and a question."""
-        asked = self.words.text(1, 0)
+        asked = self.prompts.text(1, 0)
         reply = self.ask([system(asked), user(asked)], 1, policy="no-store")
         if not reply.prompt_tokens:
             raise Unreachable(
                 f"{self.target.name} does not say how many tokens it reads (usage in streams); "
                 "it cannot be compared."
             )
-        return reply.prompt_tokens - 2 * self.words.count(asked)
+        return reply.prompt_tokens - 2 * self.prompts.count(asked)
 
     def fresh(self, n_tokens: int) -> list[Message]:
         """A prompt of that length that nobody has seen."""
-        return self.words.chat(n_tokens, self.frame, next(self.seeds))
+        return self.prompts.chat(n_tokens, self.template_tokens, next(self.seeds))
 
     def text(self, n_tokens: int) -> str:
-        return self.words.text(n_tokens, next(self.seeds))
+        return self.prompts.text(n_tokens, next(self.seeds))
 
     def restart(self, *, cold_files: bool = False) -> float:
         """What is on disk stays, all else is gone; seconds until it answers again."""
-        self.say("restarting")
+        self.show_status("restarting")
         self.target.settle()
         self.target.kill()
         if cold_files and self.target.store is not None:
@@ -126,7 +128,7 @@ class Run:
 
     def samples(self, what: str) -> Iterator[int]:
         for number in range(self.sizes.samples):
-            self.say(f"{what}, {number + 1} of {self.sizes.samples}")
+            self.show_status(f"{what}, {number + 1} of {self.sizes.samples}")
             yield number
 
     def series(
@@ -154,7 +156,7 @@ class Run:
         """From ratios that were taken sample by sample. Of other servers nothing is wanted."""
         name, taken = self.target.name, tuple(float(sample) for sample in samples)
         value = statistics.median(taken) if value is None else value
-        wanted = wanted if self.target.ours and self.sizes.judged else None
+        wanted = wanted if self.target.is_ours and self.sizes.is_judged else None
         return Claim(self.workload, name, what, value, taken, wanted, at_least)
 
     def ratio(
@@ -172,11 +174,11 @@ class Run:
         return self.claim(what, pairs, wanted, at_least=at_least, value=value)
 
 
-def together(asks: Sequence[Callable[[], Reply]]) -> list[Reply]:
+def ask_together(asks: Sequence[Callable[[], TimedReply]]) -> list[TimedReply]:
     """All at the same moment, each from a thread of its own."""
     gate = threading.Barrier(len(asks))
 
-    def begin(ask: Callable[[], Reply]) -> Reply:
+    def begin(ask: Callable[[], TimedReply]) -> TimedReply:
         gate.wait()
         return ask()
 

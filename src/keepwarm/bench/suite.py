@@ -16,22 +16,22 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from keepwarm.bench import files, targets
 from keepwarm.bench.measure import describe_machine
-from keepwarm.bench.prompts import Words
+from keepwarm.bench.prompts import PromptGenerator
 from keepwarm.bench.report.results import Note, Record, Results
-from keepwarm.bench.run import Run, Sizes
-from keepwarm.bench.targets import Target, said
+from keepwarm.bench.run import Sizes, WorkloadRun
+from keepwarm.bench.targets import Target, error_line
 from keepwarm.bench.workloads import agents, chat, lengths, overhead, streams, turns
 from keepwarm.errors import BadInput, KeepwarmError
 
-Work: TypeAlias = Callable[[Run], Iterator[Record]]
-Say: TypeAlias = Callable[[str], None]
+Work: TypeAlias = Callable[[WorkloadRun], Iterator[Record]]
+ShowStatus: TypeAlias = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Workload:
     about: str
     work: Work
-    once: bool = False  # brings its own targets
+    has_own_targets: bool = False  # brings its own targets
 
 
 WORKLOADS = {
@@ -44,12 +44,12 @@ WORKLOADS = {
     "streams": Workload("tokens a second of one to eight streams", streams.streams),
     "persistence": Workload("decoding with everything kept, and with nothing", streams.persistence),
     "chat": Workload("one chat prompt, six ways, and its bytes on disk", chat.run),
-    "overhead": Workload("what the server adds to the engine", overhead.run, once=True),
+    "overhead": Workload("what the server adds to the engine", overhead.run, has_own_targets=True),
     "stress": Workload("everything mixed, many at once, some going away", streams.stress),
 }
 
 
-def check(names: Sequence[str]) -> list[str]:
+def select(names: Sequence[str]) -> list[str]:
     """All workloads where none is named."""
     for name in names:
         if name not in WORKLOADS:
@@ -71,9 +71,9 @@ def measure(
             steps = [
                 (name, target)
                 for name in names
-                for target in (own if WORKLOADS[name].once else found)
+                for target in (own if WORKLOADS[name].has_own_targets else found)
             ]
-            records = run_all(steps, rooms_of(shared, folder, sizes))
+            records = run_all(steps, run_factory(shared, folder, sizes))
     return Results(
         command=command,
         date=datetime.now(UTC).date().isoformat(),
@@ -85,18 +85,20 @@ def measure(
     )
 
 
-Room: TypeAlias = Callable[[str, Target, Say], Run]
+RunFactory: TypeAlias = Callable[[str, Target, ShowStatus], WorkloadRun]
 
 
-def rooms_of(model: Path, folder: Path, sizes: Sizes) -> Room:
+def run_factory(model: Path, folder: Path, sizes: Sizes) -> RunFactory:
     """What makes the surroundings of one workload on one target."""
-    words, seeds = Words(model), count()
+    prompts, seeds = PromptGenerator(model), count()
     stops, kv_bytes = files.stop_tokens(model), files.kv_bytes_per_token(model)
 
-    def room(name: str, target: Target, say: Say) -> Run:
-        return Run(name, target, words, sizes, model, folder, stops, kv_bytes, seeds, say)
+    def make_run(name: str, target: Target, show_status: ShowStatus) -> WorkloadRun:
+        return WorkloadRun(
+            name, target, prompts, sizes, model, folder, stops, kv_bytes, seeds, show_status
+        )
 
-    return room
+    return make_run
 
 
 @contextmanager
@@ -111,35 +113,35 @@ def started(found: Sequence[Target]) -> Iterator[None]:
             target.close()
 
 
-def run_all(steps: Sequence[tuple[str, Target]], room: Room) -> list[Record]:
+def run_all(steps: Sequence[tuple[str, Target]], make_run: RunFactory) -> list[Record]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     records: list[Record] = []
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=len(steps))
         for name, target in steps:
 
-            def say(what: str, name: str = name, target: Target = target) -> None:
+            def show_status(what: str, name: str = name, target: Target = target) -> None:
                 progress.update(bar, description=f"{name} on {target.name}: {what}")
 
             try:
-                records += _attempt(room(name, target, say), WORKLOADS[name].work)
+                records += _attempt(make_run(name, target, show_status), WORKLOADS[name].work)
             except KeyboardInterrupt:  # an hour's work is not thrown away
                 return [*records, Note(name, target.name, "stopped here; the rest was not run")]
             progress.advance(bar)
     return records
 
 
-def _attempt(run: Run, work: Work) -> list[Record]:
+def _attempt(run: WorkloadRun, work: Work) -> list[Record]:
     """What was found; a target that fails is said to have failed, and the others go on."""
     try:
         return list(work(run))
     except KeepwarmError as error:
-        if not WORKLOADS[run.workload].once:
+        if not WORKLOADS[run.workload].has_own_targets:
             _revive(run.target)
-        return [Note(run.workload, run.target.name, f"failed: {said(error)}")]
+        return [Note(run.workload, run.target.name, f"failed: {error_line(error)}")]
 
 
 def _revive(target: Target) -> None:
-    if target.restarts:
+    if target.restart_method:
         target.kill()
         target.start()

@@ -18,7 +18,7 @@ import httpx
 import psutil
 
 from keepwarm.bench.bare import BareEngine
-from keepwarm.bench.client import Ask, HttpClient, Reply
+from keepwarm.bench.client import BenchRequest, HttpClient, TimedReply
 from keepwarm.bench.measure import drop_files
 from keepwarm.errors import BadInput, KeepwarmError, Unreachable
 
@@ -46,17 +46,17 @@ class Target(Protocol):
     def about(self) -> str: ...
 
     @property
-    def ours(self) -> bool: ...
+    def is_ours(self) -> bool: ...
 
     @property
-    def restarts(self) -> str:
+    def restart_method(self) -> str:
         """How it is stopped in between; nothing where it cannot be."""
 
     @property
     def store(self) -> Path | None:
         """Where it keeps things on disk, if anywhere."""
 
-    def ask(self, ask: Ask) -> Reply: ...
+    def ask(self, ask: BenchRequest) -> TimedReply: ...
 
     def start(self) -> float:
         """Make it ready; seconds that took."""
@@ -76,10 +76,10 @@ class Target(Protocol):
     def close(self) -> None: ...
 
 
-class Served:
+class ServerProcess:
     """A server process of the bench's own."""
 
-    restarts = "kill -9"
+    restart_method = "kill -9"
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Served:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self.about, self.store = name, about, store
-        self.ours = store is not None
+        self.is_ours = store is not None
         self._command, self._health, self._log = command, health, log
         self._environ = {**os.environ, "HF_HUB_OFFLINE": "1", **(environ or {})}
         self._process: subprocess.Popen[bytes] | None = None
@@ -108,7 +108,9 @@ class Served:
         address = f"http://127.0.0.1:{port}"
         self._wait_for(f"{address}{self._health}")
         self._client = HttpClient(f"{address}/v1")
-        self.ask(Ask([{"role": "user", "content": "Hi"}], 1, "no-store"))  # weights may come late
+        self.ask(
+            BenchRequest([{"role": "user", "content": "Hi"}], 1, "no-store")
+        )  # weights may come late
         return time.perf_counter() - began
 
     def _wait_for(self, url: str) -> None:
@@ -119,9 +121,9 @@ class Served:
                     return
             except httpx.HTTPError:
                 time.sleep(0.05)
-        raise Unreachable(f"{self.name} did not start; its last words were: {self._last_words()}")
+        raise Unreachable(f"{self.name} did not start; its last words were: {self._log_tail()}")
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         return " / ".join(self._log.read_text(errors="replace").splitlines()[-3:]) or "none"
 
     @property
@@ -130,7 +132,7 @@ class Served:
             raise Unreachable(f"{self.name} is not running.")
         return self._process
 
-    def ask(self, ask: Ask) -> Reply:
+    def ask(self, ask: BenchRequest) -> TimedReply:
         if self._client is None:
             raise Unreachable(f"{self.name} is not running.")
         return self._client.ask(ask)
@@ -146,18 +148,18 @@ class Served:
 
     def settle(self) -> None:
         if self.store is not None:
-            wait_until_quiet(self.store)
+            wait_for_writes(self.store)
 
     def cpu_s(self) -> float | None:
         times = psutil.Process(self._running.pid).cpu_times()
         return times.user + times.system
 
     def held_bytes(self) -> Mapping[str, int]:
-        if not self.ours or self._client is None:
+        if not self.is_ours or self._client is None:
             return {}
         shown = self._client.get("/cache")
         tiers = {name: tier["n_bytes"] for name, tier in shown["tiers"].items()}
-        return _by_place(shown["live"]["n_bytes"], tiers)
+        return _by_tier(shown["live"]["n_bytes"], tiers)
 
     def close(self) -> None:
         self.kill()
@@ -166,7 +168,7 @@ class Served:
 class Remote:
     """A server that runs already, wherever it is. It cannot be restarted."""
 
-    ours, restarts, store = False, "", None
+    is_ours, restart_method, store = False, "", None
 
     def __init__(self, name: str, base: str, key: str) -> None:
         self.name, self.about = name, "a server that ran already"
@@ -175,7 +177,7 @@ class Remote:
     def start(self) -> float:
         return 0.0
 
-    def ask(self, ask: Ask) -> Reply:
+    def ask(self, ask: BenchRequest) -> TimedReply:
         return self._client.ask(ask)
 
     def kill(self) -> None:
@@ -197,7 +199,7 @@ class Remote:
 class InProcess:
     """The engine inside the bench, without HTTP; a restart closes it in order."""
 
-    ours, restarts = True, "closed and opened"
+    is_ours, restart_method = True, "closed and opened"
 
     def __init__(self, name: str, model: Path, store: Path) -> None:
         self.name, self.store = name, store
@@ -219,7 +221,7 @@ class InProcess:
             self._engine.restart()
         return time.perf_counter() - began
 
-    def ask(self, ask: Ask) -> Reply:
+    def ask(self, ask: BenchRequest) -> TimedReply:
         return self.engine.ask(ask)
 
     def kill(self) -> None:
@@ -234,7 +236,7 @@ class InProcess:
     def held_bytes(self) -> Mapping[str, int]:
         stats = self.engine.stats()
         tiers = {name: tier.n_bytes for name, tier in stats.tiers.items()}
-        return _by_place(stats.live.n_bytes, tiers)
+        return _by_tier(stats.live.n_bytes, tiers)
 
     def close(self) -> None:
         if self._engine is not None:
@@ -242,14 +244,14 @@ class InProcess:
             self._engine = None
 
 
-def _by_place(live: int, tiers: Mapping[str, int]) -> Mapping[str, int]:
+def _by_tier(live: int, tiers: Mapping[str, int]) -> Mapping[str, int]:
     return {"live caches": live, **{f"{name} tier": n_bytes for name, n_bytes in tiers.items()}}
 
 
-def keepwarm_server(model: Path, folder: Path, name: str = "keepwarm") -> Served:
+def keepwarm_server(model: Path, folder: Path, name: str = "keepwarm") -> ServerProcess:
     store = folder / f"store-{name}"
     command = [sys.executable, "-m", "keepwarm", "serve", "--model", str(model)]
-    return Served(
+    return ServerProcess(
         name,
         "keepwarm serve, as it comes, restarted by kill -9",
         command,
@@ -260,12 +262,12 @@ def keepwarm_server(model: Path, folder: Path, name: str = "keepwarm") -> Served
     )
 
 
-def mlx_lm_server(model: Path, folder: Path, name: str = "mlx-lm") -> Served:
+def mlx_lm_server(model: Path, folder: Path, name: str = "mlx-lm") -> ServerProcess:
     command = [sys.executable, "-W", "ignore", "-c", MLX_LM_SERVER, "--model", str(model)]
     quiet = ["--log-level", "WARNING"]
     about = "mlx_lm.server, as it comes, on the same BLAS, restarted by kill -9"
     log = folder / f"{name}.log"
-    return Served(name, about, [*command, *quiet], health="/health", log=log)
+    return ServerProcess(name, about, [*command, *quiet], health="/health", log=log)
 
 
 def make(wanted: str, model: Path, folder: Path) -> Target:
@@ -304,7 +306,7 @@ def disk_bytes(folder: Path) -> int:
     return sum(sizes)
 
 
-def wait_until_quiet(folder: Path, timeout_s: float = 60.0) -> None:
+def wait_for_writes(folder: Path, timeout_s: float = 60.0) -> None:
     """Until nothing below it has grown for a second."""
     end = time.monotonic() + timeout_s
     size, since = disk_bytes(folder), time.monotonic()
@@ -319,7 +321,7 @@ def drop_pages(folder: Path) -> None:
     drop_files([path for path in folder.rglob("*") if path.is_file()])
 
 
-def said(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """An error as one line of a report, without what names this machine."""
     text = str(error).partition("\n")[0] if isinstance(error, KeepwarmError) else repr(error)
     return text.replace(str(Path.home()), "~")

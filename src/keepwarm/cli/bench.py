@@ -108,7 +108,7 @@ def _measure(
 
     sizes = QUICK if quick else Sizes()
     sizes = replace(sizes, samples=samples or sizes.samples)
-    names = suite.check(workloads)
+    names = suite.select(workloads)
     name = config.load(model=model).model
     words = ["keepwarm bench", *workloads, *(f"--target {one.split('=')[0]}" for one in wanted)]
     words += ["--quick"] * quick + ([f"--samples {samples}"] if samples else [])
@@ -136,4 +136,4 @@ def _show_changes(before: Results, after: Results, console: Console) -> None:
 
     if not comparable(before, after):
         console.print("The baseline is of another machine or model: only ratios are compared.")
-    console.print(tables.compared(changes(before, after)).rich())
+    console.print(tables.comparison(changes(before, after)).rich())

@@ -1,4 +1,4 @@
 """Results as tables and a page, compared with a baseline.
 
-Imports `bench.workloads`.
+Imports the ground floor.
 """

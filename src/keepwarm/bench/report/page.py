@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from keepwarm.bench.report import tables
 from keepwarm.bench.report.results import Results, Series
-from keepwarm.bench.workloads import lengths
 from keepwarm.errors import BadInput
 
 if TYPE_CHECKING:
@@ -47,30 +46,33 @@ def html(results: Results) -> str:
 
 def plots(results: Results) -> Iterator[str]:
     """Those for which something was measured."""
-    first = results.of("lengths", *lengths.HOW)
+    lengths = results.of("lengths")
+    first = [series for series in lengths if series.unit == "s" and series.x is not None]
     if first:
         caption = "First-token time against prompt length; the table says under what conditions"
-        yield _figure(caption, first, "prompt tokens", "seconds", log=True)
+        yield _line_plot(caption, first, "prompt tokens", "seconds", log=True)
     recomputed = results.of("pipeline", "recomputed", "new")
     if recomputed:
         caption = "Prompt tokens computed in every turn of a conversation"
-        yield _figure(caption, recomputed, "turn", "tokens")
+        yield _line_plot(caption, recomputed, "turn", "tokens")
     throughput = results.of("streams", "throughput")
     if throughput:
-        yield _figure("Throughput against concurrency", throughput, "streams", "tokens a second")
+        yield _line_plot("Throughput against concurrency", throughput, "streams", "tokens a second")
     held = [series for series in results.series if series.unit == "bytes"]
     if held:
-        yield _bars("Bytes by tier, medians", held)
+        yield _bar_plot("Bytes by tier, medians", held)
 
 
-def _figure(
+def _line_plot(
     caption: str, found: Sequence[Series], across: str, up: str, *, log: bool = False
 ) -> str:
     """A colour for each target, a look for each thing; whiskers from lowest to highest sample."""
-    figure, axes = _empty()
-    targets, things = (list(dict.fromkeys(names)) for names in zip(*map(_kind, found), strict=True))
-    for kind in dict.fromkeys(map(_kind, found)):
-        line = [series for series in found if _kind(series) == kind]
+    figure, axes = _new_figure()
+    targets, things = (
+        list(dict.fromkeys(names)) for names in zip(*map(_line_key, found), strict=True)
+    )
+    for kind in dict.fromkeys(map(_line_key, found)):
+        line = [series for series in found if _line_key(series) == kind]
         look = LOOKS[things.index(kind[1]) % len(LOOKS)]
         _line(axes, line, f"C{targets.index(kind[0])}", look)
     axes.set(xlabel=across, ylabel=up)
@@ -80,10 +82,10 @@ def _figure(
     else:
         axes.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=7)
-    return _embedded(figure, caption)
+    return _as_html(figure, caption)
 
 
-def _kind(series: Series) -> tuple[str, str]:
+def _line_key(series: Series) -> tuple[str, str]:
     return series.target, series.what
 
 
@@ -102,20 +104,20 @@ def _line(axes: Axes, found: Sequence[Series], colour: str, look: tuple[str, str
         marker=look[1],
         markersize=3,
         capsize=2,
-        label=", ".join(_kind(line[0])),
+        label=", ".join(_line_key(line[0])),
     )
 
 
-def _bars(caption: str, found: Sequence[Series]) -> str:
-    figure, axes = _empty()
+def _bar_plot(caption: str, found: Sequence[Series]) -> str:
+    figure, axes = _new_figure()
     names = [f"{series.target}, {series.workload}: {series.what}" for series in found]
     axes.barh(names, [series.median / 1e6 for series in found])
     axes.set(xlabel="MB")
     axes.tick_params(axis="y", labelsize=6)
-    return _embedded(figure, caption)
+    return _as_html(figure, caption)
 
 
-def _empty() -> tuple[Figure, Axes]:
+def _new_figure() -> tuple[Figure, Axes]:
     try:
         from matplotlib import figure, rc_context
     except ImportError as error:
@@ -125,7 +127,7 @@ def _empty() -> tuple[Figure, Axes]:
         return made, made.subplots()
 
 
-def _embedded(figure: Figure, caption: str) -> str:
+def _as_html(figure: Figure, caption: str) -> str:
     from matplotlib import rc_context
 
     text = io.StringIO()

@@ -135,7 +135,7 @@ class Results:
             found = json.loads(file.read_text())
             if found["format"] != FORMAT:
                 raise BadInput(f"{file} is of another version of keepwarm bench; run it again.")
-            return cls._of(found)
+            return cls._parsed(found)
         except OSError as error:
             raise BadInput(f"{file} cannot be read: {error.strerror}.") from error
         except (ValueError, KeyError, TypeError) as error:
@@ -144,10 +144,10 @@ class Results:
             )
 
     @classmethod
-    def _of(cls, found: Mapping[str, Any]) -> Results:
-        records: list[Record] = [_made(Series, fields) for fields in found["series"]]
-        records += [_made(Claim, fields) for fields in found["claims"]]
-        records += [_made(Note, fields) for fields in found["notes"]]
+    def _parsed(cls, found: Mapping[str, Any]) -> Results:
+        records: list[Record] = [_parse(Series, fields) for fields in found["series"]]
+        records += [_parse(Claim, fields) for fields in found["claims"]]
+        records += [_parse(Note, fields) for fields in found["notes"]]
         names = ("command", "date", "model", "samples", "machine", "targets")
         return cls(**{name: found[name] for name in names}, records=records)
 
@@ -156,7 +156,7 @@ def _rounded(**values: float) -> dict[str, float]:
     return {name: round(value, 6) for name, value in values.items()}
 
 
-def _made(kind: Any, fields: Mapping[str, Any]) -> Any:
+def _parse(kind: Any, fields: Mapping[str, Any]) -> Any:
     known = {name: fields[name] for name in kind.__dataclass_fields__}
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
 

@@ -63,15 +63,15 @@ def claims(results: Results) -> Grid:
         lines.setdefault((claim.workload, claim.what), {})[claim.target] = claim
     rows = []
     for (workload, what), found in lines.items():
-        cells = [_claimed(found[name]) if name in found else "" for name in names]
+        cells = [_format_claim(found[name]) if name in found else "" for name in names]
         bound = next((claim.bound for claim in found.values() if claim.bound), "")
         rows.append((workload, what, bound, *cells))
     return Grid("Ratios within this run ± spread", ("workload", "what", "wanted", *names), rows)
 
 
-def _claimed(claim: Claim) -> str:
+def _format_claim(claim: Claim) -> str:
     verdict = "" if claim.holds is None else f" {YES if claim.holds else NO}"
-    return f"{shown(claim)}{verdict}"
+    return f"{format_value(claim)}{verdict}"
 
 
 def _measured(workload: str, found: Sequence[Series], names: Sequence[str]) -> Grid:
@@ -82,12 +82,12 @@ def _measured(workload: str, found: Sequence[Series], names: Sequence[str]) -> G
     rows = []
     for (what, x), by_target in lines.items():
         some = next(iter(by_target.values()))
-        cells = [shown(by_target[name]) if name in by_target else "" for name in names]
+        cells = [format_value(by_target[name]) if name in by_target else "" for name in names]
         rows.append((what, "" if x is None else f"{x:,.0f}", some.unit, *cells, some.how))
     return Grid(f"{workload}: medians ± spread", ("what", "at", "unit", *names, "how"), rows)
 
 
-def shown(found: Series | Claim) -> str:
+def format_value(found: Series | Claim) -> str:
     """What stands for the samples, with their spread where there are some."""
     one = _number(found.median if isinstance(found, Series) else found.value)
     return one if len(found.samples) < 2 else f"{one} ±{found.spread:.0%}"
@@ -99,7 +99,7 @@ def _number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 100 else f"{value:,.1f}"
 
 
-def compared(found: Sequence[Change]) -> Grid:
+def comparison(found: Sequence[Change]) -> Grid:
     """Only what is beyond the spread; how many are within it is in the title."""
     changed = [change for change in found if change.verdict != "within the spread"]
     rows = [

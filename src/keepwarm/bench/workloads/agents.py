@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from keepwarm.bench.client import Message, Reply
+from keepwarm.bench.client import Message, TimedReply
 from keepwarm.bench.prompts import system, user
 from keepwarm.bench.report.results import Record
-from keepwarm.bench.run import Run, together
+from keepwarm.bench.run import WorkloadRun, ask_together
 from keepwarm.bench.targets import disk_bytes
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
@@ -20,7 +20,7 @@ PREFILLS = "prefills of the shared part"
 class Round(NamedTuple):
     """All agents once."""
 
-    replies: list[Reply]
+    replies: list[TimedReply]
     n_shared: int  # tokens
     disk_bytes: int  # by which the store grew
 
@@ -36,37 +36,39 @@ class Round(NamedTuple):
         return self.n_shared + own
 
 
-def run(run: Run) -> Iterator[Record]:
-    for how, ask_all in (("one after another", _in_turn), ("all at once", together)):
+def run(run: WorkloadRun) -> Iterator[Record]:
+    for how, ask_all in (("one after another", _in_turn), ("all at once", ask_together)):
         rounds = [_round(run, ask_all) for _ in run.samples(how)]
         yield from _records(run, how, rounds)
     yield from _memory(run)
 
 
-def _in_turn(asks: Sequence[Callable[[], Reply]]) -> list[Reply]:
+def _in_turn(asks: Sequence[Callable[[], TimedReply]]) -> list[TimedReply]:
     return [ask() for ask in asks]
 
 
-def _round(run: Run, ask_all: Callable[[Sequence[Callable[[], Reply]]], list[Reply]]) -> Round:
+def _round(
+    run: WorkloadRun, ask_all: Callable[[Sequence[Callable[[], TimedReply]]], list[TimedReply]]
+) -> Round:
     shared = run.text(run.sizes.shared)
     prompts: list[list[Message]] = [
         [system(shared), user(run.text(run.sizes.own))] for _ in range(run.sizes.n_agents)
     ]
     before = _on_disk(run)
     replies = ask_all([partial(run.ask, messages) for messages in prompts])
-    return Round(replies, run.words.count(shared), _on_disk(run) - before)
+    return Round(replies, run.prompts.count(shared), _on_disk(run) - before)
 
 
-def _on_disk(run: Run) -> int:
+def _on_disk(run: WorkloadRun) -> int:
     if run.target.store is None:
         return 0
     run.target.settle()
     return disk_bytes(run.target.store)
 
 
-def _records(run: Run, how: str, rounds: Sequence[Round]) -> Iterator[Record]:
+def _records(run: WorkloadRun, how: str, rounds: Sequence[Round]) -> Iterator[Record]:
     n_agents = run.sizes.n_agents
-    firsts = [r.first_s for found in rounds for r in found.replies]
+    firsts = [r.ttft_s for found in rounds for r in found.replies]
     yield run.series(f"first token, {how}", "s", firsts, how=f"all {n_agents} agents of all rounds")
     recomputed = [sum(r.recomputed for r in found.replies) for found in rounds]
     yield run.series(f"recomputed, {how}", "tokens", recomputed, how="all agents together")
@@ -88,7 +90,7 @@ def _allowed(found: Round, kv_bytes: int) -> float:
     return kv_bytes * (found.distinct_tokens * ROUNDING + tails)
 
 
-def _memory(run: Run) -> Iterator[Record]:
+def _memory(run: WorkloadRun) -> Iterator[Record]:
     """What the target itself says of its tiers; live caches are stated apart."""
     how = "in all, at the end of the workload"
     for place, n_bytes in run.target.held_bytes().items():

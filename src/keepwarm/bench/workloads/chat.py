@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from keepwarm.bench.client import Reply
+from keepwarm.bench.client import TimedReply
 from keepwarm.bench.prompts import system, user, with_answer
 from keepwarm.bench.report.results import Record
-from keepwarm.bench.run import Run
+from keepwarm.bench.run import WorkloadRun
 from keepwarm.bench.targets import disk_bytes
 
 COLD, REPEAT, OTHER = "cold", "exact repeat", "other agent, same system prompt"
@@ -22,8 +22,8 @@ HOW = {
 }
 
 
-class Visit(NamedTuple):
-    replies: dict[str, Reply]
+class ChatSample(NamedTuple):
+    replies: dict[str, TimedReply]
     n_shared: int  # tokens of the system prompt
     disk_bytes: int  # by which the store grew
 
@@ -34,38 +34,40 @@ class Visit(NamedTuple):
         return sum(reply.prompt_tokens + reply.completion_tokens for reply in ends)
 
 
-def run(run: Run) -> Iterator[Record]:
-    visits = [_visit(run) for _ in run.samples("chat")]
+def run(run: WorkloadRun) -> Iterator[Record]:
+    visits = [_sample(run) for _ in run.samples("chat")]
     yield from _firsts(run, visits)
     if run.target.store is not None:
         yield from _disk(run, visits)
 
 
-def _visit(run: Run) -> Visit:
+def _sample(run: WorkloadRun) -> ChatSample:
     sizes, before = run.sizes, _size(run)
-    shared = run.text(sizes.chat_shared - run.frame // 2)
-    question, other = (run.text(sizes.chat - sizes.chat_shared - run.frame // 2) for _ in range(2))
+    shared = run.text(sizes.chat_shared - run.template_tokens // 2)
+    question, other = (
+        run.text(sizes.chat - sizes.chat_shared - run.template_tokens // 2) for _ in range(2)
+    )
     messages = [system(shared), user(question)]
     replies = {COLD: run.ask(messages), REPEAT: run.ask(messages)}
     replies[OTHER] = run.ask([system(shared), user(other)])
     replies[SECOND] = run.ask(with_answer(messages, replies[COLD].text, run.text(16)))
     run.target.settle()
     grown = _size(run) - before
-    if run.target.restarts:
+    if run.target.restart_method:
         run.restart()
         replies[RESTARTED] = run.ask(messages)
-    return Visit(replies, run.words.count(shared), grown)
+    return ChatSample(replies, run.prompts.count(shared), grown)
 
 
-def _size(run: Run) -> int:
+def _size(run: WorkloadRun) -> int:
     return 0 if run.target.store is None else disk_bytes(run.target.store)
 
 
-def _firsts(run: Run, visits: list[Visit]) -> Iterator[Record]:
+def _firsts(run: WorkloadRun, visits: list[ChatSample]) -> Iterator[Record]:
     found = {}
     for what in visits[0].replies:
         replies = [visit.replies[what] for visit in visits]
-        found[what] = run.series(what, "s", [r.first_s for r in replies], how=HOW[what])
+        found[what] = run.series(what, "s", [r.ttft_s for r in replies], how=HOW[what])
         yield found[what]
         cached = [reply.cached_tokens for reply in replies]
         yield run.series(f"cached, {what}", "tokens", cached, how=HOW[what], better="higher")
@@ -73,7 +75,7 @@ def _firsts(run: Run, visits: list[Visit]) -> Iterator[Record]:
         yield run.ratio(f"{what} ÷ cold", found[what], found[COLD], at_least=False)
 
 
-def _disk(run: Run, visits: list[Visit]) -> Iterator[Record]:
+def _disk(run: WorkloadRun, visits: list[ChatSample]) -> Iterator[Record]:
     grown = [visit.disk_bytes for visit in visits]
     yield run.series("disk for four requests", "bytes", grown, how="growth, index included")
     if run.kv_bytes is None:

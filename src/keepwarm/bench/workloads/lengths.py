@@ -8,7 +8,7 @@ from typing import TypeAlias
 from keepwarm.bench.client import Message
 from keepwarm.bench.prompts import user, with_answer
 from keepwarm.bench.report.results import Note, Record, Series
-from keepwarm.bench.run import Run
+from keepwarm.bench.run import WorkloadRun
 
 COLD, AGAIN, FOLLOWING = "cold", "identical prompt again", "follow-up"
 RESTARTED, DROPPED = "after a restart", "after a restart, page cache dropped"
@@ -22,11 +22,11 @@ HOW = {
 Prompts: TypeAlias = Sequence[Sequence[Sequence[Message]]]  # by sample, by length
 
 
-def run(run: Run) -> Iterator[Record]:
+def run(run: WorkloadRun) -> Iterator[Record]:
     lengths = run.sizes.lengths
     prompts = [[run.fresh(n) for n in lengths] for _ in range(run.sizes.samples)]
     found = list(_warm(run, prompts))
-    if run.target.restarts:
+    if run.target.restart_method:
         found += _restarted(run, prompts, RESTARTED)
         if run.target.store is not None and run.drops_pages:
             found += _restarted(run, prompts, DROPPED)
@@ -39,7 +39,7 @@ def run(run: Run) -> Iterator[Record]:
     yield from _claims(run, [series for series in found if series.unit == "s"])
 
 
-def _warm(run: Run, prompts: Prompts) -> Iterator[Series]:
+def _warm(run: WorkloadRun, prompts: Prompts) -> Iterator[Series]:
     for index, n_tokens in enumerate(run.sizes.lengths):
         seconds: dict[str, list[float]] = {COLD: [], AGAIN: [], FOLLOWING: []}
         cached: list[int] = []
@@ -48,25 +48,25 @@ def _warm(run: Run, prompts: Prompts) -> Iterator[Series]:
             cold, again = run.ask(messages), run.ask(messages)
             following = run.ask(with_answer(messages, again.text, run.text(16)))
             for what, reply in ((COLD, cold), (AGAIN, again), (FOLLOWING, following)):
-                seconds[what].append(reply.first_s)
+                seconds[what].append(reply.ttft_s)
             cached.append(again.cached_tokens)
         for what, samples in seconds.items():
             yield run.series(what, "s", samples, x=n_tokens, how=HOW[what])
         yield _cached(run, AGAIN, cached, n_tokens)
 
 
-def _restarted(run: Run, prompts: Prompts, what: str) -> list[Series]:
+def _restarted(run: WorkloadRun, prompts: Prompts, what: str) -> list[Series]:
     """Every restart serves one prompt of every length; each is asked for only once after it."""
     starts: list[float] = []
     firsts: list[list[float]] = [[] for _ in run.sizes.lengths]
     cached: list[list[int]] = [[] for _ in run.sizes.lengths]
     for number in run.samples(what):
         starts.append(run.restart(cold_files=what == DROPPED))
-        run.say(f"{what}, {number + 1} of {run.sizes.samples}")
+        run.show_status(f"{what}, {number + 1} of {run.sizes.samples}")
         run.ask([user(run.text(1))], 1, policy="no-store")
         for index, messages in enumerate(prompts[number]):
             reply = run.ask(messages)
-            firsts[index].append(reply.first_s)
+            firsts[index].append(reply.ttft_s)
             cached[index].append(reply.cached_tokens)
     how = HOW[what]
     lengths = run.sizes.lengths
@@ -76,12 +76,12 @@ def _restarted(run: Run, prompts: Prompts, what: str) -> list[Series]:
     return [*series, run.series(f"ready {what}", "s", starts, how=ready)]
 
 
-def _cached(run: Run, what: str, cached: Sequence[int], n_tokens: int) -> Series:
+def _cached(run: WorkloadRun, what: str, cached: Sequence[int], n_tokens: int) -> Series:
     name, how = f"cached, {what}", HOW[what]
     return run.series(name, "tokens", cached, x=n_tokens, how=how, better="higher")
 
 
-def _claims(run: Run, found: Sequence[Series]) -> Iterator[Record]:
+def _claims(run: WorkloadRun, found: Sequence[Series]) -> Iterator[Record]:
     by_key = {(series.what, series.x): series for series in found}
     for n_tokens in run.sizes.lengths:
         cold = by_key[COLD, n_tokens]

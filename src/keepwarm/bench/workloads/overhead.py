@@ -5,40 +5,40 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from keepwarm.bench.bare import Decoded, decode_alone
-from keepwarm.bench.client import Ask
+from keepwarm.bench.bare import DecodeTimes, decode_alone
+from keepwarm.bench.client import BenchRequest
 from keepwarm.bench.files import tiny_like
 from keepwarm.bench.measure import in_child
 from keepwarm.bench.report.results import Record, Series
-from keepwarm.bench.run import Run
+from keepwarm.bench.run import WorkloadRun
 from keepwarm.bench.targets import keepwarm_server
 
 TINY_TOKENS = 1000
 HOW = "the identical prompt again and again, right after its answer"
 
 
-def run(run: Run) -> Iterator[Record]:
+def run(run: WorkloadRun) -> Iterator[Record]:
     """On the model for time, on a tiny one for processor time: there nothing hides behind it."""
-    run.say("the model, bare and served")
+    run.show_status("the model, bare and served")
     bare, served = _both(run, run.model, run.sizes.stream)
     yield from times(run, bare, served)
-    run.say("a tiny model, bare and served")
+    run.show_status("a tiny model, bare and served")
     n_tokens = TINY_TOKENS if run.sizes.stream > 24 else 100
     bare, served = _both(run, tiny_like(run.model, run.folder), n_tokens)
     yield from processor(run, bare, served)
 
 
-def _both(run: Run, model: Path, n_tokens: int) -> tuple[Decoded, Decoded]:
+def _both(run: WorkloadRun, model: Path, n_tokens: int) -> tuple[DecodeTimes, DecodeTimes]:
     """The same answer from each, one target running at a time."""
-    messages = run.words.chat(64, 16, next(run.seeds))
-    ask = Ask(messages, n_tokens, forbidden=run.stop_tokens)
+    messages = run.prompts.chat(64, 16, next(run.seeds))
+    ask = BenchRequest(messages, n_tokens, forbidden=run.stop_tokens)
     bare = in_child(
         decode_alone, model, run.folder / f"store-bare-{model.name}", ask, run.sizes.samples
     )
     return bare, _served(run, model, ask)
 
 
-def _served(run: Run, model: Path, ask: Ask) -> Decoded:
+def _served(run: WorkloadRun, model: Path, ask: BenchRequest) -> DecodeTimes:
     server = keepwarm_server(model, run.folder, f"overhead-{model.name}")
     try:
         server.start()
@@ -51,10 +51,10 @@ def _served(run: Run, model: Path, ask: Ask) -> Decoded:
             cpu_s.append(((server.cpu_s() or 0.0) - before) / reply.completion_tokens)
     finally:
         server.close()
-    return Decoded(token_s, cpu_s)
+    return DecodeTimes(token_s, cpu_s)
 
 
-def times(run: Run, bare: Decoded, served: Decoded) -> Iterator[Record]:
+def times(run: WorkloadRun, bare: DecodeTimes, served: DecodeTimes) -> Iterator[Record]:
     alone, streamed = _pair(
         run, "a token", f"{HOW}; first token left out", bare.token_s, served.token_s
     )
@@ -63,7 +63,7 @@ def times(run: Run, bare: Decoded, served: Decoded) -> Iterator[Record]:
     yield run.claim("time that the server adds to a token", added, 0.03, at_least=False)
 
 
-def processor(run: Run, bare: Decoded, served: Decoded) -> Iterator[Record]:
+def processor(run: WorkloadRun, bare: DecodeTimes, served: DecodeTimes) -> Iterator[Record]:
     what = "processor time a token, tiny model"
     alone, streamed = _pair(run, what, HOW, bare.cpu_s, served.cpu_s)
     yield from (alone, streamed)
@@ -74,7 +74,7 @@ def processor(run: Run, bare: Decoded, served: Decoded) -> Iterator[Record]:
 
 
 def _pair(
-    run: Run, what: str, how: str, bare: list[float], served: list[float]
+    run: WorkloadRun, what: str, how: str, bare: list[float], served: list[float]
 ) -> tuple[Series, Series]:
     return (
         run.series(f"{what}, bare engine", "ms", [1000 * s for s in bare], how=how),

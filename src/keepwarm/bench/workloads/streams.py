@@ -10,18 +10,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from keepwarm.bench.client import Message, Reply
+from keepwarm.bench.client import Message, TimedReply
 from keepwarm.bench.prompts import with_answer
 from keepwarm.bench.report.results import Note, Record, percentile
-from keepwarm.bench.run import Run, together
-from keepwarm.bench.targets import said
+from keepwarm.bench.run import WorkloadRun, ask_together
+from keepwarm.bench.targets import error_line
 from keepwarm.errors import KeepwarmError
 
 ENDLESS = 4096  # tokens; nobody waits for the last
 
 
 @dataclass
-class Neighbour:
+class BackgroundStream:
     """A stream that runs until it is told to stop; counts its pieces of text."""
 
     n_before: int  # pieces after which it has settled
@@ -37,9 +37,9 @@ class Neighbour:
 
 
 @contextmanager
-def beside(run: Run) -> Iterator[tuple[Neighbour, Future[Reply]]]:
+def background_stream(run: WorkloadRun) -> Iterator[tuple[BackgroundStream, Future[TimedReply]]]:
     """Inside, a stream is running; it ends when the block is left."""
-    neighbour, messages = Neighbour(run.sizes.lone), run.fresh(64)
+    neighbour, messages = BackgroundStream(run.sizes.pieces_before), run.fresh(64)
     ask = partial(run.ask, messages, ENDLESS, policy="no-store", on_text=neighbour.on_text)
     with ThreadPoolExecutor(1) as pool:
         stream = pool.submit(ask)
@@ -53,13 +53,13 @@ def beside(run: Run) -> Iterator[tuple[Neighbour, Future[Reply]]]:
             neighbour.stop.set()
 
 
-def late(run: Run) -> Iterator[Record]:
+def late(run: WorkloadRun) -> Iterator[Record]:
     """A short request arrives while another decodes."""
     alone, beside_another = [], []
     for _ in run.samples("late arrival"):
-        alone.append(run.ask(run.fresh(run.sizes.late)).first_s)
-        with beside(run):
-            beside_another.append(run.ask(run.fresh(run.sizes.late)).first_s)
+        alone.append(run.ask(run.fresh(run.sizes.late)).ttft_s)
+        with background_stream(run):
+            beside_another.append(run.ask(run.fresh(run.sizes.late)).ttft_s)
     how = f"{run.sizes.late} tokens that nobody has seen"
     solo = run.series("first token, alone", "s", alone, how=how)
     joined = run.series("first token, beside a stream", "s", beside_another, how=how)
@@ -67,14 +67,14 @@ def late(run: Run) -> Iterator[Record]:
     yield run.ratio("beside a stream ÷ alone", joined, solo, 1.5, at_least=False)
 
 
-def prefill(run: Run) -> Iterator[Record]:
+def prefill(run: WorkloadRun) -> Iterator[Record]:
     """A long prompt is read while another request decodes."""
     alone, reading, gaps_alone, gaps_beside = [], [], [], []
     for _ in run.samples("long prompt"):
-        alone.append(run.ask(run.fresh(run.sizes.long)).first_s)
-        with beside(run) as (neighbour, stream):
+        alone.append(run.ask(run.fresh(run.sizes.long)).ttft_s)
+        with background_stream(run) as (neighbour, stream):
             n_alone = neighbour.n_pieces
-            reading.append(run.ask(run.fresh(run.sizes.long), 1).first_s)
+            reading.append(run.ask(run.fresh(run.sizes.long), 1).ttft_s)
         gaps = stream.result().gaps
         gaps_alone.append(percentile(gaps[: n_alone - 1], 0.5))
         gaps_beside.append(percentile(gaps[n_alone - 1 :], 0.95))
@@ -88,7 +88,7 @@ def prefill(run: Run) -> Iterator[Record]:
     yield run.ratio("p95 gap meanwhile ÷ alone", wide, gap, 8, at_least=False)
 
 
-def streams(run: Run) -> Iterator[Record]:
+def streams(run: WorkloadRun) -> Iterator[Record]:
     """Tokens a second of all streams together, while all of them run."""
     found = {}
     for n_streams in run.sizes.streams:
@@ -96,7 +96,7 @@ def streams(run: Run) -> Iterator[Record]:
         for _ in run.samples(f"{n_streams} streams"):
             prompts = [run.fresh(64) for _ in range(n_streams)]
             asks = [partial(run.ask, messages, run.sizes.stream) for messages in prompts]
-            rates.append(tokens_per_second(together(asks)))
+            rates.append(tokens_per_second(ask_together(asks)))
         how = "all streams together, from the last one's first token to the first one's last"
         found[n_streams] = run.series(
             "throughput", "tokens/s", rates, x=n_streams, how=how, better="higher"
@@ -106,7 +106,7 @@ def streams(run: Run) -> Iterator[Record]:
         yield run.ratio("four streams ÷ one", found[4], found[1], 1.8)
 
 
-def tokens_per_second(replies: Sequence[Reply]) -> float:
+def tokens_per_second(replies: Sequence[TimedReply]) -> float:
     """While all run; where they never do, over the whole time."""
     start = max(reply.times[0] for reply in replies)
     end = min(reply.times[-1] for reply in replies)
@@ -115,15 +115,15 @@ def tokens_per_second(replies: Sequence[Reply]) -> float:
     return sum(_tokens_between(reply, start, end) for reply in replies) / (end - start)
 
 
-def _tokens_between(reply: Reply, start: float, end: float) -> float:
+def _tokens_between(reply: TimedReply, start: float, end: float) -> float:
     """A piece of text may be more than one token."""
     n_pieces = sum(start < moment <= end for moment in reply.times)
     return n_pieces * reply.completion_tokens / len(reply.times)
 
 
-def persistence(run: Run) -> Iterator[Record]:
+def persistence(run: WorkloadRun) -> Iterator[Record]:
     """What keeping everything costs those who decode."""
-    if not run.target.ours:
+    if not run.target.is_ours:
         yield Note(run.workload, run.target.name, "it has no switch for this")
         return
     kept, unkept = [], []
@@ -137,25 +137,25 @@ def persistence(run: Run) -> Iterator[Record]:
     yield run.ratio("speed with persistence ÷ without", off, on, 0.97)
 
 
-def stress(run: Run) -> Iterator[Record]:
+def stress(run: WorkloadRun) -> Iterator[Record]:
     """New prompts, repeats, follow-ups and clients that go away, many at once."""
     draw = random.Random(0)  # noqa: S311
     known = [run.fresh(n) for n in run.sizes.lengths]
-    todo = [_mixed(run, draw, known) for _ in range(run.sizes.stressed)]
+    todo = [_mixed(run, draw, known) for _ in range(run.sizes.stress_requests)]
     errors: list[str] = []
 
-    def attempt(number: int) -> Reply | None:
-        run.say(f"request {number + 1} of {len(todo)}")
+    def attempt(number: int) -> TimedReply | None:
+        run.show_status(f"request {number + 1} of {len(todo)}")
         try:
             return todo[number]()
         except KeepwarmError as error:
-            errors.append(said(error))
+            errors.append(error_line(error))
             return None
 
     with ThreadPoolExecutor(run.sizes.clients) as pool:
         replies = [reply for reply in pool.map(attempt, range(len(todo))) if reply is not None]
     how = f"{run.sizes.clients} clients at once, a fifth of them goes away early"
-    firsts = [reply.first_s for reply in replies]
+    firsts = [reply.ttft_s for reply in replies]
     if firsts:
         yield run.series("first token", "s", firsts, how=how)
         yield run.series("first token, p99", "s", [percentile(firsts, 0.99)], how=how)
@@ -164,8 +164,8 @@ def stress(run: Run) -> Iterator[Record]:
 
 
 def _mixed(
-    run: Run, draw: random.Random, known: Sequence[Sequence[Message]]
-) -> Callable[[], Reply]:
+    run: WorkloadRun, draw: random.Random, known: Sequence[Sequence[Message]]
+) -> Callable[[], TimedReply]:
     messages = list(draw.choice(known))
     kind = draw.choice(("new", "repeat", "follow-up", "fork", "gone"))
     if kind == "new":

@@ -7,119 +7,121 @@ from itertools import islice
 from typing import NamedTuple
 
 from keepwarm.bench import recorded
-from keepwarm.bench.client import Reply
+from keepwarm.bench.client import TimedReply
 from keepwarm.bench.prompts import system, user, with_answer
 from keepwarm.bench.report.results import Record
-from keepwarm.bench.run import Run
+from keepwarm.bench.run import WorkloadRun
 
 HOW = "from turn 2 on a follow-up: all that was said before, and a new question"
 NEW = "what neither the prompt before nor its answer had"
 
 
-class Talk(NamedTuple):
+class PipelineSample(NamedTuple):
     """A conversation: what came back with the cache, and without it where that can be asked."""
 
-    on: list[Reply]
-    off: list[Reply]
+    on: list[TimedReply]
+    off: list[TimedReply]
 
 
-def pipeline(run: Run) -> Iterator[Record]:
-    talks = [_talk(run) for _ in run.samples("conversation")]
-    yield from _turn_series(run, talks)
-    on = [sum(reply.total_s for reply in talk.on) for talk in talks]
+def pipeline(run: WorkloadRun) -> Iterator[Record]:
+    samples = [_sample(run) for _ in run.samples("conversation")]
+    yield from _turn_series(run, samples)
+    on = [sum(reply.total_s for reply in sample.on) for sample in samples]
     yield run.series("whole conversation", "s", on, how=f"{run.sizes.turns} turns with answers")
     what = "recomputed ÷ new tokens from turn 2"
-    yield run.claim(what, [_ratio(talk.on) for talk in talks], 1.02, at_least=False)
-    yield run.claim("hit rate from turn 2", [_hit_rate(talk.on) for talk in talks], 0.8)
-    if run.target.ours:
-        yield from _against_off(run, talks, on)
+    yield run.claim(what, [_ratio(sample.on) for sample in samples], 1.02, at_least=False)
+    yield run.claim("hit rate from turn 2", [_hit_rate(sample.on) for sample in samples], 0.8)
+    if run.target.is_ours:
+        yield from _against_off(run, samples, on)
 
 
-def _against_off(run: Run, talks: Sequence[Talk], on: Sequence[float]) -> Iterator[Record]:
-    off = [sum(reply.total_s for reply in talk.off) for talk in talks]
+def _against_off(
+    run: WorkloadRun, samples: Sequence[PipelineSample], on: Sequence[float]
+) -> Iterator[Record]:
+    off = [sum(reply.total_s for reply in sample.off) for sample in samples]
     yield run.series("whole conversation, cache off", "s", off, how="policy no-store")
     saved = [1 - a / b for a, b in zip(on, off, strict=True)]
     yield run.claim("time saved against cache off", saved, 0.6)
-    n_compared = [len(_comparable(talk)) for talk in talks]
+    n_compared = [len(_comparable(sample)) for sample in samples]
     how = f"of {run.sizes.turns} turns, those whose prompts have as many tokens"
     yield run.series("answers compared", "answers", n_compared, how=how, better="")
-    unlike = [sum(a.text != b.text for a, b in _comparable(talk)) for talk in talks]
+    unlike = [sum(a.text != b.text for a, b in _comparable(sample)) for sample in samples]
     what, n_unlike = "answers unlike those without cache", float(sum(unlike))
     yield run.claim(what, unlike, 0, at_least=False, value=n_unlike)
 
 
-def _talk(run: Run) -> Talk:
+def _sample(run: WorkloadRun) -> PipelineSample:
     """All turns with the cache first; then the very same prompts without it."""
     messages, prompts, on = run.fresh(run.sizes.first_turn), [], []
     for _ in range(run.sizes.turns):
         prompts.append(messages)
         on.append(run.ask(messages))
         messages = with_answer(messages, on[-1].text, run.text(run.sizes.next_turn))
-    if not run.target.ours:  # it cannot be told not to look
-        return Talk(on, [])
-    run.say("the same without cache")
-    return Talk(on, [run.ask(prompt, policy="no-store") for prompt in prompts])
+    if not run.target.is_ours:  # it cannot be told not to look
+        return PipelineSample(on, [])
+    run.show_status("the same without cache")
+    return PipelineSample(on, [run.ask(prompt, policy="no-store") for prompt in prompts])
 
 
-def _new_tokens(talk: Sequence[Reply]) -> list[int]:
+def _new_tokens(sample: Sequence[TimedReply]) -> list[int]:
     """Of every turn: what neither the prompt before nor its answer had."""
-    known = [0, *(reply.prompt_tokens + reply.completion_tokens for reply in talk)]
-    return [reply.prompt_tokens - n for reply, n in zip(talk, known, strict=False)]
+    known = [0, *(reply.prompt_tokens + reply.completion_tokens for reply in sample)]
+    return [reply.prompt_tokens - n for reply, n in zip(sample, known, strict=False)]
 
 
-def _ratio(talk: Sequence[Reply]) -> float:
-    return sum(reply.recomputed for reply in talk[1:]) / sum(_new_tokens(talk)[1:])
+def _ratio(sample: Sequence[TimedReply]) -> float:
+    return sum(reply.recomputed for reply in sample[1:]) / sum(_new_tokens(sample)[1:])
 
 
-def _hit_rate(talk: Sequence[Reply]) -> float:
-    return sum(r.cached_tokens for r in talk[1:]) / sum(r.prompt_tokens for r in talk[1:])
+def _hit_rate(sample: Sequence[TimedReply]) -> float:
+    return sum(r.cached_tokens for r in sample[1:]) / sum(r.prompt_tokens for r in sample[1:])
 
 
-def _comparable(talk: Talk) -> list[tuple[Reply, Reply]]:
+def _comparable(sample: PipelineSample) -> list[tuple[TimedReply, TimedReply]]:
     """Only prompts in the same tokens count: an answer that comes back keeps those that it was
     generated in, and without the cache it is tokenised again.
     """
-    pairs = zip(talk.on, talk.off, strict=True)
+    pairs = zip(sample.on, sample.off, strict=True)
     return [(a, b) for a, b in pairs if a.prompt_tokens == b.prompt_tokens]
 
 
-def _turn_series(run: Run, talks: Sequence[Talk]) -> Iterator[Record]:
-    news = [_new_tokens(talk.on) for talk in talks]
+def _turn_series(run: WorkloadRun, samples: Sequence[PipelineSample]) -> Iterator[Record]:
+    news = [_new_tokens(sample.on) for sample in samples]
     for turn in range(run.sizes.turns):
-        replies, x = [talk.on[turn] for talk in talks], turn + 1
-        new = [of_talk[turn] for of_talk in news]
+        replies, x = [sample.on[turn] for sample in samples], turn + 1
+        new = [of_sample[turn] for of_sample in news]
         yield run.series("recomputed", "tokens", [r.recomputed for r in replies], x=x, how=HOW)
         yield run.series("new", "tokens", new, x=x, how=NEW, better="")
-        yield run.series("first token", "s", [r.first_s for r in replies], x=x, how=HOW)
+        yield run.series("first token", "s", [r.ttft_s for r in replies], x=x, how=HOW)
 
 
-def trace(run: Run) -> Iterator[Record]:
+def trace(run: WorkloadRun) -> Iterator[Record]:
     """Coding agents' requests, side by side as their clocks have it, but without the pauses."""
     sizes = run.sizes
     conversations = [
-        recorded.Conversation(conversation.turns[: sizes.n_requests])
+        recorded.RecordedConversation(conversation.turns[: sizes.n_requests])
         for conversation in recorded.load(sizes.conversations, sizes.divisor)
     ]
     said: dict[int, list[str]] = {}
     replies, new, seed = [], 0, next(run.seeds)
     asked = list(islice(recorded.requests(conversations), sizes.conversations * sizes.n_requests))
     for number, request in enumerate(asked):
-        run.say(f"request {number + 1} of {len(asked)}")
+        run.show_status(f"request {number + 1} of {len(asked)}")
         before = said.get(request.conversation, [])[: request.n_common]
-        fresh = run.words.draw(request.n_input - len(before), f"{seed} {number}")
+        fresh = run.prompts.draw(request.n_input - len(before), f"{seed} {number}")
         said[request.conversation] = [*before, *fresh]
-        new += run.words.count(" ".join(fresh))
+        new += run.prompts.count(" ".join(fresh))
         messages = [system("."), user(" ".join(said[request.conversation]))]
         replies.append(run.ask(messages, min(request.n_output, sizes.answer)))
     yield from _trace_records(run, replies, new)
 
 
-def _trace_records(run: Run, replies: Sequence[Reply], new: int) -> Iterator[Record]:
+def _trace_records(run: WorkloadRun, replies: Sequence[TimedReply], new: int) -> Iterator[Record]:
     how = f"lengths divided by {run.sizes.divisor}; one pass, every request is a sample"
     recomputed = run.series("recomputed", "tokens", [sum(r.recomputed for r in replies)], how=how)
     needed = run.series("new", "tokens", [new], how="what an ideal cache computes", better="")
     yield from (recomputed, needed)
-    yield run.series("first token", "s", [reply.first_s for reply in replies], how=how)
+    yield run.series("first token", "s", [reply.ttft_s for reply in replies], how=how)
     yield run.ratio("recomputed ÷ new tokens", recomputed, needed, at_least=False)
     n_prompt = sum(reply.prompt_tokens for reply in replies)
     yield run.claim("hit rate", [1 - recomputed.median / n_prompt])
