@@ -39,6 +39,7 @@ IMPURE = {
     *("mlx", "mlx_lm", "numpy", "os", "io", "pathlib", "shutil", "tempfile", "sqlite3", "socket"),
     *("subprocess", "threading", "asyncio", "time", "random", "logging", "urllib", "httpx"),
 }
+DEVICE = {"mlx", "mlx_lm"}
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "__import__"}
 
 Trees = dict[str, ast.Module]
@@ -139,10 +140,18 @@ def _same_room(folder: str, other: str) -> bool:
     return folder.partition(".")[0] == other.partition(".")[0]
 
 
+def imports_of(trees: Trees, packages: set[str]) -> list[str]:
+    return [
+        f"{module}: {name}"
+        for module, tree in trees.items()
+        for name in imported(tree)
+        if name.split(".")[0] in packages
+    ]
+
+
 def impurities(trees: Trees) -> list[str]:
-    found = []
+    found = imports_of(trees, IMPURE)
     for module, tree in trees.items():
-        found += [f"{module}: {n}" for n in imported(tree) if n.split(".")[0] in IMPURE]
         calls = (n.func for n in ast.walk(tree) if isinstance(n, ast.Call))
         names = (f.id for f in calls if isinstance(f, ast.Name))
         found += [f"{module}: {name}()" for name in names if name in IMPURE_CALLS]
@@ -214,6 +223,10 @@ def test_prefix_is_pure(trees):
     assert impurities({m: t for m, t in trees.items() if room(m) == "prefix"}) == []
 
 
+def test_text_does_no_device_work(trees):
+    assert imports_of({m: t for m, t in trees.items() if room(m) == "text"}, DEVICE) == []
+
+
 def test_no_global_statement(trees):
     assert globals_of(trees) == []
 
@@ -282,3 +295,4 @@ def test_the_small_readers_see_what_is_wrong():
     assert globals_of(_parsed(a="def f():\n    global x")) == ["keepwarm.a"]
     pure = _parsed(prefix__a="import hashlib", prefix__b="from mlx import core\nopen('x')")
     assert impurities(pure) == ["keepwarm.prefix.b: mlx.core", "keepwarm.prefix.b: open()"]
+    assert imports_of(pure, DEVICE) == ["keepwarm.prefix.b: mlx.core"]

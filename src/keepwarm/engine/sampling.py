@@ -72,7 +72,7 @@ class Chooser:
         if self._offset is not None:
             scores = scores + self._offset
         if self._grammar is not None:
-            scores = mx.where(self._grammar.mask(), scores, -mx.inf)
+            scores = mx.where(mx.array(self._grammar.mask()), scores, -mx.inf)
         return scores
 
     def accept(self, token: int) -> None:

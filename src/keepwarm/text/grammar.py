@@ -1,4 +1,4 @@
-"""Which tokens may come next, where an answer must be JSON, follow a schema or a grammar."""
+"""Which tokens may come next in an answer that must be JSON, or follow a schema or a grammar."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Collection, Sequence
 from copy import copy
 from functools import lru_cache
 from threading import Lock
-from typing import Any
+from typing import Any, TypeAlias
 
-import mlx.core as mx
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
@@ -18,43 +17,45 @@ from numpy.typing import NDArray
 from keepwarm.errors import BadInput, EngineFailed
 from keepwarm.text.request import Format
 
-MAX_COMPILED = 64  # grammars kept; the next one drops the one not asked for the longest
+TokenMask: TypeAlias = NDArray[np.bool_]  # (vocabulary,): the tokens that are allowed
+
+MAX_COMPILED = 64  # compiled grammars in the LRU cache
 ANY_OBJECT = {"type": "object"}
-# Without an end to it, a model at a loss for words writes blanks until its tokens are spent.
+# Bounded: some models would write whitespace until max_tokens.
 BLANKS = r"[ \n\r\t]{1,64}"
 
 
 class GrammarMatcher:
-    """Where one answer stands in its grammar. One thread at a time.
+    """The position of one answer in its grammar. Not thread-safe.
 
-    With `after`, anything but an end is allowed until these tokens have come: a model that thinks
-    first does so freely, and the grammar begins with its answer.
+    The grammar applies after the tokens `after`, the end of the model's reasoning. Before them
+    every token but a stop token is allowed.
     """
 
     def __init__(
-        self, matcher: LLMatcher, free: mx.array, after: Sequence[int] = (), begun: bool = False
+        self, matcher: LLMatcher, free: TokenMask, after: Sequence[int] = (), begun: bool = False
     ) -> None:
         self._matcher = matcher
-        self._free = free  # (vocabulary,) of bool: what is allowed before the grammar begins
+        self._free = free  # the mask before the grammar begins
         self._after = tuple(after)
         self._last: deque[int] = deque(maxlen=len(self._after))
         self._begun = begun or not self._after
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete: nothing but an end can follow."""
+        """Whether the answer is complete: only a stop token can follow."""
         return self._begun and self._matcher.is_stopped() and not self._matcher.is_error()
 
     def advance(self, token: int) -> None:
-        """Note the token that was chosen. One that is not allowed shows at the next `mask`."""
+        """Take the chosen token. If it is not allowed, the next `mask` raises."""
         if self._begun:
             self._matcher.consume_token(token)
             return
         self._last.append(token)
         self._begun = tuple(self._last) == self._after
 
-    def mask(self) -> mx.array:
-        """What may come next, (vocabulary,) of bool. EngineFailed where nothing can."""
+    def mask(self) -> TokenMask:
+        """The tokens that may come next. Raises EngineFailed if there are none."""
         if not self._begun:
             return self._free
         allowed = _unpack(self._matcher.compute_bitmask(), self._free.size)
@@ -62,43 +63,43 @@ class GrammarMatcher:
             reason = _one_line(self._matcher.get_error())
             raise EngineFailed(f"The answer cannot follow its format any further ({reason}).")
         if not allowed.any():
-            raise EngineFailed("The answer's format leaves no token that this model can say.")
-        return mx.array(allowed)
+            raise EngineFailed("The answer's format allows none of this model's tokens.")
+        return allowed
 
     def copy(self) -> GrammarMatcher:
-        """Another answer that stands where this one does."""
+        """A matcher for another answer, at the same position."""
         twin = GrammarMatcher(self._matcher.deep_copy(), self._free, self._after, self._begun)
         twin._last.extend(self._last)
         return twin
 
 
 class Grammars:
-    """All grammars of one model. Any thread may compile; what is compiled is kept for the next.
+    """Compiles and caches the grammars of one model. Thread-safe.
 
-    The first one builds llguidance's view of the vocabulary, which takes up to a second.
+    The first call builds llguidance's view of the vocabulary, which takes up to a second.
     """
 
     def __init__(self, tokenizer: Any, n_vocab: int, stop_tokens: Collection[int]) -> None:
         self._tokenizer = tokenizer
-        self._n_vocab = n_vocab  # the model's: often padded beyond the tokenizer's
+        self._n_vocab = n_vocab  # of the model, often padded beyond the tokenizer's
         self._stop_tokens = sorted(set(stop_tokens))
-        self._vocabulary: tuple[LLTokenizer, mx.array] | None = None
+        self._vocabulary: tuple[LLTokenizer, TokenMask] | None = None
         self._lock = Lock()
         self._compiled = lru_cache(MAX_COMPILED)(self._compile)
 
     def compile(
-        self, wanted: Format, after: Sequence[int] = (), lead: str = ""
+        self, wanted: Format, after: Sequence[int] = (), preamble: str = ""
     ) -> GrammarMatcher | None:
-        """A matcher at the start of this format, None where any text will do.
+        """A matcher at the start of this format; None if any text will do.
 
-        BadInput, with the reason, for a schema or grammar that cannot be followed. The grammar
-        begins once the tokens `after` have been generated, at once if there are none. `lead` is
-        one that refers to it as `@answer`, and says what stands before it.
+        The grammar applies after the tokens `after`. `preamble` is a Lark grammar for what comes
+        before the answer; it refers to the answer as `@answer`. Raises BadInput, with the reason,
+        for a schema or grammar that cannot be compiled.
         """
         text = _grammar_of(wanted)
         if text is None:
             return None
-        text = _led(lead, text, wanted) if lead else text
+        text = _with_preamble(preamble, text, wanted) if preamble else text
         matcher = self._compiled(text).deep_copy()
         return GrammarMatcher(matcher, self._view()[1], after)
 
@@ -107,20 +108,20 @@ class Grammars:
         matcher = LLMatcher(self._view()[0], text, log_level=0, limits=limits)
         if matcher.is_error():
             reason = _one_line(matcher.get_error())
-            raise BadInput(f"The answer's format cannot be followed ({reason}); change it.")
+            raise BadInput(f"The answer's format cannot be compiled ({reason}); change it.")
         return matcher
 
-    def _view(self) -> tuple[LLTokenizer, mx.array]:
-        """llguidance's tokenizer, and the tokens that may come before a grammar begins."""
+    def _view(self) -> tuple[LLTokenizer, TokenMask]:
+        """llguidance's tokenizer, and the mask before a grammar begins."""
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = self._read_vocabulary()
             return self._vocabulary
 
-    def _read_vocabulary(self) -> tuple[LLTokenizer, mx.array]:
+    def _read_vocabulary(self) -> tuple[LLTokenizer, TokenMask]:
         backend = copy(getattr(self._tokenizer, "backend_tokenizer", None))
         if backend is None:
-            raise _unusable("it is not a fast one")
+            raise _unusable("it is not a fast tokenizer")
         backend.no_padding()
         backend.no_truncation()
         ids = list(backend.get_vocab(with_added_tokens=True).values())
@@ -129,19 +130,19 @@ class Grammars:
         known[[i for i in self._stop_tokens if i < self._n_vocab]] = False
         ends = [i for i in self._stop_tokens if i < size]
         try:
-            return LLTokenizer(backend.to_str(), size, ends or None), mx.array(known)
+            return LLTokenizer(backend.to_str(), size, ends or None), known
         except ValueError as error:
             raise _unusable(_one_line(str(error))) from error
 
 
 def _unusable(why: str) -> BadInput:
     return BadInput(
-        f"This model's tokenizer cannot serve a grammar ({why}); ask for plain text instead."
+        f"This model's tokenizer does not support grammars ({why}); ask for plain text instead."
     )
 
 
 def _grammar_of(wanted: Format) -> str | None:
-    """The format in llguidance's own words; the order of a schema's properties is kept."""
+    """The format as llguidance's grammar; the order of a schema's properties is kept."""
     schema = wanted.schema if wanted.schema is not None else ANY_OBJECT if wanted.json else None
     if wanted.grammar is None:
         return None if schema is None else _schema_grammar(schema)
@@ -150,11 +151,11 @@ def _grammar_of(wanted: Format) -> str | None:
     return LLMatcher.grammar_from_lark(wanted.grammar)
 
 
-def _led(lead: str, text: str, wanted: Format) -> str:
-    """One grammar inside another; each has names of its own."""
+def _with_preamble(preamble: str, text: str, wanted: Format) -> str:
+    """The answer's grammar nested in the preamble's, so that their rule names cannot clash."""
     is_lark = wanted.grammar is not None
     answer = {"lark_grammar": text} if is_lark else json.loads(text)["grammars"][0]
-    both = [{"name": "lead", "lark_grammar": lead}, {**answer, "name": "answer"}]
+    both = [{"name": "preamble", "lark_grammar": preamble}, {**answer, "name": "answer"}]
     return json.dumps({"grammars": both})
 
 
@@ -162,17 +163,17 @@ def _schema_grammar(schema: Any) -> str:
     try:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadInput(f"The answer's JSON schema is not JSON itself ({error}).") from error
+        raise BadInput(f"The answer's JSON schema is not valid JSON ({error}).") from error
     return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": BLANKS})
 
 
-def _unpack(bits: bytes, n_vocab: int) -> NDArray[np.bool_]:
+def _unpack(bits: bytes, n_vocab: int) -> TokenMask:
     packed = np.frombuffer(bits, np.uint8)
     return np.unpackbits(packed, count=n_vocab, bitorder="little").view(np.bool_)
 
 
 def _one_line(reason: str) -> str:
-    """llguidance's reason without the lines that only point at a place in the text."""
+    """llguidance's reason without the lines that quote the grammar."""
     lines = [line.strip() for line in reason.splitlines()]
-    said = [line for line in lines if line.strip("^ ") and " | " not in line]
-    return " ".join(said)[:300].rstrip(".:")
+    kept = [line for line in lines if line.strip("^ ") and " | " not in line]
+    return " ".join(kept)[:300].rstrip(".:")

@@ -1,4 +1,4 @@
-"""What the numbers of a request's sampling may be, checked before anything runs. No MLX."""
+"""Checks the sampling parameters of a request before it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keepwarm.text.request import Sampling
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_BIAS = 100
-LARGEST = 1e30  # of any number here: in fp32, a million of them still add up
+LARGEST = 1e30  # of any parameter: a million of them still add up in fp32
 
 
 def _is_number(value: Any) -> bool:
@@ -23,7 +23,7 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# What each number must be, and how that is said.
+# The check of each parameter, and its wording in the error.
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "temperature": (lambda v: _is_number(v) and v >= 0, "a number from 0 up"),
     "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and at most 1"),
@@ -45,7 +45,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_sampling(sampling: Sampling, n_vocab: int) -> None:
-    """BadInput, in one sentence, for the first number that means nothing."""
+    """Raise BadInput for the first parameter that is out of range."""
     for name, (holds, must) in RULES.items():
         value = getattr(sampling, name)
         if not holds(value):
@@ -54,7 +54,7 @@ def check_sampling(sampling: Sampling, n_vocab: int) -> None:
     if len(sampling.stop) > MAX_STOPS:
         raise BadInput(f"There are {len(sampling.stop)} stop strings; send at most {MAX_STOPS}.")
     if not all(isinstance(stop, str) and stop for stop in sampling.stop):
-        raise BadInput("A stop string is empty or no text; leave it out.")
+        raise BadInput("A stop string is empty or not a string; leave it out.")
 
 
 def _check_bias(bias: Mapping[int, float], n_vocab: int) -> None:
