@@ -110,7 +110,7 @@ def test_a_turn_that_is_not_read_to_its_end_was_never_said(engine):
     said = session.messages
     stream = session.stream("And?")
     next(stream)
-    with pytest.raises(BadInput, match="not there yet"):
+    with pytest.raises(BadInput, match="not complete yet"):
         _ = stream.reply
     stream.close()
     assert session.messages == said
@@ -413,7 +413,7 @@ def test_or_is_refused(engine):
     session = Session(engine, busy="refuse")
     stream = session.stream("first")
     next(stream)
-    with ThreadPoolExecutor(1) as pool, pytest.raises(Busy, match="giving an answer"):
+    with ThreadPoolExecutor(1) as pool, pytest.raises(Busy, match="already answering"):
         pool.submit(session.respond, "second").result(20)
     list(stream)
     assert session.respond("second").text == "This is answer 1."

@@ -1,4 +1,4 @@
-"""The library's conversation: turns, tool calls, one turn at a time.
+"""`Session`, the library's conversation: turns, rounds of tool calls, one turn at a time.
 
 Imports `cache`, `engine`, `text`.
 """

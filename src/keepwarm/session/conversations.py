@@ -1,6 +1,6 @@
-"""How far each conversation has come with each model, and what its cache has spared it.
+"""The state of each conversation with each model: turns, tokens, tokens saved by the cache.
 
-The keys and values themselves lie in live caches and blocks, where tokens find them.
+Keys and values are not kept here; they are found by their tokens, in live caches and blocks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MAX_CONVERSATIONS = 1024
 class ConversationState:
     """One conversation with one model, after its latest turn."""
 
-    n_tokens: int  # that are kept of it
+    n_tokens: int  # of the latest prompt and its answer
     n_turns: int
-    tokens_saved: int = 0  # prompt tokens, over all turns, that nobody had to compute
-    used: float = 0.0  # seconds since the epoch
+    tokens_saved: int = 0  # prompt tokens reused, over all turns
+    used: float = 0.0  # last update, in seconds since the epoch
 
 
 class Conversations:
-    """Bounded; the least recently used goes first. Any thread may ask."""
+    """An LRU map of conversation states. Thread-safe."""
 
     def __init__(
         self, max_states: int = MAX_CONVERSATIONS, clock: Callable[[], float] = time.time
@@ -40,7 +40,7 @@ class Conversations:
             return self._states.get((conversation, model))
 
     def update(self, conversation: str, model: str, state: ConversationState) -> ConversationState:
-        """Say where a conversation stands now; what was said of it before is replaced."""
+        """Set the state of a conversation with a model."""
         state = replace(state, used=self._clock())
         with self._lock:
             self._states[conversation, model] = state
@@ -50,12 +50,12 @@ class Conversations:
         return state
 
     def invalidate(self, conversation: str) -> int:
-        """Forget one conversation, whichever models it spoke to; how many states that were."""
+        """Delete one conversation's states with all models; returns how many there were."""
         with self._lock:
-            gone = [key for key in self._states if key[0] == conversation]
-            for key in gone:
+            keys = [key for key in self._states if key[0] == conversation]
+            for key in keys:
                 del self._states[key]
-            return len(gone)
+            return len(keys)
 
     def __len__(self) -> int:
         with self._lock:

@@ -1,4 +1,4 @@
-"""One at a time, in the order of arrival; threads and coroutines wait side by side."""
+"""A lock that threads and coroutines share, first come, first served."""
 
 from __future__ import annotations
 
@@ -15,86 +15,88 @@ from keepwarm.errors import Busy
 
 Rule: TypeAlias = Literal["queue", "refuse"]
 
-_ACTS_FOR: ContextVar[object] = ContextVar("acts_for", default=None)
+_ACTING_FOR: ContextVar[object] = ContextVar("acting_for", default=None)
 
 
 class Gate:
-    """`rule` says what happens to those who come while somebody is inside."""
+    """`rule`: whether a caller waits while another one holds the gate, or gets Busy."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
         self._lock = threading.Lock()
-        self._inside: object = None  # the thread or task that came in
+        self._holder: object = None  # the thread or task that holds it
         self._waiting: deque[tuple[object, Future[None]]] = deque()
 
     @contextmanager
     def hold(self, rule: Rule | None = None) -> Iterator[None]:
-        """Inside alone."""
-        turn = self._knock(rule)
+        """Hold the gate for the block."""
+        turn = self._enqueue(rule)
         try:
             turn.result()
         except BaseException:  # Ctrl-C
-            self._give_up(turn)
+            self._leave_queue(turn)
             raise
         try:
             yield
         finally:
-            self._leave()
+            self._release()
 
     @asynccontextmanager
     async def ahold(self) -> AsyncIterator[None]:
-        turn = self._knock()
+        turn = self._enqueue()
         try:
             await asyncio.wrap_future(turn)
         except asyncio.CancelledError:
-            self._give_up(turn)
+            self._leave_queue(turn)
             raise
         try:
             yield
         finally:
-            self._leave()
+            self._release()
 
-    def _knock(self, rule: Rule | None = None) -> Future[None]:
-        """Done when one may come in."""
-        who, turn = _who(), Future[None]()
+    def _enqueue(self, rule: Rule | None = None) -> Future[None]:
+        """A future that is done when the caller holds the gate."""
+        caller, turn = _caller(), Future[None]()
         with self._lock:
-            if self._inside is None:
-                self._inside = who
+            if self._holder is None:
+                self._holder = caller
                 turn.set_result(None)
-            elif self._inside == who or (rule or self.rule) == "refuse":
-                raise Busy("The session is giving an answer; wait for its end, or close it.")
+            elif self._holder == caller or (rule or self.rule) == "refuse":
+                raise Busy(
+                    "The session is already answering; wait until it is done, or close the stream."
+                )
             else:
-                self._waiting.append((who, turn))
+                self._waiting.append((caller, turn))
         return turn
 
-    def _give_up(self, turn: Future[None]) -> None:
-        if not turn.cancel():  # it came at the same moment
-            self._leave()
+    def _leave_queue(self, turn: Future[None]) -> None:
+        if not turn.cancel():  # the gate was handed over at the same moment
+            self._release()
 
-    def _leave(self) -> None:
-        """Let the next one in who has not gone away."""
+    def _release(self) -> None:
+        """Hand the gate to the next caller that still waits."""
         with self._lock:
-            self._inside = None
-            while self._waiting and self._inside is None:
-                who, turn = self._waiting.popleft()
+            self._holder = None
+            while self._waiting and self._holder is None:
+                caller, turn = self._waiting.popleft()
                 if turn.set_running_or_notify_cancel():
-                    self._inside = who
+                    self._holder = caller
                     turn.set_result(None)
 
 
 @contextmanager
 def acting_for_task() -> Iterator[None]:
-    """What threads do that are started in here, with `asyncio.to_thread`, this task does."""
-    token = _ACTS_FOR.set(asyncio.current_task())
+    """Threads started inside with `asyncio.to_thread` count as the current task."""
+    token = _ACTING_FOR.set(asyncio.current_task())
     try:
         yield
     finally:
-        _ACTS_FOR.reset(token)
+        _ACTING_FOR.reset(token)
 
 
-def _who() -> object:
-    """The task or thread that runs this: whoever waits for itself would wait for ever."""
+def _caller() -> object:
+    """The current task or thread: if it waited for itself, it would wait forever."""
     try:
-        return _ACTS_FOR.get() or asyncio.current_task() or threading.get_ident()
-    except RuntimeError:  # no loop runs here
+        return _ACTING_FOR.get() or asyncio.current_task() or threading.get_ident()
+    except RuntimeError:  # no event loop in this thread
         return threading.get_ident()

@@ -1,7 +1,7 @@
-"""What a conversation always begins with: its system prompt and tools, as the tokens they become.
+"""The tokens of each conversation's prefix: its system prompt and tools.
 
-Kept by conversation, model, system prompt and tools. Another system prompt is another entry beside
-the older one, so that two that take turns both profit.
+Entries are keyed by conversation, model, system prompt and tools. A changed system prompt is a new
+entry beside the old one, so that two that alternate both hit.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ MAX_ENTRIES = 256
 
 
 class PrefixKey(NamedTuple):
-    """Who begins how: what an entry is found by."""
-
     conversation: str
     model: str
     system: str
@@ -28,7 +26,7 @@ class PrefixKey(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """The same in every process; any change of any part gives another one."""
+        """Stable across processes; differs if any part does."""
         parts = [self.conversation, self.model, self.system, tools_hash(self.tools)]
         return blake2b(json.dumps(parts).encode(), digest_size=20).hexdigest()
 
@@ -52,7 +50,7 @@ class PrefixStats:
     entries: int
     requests: int
     hits: int
-    tokens_saved: int  # that needed no rendering and no tokenising
+    tokens_saved: int  # not rendered and tokenised again
 
     @property
     def misses(self) -> int:
@@ -67,7 +65,7 @@ _Key: TypeAlias = tuple[str, str]  # conversation, digest
 
 
 class Prefixes:
-    """Bounded; the least recently used goes first. Any thread may ask."""
+    """An LRU cache of prefix tokens. Thread-safe."""
 
     def __init__(
         self, max_entries: int = MAX_ENTRIES, clock: Callable[[], float] = time.time
@@ -78,10 +76,9 @@ class Prefixes:
         self._entries: OrderedDict[_Key, PrefixEntry] = OrderedDict()
         self._requests = self._hits = self._tokens_saved = 0
 
-    def get(self, opening: PrefixKey) -> PrefixEntry | None:
-        """What is known of exactly this opening; a miss leaves all others as they are."""
+    def get(self, prefix: PrefixKey) -> PrefixEntry | None:
         with self._lock:
-            key = opening.conversation, opening.digest
+            key = prefix.conversation, prefix.digest
             entry = self._entries.get(key)
             self._requests += 1
             if entry is not None:
@@ -90,13 +87,12 @@ class Prefixes:
                 self._tokens_saved += entry.n_tokens
             return entry
 
-    def store(self, opening: PrefixKey, tokens: Sequence[int]) -> PrefixEntry:
-        """Keep the tokens of an opening; what was known of the same one is replaced."""
-        conversation, model, system, tools = opening
+    def store(self, prefix: PrefixKey, tokens: Sequence[int]) -> PrefixEntry:
+        conversation, model, system, tools = prefix
         now = self._clock()
         entry = PrefixEntry(conversation, model, system, tools_hash(tools), tuple(tokens), now)
         with self._lock:
-            key = conversation, opening.digest
+            key = conversation, prefix.digest
             self._entries[key] = entry
             self._entries.move_to_end(key)
             while len(self._entries) > self._max_entries:
@@ -104,15 +100,15 @@ class Prefixes:
         return entry
 
     def invalidate(self, conversation: str) -> int:
-        """Forget one conversation, whichever models it spoke to; how many entries that were."""
+        """Delete one conversation's entries for all models; returns how many there were."""
         with self._lock:
-            gone = [key for key in self._entries if key[0] == conversation]
-            for key in gone:
+            keys = [key for key in self._entries if key[0] == conversation]
+            for key in keys:
                 del self._entries[key]
-            return len(gone)
+            return len(keys)
 
     def clear(self) -> None:
-        """Forget all, and begin to count anew."""
+        """Delete all entries and reset the counters."""
         with self._lock:
             self._entries.clear()
             self._requests = self._hits = self._tokens_saved = 0
@@ -125,6 +121,6 @@ class Prefixes:
 
 
 def tools_hash(tools: Iterable[Mapping[str, Any]]) -> str:
-    """Covers names and schemas; the order of tools and of keys does not matter."""
+    """A digest of names and schemas; the order of tools and of keys does not matter."""
     texts = sorted(json.dumps(tool, sort_keys=True) for tool in tools)
     return blake2b(json.dumps(texts).encode(), digest_size=20).hexdigest()

@@ -1,4 +1,4 @@
-"""A conversation for library users: what was said, and the tools that may be called meanwhile.
+"""A conversation for library users: its messages, its tools, one turn at a time.
 
 session = keepwarm.Session(engine, system="You answer in one sentence.")
 print(session.respond("What is a fox?").text)
@@ -38,8 +38,8 @@ from keepwarm.text.request import (
     ToolCalled,
 )
 
-# Questions that begin so differently that what comes before any question is what they share:
-# a line break or a blank may become one token with what the template writes before it.
+# Questions with nothing in common: the prompts share exactly what comes before any question. A
+# line break or a space may merge into one token with the template's text before it.
 PROBES = ("0", "A", "\n", " a")
 
 StreamEvent: TypeAlias = Delta | ToolCalled
@@ -47,22 +47,22 @@ StreamEvent: TypeAlias = Delta | ToolCalled
 
 @dataclass(frozen=True)
 class Registry:
-    """What is known of conversations; sessions may share one."""
+    """The prefixes and states of conversations; sessions may share one registry."""
 
     prefixes: Prefixes = field(default_factory=Prefixes)
     conversations: Conversations = field(default_factory=Conversations)
 
     def invalidate(self, conversation: str) -> None:
-        """Forget one conversation, and no other."""
+        """Delete everything about one conversation."""
         self.prefixes.invalidate(conversation)
         self.conversations.invalidate(conversation)
 
 
 class Session:
-    """One conversation. Its caches in memory are freed with it; what is on disk stays.
+    """One conversation. Closing it frees its caches in memory; its blocks on disk stay.
 
-    It gives one answer at a time: with `busy="queue"` whoever asks meanwhile waits, with
-    `"refuse"` they get Busy. A turn that fails, or is not read to its end, was never said.
+    It answers one question at a time. Meanwhile other callers wait (`busy="queue"`) or get Busy
+    (`busy="refuse"`). A turn that fails, or is not read to its end, leaves no messages.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class Session:
         busy: Rule = "queue",
         registry: Registry | None = None,
     ) -> None:
-        """`messages` is what was said before, as `session.messages` gave it."""
+        """`messages` are those of an earlier session, as `session.messages` returned them."""
         self.engine = engine
         self.id = id or f"session-{secrets.token_hex(6)}"
         self.system = system
         self.registry = registry or Registry()
         self._toolbox = Toolbox(tools)
-        self._asks = Request(
+        self._defaults = Request(
             tools=self._toolbox.schemas,
             sampling=sampling or Sampling(),
             kv=kv or engine.config.kv,
@@ -94,60 +94,56 @@ class Session:
             policy=policy,
             agent=self.id,
         )
-        self._said: list[Message] = [dict(message) for message in messages]
-        self._ends = _turn_ends(self._said)  # in messages
+        self._messages: list[Message] = [dict(message) for message in messages]
+        self._turn_ends = _turn_ends(self._messages)  # in messages
         self._gate = Gate(busy)
         engine.store.check_agent(self.id)
-        self._freed = weakref.finalize(self, _free, engine, self.id)
-        self._freed.atexit = False
-
-    # what was said
+        self._finalizer = weakref.finalize(self, _free, engine, self.id)
+        self._finalizer.atexit = False
 
     @property
     def messages(self) -> list[Message]:
-        """All that was said, without the system prompt."""
-        return list(self._said)
+        """The conversation so far, without the system prompt."""
+        return list(self._messages)
 
     @property
     def n_turns(self) -> int:
-        return len(self._ends)
+        return len(self._turn_ends)
 
     def rewind(self, turn: int) -> None:
-        """Forget the turns after this one (0: all of them). What they share stays warm."""
+        """Drop the turns after this one (0: all of them). The cached prefix stays."""
         with self._gate.hold("refuse"):
             if not 0 <= turn <= self.n_turns:
-                raise BadInput(f"There were {self.n_turns} turns; there is no turn {turn}.")
-            self._ends = self._ends[:turn]
-            self._said = self._said[: self._ends[-1] if turn else 0]
+                raise BadInput(f"The session has {self.n_turns} turns; there is no turn {turn}.")
+            self._turn_ends = self._turn_ends[:turn]
+            self._messages = self._messages[: self._turn_ends[-1] if turn else 0]
             self.registry.conversations.invalidate(self.id)
 
     def fork(self, id: str | None = None) -> Session:  # noqa: A002
-        """Another session with the same past; what both share is computed for neither."""
+        """Another session with the same messages; their common prefix is not computed again."""
         return Session(
             self.engine,
             system=self.system,
             tools=self._toolbox.tools,
             id=id,
-            messages=self._said,
-            sampling=self._asks.sampling,
-            kv=self._asks.kv,
-            thinking=self._asks.thinking,
-            policy=self._asks.policy,
+            messages=self._messages,
+            sampling=self._defaults.sampling,
+            kv=self._defaults.kv,
+            thinking=self._defaults.thinking,
+            policy=self._defaults.policy,
             busy=self._gate.rule,
             registry=self.registry,
         )
 
     def close(self) -> None:
-        """Free its caches in memory. It may not be asked any more."""
-        self._freed()
+        """Free its caches in memory. It cannot be used afterwards."""
+        self._finalizer()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    # asking
 
     def respond(
         self,
@@ -156,7 +152,7 @@ class Session:
         sampling: Sampling | None = None,
         format: Format | None = None,  # noqa: A002
     ) -> Reply:
-        """Ask, let the tools run, and wait for the answer."""
+        """Ask, run the tools that the model calls, and wait for the answer."""
         stream = self.stream(question, sampling=sampling, format=format)
         for _ in stream:
             continue
@@ -181,35 +177,40 @@ class Session:
         sampling: Sampling | None = None,
         format: Format | None = None,  # noqa: A002
     ) -> Stream:
-        """Ask, and read the answer with `for` or `async for` as it comes. Begins when read."""
-        asks = replace(self._asks, sampling=sampling or self._asks.sampling, format=format)
-        turn = SessionTurn(question, self._toolbox)
-        return Stream(turn, self._run(turn, asks), self._arun(turn, asks))
+        """Ask, and read the answer as it is generated, with `for` or `async for`.
 
-    def _run(self, turn: SessionTurn, asks: Request) -> Generator[StreamEvent, None, None]:
+        Nothing is sent before the first event is read.
+        """
+        options = replace(
+            self._defaults, sampling=sampling or self._defaults.sampling, format=format
+        )
+        turn = SessionTurn(question, self._toolbox)
+        return Stream(turn, self._run(turn, options), self._arun(turn, options))
+
+    def _run(self, turn: SessionTurn, options: Request) -> Generator[StreamEvent, None, None]:
         with self._gate.hold():
             self._begin(turn)
             while not turn.is_over:
                 events: list[Event] = []
-                answer = self.engine.submit(self._request(turn.messages, asks))
+                answer = self.engine.submit(self._request(turn.messages, options))
                 try:
                     for event in answer:
                         events.append(event)
                         if isinstance(event, StreamEvent):
                             yield event
-                except BaseException:  # the reader may have gone
+                except BaseException:  # the caller may have closed the stream
                     answer.cancel()
                     raise
-                for call in turn.answered(collect(events)):
-                    turn.returned(self._toolbox.run(call))
+                for call in turn.add_answer(collect(events)):
+                    turn.add_result(self._toolbox.run(call))
             self._end(turn)
 
-    async def _arun(self, turn: SessionTurn, asks: Request) -> AsyncGenerator[StreamEvent, None]:
+    async def _arun(self, turn: SessionTurn, options: Request) -> AsyncGenerator[StreamEvent, None]:
         async with self._gate.ahold():
             self._begin(turn)
             while not turn.is_over:
                 events: list[Event] = []
-                request = self._request(turn.messages, asks)
+                request = self._request(turn.messages, options)
                 answer = await asyncio.to_thread(self.engine.submit, request)
                 try:
                     async for event in answer:
@@ -219,19 +220,19 @@ class Session:
                 except BaseException:
                     answer.cancel()
                     raise
-                for call in turn.answered(collect(events)):
-                    turn.returned(await self._toolbox.arun(call))
+                for call in turn.add_answer(collect(events)):
+                    turn.add_result(await self._toolbox.arun(call))
             self._end(turn)
 
     def _begin(self, turn: SessionTurn) -> None:
-        if not self._freed.alive:
-            raise BadInput("The session is closed; open another one with its messages.")
-        turn.begin(self._said)
+        if not self._finalizer.alive:
+            raise BadInput("The session is closed; open a new one with its messages.")
+        turn.begin(self._messages)
 
     def _end(self, turn: SessionTurn) -> None:
-        """From here on the turn was said."""
-        self._said = turn.messages
-        self._ends.append(len(self._said))
+        """Add the turn to the conversation."""
+        self._messages = turn.messages
+        self._turn_ends.append(len(self._messages))
         reply, model = turn.reply, str(self.engine.model.path)
         before = self.registry.conversations.get(self.id, model)
         last = reply.rounds[-1].usage
@@ -242,48 +243,47 @@ class Session:
         )
         self.registry.conversations.update(self.id, model, state)
 
-    def _request(self, said: Sequence[Message], asks: Request) -> Request:
+    def _request(self, messages: Sequence[Message], options: Request) -> Request:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return replace(asks, messages=[*system, *said])
-
-    # before anybody asks
+        return replace(options, messages=[*system, *messages])
 
     def prewarm(self) -> Receipt | None:
-        """Read all that comes before the next question, system prompt and tools at first, so that
-        the answer to it begins sooner. What that cost; None where nothing comes before it.
+        """Prefill everything before the next question, so that its answer starts sooner.
+
+        Returns the cost; None if nothing comes before the question.
         """
         tokens = self._before_question()
-        return self.engine.warm(self._warming(tokens)).result().receipt if tokens else None
+        return self.engine.warm(self._warm_request(tokens)).result().receipt if tokens else None
 
     async def aprewarm(self) -> Receipt | None:
         tokens = await asyncio.to_thread(self._before_question)
         if not tokens:
             return None
-        answer = await asyncio.to_thread(self.engine.warm, self._warming(tokens))
+        answer = await asyncio.to_thread(self.engine.warm, self._warm_request(tokens))
         return (await answer.wait()).receipt
 
-    def _warming(self, tokens: Sequence[int]) -> Request:
-        return replace(self._asks, prompt=tokens, tools=())
+    def _warm_request(self, tokens: Sequence[int]) -> Request:
+        return replace(self._defaults, prompt=tokens, tools=())
 
     def _before_question(self) -> Sequence[int]:
-        """The tokens with which the next prompt begins, whatever will be asked."""
-        if self._said:
-            return self._shared()
+        """The tokens with which the next prompt begins, whatever the question."""
+        if self._messages:
+            return self._shared_tokens()
         model = str(self.engine.model.path)
-        opening = PrefixKey(self.id, model, self.system or "", self._toolbox.schemas)
-        known = self.registry.prefixes.get(opening)
-        return (known or self.registry.prefixes.store(opening, self._shared())).tokens
+        prefix = PrefixKey(self.id, model, self.system or "", self._toolbox.schemas)
+        known = self.registry.prefixes.get(prefix)
+        return (known or self.registry.prefixes.store(prefix, self._shared_tokens())).tokens
 
-    def _shared(self) -> list[int]:
+    def _shared_tokens(self) -> list[int]:
         def prompt(question: str) -> list[int]:
-            said = [*self._said, {"role": "user", "content": question}]
-            return self.engine.prepare(self._request(said, self._asks)).tokens
+            messages = [*self._messages, {"role": "user", "content": question}]
+            return self.engine.prepare(self._request(messages, self._defaults)).tokens
 
         return reduce(lambda a, b: a[: common_prefix(a, b)], map(prompt, PROBES))
 
 
 class Stream(Iterator[StreamEvent], AsyncIterator[StreamEvent]):
-    """An answer as it comes. `reply` is the whole of it, at the end."""
+    """The events of an answer as it is generated; `reply` is the whole answer, at the end."""
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class Stream(Iterator[StreamEvent], AsyncIterator[StreamEvent]):
         return self._turn.reply
 
     def close(self) -> None:
-        """Stop before the end; then nothing was asked."""
+        """Stop early; the turn leaves no messages."""
         self._events.close()
 
     async def aclose(self) -> None:
@@ -322,7 +322,10 @@ class Stream(Iterator[StreamEvent], AsyncIterator[StreamEvent]):
 def forget(
     engine: Engine, conversation: str, registry: Registry | None = None, *, on_disk: bool = False
 ) -> None:
-    """Free what a conversation, and no other, keeps in memory; `on_disk` its blocks there too."""
+    """Delete a conversation's caches in memory, and with `on_disk` its blocks on disk too.
+
+    What other conversations share with it stays.
+    """
     engine.call(lambda: engine.live.drop_owner(conversation)).result()
     if registry is not None:
         registry.invalidate(conversation)
@@ -332,12 +335,12 @@ def forget(
 
 
 def _free(engine: Engine, conversation: str) -> None:
-    """On the engine's thread: this may run inside of anything, whenever Python collects."""
+    """A finalizer may run anywhere, so the work is passed to the engine's thread."""
     with suppress(Stopping):
         engine.call(lambda: engine.live.drop_owner(conversation))
 
 
 def _turn_ends(messages: Sequence[Message]) -> list[int]:
-    """Where turns end, in messages: each begins with what the user says."""
+    """The ends of turns, as message counts; each turn begins with a user message."""
     starts = [index for index, message in enumerate(messages) if message["role"] == "user"]
     return [*starts[1:], len(messages)] if starts else []

@@ -1,6 +1,6 @@
-"""Python functions as tools: their schema from signature and docstring, and running them.
+"""Python functions as tools: schemas from signature and docstring, and running them.
 
-What goes wrong in a tool is told to the model, which may then do better.
+An error in a tool is reported to the model, which can then correct its call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ARG = re.compile(r"^(\s+)\*{0,2}(\w+)(?:\s*\([^)]*\))?:\s*(.*(?:\n\1\s+.*)*)", 
 
 
 class ToolResult(NamedTuple):
-    """A call that was run, and what the model was told of it."""
+    """A call that was run, and its result as the model sees it."""
 
     call: ToolCall
     result: str
@@ -36,10 +36,10 @@ class ToolResult(NamedTuple):
 
 
 class Toolbox:
-    """Functions are run; tools that are plain schemas are for whoever asked to run."""
+    """A session's tools. Functions are run here; tools given as schemas are left to the caller."""
 
     def __init__(self, tools: Iterable[Tool | Function] = ()) -> None:
-        self.tools = tuple(tools)  # as they were given
+        self.tools = tuple(tools)  # as given
         self.schemas = canonical_tools(map(_schema, self.tools))
         self._functions = {_name(tool): tool for tool in self.tools if callable(tool)}
         if len({schema["function"]["name"] for schema in self.schemas}) < len(self.tools):
@@ -49,7 +49,7 @@ class Toolbox:
         return call.name in self._functions
 
     def run(self, call: ToolCall) -> ToolResult:
-        """Run a function to its end, here and now."""
+        """Run a function in this thread."""
         function = self._functions[call.name]
         if inspect.iscoroutinefunction(function):
             raise BadInput(f"The tool {call.name!r} is async; use `arespond`, or `async for`.")
@@ -60,7 +60,7 @@ class Toolbox:
         return ToolResult(call, _text(result))
 
     async def arun(self, call: ToolCall) -> ToolResult:
-        """The same for coroutines; a plain function runs in a thread of its own."""
+        """Await a coroutine function; run a plain function in a thread of its own."""
         function = self._functions[call.name]
         if not inspect.iscoroutinefunction(function):
             with acting_for_task():
@@ -73,12 +73,12 @@ class Toolbox:
 
 
 def signature_of(call: ToolCall) -> str:
-    """Name and arguments, written so that the same call is the same text."""
+    """Name and arguments in canonical form, to compare calls."""
     return json.dumps([call.name, json.loads(call.arguments)], sort_keys=True)
 
 
 def schema_of(function: Function) -> Tool:
-    """A function as it is offered to a model."""
+    """A function's tool schema."""
     name = _name(function)
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(function)  # type: ignore[arg-type]
@@ -90,8 +90,8 @@ def schema_of(function: Function) -> Tool:
         raise BadInput(f"The tool {name!r} takes arguments without names; give each a name.")
     doc = inspect.cleandoc(function.__doc__ or "")
     _describe(parameters.get("properties", {}), doc)
-    said = {"description": text} if (text := _ARGS.sub("", doc).strip()) else {}
-    return {"type": "function", "function": {"name": name, **said, "parameters": parameters}}
+    described = {"description": text} if (text := _ARGS.sub("", doc).strip()) else {}
+    return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
 
 
 def _schema(tool: Tool | Function) -> Tool:
@@ -104,14 +104,14 @@ def _name(function: Function) -> str:
 
 
 class _Untitled(GenerateJsonSchema):
-    """Titles repeat the names of arguments, and every token of a schema is read by the model."""
+    """Without titles: they repeat the names of arguments, and cost prompt tokens."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002
         return False
 
 
 def _describe(properties: Mapping[str, dict[str, Any]], doc: str) -> None:
-    """Put in what the docstring says under `Args:`; what the annotation says goes first."""
+    """Add descriptions from the docstring's `Args:`; those of annotations take precedence."""
     found = _ARGS.search(doc)
     for _, name, text in _ARG.findall(found[1]) if found else ():
         if name in properties and text.strip():

@@ -1,6 +1,6 @@
 """One turn of a conversation: a question, rounds of tool calls, an answer.
 
-Asks no engine and runs no tool itself, so that threads and coroutines go through it alike.
+`SessionTurn` neither calls the engine nor runs tools, so that sync and async callers share it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from keepwarm.text.request import FinishReason, Message, Receipt, Result, ToolCa
 
 MAX_ROUNDS = 8
 
-# What is asked: a text, or what the calls of the last reply returned, by their ids.
+# A text, or the results of the last reply's pending calls by call id.
 Question: TypeAlias = str | Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of a question; usage and receipt are those of all rounds together."""
+    """The answer to a question; `usage` and `receipt` are totals of all rounds."""
 
     text: str  # of the last round
     reasoning: str
-    calls: tuple[ToolResult, ...]  # that were run, in order
-    pending: tuple[ToolCall, ...]  # that wait for the caller; answer them with `respond({id: …})`
+    calls: tuple[ToolResult, ...]  # that the session ran, in order
+    pending: tuple[ToolCall, ...]  # for the caller to run; answer with `respond({id: result})`
     reason: FinishReason
     usage: Usage
     receipt: Receipt
@@ -35,7 +35,9 @@ class Reply:
 
 
 class SessionTurn:
-    """`messages` is what to ask next; give `answered` what came, then `returned` what was run."""
+    """The state of a turn. Until `is_over`: ask `messages`, `add_answer`, run the calls that it
+    returns, and `add_result` of each.
+    """
 
     def __init__(self, question: Question, toolbox: Toolbox) -> None:
         self.question = question
@@ -43,39 +45,39 @@ class SessionTurn:
         self.is_over = False
         self._toolbox = toolbox
         self._rounds: list[Result] = []
-        self._made: list[ToolResult] = []
+        self._results: list[ToolResult] = []
         self._pending: tuple[ToolCall, ...] = ()
-        self._before: set[str] = set()  # the calls of the round before
+        self._previous: set[str] = set()  # calls of the previous round
 
-    def begin(self, said: Sequence[Message]) -> None:
-        """Put the question behind what was said so far."""
-        self.messages = [*said, *_as_messages(self.question, said)]
+    def begin(self, messages: Sequence[Message]) -> None:
+        """Append the question to the conversation so far."""
+        self.messages = [*messages, *_as_messages(self.question, messages)]
 
-    def answered(self, result: Result) -> list[ToolCall]:
-        """Take an answer; the calls in it that are to be run now, if the turn goes on."""
+    def add_answer(self, result: Result) -> list[ToolCall]:
+        """Add an answer; returns its calls that are to be run now."""
         self._rounds.append(result)
         choice = result.choices[0]
         self._refuse_repeated(choice.tool_calls)
-        self.messages.append(_answer(choice.text, choice.reasoning, choice.tool_calls))
+        self.messages.append(_assistant_message(choice.text, choice.reasoning, choice.tool_calls))
         may_run = len(self._rounds) <= MAX_ROUNDS
         ours = [call for call in choice.tool_calls if may_run and self._toolbox.runs(call)]
         self._pending = tuple(call for call in choice.tool_calls if call not in ours)
         self.is_over = not ours or bool(self._pending)
         return ours
 
-    def returned(self, made: ToolResult) -> None:
-        self._made.append(made)
-        self.messages.append(_result(made.call.id, made.call.name, made.result))
+    def add_result(self, result: ToolResult) -> None:
+        self._results.append(result)
+        self.messages.append(_tool_message(result.call.id, result.call.name, result.result))
 
     @property
     def reply(self) -> Reply:
         if not self.is_over:
-            raise BadInput("The answer is not there yet; read the stream to its end first.")
+            raise BadInput("The answer is not complete yet; read the stream to its end first.")
         last = self._rounds[-1].choices[0]
         return Reply(
             last.text,
             last.reasoning,
-            tuple(self._made),
+            tuple(self._results),
             self._pending,
             last.reason,
             _all_usage([result.usage for result in self._rounds]),
@@ -85,18 +87,18 @@ class SessionTurn:
 
     def _refuse_repeated(self, calls: Sequence[ToolCall]) -> None:
         now = {signature_of(call) for call in calls}
-        if again := now & self._before:
+        if again := now & self._previous:
             text = "".join(result.choices[0].text for result in self._rounds)
             raise RepeatedToolCall(
                 f"The model made the same tool call twice in a row, {min(again)}; the turn was "
-                "given up and the conversation is as before. Ask otherwise.",
+                "discarded. Rephrase the question.",
                 text,
             )
-        self._before = now
+        self._previous = now
 
 
 def pending_calls(messages: Sequence[Message]) -> dict[str, str]:
-    """The calls of the last answer that nothing was returned for: names by their ids."""
+    """The calls of the last answer that have no result yet: names by call id."""
     calls: dict[str, str] = {}
     for message in messages:
         if message["role"] == "assistant":
@@ -107,24 +109,24 @@ def pending_calls(messages: Sequence[Message]) -> dict[str, str]:
     return calls
 
 
-def _as_messages(question: Question, said: Sequence[Message]) -> list[Message]:
-    waiting = pending_calls(said)
+def _as_messages(question: Question, messages: Sequence[Message]) -> list[Message]:
+    waiting = pending_calls(messages)
     if isinstance(question, str):
         if waiting:
             raise BadInput(
-                f"Tool calls wait for what they return ({', '.join(waiting)}); "
-                "give that by their ids, or rewind."
+                f"Tool calls wait for their results ({', '.join(waiting)}); "
+                "send the results by call id, or rewind."
             )
         return [{"role": "user", "content": question}]
     if waiting.keys() != question.keys():
         raise BadInput(
-            f"Results were given for {sorted(question)}, and the calls that wait are "
-            f"{sorted(waiting)}; give one for each."
+            f"Results were sent for {sorted(question)}, but the pending calls are "
+            f"{sorted(waiting)}; send one for each."
         )
-    return [_result(call, name, question[call]) for call, name in waiting.items()]
+    return [_tool_message(call, name, question[call]) for call, name in waiting.items()]
 
 
-def _answer(text: str, reasoning: str, calls: Sequence[ToolCall]) -> Message:
+def _assistant_message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> Message:
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -138,7 +140,7 @@ def _as_call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _result(call: str, name: str, text: str) -> Message:
+def _tool_message(call: str, name: str, text: str) -> Message:
     return {"role": "tool", "tool_call_id": call, "name": name, "content": text}
 
 
