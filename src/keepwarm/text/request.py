@@ -1,6 +1,10 @@
-"""What is asked of the engine, and what comes back: plain values, no MLX.
+"""Requests to the engine and the events of its answers: plain values, no MLX.
 
-Everything that speaks to people, a session or an HTTP server, speaks to the engine in these words.
+`Engine.submit` takes a `Request` and returns an answer that yields these events, in this order:
+
+    Started, Progress*, (Delta | ToolCalled | Finished)*, Done
+
+If an answer fails, iterating it raises the error instead of yielding Done.
 """
 
 from __future__ import annotations
@@ -12,101 +16,114 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from keepwarm.cache.policy import Policy
 from keepwarm.errors import KeepwarmError
 
-Message: TypeAlias = Mapping[str, Any]  # OpenAI's shape: role, content (text), tool_calls, …
+Message: TypeAlias = Mapping[str, Any]  # as in OpenAI's API: role, content (text), tool_calls, …
 Tool: TypeAlias = Mapping[str, Any]  # {"type": "function", "function": {name, description, …}}
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen and when the answer ends."""
+    """Sampling parameters, and when the answer ends. The defaults are greedy decoding."""
 
-    max_tokens: int | None = None  # None: as many as the context has room for
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    top_logprobs: int | None = None  # None: no logprobs; 0: only the chosen token's
-    stop: tuple[str, ...] = ()  # matched on the text, across tokens; not part of the answer
+    max_tokens: int | None = None  # None: up to the end of the context
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0  # 1: all tokens
+    top_k: int = 0  # 0: all tokens
+    min_p: float = 0.0  # relative to the most likely token; 0: all tokens
+    repetition_penalty: float = 1.0  # of tokens in prompt and answer; 1: none
+    presence_penalty: float = 0.0  # of tokens in the answer, once
+    frequency_penalty: float = 0.0  # of tokens in the answer, for each occurrence
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id, -100 to 100
+    seed: int | None = None  # None: a random one
+    top_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only
+    stop: tuple[str, ...] = ()  # stop strings; the answer ends before the first that matches
 
 
 @dataclass(frozen=True)
 class KVOptions:
-    """How keys and values are held; another choice is another namespace."""
+    """How keys and values are stored in the cache, named as in mlx-lm.
 
-    max_kv_size: int | None = None
-    kv_bits: int | None = None
+    Blocks computed with one choice are never reused with another.
+    """
+
+    max_kv_size: int | None = None  # tokens of a rotating cache; None: unlimited
+    kv_bits: int | None = None  # None: not quantised
     kv_group_size: int = 64
-    quantized_kv_start: int = 0
+    quantized_kv_start: int = 0  # the first token that is quantised
 
 
 @dataclass(frozen=True)
 class Format:
-    """What the answer must look like. `schema` None with `json` is any JSON object."""
+    """A constraint on the answer. Set one of the fields."""
 
-    json: bool = False
-    schema: Mapping[str, Any] | None = None
-    grammar: str | None = None  # Lark, as llguidance reads it
+    json: bool = False  # any JSON object
+    schema: Mapping[str, Any] | None = None  # JSON that matches this JSON schema
+    grammar: str | None = None  # text that matches this Lark grammar, as llguidance reads it
 
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """`auto`: the model decides; `none`: no calls; `required`, or a name: it must call (it)."""
+    """Whether the model calls tools.
+
+    `auto`: it decides; `none`: it does not; `required`: it must. With a `name` it must call that
+    tool.
+    """
 
     mode: Literal["auto", "none", "required"] = "auto"
     name: str | None = None
-    parallel: bool = True
+    parallel: bool = True  # several calls in one answer
 
 
 @dataclass(frozen=True)
 class Breakpoint:
-    """Keep the prompt up to the end of this message: a checkpoint, and a pin while it lives."""
+    """A cache breakpoint: pin the prompt up to the end of a message until the TTL ends."""
 
     message: int  # index into messages; -1: the tools alone, before any message
-    ttl_s: float | None = None
+    ttl_s: float | None = None  # None: five minutes
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, as messages or as raw text or tokens, and all wishes about its answer."""
+    """A prompt, either `messages` or a raw `prompt`, and options for its answer."""
 
     messages: Sequence[Message] | None = None
-    prompt: str | Sequence[int] | None = None
+    prompt: str | Sequence[int] | None = None  # text or token ids, without a chat template
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = ToolChoice()
-    thinking: bool | None = None  # None: as the template does by itself
-    template_options: Mapping[str, Any] = field(default_factory=dict)
+    thinking: bool | None = None  # reasoning on or off; None: the chat template's default
+    template_options: Mapping[str, Any] = field(default_factory=dict)  # for the chat template
     format: Format | None = None
     sampling: Sampling = Sampling()
-    n: int = 1
+    n: int = 1  # choices: independent answers to the same prompt
     kv: KVOptions = KVOptions()
     policy: Policy = Policy.READ_WRITE
-    agent: str | None = None  # whose conversation this is; reuse needs no name
-    tenant: str = ""  # another tenant's blocks are never found
+    agent: str | None = None  # names the conversation in the store; reuse needs no name
+    tenant: str = ""  # tenants never reuse each other's blocks
     breakpoints: Sequence[Breakpoint] = ()
-    scrubbed: tuple[str, ...] = ()  # what was removed before it came here, for the receipt
-    timeout_s: float | None = None
+    scrubbed: tuple[str, ...] = ()  # scrubbing rules that were applied, for the receipt
+    timeout_s: float | None = None  # of the whole request; None: no limit
     priority: int = 0  # higher goes first
-    explain: bool = False  # say why it missed
+    explain: bool = False  # put the reason of a cache miss into the receipt
 
 
 class TopLogprob(NamedTuple):
+    """One of the most likely tokens at a position."""
+
     token: int
     logprob: float
 
 
 class TokenInfo(NamedTuple):
+    """A generated token; log-probabilities only if `top_logprobs` is set."""
+
     token: int
     logprob: float | None = None
-    top: tuple[TopLogprob, ...] = ()
+    top: tuple[TopLogprob, ...] = ()  # the most likely tokens, best first
 
 
 class ToolCall(NamedTuple):
+    """A call of a tool by the model."""
+
     id: str
     name: str
     arguments: str  # JSON
@@ -114,75 +131,74 @@ class ToolCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Miss:
-    """Why tokens were computed that might have been known. Positions only, no text."""
+    """Why not more of a prompt was reused. Positions only, no text."""
 
-    position: int  # the first token that was not restored
-    message: int | None  # the message it stands in
+    position: int  # the first token that was not reused
+    message: int | None  # the message it belongs to
     reason: Literal["new", "diverged", "evicted", "not worth loading", "disabled"]
-    nearest: int = 0  # how far the most similar earlier prompt agrees
+    nearest: int = 0  # tokens in common with the most similar earlier prompt
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a prompt cost and what it was spared."""
+    """How much of a prompt was reused, and how much was computed."""
 
     prompt_tokens: int
-    reused: Mapping[str, int]  # tokens by place: live, memory, disk
-    recomputed: int  # prompt tokens that the model was fed
-    saved_ms: float
-    exact: bool  # unquantised, every restored row verified
-    spliced: int = 0  # answer tokens put in as they were generated
-    scrubbed: tuple[str, ...] = ()
-    miss: Miss | None = None
-    durable: bool | None = None  # of a durable request, at its end: whether all of it is on disk
+    reused: Mapping[str, int]  # tokens by tier: live, memory, disk
+    recomputed: int  # prompt tokens that were prefilled
+    saved_ms: float  # prefill time saved, less the time to restore
+    exact: bool  # not quantised, and every restored row verified
+    spliced: int = 0  # tokens of past answers, used as they were generated
+    scrubbed: tuple[str, ...] = ()  # scrubbing rules that were applied
+    miss: Miss | None = None  # only if the request asks to `explain`
+    durable: bool | None = None  # in Done, with Policy.DURABLE: whether all of it is on disk
 
     @property
     def cached_tokens(self) -> int:
+        """Tokens reused from all tiers."""
         return sum(self.reused.values())
 
 
 @dataclass(frozen=True)
 class Usage:
+    """Token counts and speed of one request."""
+
     prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int  # of all choices together, stop tokens included
-    reasoning_tokens: int
-    ttft_ms: float
-    tokens_per_second: float
-
-
-# Events of an answer, in this order: Started, Progress*, (Delta | ToolCalled | Finished)*, Done.
-# An answer that fails raises its error from the iteration instead of giving Done.
+    cached_tokens: int  # of the prompt, reused
+    completion_tokens: int  # of all choices, stop tokens included
+    reasoning_tokens: int  # of the completion
+    ttft_ms: float  # time to first token
+    tokens_per_second: float  # while decoding
 
 
 @dataclass(frozen=True)
 class Started:
-    """The plan is made: how much is restored is known; nothing is computed yet."""
+    """The cached prefix is restored; nothing is computed yet."""
 
     receipt: Receipt
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Prompt tokens in the cache so far; also sent every second while the request waits."""
+    """Prefill progress; also sent every second while the request waits."""
 
-    done: int
+    done: int  # prompt tokens in the cache so far
     total: int
 
 
 @dataclass(frozen=True)
 class Delta:
-    """New text of one choice: of the answer or of the reasoning before it."""
+    """New text of one choice, or of the reasoning before it."""
 
     choice: int
     text: str = ""
     reasoning: str = ""
-    tokens: tuple[TokenInfo, ...] = ()  # what was generated since the last event of this choice
+    tokens: tuple[TokenInfo, ...] = ()  # generated since the last event of this choice
 
 
 @dataclass(frozen=True)
 class ToolCalled:
-    """The model calls a tool. `call` is whole; several may follow each other."""
+    """The model calls a tool. The call is complete; several may follow each other."""
 
     choice: int
     call: ToolCall
@@ -191,6 +207,8 @@ class ToolCalled:
 
 @dataclass(frozen=True)
 class Finished:
+    """One choice is complete."""
+
     choice: int
     reason: FinishReason
     stop: str | None = None  # the stop string that ended it
@@ -199,8 +217,10 @@ class Finished:
 
 @dataclass(frozen=True)
 class Done:
+    """All choices are complete."""
+
     usage: Usage
-    receipt: Receipt  # with what prefill really took
+    receipt: Receipt  # that of Started, with `durable` set
 
 
 Event: TypeAlias = Started | Progress | Delta | ToolCalled | Finished | Done
@@ -208,7 +228,7 @@ Event: TypeAlias = Started | Progress | Delta | ToolCalled | Finished | Done
 
 @dataclass(frozen=True)
 class Choice:
-    """One whole answer, put together from its events."""
+    """One complete answer, collected from its events."""
 
     text: str
     reasoning: str
@@ -220,6 +240,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Result:
+    """The complete answers to a request."""
+
     choices: tuple[Choice, ...]
     usage: Usage
     receipt: Receipt
