@@ -1,10 +1,10 @@
-"""Several questions in one batch: the opening they share is read once, the rest side by side.
+"""Several questions in one batch: their common prefix is prefilled once, the rest together.
 
     python examples/batch.py [--model NAME] [--max-tokens N]
 
-One cache holds the opening. Merged with itself it becomes a batch of one row a question; the
-questions differ in length, so the slice is padded on the right and `finalize` turns that into
-padding on the left, where it costs nothing more.
+One cache holds the common prefix. Merging it with itself gives a batch with one row per question.
+The questions differ in length, so they are padded on the right; `finalize` moves the padding to
+the left, where it costs nothing more.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import argparse
 from typing import Any
 
 import keepwarm
-from keepwarm import kv  # before mlx.core: the first import of that fixes the BLAS
+from keepwarm import kv  # before mlx.core, so that a fast BLAS can be loaded for it
 
 # isort: split
 import mlx.core as mx
 
-OPENING = "The dog sleeps under the tree. The quick brown fox jumps over the dog.\n\n"
+PREFIX = "The dog sleeps under the tree. The quick brown fox jumps over the dog.\n\n"
 QUESTIONS = ("Who sleeps?", "Where does the dog sleep?", "What does the quick brown fox do?")
 
 
-def read_alone(model: Any, caches: kv.Caches, tokens: list[int], n: int) -> list[int]:
-    """Greedy tokens for one sequence in caches of its own."""
+def generate_alone(model: Any, caches: kv.Caches, tokens: list[int], n: int) -> list[int]:
+    """Greedy tokens for one sequence with its own caches."""
     logits = model(mx.array([tokens]), cache=caches)[:, -1]
     return decode(model, caches, logits, n)[0]
 
 
-def read_together(model: Any, batch: kv.Caches, rows: list[list[int]], n: int) -> list[list[int]]:
+def generate_batch(model: Any, batch: kv.Caches, rows: list[list[int]], n: int) -> list[list[int]]:
     """Greedy tokens for every row of a batch; the rows may differ in length."""
     lengths = tuple(map(len, rows))
     padded = [row + [0] * (max(lengths) - len(row)) for row in rows]
@@ -40,7 +40,7 @@ def read_together(model: Any, batch: kv.Caches, rows: list[list[int]], n: int) -
 
 
 def decode(model: Any, caches: kv.Caches, logits: mx.array, n: int) -> list[list[int]]:
-    """The n best tokens of every row, one after the other; all of them are fed."""
+    """Generate n greedy tokens for every row; all of them are added to the caches."""
     steps = []
     for _ in range(n):
         steps.append(mx.argmax(logits, axis=-1))
@@ -55,22 +55,21 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=12)
     options = parser.parse_args()
     model = keepwarm.load(options.model)
-    opening = model.tokenizer.encode(OPENING)
+    prefix = model.tokenizer.encode(PREFIX)
     rows = [model.tokenizer.encode(question) for question in QUESTIONS]
 
     shared = kv.make_caches(model.module)
-    model.module(mx.array([opening]), cache=shared)
+    model.module(mx.array([prefix]), cache=shared)
     batch = kv.merge([shared] * len(rows))
-    together = read_together(model.module, batch, rows, options.max_tokens)
+    together = generate_batch(model.module, batch, rows, options.max_tokens)
 
     for number, (row, answer) in enumerate(zip(rows, together, strict=True)):
         fresh = kv.make_caches(model.module)
-        same = read_alone(model.module, fresh, opening + row, options.max_tokens) == answer
+        same = generate_alone(model.module, fresh, prefix + row, options.max_tokens) == answer
         n_held = kv.token_count(kv.extract(batch, number))
         print(f"{QUESTIONS[number]} {model.tokenizer.decode(answer)!r}")
-        print(
-            f"  {len(opening)} shared + {len(row)} of its own + {len(answer)} made = {n_held} held"
-        )
+        counts = f"{len(prefix)} shared + {len(row)} own + {len(answer)} generated"
+        print(f"  {counts} = {n_held} in the cache")
         print(f"  same as alone: {same}")
 
 

@@ -1,9 +1,9 @@
-"""Beam search: the best few continuations side by side, each step a new choice of parents.
+"""Beam search: the most likely continuations in one batch, chosen anew at every step.
 
     python examples/beam.py [--model NAME] [--max-tokens N] [--width N]
 
-A beam that is continued twice is extracted twice and merged into the next batch; one that is not
-continued is left behind. Nothing is read again.
+A beam that is continued twice is extracted twice and merged into the next batch; a beam that is
+not continued is dropped. Nothing is prefilled again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keepwarm
-from keepwarm import kv  # before mlx.core: the first import of that fixes the BLAS
+from keepwarm import kv  # before mlx.core, so that a fast BLAS can be loaded for it
 
 # isort: split
 import mlx.core as mx
@@ -24,7 +24,7 @@ PROMPT = "The quick brown fox jumps over the lazy"
 class Beam(NamedTuple):
     tokens: tuple[int, ...]
     score: float  # the sum of its tokens' log-probabilities
-    parent: int = 0  # its row in the batch before
+    parent: int = 0  # its row in the previous batch
 
 
 def search(model: Any, prompt: list[int], width: int, n: int) -> list[Beam]:
@@ -45,7 +45,7 @@ def log_softmax(logits: mx.array) -> mx.array:
 
 
 def best_children(beams: Sequence[Beam], logprobs: mx.array, width: int) -> list[Beam]:
-    """The best of what each beam could go on with."""
+    """The best continuations of all beams."""
     candidates = []
     for row, beam in enumerate(beams):
         tokens: Any = mx.argpartition(-logprobs[row], width - 1)[:width].tolist()
@@ -61,7 +61,7 @@ def value(scalar: mx.array) -> float:
 
 
 def score_alone(model: Any, prompt: list[int], tokens: Sequence[int]) -> float:
-    """The same sum from one cold run over the whole sequence."""
+    """The same score from a single pass over the whole sequence."""
     logprobs = log_softmax(model(mx.array([[*prompt, *tokens]]), cache=kv.make_caches(model))[0])
     first = len(prompt) - 1
     return sum(value(logprobs[first + i, token]) for i, token in enumerate(tokens))

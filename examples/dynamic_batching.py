@@ -1,9 +1,9 @@
-"""Dynamic batching: sequences join and leave while the others go on.
+"""Dynamic batching: sequences join and leave the batch while others continue.
 
     python examples/dynamic_batching.py [--model NAME]
 
-A new sequence is read alone and joins the running batch with `extend`; one that has ended leaves
-with `filter_rows`. Neither changes a token of the rest.
+A new sequence is prefilled alone and joins the running batch with `extend`; a finished one leaves
+with `filter_rows`. Neither changes a token of the others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 from typing import Any, NamedTuple
 
 import keepwarm
-from keepwarm import kv  # before mlx.core: the first import of that fixes the BLAS
+from keepwarm import kv  # before mlx.core, so that a fast BLAS can be loaded for it
 
 # isort: split
 import mlx.core as mx
@@ -22,7 +22,7 @@ class Job(NamedTuple):
     name: str
     text: str
     arrives: int  # the step at which it joins
-    n: int  # tokens to make
+    n: int  # tokens to generate
 
 
 JOBS = (
@@ -34,28 +34,28 @@ JOBS = (
 
 
 def serve(model: Any, tokenizer: Any) -> dict[str, list[int]]:
-    """The answer of every job, all from one batch that they join when they arrive."""
-    made: dict[str, list[int]] = {job.name: [] for job in JOBS}
+    """The tokens of every job, from one batch that each job joins when it arrives."""
+    generated: dict[str, list[int]] = {job.name: [] for job in JOBS}
     batch: kv.Caches = []
     running: list[Job] = []
     for step in range(max(job.arrives + job.n for job in JOBS)):
         for job in JOBS:
             if job.arrives == step:
-                caches, first = read(model, tokenizer.encode(job.text))
-                made[job.name].append(first)
+                caches, first = prefill(model, tokenizer.encode(job.text))
+                generated[job.name].append(first)
                 batch = join(batch, caches)
                 running.append(job)
-        stay = [row for row, job in enumerate(running) if len(made[job.name]) < job.n]
+        stay = [row for row, job in enumerate(running) if len(generated[job.name]) < job.n]
         running = [running[row] for row in stay]
-        print(f"step {step}: {' '.join(job.name for job in running) or 'nobody'}")
+        print(f"step {step}: {' '.join(job.name for job in running) or 'idle'}")
         if not running:
             batch = []
             continue
         kv.filter_rows(batch, stay)
-        newest = mx.array([made[job.name][-1:] for job in running])
+        newest = mx.array([generated[job.name][-1:] for job in running])
         for job, token in zip(running, best(model(newest, cache=batch)), strict=True):
-            made[job.name].append(token)
-    return made
+            generated[job.name].append(token)
+    return generated
 
 
 def join(batch: kv.Caches, caches: kv.Caches) -> kv.Caches:
@@ -67,7 +67,7 @@ def join(batch: kv.Caches, caches: kv.Caches) -> kv.Caches:
     return batch
 
 
-def read(model: Any, tokens: list[int]) -> tuple[kv.Caches, int]:
+def prefill(model: Any, tokens: list[int]) -> tuple[kv.Caches, int]:
     """Caches of one sequence, and the token that follows it."""
     caches = kv.make_caches(model)
     return caches, best(model(mx.array([tokens]), cache=caches))[0]
@@ -78,23 +78,23 @@ def best(logits: mx.array) -> list[int]:
     return list(tokens)
 
 
-def alone(model: Any, tokens: list[int], n: int) -> list[int]:
-    caches, token = read(model, tokens)
-    made = [token]
-    while len(made) < n:
-        made += best(model(mx.array([made[-1:]]), cache=caches))
-    return made
+def generate_alone(model: Any, tokens: list[int], n: int) -> list[int]:
+    caches, token = prefill(model, tokens)
+    generated = [token]
+    while len(generated) < n:
+        generated += best(model(mx.array([generated[-1:]]), cache=caches))
+    return generated
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     model = keepwarm.load(parser.parse_args().model)
-    made = serve(model.module, model.tokenizer)
+    generated = serve(model.module, model.tokenizer)
     for job in JOBS:
-        tokens = model.tokenizer.encode(job.text)
-        print(f"{job.name}: {model.tokenizer.decode(made[job.name])!r}")
-        print(f"  same as alone: {alone(model.module, tokens, job.n) == made[job.name]}")
+        alone = generate_alone(model.module, model.tokenizer.encode(job.text), job.n)
+        print(f"{job.name}: {model.tokenizer.decode(generated[job.name])!r}")
+        print(f"  same as alone: {alone == generated[job.name]}")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""A plain mlx-lm script with a prompt cache that outlives it: three lines are Keepwarm's.
+"""An mlx-lm script with a persistent prompt cache: `attach`, `restore`, `commit`.
 
-Run it twice: the second time only the last token of the prompt is read.
+Run it twice: the second time only the last token of the prompt is prefilled.
 """
 
 import sys
 
 import keepwarm
-from keepwarm import kv  # noqa: F401  # before mlx, because it brings the fast BLAS
+from keepwarm import load  # before mlx, so that a fast BLAS can be loaded for it
 
 # isort: split
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 
 name = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
-loaded = keepwarm.load(name)  # or mlx_lm.load(path_or_id)
+loaded = load(name)  # or mlx_lm.load(path_or_id)
 model, tokenizer = loaded.module, loaded.tokenizer
 tokens = tokenizer.encode("Keepwarm never computes the same prompt twice. " * 40)
 

@@ -1,4 +1,4 @@
-"""A conversation that stays warm: each turn reads only what is new. Run it twice.
+"""A conversation: each turn prefills only what is new, also when the script runs again.
 
 python examples/session.py [MODEL]
 """

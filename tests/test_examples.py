@@ -1,4 +1,4 @@
-"""Every example runs as people run it, and what it prints about itself is true."""
+"""Every example runs as documented, and its claims about its own output are true."""
 
 import re
 import subprocess
@@ -36,11 +36,11 @@ def test_every_example_is_run_somewhere():
 
 
 def test_batch(checkpoint):
-    """S3-59, S3-67: rows of different lengths, padded by nobody but `prepare`."""
+    """S3-59, S3-67: rows of different lengths, padded by `prepare` alone."""
     text = output("batch.py", "--model", checkpoint, "--max-tokens", 6)
     assert claims(text) == ["same as alone"] * 3
     assert "False" not in text
-    sums = re.findall(r"(\d+) shared \+ (\d+) of its own \+ 6 made = (\d+) held", text)
+    sums = re.findall(r"(\d+) shared \+ (\d+) own \+ 6 generated = (\d+) in the cache", text)
     assert len({own for _, own, _ in sums}) == 3
     assert all(int(shared) + int(own) + 6 == int(held) for shared, own, held in sums)
 
@@ -56,9 +56,9 @@ def test_beam(checkpoint):
 
 
 def test_dynamic_batching(checkpoint):
-    """S3-54: rows join and leave while others go on."""
+    """S3-54: rows join and leave while others continue."""
     text = output("dynamic_batching.py", "--model", checkpoint)
     assert claims(text) == ["same as alone"] * 4
     assert "False" not in text
     present = re.findall(r"^step \d+: (.*)$", text, re.MULTILINE)
-    assert present == ["A B", "A B", "A B C", "A C", "A C", "A C", "A D", "A D", "D", "nobody"]
+    assert present == ["A B", "A B", "A B C", "A C", "A C", "A C", "A D", "A D", "D", "idle"]

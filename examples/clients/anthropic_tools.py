@@ -1,4 +1,4 @@
-"""The Anthropic SDK's tool runner: it calls the function and asks again until there is an answer.
+"""The Anthropic SDK's tool runner: it runs the tool and asks again until there is an answer.
 
 keepwarm launch any --run -- python examples/clients/anthropic_tools.py
 """
@@ -10,10 +10,10 @@ from anthropic import Anthropic, beta_tool
 
 @beta_tool
 def count_leaves(tree: str) -> str:
-    """Say how many leaves a tree has.
+    """Count the leaves of a tree.
 
     Args:
-        tree: Which tree.
+        tree: The kind of tree.
     """
     return f"The {tree} has four leaves."
 
@@ -26,5 +26,5 @@ runner = Anthropic().beta.messages.tool_runner(
 )
 for message in runner:
     usage = message.usage
-    said = [getattr(block, "text", "") or block.type for block in message.content]
-    print(f"{' '.join(said)} ({usage.cache_read_input_tokens} prompt tokens were warm)")
+    parts = [getattr(block, "text", "") or block.type for block in message.content]
+    print(f"{' '.join(parts)} ({usage.cache_read_input_tokens} prompt tokens from the cache)")

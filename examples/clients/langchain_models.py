@@ -1,4 +1,4 @@
-"""LangChain: an answer, a stream, an object of a schema, a tool call and what comes after it.
+"""LangChain: an answer, a stream, an object by schema, a tool call and the answer after it.
 
 keepwarm launch any --run -- python examples/clients/langchain_models.py openai
 """
@@ -19,7 +19,7 @@ QUESTION = HumanMessage("How many leaves has the oak?")
 
 
 class Tree(BaseModel):
-    """A tree, and how many leaves it has."""
+    """A tree and its number of leaves."""
 
     name: str
     leaves: int
@@ -27,7 +27,7 @@ class Tree(BaseModel):
 
 @tool
 def count_leaves(tree: str) -> str:
-    """Say how many leaves a tree has."""
+    """Count the leaves of a tree."""
     return f"The {tree} has four leaves."
 
 
@@ -46,15 +46,16 @@ def main(api: str) -> None:
     model = make(api)
     print("invoke:", model.invoke([QUESTION]).text)
     print("stream:", "|".join(chunk.text for chunk in model.stream([QUESTION]) if chunk.text))
-    ways = {"method": "json_schema"} if api == "openai" else {}
-    print("object:", repr(model.with_structured_output(Tree, **ways).invoke([QUESTION])))
+    options = {"method": "json_schema"} if api == "openai" else {}
+    print("object:", repr(model.with_structured_output(Tree, **options).invoke([QUESTION])))
     with_tools = model.bind_tools([count_leaves])
     asked = with_tools.invoke([QUESTION])
     results = [count_leaves.invoke(call) for call in asked.tool_calls]
     print("called:", [result.content for result in results])
     answer = with_tools.invoke([QUESTION, asked, *results])
-    warm = answer.usage_metadata["input_token_details"]["cache_read"]
-    print(f"answer: {answer.text} ({warm} of {answer.usage_metadata['input_tokens']} were warm)")
+    usage = answer.usage_metadata
+    cached = usage["input_token_details"]["cache_read"]
+    print(f"answer: {answer.text} ({cached} of {usage['input_tokens']} tokens from the cache)")
 
 
 main(sys.argv[1] if sys.argv[1:] else "openai")

@@ -23,18 +23,18 @@ from openai import AsyncOpenAI
 
 @function_tool
 def count_leaves(tree: str) -> str:
-    """Say how many leaves a tree has."""
+    """Count the leaves of a tree."""
     return f"The {tree} has four leaves."
 
 
 async def main(api: str) -> None:
     client = AsyncOpenAI()
     name = (await client.models.list()).data[0].id
-    makes: dict[str, type[Model]] = {
+    models: dict[str, type[Model]] = {
         "responses": OpenAIResponsesModel,
         "chat": OpenAIChatCompletionsModel,
     }
-    model = makes[api](name, client)  # type: ignore[call-arg]
+    model = models[api](name, client)  # type: ignore[call-arg]
     agent = Agent("Gardener", instructions="You know trees.", tools=[count_leaves], model=model)
     first = await Runner.run(agent, "How many leaves has the oak?")
     show(first)
@@ -44,9 +44,9 @@ async def main(api: str) -> None:
 
 def show(result: RunResult) -> None:
     usage = result.context_wrapper.usage
-    warm = usage.input_tokens_details.cached_tokens
-    print(f"{result.final_output} ({warm} of {usage.input_tokens} prompt tokens were warm)")
+    cached = usage.input_tokens_details.cached_tokens
+    print(f"{result.final_output} ({cached} of {usage.input_tokens} prompt tokens from the cache)")
 
 
-set_tracing_disabled(disabled=True)  # it would send what is said to another place
+set_tracing_disabled(disabled=True)  # tracing would send the conversation to OpenAI
 asyncio.run(main(sys.argv[1] if sys.argv[1:] else "responses"))
