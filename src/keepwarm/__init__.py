@@ -1,52 +1,51 @@
-"""Local LLM agents that never compute the same prompt twice."""
+"""Local LLM agents that never compute the same prompt twice.
 
-from __future__ import annotations
+The names in `__all__` are the public API, with their types in `__init__.pyi`. All other modules are
+internal and may change, but for `keepwarm.kv`, which is documented too.
+"""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from keepwarm.cache.policy import Policy
-    from keepwarm.cache.store import Store
-    from keepwarm.engine.engine import Engine, EngineConfig
-    from keepwarm.models.load import load
-    from keepwarm.session.session import Session
-    from keepwarm.text.request import Format, KVOptions, Request, Sampling, ToolChoice
+from typing import Any
 
 __version__ = "0.1.0.dev0"
 
-__all__ = [
-    "Engine",
-    "EngineConfig",
-    "Format",
-    "KVOptions",
-    "Policy",
-    "Request",
-    "Sampling",
-    "Session",
-    "Store",
-    "ToolChoice",
-    "__version__",
-    "load",
-]
-
-# Looked up on first use: `import keepwarm` and `keepwarm --help` must not wait for MLX.
+# Imported on first use: `import keepwarm` and `keepwarm --help` must not wait for MLX.
 _HOMES = {
-    "Engine": "keepwarm.engine.engine",
-    "EngineConfig": "keepwarm.engine.engine",
-    "Format": "keepwarm.text.request",
-    "KVOptions": "keepwarm.text.request",
-    "Policy": "keepwarm.cache.policy",
-    "Request": "keepwarm.text.request",
-    "Sampling": "keepwarm.text.request",
-    "Session": "keepwarm.session.session",
-    "Store": "keepwarm.cache.store",
-    "ToolChoice": "keepwarm.text.request",
-    "load": "keepwarm.models.load",
+    "keepwarm.cache.opened": "Budgets",
+    "keepwarm.cache.policy": "Policy",
+    "keepwarm.cache.store": "Attached Store",
+    "keepwarm.config": "Settings",
+    "keepwarm.device.memory": "MemoryConfig",
+    "keepwarm.engine.answer": "Answer",
+    "keepwarm.engine.engine": "Engine EngineConfig",
+    "keepwarm.engine.warm": "Warmer",
+    "keepwarm.errors": (
+        "BadCacheFile BadInput BadModelFile BadRecord Busy CacheError CacheMismatch Cancelled "
+        "ContextTooLong CorruptBlock EngineFailed InsufficientResources KeepwarmError NewerFormat "
+        "Refused RepeatedToolCall Stopping StoreFailed TimedOut TooLarge UnknownAgent "
+        "UnknownModel Unreachable UnsupportedCache UnsupportedModel WrongDigest"
+    ),
+    "keepwarm.kv.files.prompt_cache": "PromptCacheFile export_prompt_cache import_prompt_cache",
+    "keepwarm.models.load": "Model load",
+    "keepwarm.session.session": "Session Stream forget",
+    "keepwarm.session.tool_functions": "ToolResult",
+    "keepwarm.session.tool_rounds": "Reply",
+    "keepwarm.text.request": (
+        "Breakpoint Choice Delta Done Event Finished Format KVOptions Miss Progress Receipt "
+        "Request Result Sampling Started TokenInfo ToolCall ToolCalled ToolChoice TopLogprob "
+        "Usage"
+    ),
 }
+
+__all__ = sorted(["__version__", *(name for names in _HOMES.values() for name in names.split())])  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    for module, names in _HOMES.items():
+        if name in names.split():
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,5 +1,5 @@
-"""Pages that are made from the code and from what was measured: the command line's help, the table
-of settings, the results of `keepwarm bench` and the README's share of them.
+"""Pages that are made from the code and from what was measured: the public API, the command line's
+help, the table of settings, the results of `keepwarm bench` and the README's share of them.
 
 python -m tests.kit.generated     writes them; the suite holds them to the code
 """
@@ -21,9 +21,11 @@ from keepwarm.bench.report.results import Claim, Results, Series
 from keepwarm.bench.workloads import agents, chat, lengths
 from keepwarm.cli.main import app
 from keepwarm.config import Settings
+from tests.kit.api_page import api_page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+API = DOCS / "api.md"
 COMMAND_LINE = DOCS / "cli.md"
 TUNING = DOCS / "tuning.md"
 README = ROOT / "README.md"
@@ -161,6 +163,7 @@ def readme(page: str) -> str:
 
 
 if __name__ == "__main__":
+    API.write_text(api_page())
     COMMAND_LINE.write_text(command_line())
     TUNING.write_text(tuning(TUNING.read_text()))
     RESULTS.write_text(tables.markdown(Results.read(BASELINE)))
