@@ -173,7 +173,7 @@ def unsorted_exports(trees: Trees) -> list[str]:
     for module, tree in trees.items():
         for node in tree.body:
             match node:
-                case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                case ast.Assign(targets=[ast.Name(id="__all__")], value=ast.List() as value):
                     names = list(ast.literal_eval(value))
                     wrong += [module] if names != sorted(set(names)) else []
     return wrong
