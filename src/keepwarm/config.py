@@ -1,4 +1,4 @@
-"""Settings, frozen. The defaults stand here once; file, environment and command line override them.
+"""Settings and their defaults; file, environment and command line override them.
 
 Order, last wins: defaults, `config.toml` in the home directory, `KEEPWARM_…` variables, arguments.
 """
@@ -18,44 +18,44 @@ from keepwarm.errors import BadInput
 
 SECRETS = frozenset({"encryption_key", "api_keys", "admin_key"})
 SECRET_FILES = {
-    "encryption_key": "put it into a file of its own and name that as encryption_key_file",
-    "api_keys": "put them into a file of their own and name that as api_key_file",
+    "encryption_key": "put it in a separate file and set encryption_key_file to its path",
+    "api_keys": "put them in a separate file and set api_key_file to its path",
 }
 FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
 @dataclass(frozen=True)
 class Settings:
-    home: Path  # everything the program keeps
-    store: Path  # the block store alone
+    home: Path  # all data of Keepwarm
+    store: Path  # the block store
     model: str = "smollm2"
     max_tokens: int = 512
     temperature: float = 0.0
-    memory_bytes: int = 0  # blocks kept in memory; 0 is a share of this machine's
-    disk_bytes: int = 20 << 30  # everything under the store directory together
+    memory_bytes: int = 0  # blocks in memory; 0 is a share of this machine's memory
+    disk_bytes: int = 20 << 30  # total size of the store directory
     disk_writes_per_day: int = 0  # bytes; 0 is no limit
 
     encryption_key: str = field(default="", repr=False)  # from the environment only
-    encryption_key_file: str = ""  # holds the key and is nobody else's to read
+    encryption_key_file: str = ""  # a file with the key, readable by its owner only
 
-    host: str = "127.0.0.1"  # anything wider needs a key
+    host: str = "127.0.0.1"  # other than loopback needs an API key
     port: int = 8181
-    api_keys: str = field(default="", repr=False)  # commas between; from the environment only
-    api_key_file: str = ""  # one key a line, nobody else's to read
+    api_keys: str = field(default="", repr=False)  # separated by commas; from the environment only
+    api_key_file: str = ""  # one key per line, readable by its owner only
     admin_key: str = field(default="", repr=False)  # from the environment only
-    allowed_hosts: str = ""  # names in a Host header, beside those of this machine
-    allowed_origins: str = ""  # web pages of other origins that may call
-    share_cache: bool = False  # all keys find each other's blocks
-    allow_model_paths: bool = False  # a request may name any directory as a model
-    scrub: str = ""  # which noise of coding agents is removed, as `-billing-header,date`
-    strict_model: bool = False  # another model's name is refused, not answered by the one here
+    allowed_hosts: str = ""  # accepted Host headers besides this machine's names
+    allowed_origins: str = ""  # web origins that may call the server
+    share_cache: bool = False  # all API keys share cached blocks
+    allow_model_paths: bool = False  # requests may name any directory as a model
+    scrub: str = ""  # scrub rules to turn on, or off with `-`, as `-billing-header,date`
+    strict_model: bool = False  # refuse requests that name another model than the loaded one
     max_body_bytes: int = 32 << 20
-    max_concurrency: int = 128  # requests of one key under way at once
-    max_queue: int = 256  # requests of all that wait or run
-    audit_share: float = 0.0  # of the answers from a cache, computed again cold and compared
+    max_concurrency: int = 128  # concurrent requests of one key
+    max_queue: int = 256  # waiting and running requests of all keys
+    audit_share: float = 0.0  # share of cached answers that is recomputed cold and compared
     request_timeout_s: float = 3600.0
-    rate_per_minute: int = 0  # requests a key; 0 is no limit
-    drain_s: float = 20.0  # what a stopping server gives its running answers
+    rate_per_minute: int = 0  # requests per key; 0 is no limit
+    drain_s: float = 20.0  # how long a stopping server waits for running answers
 
     def read_encryption_key(self) -> str:
         """The key of the block store, or "": from the environment, else from the key file."""
@@ -65,10 +65,10 @@ class Settings:
 
     def read_api_keys(self) -> tuple[str, ...]:
         """Every API key that is accepted; if there are none, no key is needed."""
-        written = self.api_keys.replace(",", "\n")
+        listed = self.api_keys.replace(",", "\n")
         if self.api_key_file:
-            written += "\n" + _read_secret(Path(self.api_key_file).expanduser())
-        return tuple(dict.fromkeys(written.split()))
+            listed += "\n" + _read_secret(Path(self.api_key_file).expanduser())
+        return tuple(dict.fromkeys(listed.split()))
 
     @property
     def models(self) -> Path:
@@ -94,10 +94,10 @@ def _from_file(path: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} is not TOML ({error}); mend or remove it.") from error
+        raise BadInput(f"{path} is not valid TOML ({error}); fix or delete it.") from error
     for name in SECRETS & values.keys():
         raise BadInput(
-            f"The setting {name} does not belong into {path}; "
+            f"The setting {name} is not allowed in {path}; "
             f"{SECRET_FILES.get(name, f'set KEEPWARM_{name.upper()} instead')}."
         )
     return values
@@ -106,12 +106,13 @@ def _from_file(path: Path) -> dict[str, Any]:
 def _read_secret(path: Path) -> str:
     try:
         if path.stat().st_mode & 0o077:
-            raise BadInput(f"Others may read the key in {path}; run: chmod 600 {path}")
+            raise BadInput(f"Other users can read the key in {path}; run: chmod 600 {path}")
         secret = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"The key file {path} cannot be read ({type(error).__name__}).") from error
+        reason = type(error).__name__
+        raise BadInput(f"The key file {path} cannot be read ({reason}); check it.") from error
     if not secret:
-        raise BadInput(f"The key file {path} is empty; write a key or a passphrase into it.")
+        raise BadInput(f"The key file {path} is empty; write a key or a passphrase to it.")
     return secret
 
 
@@ -129,14 +130,14 @@ def _override(settings: Settings, values: Mapping[str, Any], source: str) -> Set
             known = ", ".join(sorted(kinds))
             raise BadInput(f"Unknown setting {name!r} in {source}; known are {known}.")
         try:
-            changes[name] = _flag(value) if kinds[name] is bool else kinds[name](value)
+            changes[name] = _parse_flag(value) if kinds[name] is bool else kinds[name](value)
         except (KeyError, TypeError, ValueError) as error:
-            wanted = kinds[name].__name__
-            raise BadInput(f"Setting {name!r} in {source} is {value!r}, not {wanted}.") from error
+            must = f"must be {kinds[name].__name__}, not {value!r}"
+            raise BadInput(f"Setting {name!r} in {source} {must}.") from error
     if "store" in changes:
         changes["store"] = changes["store"].expanduser().absolute()
     return replace(settings, **changes)
 
 
-def _flag(value: bool | str) -> bool:
+def _parse_flag(value: bool | str) -> bool:
     return value if isinstance(value, bool) else FLAGS[value.lower()]

@@ -1,35 +1,35 @@
-"""Everything that can go wrong, in one tree.
+"""All exceptions, in one tree, with their HTTP statuses.
 
     KeepwarmError                    500
-    ├── BadInput                     400   what was asked for makes no sense
-    │   ├── UnknownModel             404   no model of that name, here or on the hub
-    │   ├── UnknownAgent             404   no agent of that id
-    │   ├── UnknownResponse          404   no response of that id is kept
-    │   ├── UnknownRequest           404   no request of that number is remembered
-    │   ├── BadModelFile             422   a file or directory that is not a whole model
-    │   ├── UnsupportedModel         422   a whole model, of an architecture MLX does not run
-    │   ├── BadCacheFile             422   a prompt-cache file nobody here can read
-    │   ├── BadField                 400   a field of a request, named, that is not what it must be
-    │   │   └── NoThreads            400   a conversation that the server would have to remember
-    │   ├── TooLarge                 413   more bytes than anybody here reads
-    │   ├── ContextTooLong           400   more tokens than the model reads
-    │   └── RepeatedToolCall         400   a model that calls the same tool in the same way again
-    ├── Refused                      401   no key, or a wrong one, where one is needed
-    ├── Forbidden                    403   a key, or a web page, that may not do this
+    ├── BadInput                     400   the request is invalid
+    │   ├── UnknownModel             404   no model of that name, locally or on the hub
+    │   ├── UnknownAgent             404   no agent with that id
+    │   ├── UnknownResponse          404   no stored response with that id
+    │   ├── UnknownRequest           404   no recent request with that number
+    │   ├── BadModelFile             422   a model file or directory that is damaged or incomplete
+    │   ├── UnsupportedModel         422   a model of an architecture that MLX does not run
+    │   ├── BadCacheFile             422   a prompt-cache file that cannot be read
+    │   ├── BadField                 400   an invalid field of a request; names the field
+    │   │   └── NoThreads            400   a conversation that the server would have to store
+    │   ├── TooLarge                 413   a body over the size limit
+    │   ├── ContextTooLong           400   more tokens than the model's context length
+    │   └── RepeatedToolCall         400   the model repeats a tool call with the same arguments
+    ├── Refused                      401   the API key is missing or wrong
+    ├── Forbidden                    403   this API key or web origin is not allowed to do this
     ├── Busy                         429   the queue is full, or a limit is reached
-    ├── Cancelled                    499   whoever asked does not want the answer any more
+    ├── Cancelled                    499   the caller cancelled the request
     ├── TimedOut                     504   the deadline of a request has passed
     ├── Stopping                     503   the engine or server is shutting down
-    ├── EngineFailed                 500   a request failed inside the model; others go on
-    ├── Unreachable                  502   the network or an index does not answer
-    ├── WrongDigest                  502   what arrived is not what was pinned
+    ├── EngineFailed                 500   a request failed inside the model; others continue
+    ├── Unreachable                  502   the network, the hub or a package index does not answer
+    ├── WrongDigest                  502   a download does not have the expected digest
     ├── InsufficientResources        507   too little disk or memory
     └── CacheError                   500
-        ├── UnsupportedCache         501   a cache class, or a use of one, that nobody here knows
+        ├── UnsupportedCache         501   an unknown cache class, or an unsupported use of one
         ├── CacheMismatch            409   shape, dtype, heads or kind differ from what is expected
-        ├── CorruptBlock             500   a block without the tensors its layer needs
-        ├── BadRecord                500   bytes that are not the record they claim to be
-        ├── NewerFormat              501   what a newer Keepwarm wrote; it is left alone
+        ├── CorruptBlock             500   a block that lacks tensors its layer needs
+        ├── BadRecord                500   a damaged record
+        ├── NewerFormat              501   written by a newer Keepwarm; left unchanged
         └── StoreFailed              503   the disk or the index of a store does not answer
 
 A message is one sentence: what happened, why, what to do.
@@ -39,7 +39,7 @@ from __future__ import annotations
 
 
 class KeepwarmError(Exception):
-    """Root of the tree; `status` is the HTTP status that stands for it."""
+    """Root of the tree; `status` is the HTTP status."""
 
     status = 500
 
@@ -77,7 +77,7 @@ class BadCacheFile(BadInput):
 
 
 class BadField(BadInput):
-    """`param` says which, as `messages[0].content`."""
+    """`param` names the field, as `messages[0].content`."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
@@ -97,7 +97,7 @@ class ContextTooLong(BadInput):
 
 
 class RepeatedToolCall(BadInput):
-    """The model asks for what it was just given; `text` is what it had said until then."""
+    """`text` is what the model had generated before the repeated call."""
 
     def __init__(self, message: str, text: str = "") -> None:
         super().__init__(message)
@@ -113,7 +113,7 @@ class Forbidden(KeepwarmError):
 
 
 class Busy(KeepwarmError):
-    """`retry_after_s` says when it may be worth to ask again."""
+    """`retry_after_s` is when a retry may succeed."""
 
     status = 429
 
@@ -159,13 +159,13 @@ class UnsupportedCache(CacheError):
 
 
 class CacheMismatch(CacheError):
-    """A tensor or layer that does not fit; names the place, what was expected and what came."""
+    """A tensor or layer that does not fit: where, what was expected and what was found."""
 
     status = 409
 
-    def __init__(self, place: str, what: str, expected: object, got: object) -> None:
-        super().__init__(f"{place}: {what} is {got}, expected {expected}.")
-        self.place = place
+    def __init__(self, where: str, what: str, expected: object, got: object) -> None:
+        super().__init__(f"{where}: {what} is {got}, expected {expected}.")
+        self.where = where
         self.expected = expected
         self.got = got
 

@@ -46,13 +46,13 @@ Answers go to standard output, notes to standard error. Every error is one sente
 
 # What the code does not say beside the setting.
 PLAIN = {
-    "home": "everything the program keeps; only as `KEEPWARM_HOME`",
-    "model": "the one that runs when none is named ([names](models.md#names))",
-    "max_tokens": "longest answer of `run` and `chat`",
-    "temperature": "where a request does not say; 0 takes the best token",
-    "port": "0 takes a free one",
-    "max_body_bytes": "of one request",
-    "request_timeout_s": "an answer that takes longer is ended; 0 is no limit",
+    "home": "all data of Keepwarm; only as `KEEPWARM_HOME`",
+    "model": "the default model ([names](models.md#names))",
+    "max_tokens": "token limit of an answer of `run` and `chat`",
+    "temperature": "default sampling temperature; 0 is greedy",
+    "port": "0 picks a free port",
+    "max_body_bytes": "largest request body",
+    "request_timeout_s": "time limit of a request; 0 is no limit",
 }
 MEASURED = re.compile(
     r"(?<=<!-- measured, from docs/results/baseline.json -->\n).*?(?=<!-- end -->)", re.DOTALL
