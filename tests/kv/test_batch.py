@@ -278,11 +278,11 @@ def test_states_of_neighbours_must_be_alike(first, second, message):
         (ChunkedKVCache(8), "ChunkedKVCache cannot join a batch: this class has no batched form"),
         (ConcatenateKVCache(), "ConcatenateKVCache cannot join a batch: this class has no"),
         (RotatingKVCache(8, keep=4), "RotatingKVCache .* would lose its first 4 tokens"),
-        (filled(KVCache(), 2, values=mx.float16), "turn its values into the dtype of its keys"),
+        (filled(KVCache(), 2, values=mx.float16), "convert its values to the dtype of its keys"),
         (arrays((2,), None), "some of its arrays are missing"),
         (arrays(None, (2,)), "some of its arrays are missing"),
-        (BatchKVCache([0]), "BatchKVCache cannot join a batch: it is a batch already"),
-        (merge([[arrays((2,))], [arrays((2,))]])[0], "ArraysCache .* it is a batch already"),
+        (BatchKVCache([0]), "BatchKVCache cannot join a batch: it is already a batch"),
+        (merge([[arrays((2,))], [arrays((2,))]])[0], "ArraysCache .* it is already a batch"),
     ],
 )
 def test_what_cannot_join_a_batch_is_refused_by_name(cache, message):
@@ -305,7 +305,7 @@ def test_batches_of_different_models_do_not_join():
         extend(merge([[kv(1), kv(1)]]), merge([[kv(1)]]))
     with pytest.raises(CacheMismatch, match="Row 1, layer 0: the class is KVCache"):
         extend(merge([[kv(1)]]), [kv(1)])
-    with pytest.raises(UnsupportedCache, match="no sequences"):
+    with pytest.raises(UnsupportedCache, match="at least one sequence"):
         merge([])
 
 
@@ -346,7 +346,7 @@ def test_rows_do_not_leave_before_announced_left_padding_was_fed(fresh):
     """mlx-lm's common end would become negative."""
     batch = empty_batch([fresh], 2)
     prepare(batch, LeftPadding((1, 3)))
-    with pytest.raises(UnsupportedCache, match="Layer 0: feed the announced left padding first"):
+    with pytest.raises(UnsupportedCache, match="Layer 0: feed the left-padded slice first"):
         filter_rows(batch, [0])
 
 

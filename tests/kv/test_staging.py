@@ -43,8 +43,8 @@ def test_threads_write_beside_each_other():
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, range(64)))
     wanted = np.concatenate([piece.words for piece in pieces], axis=2)
-    assert np.array_equal(np.asarray(target.filled())[:, :, : 64 * 16], wanted)
-    assert not np.asarray(target.filled())[:, :, 64 * 16 :].any()
+    assert np.array_equal(np.asarray(target.array)[:, :, : 64 * 16], wanted)
+    assert not np.asarray(target.array)[:, :, 64 * 16 :].any()
 
 
 def test_a_full_slot_is_emptied_and_a_larger_tensor_goes_by_itself():
@@ -57,7 +57,7 @@ def test_a_full_slot_is_emptied_and_a_larger_tensor_goes_by_itself():
         at += piece.shape[2]
     staging.flush()
     wanted = np.concatenate([piece.words for piece in pieces], axis=2)
-    assert np.array_equal(np.asarray(target.filled())[:, :, :at], wanted)
+    assert np.array_equal(np.asarray(target.array)[:, :, :at], wanted)
 
 
 class Bytes:
@@ -90,7 +90,7 @@ def test_bytes_of_a_file_go_straight_into_the_slot():
     target.write(48, arrays[2].rows(0, 8))
     staging.flush()
     assert [source.n_direct for source in sources] == [1, 1, 1]
-    found = np.asarray(target.filled())
+    found = np.asarray(target.array)
     assert np.array_equal(found[:, :, :16], good.words)
     assert not found[:, :, 16:32].any()
     assert np.array_equal(found[:, :, 32:48], last.words)

@@ -1,4 +1,4 @@
-"""What a KV cache is: every cache class of mlx-lm sliced, saved, restored and batched.
+"""KV caches: every cache class of mlx-lm sliced, saved, restored and batched.
 
 Code that knows mlx-lm's cache classes belongs here; files and conversations do not.
 

@@ -1,8 +1,8 @@
-"""Many sequences in one batch: join, leave, pad, take one out again.
+"""Caches of several sequences as one batch: merge, extend, filter, pad, extract.
 
-mlx-lm's batch caches do the work where they are right. What they take silently and get wrong
-(mixed dtypes, a lost `keep`, other layers than expected) is refused here, with layer and reason.
-Functions take one cache a layer for the whole batch, as a model does.
+mlx-lm's batch caches do the work. What they accept silently and get wrong (mixed dtypes, a lost
+`keep`, mismatched layers) is refused here, with layer and reason. Functions take one cache per
+layer for the whole batch, as a model does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LeftPadding:
 
 @dataclass(frozen=True)
 class RightPadding:
-    """Row i brings `lengths[i]` tokens and is filled up to the longest row behind them."""
+    """Row i has `lengths[i]` tokens, followed by padding up to the longest row."""
 
     lengths: tuple[int, ...]
 
@@ -47,7 +47,7 @@ class RightPadding:
 
 @dataclass(frozen=True)
 class TwoSidedPadding:
-    """Padding before and behind; `right.lengths` count a row's left padding with its tokens."""
+    """Padding on both sides; `right.lengths` include the left padding."""
 
     left: LeftPadding
     right: RightPadding
@@ -62,8 +62,8 @@ SETTINGS = ("group_size", "bits", "max_size", "keep", "size")
 def dynamic_roll(x: mx.array, shifts: mx.array, axis: int) -> mx.array:
     """Roll each row of `x` along `axis` by its own shift, which may be negative or zero.
 
-    `shifts` has one entry a row, and a trailing axis of one for every axis before `axis` but the
-    first: shape (B, 1) rolls axis 2 of (B, heads, tokens, width).
+    `shifts` has one entry per row, and a trailing axis of one for each axis between the first and
+    `axis`: shape (B, 1) rolls axis 2 of (B, heads, tokens, width).
     """
     if shifts.ndim != axis:
         raise CacheMismatch("dynamic_roll", "the number of axes of shifts", axis, shifts.ndim)
@@ -72,17 +72,17 @@ def dynamic_roll(x: mx.array, shifts: mx.array, axis: int) -> mx.array:
 
 
 def empty_batch(caches: Caches, n_rows: int) -> Caches:
-    """A batch of `n_rows` empty sequences, for a model whose fresh caches are given."""
+    """A batch of `n_rows` empty sequences, from empty caches of the model."""
     return merge([caches] * n_rows)
 
 
 def merge(rows: Sequence[Caches]) -> Caches:
-    """One batch from single sequences of any lengths, some of them empty. Donors are not changed.
+    """One batch from single sequences of any lengths, including 0. The originals are not changed.
 
-    Right-aligned, so what follows is left padding. Everything is checked before a byte is copied.
+    Rows are right-aligned, with left padding. Everything is checked before anything is copied.
     """
     if not rows:
-        raise UnsupportedCache("A batch of no sequences cannot be made; pass at least one.")
+        raise UnsupportedCache("A batch needs at least one sequence.")
     _check_rows_fit(rows)
     return [_merge_layer([row[i] for row in rows]) for i in range(len(rows[0]))]
 
@@ -90,14 +90,14 @@ def merge(rows: Sequence[Caches]) -> Caches:
 def batch_size(batch: Caches) -> int:
     for _, leaf in leaves(batch):
         return int(leaf.batch_size if isinstance(leaf, ArraysCache) else leaf.offset.shape[0])
-    raise UnsupportedCache("A model without caches has no batch.")
+    raise UnsupportedCache("The batch has no layers; a model without caches cannot be batched.")
 
 
 def prepare(batch: Caches, padding: Padding) -> None:
-    """Announce how the next slice is padded; feed it at once and whole, then call `finalize`.
+    """Set the padding of the next slice; then feed it in one call, and call `finalize`.
 
-    Call it before every slice of more than one token, with equal lengths too: a window's ring is
-    put in order of time here, because mlx-lm masks a slice after a turned ring wrongly.
+    Call it before every slice of more than one token, even with equal lengths: it puts a window's
+    ring into token order, because mlx-lm masks a slice after a rotated ring wrongly.
     """
     left = padding if isinstance(padding, LeftPadding) else getattr(padding, "left", None)
     right = padding if isinstance(padding, RightPadding) else getattr(padding, "right", None)
@@ -114,16 +114,16 @@ def prepare(batch: Caches, padding: Padding) -> None:
                 f"Layer {path}: left padding can only be added to an empty batch."
             )
         if right is not None and kind_of(leaf) is Kind.WINDOW and not min(right.lengths):
-            # mlx-lm would drop the oldest row of its window and keep padding in its place.
+            # mlx-lm would drop the oldest row of its window and keep padding instead.
             raise UnsupportedCache(
-                f"Layer {path}: a row without new tokens cannot sit through a padded slice of a "
-                "window layer; filter it out first."
+                f"Layer {path}: a window layer cannot take a padded slice in which a row has no "
+                "tokens; filter that row out first."
             )
         _prepare_leaf(leaf, arguments)
 
 
 def finalize(batch: Caches) -> None:
-    """Turn right padding into left padding, so that every row ends where the batch ends."""
+    """Turn right padding into left padding, so that all rows end together."""
     if all(is_empty(layer) for layer in batch):
         raise UnsupportedCache("Nothing was fed since prepare; feed the padded slice first.")
     for layer in batch:
@@ -138,7 +138,7 @@ def filter_rows(batch: Caches, keep: Sequence[int]) -> None:
     for path, leaf in leaves(batch):
         require_finalized(leaf)
         if is_empty(leaf) and leaf.left_padding is not None and mx.any(leaf.left_padding > 0):
-            raise UnsupportedCache(f"Layer {path}: feed the announced left padding first.")
+            raise UnsupportedCache(f"Layer {path}: feed the left-padded slice first.")
     for layer in batch:
         layer.filter(list(keep))
 
@@ -198,7 +198,7 @@ def _extract_layer(layer: Cache, row: int) -> Cache:
         return CacheList(*(_extract_layer(part, row) for part in layer.caches))
     if not is_empty(layer):
         return layer.extract(row)
-    # mlx-lm raises on an empty batch; the row of one is a fresh cache.
+    # mlx-lm raises on an empty batch; a row of it is an empty cache.
     if isinstance(layer, ArraysCache):
         return ArraysCache(len(layer.cache))
     if isinstance(layer, BatchRotatingKVCache):
@@ -214,7 +214,7 @@ def _prepare_leaf(leaf: Cache, arguments: dict[str, list[int]]) -> None:
     if not isinstance(leaf, ArraysCache):
         leaf.prepare(**arguments)
         return
-    # mlx-lm's ArraysCache forgets left padding given here, so it is set where it is read.
+    # mlx-lm's ArraysCache ignores left padding in `prepare`, so the attribute is set.
     if "lengths" in arguments:
         leaf.prepare(lengths=arguments["lengths"])
     if "left_padding" in arguments:
@@ -222,13 +222,13 @@ def _prepare_leaf(leaf: Cache, arguments: dict[str, list[int]]) -> None:
 
 
 def can_batch(caches: Caches) -> bool:
-    """Whether caches of these classes can join a batch; others run alone."""
-    return not any(_why_not(leaf) for _, leaf in leaves(caches))
+    """Whether these caches can join a batch; others run alone."""
+    return not any(_why_unbatchable(leaf) for _, leaf in leaves(caches))
 
 
-def _why_not(leaf: Cache) -> str | None:
+def _why_unbatchable(leaf: Cache) -> str | None:
     if is_batched(leaf):
-        return "it is a batch already, so extract its rows first"
+        return "it is already a batch, so extract its rows first"
     if encode(leaf).cls not in BATCHABLE:
         return "this class has no batched form"
     if isinstance(leaf, ArraysCache):
@@ -237,7 +237,7 @@ def _why_not(leaf: Cache) -> str | None:
     if isinstance(leaf, RotatingKVCache) and leaf.keep:
         return f"a batch would lose its first {leaf.keep} tokens"
     if isinstance(leaf.keys, mx.array) and leaf.keys.dtype != leaf.values.dtype:
-        return "mlx-lm would turn its values into the dtype of its keys"
+        return "mlx-lm would convert its values to the dtype of its keys"
     return None
 
 
@@ -245,27 +245,27 @@ def _check_rows_fit(rows: Sequence[Caches]) -> None:
     _check_same_layers(rows)
     for number, row in enumerate(rows):
         for path, leaf in leaves(row):
-            if why := _why_not(leaf):
+            if why := _why_unbatchable(leaf):
                 raise UnsupportedCache(
                     f"Row {number}, layer {path}: {type(leaf).__name__} cannot join a batch: {why}."
                 )
 
 
 def _check_same_layers(rows: Sequence[Caches]) -> None:
-    """Every row has the layers of the first: classes, settings, heads, widths and dtypes."""
+    """Every row must have the layers of the first: classes, settings, heads, widths, dtypes."""
     expected: dict[str, dict[str, Any]] = {}
     for number, row in enumerate(rows):
         if len(row) != len(rows[0]):
             raise CacheMismatch(f"Row {number}", "the number of layers", len(rows[0]), len(row))
         for path, leaf in leaves(row):
-            known = expected.setdefault(path, {})
+            first = expected.setdefault(path, {})
             for what, value in _signature(leaf).items():
-                if known.setdefault(what, value) != value:
-                    raise CacheMismatch(f"Row {number}, layer {path}", what, known[what], value)
+                if first.setdefault(what, value) != value:
+                    raise CacheMismatch(f"Row {number}, layer {path}", what, first[what], value)
 
 
 def _signature(leaf: Cache) -> dict[str, Any]:
-    """What must be equal among neighbours; an empty cache says nothing of its tensors."""
+    """What must be equal in all rows; an empty cache has no tensors to compare."""
     encoded = encode(leaf)
     same: dict[str, Any] = {"the class": encoded.cls}
     same |= {f"the {name}": encoded.scalars[name] for name in SETTINGS if name in encoded.scalars}

@@ -1,6 +1,6 @@
-"""Arrays as bytes that a file can take, and bytes as arrays again.
+"""Arrays as bytes for files, and bytes as arrays.
 
-numpy has no bfloat16, so such an array is looked at as 16-bit words; no number changes.
+numpy has no bfloat16, so such an array is viewed as 16-bit words; no value changes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ WORDS = {"BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16
          "F16": np.float16, "BF16": np.uint16, "U32": np.uint32, "I32": np.int32,
          "F32": np.float32, "U64": np.uint64, "I64": np.int64}  # fmt: skip
 HUGE_PAGE = 2 << 20
-MAX_PIECES = 512  # that one call to the system takes
-MADV_COLLAPSE = 25  # since Linux 6.1; Python has no name for it yet
+MAX_PIECES = 512  # of one system call
+MADV_COLLAPSE = 25  # since Linux 6.1; Python has no constant for it
 
 Shape: TypeAlias = tuple[int, ...]
 
 
 class ArrayBytes(NamedTuple):
-    """The bytes of an array; they stay valid, and the array alive, as long as this does."""
+    """The bytes of an array, which this object keeps alive."""
 
     dtype: str
     shape: Shape
@@ -45,7 +45,7 @@ class ArrayBytes(NamedTuple):
 
 
 class HostArray:
-    """An array that still lies in bytes of ours, not of MLX: shape and dtype as MLX would say."""
+    """An array in host bytes that MLX does not own, with the shape and dtype of MLX."""
 
     def __init__(self, words: np.ndarray[Any, Any], dtype: mx.Dtype) -> None:
         self.shape: Shape = tuple(words.shape)
@@ -68,11 +68,11 @@ class HostArray:
         return HostArray(self.words[..., start:end, :], self.dtype)
 
     def copy(self) -> HostArray:
-        """The same in bytes of its own, whatever becomes of those it lies in."""
+        """The same array in its own bytes."""
         return HostArray(self.words.copy(), self.dtype)
 
     def write_to(self, memory: np.ndarray[Any, Any]) -> None:
-        """Put all of it there."""
+        """Copy the whole array to `memory`."""
         memory[...] = self.words
 
     def to_mx(self) -> mx.array:
@@ -82,22 +82,21 @@ class HostArray:
 
 
 class ByteSource(Protocol):
-    """Where the bytes of an array come from when they are asked for."""
+    """Reads the bytes of an array on demand."""
 
     @property
     def data(self) -> memoryview:
-        """All of them, good until others are asked for."""
+        """All bytes, valid until the next read."""
 
     def read_into(self, pieces: Sequence[Any]) -> None:
-        """Put them there, one piece of memory after the other, without another copy where that can
-        be."""
+        """Read into the pieces in order, if possible without another copy."""
 
 
 class FileArray(HostArray):
-    """An array whose bytes lie in a file. Each look at its words reads them."""
+    """An array whose bytes are in a file. Each access to `words` reads them."""
 
     def __init__(self, dtype: str, shape: Shape, source: ByteSource) -> None:
-        self.shape, self.dtype = shape, DTYPES[dtype]  # and no words yet
+        self.shape, self.dtype = shape, DTYPES[dtype]
         self._name, self._source = dtype, source
 
     @property
@@ -105,7 +104,7 @@ class FileArray(HostArray):
         return _words(self._name, self.shape, self._source.data)
 
     def write_to(self, memory: np.ndarray[Any, Any]) -> None:
-        """Rows of one sequence in a larger array lie in one piece for every head."""
+        """Rows of one sequence in a larger array are contiguous for each head."""
         if not memory.size:
             return
         if memory.flags.c_contiguous:
@@ -117,10 +116,10 @@ class FileArray(HostArray):
 
 
 def to_buffer(array: mx.array | HostArray) -> ArrayBytes:
-    """The bytes of an evaluated array in C order; shared with it where it is contiguous."""
+    """The bytes of an evaluated array in C order; shared with it if it is contiguous."""
     if isinstance(array, HostArray):
         return _array_bytes(array.words, array.dtype)
-    return _array_bytes(np.asarray(_numpys(array)), array.dtype)
+    return _array_bytes(np.asarray(_as_numpy_dtype(array)), array.dtype)
 
 
 def _array_bytes(words: np.ndarray[Any, Any], dtype: mx.Dtype) -> ArrayBytes:
@@ -135,7 +134,7 @@ def _name_of(dtype: mx.Dtype) -> str:
 
 
 def from_buffer(dtype: str, shape: Shape, data: Any) -> HostArray:
-    """Look at bytes as an array; nothing is copied."""
+    """View bytes as an array; nothing is copied."""
     return HostArray(_words(dtype, shape, data), DTYPES[dtype])
 
 
@@ -144,32 +143,32 @@ def _words(dtype: str, shape: Shape, data: Any) -> np.ndarray[Any, Any]:
 
 
 def word_of(dtype: mx.Dtype) -> Any:
-    """What numpy takes for one item of it."""
+    """The numpy type of one item."""
     return WORDS[_name_of(dtype)]
 
 
 def host_view(array: mx.array) -> np.ndarray[Any, Any]:
-    """The memory of an evaluated array, to be written to before anybody reads the array.
+    """The memory of an evaluated array, to be written before the array is read.
 
-    The host reaches it on every backend: on CUDA it is managed memory.
+    The host can access it on every backend: on CUDA it is managed memory.
     """
-    return np.asarray(_numpys(array))
+    return np.asarray(_as_numpy_dtype(array))
 
 
-def _numpys(array: mx.array) -> mx.array:
-    """The same memory as an array that numpy knows."""
+def _as_numpy_dtype(array: mx.array) -> mx.array:
+    """The same memory with a dtype that numpy has."""
     return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
 
 
 class WritableArray(NamedTuple):
-    """An array, and its memory as the host writes it before anybody reads the array."""
+    """An array and its memory, which the host writes before the array is read."""
 
     array: mx.array
     memory: np.ndarray[Any, Any]
 
 
 class _HeaderOnlyFile(io.BytesIO):
-    """A safetensors file that is all header: whoever reads its tensors gets no bytes."""
+    """A safetensors file with a header and no data: reading a tensor leaves memory unchanged."""
 
     def __init__(self, wanted: Sequence[tuple[Shape, mx.Dtype]]) -> None:
         self._n_bytes, entries = 0, {}
@@ -190,28 +189,28 @@ class _HeaderOnlyFile(io.BytesIO):
 
 
 def uninitialized_arrays(wanted: Sequence[tuple[Shape, mx.Dtype]]) -> list[WritableArray]:
-    """Evaluated arrays of whatever their memory holds, to be written by the host.
+    """Evaluated arrays with arbitrary content, to be written by the host.
 
-    `mx.empty` fills with zeros, in one thread: the first use of so much memory costs more than
-    reading it from a warm file. So MLX is made to load them from a file that has no bytes.
+    `mx.empty` fills with zeros on one thread, and that first use of the memory costs more than
+    reading the data from a warm file. So MLX loads them from a file that has no data.
     """
     if not wanted:
         return []
     loaded: Any = mx.load(_HeaderOnlyFile(wanted), format="safetensors")
     arrays: list[mx.array] = [loaded[str(number)] for number in range(len(wanted))]
-    views = [_numpys(array) for array in arrays]
+    views = [_as_numpy_dtype(array) for array in arrays]
     mx.eval(views)  # together: one by one it takes five times as long
     made = [WritableArray(a, np.asarray(view)) for a, view in zip(arrays, views, strict=True)]
-    _ask_for_huge_pages([writable.memory for writable in made])
+    _advise_huge_pages([writable.memory for writable in made])
     return made
 
 
-def _ask_for_huge_pages(memories: Sequence[np.ndarray[Any, Any]]) -> None:
-    """Linux hands out memory in pages of 4 KiB, or of 2 MiB where it is asked to: the first use of
-    it then takes a tenth of the time. A mere wish.
+def _advise_huge_pages(memories: Sequence[np.ndarray[Any, Any]]) -> None:
+    """Ask Linux for pages of 2 MiB instead of 4 KiB: the first use takes a tenth of the time.
 
-    The allocator keeps notes in front of an array, so its first page is there already, a small
-    one. The 2 MiB around it, part of the array before it mostly, are put together all the same.
+    Best effort; failure is ignored. The allocator writes its own data just before an array, so the
+    array's first page exists already as a small one. The 2 MiB around it, which mostly belong to
+    the previous array, are collapsed into a huge page too.
     """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None:

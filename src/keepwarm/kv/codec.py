@@ -1,7 +1,7 @@
 """A cache object as named tensors and scalars, and back.
 
-Only this module looks inside a cache's attributes to save or set them. Tensors hold live tokens
-only, in their native dtype, rotating rows in the order of time. Nothing is de-quantised.
+Only this module reads and sets a cache's attributes. Tensors hold live tokens only, in their native
+dtype; rotating rows are in token order. Nothing is dequantised.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LAYER_ARRAYS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate"
 
 @dataclass(frozen=True)
 class EncodedCache:
-    """One layer's cache as values. An empty cache has no tensors."""
+    """One layer's cache as tensors and scalars. An empty cache has no tensors."""
 
     cls: str
     tensors: Tensors = field(default_factory=dict)
@@ -45,7 +45,7 @@ class EncodedCache:
     parts: tuple[EncodedCache, ...] = ()
 
     def arrays(self) -> list[mx.array]:
-        """All tensors, those of the parts included: what to evaluate."""
+        """All tensors, including those of the parts, to be evaluated."""
         return [*self.tensors.values(), *(a for part in self.parts for a in part.arrays())]
 
     @property
@@ -60,7 +60,7 @@ def encode(cache: Cache) -> EncodedCache:
 
 
 def decode(encoded: EncodedCache) -> Cache:
-    """A cache that goes on exactly as the encoded one would have."""
+    """A cache that continues exactly as the encoded one would have."""
     codec = _BY_NAME.get(encoded.cls)
     if codec is None:
         raise UnsupportedCache(f"{encoded.cls} is not a cache class known to Keepwarm.")
@@ -68,23 +68,25 @@ def decode(encoded: EncodedCache) -> Cache:
 
 
 def rows_in_order(cache: Cache) -> Tensors:
-    """All rows of K and V that are still there, oldest first: after a long slice a rotating cache
-    holds more than its window, and each of those rows is worth a block."""
+    """All rows of K and V that the cache still holds, oldest first.
+
+    After a long slice that is more than the window of a rotating cache; blocks use all of them.
+    """
     if isinstance(cache, RotatingKVCache) and cache.keys is not None:
         return {name: cache._temporal_order(getattr(cache, name)) for name in ("keys", "values")}
     return encode(cache).tensors
 
 
 def evaluate(caches: Caches) -> Caches:
-    """Evaluate every array, so that the caches may cross threads; answers with the same caches."""
+    """Evaluate every array, so that the caches may cross threads; returns the same caches."""
     mx.eval([cache.state for cache in caches])
     return caches
 
 
 def copy_caches(caches: Caches) -> Caches:
-    """Equal caches in buffers of exactly their live rows; the originals are not touched.
+    """Equal caches, without spare rows; the originals are not changed.
 
-    Memory is shared until either is written to, but no array object: mlx-lm writes into those.
+    Memory is shared until either is written, but array objects are not: mlx-lm writes into them.
     """
     return [decode(_share_memory(encode(cache))) for cache in caches]
 
@@ -95,12 +97,12 @@ def _share_memory(encoded: EncodedCache) -> EncodedCache:
 
 
 def live_bytes(caches: Caches) -> int:
-    """Bytes of live tokens; `nbytes` of mlx-lm counts pre-allocated room too."""
+    """Bytes of live tokens; `nbytes` of mlx-lm also counts spare rows."""
     return sum(encode(cache).n_bytes for cache in caches)
 
 
 def _rows(cache: Cache, end: int | None = None) -> dict[str, mx.array]:
-    """K and V up to row `end`, by name; the triples of a quantised cache under six names."""
+    """K and V up to row `end`, by name; a quantised cache has six tensors."""
     if cache.keys is None or end == 0:
         return {}
     found: dict[str, mx.array] = {}
@@ -115,7 +117,7 @@ def _rows(cache: Cache, end: int | None = None) -> dict[str, mx.array]:
 
 
 def _set_rows(cache: Cache, tensors: Tensors) -> Cache:
-    """Put K and V back under the attributes where every class keeps them."""
+    """Set the attributes `keys` and `values`."""
     if "keys" in tensors:
         cache.keys, cache.values = tensors["keys"], tensors["values"]
     elif tensors:
@@ -137,7 +139,7 @@ def _decode_kv(encoded: EncodedCache) -> KVCache:
 
 
 def _encode_concatenate(cache: ConcatenateKVCache) -> EncodedCache:
-    # After mlx-lm's trim the rows are longer than the offset says; the offset is the truth.
+    # After mlx-lm's trim there are more rows than `offset`; the offset is right.
     return EncodedCache("ConcatenateKVCache", _rows(cache, cache.offset), {"offset": cache.offset})
 
 
@@ -169,7 +171,7 @@ def _encode_rotating(cache: RotatingKVCache) -> EncodedCache:
 
 
 def _last_window(cache: RotatingKVCache, rows: mx.array) -> mx.array:
-    """The rows that later tokens can still see; a long prefill leaves more than the window."""
+    """The rows that later tokens can attend to; a long prefill leaves more than the window."""
     surplus = rows.shape[2] - cache.max_size
     if surplus <= 0:
         return rows
@@ -273,7 +275,7 @@ def _encode_batch_rotating(cache: BatchRotatingKVCache) -> EncodedCache:
         "n_fed": cache._offset,
         "rotated": cache.rotated,
     }
-    # A ring that has turned is full; one that has not ends at idx.
+    # A rotated ring is full; otherwise the rows end at idx.
     rows = _rows(cache, None if cache.rotated else cache._idx)
     return EncodedCache("BatchRotatingKVCache", rows | _row_positions(cache), scalars)
 
@@ -297,9 +299,9 @@ def _set_batch(cache: Cache, encoded: EncodedCache) -> Cache:
 
 
 def require_finalized(cache: Cache) -> None:
-    """Raise where a batch stands between prepare and finalize, its padding still on the right."""
+    """Raise if a batch is between prepare and finalize, with right padding."""
     if any(getattr(cache, n, None) is not None for n in ("_right_padding", "_lengths", "lengths")):
-        raise UnsupportedCache("A batch between prepare and finalize cannot be used; finalize it.")
+        raise UnsupportedCache("A batch cannot be used between prepare and finalize; finalize it.")
 
 
 class Codec(NamedTuple):

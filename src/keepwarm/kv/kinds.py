@@ -1,8 +1,8 @@
-"""Which kind of cache a layer keeps, asked of the object itself and never guessed.
+"""The kind of cache a layer has, from its class and attributes.
 
-delta      rows of K and V, one a token; a row depends on its prefix alone, so any slice is a value
-window     the same, but only the last rows are held, and only they are needed to go on
-state      everything so far folded into arrays; good only at the token where it was taken
+delta      one row of K and V per token; a row depends on its prefix alone, so any slice is valid
+window     the same, but only the last rows are held, and only they are needed to continue
+state      all tokens so far folded into arrays; valid only at the token where it was taken
 composite  several caches in one layer
 """
 
@@ -28,8 +28,8 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 from keepwarm.errors import CacheMismatch, UnsupportedCache
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
 
-Cache: TypeAlias = Any  # one layer's cache, of a class of mlx-lm or of ours
-Caches: TypeAlias = list[Any]  # one cache a layer
+Cache: TypeAlias = Any  # one layer's cache, of a class of mlx-lm or of `kv.quant`
+Caches: TypeAlias = list[Any]  # one cache per layer
 
 
 class Kind(Enum):
@@ -58,14 +58,14 @@ BATCHED = (BatchKVCache, BatchQuantizedKVCache, BatchRotatingKVCache)
 
 
 def kind_of(cache: Cache) -> Kind:
-    """The kind of one layer's cache; a class that nobody here knows is refused by name."""
+    """The kind of one layer's cache; raises for an unknown class."""
     kind = KINDS.get(type(cache))
     if kind is None:
         name = f"{type(cache).__module__}.{type(cache).__qualname__}"
         raise UnsupportedCache(
-            f"{name} is not a cache class known to Keepwarm; such a model runs without a cache."
+            f"{name} is not a cache class known to Keepwarm; this model cannot be cached."
         )
-    # With keep > 0 the rows a token saw depend on how the prompt was sliced (facts: keep = 4).
+    # With keep > 0 the rows a token attends to depend on how the prompt was sliced.
     return Kind.STATE if isinstance(cache, RotatingKVCache) and cache.keep else kind
 
 
@@ -91,7 +91,7 @@ def is_empty(cache: Cache) -> bool:
 
 
 def is_batched(cache: Cache) -> bool:
-    """Whether rows of several sequences, or padding, are inside."""
+    """Whether it holds rows of several sequences, or padding."""
     if kind_of(cache) is Kind.COMPOSITE:
         return any(is_batched(part) for part in cache.caches)
     if isinstance(cache, ArraysCache):
@@ -101,9 +101,9 @@ def is_batched(cache: Cache) -> bool:
 
 
 def token_count(caches: Sequence[Cache]) -> int | None:
-    """Tokens that single-sequence caches represent; None where no layer can tell.
+    """Tokens that single-sequence caches represent; None if no layer knows.
 
-    mlx-lm's own `size()` answers 0 for half of its classes, so the offsets are asked.
+    From the offsets, because mlx-lm's `size()` returns 0 for half of its classes.
     """
     count: int | None = None
     for path, cache in leaves(caches):

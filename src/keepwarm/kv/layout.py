@@ -1,7 +1,7 @@
-"""What every layer of a model keeps: its kind, its class, and the shape and dtype of each tensor.
+"""The layout of a model's caches: kind and class of each layer, shape and dtype of each tensor.
 
-A layout is asked of the model once, by feeding it one token, and then decides whether a block or a
-cache fits. Nothing is assumed from the architecture's name.
+It is found once, by feeding the model one token, and then decides whether a block or a cache fits.
+Nothing is assumed from the architecture's name.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from keepwarm.errors import BadInput, CacheMismatch
 from keepwarm.kv.codec import EncodedCache, Scalar, encode
 from keepwarm.kv.kinds import Caches, Kind, kind_of
 
-ROWS = 2  # the axis of K and V that counts tokens
-POSITIONS = frozenset({"offset", "start_position"})  # scalars that move with every token
+ROWS = 2  # the token axis of K and V
+POSITIONS = frozenset({"offset", "start_position"})  # scalars that change with every token
 
 
 class ArrayLike(Protocol):
-    """An array of MLX, or bytes that will become one."""
+    """An MLX array, or host bytes that will become one."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -35,7 +35,7 @@ class ArrayLike(Protocol):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor; None stands where rows are counted."""
+    """Shape and dtype of a tensor; None is the row axis."""
 
     shape: tuple[int | None, ...]
     dtype: mx.Dtype
@@ -51,14 +51,14 @@ class TensorSpec:
             raise CacheMismatch(where, "the shape", expected, array.shape)
 
     def check_any_rows(self, array: ArrayLike, where: str) -> None:
-        """The same for a tensor whose rows are not counted in tokens."""
+        """The same for a tensor whose number of rows is not known."""
         axis = self.shape.index(None)
         self.check(array, array.shape[axis] if axis < array.ndim else 0, where)
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer, or one part of a composite layer. A layer that stays empty has no tensors."""
+    """One layer, or one part of a composite layer. An empty layer has no tensors."""
 
     path: str
     kind: Kind
@@ -69,7 +69,7 @@ class LayerSpec:
 
     @property
     def window(self) -> int | None:
-        """Rows that must be there to go on; None means all of them."""
+        """Rows needed to continue; None means all of them."""
         if self.kind is not Kind.WINDOW:
             return None
         return self.scalars.get("max_size") or self.scalars["chunk_size"]
@@ -79,7 +79,7 @@ class LayerSpec:
 
     @property
     def has_variable_tensors(self) -> bool:
-        """Whether arrays appear, and grow, only as tokens come: one token does not show them."""
+        """Whether arrays appear and grow with later tokens: one token does not show them all."""
         return self.cls == "LayerCache"
 
     def leaves(self) -> Iterator[LayerSpec]:
@@ -103,7 +103,7 @@ class Layout:
         return frozenset(leaf.kind for leaf in self.leaves())
 
     def check(self, caches: Caches) -> None:
-        """Raise where filled caches are not of this layout: layers, classes, shapes, dtypes."""
+        """Raise if filled caches differ from this layout in layers, classes, shapes or dtypes."""
         if len(caches) != len(self.layers):
             raise CacheMismatch("The cache", "the number of layers", len(self.layers), len(caches))
         for expected, got in zip(self.leaves(), layout_of(caches).leaves(), strict=True):
@@ -117,20 +117,20 @@ class Layout:
 
 
 def layout_of(caches: Caches) -> Layout:
-    """The layout of caches that have been fed."""
+    """The layout of filled caches."""
     specs = (_spec(str(i), kind_of(c), c, encode(c)) for i, c in enumerate(caches))
     return Layout(tuple(specs))
 
 
 def probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Layout:
-    """The layout of a model, found by feeding one token to fresh caches."""
+    """The layout of a model, found by feeding it one token with empty caches."""
     try:
         model(mx.array([[token]]), cache=caches)
         mx.eval([array for cache in caches for array in encode(cache).arrays()])
     except (ValueError, TypeError) as error:
-        # Mostly a group size that does not divide a head, or sinks beside quantised keys.
+        # Mostly a group size that does not divide a head, or attention sinks with quantised keys.
         raise BadInput(
-            f"This model does not run with these caches ({error}); change or drop the KV options."
+            f"This model does not run with these KV options ({error}); change or remove them."
         ) from error
     return layout_of(caches)
 
@@ -149,7 +149,7 @@ def _spec(path: str, kind: Kind, cache: Any, encoded: EncodedCache) -> LayerSpec
 
 
 def _shape(cls: str, name: str, array: mx.array) -> tuple[int | None, ...]:
-    """State arrays mostly have one shape for ever; K and V grow along their rows."""
+    """State arrays mostly have a fixed shape; K and V grow along their rows."""
     if cls == "LayerCache":
         return (array.shape[0], None, *array.shape[2:])
     if name.startswith("state"):

@@ -1,4 +1,4 @@
-"""Fresh caches for a model, with the user's settings applied to the layers they can apply to."""
+"""Empty caches for a model, with the KV options applied to the layers that allow them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def make_caches(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
 ) -> Caches:
-    """One empty cache a layer, of the class the model asks for.
+    """One empty cache per layer, of the class the model asks for.
 
-    `max_kv_size` bounds, and `kv_bits` quantises, the layers that keep every token; layers with a
-    window or a state are bounded already and stay as they are. Unlike mlx-lm, `max_kv_size` keeps
-    no first tokens, so that alone and in a batch the answer is the same.
+    `max_kv_size` bounds, and `kv_bits` quantises, the layers that keep every token; window and
+    state layers are bounded already and do not change. Unlike in mlx-lm, `max_kv_size` keeps no
+    first tokens, so that a request gets the same answer alone and in a batch.
     """
     if max_kv_size is not None and kv_bits is not None:
-        raise BadInput("max_kv_size and kv_bits cannot be combined: a ring is not quantised.")
+        raise BadInput("max_kv_size and kv_bits cannot be combined; choose one.")
     if max_kv_size is not None and max_kv_size < 1:
         raise BadInput(f"max_kv_size is {max_kv_size}; it must be at least 1.")
     if kv_bits is not None and kv_bits not in BITS:
@@ -42,16 +42,16 @@ def make_caches(
         )
     caches: Caches = make_prompt_cache(model)
     if max_kv_size is not None:
-        other = partial(RotatingKVCache, max_size=max_kv_size, keep=0)
+        replacement = partial(RotatingKVCache, max_size=max_kv_size, keep=0)
     elif kv_bits is not None:
-        other = partial(QuantKVCache, group_size=kv_group_size, bits=kv_bits)
+        replacement = partial(QuantKVCache, group_size=kv_group_size, bits=kv_bits)
     else:
         return caches
-    return [_changed(cache, other) for cache in caches]
+    return [_replace(cache, replacement) for cache in caches]
 
 
-def _changed(cache: Cache, other: Callable[[], Cache]) -> Cache:
-    """Another cache for a layer that keeps every token; the same for any else."""
+def _replace(cache: Cache, make: Callable[[], Cache]) -> Cache:
+    """A new cache for a layer that keeps every token; other caches as they are."""
     if isinstance(cache, CacheList):
-        return CacheList(*(_changed(part, other) for part in cache.caches))
-    return other() if type(cache) is KVCache else cache
+        return CacheList(*(_replace(part, make) for part in cache.caches))
+    return make() if type(cache) is KVCache else cache

@@ -1,4 +1,4 @@
-"""Quantised K and V that can join a batch: what mlx-lm's QuantizedKVCache lacks."""
+"""Quantised caches that can join a batch, which mlx-lm's QuantizedKVCache cannot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keepwarm.errors import UnsupportedCache
 
 
 class QuantizedRows(NamedTuple):
-    """K or V of some tokens as `mx.quantize` gives them."""
+    """K or V of some tokens as `mx.quantize` returns them."""
 
     weights: mx.array
     scales: mx.array
@@ -32,7 +32,7 @@ def quantize_rows(x: mx.array, group_size: int, bits: int) -> QuantizedRows:
 
 
 class QuantKVCache(QuantizedKVCache):
-    """mlx-lm's quantised cache with a true size and a way into a batch."""
+    """mlx-lm's quantised cache with a correct size and `merge`."""
 
     def size(self) -> int:
         return int(self.offset)
@@ -47,7 +47,7 @@ class QuantKVCache(QuantizedKVCache):
 
 
 def quantize_caches(caches: list[Any], bits: int, group_size: int) -> list[Any]:
-    """The same sequence with the layers that keep every token quantised; others as they are."""
+    """The same sequence with the layers that keep every token quantised; others unchanged."""
     return [_quantize_cache(cache, bits, group_size) for cache in caches]
 
 
@@ -63,10 +63,10 @@ def _quantize_cache(cache: Any, bits: int, group_size: int) -> Any:
 
 
 class BatchQuantizedKVCache:
-    """Rows of several sequences, left-padded to one length, quantised.
+    """Quantised rows of several sequences, left-padded to one length.
 
-    The batch protocol of mlx-lm's BatchKVCache: `left_padding` and `offset` are arrays with one
-    entry a row, `_idx` is the common end.
+    It has the interface of mlx-lm's BatchKVCache: `left_padding` and `offset` are arrays with one
+    entry per row, `_idx` is the common end.
     """
 
     step = 256
@@ -99,7 +99,7 @@ class BatchQuantizedKVCache:
     def _with_room(
         self, buffer: QuantizedRows | None, rows: QuantizedRows, n: int
     ) -> QuantizedRows:
-        """The buffer, grown by whole steps where `rows` would not fit after the first `n`."""
+        """The buffer, grown by whole steps if `rows` do not fit after the first `n`."""
         if buffer is not None and n + rows.n_rows <= buffer.n_rows:
             return buffer
         room = -(-rows.n_rows // self.step) * self.step
@@ -113,7 +113,7 @@ class BatchQuantizedKVCache:
 
     def keys_and_values(self) -> tuple[QuantizedRows, QuantizedRows]:
         if self.keys is None or self.values is None:
-            raise UnsupportedCache("An empty batch has no keys and values yet; feed it first.")
+            raise UnsupportedCache("An empty batch has no keys and values; feed it first.")
         end = self._idx
         return self.keys.map(lambda x: x[..., :end, :]), self.values.map(lambda x: x[..., :end, :])
 
@@ -234,7 +234,7 @@ class BatchQuantizedKVCache:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """What must be evaluated; the codec, not this tuple, is the saved form."""
+        """For evaluation only; the codec defines the saved form."""
         return self.keys, self.values, self.offset, self.left_padding, self._idx
 
     @property
@@ -252,7 +252,7 @@ def _stack(a: QuantizedRows, b: QuantizedRows) -> QuantizedRows:
 
 
 def _merge_rows(rows: Sequence[Any], lengths: Sequence[int]) -> QuantizedRows:
-    """One left-padded buffer from the triples of single sequences; None where one is empty."""
+    """One left-padded buffer from the rows of single sequences, None for empty ones."""
     end = max(lengths)
     first = next(triple for triple, n in zip(rows, lengths, strict=True) if n)
 

@@ -46,10 +46,10 @@ def _suffix(tensor: str) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """What a cache knows of tokens `start … end`, by kind of layer.
+    """The cache content of tokens `start … end`, by kind of layer.
 
-    `window` holds the rows that had not slid out when the block was cut; `first_rows` says, for
-    each window layer by its path, which row of the block comes first. `state` is as of `end`.
+    `window` holds the rows that were still in the window when the block was cut; `first_rows` is,
+    by path of the window layer, the first such row of the block. `state` is as of `end`.
     """
 
     index: int
@@ -68,7 +68,7 @@ class Block:
         return self.start + self.n_tokens
 
     def arrays(self) -> list[mx.array]:
-        """Those that MLX holds: what to evaluate."""
+        """The MLX arrays, to be evaluated."""
         tensors = (*self.delta.values(), *self.window.values(), *self.state.values())
         return [array for array in tensors if isinstance(array, mx.array)]
 
@@ -78,7 +78,7 @@ class Block:
 
 
 class _Rows(NamedTuple):
-    """K and V of one layer in the order of time; the first row belongs to token `first`."""
+    """K and V of one layer in token order; the first row belongs to token `first`."""
 
     first: int
     tensors: Tensors
@@ -93,9 +93,9 @@ def cut_blocks(
 ) -> Iterator[Block]:
     """Blocks of a single-sequence cache from `first_block` on, evaluated, one at a time.
 
-    `n_tokens` is what the cache represents; only a model of nothing but state layers needs to be
-    told. The last block is as long as the cache is, and carries the state. Copies rows, so a block
-    does not hold the whole cache in memory. Call it on the thread that owns the cache.
+    `n_tokens` is what the cache represents; only a model with state layers alone needs it. The last
+    block ends with the cache and carries the state. Rows are copied, so that a block does not keep
+    the whole cache in memory. Call it on the thread that owns the cache.
     """
     total = _agreed_count(caches, n_tokens)
     rows, states = _rows_and_states(caches, total)
@@ -111,7 +111,7 @@ def _agreed_count(caches: Caches, n_tokens: int | None) -> int:
     counted = token_count(caches)
     if counted is None and n_tokens is None:
         raise UnsupportedCache(
-            "State layers do not know how many tokens they stand for; pass n_tokens."
+            "State layers do not know how many tokens they represent; pass n_tokens."
         )
     if None not in (counted, n_tokens) and counted != n_tokens:
         raise CacheMismatch("The cache", "the token count", n_tokens, counted)

@@ -1,8 +1,8 @@
-"""Rows into a CUDA device's memory, through a small piece of host memory that the device reads.
+"""Rows copied to a CUDA device through a small buffer of host memory that the device reads.
 
-There MLX's arrays are managed memory, whose pages move to whoever touches them, a few GB/s at best.
-So rows are not written into an array from the host. They are put into memory that was touched long
-ago and stays with the host, and the device copies them to where they belong: five times as fast.
+On CUDA, MLX's arrays are managed memory, whose pages migrate to the side that accesses them, at a
+few GB/s at best. So the host does not write rows into an array. It writes them to a buffer that
+stays in host memory, and the device copies them from there: five times as fast.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Copy(NamedTuple):
 
 
 class _Slot(threading.local):
-    """What one thread has in hand: its piece of memory, and copies that wait in it."""
+    """One thread's staging buffer, and the copies that wait in it."""
 
     def __init__(self, n_bytes: int) -> None:
         ((self.array, self.memory),) = uninitialized_arrays([((n_bytes,), mx.uint8)])
@@ -42,7 +42,7 @@ class _Slot(threading.local):
 
 
 class Staging:
-    """Any thread may write rows; each has a slot of its own, and the device empties full ones."""
+    """Any thread may write rows; each has its own slot, and the device empties full ones."""
 
     def __init__(self, slot_bytes: int = SLOT_BYTES) -> None:
         self._slot_bytes = slot_bytes
@@ -50,8 +50,8 @@ class Staging:
         self._lock = threading.Lock()  # the device's copies change arrays that all threads share
 
     @classmethod
-    def here(cls) -> Staging | None:
-        """Where it is of use: on CUDA. Elsewhere the host writes into arrays as they are."""
+    def if_cuda(cls) -> Staging | None:
+        """On CUDA; elsewhere None, and the host writes into the arrays directly."""
         is_cuda = mx.default_device() == mx.gpu and mx.cuda.is_available()
         return cls() if is_cuda else None
 
@@ -69,7 +69,7 @@ class Staging:
         slot.used = -(-end // ALIGNMENT) * ALIGNMENT
 
     def flush(self) -> None:
-        """Let the device copy what this thread has put; the slot is free again afterwards."""
+        """Let the device copy what this thread has written; the slot is empty afterwards."""
         slot = self._slot
         if not slot.copies:
             return
@@ -82,7 +82,7 @@ class Staging:
 
 
 class DeviceRows:
-    """K or V of one layer in the device's memory; rows that nobody wrote are zeros."""
+    """K or V of one layer in device memory; unwritten rows are zeros."""
 
     def __init__(self, spec: TensorSpec, zeros: mx.array, staging: Staging) -> None:
         self.spec = spec
@@ -97,16 +97,16 @@ class DeviceRows:
 
 
 def _advise(memory: Any) -> None:
-    """Keep these pages with the host and let the device read them there. A mere wish."""
+    """Keep these pages on the host, mapped for the device. Best effort; failure is ignored."""
     driver, context = _driver()
     if driver is not None and not driver.cuCtxSetCurrent(context):
-        for advice, whom in ((STAYS_WITH_HOST, HOST), (MAPPED_BY_DEVICE, DEVICE)):
-            driver.cuMemAdvise(memory.ctypes.data, memory.nbytes, advice, whom)
+        for advice, processor in ((STAYS_WITH_HOST, HOST), (MAPPED_BY_DEVICE, DEVICE)):
+            driver.cuMemAdvise(memory.ctypes.data, memory.nbytes, advice, processor)
 
 
 @cache
 def _driver() -> tuple[Any, ctypes.c_void_p]:
-    """CUDA's driver and the context that MLX uses; None where there is none."""
+    """CUDA's driver and the context that MLX uses; the driver is None if there is none."""
     context = ctypes.c_void_p()
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -56,8 +56,8 @@ N = 5
 REFUSED = {
     "batch": "extract one sequence",
     "0.30.4-list": "did not save the classes of a CacheList's parts",
-    "0.30.4-chunked-slid": "252 rows have slid out and no layer says how many tokens",
-    "0.31.3-chunked-slid": "252 rows have slid out and no layer says how many tokens",
+    "0.30.4-chunked-slid": "252 rows have left the window and no layer stores the token count",
+    "0.31.3-chunked-slid": "252 rows have left the window and no layer stores the token count",
 }
 GOLDEN_FILES = sorted(path.stem for path in GOLDEN.glob("*.safetensors"))
 
@@ -322,12 +322,12 @@ def test_export_refuses(caches, reason, tmp_path):
     ("name", "caches", "metadata", "reason"),
     [
         ("cache.bin", [KVCache()], {}, "must end in .safetensors"),
-        ("c.safetensors", [], {}, "no layers"),
+        ("c.safetensors", [], {}, "without layers"),
         ("no/where/c.safetensors", [KVCache()], {}, "cannot be written: No such file"),
-        ("c.safetensors", [KVCache()], {"n": 3}, "must be text"),
-        ("c.safetensors", [KVCache()], {"a.b": "x"}, "'a.b' would come back changed"),
-        ("c.safetensors", [KVCache()], {"7": "x"}, "'7' would come back changed"),
-        ("c.safetensors", [KVCache()], {"": "x"}, "'' would come back changed"),
+        ("c.safetensors", [KVCache()], {"n": 3}, "must be strings"),
+        ("c.safetensors", [KVCache()], {"a.b": "x"}, "'a.b' would be changed"),
+        ("c.safetensors", [KVCache()], {"7": "x"}, "'7' would be changed"),
+        ("c.safetensors", [KVCache()], {"": "x"}, "'' would be changed"),
     ],
 )
 def test_export_asks_for_sense(name, caches, metadata, reason, tmp_path):

@@ -104,7 +104,10 @@ def test_swift_files(name, tmp_path):
         (("MambaCache", [state(1, 1, 2)], ["3", "0"]), "3 state arrays, expected 2"),
         (("ChunkedKVCache", pair(range(5)), ["None", "0"]), "'None' is not a count"),
         (("CacheList", pair(range(5)), [""]), "did not save the classes"),
-        (("CacheList", pair(range(5)), ["2", "KVCache", "2", "1", ""]), "do not add up"),
+        (
+            ("CacheList", pair(range(5)), ["2", "KVCache", "2", "1", ""]),
+            "do not match their counts",
+        ),
         (("CacheList", pair(range(5)), ["1", "KVCache", "1", "1", ""]), "1 tensors, expected"),
         (("CacheList", [], ["1", "CacheList", "0", "999"] * 300), "nested more than 16 deep"),
         (("CacheList", pair(range(5)), ["x", "KVCache", "2", "1", ""]), "'x' is not a count"),

@@ -83,7 +83,7 @@ class Reader:
     def __init__(self, tiers: Tiers, n_threads: int = READER_THREADS) -> None:
         self._tiers = tiers
         self._own = _PerThread()
-        self.staging = Staging.here()
+        self.staging = Staging.if_cuda()
         self.n_threads = n_threads
         self._pool = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-reader")
         self._aside = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-aside")

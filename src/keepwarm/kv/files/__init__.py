@@ -1,4 +1,4 @@
-"""Prompt-cache files of mlx-lm and mlx-swift-lm, read and written in all their layouts.
+"""Prompt-cache files: all formats of mlx-lm and mlx-swift-lm are read, mlx-lm's is written.
 
 Imports `kv`.
 """

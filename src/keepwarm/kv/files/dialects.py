@@ -1,11 +1,11 @@
-"""The layouts in which prompt-cache files have been written, each read as it stands.
+"""Reading the known formats of prompt-cache files.
 
 A file is safetensors. Each layer's state is flattened into tensors named `3.0.1`; the metadata is
-flattened too, and tells the layout before a tensor is touched:
+flattened too, and identifies the format before a tensor is read:
 
-    mlx-lm ≥ 0.32    [the user's metadata, class names, which tensors stand for plain values]
+    mlx-lm ≥ 0.32    [the user's metadata, class names, which tensors encode plain values]
     mlx-lm ≤ 0.31    [each layer's numbers, the user's metadata, class names]
-    mlx-swift-lm     as ≤ 0.31, with the numbers of a layer and of its parts in one flat list
+    mlx-swift-lm     as ≤ 0.31, with the numbers of a layer and its parts in one flat list
 
 Nothing in a file is trusted: class names are looked up in the tables below and nowhere else.
 """
@@ -27,7 +27,7 @@ MAX_NAME = 64  # characters of a name, and slots of a state
 
 Tree: TypeAlias = Any  # a leaf, or a dict of trees under "0", "1", …
 
-# The order of a layer's state since 0.32; `idx` is where a rotating cache writes next.
+# The order of a layer's state since 0.32; `idx` is the next row that a rotating cache writes.
 STATE = {
     "KVCache": ("keys", "values", "offset"),
     "ConcatenateKVCache": ("keys", "values"),
@@ -35,8 +35,8 @@ STATE = {
     "RotatingKVCache": ("keys", "values", "offset", "keep", "max_size", "idx"),
     "ChunkedKVCache": ("keys", "values", "offset", "chunk_size", "start_position"),
 }
-# The numbers that stood beside the tensors before 0.32, by how many there are. Swift and the
-# first versions of mlx-lm write `step` too, later Swift also where the capacity came from.
+# The numbers stored with the tensors before 0.32, by their count. Swift and the first versions of
+# mlx-lm also write `step`, later Swift the origin of the capacity.
 EARLY: dict[str, dict[int, tuple[str, ...]]] = {
     "KVCache": {0: ()},
     "ConcatenateKVCache": {0: ()},
@@ -52,7 +52,7 @@ EARLY: dict[str, dict[int, tuple[str, ...]]] = {
     "ChunkedKVCache": {2: ("chunk_size", "start_position")},
 }
 NOT_NEEDED = frozenset({"step", "origin"})
-STATE_CLASSES = {"ArraysCache": None, "MambaCache": 2}  # and how many slots each must have
+STATE_CLASSES = {"ArraysCache": None, "MambaCache": 2}  # and their number of slots, if fixed
 UNSAVED = {"LayerCache": "mlx-lm does not save its window size and cannot load it"}
 BATCHED = ("BatchKVCache", "BatchRotatingKVCache")
 SWIFT_KV = "KVCacheSimple"
@@ -66,7 +66,7 @@ class Dialect(Enum):
 
 
 class LayerLocation(NamedTuple):
-    """Where in a file we are, for the sentence that says what is wrong there."""
+    """A layer of a file, for error messages."""
 
     file: str
     layer: str
@@ -81,7 +81,7 @@ class LayerLocation(NamedTuple):
 
 
 class FileContents(NamedTuple):
-    """A file as it stands: rows may be padded or rotated, and `offset` may be missing."""
+    """A file as written: rows may be padded or rotated, and `offset` may be missing."""
 
     layers: list[EncodedCache]
     metadata: dict[str, str]
@@ -89,22 +89,22 @@ class FileContents(NamedTuple):
 
 
 def read(file: str) -> FileContents:
-    """Tell the layout of a file and read it; the tensors are not evaluated yet."""
+    """Identify the format of a file and read it; the tensors are not evaluated yet."""
     header, tensors = _open(file)
-    # The first value is empty in the new layout and a class name in both older ones.
+    # The first value is empty in the new format and a class name in both older ones.
     if header.get("2.0") == "" and "1.0" in header:
         layers = _read_current(file, header, tensors)
         return FileContents(layers, _section(header, "0"), Dialect.MLX_LM)
     if header.get("2.0"):
         return _read_early(file, header, tensors)
     raise BadCacheFile(
-        f"{file} is safetensors without the metadata of a prompt cache; "
+        f"{file} is safetensors but has no prompt-cache metadata; "
         "pass a file written by mlx-lm's or Swift's save function."
     )
 
 
 def _open(file: str) -> tuple[dict[str, str], dict[str, mx.array]]:
-    """Metadata and lazy tensors. The header is checked in whole before MLX acts on it."""
+    """Metadata and lazy tensors. The whole header is checked before MLX uses it."""
     try:
         with safe_open(file, framework="numpy") as checked:
             header = dict(checked.metadata() or {})
@@ -112,7 +112,7 @@ def _open(file: str) -> tuple[dict[str, str], dict[str, mx.array]]:
     except OSError as error:
         raise BadCacheFile(f"{file} cannot be read: {error.strerror or error}.") from error
     except (SafetensorError, RuntimeError, ValueError) as error:
-        raise BadCacheFile(f"{file} is not a whole safetensors file: {error}.") from error
+        raise BadCacheFile(f"{file} is not a complete safetensors file: {error}.") from error
     assert isinstance(tensors, dict)
     return header, tensors
 
@@ -131,13 +131,13 @@ def _nest(file: str, flat: Mapping[str, Any]) -> dict[str, Tree]:
         for name in parents[: 2 * MAX_DEPTH]:
             node = node.setdefault(name, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict) or last in node or len(parents) > 2 * MAX_DEPTH:
-            raise BadCacheFile(f"{file}: the key {key[:MAX_NAME]!r} does not fit the others.")
+            raise BadCacheFile(f"{file}: the key {key[:MAX_NAME]!r} conflicts with the others.")
         node[last] = leaf
     return root
 
 
 def _items(node: Tree, where: LayerLocation, what: str, counts: Sequence[int] = ()) -> list[Tree]:
-    """The children "0", "1", … of a node; `counts` says how many there may be."""
+    """The children "0", "1", … of a node; `counts` are the allowed numbers of them."""
     if not isinstance(node, dict) or any(str(i) not in node for i in range(len(node))):
         raise where.error(f"{what} are missing or misnamed")
     if counts and len(node) not in counts:
@@ -178,7 +178,7 @@ def _read_current(
 def _with_values(
     file: str, tags: Mapping[str, str], tensors: Mapping[str, mx.array]
 ) -> dict[str, Any]:
-    """The tensors, those that are tagged replaced by the plain value they stand for."""
+    """The tensors, with tagged ones replaced by the plain value they encode."""
     values: dict[str, Any] = dict(tensors)
     for tag in (key for key in tags if key.endswith(".0")):
         key, kind = tags[tag], tags.get(f"{tag[:-2]}.1", "")
@@ -199,7 +199,7 @@ def _value(file: str, key: str, kind: str, array: mx.array) -> int | str | None:
         codes: Any = array.tolist()
         if all(0 <= code < 128 for code in codes):
             return "".join(map(chr, codes))
-    raise BadCacheFile(f"{file}: {key[:MAX_NAME]!r} is no {kind[:MAX_NAME]} that can be read.")
+    raise BadCacheFile(f"{file}: {key[:MAX_NAME]!r} is not a valid {kind[:MAX_NAME]}.")
 
 
 def _current(cls: str, state: Tree, where: LayerLocation) -> EncodedCache:
@@ -257,8 +257,8 @@ def _read_early(
     metadata, names = _section(header, "1"), _section(header, "2")
     if any(key.startswith(SWIFT_MODEL_STATE) for key in (*metadata, *tensors)):
         raise BadCacheFile(
-            f"{file} carries state of a Swift vision model beside its caches; mlx-lm has no field "
-            "for it and would continue at wrong positions, so prefill the prompt instead."
+            f"{file} also holds the state of a Swift vision model, which mlx-lm cannot load; it "
+            "would continue at wrong positions, so prefill the prompt instead."
         )
     infos = _nest(file, _section(header, "0"))
     layers, swift = [], False
@@ -270,7 +270,7 @@ def _read_early(
 
 
 def _is_swift(cls: str, state: Tree, info: Tree) -> bool:
-    """Signs that only Swift leaves; layers without one are written alike by both."""
+    """Whether only Swift writes a layer like this; many layers look the same from both."""
     if not isinstance(info, dict):
         return False
     if cls == "CacheList":
@@ -290,14 +290,14 @@ def _early(cls: str, state: Tree, info: Tree, where: LayerLocation) -> EncodedCa
     words = [] if info in ("", {"0": ""}) else _words(info, where)
     names = EARLY[cls].get(len(words))
     if names is None:
-        raise where.error(f"{cls} has {len(words)} numbers, which no known version writes")
+        raise where.error(f"{cls} has {len(words)} numbers; no known version writes that many")
     named = zip(names, words, strict=True)
     numbers = {name: _number(word, where) for name, word in named if name not in NOT_NEEDED}
     return EncodedCache(cls, _early_rows(cls, state, where), numbers)
 
 
 def _early_rows(cls: str, state: Tree, where: LayerLocation) -> dict[str, mx.array]:
-    """K and V; Swift writes a quantised pair as six tensors in a row, and may write none."""
+    """K and V; Swift writes a quantised pair as six tensors in a list, and may write none."""
     arrays = _items(state, where, "tensors")
     if cls == "QuantizedKVCache" and len(arrays) == 4:
         raise where.error("it is quantised without biases, which mlx-lm's cache cannot hold")
@@ -346,7 +346,8 @@ def _early_parts(state: Tree, info: Tree, where: LayerLocation) -> list[EncodedC
 
 
 def _swift_parts(state: Tree, words: list[str], where: LayerLocation) -> list[EncodedCache]:
-    """Flat: how many parts, then for each its class, its counts of tensors and numbers, these."""
+    """A flat list: the number of parts, then for each its class, the counts of its tensors and
+    numbers, and the numbers."""
     arrays, rest = _items(state, where, "tensors"), words[1:]
     parts: list[EncodedCache] = []
     while len(rest) >= 3:
@@ -356,7 +357,7 @@ def _swift_parts(state: Tree, words: list[str], where: LayerLocation) -> list[En
         parts.append(_early(rest[0], _node(arrays[:n_arrays]), info, inner))
         arrays, rest = arrays[n_arrays:], rest[3 + n_words :]
     if len(parts) != _number(words[0], where) or arrays or rest:
-        raise where.error("its parts do not add up")
+        raise where.error("its parts do not match their counts")
     return parts
 
 

@@ -1,4 +1,4 @@
-"""Prompt-cache files of mlx-lm and of Swift: all are read, mlx-lm's current layout is written."""
+"""Import and export of prompt-cache files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SUFFIX = ".safetensors"
 
 
 class PromptCacheFile(NamedTuple):
-    """What a file held; `metadata` is the user's, its keys as they stand in the file."""
+    """The content of a file; `metadata` is the user's, with the keys as in the file."""
 
     caches: Caches
     metadata: dict[str, str]
@@ -45,29 +45,29 @@ def export_prompt_cache(
     """
     target = Path(path)
     if target.suffix != SUFFIX:
-        raise BadInput(f"{target} must end in {SUFFIX}, because mlx-lm reads no other name.")
+        raise BadInput(f"{target} must end in {SUFFIX}: mlx-lm loads no other name.")
     if not caches:
-        raise BadInput("A prompt cache of no layers cannot be exported.")
-    layers = [_exportable(str(i), cache) for i, cache in enumerate(caches)]
+        raise BadInput("A prompt cache without layers cannot be exported.")
+    layers = [_encode_single(str(i), cache) for i, cache in enumerate(caches)]
     tensors, tags = _as_arrays(dict(tree_flatten([_state(layer) for layer in layers])))
     classes = [layer.cls for layer in layers]
     # mlx-lm skips the first tag: without it the list could be empty and would vanish.
-    header = dict(tree_flatten([_checked(metadata or {}), classes, ["", *tags]]))
+    header = dict(tree_flatten([_check_metadata(metadata or {}), classes, ["", *tags]]))
     _publish(target, tensors, header)
 
 
 def import_prompt_cache(
     path: str | os.PathLike[str], layout: Layout | None = None
 ) -> PromptCacheFile:
-    """The caches in a prompt-cache file of any layout, evaluated: the file may change afterwards.
+    """The caches in a prompt-cache file of any known format, evaluated, so the file may change.
 
     With the `layout` of a model, caches of another model are refused.
     """
     file = os.fspath(path)
     contents = dialects.read(file)
-    n_known = next(_known_counts(contents.layers), None)
+    n_tokens = next(_token_counts(contents.layers), None)
     places = [LayerLocation(file, str(i)) for i in range(len(contents.layers))]
-    live = [_live(raw, at, n_known) for raw, at in zip(contents.layers, places, strict=True)]
+    live = [_normalize(raw, at, n_tokens) for raw, at in zip(contents.layers, places, strict=True)]
     _evaluate(file, live)
     caches = [decode(layer) for layer in live]
     try:
@@ -79,14 +79,14 @@ def import_prompt_cache(
     return PromptCacheFile(caches, contents.metadata, contents.dialect)
 
 
-def _exportable(path: str, cache: Cache) -> EncodedCache:
+def _encode_single(path: str, cache: Cache) -> EncodedCache:
     if is_batched(cache):
         raise UnsupportedCache(f"Layer {path} is a batch; extract a row first.")
     return encode(cache)
 
 
 def _state(layer: EncodedCache) -> list[Any]:
-    """A layer as mlx-lm's own `state` would be, without the rows that no token needs."""
+    """A layer as mlx-lm's own `state`, without spare rows."""
     if layer.cls in dialects.UNSAVED:
         raise UnsupportedCache(f"{layer.cls} cannot be exported: {dialects.UNSAVED[layer.cls]}.")
     if layer.cls in ("CacheList", "ConcatenateKVCache") and not (layer.parts or layer.tensors):
@@ -114,7 +114,7 @@ def _n_rows(layer: EncodedCache) -> int:
 def _as_arrays(
     leaves: Mapping[str, Any],
 ) -> tuple[dict[str, mx.array], list[tuple[str, str]]]:
-    """Every leaf as an array, and tags for those that stand for a number, a name or nothing."""
+    """Every leaf as an array, and tags for those that encode a number, a string or None."""
     tensors: dict[str, mx.array] = {}
     tags: list[tuple[str, str]] = []
     for key, leaf in leaves.items():
@@ -129,14 +129,14 @@ def _as_arrays(
     return tensors, tags
 
 
-def _checked(metadata: Mapping[str, str]) -> dict[str, str]:
+def _check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise BadInput(f"Metadata must be text under text; {key!r}: {value!r} is not.")
+            raise BadInput(f"Metadata keys and values must be strings; {key!r}: {value!r} is not.")
         if not key or "." in key or key.isdecimal():
             raise BadInput(
-                f"Metadata key {key!r} would come back changed: mlx-lm splits keys at dots and "
-                "makes lists of numbers; use letters, '-' and '_'."
+                f"Metadata key {key!r} would be changed on loading: mlx-lm splits keys at dots and "
+                "turns numeric keys into lists; use letters, '-' and '_'."
             )
     return dict(metadata)
 
@@ -160,33 +160,33 @@ def _evaluate(file: str, layers: Sequence[EncodedCache]) -> None:
     try:
         mx.eval([layer.arrays() for layer in layers])
     except RuntimeError as error:
-        raise BadCacheFile(f"{file} changed or failed while it was read: {error}.") from error
+        raise BadCacheFile(f"{file} could not be read, or changed meanwhile: {error}.") from error
 
 
-def _known_counts(layers: Sequence[EncodedCache]) -> Iterator[int]:
-    """Token counts of the layers that say theirs, for those that do not (see `_live_chunk`)."""
+def _token_counts(layers: Sequence[EncodedCache]) -> Iterator[int]:
+    """Token counts of the layers that store them, for those that do not (see `_chunk_rows`)."""
     for raw in layers:
-        yield from _known_counts(raw.parts)
+        yield from _token_counts(raw.parts)
         if raw.cls == "KVCache":
             yield raw.scalars.get("offset", _n_rows(raw))
         elif "offset" in raw.scalars:
             yield raw.scalars["offset"]
 
 
-def _live(raw: EncodedCache, where: LayerLocation, n_known: int | None) -> EncodedCache:
-    """What the codec decodes, from what stands in the file; everything is checked on the way."""
+def _normalize(raw: EncodedCache, where: LayerLocation, n_tokens: int | None) -> EncodedCache:
+    """Check a layer as written and bring it into the codec's form: live rows in token order."""
     if raw.cls == "CacheList":
         if not raw.parts:
             raise where.error("a CacheList without parts cannot be used")
         parts = enumerate(raw.parts)
         return EncodedCache(
-            raw.cls, parts=tuple(_live(p, where.part(i), n_known) for i, p in parts)
+            raw.cls, parts=tuple(_normalize(p, where.part(i), n_tokens) for i, p in parts)
         )
     if raw.cls == "ArraysCache":
         _check_single(raw, where, 1)
         return raw
     _check_rows(raw, where)
-    return LIVE[raw.cls](raw, where, n_known)
+    return NORMALIZERS[raw.cls](raw, where, n_tokens)
 
 
 def _check_single(raw: EncodedCache, where: LayerLocation, n_axes: int) -> None:
@@ -200,7 +200,7 @@ def _check_single(raw: EncodedCache, where: LayerLocation, n_axes: int) -> None:
 
 
 def _check_rows(raw: EncodedCache, where: LayerLocation) -> None:
-    """K and V belong together: one sequence, the same heads and rows, dtypes that can be K/V."""
+    """K and V must match: one sequence, the same heads and rows, valid dtypes."""
     _check_single(raw, where, 4)
     if any(array.ndim != 4 for array in raw.tensors.values()):
         raise where.error("keys and values must have four axes")
@@ -220,53 +220,53 @@ def _check_rows(raw: EncodedCache, where: LayerLocation) -> None:
 def _check_groups(raw: EncodedCache, where: LayerLocation) -> None:
     group_size, bits = raw.scalars["group_size"], raw.scalars["bits"]
     if group_size not in GROUP_SIZES or bits not in BITS:
-        raise where.error(f"{bits} bits in groups of {group_size} cannot be continued")
+        raise where.error(f"{bits} bits in groups of {group_size} are not supported")
     for name in ("keys", "values") if raw.tensors else ():
         weights, scales, biases = (raw.tensors[f"{name}_{part}"].shape[-1] for part in QUANT_PARTS)
         if scales != biases or weights * 32 != scales * group_size * bits:
             raise where.error(f"{name} are not quantised to {bits} bits in groups of {group_size}")
 
 
-def _cut(raw: EncodedCache, n_rows: int, scalars: Mapping[str, Scalar]) -> EncodedCache:
+def _take_rows(raw: EncodedCache, n_rows: int, scalars: Mapping[str, Scalar]) -> EncodedCache:
     tensors = {name: array[..., :n_rows, :] for name, array in raw.tensors.items()}
     return EncodedCache(raw.cls, tensors if n_rows else {}, scalars)
 
 
-def _live_delta(raw: EncodedCache, where: LayerLocation, _: int | None) -> EncodedCache:
+def _delta_rows(raw: EncodedCache, where: LayerLocation, _: int | None) -> EncodedCache:
     offset = raw.scalars.get("offset", _n_rows(raw))
     if not 0 <= offset <= _n_rows(raw):
-        raise where.error(f"it claims {offset} tokens and holds {_n_rows(raw)} rows")
-    return _cut(raw, offset, {**raw.scalars, "offset": offset})
+        raise where.error(f"it claims {offset} tokens but holds {_n_rows(raw)} rows")
+    return _take_rows(raw, offset, {**raw.scalars, "offset": offset})
 
 
-def _live_chunk(raw: EncodedCache, where: LayerLocation, n_known: int | None) -> EncodedCache:
-    """Before 0.32 the offset was not saved: nothing slid out, or another layer has to know it."""
+def _chunk_rows(raw: EncodedCache, where: LayerLocation, n_tokens: int | None) -> EncodedCache:
+    """Before 0.32 the offset was not saved; if rows have left the window, it is `n_tokens`."""
     n_rows, start = _n_rows(raw), raw.scalars["start_position"]
-    offset = raw.scalars.get("offset", n_known if start else n_rows)
+    offset = raw.scalars.get("offset", n_tokens if start else n_rows)
     if offset is None:
         raise where.error(
-            f"{start} rows have slid out and no layer says how many tokens it stands for, because "
-            "neither mlx-lm before 0.32 nor Swift saves that of a ChunkedKVCache; "
+            f"{start} rows have left the window and no layer stores the token count, because "
+            "neither mlx-lm before 0.32 nor Swift saves it for a ChunkedKVCache; "
             "prefill the prompt instead"
         )
     if not 0 <= start <= offset <= start + n_rows or raw.scalars["chunk_size"] < 1:
-        raise where.error(f"it claims tokens {start} to {offset} and holds {n_rows} rows")
-    return _cut(raw, offset - start, {**raw.scalars, "offset": offset})
+        raise where.error(f"it claims tokens {start} to {offset} but holds {n_rows} rows")
+    return _take_rows(raw, offset - start, {**raw.scalars, "offset": offset})
 
 
-def _live_window(raw: EncodedCache, where: LayerLocation, _: int | None) -> EncodedCache:
-    """A rotating cache is a line that ends at `idx`, or a full ring that is next written there."""
+def _window_rows(raw: EncodedCache, where: LayerLocation, _: int | None) -> EncodedCache:
+    """A rotating cache is a list that ends at `idx`, or a full ring with its next write there."""
     n_rows = _n_rows(raw)
     scalars = dict(raw.scalars)
     idx, offset = scalars.pop("idx"), scalars["offset"]
     keep, max_size = scalars["keep"], scalars["max_size"]
     if not 0 <= keep < max_size:
         raise where.error(f"a window of {max_size} cannot keep {keep} first tokens")
-    is_line = idx == n_rows and min(offset, max_size) <= n_rows <= offset
-    if is_line or 0 <= idx == offset < n_rows:
-        return _cut(raw, idx, scalars)
+    is_list = idx == n_rows and min(offset, max_size) <= n_rows <= offset
+    if is_list or 0 <= idx == offset < n_rows:
+        return _take_rows(raw, idx, scalars)
     if not (n_rows == max_size <= offset and keep <= idx < n_rows):
-        raise where.error(f"it claims {offset} tokens up to row {idx} and holds {n_rows} rows")
+        raise where.error(f"it claims {offset} tokens up to row {idx} but holds {n_rows} rows")
     parts = (slice(0, keep), slice(idx, n_rows), slice(keep, idx))
     tensors = {
         name: mx.concatenate([rows[..., part, :] for part in parts], axis=ROWS)
@@ -275,10 +275,10 @@ def _live_window(raw: EncodedCache, where: LayerLocation, _: int | None) -> Enco
     return EncodedCache(raw.cls, tensors, scalars)
 
 
-LIVE: dict[str, Callable[[EncodedCache, LayerLocation, int | None], EncodedCache]] = {
-    "KVCache": _live_delta,
-    "ConcatenateKVCache": _live_delta,
-    "QuantizedKVCache": _live_delta,
-    "RotatingKVCache": _live_window,
-    "ChunkedKVCache": _live_chunk,
+NORMALIZERS: dict[str, Callable[[EncodedCache, LayerLocation, int | None], EncodedCache]] = {
+    "KVCache": _delta_rows,
+    "ConcatenateKVCache": _delta_rows,
+    "QuantizedKVCache": _delta_rows,
+    "RotatingKVCache": _window_rows,
+    "ChunkedKVCache": _chunk_rows,
 }
