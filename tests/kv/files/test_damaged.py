@@ -74,7 +74,7 @@ def test_hostile_headers(header, tmp_path):
 def test_weights_are_not_a_cache(tmp_path):
     path = tmp_path / "model.safetensors"
     mx.save_safetensors(str(path), {"lm_head.weight": mx.zeros((2, 2))}, {"format": "mlx"})
-    with pytest.raises(BadCacheFile, match="without the metadata of a prompt cache"):
+    with pytest.raises(BadCacheFile, match="has no prompt-cache metadata"):
         import_prompt_cache(path)
 
 
