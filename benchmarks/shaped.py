@@ -81,7 +81,7 @@ class Case:
 
             def as_started() -> None:
                 drop()
-                self._disk().pages.forget()
+                self._disk().records.pages.forget()
 
             self._time("from disk, pages dropped", lambda: self._restored("disk"), as_started)
             self._time("plain read, pages dropped", lambda: _read(files, 1), drop)
@@ -91,7 +91,7 @@ class Case:
     def _files(self) -> list[Path]:
         """Those that a restore from disk reads."""
         disk, reads = self._disk(), self._only("disk").plan([*self.tokens, 1]).point.reads
-        return [disk.path_of(read.key, read.part) for read in reads]
+        return [disk.records.path_of(read.key, read.part) for read in reads]
 
     def _disk(self) -> DiskTier:
         ((_, disk),) = self._only("disk").tiers.named

@@ -199,7 +199,7 @@ def restores(shape: Shape, n_tokens: int, root: Path) -> list[Record]:
 def _ready(live: int, disk: DiskTier, drop: Sequence[Path]) -> None:
     """Whoever comes next finds memory for the rows and for the pages of the files."""
     drop_files(drop)
-    disk.pages.forget()
+    disk.records.pages.forget()
     touch_memory(2 * live)
 
 
@@ -303,7 +303,7 @@ def _put_and_delete(disk: DiskTier) -> None:
 def fill(root: Path, n_blocks: int) -> None:
     """Files and rows as putting leaves them, but not synced: it would take minutes."""
     disk = DiskTier(root, DiskLimits(min_free_bytes=0))
-    done = disk.index.n_blocks()
+    done = disk.index.lookups.n_blocks()
     disk.close()
     for number in range(256):
         (root / "blocks" / f"{number:02x}").mkdir(exist_ok=True)

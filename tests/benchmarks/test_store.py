@@ -68,7 +68,7 @@ def test_the_rival_assembles_the_same_bytes(tiny):
 
 def test_the_plain_file_is_as_large_as_the_record(tiny, tmp_path):
     record = next(store.records_for(TINY, 600))
-    path = tiny.path_of(record.header.key, Part.DELTA)
+    path = tiny.records.path_of(record.header.key, Part.DELTA)
     store.write_file(tmp_path / "plain", record, path.stat().st_size)
     plain = (tmp_path / "plain").read_bytes()
     assert len(plain) == path.stat().st_size
@@ -91,9 +91,9 @@ def test_a_filled_store_is_one_that_putting_could_have_made(tmp_path):
     assert disk.stats().quarantined == 0
     refs = list(chain(store.NAMESPACE, store.tokens_of(store.PROMPT_TOKENS)))
     assert len(disk.have([ref.key for ref in refs])) == len(refs) == 391
-    assert all(disk.find_fault(ref.key, Part.DELTA) is None for ref in refs[::40])
+    assert all(disk.records.find_fault(ref.key, Part.DELTA) is None for ref in refs[::40])
     names = {path_of(Path(), ref.key, Part.DELTA).name for ref in refs}
-    assert names <= disk.index.names().keys()
+    assert names <= disk.index.lookups.names().keys()
     disk.close()
 
 

@@ -748,7 +748,7 @@ def test_a_deletion_that_fails_is_said_and_finished_later(tmp_path):
     tier.close()
     again = disk(tmp_path, ROOMY)
     assert set(again.have(keys_of(made))) == {one.header.key}
-    assert not again.path_of(two.header.key, Part.DELTA).exists()
+    assert not again.records.path_of(two.header.key, Part.DELTA).exists()
     again.close()
 
 
@@ -802,7 +802,7 @@ def test_a_tensor_found_bad_half_way_is_a_miss_and_set_aside(take, tmp_path):
     tier = disk(tmp_path, ROOMY)
     (made,) = chain_of(1, n_bytes=5000)
     tier.put(made)
-    path = tier.path_of(made.header.key, Part.DELTA)
+    path = tier.records.path_of(made.header.key, Part.DELTA)
     path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
     seen = []
 

@@ -85,7 +85,7 @@ def test_a_durable_answer_says_when_it_is_not_safe(models, tmp_path, budgets):
 
 def test_a_durable_answer_says_when_a_write_failed(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
-        engine.store.shelf.disk.files = files = BrokenFiles()
+        engine.store.shelf.disk.records.files = files = BrokenFiles()
         files.break_(errno.ENOSPC, "write")
         request = ask(prompt_of(300), 4, policy=Policy.DURABLE)
         assert engine.submit(request).result().receipt.durable is False

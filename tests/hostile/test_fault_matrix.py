@@ -158,7 +158,7 @@ class Scene:
     def path(self, number: int = 1, prompt: list[int] = PROMPT) -> Path:
         """The file of a block; of the one that is hit, unless another is named."""
         assert self.disk is not None
-        return self.disk.path_of(self.key(number, prompt), Part.DELTA)
+        return self.disk.records.path_of(self.key(number, prompt), Part.DELTA)
 
     def mend(self) -> None:
         self.files.mend()
@@ -290,7 +290,7 @@ def no_page_more(scene: Scene) -> None:
 
 
 def index_pragma(scene: Scene, pragma: str) -> None:
-    scene.disk.index._db.execute(f"PRAGMA {pragma}")
+    scene.disk.index.database.execute(f"PRAGMA {pragma}")
 
 
 def nothing_written(scene: Scene) -> None:
@@ -561,7 +561,7 @@ def test_a_start_where_nothing_can_be_written_is_refused(copied, reference, is_f
         Shelf(copied.root, secret=copied.secret)
     assert {path: path.read_bytes() for path in copied.root.rglob("*.safetensors")} == records
     copied.open()
-    assert copied.disk.index.owners(copied.key(0)), "the index was thrown away"
+    assert copied.disk.index.lookups.owners(copied.key(0)), "the index was thrown away"
     assert copied.reuse(PROMPT, reference) == ALL
     copied.close()
 

@@ -128,7 +128,7 @@ def test_no_nonce_is_used_twice_even_for_the_same_record(sealed):
     for _ in range(3):
         for each in made:
             assert sealed.put(each).stored
-            seen += nonces_of(sealed.path_of(each.header.key, Part.DELTA))
+            seen += nonces_of(sealed.records.path_of(each.header.key, Part.DELTA))
         for each in made:
             sealed.delete(each.header.key)
     assert len(set(seen)) == len(seen) == 3 * 8 * 3
@@ -151,7 +151,7 @@ def test_a_fault_is_a_miss_and_its_neighbours_hit(fault, sealed):
     made = [record(ref) for ref in refs_of(4)]
     for each in made:
         sealed.put(each)
-    paths = [sealed.path_of(key, Part.DELTA) for key in keys_of(made)]
+    paths = [sealed.records.path_of(key, Part.DELTA) for key in keys_of(made)]
     hurt = {"flip": [1], "truncate": [1], "graft": [1], "plain": [1], "other": [1],
             "swap": [1, 2], "rename": [1]}[fault]  # fmt: skip
     one, two = (path.read_bytes() for path in paths[1:3])
@@ -180,7 +180,7 @@ def test_tensors_of_an_older_record_of_the_same_block_do_not_mix(sealed):
     """Same key, part, name, dtype and shape: the sealed header still tells them apart."""
     ref = refs_of(1)[0]
     old, new = record(ref), record(ref)
-    path = sealed.path_of(ref.key, Part.DELTA)
+    path = sealed.records.path_of(ref.key, Part.DELTA)
     sealed.put(old)
     before = path.read_bytes()
     sealed.delete(ref.key)
@@ -269,9 +269,9 @@ def test_a_row_that_was_tampered_with_is_no_answer(sealed):
     made = [record(ref) for ref in (refs_of(1)[0], refs_of(1, seed=1)[0])]
     for each in made:
         sealed.put(each)
-    rows = sealed.index._rows("SELECT key, tokens FROM tokens")
+    rows = sealed.index.database.rows("SELECT key, tokens FROM tokens")
     for (key, _), (_, other) in zip(rows, reversed(rows), strict=True):
-        sealed.index._db.execute(
+        sealed.index.database.execute(
             "UPDATE OR REPLACE tokens SET tokens = ? WHERE key = ?", (other, key)
         )
     assert sealed.children(made[0].header.parent, made[0].header.tokens) == []
@@ -455,7 +455,7 @@ def test_no_file_tells_what_was_said_or_by_whom(secret, tmp_path, tiny_model):
     opened, kept, _, caches = converse(root, model, secret, prompt)
     refs = list(chain(kept.namespace, prompt[:-1]))
     opened.shelf.agents.fork(AGENT, f"{AGENT}-2")
-    hurt = opened.shelf.disk.path_of(refs[-1].key, Part.DELTA)
+    hurt = opened.shelf.disk.records.path_of(refs[-1].key, Part.DELTA)
     hurt.write_bytes(hurt.read_bytes()[:-1])
     assert opened.shelf.disk.read(refs[-1].key, Part.DELTA) is None, "one is set aside"
     rows = bytes(memoryview(caches[0].keys[0, 0, :256]).cast("B"))

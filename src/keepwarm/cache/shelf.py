@@ -63,9 +63,9 @@ class Shelf:
         self.marks = Marks(self.disk)
         self.wear = Wear(root, writes_per_day)
         with as_store_errors(self.disk, "pin what agents were promised"):
-            if not self.disk.index.has_flag(PINS_MADE):
+            if not self.disk.index.database.has_flag(PINS_MADE):
                 self.agents.hold_all()
-                self.disk.index.set_flag(PINS_MADE)
+                self.disk.index.database.set_flag(PINS_MADE)
 
     def register(self, identity: Identity) -> Namespace:
         """Remember which model a namespace stands for; bundles name it."""
@@ -94,21 +94,23 @@ class Shelf:
     def prefixes(self) -> Iterator[Prefix]:
         """The ends of what is kept and is no agent's, used last first."""
         named = {holder.key for agent in self.agents.all() for holder in self.holders(agent)}
-        for end in self.disk.index.leaves():
+        for end in self.disk.index.lookups.leaves():
             if end.key not in named:
-                known = self.disk.have(list(self.disk.index.parents(end.key)))
+                known = self.disk.have(list(self.disk.index.lookups.parents(end.key)))
                 n_bytes = sum(one.n_bytes for one in known.values())
                 n_tokens = end.number * BLOCK_TOKENS + end.n_tokens
                 yield Prefix(f"{MARK}{end.key.hex()[:ID_DIGITS]}", n_tokens, n_bytes, end.used)
 
     def _prefix(self, text: str) -> Agent:
         """The prefix that ends with the block whose key begins so, as an agent without a name."""
-        keys = [k for end in self.disk.index.leaves() if (k := end.key).hex().startswith(text)]
+        keys = [
+            k for end in self.disk.index.lookups.leaves() if (k := end.key).hex().startswith(text)
+        ]
         if len(text) < 4 or len(keys) != 1:
             raise BadInput(
                 f"{len(keys)} prefixes are called {MARK}{text}; `cache ls --prefixes` names them."
             )
-        way = list(self.disk.index.parents(keys[0]))[::-1]
+        way = list(self.disk.index.lookups.parents(keys[0]))[::-1]
         headers = [header_of(self.disk, key, known) for key, known in self.disk.have(way).items()]
         found = {header.key: header for header in headers if header is not None}
         if len(found) < len(way) or found[way[0]].number:

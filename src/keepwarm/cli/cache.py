@@ -219,7 +219,7 @@ def _bad_agent(shelf: Shelf, name: str, why: Exception, fix: bool) -> dict[str, 
     if isinstance(why, OSError):
         wrong = f"could not be read: {why.strerror or why}"
         return {"record": record, "wrong": wrong, "set_aside": False}
-    aside = fix and shelf.disk.move_to_quarantine(shelf.disk.root / record, str(why))
+    aside = fix and shelf.disk.records.move_to_quarantine(shelf.disk.root / record, str(why))
     return {"record": record, "wrong": str(why), "set_aside": aside}
 
 

@@ -25,8 +25,7 @@ from keepwarm.engine.lane import make_options
 from keepwarm.errors import BadInput, KeepwarmError, Stopping
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace
 from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.index.index import TTL_PIN
-from keepwarm.store.tier import StoredBlock
+from keepwarm.store.tier import TTL_PIN, StoredBlock
 
 LOG = logging.getLogger(__name__)
 MAX_HELD = 64  # places that marks hold; those used last
@@ -167,9 +166,9 @@ def _held(shelf: Shelf) -> Iterator[Agent]:
     shelf.marks.sweep()
     disk = shelf.disk
     pinned = [block for block in disk.walk() if block.pinned]
-    held = [block for block in pinned if _is_marked(disk.index.owners(block.key))]
+    held = [block for block in pinned if _is_marked(disk.index.lookups.owners(block.key))]
     for block in nlargest(MAX_HELD, held, key=lambda block: block.used):
-        way = tuple(disk.index.parents(block.key))[::-1]
+        way = tuple(disk.index.lookups.parents(block.key))[::-1]
         n_tokens = block.number * BLOCK_TOKENS + _place_in(disk, block)
         yield Agent("", block.namespace, way, n_tokens, pinned=True, used=block.used)
 

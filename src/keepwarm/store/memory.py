@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -21,6 +20,7 @@ from keepwarm.store.tier import (
     PutResult,
     RefusedBlocks,
     StoredBlock,
+    TierCounts,
     TierStats,
     as_store_errors,
     default_on_io_error,
@@ -38,10 +38,10 @@ class MemoryTier:
         self._known: dict[
             BlockKey, BlockInfo
         ] = {}  # what the index says: quicker to ask, and often
-        self._cut_off = RefusedBlocks()
+        self._refused = RefusedBlocks()
         self._loose: dict[BlockKey, None] = {}  # their window rows go first; the oldest first
         self._lock = threading.RLock()
-        self._counts: Counter[str] = Counter()
+        self._counts = TierCounts()
         self._durable: Future[None] = Future()  # as durable as it gets, for every record
         self._durable.set_result(None)
 
@@ -52,18 +52,18 @@ class MemoryTier:
 
     @default_on_io_error(list)
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
-        return self._index.children(parent, tokens)
+        return self._index.lookups.children(parent, tokens)
 
     @default_on_io_error(list)
     def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
-        return self._index.states(parents)
+        return self._index.lookups.states(parents)
 
     def read(
         self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
     ) -> Record | None:
         with self._lock:
             record = self._records.get((key, part))
-            self._count(hits=1 if record else 0, misses=0 if record else 1)
+            self._counts.add(hits=1 if record else 0, misses=0 if record else 1)
         if record is None or tensors is None:
             return record
         return replace(record, tensors=tuple(t for t in record.tensors if t.name in tensors))
@@ -107,23 +107,23 @@ class MemoryTier:
         if before and not header.improves_on(before.header.w_rows):
             return False
         if not self._make_room(record, n_bytes - (before.n_bytes if before else 0), now):
-            self._cut_off.refused(header.key)
-            self._count(refused=1)
+            self._refused.add(header.key)
+            self._counts.add(refused=1)
             return False
         self._records[header.key, header.part] = record
         self._index.add(header, n_bytes, now)
-        self._known |= self._index.have([header.key])
-        self._count(puts=1)
+        self._known |= self._index.lookups.have([header.key])
+        self._counts.add(puts=1)
         return True
 
     def _make_room(self, record: Record, n_bytes: int, now: float) -> bool:
         """Evict what is worth less than a block used once, now."""
-        over = self._index.n_bytes() + n_bytes - self._max_bytes
+        over = self._index.lookups.n_bytes() + n_bytes - self._max_bytes
         if over <= 0:
             return True
         if n_bytes > self._max_bytes:
             return False
-        if self._cut_off.follows(record.header.parent, self._index.have):
+        if self._refused.follows(record.header.parent, self._index.lookups.have):
             return False
         over -= self._let_loose_go(over)
         if over <= 0:
@@ -132,7 +132,7 @@ class MemoryTier:
         priority = self._index.priority_of(record.header, n_bytes, now)
         victims = self._index.evict(over, spare, priority)
         self._forget([victim.key for victim in victims])
-        self._count(evicted=len(victims))
+        self._counts.add(evicted=len(victims))
         return bool(victims)
 
     def _forget(self, keys: Collection[BlockKey]) -> None:
@@ -162,18 +162,18 @@ class MemoryTier:
         """Hold no more than so many bytes from now on."""
         with self._lock:
             self._max_bytes = max_bytes
-            if (over := self._index.n_bytes() - max_bytes) > 0:
+            if (over := self._index.lookups.n_bytes() - max_bytes) > 0:
                 self.shed(over)
 
     def shed(self, n_bytes: int) -> int:
         """Evict the least valuable until so many bytes are free; how many it was."""
         with self._lock:
-            before = self._index.n_bytes()
+            before = self._index.lookups.n_bytes()
             n_bytes -= self._let_loose_go(n_bytes)
-            victims = self._index.evict(max(0, n_bytes), set(), math.inf, partly=True)
+            victims = self._index.evict(max(0, n_bytes), set(), math.inf, partial=True)
             self._forget([victim.key for victim in victims])
-            self._count(evicted=len(victims))
-            return before - self._index.n_bytes()
+            self._counts.add(evicted=len(victims))
+            return before - self._index.lookups.n_bytes()
 
     def pin(self, key: BlockKey, owner: str) -> None:
         with as_store_errors(self, "pin a block"):
@@ -192,10 +192,10 @@ class MemoryTier:
 
     @default_on_io_error(lambda: None)
     def delete_outgrown(self, key: BlockKey) -> None:
-        for state in find_surplus(*self._index.checkpoints(key)):
+        for state in find_surplus(*self._index.lookups.checkpoints(key)):
             self.delete_part(state.key, Part.STATE)
-            self._delete(self._index.outgrown(state.beside))
-        self._delete(self._index.outgrown(key))
+            self._delete(self._index.lookups.outgrown(state.beside))
+        self._delete(self._index.lookups.outgrown(key))
 
     def delete(self, key: BlockKey) -> None:
         with as_store_errors(self, "delete a block"):
@@ -214,7 +214,7 @@ class MemoryTier:
             self._records.pop((key, part), None)
             self._known.pop(key, None)
             self._index.delete_part(key, part)
-            self._known |= self._index.have([key])
+            self._known |= self._index.lookups.have([key])
 
     def walk(self) -> Iterator[StoredBlock]:
         with as_store_errors(self, "list its blocks"):
@@ -222,11 +222,11 @@ class MemoryTier:
 
     @default_on_io_error(lambda: (0, 0))
     def _totals(self) -> tuple[int, int]:
-        return self._index.n_blocks(), self._index.n_bytes()
+        return self._index.lookups.n_blocks(), self._index.lookups.n_bytes()
 
     def stats(self) -> TierStats:
         n_blocks, n_bytes = self._totals()
-        return TierStats(n_blocks, n_bytes, self._max_bytes, **self._counts)
+        return self._counts.stats(n_blocks, n_bytes, self._max_bytes)
 
     def close(self) -> None:
         with self._lock:
@@ -235,7 +235,4 @@ class MemoryTier:
             self._index.close()
 
     def note_error(self, error: Exception) -> None:  # noqa: ARG002
-        self._count(errors=1)
-
-    def _count(self, **more: int) -> None:
-        self._counts.update(more)
+        self._counts.add(errors=1)

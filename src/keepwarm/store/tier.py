@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import sqlite3
-from collections import deque
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ LOG = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound="Fallible")
+TTL_PIN = "mark:"  # begins the owner of a pin that expires; the time of its end follows
 
 
 class BlockInfo(NamedTuple):
@@ -89,6 +91,22 @@ class TierStats:
     errors: int = 0
 
 
+class TierCounts:
+    """The counters of a tier, for all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, **more: int) -> None:
+        with self._lock:
+            self._counts.update(more)
+
+    def stats(self, n_blocks: int, n_bytes: int, max_bytes: int | None) -> TierStats:
+        with self._lock:
+            return TierStats(n_blocks, n_bytes, max_bytes, **self._counts)
+
+
 class Fallible(Protocol):
     def note_error(self, error: Exception) -> None: ...
 
@@ -132,7 +150,7 @@ class RefusedBlocks:
     def __init__(self) -> None:
         self._keys: deque[BlockKey] = deque(maxlen=64)  # as many as may be under way at once
 
-    def refused(self, key: BlockKey) -> None:
+    def add(self, key: BlockKey) -> None:
         self._keys.append(key)
 
     def follows(self, parent: BlockKey, have: Callable[[list[BlockKey]], Any]) -> bool:

@@ -98,7 +98,7 @@ def test_pins_are_made_again_with_the_index(tmp_path):
         shelf.agents.promise("a", pinned=True)
     (root / "index.sqlite").unlink()
     with Shelf(root, LIMITS) as shelf:
-        assert shelf.disk.index.owners(last) == ["agent:a"]
+        assert shelf.disk.index.lookups.owners(last) == ["agent:a"]
         assert [stored.key for stored in shelf.disk.walk() if stored.pinned] == [last]
 
 
@@ -111,7 +111,7 @@ def test_pins_are_made_again_where_the_start_before_died_over_it(tmp_path):
     (root / "index.sqlite").unlink()
     DiskTier(root, LIMITS).close()  # a start that came no further
     with Shelf(root, LIMITS) as shelf:
-        assert shelf.disk.index.owners(last) == ["agent:a"]
+        assert shelf.disk.index.lookups.owners(last) == ["agent:a"]
 
 
 def test_a_newer_agent_is_left_alone(shelf):
@@ -211,7 +211,7 @@ def test_deleting_takes_a_rewritten_past_along(n_shared, shelf):
     turn(shelf, "mine", new + tokens_of(100, seed=4))
     keep(shelf, old + tokens_of(300, seed=5))
     bad = old_blocks[2]  # what follows it has no parent any more
-    shelf.disk.path_of(bad, Part.DELTA).write_bytes(b"")
+    shelf.disk.records.path_of(bad, Part.DELTA).write_bytes(b"")
     assert shelf.disk.read(bad, Part.DELTA) is None
     shelf.agents.delete("mine")
     assert not holds_tokens(shelf.disk.root, old[n_shared:])
@@ -311,7 +311,7 @@ def test_deleting_finds_a_record_set_aside_under_another_name(shelf):
     paths = []
     for name, tokens in (("mine", mine), ("theirs", theirs)):
         (key,) = turn(shelf, name, tokens).blocks
-        paths.append(shelf.disk.path_of(key, Part.DELTA))
+        paths.append(shelf.disk.records.path_of(key, Part.DELTA))
     first, second = (path.read_bytes() for path in paths)
     paths[0].write_bytes(second)
     paths[1].write_bytes(first)
@@ -324,7 +324,7 @@ def test_deleting_finds_a_record_set_aside_under_another_name(shelf):
 
 def test_deleting_clears_a_directory_that_lay_in_the_place_of_a_file(shelf):
     (key,) = turn(shelf, "mine", tokens_of(256)).blocks
-    path = shelf.disk.path_of(key, Part.DELTA)
+    path = shelf.disk.records.path_of(key, Part.DELTA)
     path.unlink()
     path.mkdir()
     (path / "inside").write_bytes(b"anything")
@@ -363,11 +363,11 @@ def test_deleting_says_so_where_the_log_cannot_be_cut(shelf):
     """While another process reads the index, deleted tokens stay in its log."""
     mine = tokens_of(300)
     turn(shelf, "mine", mine)
-    shelf.disk.index._db.execute("PRAGMA busy_timeout = 10")
+    shelf.disk.index.database.execute("PRAGMA busy_timeout = 10")
     with closing(sqlite3.connect(shelf.disk.root / "index.sqlite")) as reader:
         reader.execute("BEGIN")
         reader.execute("SELECT count(*) FROM blocks").fetchone()
-        with pytest.raises(StoreFailed, match=r"in use by others.*try again"):
+        with pytest.raises(StoreFailed, match=r"other processes are using.*try again"):
             shelf.agents.delete("mine")
         assert holds_tokens(shelf.disk.root, mine)
     shelf.agents.delete("mine")
@@ -400,7 +400,7 @@ def test_a_pin_holds_what_is_there_of_an_agent(tmp_path):
         agent = shelf.agents.advance("kept", NAME, tokens)
         bad = {agent.blocks[2], agent.blocks[5]}
         for key in bad:
-            shelf.disk.path_of(key, Part.DELTA).write_bytes(b"")
+            shelf.disk.records.path_of(key, Part.DELTA).write_bytes(b"")
             shelf.disk.read(key, Part.DELTA)
         shelf.agents.promise("kept", pinned=True)
         for seed in range(10, 40):

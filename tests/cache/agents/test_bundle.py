@@ -436,10 +436,10 @@ def test_a_bundle_that_is_not_there_is_one_sentence(tmp_path):
 def test_a_disk_that_fails_under_an_import_makes_no_agent(shelf, other, tmp_path):
     turn(shelf, "a", tokens_of(700))
     shelf.export_agent("a", tmp_path / "a.kw")
-    other.disk.files = BrokenFiles()
-    other.disk.files.break_(errno.EROFS, "publish")
+    other.disk.records.files = BrokenFiles()
+    other.disk.records.files.break_(errno.EROFS, "publish")
     with pytest.raises(StoreFailed, match="could not keep the bundle"):
         other.import_agent(tmp_path / "a.kw", IDENTITY)
-    other.disk.files.mend()
+    other.disk.records.files.mend()
     assert list(other.agents.all()) == []
     assert sum(other.wear.by_day().values()) == 0

@@ -198,7 +198,7 @@ class SteppedTier(DiskTier):
     def _open_index(self) -> Index:
         self._steps()
         index = super()._open_index()
-        index._db.set_trace_callback(self._statement)
+        index.database._db.set_trace_callback(self._statement)
         return index
 
     def _statement(self, text: str) -> None:
@@ -260,7 +260,7 @@ class Player:
     def spoil(self, block: Block) -> None:
         """One bit is wrong, and whoever reads it sets the record aside."""
         say("begin", "spoil", block.key.hex())
-        path = self._tier.path_of(block.key, Part.DELTA)
+        path = self._tier.records.path_of(block.key, Part.DELTA)
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)

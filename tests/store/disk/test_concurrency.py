@@ -160,7 +160,9 @@ def two(tmp_path: Path, meanwhile: Meanwhile) -> Iterator[tuple[DiskTier, DiskTi
 def agrees_with_files(tier: DiskTier) -> bool:
     files = [path for path in (tier.root / "blocks").rglob("*") if path.is_file()]
     sizes = {path.name: path.stat().st_size for path in files}
-    return tier.index.names() == sizes and tier.index.n_bytes() == sum(sizes.values())
+    return tier.index.lookups.names() == sizes and tier.index.lookups.n_bytes() == sum(
+        sizes.values()
+    )
 
 
 def test_a_miss_does_not_forget_a_block_that_came_meanwhile(
@@ -178,7 +180,7 @@ def test_a_bad_record_that_was_put_anew_meanwhile_is_not_set_aside(
 ) -> None:
     tier, _ = two
     tier.put(WORLD[0].record())
-    path = tier.path_of(WORLD[0].key, Part.DELTA)
+    path = tier.records.path_of(WORLD[0].key, Part.DELTA)
     good, better = path.read_bytes(), path.with_name("better")
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     better.write_bytes(good)
@@ -294,7 +296,7 @@ def test_a_failed_write_leaves_nothing(
     put = tier.put(WORLD[0].record())
     assert put.durable.exception() is not None
     assert not list((tmp_path / "tmp").rglob("*.tmp"))
-    assert not tier.index.writers()
+    assert not tier.index.lookups.writers()
 
 
 def test_processes_that_start_at_once_share_one_index(tmp_path: Path) -> None:

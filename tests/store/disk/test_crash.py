@@ -224,7 +224,7 @@ def check_after_start(place: Path, expected: Expected, secret: str | None = None
 
 def is_held(tier: DiskTier, key: BlockKey, owner: str) -> bool:
     hidden = tier.seal.hidden("owner", owner.encode()).hex() if tier.seal else owner
-    return hidden in tier.index.owners(key)
+    return hidden in tier.index.lookups.owners(key)
 
 
 def check_agents(shelf: Shelf, expected: Expected) -> None:
@@ -270,15 +270,15 @@ def check_files(tier: DiskTier, spoiled: Collection[BlockKey] = ()) -> None:
     assert not [checked for checked in fsck.verify(tier) if checked.wrong or checked.newer]
     files = [path for path in (tier.root / "blocks").rglob("*") if path.is_file()]
     sizes = {parse_name(path.name): path.stat().st_size for path in files}
-    assert {path.name: path.stat().st_size for path in files} == tier.index.names()
-    assert tier.index.n_bytes() == sum(sizes.values())
+    assert {path.name: path.stat().st_size for path in files} == tier.index.lookups.names()
+    assert tier.index.lookups.n_bytes() == sum(sizes.values())
     for name in sizes:
         assert name
         record = tier.read(*name)
         assert record is not None
         assert holds_its_content(record)
-    assert not tier.index.deleting()
-    assert not tier.index.writers()
+    assert not tier.index.lookups.deleting()
+    assert not tier.index.lookups.writers()
     assert [path.name for path in (tier.root / "tmp").iterdir() if path.is_dir()] == [
         tier.scratch.name
     ]

@@ -102,7 +102,7 @@ def test_quarantined_files_count(open_tier, store):
     for i in range(30):
         one = record(first_block([i]), n_bytes=200_000)
         tier.put(one)
-        path = tier.path_of(one.header.key, Part.DELTA)
+        path = tier.records.path_of(one.header.key, Part.DELTA)
         if i % 3 == 0 and path.exists():
             path.write_bytes(path.read_bytes()[:-1])
             assert tier.read(one.header.key, Part.DELTA) is None
@@ -160,7 +160,7 @@ def test_files_are_for_their_owner_only(open_tier, store):
         put_all(tier, chain_of(2))
         bad = record(first_block([1]))
         tier.put(bad)
-        tier.path_of(bad.header.key, Part.DELTA).write_bytes(b"")
+        tier.records.path_of(bad.header.key, Part.DELTA).write_bytes(b"")
         assert tier.read(bad.header.key, Part.DELTA) is None
     finally:
         os.umask(before)
@@ -244,7 +244,7 @@ def test_a_damaged_index_is_built_anew_from_the_files(damage, open_tier, store):
     made = [record(ref, part) for ref in refs for part in Part]
     tier = open_tier()
     put_all(tier, made)
-    tier.index.checkpoint()
+    tier.index.database.checkpoint()
     tier.close()
     damage(store / "index.sqlite")
     again = open_tier()
@@ -272,7 +272,7 @@ def test_the_store_of_a_newer_keepwarm_is_not_touched(open_tier, store):
 
 def newer_record(tier, one):
     """Rewrites a record as a later version would have left it."""
-    path = tier.path_of(one.header.key, one.header.part)
+    path = tier.records.path_of(one.header.key, one.header.part)
     header = replace(one.header, version=FORMAT_VERSION + 1)
     path.write_bytes(encode(replace(one, header=header)))
     return path
@@ -320,7 +320,7 @@ def test_an_index_damaged_under_way_fails_no_request(damage, open_tier, store):
     made = chain_of(3)
     tier = open_tier()
     put_all(tier, made)
-    tier.index.checkpoint()
+    tier.index.database.checkpoint()
     damage(store / "index.sqlite")
     other = sqlite3.connect(store / "index.sqlite")  # makes SQLite read it again
     other.close()
@@ -341,7 +341,7 @@ def test_damage_that_is_noticed_late_is_mended_by_the_next_start(open_tier, stor
     refs = refs_of(3)
     tier = open_tier()
     put_all(tier, [record(ref) for ref in refs])
-    tier.index.checkpoint()
+    tier.index.database.checkpoint()
     tier.close()
     garble_tokens(store / "index.sqlite")
     for expected in ([], [256]):
@@ -375,7 +375,7 @@ def test_a_file_without_a_row_is_adopted(open_tier, store):
     """A crash between name and row."""
     (one,) = made = chain_of(1)
     tier = open_tier()
-    path = tier.path_of(one.header.key, Part.DELTA)
+    path = tier.records.path_of(one.header.key, Part.DELTA)
     tier.close()
     path.parent.mkdir()
     path.write_bytes(encode(one))
@@ -392,7 +392,7 @@ def test_a_file_without_a_row_is_adopted(open_tier, store):
 def test_a_bad_file_without_a_row_is_set_aside(data, open_tier, store):
     (one,) = chain_of(1)
     tier = open_tier()
-    path = tier.path_of(one.header.key, Part.DELTA)
+    path = tier.records.path_of(one.header.key, Part.DELTA)
     path.parent.mkdir()
     path.write_bytes(data)
     again = open_tier()
@@ -420,7 +420,7 @@ def test_no_file_keeps_a_store_from_opening(words, open_tier):
     header = Header(NAMESPACE, ref.key, ref.parent, **fields)
     tier = open_tier()
     put_all(tier, [record(first_block([1]))])
-    path = tier.path_of(ref.key, fields["part"])
+    path = tier.records.path_of(ref.key, fields["part"])
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(encode(Record(header, made[0].tensors)))
     again = open_tier()
@@ -432,8 +432,8 @@ def test_a_row_without_a_file_is_dropped(open_tier):
     one, two, three = made = chain_of(3)
     tier = open_tier()
     put_all(tier, made)
-    tier.path_of(one.header.key, Part.DELTA).unlink()
-    tier.path_of(two.header.key, Part.DELTA).unlink()
+    tier.records.path_of(one.header.key, Part.DELTA).unlink()
+    tier.records.path_of(two.header.key, Part.DELTA).unlink()
     assert tier.read(one.header.key, Part.DELTA) is None
     assert set(tier.have(keys_of(made))) == set(keys_of([two, three]))
     again = open_tier()
@@ -444,7 +444,7 @@ def test_a_directory_in_place_of_a_file_is_set_aside(open_tier, store):
     (one,) = chain_of(1)
     tier = open_tier()
     put_all(tier, [one])
-    path = tier.path_of(one.header.key, Part.DELTA)
+    path = tier.records.path_of(one.header.key, Part.DELTA)
     path.unlink()
     (path / "inner").mkdir(parents=True)
     assert tier.read(one.header.key, Part.DELTA) is None
@@ -457,7 +457,7 @@ def test_a_directory_in_place_of_a_doomed_file_stops_nothing(open_tier):
     one, two = made = chain_of(2)
     tier = open_tier()
     put_all(tier, made)
-    path = tier.path_of(two.header.key, Part.DELTA)
+    path = tier.records.path_of(two.header.key, Part.DELTA)
     path.unlink()
     path.mkdir()
     with pytest.raises(StoreFailed, match="could not delete blocks"):
@@ -475,7 +475,7 @@ def test_a_bad_record_is_set_aside_with_its_reason(open_tier, store):
     (one,) = chain_of(1)
     tier = open_tier()
     put_all(tier, [one])
-    path = tier.path_of(one.header.key, Part.DELTA)
+    path = tier.records.path_of(one.header.key, Part.DELTA)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -494,7 +494,7 @@ def test_a_range_read_does_not_judge_other_tensors(open_tier):
     (one,) = chain_of(1)
     tier = open_tier()
     put_all(tier, [one])
-    path = tier.path_of(one.header.key, Part.DELTA)
+    path = tier.records.path_of(one.header.key, Part.DELTA)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1  # the last byte of V
     path.write_bytes(data)
@@ -508,7 +508,7 @@ def test_fewer_window_rows_after_a_bad_record_are_as_few(open_tier):
     (ref,) = refs_of(1)
     tier = open_tier()
     put_all(tier, [record(ref), record(ref, Part.WINDOW, w_rows=256)])
-    path = tier.path_of(ref.key, Part.WINDOW)
+    path = tier.records.path_of(ref.key, Part.WINDOW)
     path.write_bytes(path.read_bytes()[:-1])
     assert tier.read(ref.key, Part.WINDOW) is None
     assert tier.have([ref.key])[ref.key].parts == {Part.DELTA}
@@ -529,7 +529,7 @@ def test_a_record_replaced_while_it_is_opened_is_not_bad(open_tier, monkeypatch)
             assert other.put(more).stored
             return file
 
-    tier.files = Slow()
+    tier.records.files = Slow()
     assert content(tier.read(ref.key, Part.WINDOW)) == content(few)
     assert tier.stats().quarantined == 0
     assert content(other.read(ref.key, Part.WINDOW)) == content(more)
@@ -615,7 +615,7 @@ def test_a_disk_that_takes_no_more_fails_no_request(open_tier):
     made = chain_of(3)
     tier = open_tier()
     put_all(tier, made)
-    tier.index.checkpoint()
+    tier.index.database.checkpoint()
     with no_file_may_grow():
         found = [tier.read(one.header.key, Part.DELTA) for one in made]
         known = tier.have(keys_of(made))
@@ -634,10 +634,10 @@ def test_a_bad_record_on_a_disk_that_takes_no_more_is_a_miss(open_tier):
     one, two = made = chain_of(2)
     tier = open_tier()
     put_all(tier, made)
-    tier.index.checkpoint()
-    path = tier.path_of(one.header.key, Part.DELTA)
+    tier.index.database.checkpoint()
+    path = tier.records.path_of(one.header.key, Part.DELTA)
     path.write_bytes(path.read_bytes()[:-1])
-    tier.path_of(two.header.key, Part.DELTA).unlink()
+    tier.records.path_of(two.header.key, Part.DELTA).unlink()
     with no_file_may_grow():
         found = [tier.read(one.header.key, Part.DELTA) for one in made]
     assert found == [None, None]

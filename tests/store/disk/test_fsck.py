@@ -30,7 +30,7 @@ def test_a_record_that_cannot_be_read_is_named_and_not_moved(code, fix, tier, st
     found = wrongs(tier, fix=fix)
     assert [why.startswith("could not be read: ") for why, _ in found] == [True, True]
     assert [aside for _, aside in found] == [False, False]
-    assert all(tier.path_of(key, Part.DELTA).exists() for key in keys)
+    assert all(tier.records.path_of(key, Part.DELTA).exists() for key in keys)
     assert not list((store / "quarantine").iterdir())
     tier.files.mend()
     assert wrongs(tier) == [(None, False)] * 2
@@ -39,7 +39,7 @@ def test_a_record_that_cannot_be_read_is_named_and_not_moved(code, fix, tier, st
 
 def test_a_bad_record_is_said_to_be_set_aside_when_it_was(tier):
     (first, _) = tier.walk()
-    path = tier.path_of(first.key, Part.DELTA)
+    path = tier.records.path_of(first.key, Part.DELTA)
     path.write_bytes(path.read_bytes()[:-1])
     ((why, aside),) = [found for found in wrongs(tier) if found[0]]
     assert ("truncated" in why or "bytes" in why, aside) == (True, False)
@@ -59,7 +59,7 @@ def test_a_record_deleted_meanwhile_is_nobodys_fault(tier):
 def test_a_small_file_is_set_aside_with_its_reason(tier, store):
     path = store / "agents" / "coder.json"
     path.write_text("{torn")
-    assert tier.move_to_quarantine(path, "it is torn")
+    assert tier.records.move_to_quarantine(path, "it is torn")
     bad, why = sorted((store / "quarantine").iterdir())
     assert not path.exists()
     assert bad.name.startswith("coder.json.")

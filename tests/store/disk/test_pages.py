@@ -55,7 +55,7 @@ def records(disk):
 
 
 def names_of(disk, records):
-    return [disk.path_of(record.header.key, Part.DELTA).name for record in records]
+    return [disk.records.path_of(record.header.key, Part.DELTA).name for record in records]
 
 
 def restore(disk, records):
@@ -120,7 +120,7 @@ def test_not_more_is_remembered_than_was_allowed(disk, system, records, monkeypa
     system.let_go_of.clear()
     restore(disk, records[:1])
     assert system.let_go_of == names_of(disk, records[:1])
-    disk.pages.forget()
+    disk.records.pages.forget()
     for record in records:
         disk.read(record.header.key, Part.DELTA)
     system.cached, system.let_go_of = set(names_of(disk, records)), []
@@ -141,10 +141,10 @@ def test_pages_really_go_and_stay(on_disk):
     (made,) = chain_of(1, n_bytes=8 * MIB)
     with closing(DiskTier(on_disk / "store", DiskLimits(min_free_bytes=0))) as tier:
         assert tier.put(made).stored
-        path = tier.path_of(made.header.key, Part.DELTA)
+        path = tier.records.path_of(made.header.key, Part.DELTA)
         restore(tier, [made])
         assert is_resident(path)  # it had just been written
-        tier.pages.forget()
+        tier.records.pages.forget()
         drop_files([path])
         stay = is_resident(path)
         for is_first in (True, False):

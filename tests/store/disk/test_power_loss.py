@@ -165,7 +165,7 @@ class RecordedTier(DiskTier):
 
     def _open_index(self) -> Index:
         index = super()._open_index()
-        index._db.set_trace_callback(self._statement)
+        index.database._db.set_trace_callback(self._statement)
         return index
 
     def _statement(self, text: str) -> None:
@@ -350,12 +350,12 @@ def check(events: list[Event], place: Path, secret: str | None) -> None:
             assert record is not None
             assert holds_its_content(record)
         assert not tier.have([block.key for block in gone])
-        for name, n_bytes in tier.index.names().items():
+        for name, n_bytes in tier.index.lookups.names().items():
             parsed = parse_name(name)
             assert parsed
-            assert tier.path_of(*parsed).stat().st_size == n_bytes
+            assert tier.records.path_of(*parsed).stat().st_size == n_bytes
         assert tier.stats().quarantined == 0
-        assert not tier.index.deleting()
+        assert not tier.index.lookups.deleting()
         check_agents(tier, events)
     finally:
         tier.close()

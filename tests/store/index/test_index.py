@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from keepwarm.errors import NewerFormat
 from keepwarm.prefix.blocks import BlockKey, pack, root
+from keepwarm.store.index.columns import NEIGHBOURS
 from keepwarm.store.index.database import is_busy, is_damage
 from keepwarm.store.index.index import MAX_TOUCHES, Index
-from keepwarm.store.index.lookup import NEIGHBOURS
 from keepwarm.store.names import path_of
 from keepwarm.store.record import Part
 from tests.store.kit import NAMESPACE, first_block, record, refs_of
@@ -59,7 +59,7 @@ class Bookkeeping(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS))
     def delete(self, key):
         self.index.mark_deleting([key])
-        assert self.index.have([key]) == {}
+        assert self.index.lookups.have([key]) == {}
         self.index.delete_marked([key])
         self.w_rows.pop(key, None)
         for part in Part:
@@ -90,18 +90,18 @@ class Bookkeeping(RuleBasedStateMachine):
     @invariant()
     def bytes_add_up(self):
         reserved = sum(n for _, n in self.reserved.values())
-        assert self.index.n_bytes() == sum(self.sizes.values()) + reserved
+        assert self.index.lookups.n_bytes() == sum(self.sizes.values()) + reserved
 
     @invariant()
     def blocks_are_those_with_parts(self):
         held = {key for key, _ in self.sizes}
-        assert set(self.index.have(KEYS)) == held
-        assert self.index.n_blocks() == len(held)
-        for key, known in self.index.have(KEYS).items():
+        assert set(self.index.lookups.have(KEYS)) == held
+        assert self.index.lookups.n_blocks() == len(held)
+        for key, known in self.index.lookups.have(KEYS).items():
             assert known.parts == {part for k, part in self.sizes if k == key}
             assert known.w_rows == self.w_rows.get(key, 0)
         names = {path_of(Path(), *name).name: n for name, n in self.sizes.items()}
-        assert self.index.names() == names
+        assert self.index.lookups.names() == names
 
     @invariant()
     def walk_agrees(self):
@@ -129,7 +129,7 @@ class Bookkeeping(RuleBasedStateMachine):
     def children_are_those_held(self):
         held = {key for key, _ in self.sizes}
         for ref in TREE:
-            near = {child.key for child in self.index.children(ref.parent, ref.tokens)}
+            near = {child.key for child in self.index.lookups.children(ref.parent, ref.tokens)}
             assert (ref.key in near) == (ref.key in held)
 
     def teardown(self):
@@ -161,7 +161,7 @@ def test_the_nearest_of_thousands_against_brute_force(index):
         asked = tuple(pick.randrange(3) for _ in range(12))
         shared = (next((i for i, (a, b) in enumerate(zip(h, asked, strict=False)) if a != b),
                        len(h)) for h in held)  # fmt: skip
-        found = index.children(root(NAMESPACE), pack(asked))
+        found = index.lookups.children(root(NAMESPACE), pack(asked))
         assert found[0].n_common == max(shared)
         assert len(found) <= 2 * NEIGHBOURS + len(asked)
 
@@ -170,7 +170,7 @@ def test_victims_free_no_more_than_needed(index):
     fill(index, [first_block([n]) for n in range(20)], n_bytes=10)
     assert [v.n_bytes for v in index.find_victims(25)] == [10, 10, 10]
     assert index.find_victims(25)[0].key == first_block([0]).key
-    spared = index.find_victims(25, spare={first_block([0]).key})
+    spared = index.find_victims(25, exclude={first_block([0]).key})
     assert [v.key for v in spared] == [first_block([n]).key for n in (1, 2, 3)]
 
 
@@ -178,11 +178,11 @@ def test_condemned_blocks_are_gone_for_everybody_at_once(index):
     refs = [first_block([n]) for n in range(3)]
     fill(index, refs)
     index.select_victims(15)
-    assert set(index.have([r.key for r in refs])) == {refs[2].key}
+    assert set(index.lookups.have([r.key for r in refs])) == {refs[2].key}
     assert {s.key for s in index.walk()} == {refs[2].key}
-    assert len(index.children(root(NAMESPACE), refs[0].tokens)) == 0
-    assert set(index.deleting()) == {refs[0].key, refs[1].key}
-    assert index.n_bytes() == 30  # until the files are gone
+    assert len(index.lookups.children(root(NAMESPACE), refs[0].tokens)) == 0
+    assert set(index.lookups.deleting()) == {refs[0].key, refs[1].key}
+    assert index.lookups.n_bytes() == 30  # until the files are gone
 
 
 def test_a_reservation_counts_and_keeps_to_the_limit(index):
@@ -191,17 +191,17 @@ def test_a_reservation_counts_and_keeps_to_the_limit(index):
     assert ticket is not None
     assert index.reserve(ref.key, ref.parent, 41, "you", 100) is None
     index.add(record(ref).header, 60, 1.0, ticket)
-    assert index.n_bytes() == 60
-    assert index.writers() == set()
+    assert index.lookups.n_bytes() == 60
+    assert index.lookups.writers() == set()
 
 
 def test_ancestors_and_descendants(index):
     refs = refs_of(5)
     fill(index, refs)
     keys = [ref.key for ref in refs]
-    assert list(index.parents(keys[3])) == keys[3::-1]
-    assert index.descendants(keys[1]) == keys[:1:-1]
-    assert index.descendants(root(NAMESPACE)) == keys[::-1]
+    assert list(index.lookups.parents(keys[3])) == keys[3::-1]
+    assert index.lookups.descendants(keys[1]) == keys[:1:-1]
+    assert index.lookups.descendants(root(NAMESPACE)) == keys[::-1]
 
 
 def test_children_that_came_before_their_parent_protect_it(index):
@@ -225,7 +225,7 @@ def test_children_that_came_before_their_parent_protect_it(index):
 )
 def test_no_look_up_reads_a_whole_table(query, index):
     """Nor sorts: the cost of a look-up must not grow with the store."""
-    steps = [row[3] for row in index._rows(f"EXPLAIN QUERY PLAN {query}", (b"", b""))]
+    steps = [row[3] for row in index.database.rows(f"EXPLAIN QUERY PLAN {query}", (b"", b""))]
     assert not [step for step in steps if step.startswith("SCAN") or "TEMP B-TREE" in step]
 
 
@@ -234,11 +234,11 @@ def test_deleted_tokens_are_in_no_file(tmp_path):
     made = Index(tmp_path / "index.sqlite")
     ref = first_block(list(range(1000, 1200)))
     made.add(record(ref).header, 10, 1.0)
-    made.checkpoint()
+    made.database.checkpoint()
     assert ref.tokens[:200] in (tmp_path / "index.sqlite").read_bytes()
     made.mark_deleting([ref.key])
     made.delete_marked([ref.key])
-    made.checkpoint()
+    made.database.checkpoint()
     found = [p.name for p in tmp_path.iterdir() if ref.tokens[40:60] in p.read_bytes()]
     made.close()
     assert found == []
@@ -249,7 +249,7 @@ def test_two_connections_see_one_index(tmp_path):
     ref = first_block([1])
     one.add(record(ref).header, 10, 1.0)
     two.pin(ref.key, "you")
-    assert one.owners(ref.key) == ["you"]
+    assert one.lookups.owners(ref.key) == ["you"]
     assert one.find_victims(10) == []
     two.pin_only("you", ())
     assert len(one.find_victims(10)) == 1
@@ -269,9 +269,9 @@ def test_holding_changes_in_one_step(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         index.pin_only("me", keys())
-    assert (index.owners(first.key), index.owners(second.key)) == (["me"], [])
+    assert (index.lookups.owners(first.key), index.lookups.owners(second.key)) == (["me"], [])
     index.pin_only("me", [second.key])
-    assert (index.owners(first.key), index.owners(second.key)) == ([], ["me"])
+    assert (index.lookups.owners(first.key), index.lookups.owners(second.key)) == ([], ["me"])
     index.close()
 
 
@@ -295,7 +295,7 @@ def test_busy_and_damaged_are_told_apart(tmp_path):
 
 def test_a_newer_index_is_not_read(tmp_path):
     made = Index(tmp_path / "i")
-    made._db.execute("PRAGMA user_version = 99")
+    made.database.execute("PRAGMA user_version = 99")
     made.close()
     with pytest.raises(NewerFormat, match="version 99 is newer"):
         Index(tmp_path / "i")
@@ -341,7 +341,7 @@ def test_an_error_undoes_the_whole_step(index):
     ref = first_block([1])
     with pytest.raises(OverflowError):
         index.add(record(ref).header, 1 << 80, 1.0)
-    assert index.have([ref.key]) == {}
-    assert index.n_bytes() == 0
+    assert index.lookups.have([ref.key]) == {}
+    assert index.lookups.n_bytes() == 0
     index.add(record(ref).header, 10, 1.0)
-    assert index.have([BlockKey(ref.key)])
+    assert index.lookups.have([BlockKey(ref.key)])

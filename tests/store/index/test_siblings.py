@@ -7,7 +7,7 @@ import pytest
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, pack, root
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
-from keepwarm.store.index.lookup import NEIGHBOURS
+from keepwarm.store.index.columns import NEIGHBOURS
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.unlock import unlock
 from tests.store.kit import NAMESPACE, BrokenFiles, first_block, record, tokens_of

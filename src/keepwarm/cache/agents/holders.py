@@ -51,7 +51,7 @@ def begun_with(disk: DiskTier, heads: Iterable[Head]) -> Iterator[Begun]:
         if head.is_open:
             beside[head.parent].append(head)
     for parent, some in beside.items():
-        for key, known in disk.have(disk.index.children_of(parent)).items():
+        for key, known in disk.have(disk.index.lookups.children_of(parent)).items():
             header = header_of(disk, key, known)
             if header is not None:
                 yield from (Begun(head, header) for head in some if _begins(header, head))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, block_key, chain, pack
 from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.index.index import TTL_PIN
+from keepwarm.store.tier import TTL_PIN
 
 TTL_S = 300.0  # for who names none
 

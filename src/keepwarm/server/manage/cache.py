@@ -254,7 +254,7 @@ def _clear_disk(shelf: Shelf) -> tuple[int, int]:
     shelf.disk.delete_all(rest)
     clear_quarantine(shelf.disk)
     with as_store_errors(shelf.disk, "clear its index"):
-        shelf.disk.index.scrub()
+        shelf.disk.index.database.scrub()
     return len(agents), n_blocks + len(rest)
 
 

@@ -13,19 +13,21 @@ import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.atomic import Files, Scratch
 from keepwarm.store.disk.reconcile import make_directories, reconcile
-from keepwarm.store.disk.verified import Records
+from keepwarm.store.disk.records import RecordFiles
 from keepwarm.store.index.index import Index
 from keepwarm.store.index.opening import open_index
 from keepwarm.store.record import (
     Header,
     Part,
+    ReadBuffer,
     Record,
+    RecordView,
     encode_record,
 )
 from keepwarm.store.seal import Seal
@@ -52,7 +54,7 @@ class DiskLimits:
     min_free_bytes: int = 1 << 30  # of the file system
 
 
-class DiskTier(Records):
+class DiskTier:
     """A directory that several processes may use at once."""
 
     def __init__(
@@ -64,34 +66,59 @@ class DiskTier(Records):
         seal: Seal | None = None,
     ) -> None:
         self.limits = limits or DiskLimits()
-        super().__init__(root, files or Files(), seal, TierStats(max_bytes=self.limits.max_bytes))
+        self.root, self.seal = root, seal
         self._clock = clock
-        self._cut_off = RefusedBlocks()
-        self._directories = make_directories(root, self.files)
-        self.index = self._open_index()
+        self._refused = RefusedBlocks()
+        files = files or Files()
+        self._directories = make_directories(root, files)
+        self.records = RecordFiles(root, files, self._open_index(), seal)
         self.scratch = Scratch(root / "tmp")
         try:
             self._reconcile()
         except sqlite3.DatabaseError as error:
             self.note_error(error)
             self.index.close()
-            self.index = self._open_index()
+            self.records.index = self._open_index()
             with as_store_errors(self, "put itself in order"):
                 self._reconcile()
+
+    @property
+    def files(self) -> Files:
+        return self.records.files
+
+    @property
+    def index(self) -> Index:
+        return self.records.index
+
+    def note_error(self, error: Exception) -> None:
+        self.records.note_error(error)
 
     # The tier protocol
 
     @default_on_io_error(dict)
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
-        return self.index.have(keys)
+        return self.index.lookups.have(keys)
 
     @default_on_io_error(list)
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
-        return self.index.children(parent, tokens)
+        return self.index.lookups.children(parent, tokens)
 
     @default_on_io_error(list)
     def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
-        return self.index.states(parents)
+        return self.index.lookups.states(parents)
+
+    def read(
+        self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
+    ) -> Record | None:
+        return self.records.read(key, part, tensors)
+
+    def visit(
+        self, key: BlockKey, part: Part, use: Callable[[RecordView], None], buffer: ReadBuffer
+    ) -> bool:
+        return self.records.visit(key, part, use, buffer)
+
+    def prefetch(self, key: BlockKey, part: Part) -> bool:
+        return self.records.prefetch(key, part)
 
     def put(self, record: Record) -> PutResult:
         durable: Future[None] = Future()
@@ -120,10 +147,11 @@ class DiskTier(Records):
 
     @default_on_io_error(lambda: None)
     def delete_outgrown(self, key: BlockKey) -> None:
-        for state in find_surplus(*self.index.checkpoints(key)):
+        lookups = self.index.lookups
+        for state in find_surplus(*lookups.checkpoints(key)):
             self._delete_part(state.key, Part.STATE)
-            self._delete(self.index.outgrown(state.beside))
-        self._delete(self.index.outgrown(key))
+            self._delete(lookups.outgrown(state.beside))
+        self._delete(lookups.outgrown(key))
 
     def delete(self, key: BlockKey) -> None:
         self.delete_all([key])
@@ -143,11 +171,12 @@ class DiskTier(Records):
 
     def stats(self) -> TierStats:
         n_blocks, n_bytes = self._totals()
-        return replace(self._stats, blocks=n_blocks, n_bytes=n_bytes)
+        return self.records.counts.stats(n_blocks, n_bytes, self.limits.max_bytes)
 
     @default_on_io_error(lambda: (0, 0))
     def _totals(self) -> tuple[int, int]:
-        return self.index.n_blocks(), self.index.n_bytes() + self._others.n_bytes()
+        lookups = self.index.lookups
+        return lookups.n_blocks(), lookups.n_bytes() + self.records.others.n_bytes()
 
     def close(self) -> None:
         self.index.close()
@@ -163,8 +192,8 @@ class DiskTier(Records):
         n_bytes = sum(memoryview(piece).nbytes for piece in buffers)
         reservation = self._make_room(header, n_bytes)
         if reservation is None:
-            self._cut_off.refused(header.key)
-            self._count(refused=1)
+            self._refused.add(header.key)
+            self.records.counts.add(refused=1)
             return False
         temp = self.scratch.new()
         try:
@@ -174,20 +203,20 @@ class DiskTier(Records):
             self.files.discard(temp)
             self.index.cancel(reservation)
             raise
-        self._count(puts=int(stored))
+        self.records.counts.add(puts=int(stored))
         return stored
 
     def _has(self, header: Header) -> bool:
-        known = self.index.have([header.key]).get(header.key)
+        known = self.index.lookups.have([header.key]).get(header.key)
         if known is None or header.part not in known.parts:
             return False
         return not header.improves_on(known.w_rows)
 
     def _publish(self, temp: Path, header: Header, n_bytes: int, reservation: int) -> bool:
-        target = self.path_of(header.key, header.part)
+        target = self.records.path_of(header.key, header.part)
         self.ensure_directory(target.parent)
-        with self.names_lock():
-            if self.index.is_deleting(header.key):  # by a process that died over it
+        with self.records.names_lock():
+            if self.index.lookups.is_deleting(header.key):  # by a process that died over it
                 self._finish_deleting([header.key])
             if self._has(header):  # somebody else was faster
                 self.files.discard(temp)
@@ -205,7 +234,7 @@ class DiskTier(Records):
 
     def _make_room(self, header: Header, n_bytes: int) -> int | None:
         """Reserve the bytes, evicting what is worth less; None if that is not enough."""
-        if self._cut_off.follows(header.parent, self.index.have):
+        if self._refused.follows(header.parent, self.index.lookups.have):
             return None
         while True:
             limit = self._record_limit()
@@ -223,45 +252,47 @@ class DiskTier(Records):
     def _evict(self, header: Header, n_bytes: int) -> bool:
         """Make room for a record of so many bytes; False if nothing could be done."""
         priority = self.index.priority_of(header, n_bytes, self._clock())
-        with self.names_lock():
+        with self.records.names_lock():
             missing = self._missing_bytes(n_bytes)
             if missing <= 0:  # another process has just done it
                 return True
             self.index.expire_ttl_pins(self._clock())
             victims = self.index.select_victims(missing, {header.key, header.parent}, priority)
             self._finish_deleting(victims)
-        self._count(evicted=len(victims))
+        self.records.counts.add(evicted=len(victims))
         return bool(victims)
 
     def _missing_bytes(self, n_bytes: int) -> int:
         """How many bytes must go before so many can come."""
         short = n_bytes + self.limits.min_free_bytes - shutil.disk_usage(self.root).free
         limit = self._record_limit()
-        return short if limit is None else max(short, self.index.n_bytes() + n_bytes - limit)
+        return (
+            short if limit is None else max(short, self.index.lookups.n_bytes() + n_bytes - limit)
+        )
 
     def _record_limit(self) -> int | None:
         if self.limits.max_bytes is None:
             return None
-        return self.limits.max_bytes - self._others.n_bytes() - INDEX_ROOM
+        return self.limits.max_bytes - self.records.others.n_bytes() - INDEX_ROOM
 
     def _delete(self, keys: Collection[BlockKey]) -> None:
         if not keys:
             return
-        with self.names_lock():
+        with self.records.names_lock():
             self.index.mark_deleting(keys)
             self._finish_deleting(keys)
 
     def _finish_deleting(self, keys: Collection[BlockKey]) -> None:
         for key in keys:
             for part in Part:
-                self.files.remove(self.path_of(key, part))
+                self.files.remove(self.records.path_of(key, part))
         if keys:
             self.index.delete_marked(keys)
 
     def _delete_part(self, key: BlockKey, part: Part) -> None:
         """The file first: a row without one is what a start forgets."""
-        with self.names_lock():
-            self.files.remove(self.path_of(key, part))
+        with self.records.names_lock():
+            self.files.remove(self.records.path_of(key, part))
             self.index.delete_part(key, part)
 
     @default_on_io_error(lambda: None)
@@ -274,4 +305,4 @@ class DiskTier(Records):
         return open_index(self.root, self.seal)
 
     def _reconcile(self) -> None:
-        self._others.stray_bytes = reconcile(self, self._retry_deleting)
+        self.records.others.stray_bytes = reconcile(self.records, self._retry_deleting)

@@ -38,7 +38,7 @@ def _check(disk: DiskTier, record: RecordCheck, fix: bool) -> RecordCheck | None
     """None: it was deleted meanwhile."""
     key, part = record.key, record.part
     try:
-        wrong = disk.find_fault(key, part)
+        wrong = disk.records.find_fault(key, part)
     except NewerFormat:
         return record._replace(newer=True)
     except FileNotFoundError:
@@ -47,5 +47,7 @@ def _check(disk: DiskTier, record: RecordCheck, fix: bool) -> RecordCheck | None
         return record._replace(wrong=f"could not be read: {error.strerror or error}")
     if wrong is not None and fix:
         disk.read(key, part)  # reading a bad record sets it aside
-        return record._replace(wrong=wrong, quarantined=not disk.path_of(key, part).exists())
+        return record._replace(
+            wrong=wrong, quarantined=not disk.records.path_of(key, part).exists()
+        )
     return record._replace(wrong=wrong)

@@ -9,7 +9,7 @@ from pathlib import Path
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.atomic import Files, is_alive
-from keepwarm.store.disk.verified import Records
+from keepwarm.store.disk.records import RecordFiles
 from keepwarm.store.names import bytes_of, directories, size_of, strays
 from keepwarm.store.record import Part
 
@@ -29,38 +29,38 @@ def make_directories(root: Path, files: Files) -> set[Path]:
     return found
 
 
-def reconcile(disk: Records, finish_deleting: Callable[[BlockKey], None]) -> int:
+def reconcile(records: RecordFiles, finish_deleting: Callable[[BlockKey], None]) -> int:
     """Finish deletions and reservations of the dead, adopt files without rows, forget the reverse.
 
     Answers with the bytes of what lies among the blocks and is none of ours.
     """
-    for writer in disk.index.writers():
-        if not is_alive(disk.root / "tmp", writer):
-            disk.index.cancel_writes(writer)
-    with disk.names_lock():
-        for key in disk.index.deleting():
+    for writer in records.index.lookups.writers():
+        if not is_alive(records.root / "tmp", writer):
+            records.index.cancel_writes(writer)
+    with records.names_lock():
+        for key in records.index.lookups.deleting():
             finish_deleting(key)
-    n_bytes = sum(map(bytes_of, strays(disk.root)))
-    for directory in directories(disk.root):
-        changes = directory.changes(disk.index.names(directory.first))
+    n_bytes = sum(map(bytes_of, strays(records.root)))
+    for directory in directories(records.root):
+        changes = directory.changes(records.index.lookups.names(directory.first))
         n_bytes += sum(map(bytes_of, changes.strays))
-        n_bytes += sum(_adopt(disk, key, part) for key, part in changes.come)
+        n_bytes += sum(_adopt(records, key, part) for key, part in changes.come)
         for key, part in changes.gone:
-            disk.delete_missing(key, part)
+            records.delete_missing(key, part)
     return n_bytes
 
 
-def _adopt(disk: Records, key: BlockKey, part: Part) -> int:
+def _adopt(records: RecordFiles, key: BlockKey, part: Part) -> int:
     """Enter a file that has no row; answers with its bytes where it stays without one."""
-    path = disk.path_of(key, part)
+    path = records.path_of(key, part)
     try:
-        with disk.names_lock():
-            header = disk.use_record(key, part, lambda _, opened: opened.header)
-            disk.index.add(header, path.stat().st_size, path.stat().st_mtime)
+        with records.names_lock():
+            header = records.use_record(key, part, lambda _, opened: opened.header)
+            records.index.add(header, path.stat().st_size, path.stat().st_mtime)
     except BadRecord as bad:
-        disk.quarantine(key, part, str(bad))
+        records.quarantine(key, part, str(bad))
     except NewerFormat as newer:
-        disk.skip_newer(key, part, str(newer))
+        records.skip_newer(key, part, str(newer))
         return size_of(path)
     except FileNotFoundError:
         return 0  # somebody deleted it meanwhile

@@ -65,18 +65,19 @@ def delete_branches(
         progress(min(start + AT_ONCE, len(doomed)), len(doomed))
     with as_store_errors(disk, "clear what was set aside"):
         clear_quarantine(disk)  # a bad record may be anybody's, whatever its name
-        disk.index.scrub()
+        disk.index.database.scrub()
     return len(doomed)
 
 
 def _branches(
     disk: DiskTier, blocks: Sequence[BlockKey], keep: set[BlockKey]
 ) -> Iterator[BlockKey]:
+    lookups = disk.index.lookups
     for key in blocks:
-        if key not in keep:  # who has a whole block has its shorter copies too
-            yield from (part for part in disk.index.shorter_siblings(key) if part not in keep)
+        if key not in keep:  # a conversation with a whole block also has its shorter copies
+            yield from (part for part in lookups.shorter_siblings(key) if part not in keep)
             yield key
-            yield from (child for child in disk.index.descendants(key) if child not in keep)
+            yield from (child for child in lookups.descendants(key) if child not in keep)
 
 
 def clear_quarantine(disk: DiskTier, progress: Progress = no_progress) -> int:

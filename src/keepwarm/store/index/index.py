@@ -1,7 +1,7 @@
-"""What is on disk, in SQLite, shared by all processes that use one directory.
+"""The index of a tier, in SQLite; that of a disk tier is shared by all processes that use it.
 
-The index is a convenience: files are the truth, and it is rebuilt from them when it is lost.
-A write first reserves its bytes, so that several processes together stay under the cap.
+Files are the truth: a lost or damaged index is rebuilt from them. A write first reserves its bytes,
+so that several processes together stay under the limit.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from keepwarm.store.eviction import (
     after_use,
     prefill_saved,
 )
+from keepwarm.store.index.columns import Columns, PlainColumns, SealedColumns
+from keepwarm.store.index.database import Database
 from keepwarm.store.index.lookup import Lookups
 from keepwarm.store.record import Header, Part
-from keepwarm.store.tier import StoredBlock
+from keepwarm.store.seal import Seal
+from keepwarm.store.tier import TTL_PIN, StoredBlock
 
-MAX_TOUCHES = 20_000  # that wait for the next write
-TTL_PIN = "mark:"  # an owner that lets go by itself: the time of its end follows
+MAX_TOUCHES = 20_000  # waiting for the next write
 EVICTABLE = (
     "pins = 0 AND doomed = 0 AND used + value + cost <= ? "
     "AND NOT EXISTS (SELECT 1 FROM writes w WHERE b.key IN (w.key, w.parent))"
@@ -40,8 +42,8 @@ class Victim(NamedTuple):
     n_bytes: int
 
 
-class _Row(NamedTuple):
-    """A block that may go, in the order in which they go."""
+class _Candidate(NamedTuple):
+    """A block that may be evicted; they sort in the order of eviction."""
 
     priority: float
     key: BlockKey
@@ -49,34 +51,40 @@ class _Row(NamedTuple):
     n_bytes: int
 
 
-class Index(Lookups):
-    """One connection, one lock; every method is one transaction."""
+class Index:
+    """Every change is one transaction. Queries are in `lookups`."""
 
-    def __init__(self, path: Path | str, half_life_s: float = MEMORY_HALF_LIFE_S) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        half_life_s: float = MEMORY_HALF_LIFE_S,
+        seal: Seal | None = None,
+    ) -> None:
         self._half_life_s = half_life_s
         self._touched: deque[tuple[float, float, BlockKey]] = deque()
-        super().__init__(path)
-
-    def _prepare(self) -> None:
-        self._db.create_function("after_use", 3, self._after_use, deterministic=True)
-        self._db.create_function("cost_of", 5, self.cost_of, deterministic=True)
-        super()._prepare()
+        self.database = Database(path)
+        self.database.add_function("after_use", 3, self._after_use)
+        self.database.add_function("cost_of", 5, self.cost_of)
+        self._columns: Columns = (
+            PlainColumns(self.database) if seal is None else SealedColumns(self.database, seal)
+        )
+        self.lookups = Lookups(self.database, self._columns)
 
     def _after_use(self, used: float, value: float, now: float) -> float:
         return after_use(used, value, now, self._half_life_s)
 
     def cost_of(self, number: int, n_tokens: int, d: int, w: int, s: int) -> float:
-        """What the block spares, as seconds by which it outlives one that spares 1."""
+        """What the block saves, as seconds by which it outlives a block that saves 1."""
         return self._half_life_s * math.log2(prefill_saved(number, n_tokens, d, w, s))
 
     def priority_of(self, header: Header, n_bytes: int, now: float) -> float:
-        """What a record has that comes now: as much as one used once."""
+        """The priority of a new record: that of a block used once, now."""
         sizes = (n_bytes if part is header.part else 0 for part in Part)
         return now + self.cost_of(header.number, len(header.tokens) // 4, *sizes)
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with super()._transaction() as db:
+    def _transaction(self, synced: bool = False) -> Iterator[sqlite3.Connection]:
+        with self.database.transaction(synced) as db:
             if self._touched:
                 set_to = "value = after_use(used, value, ?), used = ?"
                 db.executemany(f"UPDATE blocks SET {set_to} WHERE key = ?", self._take_touches())  # noqa: S608
@@ -86,26 +94,25 @@ class Index(Lookups):
         while self._touched:
             yield self._touched.popleft()
 
-    def _settle(self) -> None:
-        """Write down the uses that wait for it."""
+    def _flush_touches(self) -> None:
         if self._touched:
             with self._transaction():
                 pass
 
     def walk(self) -> Iterator[StoredBlock]:
-        self._settle()
-        yield from super().walk()
+        self._flush_touches()
+        yield from self.lookups.walk()
 
     def close(self) -> None:
-        with self._lock:
-            with suppress(sqlite3.Error):  # uses are no loss
-                self._settle()
-            super().close()
+        with self.database.lock:
+            with suppress(sqlite3.Error):  # losing a few uses does no harm
+                self._flush_touches()
+            self.database.close()
 
     def reserve(
         self, key: BlockKey, parent: BlockKey, n_bytes: int, writer: str, limit: int | None
     ) -> int | None:
-        """Claim room for a record about to be written; None if it would pass the limit."""
+        """Reserve bytes for a record about to be written; None if that would exceed the limit."""
         with self._transaction() as db:
             (used,) = db.execute("SELECT value FROM counts WHERE name = 'bytes'").fetchone()
             if limit is not None and used + n_bytes > limit:
@@ -125,7 +132,7 @@ class Index(Lookups):
         reservation: int | None = None,
         value: float = 0,
     ) -> None:
-        """Enter a published record and end its reservation."""
+        """Add the row of a published record and end its reservation."""
         key, n_tokens = header.key, len(header.tokens) // 4
         sizes = [n_bytes if part is header.part else 0 for part in Part]
         with self._transaction() as db:
@@ -133,70 +140,54 @@ class Index(Lookups):
                 _end_write(db, reservation)
             self._supersede(db, header, now)
             cost = self.cost_of(header.number, n_tokens, *sizes)
-            row = (key, header.parent, header.namespace, header.number, n_tokens, *sizes,
-                   header.w_rows, now, value, cost)  # fmt: skip
+            row = (key, header.parent, self._columns.encode_namespace(header), header.number,
+                   n_tokens, *sizes, header.w_rows, now, value, cost)  # fmt: skip
             query = (
                 "INSERT INTO blocks(key, parent, namespace, number, n_tokens, d, w, s, w_rows, "
                 "used, value, cost) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
                 "ON CONFLICT DO NOTHING"
             )
             if db.execute(query, row).rowcount:
-                kept = (header.parent, self._kept_tokens(header), key)
-                db.execute("INSERT OR IGNORE INTO tokens VALUES (?, ?, ?)", kept)
+                tokens = (header.parent, self._columns.encode_tokens(header), key)
+                db.execute("INSERT OR IGNORE INTO tokens VALUES (?, ?, ?)", tokens)
             else:
                 self._set_part(db, key, header.part, n_bytes, header.w_rows)
 
-    def _kept_tokens(self, header: Header) -> bytes:
-        """What stands for its tokens in their table."""
-        return header.tokens
-
     def touch(self, keys: Collection[BlockKey], now: float) -> None:
-        """Note a use. It is written down with the next change: alone it would cost a request ms."""
+        """Note a use; the next change writes it, as a write of its own would cost a request ms."""
         self._touched.extend((now, now, key) for key in dict.fromkeys(keys))
         if len(self._touched) > MAX_TOUCHES:
-            self._settle()
+            self._flush_touches()
 
     def _supersede(self, db: sqlite3.Connection, header: Header, now: float) -> None:
-        """A block that begins as a short branch does replaces it: an answer rendered anew, say."""
+        """Devalue a short sibling branch with the same first tokens: an answer rendered anew."""
         if not db.execute(
             "SELECT 1 FROM blocks WHERE key = ? AND children > 0", (header.parent,)
         ).fetchone():
             return
-        beside = [c for c in self.children(header.parent, header.tokens) if c.key != header.key]
-        branch = self._branch(beside[0].key) if beside else []
+        children = self.lookups.children(header.parent, header.tokens)
+        siblings = [child.key for child in children if child.key != header.key]
+        branch = self.lookups.first_of_branch(siblings[0], SHORT_BRANCH + 1) if siblings else []
         if len(branch) <= SHORT_BRANCH:
             query = "UPDATE blocks SET value = ? WHERE key = ? AND used <= ?"
             value = SUPERSEDED * self._half_life_s
             db.executemany(query, ((value, key, now) for key in branch))
 
-    def _branch(self, key: BlockKey) -> list[BlockKey]:
-        """A block and what is below it, but no more than it takes to be a long branch."""
-        query = (
-            "WITH RECURSIVE down(key) AS (SELECT ? UNION ALL "
-            "SELECT b.key FROM blocks b JOIN down ON b.parent = down.key) "
-            "SELECT key FROM down LIMIT ?"
-        )
-        return [BlockKey(row[0]) for row in self._rows(query, (key, SHORT_BRANCH + 1))]
-
     def mark_deleting(self, keys: Iterable[BlockKey]) -> None:
-        """Mark blocks as being deleted: nobody finds them, and a crash does not bring them back."""
-        with self._transaction():
-            self._mark(keys)
-
-    def _mark(self, keys: Iterable[BlockKey]) -> None:
-        query = "UPDATE blocks SET doomed = 1 WHERE key = ?"
-        self._db.executemany(query, ((key,) for key in keys))
+        """Hide blocks from look-ups before their files go, so that a crash cannot revive them."""
+        with self._transaction() as db:
+            _mark_deleting(db, keys)
 
     def delete_marked(self, keys: Iterable[BlockKey]) -> None:
-        """Forget blocks whose files are gone.
+        """Delete the rows of marked blocks, whose files are gone.
 
-        Synced: a mark that came back after a power cut would delete what was put since.
+        Synced: a tombstone that came back after a power cut would delete what was put since.
         """
-        with self._synced_transaction() as db:
+        with self._transaction(synced=True) as db:
             db.executemany("DELETE FROM blocks WHERE key = ? AND doomed", ((k,) for k in keys))
 
     def delete_part(self, key: BlockKey, part: Part) -> None:
-        """Forget one part; a block without parts is forgotten whole."""
+        """Delete one part; the row goes with the last part."""
         with self._transaction() as db:
             self._set_part(db, key, part, 0, 0)
             db.execute("DELETE FROM blocks WHERE key = ? AND d + w + s = 0 AND NOT doomed", (key,))
@@ -213,79 +204,85 @@ class Index(Lookups):
     def find_victims(
         self,
         n_bytes: int,
-        spare: Collection[BlockKey] = (),
+        exclude: Collection[BlockKey] = (),
         priority: float = math.inf,
-        partly: bool = False,
+        partial: bool = False,
     ) -> list[Victim]:
-        """Unpinned blocks, least valuable first and every one after its descendants, that together
-        free `n_bytes`; none at all where that cannot be reached, unless `partly` will do.
+        """Unpinned blocks, the least valuable first and each after its descendants, that together
+        free `n_bytes`; unless `partial`, none at all where that cannot be reached.
 
-        None of a higher priority: what comes is not worth more than they are.
+        Only blocks up to this priority: the new block is worth no more than the others.
         """
         chosen: list[Victim] = []
         freed = 0
-        with self._lock, closing(self._in_line(spare, priority)) as rows:
+        with self.database.lock, closing(self._eviction_order(exclude, priority)) as rows:
             while freed < n_bytes and (row := next(rows, None)) is not None:
                 chosen.append(Victim(row.key, row.n_bytes))
                 freed += row.n_bytes
-        return chosen if partly or freed >= n_bytes else []
+        return chosen if partial or freed >= n_bytes else []
 
-    def _in_line(self, spare: Collection[BlockKey], priority: float) -> Generator[_Row, None, None]:
-        """Blocks that nothing descends from, and each parent once its last child was taken."""
+    def _eviction_order(
+        self, exclude: Collection[BlockKey], priority: float
+    ) -> Generator[_Candidate, None, None]:
+        """Blocks without descendants, and each parent once its last child was taken."""
         columns = "SELECT used + value + cost, key, parent, d + w + s FROM blocks b"
         leaves = f"{columns} WHERE children = 0 AND {EVICTABLE} ORDER BY used + value + cost"
         above = f"{columns} WHERE key = ? AND children = ? AND {EVICTABLE}"
         taken: Counter[BlockKey] = Counter()
-        bared: list[_Row] = []
-        with closing(self._db.execute(leaves, (priority,))) as found:
+        parents: list[_Candidate] = []
+        with closing(self.database.execute(leaves, (priority,))) as found:
             leaf = found.fetchone()
-            while leaf or bared:
-                if bared and (leaf is None or bared[0] < leaf):
-                    row = heapq.heappop(bared)
+            while leaf or parents:
+                if parents and (leaf is None or parents[0] < leaf):
+                    block = heapq.heappop(parents)
                 else:
-                    row, leaf = _Row(*leaf), found.fetchone()
-                if row.key in spare:
+                    block, leaf = _Candidate(*leaf), found.fetchone()
+                if block.key in exclude:
                     continue
-                yield row
-                taken[row.parent] += 1
-                for parent in self._rows(above, (row.parent, taken[row.parent], priority)):
-                    heapq.heappush(bared, _Row(*parent))
+                yield block
+                taken[block.parent] += 1
+                arguments = (block.parent, taken[block.parent], priority)
+                for parent in self.database.rows(above, arguments):
+                    heapq.heappush(parents, _Candidate(*parent))
 
     def select_victims(
-        self, n_bytes: int, spare: Collection[BlockKey] = (), priority: float = math.inf
+        self, n_bytes: int, exclude: Collection[BlockKey] = (), priority: float = math.inf
     ) -> list[BlockKey]:
-        """Choose victims and mark them in one step, so that nobody pins one in between."""
-        with self._transaction():
-            keys = [victim.key for victim in self.find_victims(n_bytes, spare, priority)]
-            self._mark(keys)
+        """Find victims and mark them in one step, so that none is pinned in between."""
+        with self._transaction() as db:
+            keys = [victim.key for victim in self.find_victims(n_bytes, exclude, priority)]
+            _mark_deleting(db, keys)
         return keys
 
     def evict(
-        self, n_bytes: int, spare: Collection[BlockKey], priority: float, partly: bool = False
+        self, n_bytes: int, exclude: Collection[BlockKey], priority: float, partial: bool = False
     ) -> list[Victim]:
-        """Choose victims and forget them, where no files are to remove."""
+        """Find victims and delete their rows at once, for a tier without files."""
         with self._transaction() as db:
-            gone = self.find_victims(n_bytes, spare, priority, partly)
-            db.executemany("DELETE FROM blocks WHERE key = ?", ((v.key,) for v in gone))
-        return gone
+            victims = self.find_victims(n_bytes, exclude, priority, partial)
+            db.executemany("DELETE FROM blocks WHERE key = ?", ((v.key,) for v in victims))
+        return victims
 
     def pin(self, key: BlockKey, owner: str) -> None:
+        row = (key, self._columns.encode_owner(owner))
         with self._transaction() as db:
-            db.execute("INSERT OR IGNORE INTO pins VALUES (?, ?)", (key, owner))
+            db.execute("INSERT OR IGNORE INTO pins VALUES (?, ?)", row)
 
     def unpin(self, key: BlockKey, owner: str) -> None:
+        row = (key, self._columns.encode_owner(owner))
         with self._transaction() as db:
-            db.execute("DELETE FROM pins WHERE key = ? AND owner = ?", (key, owner))
+            db.execute("DELETE FROM pins WHERE key = ? AND owner = ?", row)
 
     def pin_only(self, owner: str, keys: Iterable[BlockKey]) -> None:
-        """Pin these for an owner, and nothing else of his, in one step that survives a crash."""
-        with self._synced_transaction() as db:
+        """Replace all pins of an owner in one step that survives a power cut."""
+        owner = self._columns.encode_owner(owner)
+        with self._transaction(synced=True) as db:
             db.execute("DELETE FROM pins WHERE owner = ?", (owner,))
             rows = ((key, owner) for key in keys)
             db.executemany("INSERT OR IGNORE INTO pins VALUES (?, ?)", rows)
 
     def expire_ttl_pins(self, now: float) -> int:
-        """End the pins of marks whose time has come; how many these were."""
+        """Delete the TTL pins that have ended; returns their number."""
         query = (
             "DELETE FROM pins WHERE substr(owner, 1, ?1) = ?2 "
             "AND CAST(substr(owner, ?1 + 1) AS REAL) <= ?3"
@@ -294,9 +291,14 @@ class Index(Lookups):
             return db.execute(query, (len(TTL_PIN), TTL_PIN, now)).rowcount
 
     def cancel_writes(self, writer: str) -> None:
+        """End all reservations of a process that has died."""
         with self._transaction() as db:
             db.execute("DELETE FROM writes WHERE writer = ?", (writer,))
 
 
-def _end_write(db: sqlite3.Connection, reservation: int | None) -> None:
+def _mark_deleting(db: sqlite3.Connection, keys: Iterable[BlockKey]) -> None:
+    db.executemany("UPDATE blocks SET doomed = 1 WHERE key = ?", ((key,) for key in keys))
+
+
+def _end_write(db: sqlite3.Connection, reservation: int) -> None:
     db.execute("DELETE FROM writes WHERE id = ?", (reservation,))

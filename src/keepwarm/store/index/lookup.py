@@ -1,4 +1,4 @@
-"""What the index is asked: which blocks are there, what follows them, what they take."""
+"""Queries of the index: which blocks exist, what follows them, how many bytes they take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace, common_tokens
+from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey
+from keepwarm.store.index.columns import Columns
 from keepwarm.store.index.database import Database
 from keepwarm.store.names import SUFFIXES
 from keepwarm.store.record import Part
@@ -14,11 +15,10 @@ from keepwarm.store.thinning import Checkpoint
 from keepwarm.store.tier import BlockInfo, CheckpointRef, Child, StoredBlock
 
 MAX_KEYS = 30_000  # of one query
-NEIGHBOURS = 4  # on each side of a query
 
 
 class Leaf(NamedTuple):
-    """The last block of something kept."""
+    """A block without descendants."""
 
     key: BlockKey
     number: int
@@ -26,8 +26,12 @@ class Leaf(NamedTuple):
     used: float
 
 
-class Lookups(Database):
-    """Changes nothing."""
+class Lookups:
+    """Read only."""
+
+    def __init__(self, database: Database, columns: Columns) -> None:
+        self._rows = database.rows
+        self._columns = columns
 
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         rows = self._among("SELECT key, d, w, s, n_tokens, w_rows", "doomed = 0 AND key", keys)
@@ -43,7 +47,7 @@ class Lookups(Database):
         return [CheckpointRef(BlockKey(key), BlockKey(parent), n) for key, parent, n in rows]
 
     def _among(self, select: str, where: str, keys: Collection[BlockKey]) -> list[tuple[Any, ...]]:
-        """One query for all keys, in as many pieces as SQLite takes."""
+        """One query for all keys, split where SQLite limits the number of arguments."""
         wanted, rows = list(keys), []
         for start in range(0, len(wanted), MAX_KEYS):
             some = wanted[start : start + MAX_KEYS]
@@ -52,31 +56,14 @@ class Lookups(Database):
         return rows
 
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
-        """In the order of token bytes the longest common prefixes are neighbours of the query."""
-        near = self._neighbours(parent, tokens, "<=", "DESC")
-        if len(near) == NEIGHBOURS:  # there may be more of them
-            near |= self._beginnings(parent, tokens)
-        near |= self._neighbours(parent, tokens, ">", "ASC")
-        found = [Child(key, common_tokens(held, tokens)) for key, held in near.items()]
-        return sorted((c for c in found if c.n_common), key=lambda c: -c.n_common)
+        return self._columns.children(parent, tokens)
 
-    def _neighbours(
-        self, parent: BlockKey, tokens: bytes, compare: str, order: str
-    ) -> dict[BlockKey, bytes]:
-        query = (
-            f"SELECT key, tokens FROM tokens WHERE parent = ? AND tokens {compare} ? "  # noqa: S608
-            f"ORDER BY tokens {order} LIMIT {NEIGHBOURS}"
-        )
-        return dict(self._rows(query, (parent, tokens)))
+    def shorter_siblings(self, key: BlockKey) -> list[BlockKey]:
+        return self._columns.shorter_siblings(key)
 
-    def _beginnings(self, parent: BlockKey, tokens: bytes) -> dict[BlockKey, bytes]:
-        """Children whose tokens the query begins with: any number may lie between it and them."""
-        query = (
-            "WITH RECURSIVE ends(at) AS (SELECT 4 UNION ALL SELECT at + 4 FROM ends "
-            "WHERE at < length(?1)) SELECT key, tokens FROM ends "
-            "CROSS JOIN tokens ON parent = ?2 AND tokens = substr(?1, 1, at)"
-        )
-        return dict(self._rows(query, (tokens, parent)))
+    def children_of(self, parent: BlockKey) -> list[BlockKey]:
+        query = "SELECT key FROM blocks WHERE parent = ? AND doomed = 0"
+        return [BlockKey(row[0]) for row in self._rows(query, (parent,))]
 
     def parents(self, key: BlockKey) -> Iterator[BlockKey]:
         """The chain from a block up to its first, the block itself included."""
@@ -88,7 +75,7 @@ class Lookups(Database):
         return (BlockKey(row[0]) for row in self._rows(query, (key,)))
 
     def descendants(self, key: BlockKey) -> list[BlockKey]:
-        """Everything below a block, deepest first, the block itself left out."""
+        """Everything below a block, deepest first, without the block itself."""
         query = (
             "WITH RECURSIVE down(key, depth) AS (SELECT key, 1 FROM blocks WHERE parent = ? "
             "UNION ALL SELECT b.key, depth + 1 FROM blocks b JOIN down ON b.parent = down.key) "
@@ -96,21 +83,25 @@ class Lookups(Database):
         )
         return [BlockKey(row[0]) for row in self._rows(query, (key,))]
 
-    def shorter_siblings(self, key: BlockKey) -> list[BlockKey]:
-        """Blocks beside this one whose tokens this one begins with: what it has outgrown."""
+    def first_of_branch(self, key: BlockKey, limit: int) -> list[BlockKey]:
+        """A block and what is below it, at most `limit` blocks."""
         query = (
-            "SELECT o.key FROM tokens t JOIN blocks b ON b.key = t.key AND b.parent = t.parent "
-            "JOIN tokens o ON o.parent = t.parent AND length(o.tokens) < length(t.tokens) "
-            "AND o.tokens = substr(t.tokens, 1, length(o.tokens)) WHERE b.key = ?"
+            "WITH RECURSIVE down(key) AS (SELECT ? UNION ALL "
+            "SELECT b.key FROM blocks b JOIN down ON b.parent = down.key) "
+            "SELECT key FROM down LIMIT ?"
         )
-        return [BlockKey(row[0]) for row in self._rows(query, (key,))]
+        return [BlockKey(row[0]) for row in self._rows(query, (key, limit))]
 
-    def children_of(self, parent: BlockKey) -> list[BlockKey]:
-        query = "SELECT key FROM blocks WHERE parent = ? AND doomed = 0"
-        return [BlockKey(row[0]) for row in self._rows(query, (parent,))]
+    def leaves(self) -> list[Leaf]:
+        """Blocks without descendants, the last used first."""
+        query = (
+            "SELECT key, number, n_tokens, used FROM blocks WHERE children = 0 AND doomed = 0 "
+            "ORDER BY used DESC, key"
+        )
+        return [Leaf(BlockKey(key), *rest) for key, *rest in self._rows(query)]
 
     def outgrown(self, key: BlockKey) -> list[BlockKey]:
-        """Shorter siblings that this block serves as well as they do: same rows, and no state."""
+        """Shorter siblings that this block can replace: it has their rows, they have no state."""
         query = (
             "SELECT 1 FROM blocks b, blocks old WHERE b.key = ? AND old.key = ? "
             "AND old.s = 0 AND old.pins = 0 AND old.children = 0 "
@@ -119,27 +110,27 @@ class Lookups(Database):
         return [old for old in self.shorter_siblings(key) if self._rows(query, (key, old))]
 
     def checkpoints(self, key: BlockKey) -> tuple[list[Checkpoint], int]:
-        """The states on the way to a block that has one, and the K and V bytes on that way."""
+        """The states on the path to a block that has one, and the K and V bytes on that path."""
         found = self._rows("SELECT 1 FROM blocks WHERE key = ? AND s > 0 AND NOT doomed", (key,))
-        way = list(self.parents(key)) if found else []
-        rows = self._among("SELECT key, parent, d + w * (w_rows > 0)", "key", way)
-        at = {parent: own for own, parent, _ in rows}
-        return list(self._checkpoints(at)), sum(n_bytes for *_, n_bytes in rows)
+        path = list(self.parents(key)) if found else []
+        rows = self._among("SELECT key, parent, d + w * (w_rows > 0)", "key", path)
+        by_parent = {parent: own for own, parent, _ in rows}
+        return list(self._checkpoints(by_parent)), sum(n_bytes for *_, n_bytes in rows)
 
-    def _checkpoints(self, way: Mapping[BlockKey, BlockKey]) -> Iterator[Checkpoint]:
-        """Those on a way, given as blocks by their parents, and those inside its blocks."""
-        states = {state.key: state.parent for state in self.states(list(way))}
+    def _checkpoints(self, path: Mapping[BlockKey, BlockKey]) -> Iterator[Checkpoint]:
+        """States at the ends of the path's blocks and inside them; `path` is blocks by parent."""
+        states = {state.key: state.parent for state in self.states(list(path))}
         rows = self._among("SELECT key, number, n_tokens, s, pins", "key", list(states))
         for key, number, n_tokens, n_bytes, pins in rows:
-            beside = way[states[key]]
+            beside = path[states[key]]
             if key != beside and key not in self.shorter_siblings(beside):
-                continue  # another conversation's
-            held = pins > 0 or self._part_at(key if n_tokens == BLOCK_TOKENS else states[key])
+                continue  # it belongs to another conversation
+            held = pins > 0 or self._is_fork(key if n_tokens == BLOCK_TOKENS else states[key])
             at = number * BLOCK_TOKENS + n_tokens
             yield Checkpoint(at, BlockKey(key), beside, n_bytes, held)
 
-    def _part_at(self, key: BlockKey) -> bool:
-        """Whether more than one conversation goes on from here."""
+    def _is_fork(self, key: BlockKey) -> bool:
+        """Whether more than one conversation continues from here."""
         query = "SELECT count(*) FROM blocks WHERE parent = ? AND n_tokens = ? AND NOT doomed"
         return int(self._rows(query, (key, BLOCK_TOKENS))[0][0]) > 1
 
@@ -154,23 +145,16 @@ class Lookups(Database):
             for key, parent, namespace, number, n_tokens, d, w, s, used, pins in rows:
                 sizes = {p: n for p, n in zip(Part, (d, w, s), strict=True) if n}
                 yield StoredBlock(
-                    BlockKey(key), BlockKey(parent), Namespace(namespace),
+                    BlockKey(key), BlockKey(parent),
+                    self._columns.decode_namespace(key, namespace),
                     number, n_tokens, sizes, used, pins > 0,
                 )  # fmt: skip
             if not rows:
                 return
             last = rows[-1][0]
 
-    def leaves(self) -> list[Leaf]:
-        """Blocks that nothing descends from, used last first."""
-        query = (
-            "SELECT key, number, n_tokens, used FROM blocks WHERE children = 0 AND doomed = 0 "
-            "ORDER BY used DESC, key"
-        )
-        return [Leaf(BlockKey(key), *rest) for key, *rest in self._rows(query)]
-
     def n_bytes(self) -> int:
-        """Bytes of all records, those being written included."""
+        """Bytes of all records, reserved ones included."""
         return int(self._rows("SELECT value FROM counts WHERE name = 'bytes'")[0][0])
 
     def n_blocks(self) -> int:
@@ -189,7 +173,7 @@ class Lookups(Database):
         return {row[0] for row in self._rows("SELECT DISTINCT writer FROM writes")}
 
     def names(self, first: bytes = b"") -> dict[str, int]:
-        """The file names of all records whose keys begin so, and their bytes; doomed ones too."""
+        """File names and bytes of all records whose keys begin so, also of those being deleted."""
         query = "SELECT lower(hex(key)), d, w, s FROM blocks WHERE key BETWEEN ? AND ?"
         rows = self._rows(query, (first, first.ljust(KEY_BYTES, b"\xff")))
         named = ((stem, zip(SUFFIXES, sizes, strict=True)) for stem, *sizes in rows)

@@ -11,7 +11,6 @@ from keepwarm.store.atomic import FILE_MODE, exclusive
 from keepwarm.store.eviction import DISK_HALF_LIFE_S
 from keepwarm.store.index.database import is_busy
 from keepwarm.store.index.index import Index
-from keepwarm.store.index.sealed import SealedIndex
 from keepwarm.store.names import INDEX, INDEX_FILES
 from keepwarm.store.seal import Seal
 from keepwarm.store.unlock import check_encryption
@@ -33,7 +32,7 @@ def open_index(root: Path, seal: Seal | None) -> Index:
         check_encryption(root, seal)
         try:
             path.touch(FILE_MODE)
-            index = _index(path, seal)
+            index = Index(path, DISK_HALF_LIFE_S, seal)
             if not (root / DAMAGED).exists():
                 return index
             index.close()
@@ -54,7 +53,7 @@ def open_index(root: Path, seal: Seal | None) -> Index:
         for name in (*INDEX_FILES, DAMAGED):
             (root / name).unlink(missing_ok=True)
         path.touch(FILE_MODE)
-        return _index(path, seal)
+        return Index(path, DISK_HALF_LIFE_S, seal)
 
 
 def note_damage(root: Path) -> None:
@@ -66,9 +65,3 @@ def _is_outage(error: sqlite3.Error) -> bool:
     """Whether the disk is full, read-only or out of order, which says nothing against the file."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     return code in OUTAGES
-
-
-def _index(path: Path, seal: Seal | None) -> Index:
-    if seal is None:
-        return Index(path, DISK_HALF_LIFE_S)
-    return SealedIndex(path, seal, DISK_HALF_LIFE_S)

@@ -1,16 +1,14 @@
-"""Records read from files: each proves itself, or is set aside with the reason."""
+"""Record files read and verified; a bad one is quarantined with the reason."""
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, TypeAlias, TypeVar
 
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey
@@ -33,65 +31,62 @@ from keepwarm.store.record import (
     view_record,
 )
 from keepwarm.store.seal import Seal
-from keepwarm.store.tier import TierStats, default_on_io_error
+from keepwarm.store.tier import TierCounts, default_on_io_error
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
+Use: TypeAlias = Callable[[BinaryIO, VerifiedHeader], T]
 
 
-class Records:
-    """The files of one directory and what the index says of them."""
+class RecordFiles:
+    """The record files of one directory, and the index of them."""
 
-    index: Index
-
-    def __init__(self, root: Path, files: Files, seal: Seal | None, stats: TierStats) -> None:
+    def __init__(self, root: Path, files: Files, index: Index, seal: Seal | None) -> None:
         self.root = root
         self.files = files
+        self.index = index
         self.seal = seal
-        self._others = OtherFiles(root)
+        self.counts = TierCounts()
+        self.others = OtherFiles(root)
         self.pages = Pages(files)
-        self._stats = stats
-        self._stats_lock = threading.Lock()
 
     def read(
         self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
     ) -> Record | None:
-        def whole(file: BinaryIO, opened: VerifiedHeader) -> Record:
+        def read_from(file: BinaryIO, opened: VerifiedHeader) -> Record:
             if tensors is None:
-                self.pages.opened(file)  # for whoever restores it: that will be the first time
+                self.pages.opened(file)  # a restore that follows counts as the first read
             return read_record(file, opened, tensors)
 
-        return self._read(key, part, whole)
+        return self._read(key, part, read_from)
 
     def visit(
         self, key: BlockKey, part: Part, use: Callable[[RecordView], None], buffer: ReadBuffer
     ) -> bool:
-        def visited(file: BinaryIO, opened: VerifiedHeader) -> bool:
+        def visit_file(file: BinaryIO, opened: VerifiedHeader) -> bool:
             self.pages.opened(file)
-            _ask_ahead(file)
+            _advise_sequential(file)
             use(view_record(file, opened, buffer))
-            if file.tell() == os.fstat(file.fileno()).st_size:  # some only want the header
+            if file.tell() == os.fstat(file.fileno()).st_size:  # not if only the header was read
                 self.pages.done(file)
             return True
 
-        return bool(self._read(key, part, visited))
+        return bool(self._read(key, part, visit_file))
 
     def prefetch(self, key: BlockKey, part: Part) -> bool:
-        """Have the system read the file while others are worked on: it keeps the pages."""
+        """Read the file into the page cache while other records are worked on."""
         path = self.path_of(key, part)
         with suppress(OSError):
             if path.is_file():
                 with self.files.open(path) as file:
                     self.pages.opened(file)
-                    _ask_ahead(file)
+                    _advise_sequential(file)
                     self.files.read_into_page_cache(file)
                 return True
         return False
 
-    def _read(
-        self, key: BlockKey, part: Part, use: Callable[[BinaryIO, VerifiedHeader], T]
-    ) -> T | None:
-        """What `use` makes of a verified header and the file behind it; None is a miss."""
+    def _read(self, key: BlockKey, part: Part, use: Use[T]) -> T | None:
+        """What `use` returns for a verified header and its open file; None is a miss."""
         try:
             made = self.use_record(key, part, use)
         except BadRecord as bad:
@@ -102,20 +97,18 @@ class Records:
             self.delete_missing(key, part)
         except OSError as error:
             LOG.warning("%s could not be read: %s", self.path_of(key, part).name, error)
-            self._count(errors=1)
+            self.counts.add(errors=1)
         else:
-            self._count(hits=1)
+            self.counts.add(hits=1)
             return made
-        self._count(misses=1)
+        self.counts.add(misses=1)
         return None
 
     def path_of(self, key: BlockKey, part: Part) -> Path:
         return path_of(self.root, key, part)
 
-    def use_record(
-        self, key: BlockKey, part: Part, use: Callable[[BinaryIO, VerifiedHeader], T]
-    ) -> T:
-        """What `use` makes of a record; raises what is wrong with it."""
+    def use_record(self, key: BlockKey, part: Part, use: Use[T]) -> T:
+        """What `use` returns for a record; raises what is wrong with it."""
         path = self.path_of(key, part)
         if path.is_dir():
             raise BadRecord("it is a directory")
@@ -126,27 +119,26 @@ class Records:
 
     @default_on_io_error(lambda: None)
     def quarantine(self, key: BlockKey, part: Part, why: str) -> None:
-        """Put a bad record out of reach, with the reason beside it; from now on it is a miss."""
+        """Move a bad record to quarantine, with the reason beside it; from now on it is a miss."""
         path = self.path_of(key, part)
         with self.names_lock():
-            if not self._is_bad(key, part):  # whoever was asked last may have put it anew
+            if not self._is_bad(key, part):  # another process may have replaced it meanwhile
                 return
             self.move_to_quarantine(path, why)
             self.index.delete_part(key, part)
-        LOG.warning("%s is bad and was set aside: %s", path.name, why)
-        self._others.changed()
-        self._count(quarantined=1)
+        LOG.warning("%s is bad and was quarantined: %s", path.name, why)
+        self.others.changed()
+        self.counts.add(quarantined=1)
 
     def skip_newer(self, key: BlockKey, part: Part, why: str) -> None:
-        """A record that only a newer Keepwarm reads: a miss, and not ours to move or delete."""
+        """A record that only a newer Keepwarm reads is a miss, but is not moved or deleted."""
         LOG.warning("%s is left to a newer Keepwarm: %s", self.path_of(key, part).name, why)
-        self._count(newer=1)
+        self.counts.add(newer=1)
 
     def find_fault(self, key: BlockKey, part: Part) -> str | None:
-        """What is wrong with a record, all of it read; None where nothing is. Changes nothing.
+        """Read a whole record and return what is wrong with it, or None. Changes nothing.
 
-        Raises NewerFormat for one that nobody here can judge, and OSError for one that cannot be
-        read: neither is bad.
+        Raises NewerFormat or OSError for a record that cannot be judged: neither means bad.
         """
         try:
             self.use_record(key, part, read_tensors)
@@ -161,49 +153,40 @@ class Records:
             return False
 
     def move_to_quarantine(self, path: Path, why: str) -> bool:
-        """Move a file out of reach, with the reason beside it; False where that failed."""
-        aside = self.root / "quarantine" / f"{path.name}.{time.time_ns()}"
+        """Move any file of the store there, with the reason beside it; False if that failed."""
+        target = self.root / "quarantine" / f"{path.name}.{time.time_ns()}"
         try:
-            self.files.write(aside.with_name(f"{aside.name}.why"), [f"{why}\n".encode()])
-            self.files.publish(path, aside)
+            self.files.write(target.with_name(f"{target.name}.why"), [f"{why}\n".encode()])
+            self.files.publish(path, target)
         except OSError as error:
-            LOG.warning("%s could not be set aside: %s", path.name, error)
+            LOG.warning("%s could not be quarantined: %s", path.name, error)
             return False
         return True
 
     @default_on_io_error(lambda: None)
     def delete_missing(self, key: BlockKey, part: Part) -> None:
-        """A row without a file is dropped, but not one that was put a moment ago."""
-        if not self._knows(key, part):
+        """Delete the row of a record without a file, unless the file has just been put."""
+        known = self.index.lookups.have([key]).get(key)
+        if known is None or part not in known.parts:
             return
         with self.names_lock():
             if not self.path_of(key, part).exists():
                 self.index.delete_part(key, part)
 
-    def _knows(self, key: BlockKey, part: Part) -> bool:
-        known = self.index.have([key]).get(key)
-        return known is not None and part in known.parts
-
     def names_lock(self) -> AbstractContextManager[None]:
-        """The lock under which files get and lose their names."""
+        """The lock among processes under which files are named, renamed and deleted."""
         return exclusive(self.root / "tmp" / "names")
 
     def note_error(self, error: Exception) -> None:
-        self._count(errors=1)
+        self.counts.add(errors=1)
         if is_damage(error):
             note_damage(self.root)
 
-    def _count(self, **more: int) -> None:
-        with self._stats_lock:
-            sums = {name: getattr(self._stats, name) + n for name, n in more.items()}
-            self._stats = replace(self._stats, **sums)
 
+def _advise_sequential(file: BinaryIO) -> None:
+    """Let the system read ahead: the whole file is read in order.
 
-def _ask_ahead(file: BinaryIO) -> None:
-    """All of the file will be read in order: let the disk run ahead of the tensor in hand.
-
-    Not by asking for the whole file at once (WILLNEED): measured, that takes Linux more time of a
-    core than it saves in waiting.
+    Asking for all of it at once (WILLNEED) costs Linux more CPU time than it saves waiting.
     """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
