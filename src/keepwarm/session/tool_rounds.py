@@ -5,14 +5,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from keepwarm.errors import BadInput, RepeatedToolCall
 from keepwarm.session.tool_functions import Toolbox, ToolResult, signature_of
-from keepwarm.text.request import FinishReason, Message, Receipt, Result, ToolCall, Usage
+from keepwarm.text.request import (
+    FinishReason,
+    Message,
+    Receipt,
+    Result,
+    ToolCall,
+    Usage,
+    sum_receipts,
+    sum_usages,
+)
 
 MAX_ROUNDS = 8
 
@@ -80,8 +88,8 @@ class SessionTurn:
             tuple(self._results),
             self._pending,
             last.reason,
-            _all_usage([result.usage for result in self._rounds]),
-            _all_receipts([result.receipt for result in self._rounds]),
+            sum_usages([result.usage for result in self._rounds]),
+            sum_receipts([result.receipt for result in self._rounds]),
             tuple(self._rounds),
         )
 
@@ -142,31 +150,3 @@ def _as_call(call: ToolCall) -> dict[str, Any]:
 
 def _tool_message(call: str, name: str, text: str) -> Message:
     return {"role": "tool", "tool_call_id": call, "name": name, "content": text}
-
-
-def _all_usage(parts: Sequence[Usage]) -> Usage:
-    return Usage(
-        prompt_tokens=sum(part.prompt_tokens for part in parts),
-        cached_tokens=sum(part.cached_tokens for part in parts),
-        completion_tokens=sum(part.completion_tokens for part in parts),
-        reasoning_tokens=sum(part.reasoning_tokens for part in parts),
-        ttft_ms=parts[0].ttft_ms,
-        tokens_per_second=parts[-1].tokens_per_second,
-    )
-
-
-def _all_receipts(parts: Sequence[Receipt]) -> Receipt:
-    durable = [part.durable for part in parts]
-    reused: Counter[str] = Counter()
-    for part in parts:
-        reused.update(part.reused)
-    return Receipt(
-        prompt_tokens=sum(part.prompt_tokens for part in parts),
-        reused=dict(reused),
-        recomputed=sum(part.recomputed for part in parts),
-        saved_ms=round(sum(part.saved_ms for part in parts), 1),
-        exact=all(part.exact for part in parts),
-        spliced=sum(part.spliced for part in parts),
-        miss=parts[0].miss,
-        durable=None if None in durable else all(durable),
-    )

@@ -248,3 +248,32 @@ class Result:
 
 
 Outcome: TypeAlias = Event | KeepwarmError
+
+
+def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
+    """One receipt for several prompts; its miss is that of the prompt that computed the most."""
+    durable = [receipt.durable for receipt in receipts]
+    tiers = sorted({tier for receipt in receipts for tier in receipt.reused})
+    return Receipt(
+        prompt_tokens=sum(receipt.prompt_tokens for receipt in receipts),
+        reused={tier: sum(r.reused.get(tier, 0) for r in receipts) for tier in tiers},
+        recomputed=sum(receipt.recomputed for receipt in receipts),
+        saved_ms=round(sum(receipt.saved_ms for receipt in receipts), 1),
+        exact=all(receipt.exact for receipt in receipts),
+        spliced=sum(receipt.spliced for receipt in receipts),
+        scrubbed=tuple(dict.fromkeys(rule for r in receipts for rule in r.scrubbed)),
+        miss=max(receipts, key=lambda receipt: receipt.recomputed).miss,
+        durable=None if None in durable else all(durable),
+    )
+
+
+def sum_usages(usages: Sequence[Usage]) -> Usage:
+    """One usage for several answers: TTFT of the first, decode speed of the last."""
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
+        ttft_ms=usages[0].ttft_ms,
+        tokens_per_second=usages[-1].tokens_per_second,
+    )

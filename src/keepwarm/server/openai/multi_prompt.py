@@ -1,4 +1,4 @@
-"""CombinedAnswer answers as one: a text completion may ask with many prompts at once."""
+"""Several answers as one: a text completion may have several prompts."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from keepwarm.text.request import (
     Event,
     Finished,
     Outcome,
-    Receipt,
     Result,
     Started,
     ToolCalled,
-    Usage,
+    sum_receipts,
+    sum_usages,
 )
 
 
 class CombinedAnswer:
-    """Events of all, as they come; choices are numbered through, the cost is summed up."""
+    """Events of all answers as they arrive; choices are renumbered, usages and receipts summed."""
 
     def __init__(self, answers: Sequence[ObservedAnswer], n: int) -> None:
         self._answers = answers
-        self._n = n  # choices of each
+        self._n = n  # choices per answer
 
     def cancel(self) -> None:
         for answer in self._answers:
@@ -39,7 +39,7 @@ class CombinedAnswer:
         return collect([event async for event in self])
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        """Started once all have, Done once all are; the first error ends it."""
+        """Started and Done come when every answer has them; the first error ends the stream."""
         plans = [await wait_for_start(answer) for answer in self._answers]
         yield Started(sum_receipts([plan.receipt for plan in plans]))
         queue: asyncio.Queue[Outcome] = asyncio.Queue()
@@ -57,7 +57,9 @@ class CombinedAnswer:
         finally:
             for task in tasks:
                 task.cancel()
-        yield Done(_sum_usage(done), sum_receipts([each.receipt for each in done]))
+        yield Done(
+            sum_usages([each.usage for each in done]), sum_receipts([each.receipt for each in done])
+        )
 
     async def _read(self, number: int, queue: asyncio.Queue[Outcome]) -> None:
         try:
@@ -70,31 +72,3 @@ class CombinedAnswer:
         if isinstance(event, Delta | ToolCalled | Finished):
             return replace(event, choice=number * self._n + event.choice)
         return event
-
-
-def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
-    """One receipt for all; what is explained is the prompt of which most was computed."""
-    durable = [receipt.durable for receipt in receipts]
-    places = {place for receipt in receipts for place in receipt.reused}
-    return Receipt(
-        prompt_tokens=sum(receipt.prompt_tokens for receipt in receipts),
-        reused={place: sum(r.reused.get(place, 0) for r in receipts) for place in sorted(places)},
-        recomputed=sum(receipt.recomputed for receipt in receipts),
-        saved_ms=sum(receipt.saved_ms for receipt in receipts),
-        exact=all(receipt.exact for receipt in receipts),
-        spliced=sum(receipt.spliced for receipt in receipts),
-        miss=max(receipts, key=lambda receipt: receipt.recomputed).miss,
-        durable=None if None in durable else all(durable),
-    )
-
-
-def _sum_usage(done: Sequence[Done]) -> Usage:
-    usages = [each.usage for each in done]
-    return Usage(
-        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
-        cached_tokens=sum(usage.cached_tokens for usage in usages),
-        completion_tokens=sum(usage.completion_tokens for usage in usages),
-        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
-        ttft_ms=min(usage.ttft_ms for usage in usages),
-        tokens_per_second=sum(usage.tokens_per_second for usage in usages),
-    )

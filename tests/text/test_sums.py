@@ -1,0 +1,59 @@
+"""Usages and receipts of several prompts as one."""
+
+from dataclasses import fields, replace
+
+from keepwarm.text.request import Miss, Receipt, Usage, sum_receipts, sum_usages
+
+FIRST = Receipt(
+    prompt_tokens=10,
+    reused={"memory": 4},
+    recomputed=6,
+    saved_ms=1.1,
+    exact=True,
+    spliced=2,
+    scrubbed=("total-tokens", "budget"),
+    miss=Miss(4, 0, "new"),
+    durable=True,
+)
+SECOND = Receipt(
+    prompt_tokens=20,
+    reused={"memory": 1, "disk": 10},
+    recomputed=9,
+    saved_ms=2.2,
+    exact=False,
+    spliced=3,
+    scrubbed=("budget", "date"),
+    miss=Miss(11, 1, "diverged"),
+    durable=False,
+)
+
+
+def test_a_sum_keeps_every_field_of_its_receipts():
+    assert sum_receipts([FIRST, SECOND]) == Receipt(
+        prompt_tokens=30,
+        reused={"memory": 5, "disk": 10},
+        recomputed=15,
+        saved_ms=3.3,
+        exact=False,
+        spliced=5,
+        scrubbed=("total-tokens", "budget", "date"),
+        miss=SECOND.miss,
+        durable=False,
+    )
+
+
+def test_a_sum_of_one_is_that_one():
+    """So a field that is added later and forgotten in the sum is noticed."""
+    assert all(getattr(FIRST, field.name) != field.default for field in fields(Receipt))
+    assert sum_receipts([FIRST]) == FIRST
+    usage = Usage(10, 4, 3, 2, 50.0, 30.0)
+    assert sum_usages([usage]) == usage
+
+
+def test_durable_is_unknown_while_one_is():
+    assert sum_receipts([FIRST, replace(SECOND, durable=None)]).durable is None
+
+
+def test_a_sum_of_usages():
+    total = sum_usages([Usage(10, 4, 3, 2, 50.0, 30.0), Usage(20, 11, 5, 1, 20.0, 25.0)])
+    assert total == Usage(30, 15, 8, 3, ttft_ms=50.0, tokens_per_second=25.0)
