@@ -1,4 +1,4 @@
-"""Chat completions: the request as the engine takes it, the answer as OpenAI writes it."""
+"""Chat completions: OpenAI's request to an engine request, the answer to OpenAI's JSON."""
 
 from __future__ import annotations
 
@@ -48,11 +48,10 @@ NOT_THINKING = frozenset({"none", "minimal"})
 SEEDS = 1 << 63
 
 
-# The request.
+# Request
 
 
-def request_of(body: ChatRequest, caller: RequestFields, settings: Settings) -> Request:
-    """What the client asks, in the engine's words."""
+def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> Request:
     tools = [_tool(tool.function.model_dump(exclude_none=True)) for tool in body.tools or ()]
     options = dict(body.chat_template_kwargs or {})
     thinking = options.pop("enable_thinking", None)
@@ -70,7 +69,7 @@ def request_of(body: ChatRequest, caller: RequestFields, settings: Settings) -> 
             body, settings, body.max_completion_tokens or body.max_tokens, _top_logprobs(body)
         ),
         n=body.n or 1,
-        **caller._asdict(),
+        **fields._asdict(),
     )
 
 
@@ -80,7 +79,7 @@ def sampling_of(
     max_tokens: int | None,
     top_logprobs: int | None,
 ) -> Sampling:
-    """How tokens are chosen, alike for chat and text completions."""
+    """Sampling options, the same for chat and text completions."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Sampling(
         max_tokens=max_tokens,
@@ -101,7 +100,10 @@ def sampling_of(
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
     wrong = next((token for token in bias if not (token.isascii() and token.isdigit())), None)
     if wrong is not None or any(len(token) > 9 for token in bias):
-        raise BadField("The keys of logit_bias are token ids; use whole numbers.", "logit_bias")
+        raise BadField(
+            "The keys of logit_bias must be token ids: whole numbers of up to 9 digits.",
+            "logit_bias",
+        )
     return {int(token): value for token, value in bias.items()}
 
 
@@ -109,24 +111,24 @@ def _top_logprobs(body: ChatRequest) -> int | None:
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:
-        raise BadField("top_logprobs needs logprobs to be true; set it.", "top_logprobs")
+        raise BadField("top_logprobs needs logprobs; set logprobs to true.", "top_logprobs")
     return None
 
 
 def _message(message: ChatMessage, index: int) -> Message:
-    """In the shape of chat templates; what OpenAI calls a developer is the system."""
+    """A message for the chat template; the role `developer` becomes `system`."""
     role = "system" if message.role == "developer" else message.role
     content = content_of(message.content, f"messages[{index}].content")
-    fields: dict[str, Any] = {"role": role, "content": content}
+    result: dict[str, Any] = {"role": role, "content": content}
     if message.tool_calls:
-        fields["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        result["tool_calls"] = [call.model_dump() for call in message.tool_calls]
     reasoning = message.reasoning_content or message.reasoning
     named = {
         "name": message.name,
         "tool_call_id": message.tool_call_id,
         "reasoning_content": reasoning,
     }
-    return fields | {key: value for key, value in named.items() if value is not None}
+    return result | {key: value for key, value in named.items() if value is not None}
 
 
 def _tool(function: dict[str, Any]) -> Tool:
@@ -139,10 +141,16 @@ def _tool_choice(body: ChatRequest) -> ToolChoice:
     choice = body.tool_choice or "auto"
     if isinstance(choice, NamedTool):
         if choice.function.name not in names:
-            raise BadField("tool_choice names a tool that is not in tools.", "tool_choice")
+            raise BadField(
+                "tool_choice names a tool that is not in tools; add it or choose another.",
+                "tool_choice",
+            )
         return ToolChoice("required", choice.function.name, parallel)
     if choice == "required" and not names:
-        raise BadField("tool_choice is required and there are no tools; send some.", "tool_choice")
+        raise BadField(
+            "tool_choice is required, but tools is empty; send tools or omit tool_choice.",
+            "tool_choice",
+        )
     return ToolChoice(choice, None, parallel)
 
 
@@ -154,15 +162,15 @@ def _format(wanted: ResponseFormat | None) -> Format | None:
     schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
     if schema is None:
         where = "response_format.json_schema.schema"
-        raise BadField(f"{where} is needed for json_schema and not there.", where)
+        raise BadField(f"{where} is missing; the format json_schema needs it.", where)
     return Format(json=True, schema=schema)
 
 
-# The answer.
+# Answer
 
 
 def completion(heading: CompletionMeta, result: Result, pieces: Pieces | None) -> ChatCompletion:
-    """A whole answer. `pieces` are there when logprobs were asked for."""
+    """A complete answer. `pieces` is given if the client asked for logprobs."""
     return {
         "id": heading.id,
         "object": "chat.completion",
@@ -204,9 +212,9 @@ def _logprobs(pieces: Pieces | None, tokens: Sequence[TokenInfo]) -> ChatLogprob
 
 
 class ChatStream(Chunks):
-    """Chunks: the role of each choice first, then deltas, how it ended, usage, `[DONE]`.
+    """Chunks: the role of each choice, then deltas, finish reasons, usage, `[DONE]`.
 
-    The last chunk carries the receipt: that of the usage, or of how the last choice ended.
+    The last chunk has the receipt: the one with the usage, or else the last finish reason.
     """
 
     def __init__(self, heading: CompletionMeta, n: int, usage: bool, pieces: Pieces | None) -> None:
@@ -240,12 +248,12 @@ class ChatStream(Chunks):
         return self._chunk(event.choice, delta, event.tokens) if delta else b""
 
     def _tool_called(self, event: ToolCalled) -> bytes:
-        """The name in one chunk and the arguments in the next, as clients expect them."""
+        """Name and arguments in separate chunks, as clients expect."""
         index, call = self._called[event.choice], event.call
         self._called[event.choice] += 1
-        begun = {"index": index, **_tool_call(call._replace(arguments=""))}
+        named = {"index": index, **_tool_call(call._replace(arguments=""))}
         rest = {"index": index, "function": {"arguments": call.arguments}}
-        return self._chunk(event.choice, {"tool_calls": [begun]}, event.tokens) + self._chunk(
+        return self._chunk(event.choice, {"tool_calls": [named]}, event.tokens) + self._chunk(
             event.choice, {"tool_calls": [rest]}
         )
 

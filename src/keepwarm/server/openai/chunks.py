@@ -1,4 +1,4 @@
-"""Chunks of a stream as both of OpenAI's completion APIs write them."""
+"""Stream chunks, shared by chat and text completions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DONE = frame("[DONE]")
 
 @dataclass(frozen=True)
 class CompletionMeta:
-    """What stands at the head of an answer and of every chunk of it."""
+    """The fields that an answer and each of its chunks begin with."""
 
     id: str
     created: int
@@ -25,7 +25,7 @@ class CompletionMeta:
 
 
 class Chunks:
-    """Frames with one head. How a choice ended is held back, for the last carries the receipt."""
+    """Holds back each finish reason, because the last one carries the receipt."""
 
     def __init__(self, kind: str, heading: CompletionMeta, usage: bool) -> None:
         fields = {"id": heading.id, "object": kind, "created": heading.created}
@@ -40,13 +40,13 @@ class Chunks:
         return self._release() + frame(json.dumps(openai_body(problem))) + DONE
 
     def _hold(self, choice: dict[str, Any]) -> bytes:
-        """Hold back how a choice ended; the one before it goes out."""
+        """Hold back this finish reason and release the one before it."""
         released = self._release()
         self._held = choice
         return released
 
     def _release(self, more: dict[str, Any] | None = None) -> bytes:
-        """The chunk that was held back, if there is one."""
+        """The chunk that was held back, if any."""
         held, self._held = self._held, None
         return self._framed({"choices": [held], **(more or {})}) if held else b""
 
@@ -58,7 +58,7 @@ class Chunks:
         return self._release() + self._framed(usage | receipt) + DONE
 
     def _framed(self, fields: dict[str, Any]) -> bytes:
-        """The head is the same in all chunks, and written only once."""
+        """The first fields are the same in all chunks and serialised only once."""
         return frame(f"{self._head}, {json.dumps(fields)[1:]}")
 
 

@@ -1,4 +1,4 @@
-"""Text completions: prompts as text or tokens, answers as OpenAI's older API writes them."""
+"""Text completions: prompts as text or tokens, answers in the format of OpenAI's older API."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def requests_of(
-    body: CompletionRequest, caller: RequestFields, settings: Settings
+    body: CompletionRequest, fields: RequestFields, settings: Settings
 ) -> list[Request]:
     """One request for each prompt."""
     _check(body)
@@ -42,17 +42,19 @@ def requests_of(
     prompts = prompts_of(body)
     n = body.n or 1
     if len(prompts) * n > MAX_ANSWERS:
-        raise BadField(f"More than {MAX_ANSWERS} answers at once; send fewer prompts.", "prompt")
-    return [Request(prompt=p, sampling=sampling, n=n, **caller._asdict()) for p in prompts]
+        raise BadField(
+            f"The request asks for more than {MAX_ANSWERS} answers; send fewer prompts.", "prompt"
+        )
+    return [Request(prompt=p, sampling=sampling, n=n, **fields._asdict()) for p in prompts]
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
-    """The prompt in any of its four forms, as a list."""
+    """The prompts, from any of the four forms of `prompt`."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise BadField("The prompt is an empty list; say something.", "prompt")
+        raise BadField("prompt is an empty list; send at least one prompt.", "prompt")
     if isinstance(prompt[0], int):
         return [prompt]
     return list(prompt)
@@ -60,17 +62,24 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
 
 def _check(body: CompletionRequest) -> None:
     if body.suffix:
-        raise BadField("suffix is not supported: this server does not infill.", "suffix")
+        raise BadField(
+            "suffix is not supported, because this server does not infill; omit it.", "suffix"
+        )
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise BadField("best_of is supported only where it equals n.", "best_of")
+        raise BadField(
+            "best_of is supported only if it equals n; set it to n or omit it.", "best_of"
+        )
     if body.echo and body.logprobs is not None:
-        raise BadField("echo cannot be combined with logprobs: prompts are not scored.", "echo")
+        raise BadField(
+            "echo and logprobs cannot be combined, because prompts are not scored; omit one.",
+            "echo",
+        )
 
 
 def completion(
     heading: CompletionMeta, result: Result, echoed: Sequence[str], pieces: Pieces | None
 ) -> TextCompletion:
-    """A whole answer; `echoed` is what each choice begins with."""
+    """A complete answer; `echoed` is the text that each choice begins with."""
     choices = zip(result.choices, echoed, strict=True)
     return {
         "id": heading.id,
@@ -86,14 +95,14 @@ def completion(
 def _choice(index: int, choice: Choice, echo: str, pieces: Pieces | None) -> TextChoice:
     return {
         "index": index,
-        "text": echo + choice.reasoning + choice.text,  # this API has one place for both
+        "text": echo + choice.reasoning + choice.text,  # this API has one field for both
         "logprobs": text_logprobs(pieces, choice.tokens) if pieces else None,
         "finish_reason": "length" if choice.reason == "length" else "stop",
     }
 
 
 class TextStream(Chunks):
-    """Chunks of text; the last carries the receipt: that of the usage, or of the last end."""
+    """Chunks of text; the last has the receipt: that with the usage, or the last finish reason."""
 
     def __init__(
         self, heading: CompletionMeta, echoed: Sequence[str], usage: bool, pieces: Pieces | None

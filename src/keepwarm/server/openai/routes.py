@@ -1,4 +1,4 @@
-"""OpenAI's endpoints: chat and text completions, and which models there are."""
+"""OpenAI's endpoints: chat completions, text completions, models."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ router = APIRouter(
     prefix="/v1",
     tags=["OpenAI"],
     responses={
-        "4XX": {"model": OpenAIErrorOut, "description": "The request cannot be answered."},
-        "5XX": {"model": OpenAIErrorOut, "description": "The server failed, or is stopping."},
+        "4XX": {"model": OpenAIErrorOut, "description": "The request is invalid or refused."},
+        "5XX": {"model": OpenAIErrorOut, "description": "The server failed or is shutting down."},
     },
 )
 
@@ -46,11 +46,11 @@ router = APIRouter(
 async def create_chat_completion(
     body: ChatRequest, request: Request, host: Host, settings: Config
 ) -> Response:
-    """Answer a conversation, whole or as a stream of chunks."""
+    """Answer a conversation, as one object or as a stream of chunks."""
     host.check_model(body.model)
-    caller = request_fields(request, body.keepwarm, body.prompt_cache_key)
+    fields = request_fields(request, body.keepwarm, body.prompt_cache_key)
     rules = scrub.rules_for(settings.scrub, request.headers)
-    asked = scrub.scrub_request(chat.request_of(body, caller, settings), rules)
+    asked = scrub.scrub_request(chat.request_of(body, fields, settings), rules)
     answer = await host.submit(asked)
     heading = _heading(host, "chatcmpl-")
     pieces = _pieces(host) if body.logprobs else None
@@ -63,10 +63,10 @@ async def create_chat_completion(
 async def create_completion(
     body: CompletionRequest, request: Request, host: Host, settings: Config
 ) -> Response:
-    """Continue one or more texts, whole or as a stream of chunks."""
+    """Continue one or more texts, as one object or as a stream of chunks."""
     host.check_model(body.model)
-    caller = request_fields(request, body.keepwarm, body.prompt_cache_key)
-    requests = completions.requests_of(body, caller, settings)
+    fields = request_fields(request, body.keepwarm, body.prompt_cache_key)
+    requests = completions.requests_of(body, fields, settings)
     n = requests[0].n
     echoed = [text for text in _echoed(host, body, requests) for _ in range(n)]
     answers = await _submit_all(host, requests)
@@ -86,19 +86,19 @@ async def list_models(host: Host) -> ModelList:
 
 @router.get("/models/{name:path}")
 async def show_model(name: str, host: Host) -> ModelOut:
-    """One model, by its name."""
+    """The loaded model, by its name."""
     if name != host.name:
-        raise UnknownModel(f"There is no model {name!r} here; the one loaded is {host.name!r}.")
+        raise UnknownModel(f"Model {name!r} is not loaded; this server has {host.name!r}.")
     return _model(host)
 
 
 async def _submit_all(
     host: EngineHost, requests: Sequence[engine_request.Request]
 ) -> list[ObservedAnswer]:
-    """Begin all answers, or none: where one is refused, the others are cancelled."""
-    begun = await asyncio.gather(*map(host.submit, requests), return_exceptions=True)
-    answers = [answer for answer in begun if not isinstance(answer, BaseException)]
-    for error in begun:
+    """Start all answers; if one is refused, cancel the others."""
+    started = await asyncio.gather(*map(host.submit, requests), return_exceptions=True)
+    answers = [answer for answer in started if not isinstance(answer, BaseException)]
+    for error in started:
         if isinstance(error, BaseException):
             for answer in answers:
                 answer.cancel()
@@ -109,7 +109,7 @@ async def _submit_all(
 def _echoed(
     host: EngineHost, body: CompletionRequest, requests: Sequence[engine_request.Request]
 ) -> list[str]:
-    """What each answer begins with: nothing, or its prompt."""
+    """The text that each answer begins with: its prompt if `echo` is set."""
     if not body.echo:
         return [""] * len(requests)
     tokenizer = host.engine.model.tokenizer

@@ -1,4 +1,4 @@
-"""OpenAI's JSON: what comes in, checked by pydantic; what goes out, written down for readers."""
+"""OpenAI's JSON: requests, validated by pydantic, and responses, as typed dictionaries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keepwarm.server.http.receipts import ReceiptOut
 from keepwarm.server.http.request_fields import KeepwarmOptions
 
 MAX_CHOICES = 16
-MAX_ANSWERS = 128  # of all prompts together
+MAX_ANSWERS = 128  # of all prompts of a request
 MAX_STOPS = 16
 
 TokenCount = Annotated[int, Field(ge=1)]
@@ -24,7 +24,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 class FunctionCall(JsonInput):
     name: str
-    arguments: str = Field(description="JSON, as the model wrote it.")
+    arguments: str = Field(description="JSON, as the model generated it.")
 
 
 class ToolCallIn(JsonInput):
@@ -80,22 +80,24 @@ class StreamOptions(JsonInput):
 
 
 class BaseCompletionRequest(JsonInput):
-    """What chat and text completions are asked alike."""
+    """The fields that chat and text completions share."""
 
-    model: str | None = Field(default=None, description="The one that is loaded answers.")
+    model: str | None = Field(
+        default=None, description="Ignored: the loaded model answers, unless strict_model is set."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     seed: int | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    temperature: float | None = Field(default=None, ge=0, le=2, description="0 if not given.")
+    temperature: float | None = Field(default=None, ge=0, le=2, description="Default 0.")
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0)
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = Field(default=None, description="By token id.")
+    logit_bias: dict[str, Bias] | None = Field(default=None, description="Keys are token ids.")
     prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
     user: str | None = None
     keepwarm: KeepwarmOptions | None = None
@@ -117,11 +119,11 @@ class ChatRequest(BaseCompletionRequest):
 
 class CompletionRequest(BaseCompletionRequest):
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: TokenCount | None = Field(default=None, description="16 if not given.")
+    max_tokens: TokenCount | None = Field(default=None, description="Default 16.")
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = None
-    suffix: str | None = Field(default=None, description="Refused: there is no infilling here.")
-    best_of: int | None = Field(default=None, ge=1, description="Only as many as `n`.")
+    suffix: str | None = Field(default=None, description="Rejected: this server does not infill.")
+    best_of: int | None = Field(default=None, ge=1, description="Must equal `n`.")
 
 
 class TopLogprobOut(TypedDict):

@@ -1,4 +1,4 @@
-"""Token ids as logprobs show them: text, and the bytes that it stands for."""
+"""Logprobs: the text and bytes of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keepwarm.server.openai.shapes import LogprobOut, TextLogprobs, TopLogprobOu
 from keepwarm.text.detokenize import decode
 from keepwarm.text.request import TokenInfo
 
-LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say
+LOWEST = -9999.0  # minus infinity, which JSON does not have
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
 
 class Pieces:
-    """The pieces of one model's vocabulary, each looked up once."""
+    """Text and bytes of one model's tokens, each computed once."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -36,7 +36,7 @@ class Pieces:
         return self._known[token]
 
     def shown(self, tokens: Sequence[TokenInfo]) -> list[TokenInfo]:
-        """Those that are part of the answer: the one that ends it is not."""
+        """All but end-of-sequence tokens, which are not part of the answer."""
         return [info for info in tokens if info.token not in self._ends]
 
     def _bytes(self, token: int) -> bytes:
@@ -47,7 +47,7 @@ class Pieces:
         if _REPLACEMENT in text and set(name) <= _BYTE_LEVEL.keys():
             return bytes(_BYTE_LEVEL[character] for character in name)
         if name.startswith("▁") and not text.startswith(" "):
-            text = f" {text}"  # decoders drop it from the first piece of a text
+            text = f" {text}"  # decoders drop it at the start of a text
         return text.encode()
 
 
@@ -62,7 +62,7 @@ def chat_logprobs(pieces: Pieces, tokens: Sequence[TokenInfo]) -> list[LogprobOu
 
 
 def text_logprobs(pieces: Pieces, tokens: Sequence[TokenInfo], offset: int = 0) -> TextLogprobs:
-    """As text completions write them; `offset` is where in the text these tokens begin."""
+    """In the format of text completions; `offset` is where these tokens begin in the text."""
     shown = pieces.shown(tokens)
     names = [pieces.of(info.token).text for info in shown]
     offsets = []
@@ -88,7 +88,7 @@ def _logprob(pieces: Pieces, token: int, logprob: float | None) -> TopLogprobOut
 
 
 def _byte_level() -> dict[str, int]:
-    """The alphabet of byte-level tokenizers: printable bytes as they are, others moved up."""
+    """The alphabet of byte-level tokenizers: printable bytes unchanged, others from U+0100 up."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(0x100) if byte not in plain]
     names = [chr(byte) for byte in plain] + [chr(0x100 + index) for index in range(len(moved))]
