@@ -1,4 +1,4 @@
-"""Anthropic's messages: the answer as Anthropic writes it, whole or as events."""
+"""Anthropic's messages: answers in Anthropic's format, as one object or as events."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STOP_REASONS: Mapping[str, StopReason] = {
 
 
 class CachedPrefix(NamedTuple):
-    """A breakpoint: so many tokens of the prompt are kept for so long."""
+    """The prompt up to a breakpoint: how many tokens are kept, and for how long."""
 
     n_tokens: int
     ttl_s: float
@@ -53,33 +53,33 @@ class CachedPrefix(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageMeta:
-    """What is known of an answer before it begins."""
+    """What is known about an answer before it begins."""
 
     id: str
     model: str
-    kept: Sequence[CachedPrefix] = ()
+    cached_prefixes: Sequence[CachedPrefix] = ()
     ignored_tools: Sequence[str] = ()
 
 
-def message(heading: MessageMeta, result: Result) -> MessageOut:
-    """A whole answer."""
+def message(meta: MessageMeta, result: Result) -> MessageOut:
+    """A complete answer."""
     choice = result.choices[0]
     return {
-        **_begun(heading),
+        **_empty_message(meta),
         "content": _content(choice),
         "stop_reason": stop_reason(choice.reason, choice.stop),
         "stop_sequence": choice.stop,
-        "usage": usage_of(result.receipt, heading.kept, result.usage),
-        "keepwarm": _receipt(heading, result.receipt),
+        "usage": usage_of(result.receipt, meta.cached_prefixes, result.usage),
+        "keepwarm": _receipt(meta, result.receipt),
     }
 
 
 def usage_of(
-    receipt: Receipt, kept: Sequence[CachedPrefix], usage: Usage | None = None
+    receipt: Receipt, prefixes: Sequence[CachedPrefix], usage: Usage | None = None
 ) -> AnthropicUsage:
-    """The prompt in three parts that add up: read from the cache, newly kept, and neither."""
+    """The prompt in three parts that add up: read from the cache, newly cached, and neither."""
     cached = receipt.cached_tokens
-    created = _created(cached, kept)
+    created = _created(cached, prefixes)
     counts: AnthropicUsage = {
         "input_tokens": receipt.prompt_tokens - cached - sum(created),
         "cache_read_input_tokens": cached,
@@ -99,29 +99,29 @@ def stop_reason(reason: str, stop: str | None) -> StopReason:
     return "stop_sequence" if stop is not None else STOP_REASONS[reason]
 
 
-def _created(cached: int, kept: Sequence[CachedPrefix]) -> tuple[int, int]:
-    """Tokens newly kept up to the last breakpoint, for minutes and for an hour."""
+def _created(cached: int, prefixes: Sequence[CachedPrefix]) -> tuple[int, int]:
+    """Tokens newly cached up to the last breakpoint, for five minutes and for an hour."""
     minutes, hour, known = 0, 0, cached
-    for mark in sorted(kept):
-        new = max(0, mark.n_tokens - known)
+    for prefix in sorted(prefixes):
+        new = max(0, prefix.n_tokens - known)
         known += new
-        if mark.ttl_s >= HOUR_S:
+        if prefix.ttl_s >= HOUR_S:
             hour += new
         else:
             minutes += new
     return minutes, hour
 
 
-def _begun(heading: MessageMeta) -> MessageOut:
+def _empty_message(meta: MessageMeta) -> MessageOut:
     return {
-        "id": heading.id,
+        "id": meta.id,
         "type": "message",
         "role": "assistant",
-        "model": heading.model,
+        "model": meta.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-    }  # type: ignore[typeddict-item]  # usage comes when it is known
+    }  # type: ignore[typeddict-item]  # usage is added when it is known
 
 
 def _content(choice: Choice) -> list[TextBlock | ThinkingBlock | ToolUseBlock]:
@@ -136,37 +136,39 @@ def _content(choice: Choice) -> list[TextBlock | ThinkingBlock | ToolUseBlock]:
 
 
 def _tool_use(call: ToolCall) -> ToolUseBlock:
-    given = json.loads(call.arguments)
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
+    arguments = json.loads(call.arguments)
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 
 def _signature(thinking: str) -> str:
-    """Clients send it back with the thinking; nobody reads it here."""
+    """Clients expect one and send it back; this server does not read it."""
     return base64.b64encode(hashlib.blake2b(thinking.encode(), digest_size=24).digest()).decode()
 
 
-def _receipt(heading: MessageMeta, receipt: Receipt) -> MessageReceipt:
+def _receipt(meta: MessageMeta, receipt: Receipt) -> MessageReceipt:
     fields: MessageReceipt = receipt_dict(receipt)  # type: ignore[assignment]
-    if heading.ignored_tools:
-        fields["ignored_tools"] = list(heading.ignored_tools)
+    if meta.ignored_tools:
+        fields["ignored_tools"] = list(meta.ignored_tools)
     return fields
 
 
 class MessageStream:
-    """Events: the message's start, its content block by block, how it ended, its end."""
+    """Events: message start, content blocks, stop reason and usage, message stop."""
 
-    def __init__(self, heading: MessageMeta) -> None:
-        self._heading = heading
+    def __init__(self, meta: MessageMeta) -> None:
+        self._meta = meta
         self._index = -1  # of the last block
-        self._open: str | None = None  # the type of the block that is being written
+        self._open: str | None = None  # type of the block that is open
         self._thinking: list[str] = []  # of that block
         self._finished: Finished | None = None
 
     def event(self, event: Event) -> bytes:
         match event:
             case Started():
-                counts = usage_of(event.receipt, self._heading.kept)
-                return _frame("message_start", message={**_begun(self._heading), "usage": counts})
+                counts = usage_of(event.receipt, self._meta.cached_prefixes)
+                return _frame(
+                    "message_start", message={**_empty_message(self._meta), "usage": counts}
+                )
             case Delta():
                 return self._delta(event)
             case ToolCalled():
@@ -196,15 +198,15 @@ class MessageStream:
         return frames
 
     def _tool_called(self, call: ToolCall) -> bytes:
-        begun = self._begin("tool_use", {"id": call.id, "name": call.name, "input": {}})
-        given = self._piece("input_json_delta", partial_json=call.arguments)
-        return begun + given + self._close()
+        start = self._begin("tool_use", {"id": call.id, "name": call.name, "input": {}})
+        arguments = self._piece("input_json_delta", partial_json=call.arguments)
+        return start + arguments + self._close()
 
     def _done(self, event: Done) -> bytes:
         ended = self._finished or Finished(0, "stop")
         delta = {"stop_reason": stop_reason(ended.reason, ended.stop), "stop_sequence": ended.stop}
-        usage = usage_of(event.receipt, self._heading.kept, event.usage)
-        receipt = _receipt(self._heading, event.receipt)
+        usage = usage_of(event.receipt, self._meta.cached_prefixes, event.usage)
+        receipt = _receipt(self._meta, event.receipt)
         last = _frame("message_delta", delta=delta, usage=usage, keepwarm=receipt)
         return last + _frame("message_stop")
 

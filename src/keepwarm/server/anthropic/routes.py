@@ -1,4 +1,4 @@
-"""Anthropic's endpoints: messages, and how many tokens one would be."""
+"""Anthropic's endpoints: messages, and counting their tokens."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ router = APIRouter(
     prefix="/v1/messages",
     tags=["Anthropic"],
     responses={
-        "4XX": {"model": AnthropicErrorOut, "description": "The request cannot be answered."},
-        "5XX": {"model": AnthropicErrorOut, "description": "The server failed, or is stopping."},
+        "4XX": {"model": AnthropicErrorOut, "description": "The request is invalid or refused."},
+        "5XX": {
+            "model": AnthropicErrorOut,
+            "description": "The server failed or is shutting down.",
+        },
     },
 )
 
@@ -38,22 +41,22 @@ router = APIRouter(
 async def create_message(
     body: MessagesRequest, request: Request, host: Host, settings: Config
 ) -> Response:
-    """Answer a conversation, whole or as a stream of events."""
+    """Answer a conversation, as one object or as a stream of events."""
     host.check_model(body.model)
     asked = build_request(body, request, settings)
     answer = await host.submit(asked)
-    kept = await asyncio.to_thread(_kept, answer) if asked.breakpoints else ()
-    heading = MessageMeta(new_id("msg_"), host.name, kept, ignored_tools(body))
+    prefixes = await asyncio.to_thread(_cached_prefixes, answer) if asked.breakpoints else ()
+    meta = MessageMeta(new_id("msg_"), host.name, prefixes, ignored_tools(body))
     if body.stream:
-        return EventStream(answer, MessageStream(heading))
-    return WholeAnswer(answer, lambda result: message(heading, result))
+        return EventStream(answer, MessageStream(meta))
+    return WholeAnswer(answer, lambda result: message(meta, result))
 
 
 @router.post("/count_tokens")
 async def count_tokens(
     body: CountRequest, request: Request, host: Host, settings: Config
 ) -> AnthropicTokensOut:
-    """How many tokens the model would read for this request."""
+    """Count the prompt tokens of this request."""
     host.check_model(body.model)
     asked = build_request(body, request, settings)
     return {"input_tokens": await asyncio.to_thread(host.engine.count_tokens, asked)}
@@ -62,16 +65,16 @@ async def count_tokens(
 def build_request(
     body: CountRequest, request: Request, settings: Settings
 ) -> engine_request.Request:
-    """The request as the engine gets it."""
+    """The request for the engine, scrubbed."""
     session = messages.session_of(body.metadata.user_id if body.metadata else None)
-    caller = request_fields(request, body.keepwarm, session)
+    fields = request_fields(request, body.keepwarm, session)
     rules = scrub.rules_for(settings.scrub, request.headers)
-    return scrub.scrub_request(messages.request_of(body, caller, settings), rules)
+    return scrub.scrub_request(messages.request_of(body, fields, settings), rules)
 
 
-def _kept(answer: ObservedAnswer) -> Sequence[CachedPrefix]:
-    """Where in the prompt the breakpoints stand, if they are kept."""
+def _cached_prefixes(answer: ObservedAnswer) -> Sequence[CachedPrefix]:
+    """The prompt up to each breakpoint; none if the policy does not write."""
     prepared = answer.prepared
     if prepared is None or not prepared.request.policy.writes:
         return ()
-    return [CachedPrefix(place, ttl_s or 0.0) for place, ttl_s in prepared.breakpoints]
+    return [CachedPrefix(n_tokens, ttl_s or 0.0) for n_tokens, ttl_s in prepared.breakpoints]

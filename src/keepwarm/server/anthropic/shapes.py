@@ -1,4 +1,4 @@
-"""Anthropic's JSON: what comes in, checked by pydantic; what goes out, written down for readers."""
+"""Anthropic's JSON: requests, validated by pydantic, and responses, as typed dictionaries."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class CacheControl(JsonInput):
-    """A breakpoint: the prompt up to here is kept for that long."""
+    """A breakpoint: the prompt up to here is kept for the given time."""
 
     type: Literal["ephemeral"]
     ttl: Ttl = "5m"
 
 
 class AnthropicTool(JsonInput):
-    """A tool of the client. One that only Anthropic's servers have is left out and named."""
+    """A client tool. Tools that run on Anthropic's servers are ignored; the receipt lists them."""
 
     type: str | None = None
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     defer_loading: bool | None = Field(
-        default=None, description="Not shown at the beginning: a message refers to it."
+        default=None, description="Not shown until a message refers to it."
     )
     cache_control: CacheControl | None = None
 
 
 class ToolChange(JsonInput):
-    """A tool that a message adds or takes away: by its name, or whole."""
+    """A tool that a message adds or removes, by name or with its definition."""
 
     type: str
     name: str | None = None
@@ -47,7 +47,7 @@ class ToolChange(JsonInput):
 
 
 class ContentBlock(JsonInput):
-    """A part of a message: text, thinking, tool_use, tool_result, tools. Media are refused."""
+    """Part of a message: text, thinking, tool_use, tool_result, tools. Media are rejected."""
 
     type: str
     text: str | None = None
@@ -84,7 +84,7 @@ class JsonFormat(JsonInput):
 
 
 class OutputConfig(JsonInput):
-    effort: str | None = Field(default=None, description="Given to the model's chat template.")
+    effort: str | None = Field(default=None, description="Passed to the chat template.")
     format: JsonFormat | None = None
 
 
@@ -93,9 +93,11 @@ class Metadata(JsonInput):
 
 
 class CountRequest(JsonInput):
-    """What a prompt is made of, and whose it is."""
+    """The fields that determine the prompt."""
 
-    model: str | None = Field(default=None, description="The one that is loaded answers.")
+    model: str | None = Field(
+        default=None, description="Ignored: the loaded model answers, unless strict_model is set."
+    )
     messages: list[MessageIn] = Field(min_length=1)
     system: str | list[ContentBlock] | None = None
     tools: list[AnthropicTool] | None = None
@@ -116,11 +118,11 @@ class MessagesRequest(CountRequest):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0, le=LARGEST)
-    thread: Any = Field(default=None, description="Refused: send the whole conversation.")
+    thread: Any = Field(default=None, description="Rejected: send all messages.")
 
 
 class MessageReceipt(ReceiptOut):
-    """The receipt, and which tools were left out."""
+    """The receipt, and the tools that were ignored."""
 
     ignored_tools: NotRequired[list[str]]
 
@@ -135,7 +137,7 @@ class AnthropicOutputDetails(TypedDict):
 
 
 class AnthropicUsage(TypedDict):
-    """All of the prompt is `input_tokens` and both of the cache's together."""
+    """The prompt is `input_tokens` plus both cache counts."""
 
     input_tokens: int
     cache_read_input_tokens: int
