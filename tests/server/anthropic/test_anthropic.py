@@ -254,7 +254,7 @@ def test_a_choice_of_what_is_not_there_is_refused(choice):
 
 
 def test_any_without_tools_is_refused():
-    with pytest.raises(BadField, match="no tools"):
+    with pytest.raises(BadField, match="tools is empty"):
         asked(tool_choice={"type": "any"})
 
 
@@ -358,7 +358,7 @@ def receipt(prompt=20, cached=5):
 
 USAGE = Usage(20, 5, 8, 3, 1.0, 2.0)
 CALL = ToolCall("call_1", "read", '{"path": "a"}')
-HEADING = MessageMeta("msg_1", "tiny", [CachedPrefix(12, 300.0)], ["web_search"])
+META = MessageMeta("msg_1", "tiny", [CachedPrefix(12, 300.0)], ["web_search"])
 ANSWER = [
     Started(receipt()),
     Progress(10, 20),
@@ -374,8 +374,8 @@ ANSWER = [
 ]
 
 
-def streamed(events, heading=HEADING):
-    stream = MessageStream(heading)
+def streamed(events, meta=META):
+    stream = MessageStream(meta)
     return parse(b"".join(stream.event(event) for event in events))
 
 
@@ -436,7 +436,7 @@ def test_what_a_stream_says_at_its_ends():
 def test_a_stream_says_the_same_as_a_whole_answer():
     calls = (CALL, CALL._replace(id="call_2"))
     choice = Choice("Hello", "Let me see", calls, "tool_calls", None, ())
-    whole = message(HEADING, Result((choice,), USAGE, receipt()))
+    whole = message(META, Result((choice,), USAGE, receipt()))
     Message.model_validate(whole)
     assert put_together(streamed(ANSWER)) == whole
 
@@ -473,12 +473,12 @@ def test_why_an_answer_ended(finished, reason, stop):
     events = streamed([Started(receipt()), finished, Done(USAGE, receipt())])
     assert events[-2]["delta"] == {"stop_reason": reason, "stop_sequence": stop}
     choice = Choice("", "", (), finished.reason, finished.stop, ())
-    whole = message(HEADING, Result((choice,), USAGE, receipt()))
+    whole = message(META, Result((choice,), USAGE, receipt()))
     assert (whole["content"], whole["stop_reason"]) == ([], reason)
 
 
 def test_signs_of_life_and_last_words():
-    stream = MessageStream(HEADING)
+    stream = MessageStream(META)
     (ping,) = parse(stream.keep_alive(Progress(5, 20)))
     assert ping == {"type": "ping", "keepwarm": {"prompt_tokens_done": 5, "prompt_tokens": 20}}
     (error,) = parse(stream.problem(Problem(503, "Stopping.")))

@@ -40,7 +40,7 @@ from tests.kit.checkpoints import make_tokenizer
 
 SETTINGS = config.load({})
 CALLER = RequestFields("t", "me", Policy.READ_WRITE, False, KVOptions(), 60.0)
-HEADING = CompletionMeta("chatcmpl-1", 1700000000, "tiny")
+META = CompletionMeta("chatcmpl-1", 1700000000, "tiny")
 RECEIPT = Receipt(9, {"live": 4, "disk": 4}, 1, 3.0, True, miss=Miss(8, 1, "new"))
 USAGE = Usage(9, 8, 5, 2, 4.0, 100.0)
 WEATHER = {
@@ -133,7 +133,7 @@ def test_formats():
     assert asked(response_format=wanted).format == Format(json=True, schema=schema)
     assert asked(response_format={"type": "json_object"}).format == Format(json=True)
     assert asked(response_format={"type": "text"}).format is None
-    with pytest.raises(BadField, match="schema is needed"):
+    with pytest.raises(BadField, match="schema is missing"):
         asked(response_format={"type": "json_schema"})
 
 
@@ -307,7 +307,7 @@ CALL = ToolCall("call_1", "weather", '{"place": "here"}')
 def test_a_whole_answer():
     choice = Choice("Hello", "hm", (), "stop", None, ())
     called = Choice("", "", (CALL,), "tool_calls", None, ())
-    answer = chat.completion(HEADING, Result((choice, called), USAGE, RECEIPT), None)
+    answer = chat.completion(META, Result((choice, called), USAGE, RECEIPT), None)
     first, second = answer["choices"]
     assert first["message"]["content"] == "Hello"
     assert first["message"]["reasoning_content"] == first["message"]["reasoning"] == "hm"
@@ -329,7 +329,7 @@ def test_a_whole_answer():
 
 
 def test_a_stream_ends_with_how_it_ended_and_the_receipt():
-    encoder = ChatStream(HEADING, 1, False, None)
+    encoder = ChatStream(META, 1, False, None)
     chunks = frames(
         encoder,
         Started(RECEIPT),
@@ -358,7 +358,7 @@ def test_a_stream_ends_with_how_it_ended_and_the_receipt():
 
 
 def test_tool_calls_stream_with_their_index():
-    encoder = ChatStream(HEADING, 1, True, None)
+    encoder = ChatStream(META, 1, True, None)
     second = CALL._replace(id="call_2")
     chunks = frames(
         encoder,
@@ -376,7 +376,7 @@ def test_tool_calls_stream_with_their_index():
 
 
 def test_choices_stream_beside_each_other():
-    encoder = ChatStream(HEADING, 2, True, None)
+    encoder = ChatStream(META, 2, True, None)
     chunks = frames(
         encoder,
         Started(RECEIPT),
@@ -430,20 +430,20 @@ def test_logprobs_show_text_and_bytes_and_join_to_the_answer():
     infos.append(TokenInfo(tokenizer.eos_token_ids[0], -0.1))
     pieces = Pieces(tokenizer)
     choice = Choice(text, "", (), "stop", None, tuple(infos))
-    answer = chat.completion(HEADING, Result((choice,), USAGE, RECEIPT), pieces)
+    answer = chat.completion(META, Result((choice,), USAGE, RECEIPT), pieces)
     shown = answer["choices"][0]["logprobs"]["content"]
     assert bytes(byte for each in shown for byte in each["bytes"]).decode() == text
     assert shown[0]["top_logprobs"][1]["logprob"] == -9999.0
     assert len(shown) == len(ids)
     json.dumps(answer, allow_nan=False)
-    whole = completions.completion(HEADING, Result((choice,), USAGE, RECEIPT), [""], pieces)
+    whole = completions.completion(META, Result((choice,), USAGE, RECEIPT), [""], pieces)
     written = whole["choices"][0]["logprobs"]
     assert written["token_logprobs"] == [-0.5] * len(ids)
     assert written["text_offset"][0] == 0
 
 
 def test_text_streams_echo_their_prompt_first():
-    encoder = TextStream(HEADING, ["Once"], False, None)
+    encoder = TextStream(META, ["Once"], False, None)
     chunks = frames(
         encoder, Started(RECEIPT), Delta(0, " upon"), Finished(0, "stop"), Done(USAGE, RECEIPT)
     )

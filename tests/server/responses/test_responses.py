@@ -20,15 +20,15 @@ from keepwarm.server.responses.events import (
     ResponseBuilder,
     ResponseStream,
     answer_options_of,
-    begun,
+    initial_response,
 )
 from keepwarm.server.responses.request import (
+    decode_reasoning,
+    encode_reasoning,
     items_of,
     messages_of,
-    offered,
+    offered_tools,
     request_of,
-    sealed,
-    unsealed,
 )
 from keepwarm.server.responses.response_store import ResponseStore
 from keepwarm.server.responses.shapes import Item, ResponsesRequest, ResponseTool
@@ -92,7 +92,7 @@ def test_what_an_assistant_did_in_one_turn_is_one_message():
     made = messages_of(
         items(
             {"role": "user", "content": "Go"},
-            {"type": "reasoning", "summary": [], "encrypted_content": sealed("Hm")},
+            {"type": "reasoning", "summary": [], "encrypted_content": encode_reasoning("Hm")},
             said("assistant", "I look.", "output_text"),
             {"type": "function_call", "call_id": "c1", "name": "read", "arguments": '{"a": 1}'},
             {"type": "function_call", "call_id": "c2", "name": "read", "namespace": "files"},
@@ -151,25 +151,25 @@ def test_what_cannot_be_read_is_refused_by_name(item, param):
 
 
 def test_no_input_is_refused():
-    with pytest.raises(BadField, match="no input"):
+    with pytest.raises(BadField, match="input is empty"):
         asked(input=[])
 
 
 @given(st.text())
-def test_sealed_reasoning_comes_back(text):
-    assert unsealed(sealed(text)) == text
+def test_encoded_reasoning_comes_back(text):
+    assert decode_reasoning(encode_reasoning(text)) == text
 
 
 @pytest.mark.parametrize("foreign", [None, "", "gAAAAB", "keepwarm1:%%%", "keepwarm1:/w=="])
-def test_reasoning_that_another_server_sealed_is_nothing(foreign):
-    assert unsealed(foreign) == ""
+def test_reasoning_of_another_server_is_ignored(foreign):
+    assert decode_reasoning(foreign) == ""
 
 
-# Tools and wishes.
+# Tools and options.
 
 
 def test_functions_are_offered_and_hosted_tools_left_out():
-    tools = offered([ResponseTool.model_validate(tool) for tool in (READ, SEARCH, NAMESPACE)])
+    tools = offered_tools([ResponseTool.model_validate(tool) for tool in (READ, SEARCH, NAMESPACE)])
     assert [tool["function"]["name"] for tool in tools.tools] == ["read", "files__read"]
     assert tools.names["files__read"] == ("read", "files")
     assert tools.ignored == ["web_search", "patch"]
@@ -206,7 +206,7 @@ def test_calls_one_by_one():
         {"text": {"format": {"type": "json_schema", "name": "x"}}},
     ],
 )
-def test_wishes_that_cannot_be_met_are_refused(wrong):
+def test_unsupported_options_are_rejected(wrong):
     with pytest.raises(BadField):
         asked(**wrong)
 
@@ -255,9 +255,9 @@ FIELDS = {
 def builder(kept=None, **fields):
     given = body(**fields)
     request = request_of(given, items_of(given.input), CALLER, SETTINGS)
-    wishes = answer_options_of(given, offered(given.tools or ()), request)
+    options = answer_options_of(given, offered_tools(given.tools or ()), request)
     keep = (kept if kept is not None else []).append
-    return ResponseBuilder(begun(given, "tiny", request), wishes, keep)
+    return ResponseBuilder(initial_response(given, "tiny", request), options, keep)
 
 
 def streamed(events, made):
@@ -319,7 +319,7 @@ def test_what_an_answer_holds():
     Response.model_validate(answer)
     thought, text, call = answer["output"]
     assert thought["content"] == [{"type": "reasoning_text", "text": "Let me see"}]
-    assert unsealed(thought["encrypted_content"]) == "Let me see"
+    assert decode_reasoning(thought["encrypted_content"]) == "Let me see"
     assert text["content"][0]["text"] == "Hello"
     assert (call["name"], call["namespace"], call["call_id"]) == ("read", "files", "call_1")
     assert answer["usage"]["input_tokens_details"] == {
@@ -392,7 +392,7 @@ def test_failures_have_codes_that_clients_know(problem, code):
 
 
 def stored(store, name, given=1, size=10, before=(), tenant=""):
-    response = begun(body(), "tiny", asked()) | {"id": name}
+    response = initial_response(body(), "tiny", asked()) | {"id": name}
     response["output"] = [{"type": "message", "id": f"msg_{name}", "content": "x" * size}]
     all_items = [*before, *items(*[{"role": "user", "content": f"to {name}"}] * given)]
     store.put(tenant, response, all_items, given)
@@ -406,7 +406,7 @@ def test_a_conversation_is_kept_whole():
     assert [item.content for item in second.items] == ["to a", "x" * 10, "to b", "x" * 10]
     store.delete("", "a")
     assert store.get("", "b") == second
-    with pytest.raises(UnknownResponse, match="'a' is kept"):
+    with pytest.raises(UnknownResponse, match="'a' is not stored"):
         store.get("", "a")
 
 

@@ -187,7 +187,7 @@ def test_an_answer_is_shown_and_forgotten(client):
     items = client.responses.input_items.list(answer.id)
     assert [item.content for item in items.data] == [WORDS]
     client.responses.delete(answer.id)
-    with pytest.raises(openai.NotFoundError, match="No response"):
+    with pytest.raises(openai.NotFoundError, match="is not stored"):
         client.responses.retrieve(answer.id)
 
 

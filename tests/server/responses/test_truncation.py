@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from keepwarm import config
 from keepwarm.models.load import load
 from keepwarm.server.responses.shapes import Item
-from keepwarm.server.responses.truncation import STEPS, shortened
+from keepwarm.server.responses.truncation import STEPS, truncate
 from tests.kit.checkpoints import write_checkpoint
 from tests.server.conftest import serve
 
@@ -39,7 +39,7 @@ def count(items):
 
 
 def fit(items, n_context, max_tokens=None):
-    return shortened(items, count, n_context, max_tokens)
+    return truncate(items, count, n_context, max_tokens)
 
 
 # What is left.

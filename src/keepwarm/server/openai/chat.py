@@ -169,13 +169,13 @@ def _format(wanted: ResponseFormat | None) -> Format | None:
 # Answer
 
 
-def completion(heading: CompletionMeta, result: Result, pieces: Pieces | None) -> ChatCompletion:
+def completion(meta: CompletionMeta, result: Result, pieces: Pieces | None) -> ChatCompletion:
     """A complete answer. `pieces` is given if the client asked for logprobs."""
     return {
-        "id": heading.id,
+        "id": meta.id,
         "object": "chat.completion",
-        "created": heading.created,
-        "model": heading.model,
+        "created": meta.created,
+        "model": meta.model,
         "choices": [_choice(i, choice, pieces) for i, choice in enumerate(result.choices)],
         "usage": usage_dict(result.usage),
         "keepwarm": receipt_dict(result.receipt),
@@ -217,8 +217,8 @@ class ChatStream(Chunks):
     The last chunk has the receipt: the one with the usage, or else the last finish reason.
     """
 
-    def __init__(self, heading: CompletionMeta, n: int, usage: bool, pieces: Pieces | None) -> None:
-        super().__init__("chat.completion.chunk", heading, usage)
+    def __init__(self, meta: CompletionMeta, n: int, usage: bool, pieces: Pieces | None) -> None:
+        super().__init__("chat.completion.chunk", meta, usage)
         self._n = n
         self._pieces = pieces
         self._called = [0] * n  # tool calls so far

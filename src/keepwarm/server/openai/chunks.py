@@ -27,9 +27,9 @@ class CompletionMeta:
 class Chunks:
     """Holds back each finish reason, because the last one carries the receipt."""
 
-    def __init__(self, kind: str, heading: CompletionMeta, usage: bool) -> None:
-        fields = {"id": heading.id, "object": kind, "created": heading.created}
-        self._head = json.dumps(fields | {"model": heading.model})[:-1]
+    def __init__(self, kind: str, meta: CompletionMeta, usage: bool) -> None:
+        fields = {"id": meta.id, "object": kind, "created": meta.created}
+        self._head = json.dumps(fields | {"model": meta.model})[:-1]
         self._usage = usage
         self._held: dict[str, Any] | None = None
 

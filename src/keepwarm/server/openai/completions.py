@@ -77,15 +77,15 @@ def _check(body: CompletionRequest) -> None:
 
 
 def completion(
-    heading: CompletionMeta, result: Result, echoed: Sequence[str], pieces: Pieces | None
+    meta: CompletionMeta, result: Result, echoed: Sequence[str], pieces: Pieces | None
 ) -> TextCompletion:
     """A complete answer; `echoed` is the text that each choice begins with."""
     choices = zip(result.choices, echoed, strict=True)
     return {
-        "id": heading.id,
+        "id": meta.id,
         "object": "text_completion",
-        "created": heading.created,
-        "model": heading.model,
+        "created": meta.created,
+        "model": meta.model,
         "choices": [_choice(i, choice, echo, pieces) for i, (choice, echo) in enumerate(choices)],
         "usage": usage_dict(result.usage),
         "keepwarm": receipt_dict(result.receipt),
@@ -105,9 +105,9 @@ class TextStream(Chunks):
     """Chunks of text; the last has the receipt: that with the usage, or the last finish reason."""
 
     def __init__(
-        self, heading: CompletionMeta, echoed: Sequence[str], usage: bool, pieces: Pieces | None
+        self, meta: CompletionMeta, echoed: Sequence[str], usage: bool, pieces: Pieces | None
     ) -> None:
-        super().__init__("text_completion", heading, usage)
+        super().__init__("text_completion", meta, usage)
         self._echoed = echoed
         self._pieces = pieces
         self._offsets = [len(echo) for echo in echoed]

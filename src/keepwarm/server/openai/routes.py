@@ -52,11 +52,11 @@ async def create_chat_completion(
     rules = scrub.rules_for(settings.scrub, request.headers)
     asked = scrub.scrub_request(chat.request_of(body, fields, settings), rules)
     answer = await host.submit(asked)
-    heading = _heading(host, "chatcmpl-")
+    meta = _meta(host, "chatcmpl-")
     pieces = _pieces(host) if body.logprobs else None
     if body.stream:
-        return EventStream(answer, ChatStream(heading, asked.n, _wants_usage(body), pieces))
-    return WholeAnswer(answer, lambda result: chat.completion(heading, result, pieces))
+        return EventStream(answer, ChatStream(meta, asked.n, _wants_usage(body), pieces))
+    return WholeAnswer(answer, lambda result: chat.completion(meta, result, pieces))
 
 
 @router.post("/completions", responses=answer_docs(TextCompletion))
@@ -70,12 +70,12 @@ async def create_completion(
     n = requests[0].n
     echoed = [text for text in _echoed(host, body, requests) for _ in range(n)]
     answers = await _submit_all(host, requests)
-    reply = answers[0] if len(answers) == 1 else CombinedAnswer(answers, n)
-    heading = _heading(host, "cmpl-")
+    answer = answers[0] if len(answers) == 1 else CombinedAnswer(answers, n)
+    meta = _meta(host, "cmpl-")
     pieces = None if body.logprobs is None else _pieces(host)
     if body.stream:
-        return EventStream(reply, TextStream(heading, echoed, _wants_usage(body), pieces))
-    return WholeAnswer(reply, lambda all_: completions.completion(heading, all_, echoed, pieces))
+        return EventStream(answer, TextStream(meta, echoed, _wants_usage(body), pieces))
+    return WholeAnswer(answer, lambda result: completions.completion(meta, result, echoed, pieces))
 
 
 @router.get("/models")
@@ -117,7 +117,7 @@ def _echoed(
     return [p if isinstance(p, str) else decode(tokenizer, p) for p in prompts]
 
 
-def _heading(host: EngineHost, prefix: str) -> CompletionMeta:
+def _meta(host: EngineHost, prefix: str) -> CompletionMeta:
     return CompletionMeta(new_id(prefix), int(time.time()), host.name)
 
 

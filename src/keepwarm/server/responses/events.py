@@ -1,4 +1,4 @@
-"""OpenAI's responses: the answer as OpenAI writes it, whole or as events."""
+"""OpenAI's responses: answers in OpenAI's format, as one object or as events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.sse import AnswerLike, frame, new_id, progress_json
 from keepwarm.server.openai.shapes import LogprobOut
 from keepwarm.server.openai.tokens import Pieces, chat_logprobs
-from keepwarm.server.responses.request import OfferedTools, QualifiedName, sealed
+from keepwarm.server.responses.request import OfferedTools, QualifiedName, encode_reasoning
 from keepwarm.server.responses.shapes import (
     ResponseOut,
     ResponseReceipt,
@@ -38,19 +38,19 @@ from keepwarm.text.request import (
 
 Frames: TypeAlias = list[dict[str, Any]]
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
-ENCRYPTED = "reasoning.encrypted_content"
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """What of a request is needed to write its answer."""
+    """The parts of a request that its answer depends on."""
 
     names: Mapping[str, QualifiedName]
-    ignored: Sequence[str]
-    encrypted: bool  # reasoning is to come back from the client
-    writes: bool  # what was computed is kept
-    n_dropped: int = 0  # items that were left out for lack of room
-    pieces: Pieces | None = None  # where logprobs were asked for
+    ignored_tools: Sequence[str]
+    encrypted: bool  # include reasoning for the client to send back
+    writes: bool  # whether the policy stores what is computed
+    n_dropped: int = 0  # items dropped by truncation
+    pieces: Pieces | None = None  # if the client asked for logprobs
 
 
 def answer_options_of(
@@ -60,12 +60,12 @@ def answer_options_of(
     n_dropped: int = 0,
     pieces: Pieces | None = None,
 ) -> AnswerOptions:
-    encrypted, writes = ENCRYPTED in (body.include or ()), asked.policy.writes
+    encrypted, writes = ENCRYPTED_REASONING in (body.include or ()), asked.policy.writes
     return AnswerOptions(offered.names, offered.ignored, encrypted, writes, n_dropped, pieces)
 
 
-def begun(body: ResponsesRequest, model: str, asked: Request) -> ResponseOut:
-    """The answer before there is anything in it: what was asked."""
+def initial_response(body: ResponsesRequest, model: str, asked: Request) -> ResponseOut:
+    """The response before generation: status and the request's options."""
     given = body.model_dump(
         include={"tools", "tool_choice", "reasoning", "text"}, exclude_none=True, by_alias=True
     )
@@ -101,38 +101,38 @@ def begun(body: ResponsesRequest, model: str, asked: Request) -> ResponseOut:
 
 
 class BuiltAnswer:
-    """An answer that is put together from its events, as a stream of it would be."""
+    """An answer whose events also go to a `ResponseBuilder`."""
 
-    def __init__(self, reply: AnswerLike, builder: ResponseBuilder) -> None:
-        self._reply = reply
+    def __init__(self, answer: AnswerLike, builder: ResponseBuilder) -> None:
+        self._answer = answer
         self._builder = builder
 
     def cancel(self) -> None:
-        self._reply.cancel()
+        self._answer.cancel()
 
     async def wait(self) -> Result:
         return collect([event async for event in self])
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        async for event in self._reply:
+        async for event in self._answer:
             self._builder.add(event)
             yield event
 
 
 class ResponseBuilder:
-    """Puts an answer together, and says what each event of the engine adds to it."""
+    """Builds a response, and returns the stream events for each engine event."""
 
     def __init__(
-        self, response: ResponseOut, wishes: AnswerOptions, keep: Callable[[ResponseOut], None]
+        self, response: ResponseOut, options: AnswerOptions, on_done: Callable[[ResponseOut], None]
     ) -> None:
-        """`keep` is called with the answer when it is complete."""
+        """`on_done` is called with the complete response."""
         self.response = response
-        self._wishes = wishes
-        self._keep = keep
-        self._item: dict[str, Any] | None = None  # that is being written
-        self._text: list[str] = []  # of it
-        self._logprobs: list[LogprobOut] = []  # of it; none for reasoning
-        self._cut = False  # the answer had no room to end
+        self._options = options
+        self._on_done = on_done
+        self._item: dict[str, Any] | None = None  # the open item
+        self._text: list[str] = []  # of the open item
+        self._logprobs: list[LogprobOut] = []  # of the open item; empty for reasoning
+        self._cut = False  # the answer reached its length limit
 
     def add(self, event: Event) -> Frames:
         match event:
@@ -142,17 +142,17 @@ class ResponseBuilder:
                 thought = self._write("reasoning", event.reasoning)
                 return thought + self._write("message", event.text, event.tokens)
             case ToolCalled():
-                return self._close() + self._called(event.call)
+                return self._close() + self._add_call(event.call)
             case Finished():
                 self._cut = event.reason == "length"
-                self._scored(event.tokens)
+                self._add_logprobs(event.tokens)
                 return self._close("incomplete" if self._cut else "completed")
             case Done():
                 return [self._done(event)]
         return []
 
     def fail(self, problem: Problem) -> Frames:
-        """The answer ends here, without its end."""
+        """End the response with an error."""
         code = "invalid_prompt" if problem.status < 500 else "server_error"
         code = "rate_limit_exceeded" if problem.status == 429 else code
         self.response["error"] = {"code": code, "message": problem.message}
@@ -160,7 +160,7 @@ class ResponseBuilder:
         return [*self._close("incomplete"), self.state("failed")]
 
     def state(self, name: str) -> dict[str, Any]:
-        """The whole answer as it stands."""
+        """An event with the response as it is now."""
         return {"type": f"response.{name}", "response": dict(self.response)}
 
     def _done(self, event: Done) -> dict[str, Any]:
@@ -169,9 +169,9 @@ class ResponseBuilder:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         self.response["status"] = status
         self.response["completed_at"] = int(time.time())
-        self.response["usage"] = _usage(event, self._wishes.writes)
-        self.response["keepwarm"] = _receipt(event, self._wishes)
-        self._keep(self.response)
+        self.response["usage"] = _usage(event, self._options.writes)
+        self.response["keepwarm"] = _receipt(event, self._options)
+        self._on_done(self.response)
         return self.state(status)
 
     @property
@@ -183,13 +183,13 @@ class ResponseBuilder:
             return []
         opened = [] if self._item and self._item["type"] == kind else self._open(kind)
         self._text.append(text)
-        return [*opened, self._piece("delta", self._scored(tokens), delta=text)]
+        return [*opened, self._piece("delta", self._add_logprobs(tokens), delta=text)]
 
-    def _scored(self, tokens: Sequence[TokenInfo]) -> list[LogprobOut]:
-        """The logprobs of new tokens of a message; they stand in the whole of it too."""
-        if self._wishes.pieces is None or self._item is None or self._kind != "message":
+    def _add_logprobs(self, tokens: Sequence[TokenInfo]) -> list[LogprobOut]:
+        """Logprobs of new tokens of a message, also added to those of the whole message."""
+        if self._options.pieces is None or self._item is None or self._kind != "message":
             return []
-        new = chat_logprobs(self._wishes.pieces, tokens)
+        new = chat_logprobs(self._options.pieces, tokens)
         self._logprobs += new
         return new
 
@@ -208,8 +208,8 @@ class ResponseBuilder:
             return []
         text = "".join(self._text)
         item |= {"status": status, "content": [self._part(text)]}
-        if item["type"] == "reasoning" and self._wishes.encrypted:
-            item["encrypted_content"] = sealed(text)
+        if item["type"] == "reasoning" and self._options.encrypted:
+            item["encrypted_content"] = encode_reasoning(text)
         whole = self._piece("done", self._logprobs, text=text)
         written = [whole, self._part_event("done", text)]
         frames = [*written, self._item_event("done")]
@@ -217,19 +217,19 @@ class ResponseBuilder:
         self._item, self._text, self._logprobs = None, [], []
         return frames
 
-    def _called(self, call: ToolCall) -> Frames:
-        name = self._wishes.names.get(call.name, QualifiedName(call.name))
+    def _add_call(self, call: ToolCall) -> Frames:
+        name = self._options.names.get(call.name, QualifiedName(call.name))
         item: dict[str, Any] = {"type": "function_call", "id": new_id("fc_"), "call_id": call.id}
         item |= {"name": name.name, "arguments": "", "status": "in_progress"}
         if name.namespace:
             item["namespace"] = name.namespace
-        place = {"item_id": item["id"], "output_index": self._index}
+        position = {"item_id": item["id"], "output_index": self._index}
         done = item | {"arguments": call.arguments, "status": "completed"}
         kind = "response.function_call_arguments"
         frames = [
             self._item_event("added", item),
-            {"type": f"{kind}.delta", **place, "delta": call.arguments},
-            {"type": f"{kind}.done", **place, "name": name.name, "arguments": call.arguments},
+            {"type": f"{kind}.delta", **position, "delta": call.arguments},
+            {"type": f"{kind}.done", **position, "name": name.name, "arguments": call.arguments},
             self._item_event("done", done),
         ]
         self.response["output"].append(done)
@@ -240,13 +240,17 @@ class ResponseBuilder:
         return {"type": f"response.output_item.{what}", "output_index": self._index, "item": shown}
 
     def _part_event(self, what: str, text: str) -> dict[str, Any]:
-        return {"type": f"response.content_part.{what}", **self._place(), "part": self._part(text)}
+        return {
+            "type": f"response.content_part.{what}",
+            **self._position(),
+            "part": self._part(text),
+        }
 
     def _piece(self, what: str, logprobs: list[LogprobOut], **fields: str) -> dict[str, Any]:
-        """A piece of text, or all of it."""
+        """A delta of the text, or the whole text."""
         kind = PARTS[self._kind]
         extra: dict[str, Any] = {"logprobs": logprobs} if kind == "output_text" else {}
-        return {"type": f"response.{kind}.{what}", **self._place(), **fields, **extra}
+        return {"type": f"response.{kind}.{what}", **self._position(), **fields, **extra}
 
     def _part(self, text: str) -> dict[str, Any]:
         kind = PARTS[self._kind]
@@ -255,7 +259,7 @@ class ResponseBuilder:
             part |= {"annotations": [], "logprobs": self._logprobs}
         return part
 
-    def _place(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         item_id = self._item["id"] if self._item else ""
         return {"item_id": item_id, "output_index": self._index, "content_index": 0}
 
@@ -265,7 +269,7 @@ class ResponseBuilder:
 
 
 class ResponseStream:
-    """Events by their names, numbered."""
+    """Named events with sequence numbers."""
 
     def __init__(self, builder: ResponseBuilder) -> None:
         self._builder = builder
@@ -275,9 +279,9 @@ class ResponseStream:
         return self._frames(self._builder.add(event))
 
     def keep_alive(self, progress: Progress | None) -> bytes:
-        """An event, not a comment: clients that wait for one count the time since the last."""
-        alive = self._builder.state("in_progress")
-        return self._frames([alive | {"keepwarm": json.loads(progress_json(progress))}])
+        """An event, not a comment: some clients time out between events."""
+        event = self._builder.state("in_progress")
+        return self._frames([event | {"keepwarm": json.loads(progress_json(progress))}])
 
     def problem(self, problem: Problem) -> bytes:
         return self._frames(self._builder.fail(problem))
@@ -304,10 +308,10 @@ def _usage(event: Done, writes: bool) -> ResponseUsage:
     }
 
 
-def _receipt(event: Done, wishes: AnswerOptions) -> ResponseReceipt:
+def _receipt(event: Done, options: AnswerOptions) -> ResponseReceipt:
     fields: ResponseReceipt = receipt_dict(event.receipt)  # type: ignore[assignment]
-    if wishes.ignored:
-        fields["ignored_tools"] = list(wishes.ignored)
-    if wishes.n_dropped:
-        fields["dropped_items"] = wishes.n_dropped
+    if options.ignored_tools:
+        fields["ignored_tools"] = list(options.ignored_tools)
+    if options.n_dropped:
+        fields["dropped_items"] = options.n_dropped
     return fields

@@ -1,4 +1,4 @@
-"""OpenAI's responses: the request as the engine takes it."""
+"""OpenAI's responses: the request, converted for the engine."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from keepwarm.server.responses.shapes import (
 )
 from keepwarm.text.request import Format, Message, Request, Sampling, Tool, ToolChoice
 
-SEALED = "keepwarm1:"  # before reasoning that a client keeps for us
-LOGPROBS = "message.output_text.logprobs"  # among what is to be included
-NAMESPACE = "__"  # between the name of a namespace and that of its function
+REASONING_PREFIX = "keepwarm1:"  # of encoded reasoning that clients send back
+LOGPROBS = "message.output_text.logprobs"  # a value of `include`
+NAMESPACE_SEPARATOR = "__"  # between namespace and function name
 
-# The order of what an assistant does in one turn; whatever comes earlier in it begins another.
+# The order of items within one assistant turn; an item of a lower rank begins a new turn.
 RANKS = {"reasoning": 0, "message": 1, "function_call": 2}
 
 
 class QualifiedName(NamedTuple):
-    """What a client calls a function."""
+    """A function's name as the client knows it."""
 
     name: str
     namespace: str | None = None
 
     @property
     def flat(self) -> str:
-        """What the model calls it."""
-        return f"{self.namespace}{NAMESPACE}{self.name}" if self.namespace else self.name
+        """The name as the model knows it."""
+        return f"{self.namespace}{NAMESPACE_SEPARATOR}{self.name}" if self.namespace else self.name
 
 
 class OfferedTools(NamedTuple):
     tools: list[Tool]
-    names: Mapping[str, QualifiedName]  # by what the model calls them
+    names: Mapping[str, QualifiedName]  # by flat name
     ignored: list[str]
 
 
 def request_of(
-    body: InputRequest, items: Sequence[Item], caller: RequestFields, settings: Settings
+    body: InputRequest, items: Sequence[Item], fields: RequestFields, settings: Settings
 ) -> Request:
-    """What the client asks, in the engine's words; `items` are those of earlier answers too."""
-    told = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    messages = [*told, *messages_of(items)]
+    """The engine request; `items` includes those of previous responses."""
+    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    messages = [*instructions, *messages_of(items)]
     if not messages:
-        raise BadField("There is no input; send some.", "input")
-    tools = offered(body.tools or ())
+        raise BadField("input is empty; send at least one item.", "input")
+    tools = offered_tools(body.tools or ())
     effort = body.reasoning.effort if body.reasoning else None
     return Request(
         messages=messages,
@@ -66,7 +66,7 @@ def request_of(
         template_options={} if effort is None else {"reasoning_effort": effort},
         format=_format(body.text.format) if body.text and body.text.format else None,
         sampling=_sampling(body, settings) if isinstance(body, ResponsesRequest) else Sampling(),
-        **caller._asdict(),
+        **fields._asdict(),
     )
 
 
@@ -76,8 +76,8 @@ def items_of(given: str | Sequence[Item] | None) -> list[Item]:
     return list(given or ())
 
 
-def offered(tools: Sequence[ResponseTool]) -> OfferedTools:
-    """The functions among these tools; whatever runs on OpenAI's servers is left out."""
+def offered_tools(tools: Sequence[ResponseTool]) -> OfferedTools:
+    """The functions among these tools; tools that run on OpenAI's servers are ignored."""
     found = OfferedTools([], {}, [])
     names: dict[str, QualifiedName] = {}
     for tool in tools:
@@ -93,28 +93,28 @@ def offered(tools: Sequence[ResponseTool]) -> OfferedTools:
     return found._replace(names=names)
 
 
-def sealed(reasoning: str) -> str:
-    """ReasoningConfig as an opaque text that a client sends back; it is its own, and no secret."""
-    return SEALED + base64.b64encode(reasoning.encode()).decode()
+def encode_reasoning(reasoning: str) -> str:
+    """Reasoning as an opaque string that the client sends back; encoded, not encrypted."""
+    return REASONING_PREFIX + base64.b64encode(reasoning.encode()).decode()
 
 
-def unsealed(text: str | None) -> str:
-    """The reasoning in such a text; nothing where another server wrote it."""
-    if not text or not text.startswith(SEALED):
+def decode_reasoning(text: str | None) -> str:
+    """The reasoning in such a string; empty if another server wrote it."""
+    if not text or not text.startswith(REASONING_PREFIX):
         return ""
     try:
-        return base64.b64decode(text.removeprefix(SEALED), validate=True).decode()
+        return base64.b64decode(text.removeprefix(REASONING_PREFIX), validate=True).decode()
     except (binascii.Error, UnicodeDecodeError):
         return ""
 
 
-# Items.
+# Items
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
-    """The items as messages; what an assistant did in one turn becomes one of them."""
+    """The items as messages; the items of one assistant turn become one message."""
     messages: list[dict[str, Any]] = []
-    last = -1  # how far the assistant's turn has got
+    last = -1  # rank of the previous item in the assistant's turn
     for index, item in enumerate(items):
         where = f"input[{index}]"
         rank = _rank(item)
@@ -133,7 +133,7 @@ def _kind(item: Item) -> str:
 
 
 def _rank(item: Item) -> int | None:
-    """Where in an assistant's turn this stands; None for what others say."""
+    """The item's rank in an assistant turn; None if it is not the assistant's."""
     kind = _kind(item)
     return RANKS.get(kind) if kind != "message" or item.role == "assistant" else None
 
@@ -151,19 +151,19 @@ def _add(message: dict[str, Any], item: Item, where: str) -> None:
 
 def _reasoning(item: Item) -> str:
     parts = [] if isinstance(item.content, str) else item.content or []
-    return "".join(part.text or "" for part in parts) or unsealed(item.encrypted_content)
+    return "".join(part.text or "" for part in parts) or decode_reasoning(item.encrypted_content)
 
 
 def _call(item: Item, where: str) -> Mapping[str, Any]:
     if item.call_id is None or item.name is None:
-        raise BadField(f"{where} needs a call_id and a name.", where)
+        raise BadField(f"{where} needs both call_id and name.", where)
     name = QualifiedName(item.name, item.namespace).flat
     function = {"name": name, "arguments": item.arguments or "{}"}
     return {"id": item.call_id, "type": "function", "function": function}
 
 
 def _other(item: Item, where: str) -> dict[str, Any]:
-    """A message of anybody but the assistant, or what a function gave back."""
+    """A message that is not the assistant's, or the output of a function."""
     kind = _kind(item)
     if kind == "function_call_output":
         if item.call_id is None:
@@ -171,15 +171,15 @@ def _other(item: Item, where: str) -> dict[str, Any]:
         output = text_of(item.output, f"{where}.output")
         return {"role": "tool", "tool_call_id": item.call_id, "content": output}
     if kind != "message":
-        raise BadField(f"{where} is of type {kind!r}, which is not known here.", f"{where}.type")
+        raise BadField(f"{where} has the unknown type {kind!r}.", f"{where}.type")
     if item.role is None:
-        raise BadField(f"{where}.role is needed and not there.", f"{where}.role")
+        raise BadField(f"{where}.role is required but missing.", f"{where}.role")
     if item.content is None:
-        raise BadField(f"{where}.content is needed and not there.", f"{where}.content")
+        raise BadField(f"{where}.content is required but missing.", f"{where}.content")
     return {"role": item.role, "content": content_of(item.content, f"{where}.content")}
 
 
-# Tools and wishes.
+# Tools and options
 
 
 def _tool(tool: ResponseTool, name: str) -> Tool:
@@ -194,10 +194,16 @@ def _tool_choice(body: InputRequest, tools: OfferedTools) -> ToolChoice:
     if isinstance(choice, NamedChoice):
         name = QualifiedName(choice.name or "", choice.namespace).flat
         if choice.type != "function" or name not in tools.names:
-            raise BadField("tool_choice names a tool that is not offered.", "tool_choice")
+            raise BadField(
+                "tool_choice names a tool that is not in tools; add it or choose another.",
+                "tool_choice",
+            )
         return ToolChoice("required", name, parallel)
     if choice == "required" and not tools.tools:
-        raise BadField("tool_choice is required and there are no tools; send some.", "tool_choice")
+        raise BadField(
+            "tool_choice is required, but tools is empty; send tools or omit tool_choice.",
+            "tool_choice",
+        )
     return ToolChoice(choice, None, parallel)
 
 
@@ -208,7 +214,7 @@ def _format(wanted: TextFormat) -> Format | None:
         return Format(json=True)
     if wanted.schema_ is None:
         where = "text.format.schema"
-        raise BadField(f"{where} is needed for json_schema and not there.", where)
+        raise BadField(f"{where} is missing; the format json_schema needs it.", where)
     return Format(json=True, schema=wanted.schema_)
 
 
@@ -222,6 +228,6 @@ def _sampling(body: ResponsesRequest, settings: Settings) -> Sampling:
 
 
 def _top_logprobs(body: ResponsesRequest) -> int | None:
-    """Who names how many wants them, and who asks for them to be included."""
+    """Logprobs are wanted if a number is given or `include` names them."""
     wanted = body.top_logprobs or LOGPROBS in (body.include or ())
     return body.top_logprobs or 0 if wanted else None

@@ -1,4 +1,4 @@
-"""OpenAI's responses: answers that the server can keep and continue by their id."""
+"""OpenAI's responses: answers that the server stores and continues by id."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from keepwarm.server.responses.events import (
     ResponseBuilder,
     ResponseStream,
     answer_options_of,
-    begun,
+    initial_response,
 )
-from keepwarm.server.responses.request import items_of, offered, request_of
+from keepwarm.server.responses.request import items_of, offered_tools, request_of
 from keepwarm.server.responses.response_store import ResponseStore, StoredResponse
 from keepwarm.server.responses.shapes import (
     DeletedOut,
@@ -35,32 +35,33 @@ from keepwarm.server.responses.shapes import (
     ResponsesRequest,
     ResponseTokensOut,
 )
-from keepwarm.server.responses.truncation import shortened
+from keepwarm.server.responses.truncation import truncate
 from keepwarm.text import request as engine_request
 
-REFUSED = {
-    "background": "background is not possible here: answers are awaited; leave it out, and use "
-    "stream to see an answer while it is made.",
-    "conversation": "conversation names items that OpenAI keeps; continue an answer with "
-    "previous_response_id, or send all items as input.",
-    "prompt": "prompt names a text that OpenAI keeps; send it as instructions or input.",
+UNSUPPORTED = {
+    "background": "background is not supported, because responses are not queued; omit it, and use "
+    "stream to follow a long answer.",
+    "conversation": "conversation is not supported, because it names items stored at OpenAI; "
+    "continue with previous_response_id, or send all items as input.",
+    "prompt": "prompt is not supported, because it names a template stored at OpenAI; send its "
+    "text as instructions or input.",
 }
 
 router = APIRouter(
     prefix="/v1/responses",
     tags=["OpenAI responses"],
     responses={
-        "4XX": {"model": OpenAIErrorOut, "description": "The request cannot be answered."},
-        "5XX": {"model": OpenAIErrorOut, "description": "The server failed, or is stopping."},
+        "4XX": {"model": OpenAIErrorOut, "description": "The request is invalid or refused."},
+        "5XX": {"model": OpenAIErrorOut, "description": "The server failed or is shutting down."},
     },
 )
 
 
-Ask: TypeAlias = Callable[[Sequence[Item]], engine_request.Request]
+BuildRequest: TypeAlias = Callable[[Sequence[Item]], engine_request.Request]
 
 
 class TenantResponses:
-    """The answers that one tenant may refer to."""
+    """The stored responses of one tenant."""
 
     def __init__(self, request: Request) -> None:
         self._store: ResponseStore = request.app.state.responses
@@ -72,103 +73,105 @@ class TenantResponses:
     def delete(self, response_id: str) -> None:
         self._store.delete(self._tenant, response_id)
 
-    def keep(self, response: ResponseOut, items: Sequence[Item], n_given: int) -> None:
+    def save(self, response: ResponseOut, items: Sequence[Item], n_given: int) -> None:
         if response["store"]:
             self._store.put(self._tenant, response, items, n_given)
 
     def conversation(self, body: InputRequest) -> list[Item]:
-        """All items: of the answer that this one follows, and its own."""
+        """All items: those of the previous response, then the request's own."""
         before: Sequence[Item] = ()
         if body.previous_response_id is not None:
             before = self._store.get(self._tenant, body.previous_response_id).items
-        return [*before, *map(self._resolved, items_of(body.input))]
+        return [*before, *map(self._resolve, items_of(body.input))]
 
-    def _resolved(self, item: Item) -> Item:
+    def _resolve(self, item: Item) -> Item:
         if item.type != "item_reference":
             return item
         found = self._store.item(self._tenant, item.id or "")
         if found is None:
-            raise BadField(f"No item {item.id!r} is kept here; send it whole.", "input")
+            raise BadField(f"Item {item.id!r} is not stored; send the item itself.", "input")
         return found
 
 
-async def _shelf(request: Request) -> TenantResponses:
+async def _tenant_responses(request: Request) -> TenantResponses:
     return TenantResponses(request)
 
 
-Answers = Annotated[TenantResponses, Depends(_shelf)]
+Answers = Annotated[TenantResponses, Depends(_tenant_responses)]
 
 
 @router.post("", responses=answer_docs(ResponseOut))
 async def create_response(
     body: ResponsesRequest, request: Request, host: Host, settings: Config, answers: Answers
 ) -> Response:
-    """Answer a conversation, whole or as a stream of events."""
+    """Answer a conversation, as one object or as a stream of events."""
     host.check_model(body.model)
-    _check_known(body)
+    _reject_unsupported(body)
     items = answers.conversation(body)
-    ask = request_builder(body, request, settings)
-    asked = ask(items)
-    answer, n_dropped = await _submit(host, ask, items, forget=body.truncation == "auto")
-    scored = asked.sampling.top_logprobs is not None
-    pieces = Pieces(host.engine.model.tokenizer) if scored else None
-    wishes = answer_options_of(body, offered(body.tools or ()), asked, n_dropped, pieces)
+    build = request_builder(body, request, settings)
+    asked = build(items)
+    answer, n_dropped = await _submit(host, build, items, may_truncate=body.truncation == "auto")
+    wants_logprobs = asked.sampling.top_logprobs is not None
+    pieces = Pieces(host.engine.model.tokenizer) if wants_logprobs else None
+    options = answer_options_of(body, offered_tools(body.tools or ()), asked, n_dropped, pieces)
     n_given = len(items_of(body.input))
     builder = ResponseBuilder(
-        begun(body, host.name, asked), wishes, lambda made: answers.keep(made, items, n_given)
+        initial_response(body, host.name, asked),
+        options,
+        lambda made: answers.save(made, items, n_given),
     )
     if body.stream:
         return EventStream(answer, ResponseStream(builder))
     return WholeAnswer(BuiltAnswer(answer, builder), lambda _: builder.response)
 
 
-def request_builder(body: InputRequest, request: Request, settings: Settings) -> Ask:
-    """A function: the request as the engine gets it, with these items."""
-    caller = request_fields(request, body.keepwarm, body.prompt_cache_key)
+def request_builder(body: InputRequest, request: Request, settings: Settings) -> BuildRequest:
+    """A function from items to the engine request, scrubbed."""
+    fields = request_fields(request, body.keepwarm, body.prompt_cache_key)
     rules = scrub.rules_for(settings.scrub, request.headers)
-    return lambda items: scrub.scrub_request(request_of(body, items, caller, settings), rules)
+    return lambda items: scrub.scrub_request(request_of(body, items, fields, settings), rules)
 
 
 async def _submit(
-    host: EngineHost, ask: Ask, items: Sequence[Item], *, forget: bool
+    host: EngineHost, build: BuildRequest, items: Sequence[Item], *, may_truncate: bool
 ) -> tuple[ObservedAnswer, int]:
-    """Begin an answer; where all items are too long and it may forget, say how many it has."""
+    """Start an answer, truncated if needed and allowed; returns how many items were dropped."""
     try:
-        return await host.submit(ask(items)), 0
+        return await host.submit(build(items)), 0
     except ContextTooLong:
-        if not forget:
+        if not may_truncate:
             raise
-    kept = await asyncio.to_thread(_shortened, host.engine, ask, items)
-    return await host.submit(ask(kept)), len(items) - len(kept)
+    kept = await asyncio.to_thread(_truncate, host.engine, build, items)
+    return await host.submit(build(kept)), len(items) - len(kept)
 
 
-def _shortened(engine: Engine, ask: Ask, items: Sequence[Item]) -> list[Item]:
+def _truncate(engine: Engine, build: BuildRequest, items: Sequence[Item]) -> list[Item]:
     def count(some: Sequence[Item]) -> int:
-        return engine.count_tokens(ask(some))
+        return engine.count_tokens(build(some))
 
-    return shortened(items, count, engine.model.n_context, ask(items).sampling.max_tokens)
+    return truncate(items, count, engine.model.n_context, build(items).sampling.max_tokens)
 
 
 @router.post("/input_tokens")
 async def count_input_tokens(
     body: InputRequest, request: Request, host: Host, settings: Config, answers: Answers
 ) -> ResponseTokensOut:
-    """How many tokens the model would read for this request."""
+    """Count the prompt tokens of this request."""
     host.check_model(body.model)
-    ask = request_builder(body, request, settings)
-    n_tokens = await asyncio.to_thread(host.engine.count_tokens, ask(answers.conversation(body)))
+    build = request_builder(body, request, settings)
+    n_tokens = await asyncio.to_thread(host.engine.count_tokens, build(answers.conversation(body)))
     return {"object": "response.input_tokens", "input_tokens": n_tokens}
 
 
 @router.get("/{response_id}")
 async def show_response(response_id: str, answers: Answers) -> ResponseOut:
-    """An answer that is kept."""
+    """A stored response."""
     return answers.get(response_id).response
 
 
 @router.get("/{response_id}/input_items")
 async def list_input_items(response_id: str, answers: Answers) -> ItemList:
-    """What the request of an answer came with, the last first."""
+    """The input items of a response's request, last first."""
     given = answers.get(response_id).given
     data = [item.model_dump(exclude_none=True) for item in reversed(given)]
     ids = [item.get("id") for item in data] or [None]
@@ -183,13 +186,13 @@ async def list_input_items(response_id: str, answers: Answers) -> ItemList:
 
 @router.delete("/{response_id}")
 async def delete_response(response_id: str, answers: Answers) -> DeletedOut:
-    """Forget an answer."""
+    """Delete a stored response."""
     answers.delete(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-def _check_known(body: ResponsesRequest) -> None:
-    """Refuse what would change the prompt or the way to the answer, and is not here."""
-    for name, sentence in REFUSED.items():
+def _reject_unsupported(body: ResponsesRequest) -> None:
+    """Reject unsupported fields that would change the prompt or how it is answered."""
+    for name, sentence in UNSUPPORTED.items():
         if getattr(body, name):
             raise BadField(sentence, name)

@@ -1,4 +1,4 @@
-"""JSON of OpenAI's responses: what comes in, checked by pydantic; what goes out, for readers."""
+"""JSON of OpenAI's responses: requests, validated by pydantic, and typed responses."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA)]
 
 
 class Item(JsonInput):
-    """A message, a call of a function or what it gave back, or reasoning of an earlier answer."""
+    """A message, a function call or its output, or reasoning of an earlier answer."""
 
-    model_config = ConfigDict(extra="allow")  # shown again as it came
+    model_config = ConfigDict(extra="allow")  # returned as it was sent
 
     type: str | None = None
     id: str | None = None
@@ -36,7 +36,7 @@ class Item(JsonInput):
 
 
 class ResponseTool(JsonInput):
-    """A function, or a namespace of functions. Other tools are left out and named."""
+    """A function, or a namespace of functions. Other tools are ignored; the receipt lists them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -69,9 +69,11 @@ class ReasoningConfig(JsonInput):
 
 
 class InputRequest(JsonInput):
-    """What a prompt is made of, and whose it is."""
+    """The fields that determine the prompt."""
 
-    model: str | None = Field(default=None, description="The one that is loaded answers.")
+    model: str | None = Field(
+        default=None, description="Ignored: the loaded model answers, unless strict_model is set."
+    )
     input: str | list[Item] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -92,18 +94,18 @@ class ResponsesRequest(InputRequest):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     store: bool | None = None
     stream: bool | None = None
-    background: bool | None = Field(default=None, description="Refused: answers are awaited here.")
-    conversation: Any = Field(default=None, description="Refused: use previous_response_id.")
-    prompt: Any = Field(default=None, description="Refused: no prompts are kept here.")
+    background: bool | None = Field(default=None, description="Rejected: not supported.")
+    conversation: Any = Field(default=None, description="Rejected: use previous_response_id.")
+    prompt: Any = Field(default=None, description="Rejected: send the text itself.")
     metadata: Metadata | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
-        default=None, description="`auto`: the oldest turns are left out if there is no room."
+        default=None, description="`auto`: drop the oldest turns if the context is exceeded."
     )
     user: str | None = None
 
 
 class ResponseReceipt(ReceiptOut):
-    """The receipt, and what was left out: tools, and items for which there was no room."""
+    """The receipt, the tools that were ignored and the number of items dropped."""
 
     ignored_tools: NotRequired[list[str]]
     dropped_items: NotRequired[int]
@@ -136,7 +138,7 @@ class IncompleteDetails(TypedDict):
 
 
 class ResponseOut(TypedDict):
-    """An answer: what was asked, and the items of its output."""
+    """A response: the request's options and the output items."""
 
     id: str
     object: Literal["response"]
