@@ -37,7 +37,7 @@ from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.restore.records import records_of
-from keepwarm.cache.restore.writing import MemoryOnly
+from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.errors import KeepwarmError
 from keepwarm.kv.slices import tensor_name
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, Namespace, chain
@@ -204,7 +204,7 @@ def _ready(live: int, disk: DiskTier, drop: Sequence[Path]) -> None:
 
 
 def manager_of(shape: Shape, disk: DiskTier, reader: Reader) -> Manager:
-    tiers, saver = Tiers([("disk", disk)]), MemoryOnly(MemoryTier(0))
+    tiers, saver = Tiers([("disk", disk)]), MemorySaver(MemoryTier(0))
     return Manager(NAMESPACE, shape.layout(), tiers, reader, saver, LOAD_ANYWAY)
 
 
@@ -290,7 +290,7 @@ def served(disk: DiskTier, prompt: Sequence[int]) -> Manager:
     for ref in chain(NAMESPACE, prompt):
         memory.put(_small(ref))
     tiers = Tiers([("memory", memory), ("queue", MemoryTier(1 << 30)), ("disk", disk)])
-    saver = MemoryOnly(memory)
+    saver = MemorySaver(memory)
     return Manager(NAMESPACE, FLAT.layout(), tiers, Reader(tiers), saver, LOAD_ANYWAY)
 
 

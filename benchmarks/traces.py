@@ -31,7 +31,7 @@ from keepwarm.bench.recorded import RecordedRequest, load, requests
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.manager import Manager, Plan
 from keepwarm.cache.restore.reading import Reader
-from keepwarm.cache.restore.writing import MemoryOnly
+from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.errors import BadInput, KeepwarmError
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout
@@ -78,7 +78,7 @@ class Shipped:
         self.tier = MemoryTier(n_tokens * TOKEN_BYTES, clock=lambda: self._now)
         tiers = Tiers([("memory", self.tier)])
         self._manager = Manager(
-            NAMESPACE, DELTA_ONLY, tiers, Reader(tiers, 1), MemoryOnly(self.tier)
+            NAMESPACE, DELTA_ONLY, tiers, Reader(tiers, 1), MemorySaver(self.tier)
         )
         self._tokens: dict[int, array[int]] = {}
         self._ids = np.random.default_rng(0)

@@ -11,7 +11,7 @@ import pytest
 
 import keepwarm
 from keepwarm import config
-from keepwarm.cache.opened import Budgets
+from keepwarm.cache.store import Budgets
 from keepwarm.kv.files.prompt_cache import export_prompt_cache
 from keepwarm.text.prompt import Prompter
 from keepwarm.text.request import Choice

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keepwarm.cache.shelf import Shelf
+from keepwarm.cache.disk_store import DiskStore
 from keepwarm.store.disk.disk import DiskLimits
 from tests.cli import command, environment, keepwarm
 from tests.kit.checkpoints import write_checkpoint
@@ -70,7 +70,7 @@ def test_pin_quota_fork_and_rewind(home):
     ("arguments", "says"),
     [
         (["show", "nobody"], "There is no agent 'nobody'"),
-        (["rm", "../../etc/passwd"], "is no agent id"),
+        (["rm", "../../etc/passwd"], "is not an agent id"),
         (["rewind", "coder", "9"], "there is no turn 9"),
         (["import", "missing.kw"], "missing.kw"),
     ],
@@ -101,9 +101,9 @@ def test_verify_finds_and_fixes_a_flipped_byte(home):
 @pytest.fixture
 def verified(main_here, tmp_path):
     """A function: what `verify` says of a store with two blocks in the test's own home."""
-    with Shelf(tmp_path / "store", DiskLimits(min_free_bytes=0)) as shelf:
+    with DiskStore(tmp_path / "store", DiskLimits(min_free_bytes=0)) as disk_store:
         for made in chain_of(2):
-            assert shelf.disk.put(made).stored
+            assert disk_store.disk.put(made).stored
 
     def verify(*options):
         code, out, _ = main_here("cache", "verify", "--json", *options)

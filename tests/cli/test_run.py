@@ -138,7 +138,7 @@ def test_without_a_cache_nothing_is_left(main_here, checkpoint, tmp_path):
 def test_an_agent_is_named_when_it_leaves(main_here, checkpoint, tmp_path):
     assert main_here("run", "the fox", "--model", checkpoint, "--agent", "fox")[0] == 0
     with Store(settings=Settings(tmp_path, tmp_path / "store")) as store:
-        assert [agent.id for agent in store.shelf.agents.all()] == ["fox"]
+        assert [agent.id for agent in store.on_disk.agents.all()] == ["fox"]
 
 
 def test_reasoning_is_shown_beside_the_answer(capsys):

@@ -62,7 +62,8 @@ def test_the_default_model(tmp_path):
 def test_prompts_that_share_628_tokens(tmp_path):
     """To the token: 256-token blocks do not round what is reused."""
     from keepwarm.models.load import load
-    from keepwarm.text.prompt import Prompter, common_prefix
+    from keepwarm.prefix.blocks import common_prefix
+    from keepwarm.text.prompt import Prompter
     from keepwarm.text.request import Request
 
     model = write_checkpoint(tmp_path / "model", n_context=4096)

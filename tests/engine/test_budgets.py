@@ -7,8 +7,7 @@ import mlx.core as mx
 import pytest
 
 from keepwarm import config
-from keepwarm.cache.opened import Budgets
-from keepwarm.cache.store import Store
+from keepwarm.cache.store import Budgets, Store
 from keepwarm.cli.options import open_engine
 from keepwarm.device.limits import scopes_of_process
 from keepwarm.device.memory import MIB, MemoryConfig, host_memory

@@ -12,12 +12,12 @@ from tests.kit.runs import prompt_of
 def test_agents_past_their_retention_are_forgotten_after_an_answer(models, tmp_path):
     """Nobody has to clean up; an agent whose answer is under way is not forgotten for it."""
     with engine_on(models.of("llama"), tmp_path) as engine:
-        agents = engine.store.shelf.agents
+        agents = engine.store.on_disk.agents
         for seed, name in enumerate(("old", "late", "kept")):
             engine.submit(ask(prompt_of(300, seed=seed), 2, agent=name)).result()
         engine.settle()
         for name, retention_s in (("old", 60.0), ("late", chores.GRACE_S)):
-            agents.promise(name, retention_s=retention_s)
+            agents.update(name, retention_s=retention_s)
         old = agents.show("old")
         now = time.time() + 60 + chores.GRACE_S + 1
         agents._clock = lambda: now
@@ -25,4 +25,4 @@ def test_agents_past_their_retention_are_forgotten_after_an_answer(models, tmp_p
         engine.submit(ask(prompt_of(300, seed=9), 2, agent="new")).result()
         engine.settle()
         assert [agent.id for agent in agents.all()] == ["kept", "late", "new"]
-        assert not engine.store.shelf.disk.have(old.blocks)
+        assert not engine.store.on_disk.disk.have(old.blocks)

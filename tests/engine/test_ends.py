@@ -155,7 +155,7 @@ def sayings(engine: Engine) -> list[Callable[[], object]]:
 def busy_disk(engine: Engine) -> None:
     """For a moment nothing is written."""
     busy = ExitStack()
-    busy.enter_context(engine.store._opened.saver.restoring())
+    busy.enter_context(engine.store.saver.restoring())
     threading.Timer(0.3, busy.close).start()
 
 
@@ -172,7 +172,7 @@ class SlowDisk(Engine):
 def on_disk(engine: Engine, tokens: list[int]) -> bool:
     manager = engine._lanes.of(engine.config.kv, "").manager
     keys = [ref.key for ref in chain(manager.namespace, tokens)]
-    return set(keys) <= set(engine.store.shelf.disk.have(keys))
+    return set(keys) <= set(engine.store.on_disk.disk.have(keys))
 
 
 def test_durable_means_every_answer(models, tmp_path):

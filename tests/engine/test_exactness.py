@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from keepwarm.cache.opened import Budgets
 from keepwarm.cache.policy import Policy
+from keepwarm.cache.store import Budgets
 from keepwarm.engine.engine import Engine
 from keepwarm.models.load import Model
 from keepwarm.text.request import KVOptions, Receipt

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from keepwarm.cache.opened import Budgets
+from keepwarm.cache.store import Budgets
 from keepwarm.device.pressure import INTERVAL_S
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine

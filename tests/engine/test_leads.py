@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken
 
 import keepwarm
-from keepwarm.prefix.ledger import Recent
+from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.text.prepare import Preparer
 from keepwarm.text.request import Format, Request, Sampling
 from tests.kit.checkpoints import make_tokenizer, write_checkpoint
@@ -42,7 +42,7 @@ def thinker(tmp_path_factory):
 
 def prepared_by(model, **wishes):
     wishes = {"messages": [{"role": "user", "content": "Which?"}], "format": CAT, **wishes}
-    return Preparer(model, model.config["vocab_size"], Recent()).prepare(Request(**wishes))
+    return Preparer(model, model.config["vocab_size"], RecentPrompts()).prepare(Request(**wishes))
 
 
 def fits(model, text, **wishes):

@@ -4,8 +4,8 @@ import errno
 
 import pytest
 
-from keepwarm.cache.opened import Budgets
 from keepwarm.cache.policy import Policy
+from keepwarm.cache.store import Budgets
 from keepwarm.engine.engine import Engine
 from keepwarm.text.request import KVOptions, Request, Result
 from tests.kit.engines import Exam, ask, engine_on, memory, tokens_of
@@ -49,7 +49,7 @@ def test_what_the_disk_has_lost_is_written_again(models, tmp_path):
     with engine_on(model, tmp_path) as engine:
         prompt = prompt_of(700)
         engine.submit(ask(prompt, 4, policy=Policy.DURABLE)).result()
-        disk = engine.store.shelf.disk
+        disk = engine.store.on_disk.disk
         disk.delete_all([stored.key for stored in disk.walk()])
         result = engine.submit(ask(prompt, 4, policy=Policy.DURABLE)).result()
         assert (result.receipt.recomputed, result.receipt.durable) == (1, True)
@@ -85,7 +85,7 @@ def test_a_durable_answer_says_when_it_is_not_safe(models, tmp_path, budgets):
 
 def test_a_durable_answer_says_when_a_write_failed(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
-        engine.store.shelf.disk.records.files = files = BrokenFiles()
+        engine.store.on_disk.disk.records.files = files = BrokenFiles()
         files.break_(errno.ENOSPC, "write")
         request = ask(prompt_of(300), 4, policy=Policy.DURABLE)
         assert engine.submit(request).result().receipt.durable is False

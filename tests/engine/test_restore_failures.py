@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from keepwarm.cache.opened import Budgets
 from keepwarm.cache.policy import Policy
+from keepwarm.cache.store import Budgets
 from tests.kit.engines import ask, engine_on, tokens_of
 from tests.kit.runs import prompt_of
 
@@ -45,7 +45,7 @@ class Broken:
 
     staging = None
 
-    def start(self, reads, prepare, aside=False):
+    def start(self, reads, prepare, in_background=False):
         raise ValueError("cannot broadcast")
 
 

@@ -54,8 +54,8 @@ def test_a_saved_cache_says_its_place_and_its_owner(models, tmp_path):
         answer = (
             engine.submit(ask(prompt, 4, agent="ada", policy=Policy.DURABLE)).result().choices[0]
         )
-        agent = engine.store.shelf.agents.show("ada")
-        said = engine.store.shelf.tokens_of(agent)
+        agent = engine.store.on_disk.agents.show("ada")
+        said = engine.store.on_disk.tokens_of(agent)
     blocks = blocks_under(tmp_path / "store")
     assert said == [*prompt, *tokens_of(answer)]
     assert (agent.id, agent.n_tokens, agent.turns) == ("ada", 304, (304,))

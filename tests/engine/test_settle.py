@@ -31,7 +31,7 @@ def engine(models, tmp_path) -> Iterator[Engine]:
 
 
 def agents(engine: Engine) -> list[str]:
-    return [agent.id for agent in engine.store.shelf.agents.all()]
+    return [agent.id for agent in engine.store.on_disk.agents.all()]
 
 
 def test_settled_means_noted_with_its_agent(engine):
@@ -41,7 +41,7 @@ def test_settled_means_noted_with_its_agent(engine):
         choice = engine.submit(ask(prompt, 3, agent="ada")).result().choices[0]
         prompt = [*prompt, *tokens_of(choice)]
         engine.settle()
-        shown = engine.store.shelf.agents.show("ada")
+        shown = engine.store.on_disk.agents.show("ada")
         assert (len(shown.turns), shown.n_tokens) == (turn, len(prompt))
 
 

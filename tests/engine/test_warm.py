@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keepwarm.cache.opened import Budgets
+from keepwarm.cache.store import Budgets
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.warm import Warmer
 from keepwarm.text.request import Breakpoint, Request, Sampling
@@ -121,7 +121,7 @@ def test_each_keys_conversations_are_warmed_under_its_key(models, tmp_path):
 def test_the_pinned_first_then_those_used_last(models, tmp_path):
     fill(models, tmp_path)
     with engine_on(models.of("llama"), tmp_path) as engine:
-        engine.store.shelf.agents.promise("ada", pinned=True)
+        engine.store.on_disk.agents.update("ada", pinned=True)
         assert [warmed.agent for warmed in Warmer(engine).run()] == ["ada", "eve", "bob"]
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from keepwarm.cache.opened import Budgets
 from keepwarm.cache.policy import Policy
+from keepwarm.cache.store import Budgets
 from keepwarm.engine.engine import Engine
 from keepwarm.kv.kinds import Kind
 from keepwarm.models.load import Model

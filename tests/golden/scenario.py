@@ -17,9 +17,8 @@ from typing import Any
 
 import keepwarm
 from keepwarm import config
-from keepwarm.cache.opened import Budgets
 from keepwarm.cache.policy import Policy
-from keepwarm.cache.store import Store
+from keepwarm.cache.store import Budgets, Store
 from keepwarm.engine.engine import Engine, EngineConfig
 from keepwarm.text.request import KVOptions, Request, Sampling
 from tests.kit.engines import FixedRates, memory

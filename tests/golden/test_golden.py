@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from keepwarm.cache.shelf import Shelf
+from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.store import identity_of
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.disk.fsck import verify
@@ -55,8 +55,8 @@ def answer_on(architecture, home, wanted, secret=""):
         return ask(engine, wanted)
 
 
-def check_sound(shelf):
-    checked = list(verify(shelf.disk))
+def check_sound(disk_store):
+    checked = list(verify(disk_store.disk))
     assert [record for record in checked if record.wrong or record.newer] == []
     return len(checked)
 
@@ -76,20 +76,20 @@ def test_a_store_of_the_version_before(architecture, kind, secret, indexed, tmp_
     if not indexed:
         (tmp_path / "store" / "index.sqlite").unlink()
     n_files = len(list((tmp_path / "store").glob("blocks/*/*.safetensors")))
-    with Shelf(tmp_path / "store", DiskLimits(min_free_bytes=0), secret=secret) as shelf:
-        assert check_sound(shelf) == n_files >= 2
-        assert [agent.id for agent in shelf.agents.all()] == [AGENT]
+    with DiskStore(tmp_path / "store", DiskLimits(min_free_bytes=0), secret=secret) as disk_store:
+        assert check_sound(disk_store) == n_files >= 2
+        assert [agent.id for agent in disk_store.agents.all()] == [AGENT]
     check_repeated(architecture, tmp_path, secret)
 
 
 @every_model
 def test_a_bundle_of_the_version_before(architecture, tmp_path):
     with engine_on(scenario.load(architecture), tmp_path) as engine:
-        shelf = engine.store.shelf
+        disk_store = engine.store.on_disk
         identity = identity_of(engine.model.module, engine.model.path, engine.store.settings)
-        agent = shelf.import_agent(DATA / "stores" / f"{architecture}.bundle", identity)
+        agent = disk_store.import_agent(DATA / "stores" / f"{architecture}.bundle", identity)
         assert agent.id == AGENT
-        assert check_sound(shelf) >= 2
+        assert check_sound(disk_store) >= 2
     check_continued(architecture, tmp_path)
 
 

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.restore.writing import MemoryOnly, Writer
-from keepwarm.cache.shelf import Shelf
 from keepwarm.errors import BadInput, StoreFailed
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import BlockKey, Namespace, chain
@@ -558,7 +558,7 @@ def test_a_start_where_nothing_can_be_written_is_refused(copied, reference, is_f
     expected = (StoreFailed, "look at its disk") if is_full else (BadInput, "another directory")
     fault = full() if is_full else unwritable(copied.root)
     with fault, pytest.raises(expected[0], match=expected[1]):
-        Shelf(copied.root, secret=copied.secret)
+        DiskStore(copied.root, secret=copied.secret)
     assert {path: path.read_bytes() for path in copied.root.rglob("*.safetensors")} == records
     copied.open()
     assert copied.disk.index.lookups.owners(copied.key(0)), "the index was thrown away"

@@ -19,9 +19,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from keepwarm import config
-from keepwarm.cache.opened import Budgets
 from keepwarm.cache.restore.rates import Rates
-from keepwarm.cache.store import Store
+from keepwarm.cache.store import Budgets, Store
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.engine.engine import Engine, EngineConfig
 from keepwarm.models.load import Model

@@ -15,7 +15,9 @@ from keepwarm.prefix.blocks import (
     Namespace,
     block_key,
     chain,
+    common_prefix,
     common_tokens,
+    common_tokens_beyond,
     pack,
     root,
     unpack,
@@ -55,6 +57,19 @@ def test_common_tokens_are_counted_as_one_by_one(a, b):
     while n < min(len(a), len(b)) and a[n] == b[n]:
         n += 1
     assert common_tokens(pack(a), pack(b)) == n
+
+
+@given(st.text("ab", max_size=9), st.text("ab", max_size=9))
+def test_the_common_prefix_of_any_two_sequences(a, b):
+    pairs = enumerate(zip(a, b, strict=False))
+    expected = next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+    assert common_prefix(a, b) == common_prefix(list(a), tuple(b)) == expected
+
+
+@given(FEW, FEW, st.integers(0, 9))
+def test_common_tokens_beyond_are_the_common_tokens_or_nothing(a, b, n):
+    shared = common_tokens(pack(a), pack(b))
+    assert common_tokens_beyond(pack(a), pack(b), n) == (shared if shared > n else 0)
 
 
 def test_tokens_that_share_bytes_but_differ_share_nothing():

@@ -5,7 +5,7 @@ import uuid
 
 import httpx
 
-from keepwarm.cache.agents.pins import Marks
+from keepwarm.cache.agents.pins import TtlPins
 from keepwarm.store.disk.disk import INDEX_ROOM
 from tests.server.conftest import wait_until
 
@@ -61,8 +61,8 @@ def test_a_breakpoint_is_kept_until_its_end(serving):
         press(live)
         assert on_disk(live, plain) < 0.9
         assert on_disk(live, marked, "/messages") > 0.9
-        later = Marks(live.host.engine.store.shelf.disk, clock=lambda: time.time() + 301)
-        assert later.sweep() == 1
+        later = TtlPins(live.host.engine.store.on_disk.disk, clock=lambda: time.time() + 301)
+        assert later.expire() == 1
         press(live)
         assert on_disk(live, marked, "/messages") < 0.9
 
@@ -70,7 +70,7 @@ def test_a_breakpoint_is_kept_until_its_end(serving):
 def test_a_breakpoint_of_a_prompt_that_is_only_warmed(serving):
     with serving() as live:
         asked(live, "/v1/cache/warm/messages", marked_message())
-        disk = live.host.engine.store.shelf.disk
+        disk = live.host.engine.store.on_disk.disk
         wait_until(lambda: [block.pinned for block in disk.walk()].count(True) == 1)
 
 

@@ -362,7 +362,7 @@ def test_clearing_the_engine_frees_the_caches_of_all_sessions(engine):
 
 
 def test_ids_are_checked_at_once(engine):
-    with pytest.raises(BadInput, match="no agent id"):
+    with pytest.raises(BadInput, match="not an agent id"):
         Session(engine, id="../etc")
 
 
@@ -376,7 +376,7 @@ def test_forgetting_one_conversation_spares_all_others(engine):
     for session in sessions.values():
         session.prewarm()
         session.respond("Hi")
-    agents = engine.store.shelf.agents
+    agents = engine.store.on_disk.agents
     engine.settle()  # what an agent has said is noted in the background
     forget(engine, "conv1", registry)
     assert n_live(engine) == 1

@@ -16,9 +16,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm import config
-from keepwarm.cache.opened import Budgets, OpenedStore
+from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.restore.rates import Rates
-from keepwarm.cache.shelf import Shelf
+from keepwarm.cache.store import Budgets, Store
 from keepwarm.cli.main import main
 from keepwarm.errors import BadInput, BadRecord
 from keepwarm.kv.layout import probe
@@ -223,11 +223,11 @@ def test_the_golden_sealed_store_is_read(tmp_path):
     """Made by the first version that seals; every later one reads it."""
     golden = shutil.copytree(GOLDEN / "sealed", tmp_path / "store")
     expected = json.loads((GOLDEN / "expected.json").read_text())["delta"]
-    with Shelf(golden, LIMITS, secret=KEY) as shelf:
-        (agent,) = shelf.agents.all()
+    with DiskStore(golden, LIMITS, secret=KEY) as disk_store:
+        (agent,) = disk_store.agents.all()
         assert agent.id == "golden"
-        assert shelf.tokens_of(agent) == expected["tokens"]
-        found = shelf.disk.read(BlockKey(bytes.fromhex(expected["key"])), Part.DELTA)
+        assert disk_store.tokens_of(agent) == expected["tokens"]
+        found = disk_store.disk.read(BlockKey(bytes.fromhex(expected["key"])), Part.DELTA)
     assert [t.name for t in found.tensors] == ["L0_B0_K", "L0_B0_V"]
     for tensor in found.tensors:
         assert bytes(tensor.data) == bytes(n % 251 for n in range(tensor.n_bytes))
@@ -283,31 +283,31 @@ def test_a_row_that_was_tampered_with_is_no_answer(sealed):
 
 def test_without_the_right_key_nothing_is_listed_loaded_or_touched(tmp_path):
     root = tmp_path / "store"
-    with Shelf(root, LIMITS, secret=KEY) as shelf:
-        shelf.disk.put(chain_of(1)[0])
-        shelf.agents.create(AGENT, shelf.register(IDENTITY))
+    with DiskStore(root, LIMITS, secret=KEY) as disk_store:
+        disk_store.disk.put(chain_of(1)[0])
+        disk_store.agents.create(AGENT, disk_store.register(IDENTITY))
     before = tree(root)
     with pytest.raises(BadInput, match=r"is encrypted; set KEEPWARM_ENCRYPTION_KEY or .*key_file"):
-        Shelf(root, LIMITS)
+        DiskStore(root, LIMITS)
     with pytest.raises(BadInput, match="The key does not open the store") as said:
-        Shelf(root, LIMITS, secret=OTHER_KEY)
+        DiskStore(root, LIMITS, secret=OTHER_KEY)
     assert OTHER_KEY not in str(said.value)
     assert tree(root) == before
-    with Shelf(root, LIMITS, secret=KEY) as shelf:
-        assert [agent.id for agent in shelf.agents.all()] == [AGENT]
-        assert shelf.disk.stats().blocks == 1
+    with DiskStore(root, LIMITS, secret=KEY) as disk_store:
+        assert [agent.id for agent in disk_store.agents.all()] == [AGENT]
+        assert disk_store.disk.stats().blocks == 1
 
 
 def test_a_plain_store_is_not_opened_with_a_key(tmp_path):
     made = chain_of(1)[0]
-    with Shelf(tmp_path / "store", LIMITS) as shelf:
-        shelf.disk.put(made)
+    with DiskStore(tmp_path / "store", LIMITS) as disk_store:
+        disk_store.disk.put(made)
     before = tree(tmp_path / "store")
     with pytest.raises(BadInput, match="is not encrypted; unset KEEPWARM_ENCRYPTION_KEY"):
-        Shelf(tmp_path / "store", LIMITS, secret=KEY)
+        DiskStore(tmp_path / "store", LIMITS, secret=KEY)
     assert tree(tmp_path / "store") == before
-    with Shelf(tmp_path / "store", LIMITS) as shelf:
-        assert content(shelf.disk.read(made.header.key, Part.DELTA)) == content(made)
+    with DiskStore(tmp_path / "store", LIMITS) as disk_store:
+        assert content(disk_store.disk.read(made.header.key, Part.DELTA)) == content(made)
 
 
 def test_a_lost_marker_costs_no_record(tmp_path, caplog):
@@ -420,17 +420,17 @@ def found_in(root, needles):
 
 def converse(root, model, secret, prompt, agent=AGENT):
     """A request through the manager, kept on disk under an agent; the opened store, flushed."""
-    opened = OpenedStore(root, BUDGETS, secret)
+    opened = Store(budgets=BUDGETS, settings=config.load(store=root, encryption_key=secret))
     kept = opened.manager(IDENTITY, probe(model, make_prompt_cache(model)))
     kept.rates = Rates(load_bytes_per_s=1e12, prefill_tokens_per_s=1e-3)
     restored = kept.restore(prompt)
     caches = restored.caches or make_prompt_cache(model)
     prefill(model, caches, prompt[restored.n_tokens : -1])
     kept.open(prompt).finish(prompt[:-1], caches)
-    opened.saver.flush()
+    opened.flush()
     if agent:
-        opened.shelf.agents.advance(agent, kept.namespace, prompt[:-1])
-        opened.shelf.agents.promise(agent, pinned=True)
+        opened.on_disk.agents.advance(agent, kept.namespace, prompt[:-1])
+        opened.on_disk.agents.update(agent, pinned=True)
     return opened, kept, restored, caches
 
 
@@ -454,10 +454,10 @@ def test_no_file_tells_what_was_said_or_by_whom(secret, tmp_path, tiny_model):
     root = tmp_path / "store"
     opened, kept, _, caches = converse(root, model, secret, prompt)
     refs = list(chain(kept.namespace, prompt[:-1]))
-    opened.shelf.agents.fork(AGENT, f"{AGENT}-2")
-    hurt = opened.shelf.disk.records.path_of(refs[-1].key, Part.DELTA)
+    opened.on_disk.agents.fork(AGENT, f"{AGENT}-2")
+    hurt = opened.on_disk.disk.records.path_of(refs[-1].key, Part.DELTA)
     hurt.write_bytes(hurt.read_bytes()[:-1])
-    assert opened.shelf.disk.read(refs[-1].key, Part.DELTA) is None, "one is set aside"
+    assert opened.on_disk.disk.read(refs[-1].key, Part.DELTA) is None, "one is set aside"
     rows = bytes(memoryview(caches[0].keys[0, 0, :256]).cast("B"))
     runs = {rows[at : at + 16] for at in range(0, len(rows) - 16, 16)}
     name = AGENT.encode()
@@ -485,21 +485,21 @@ def test_nobody_without_the_key_can_ask_whether_a_prompt_is_there(tmp_path, tiny
 
 
 def test_an_agent_file_that_was_changed_or_moved_is_not_believed(tmp_path):
-    with Shelf(tmp_path / "store", LIMITS, secret=KEY) as shelf:
-        name = shelf.register(IDENTITY)
+    with DiskStore(tmp_path / "store", LIMITS, secret=KEY) as disk_store:
+        name = disk_store.register(IDENTITY)
         for agent in ("one", "two", "three"):
-            shelf.agents.create(agent, name)
-        one, two = (shelf.agents._path(agent) for agent in ("one", "two"))
+            disk_store.agents.create(agent, name)
+        one, two = (disk_store.agents._path(agent) for agent in ("one", "two"))
         one.write_bytes(two.read_bytes())
-        assert [agent.id for agent in shelf.agents.all()] == ["three", "two"]
+        assert [agent.id for agent in disk_store.agents.all()] == ["three", "two"]
         with pytest.raises(BadInput, match="not what was sealed"):
-            shelf.agents.show("one")
+            disk_store.agents.show("one")
 
 
 def test_removing_an_agent_leaves_nothing_of_it(tmp_path, tiny_model):
     root = tmp_path / "store"
     opened, _, _, _ = converse(root, tiny_model("llama"), KEY, prompt_of(600))
-    assert opened.shelf.agents.delete(AGENT) == 3
+    assert opened.on_disk.agents.delete(AGENT) == 3
     assert not list((root / "agents").iterdir())
     assert not list(files_under(root / "blocks"))
     opened.close()
@@ -607,10 +607,14 @@ def test_a_bundle_of_a_sealed_store_is_that_of_a_plain_one(tmp_path):
     """Re-keyed on the way out, so any store of the same model takes it, whatever its key."""
     tokens = tokens_of(600)
 
-    def shelf(name, secret):
-        return Shelf(tmp_path / name, LIMITS, secret=secret)
+    def disk_store(name, secret):
+        return DiskStore(tmp_path / name, LIMITS, secret=secret)
 
-    with shelf("sealed", KEY) as one, shelf("plain", None) as two, shelf("other", OTHER_KEY) as far:
+    with (
+        disk_store("sealed", KEY) as one,
+        disk_store("plain", None) as two,
+        disk_store("other", OTHER_KEY) as far,
+    ):
         name = one.register(IDENTITY)
         made = [record(ref, namespace=name) for ref in chain(name, tokens)]
         for each in made:

@@ -17,12 +17,12 @@ from keepwarm import config
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.continuations import continuations
 from keepwarm.models.catalog import locate
-from keepwarm.prefix.blocks import chain
+from keepwarm.prefix.blocks import chain, common_prefix
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers
 from keepwarm.text.detokenize import decode
 from keepwarm.text.past_answers import Splicer, decode_after
-from keepwarm.text.prompt import Prompter, common_prefix
+from keepwarm.text.prompt import Prompter
 from keepwarm.text.request import Request
 from keepwarm.text.template import Template
 from tests.kit.checkpoints import CHATML, SPECIALS, tokenizer_config, write_checkpoint

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from keepwarm.errors import BadInput
+from keepwarm.prefix.blocks import common_prefix
 from keepwarm.text.past_answers import encode
-from keepwarm.text.prompt import TOOLS, Prompter, common_prefix
+from keepwarm.text.prompt import TOOLS, Prompter
 from keepwarm.text.request import Breakpoint, Request
 from keepwarm.text.template import write
 from tests.kit.checkpoints import CHATML, EOS, write_checkpoint
@@ -165,14 +166,6 @@ def test_a_model_without_a_template_reads_the_contents(with_template):
     whole = render(tokenizer, TALK)
     assert tokenizer.decode(whole.tokens) == "\n\n".join(m["content"] for m in TALK)
     assert len(whole.cuts) == len(TALK)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "n"),
-    [([], [], 0), ([1], [], 0), ([1, 2], [1, 2], 2), ([1, 2], [1, 3], 1), ([1, 2], [1, 2, 3], 2)],
-)
-def test_common_prefix(a, b, n):
-    assert common_prefix(a, b) == common_prefix(b, a) == n
 
 
 SEARCH = {"type": "function", "function": {"name": "search", "description": "", "parameters": {}}}
@@ -355,11 +348,3 @@ def test_without_special_tokens_a_long_conversation_has_fewer_cuts(with_template
     assert rendering.cuts[-1] == len(rendering.tokens)
     assert tokenizer.n_characters < 2 * len(rendering.text)
     assert rendering.end_of(100) == len(plainly(tokenizer, LONG[:101]))
-
-
-@settings(derandomize=True, database=None)
-@given(a=st.text("ab", max_size=9), b=st.text("ab", max_size=9))
-def test_common_prefix_of_any_two_sequences(a, b):
-    expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-    expected = min(len(a), len(b)) if expected is None else expected
-    assert common_prefix(a, b) == common_prefix(list(a), tuple(b)) == expected

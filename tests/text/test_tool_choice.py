@@ -5,7 +5,7 @@ from tokenizers import AddedToken
 
 import keepwarm
 from keepwarm.errors import BadInput
-from keepwarm.prefix.ledger import Recent
+from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.text.prepare import Preparer
 from keepwarm.text.request import Format, Request, ToolChoice
 from tests.kit.checkpoints import make_tokenizer, write_checkpoint
@@ -39,7 +39,7 @@ def channels(tmp_path_factory):
 
 def prepared_by(model, **wishes):
     wishes = {"messages": TALK, "tools": [WEATHER], "tool_choice": NONE, **wishes}
-    return Preparer(model, model.config["vocab_size"], Recent()).prepare(Request(**wishes))
+    return Preparer(model, model.config["vocab_size"], RecentPrompts()).prepare(Request(**wishes))
 
 
 def may_say(model, text, letters=False, **wishes):

@@ -9,25 +9,48 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from keepwarm import blas, config, kv
+from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.identity import Digests, identify
-from keepwarm.cache.opened import Budgets, OpenedStore
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.rates import RateBook
-from keepwarm.cache.restore.writing import WriteStats
-from keepwarm.cache.shelf import Shelf
+from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.writing import MemorySaver, Saver, Writer, WriteStats
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.errors import BadInput
 from keepwarm.models.catalog import locate
-from keepwarm.prefix.fingerprint import Identity
-from keepwarm.store.tier import StoredBlock, TierStats
+from keepwarm.prefix.fingerprint import Identity, namespace
+from keepwarm.store.disk.disk import DiskLimits
+from keepwarm.store.memory import MemoryTier
+from keepwarm.store.tier import StoredBlock, Tier, TierStats
+from keepwarm.store.tiers import Tiers
 
 
-class Restored(NamedTuple):
+@dataclass(frozen=True)
+class Budgets:
+    """How many bytes each tier may take. `disk = False` keeps everything in memory."""
+
+    memory_bytes: int | None = 1 << 30  # None: scaled to the machine, or set by the engine
+    queue_bytes: int = 1 << 30
+    disk: bool = True
+    disk_bytes: int | None = 20 << 30
+    min_free_disk_bytes: int = 2 << 30
+    disk_writes_per_day: int | None = None  # bytes; SSDs wear
+
+    @classmethod
+    def of(cls, settings: config.Settings) -> Budgets:
+        return cls(
+            memory_bytes=settings.memory_bytes or None,
+            disk_bytes=settings.disk_bytes,
+            disk_writes_per_day=settings.disk_writes_per_day or None,
+        )
+
+
+class RestoredPrompt(NamedTuple):
     """Caches that hold the first tokens of a prompt, and the tokens still to be fed."""
 
     cache: kv.Caches
@@ -35,7 +58,10 @@ class Restored(NamedTuple):
 
 
 class Store:
-    """Blocks of every model, on disk under `path` and in memory. Close it, or use `with`."""
+    """Blocks of every model, on disk under `path` and in memory. Close it, or use `with`.
+
+    Blocks are looked up in memory, then among records queued for the disk, then on disk.
+    """
 
     def __init__(
         self,
@@ -44,19 +70,35 @@ class Store:
         settings: config.Settings | None = None,
     ) -> None:
         self.settings = settings or config.load(store=path)
-        self._rates = RateBook(self.settings.home / "rates.json")
         budgets = budgets or Budgets.of(self.settings)
-        self._chosen = budgets.memory_bytes is not None
-        self._opened = OpenedStore(
-            self.settings.store, _scaled(budgets), self.settings.read_encryption_key()
-        )
+        self._rates = RateBook(self.settings.home / "rates.json")
+        self._is_memory_fixed = budgets.memory_bytes is not None
+        self.memory = MemoryTier(_memory_bytes(budgets))
+        self.saver: Saver = MemorySaver(self.memory)
+        self._on_disk: DiskStore | None = None
+        self._tiers: dict[str, Tier] = {"memory": self.memory}
+        lookups: list[tuple[str, Tier]] = [("memory", self.memory)]
+        if budgets.disk:
+            self._on_disk = self._open_disk(budgets)
+            disk = self._on_disk.disk
+            writer = Writer(self.memory, disk, budgets.queue_bytes, self._on_disk.wear)
+            self.saver = writer
+            self._tiers["disk"] = disk
+            lookups += [("memory", writer.queued), ("disk", disk)]
+        self._lookups = Tiers(lookups)
+        self._reader = Reader(self._lookups)
+
+    def _open_disk(self, budgets: Budgets) -> DiskStore:
+        limits = DiskLimits(budgets.disk_bytes, budgets.min_free_disk_bytes)
+        secret = self.settings.read_encryption_key()
+        return DiskStore(self.settings.store, limits, budgets.disk_writes_per_day, secret)
 
     @property
-    def shelf(self) -> Shelf:
-        """Agents and blocks as they lie on disk."""
-        if self._opened.shelf is None:
+    def on_disk(self) -> DiskStore:
+        """Agents and blocks on disk."""
+        if self._on_disk is None:
             raise BadInput("This store keeps nothing on disk; open it with a disk budget.")
-        return self._opened.shelf
+        return self._on_disk
 
     def attach(
         self,
@@ -66,7 +108,7 @@ class Store:
         adapter: Path | str | None = None,
         salt: str = "",
         **kv_options: Any,
-    ) -> Attached:
+    ) -> AttachedModel:
         """Keep and find the caches of this mlx-lm model; `source` is where its weights lie.
 
         `adapter` is where those of its adapter lie. `kv_options` are those of
@@ -84,55 +126,66 @@ class Store:
             salt=salt,
             **kv_options,
         )
-        manager = self._opened.manager(identity, layout)
+        manager = self.manager(identity, layout)
         manager.rates = self._rates.of(manager.namespace)
-        return Attached(model, manager, kv_options)
+        return AttachedModel(model, manager, kv_options)
+
+    def manager(self, identity: Identity, layout: kv.Layout) -> Manager:
+        """Plans, loads and saves for one model with one set of KV options."""
+        on_disk = self._on_disk
+        name = namespace(identity) if on_disk is None else on_disk.register(identity)
+        return Manager(name, layout, self._lookups, self._reader, self.saver)
 
     def check_agent(self, agent_id: str) -> None:
-        """Refuse what cannot name an agent."""
-        if self._opened.shelf is not None:
-            self._opened.shelf.agents.check_id(agent_id)
+        """Raise if this cannot be an agent's id."""
+        if self._on_disk is not None:
+            self._on_disk.agents.check_id(agent_id)
 
     def forget(self, agent_id: str) -> int:
         """Delete an agent with every block no other reaches, in memory too; their number."""
-        agent = self.shelf.agents.show(agent_id)
-        removed = self.shelf.agents.delete(agent_id)
-        left = self.shelf.disk.have(agent.blocks)
+        agent = self.on_disk.agents.show(agent_id)
+        n_deleted = self.on_disk.agents.delete(agent_id)
+        left = self.on_disk.disk.have(agent.blocks)
         for key in agent.blocks:
             if key not in left:
-                self._opened.memory.delete(key)
-        return removed
+                self.memory.delete(key)
+        return n_deleted
 
     def allow_memory(self, n_bytes: int) -> None:
-        """Blocks in memory may take so many bytes from now on, unless somebody chose how many."""
-        if not self._chosen:
-            self._opened.memory.resize(n_bytes)
+        """Set the memory budget, unless the caller or the settings have fixed one."""
+        if not self._is_memory_fixed:
+            self.memory.resize(n_bytes)
 
-    def shed(self, n_bytes: int) -> int:
-        """Free about so many bytes of memory, least valuable first; how many it was."""
-        return self._opened.memory.shed(n_bytes)
+    def release(self, n_bytes: int) -> int:
+        """Free about this many bytes of memory, least valuable blocks first; the bytes freed."""
+        return self.memory.shed(n_bytes)
 
     def clear_memory(self) -> int:
-        """Free all blocks in memory that nobody pinned; what is on disk stays."""
-        return self.shed(sys.maxsize)
+        """Free all unpinned blocks in memory; blocks on disk stay."""
+        return self.release(sys.maxsize)
 
     def blocks(self) -> dict[str, Iterator[StoredBlock]]:
-        """Every block of every tier, in no order; safe while others put and delete."""
-        return {name: tier.walk() for name, tier in self._opened.named_tiers.items()}
+        """Every block of every tier, in no order; safe while other threads put and delete."""
+        return {name: tier.walk() for name, tier in self._tiers.items()}
 
     def tier_stats(self) -> dict[str, TierStats]:
-        return {name: tier.stats() for name, tier in self._opened.named_tiers.items()}
+        return {name: tier.stats() for name, tier in self._tiers.items()}
 
     def write_stats(self) -> WriteStats:
-        return self._opened.saver.stats()
+        return self.saver.stats()
 
     def flush(self) -> None:
         """Return once everything committed is on disk."""
-        self._opened.saver.flush()
+        self.saver.flush()
 
     def close(self) -> None:
+        """Write the queue to disk and close all files."""
         self._rates.save()
-        self._opened.close()
+        self.saver.close()
+        self._reader.close()
+        self.memory.close()
+        if self._on_disk is not None:
+            self._on_disk.close()
 
     def __enter__(self) -> Self:
         return self
@@ -141,11 +194,11 @@ class Store:
         self.close()
 
 
-def _scaled(budgets: Budgets) -> Budgets:
-    """Memory that nobody chose is scaled to the machine; an engine, which knows its model, says."""
-    if budgets.memory_bytes is not None:
-        return budgets
-    return replace(budgets, memory_bytes=MemoryConfig.automatic().tier_bytes)
+def _memory_bytes(budgets: Budgets) -> int:
+    """The budget, or a share of the machine's memory; an engine, which knows its model, resizes."""
+    if budgets.memory_bytes is None:
+        return MemoryConfig.automatic().tier_bytes
+    return budgets.memory_bytes
 
 
 def identity_of(
@@ -178,7 +231,7 @@ def _refuse_adapter(model: Any) -> None:
         )
 
 
-class Attached:
+class AttachedModel:
     """One model's view of a store."""
 
     def __init__(self, model: Any, manager: Manager, kv_options: dict[str, Any]) -> None:
@@ -186,13 +239,13 @@ class Attached:
         self._kv_options = kv_options
         self.manager = manager
 
-    def restore(self, tokens: Sequence[int]) -> Restored:
+    def restore(self, tokens: Sequence[int]) -> RestoredPrompt:
         """Caches for the longest known prefix, fresh ones where nothing is known."""
         if not tokens:
             raise BadInput("There are no tokens to restore; pass a prompt.")
         found = self.manager.restore(tokens)
         caches = found.caches or kv.make_caches(self._model, **self._kv_options)
-        return Restored(caches, list(tokens[found.n_tokens :]))
+        return RestoredPrompt(caches, list(tokens[found.n_tokens :]))
 
     def commit(self, tokens: Sequence[int], cache: kv.Caches) -> None:
         """Keep a cache that represents exactly these tokens. It is findable at once."""

@@ -22,7 +22,7 @@ from keepwarm.units import format_bytes
 
 if TYPE_CHECKING:
     from keepwarm.cache.agents.agents import Agent
-    from keepwarm.cache.shelf import Shelf
+    from keepwarm.cache.disk_store import DiskStore
     from keepwarm.prefix.fingerprint import Identity
     from keepwarm.store.disk.upkeep import Progress
 
@@ -32,13 +32,13 @@ AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON 
 AgentId: TypeAlias = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.")]
 
 
-def _shelf() -> Shelf:
-    from keepwarm.cache.shelf import Shelf
+def _open_store() -> DiskStore:
+    from keepwarm.cache.disk_store import DiskStore
     from keepwarm.store.disk.disk import DiskLimits
 
     settings = config.load()
     limits, per_day = DiskLimits(settings.disk_bytes), settings.disk_writes_per_day or None
-    return Shelf(settings.store, limits, per_day, settings.read_encryption_key())
+    return DiskStore(settings.store, limits, per_day, settings.read_encryption_key())
 
 
 @contextmanager
@@ -58,11 +58,11 @@ def list_agents(
     as_json: AsJson = False,
 ) -> None:
     """List the agents."""
-    with _shelf() as shelf:
+    with _open_store() as store:
         if prefixes:
-            rows = [prefix._asdict() for prefix in shelf.prefixes()]
+            rows = [prefix._asdict() for prefix in store.prefixes()]
         else:
-            rows = [_summary(shelf, agent) for agent in shelf.agents.all()]
+            rows = [_summary(store, agent) for agent in store.agents.all()]
     if as_json:
         print(json.dumps(rows))
     elif prefixes:
@@ -99,17 +99,17 @@ def _when(row: dict[str, Any]) -> str:
 @app.command()
 def show(agent: AgentId, as_json: AsJson = False) -> None:
     """Show one agent: its turns, its size, what was promised to it."""
-    with _shelf() as shelf:
-        found = shelf.agents.show(agent)
-        fields = json.loads(found.to_json()) | {"n_bytes": _n_bytes(shelf, found)}
+    with _open_store() as store:
+        found = store.agents.show(agent)
+        fields = json.loads(found.to_json()) | {"n_bytes": _n_bytes(store, found)}
     _print(fields, as_json)
 
 
 @app.command()
 def stats(as_json: AsJson = False) -> None:
     """Blocks, bytes, limits and what was written, by day."""
-    with _shelf() as shelf:
-        fields = asdict(shelf.disk.stats()) | {"written_by_day": shelf.wear.by_day()}
+    with _open_store() as store:
+        fields = asdict(store.disk.stats()) | {"written_by_day": store.wear.by_day()}
     _print(fields, as_json)
 
 
@@ -149,8 +149,8 @@ def fork(
     as_json: AsJson = False,
 ) -> None:
     """Make another agent with the same past; no block is copied."""
-    with _shelf() as shelf:
-        _print(json.loads(shelf.agents.fork(agent, new).to_json()), as_json)
+    with _open_store() as store:
+        _print(json.loads(store.agents.fork(agent, new).to_json()), as_json)
 
 
 @app.command()
@@ -160,15 +160,15 @@ def rewind(
     as_json: AsJson = False,
 ) -> None:
     """Forget an agent's turns after this one."""
-    with _shelf() as shelf:
-        _print(json.loads(shelf.agents.rewind(agent, turn).to_json()), as_json)
+    with _open_store() as store:
+        _print(json.loads(store.agents.rewind(agent, turn).to_json()), as_json)
 
 
 @app.command("rm")
 def remove(agent: AgentId, as_json: AsJson = False) -> None:
     """Delete an agent and every block no other agent reaches."""
-    with _shelf() as shelf, _bar("removing") as progress:
-        n_blocks = shelf.agents.delete(agent, progress)
+    with _open_store() as store, _bar("removing") as progress:
+        n_blocks = store.agents.delete(agent, progress)
     _print({"agent": agent, "removed_blocks": n_blocks}, as_json)
 
 
@@ -177,9 +177,9 @@ def gc(as_json: AsJson = False) -> None:
     """Forget agents past their retention, drop what bad records left, give space back."""
     from keepwarm.store.disk.upkeep import clear_quarantine
 
-    with _shelf() as shelf, _bar("cleaning up") as progress:
-        expired = shelf.agents.expire(progress)
-        n_bytes = clear_quarantine(shelf.disk, progress)
+    with _open_store() as store, _bar("cleaning up") as progress:
+        expired = store.agents.expire(progress)
+        n_bytes = clear_quarantine(store.disk, progress)
     _print({"expired_agents": expired, "quarantine_bytes": n_bytes}, as_json)
 
 
@@ -191,15 +191,15 @@ def verify(
     """Read everything and check it; exit code 1 if something is bad or cannot be read."""
     from keepwarm.store.disk import fsck
 
-    with _shelf() as shelf, _bar("verifying") as progress:
+    with _open_store() as store, _bar("verifying") as progress:
         bad: list[dict[str, Any]] = []
         n_records = n_bytes = n_newer = 0
-        for name, why in shelf.agents.unreadable():
+        for name, why in store.agents.unreadable():
             n_newer += isinstance(why, NewerFormat)
             if not isinstance(why, NewerFormat):
-                bad.append(_bad_agent(shelf, name, why, fix))
-        n_blocks = shelf.disk.stats().blocks
-        for checked in fsck.verify(shelf.disk, fix):
+                bad.append(_bad_agent(store, name, why, fix))
+        n_blocks = store.disk.stats().blocks
+        for checked in fsck.verify(store.disk, fix):
             n_records, n_bytes = n_records + 1, n_bytes + checked.n_bytes
             n_newer += checked.newer
             progress(n_records, max(n_records, n_blocks))
@@ -213,13 +213,13 @@ def verify(
         raise typer.Exit(1)
 
 
-def _bad_agent(shelf: Shelf, name: str, why: Exception, fix: bool) -> dict[str, Any]:
+def _bad_agent(store: DiskStore, name: str, why: Exception, fix: bool) -> dict[str, Any]:
     """What `verify` says of an agent's file; a torn one can be set aside, one not read may not."""
     record = f"agents/{name}"
     if isinstance(why, OSError):
         wrong = f"could not be read: {why.strerror or why}"
         return {"record": record, "wrong": wrong, "set_aside": False}
-    aside = fix and shelf.disk.records.move_to_quarantine(shelf.disk.root / record, str(why))
+    aside = fix and store.disk.records.move_to_quarantine(store.disk.root / record, str(why))
     return {"record": record, "wrong": str(why), "set_aside": aside}
 
 
@@ -236,10 +236,10 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write an agent, or any prefix, into one file that another machine can import."""
-    with _shelf() as shelf, _bar("exporting") as progress:
-        found = shelf.find(agent, tokens, turn)
-        n_records = shelf.export_agent(found, file, progress)
-        if shelf.disk.seal is not None:
+    with _open_store() as store, _bar("exporting") as progress:
+        found = store.find(agent, tokens, turn)
+        n_records = store.export_agent(found, file, progress)
+        if store.disk.seal is not None:
             print(f"{file} is not encrypted, so that it can be read elsewhere.", file=sys.stderr)
     _print({"agent": agent, "records": n_records, "file": str(file)}, as_json)
 
@@ -264,8 +264,8 @@ def import_(
     expected = identity_of(
         loaded.module, loaded.path, settings, salt=theirs.salt, **_kv_options(theirs)
     )
-    with _shelf() as shelf, _bar("importing") as progress:
-        made = shelf.import_agent(file, expected, agent, progress)
+    with _open_store() as store, _bar("importing") as progress:
+        made = store.import_agent(file, expected, agent, progress)
     _print(json.loads(made.to_json()), as_json)
 
 
@@ -278,24 +278,24 @@ def _kv_options(theirs: Identity) -> dict[str, Any]:
 
 
 def _promise(agent: str, as_json: bool, **changes: Any) -> None:
-    with _shelf() as shelf:
-        _print(json.loads(shelf.agents.promise(agent, **changes).to_json()), as_json)
+    with _open_store() as store:
+        _print(json.loads(store.agents.update(agent, **changes).to_json()), as_json)
 
 
-def _summary(shelf: Shelf, agent: Agent) -> dict[str, Any]:
+def _summary(store: DiskStore, agent: Agent) -> dict[str, Any]:
     return {
         "id": agent.id,
         "turns": len(agent.turns),
         "n_tokens": agent.n_tokens,
-        "n_bytes": _n_bytes(shelf, agent),
+        "n_bytes": _n_bytes(store, agent),
         "pinned": agent.pinned,
         "used": agent.used,
     }
 
 
-def _n_bytes(shelf: Shelf, agent: Agent) -> int:
+def _n_bytes(store: DiskStore, agent: Agent) -> int:
     """Bytes of its blocks that are still there, shared ones included."""
-    return sum(known.n_bytes for known in shelf.disk.have(agent.blocks).values())
+    return sum(known.n_bytes for known in store.disk.have(agent.blocks).values())
 
 
 def _print(fields: dict[str, Any], as_json: bool) -> None:

@@ -73,8 +73,7 @@ def make_request(
 @contextmanager
 def open_engine(settings: config.Settings, request: Request) -> Iterator[Engine]:
     """The engine for such requests; leaving waits until what is to be kept is on disk."""
-    from keepwarm.cache.opened import Budgets
-    from keepwarm.cache.store import Store
+    from keepwarm.cache.store import Budgets, Store
     from keepwarm.engine.engine import Engine
     from keepwarm.models.load import load
 

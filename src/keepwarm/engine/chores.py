@@ -62,14 +62,14 @@ class Chores:
             self._expire()
 
     def _advance(self, job: Job, tokens: list[int]) -> None:
-        agents = self._store.shelf.agents
+        agents = self._store.on_disk.agents
         agents.advance(str(job.request.agent), job.home.manager.namespace, tokens)
 
     def _hold(self, job: Job, tokens: list[int]) -> None:
-        marks = self._store.shelf.marks
-        marks.sweep()
+        pins = self._store.on_disk.ttl_pins
+        pins.expire()
         for place, ttl_s in job.prepared.breakpoints:
-            marks.hold(job.home.manager.namespace, tokens, place, ttl_s)
+            pins.pin(job.home.manager.namespace, tokens, place, ttl_s)
 
     def _expire(self) -> None:
         """Forget the agents that nobody has used for as long as they were to be kept."""
@@ -77,7 +77,7 @@ class Chores:
             return
         self._next_expiry = time.monotonic() + EXPIRY_S
         try:
-            for agent_id in self._store.shelf.agents.expired(GRACE_S):
+            for agent_id in self._store.on_disk.agents.expired(GRACE_S):
                 self._store.forget(agent_id)
         except Exception:
             LOG.exception("agents past their retention could not be forgotten")
@@ -86,7 +86,7 @@ class Chores:
         is_safe = False
         try:
             self._store.flush()
-            is_safe = all(job.home.manager.survives(tokens) for tokens in _kept_of(job))
+            is_safe = all(job.home.manager.is_on_disk(tokens) for tokens in _kept_of(job))
         except Exception:
             LOG.exception("whether an answer is on disk could not be found out")
         finally:

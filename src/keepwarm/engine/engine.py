@@ -45,7 +45,7 @@ from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping
 from keepwarm.kv import make_caches
 from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import BLOCK_TOKENS
-from keepwarm.prefix.ledger import Recent
+from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.text.prepare import PreparedRequest, Preparer
 from keepwarm.text.request import KVOptions, Request
 
@@ -89,7 +89,7 @@ class Engine:
         self.store.allow_memory(memory.tier_bytes)
         self._memory = memory
         self.live = Live(memory.live_bytes)
-        self._recent = Recent()
+        self._recent = RecentPrompts()
         self._journal = Journal()
         self.misses = Misses(self._recent)
         self.lookup_log = LookupLog()
@@ -108,7 +108,7 @@ class Engine:
         )
         self._scopes = scopes or scopes_of_process()
         self._joined = self._scopes.join(memory)  # the model has run, so nothing fails after it
-        guards = make_guards(memories(), self.live.shed, self.store.shed)
+        guards = make_guards(memories(), self.live.release, self.store.release)
         self._watcher = Watcher(guards, became_idle=self._scopes.became_idle).start()
         self._commands: deque[Command] = deque()
         self._obeying = False  # a command is being carried out
@@ -244,7 +244,7 @@ class Engine:
     def forget(self, agent: str) -> int:
         """Remove an agent everywhere, with every block no other agent reaches; their number."""
         self.settle()
-        self.call(partial(self.live.drop_owner, agent)).result()
+        self.call(partial(self.live.release_owned, agent)).result()
         return self.store.forget(agent)
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ class Intake:
             return False
         if job.loading is None:
             job.loading = lane.begin(job.tokens, job.request.policy)
-        return job.loading is not None and job.loading.aside and not job.loading.is_done
+        return job.loading is not None and job.loading.in_background and not job.loading.is_done
 
     def open(self, job: Job) -> Reading:
         """Restore what is known of the prompt and say so; what is left is to be read."""

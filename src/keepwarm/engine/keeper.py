@@ -41,7 +41,7 @@ class Keeper:
         """Make findable all that a reading has, its open block too."""
         prefill = reading.prefill
         if not reading.lane.exact_places:  # those others keep their places as they pass them
-            self._capture(reading.capture, prefill.caches, prefill.n_done, True, fleeting=True)
+            self._capture(reading.capture, prefill.caches, prefill.n_done, True, temporary=True)
 
     def interrupted(self, reading: Reading) -> None:
         """Keep what was read of a prompt that nobody waits for any more."""
@@ -86,10 +86,10 @@ class Keeper:
         caches: kv.Caches,
         n_tokens: int,
         checkpoint: bool,
-        fleeting: bool = False,
+        temporary: bool = False,
     ) -> None:
         with self._saving():
-            capture.capture(caches, n_tokens, checkpoint, fleeting)
+            capture.capture(caches, n_tokens, checkpoint, temporary)
 
     @contextmanager
     def _saving(self) -> Iterator[None]:

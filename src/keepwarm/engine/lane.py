@@ -68,7 +68,7 @@ class Lane:
     def begin(self, tokens: list[int], policy: Policy) -> Loading | None:
         """Have what the store knows of a prompt loaded, where nothing live reaches as far."""
         try:
-            return self.manager.begin(tokens, policy, self.n_live(tokens), beside=True)
+            return self.manager.begin(tokens, policy, self.n_live(tokens), others_wait=True)
         except Exception:
             self._failed()
             return None
@@ -103,8 +103,7 @@ class Lane:
         return max(self.n_live(tokens), self.manager.plan(tokens).n_tokens)
 
     def n_live(self, tokens: list[int]) -> int:
-        found = self.live.look(self.manager.namespace, tokens)
-        return found.serves(len(tokens)) if found else 0
+        return self.live.n_served(self.manager.namespace, tokens)
 
     def saw_prefill(self, n_tokens: int, seconds: float) -> None:
         if n_tokens >= 8:  # fewer tell of the weights, not of the tokens
@@ -134,21 +133,21 @@ class Lane:
 
     def _found(self, tokens: list[int], policy: Policy, loading: Loading | None) -> Warm | None:
         n_live = self.n_live(tokens)
-        if loading is not None and loading.aside and self._is_stale(loading):
+        if loading is not None and loading.in_background and self._is_stale(loading):
             loading.abandon()
             loading = None
         loading = loading or self.manager.begin(tokens, policy, beyond=n_live)
         if loading is not None and loading.point.n_tokens > n_live:
             stored = self.manager.finish(loading, beyond=n_live)
             if stored.caches is not None:
-                n_kept = self.manager.n_kept(tokens[: stored.n_tokens], policy)
+                n_kept = self.manager.n_saved(tokens[: stored.n_tokens], policy)
                 return Warm(stored.caches, stored.n_tokens, stored.tokens_by_tier, n_kept)
         elif loading is not None:
             loading.abandon()  # somebody has left a longer one alive meanwhile
         mine = self.live.take(self.manager.namespace, tokens, keep=not policy.writes)
         if mine is None:
             return None
-        n_kept = self.manager.n_kept(tokens[: mine.n_tokens], policy)
+        n_kept = self.manager.n_saved(tokens[: mine.n_tokens], policy)
         return Warm(mine.caches, mine.n_tokens, {"live": mine.n_tokens}, n_kept)
 
 

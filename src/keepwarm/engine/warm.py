@@ -17,9 +17,9 @@ from heapq import nlargest
 from typing import NamedTuple, Self
 
 from keepwarm.cache.agents.agents import Agent
+from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.plan import Read
-from keepwarm.cache.shelf import Shelf
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import make_options
 from keepwarm.errors import BadInput, KeepwarmError, Stopping
@@ -83,10 +83,10 @@ class Warmer:
     def _likely(self) -> list[tuple[Manager, Agent]]:
         """What is kept of this model, that first which is likely to be asked again."""
         try:
-            shelf = self._engine.store.shelf
+            disk_store = self._engine.store.on_disk
         except BadInput:  # nothing is kept on disk
             return []
-        agents = [*shelf.agents.all(), *_held(shelf)]
+        agents = [*disk_store.agents.all(), *_held(disk_store)]
         if not agents:
             return []
         managers = {name: self._manager(salt) for name, salt in self._salts(agents).items()}
@@ -96,7 +96,7 @@ class Warmer:
 
     def _salts(self, agents: Sequence[Agent]) -> dict[Namespace, str]:
         """Of whose blocks of this model there are: what its manager is made with."""
-        identity_of = self._engine.store.shelf.identity_of
+        identity_of = self._engine.store.on_disk.identity_of
         ours, found = identity_of(self._manager("").namespace), {}
         for name in {agent.namespace for agent in agents}:
             with suppress(BadInput):  # nobody knows what it was made from
@@ -114,7 +114,7 @@ class Warmer:
         return made.result().manager
 
     def _warm(self, manager: Manager, agent: Agent) -> None:
-        tokens = self._engine.store.shelf.tokens_of(agent)
+        tokens = self._engine.store.on_disk.tokens_of(agent)
         prompt = [*tokens, 0]  # one more, for a restore always leaves one to be fed
         plan = manager.plan(prompt)
         n_bytes = plan.point.n_bytes
@@ -135,14 +135,12 @@ class Warmer:
         """Bring files into the system's memory; what is bad is set aside here already."""
         for read in reads:
             self._wait_until_idle()
-            self._engine.store.shelf.disk.read(read.key, read.part)
+            self._engine.store.on_disk.disk.read(read.key, read.part)
 
     def _put(self, manager: Manager, agent_id: str, prompt: Sequence[int]) -> int:
         """On the engine's thread; how many tokens are live now that were not."""
         live, namespace = self._engine.live, manager.namespace
-        held = live.look(namespace, prompt)
-        n_held = held.serves(len(prompt)) if held else 0
-        found = manager.restore(prompt, beyond=n_held)
+        found = manager.restore(prompt, beyond=live.n_served(namespace, prompt))
         if found.caches is None:
             return 0
         kept = live.put(namespace, prompt[: found.n_tokens], found.caches, agent_id)
@@ -161,10 +159,10 @@ class Warmer:
         return bool(stats.waiting or stats.prefilling or stats.decoding)
 
 
-def _held(shelf: Shelf) -> Iterator[Agent]:
+def _held(disk_store: DiskStore) -> Iterator[Agent]:
     """Places that requests asked to keep, as pinned agents without a name."""
-    shelf.marks.sweep()
-    disk = shelf.disk
+    disk_store.ttl_pins.expire()
+    disk = disk_store.disk
     pinned = [block for block in disk.walk() if block.pinned]
     held = [block for block in pinned if _is_marked(disk.index.lookups.owners(block.key))]
     for block in nlargest(MAX_HELD, held, key=lambda block: block.used):

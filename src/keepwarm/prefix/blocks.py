@@ -48,16 +48,33 @@ def unpack(packed: bytes) -> list[int]:
     return words.tolist()
 
 
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    """How many leading items (tokens, characters, bytes, keys) two sequences share."""
+    if type(a) is not type(b):
+        a, b = list(a), list(b)
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while low < high:  # a[:low] is shared, a[: high + 1] is not
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
+
+
 def common_tokens(a: bytes, b: bytes) -> int:
     """How many leading tokens two packed sequences share."""
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n // 4
-    low, high = 0, n // 4  # a[:low] is shared, a[:high] is not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if a[: 4 * middle] == b[: 4 * middle] else (low, middle)
-    return low
+    return common_prefix(a, b) // 4
+
+
+def common_tokens_beyond(a: bytes, b: bytes, n_tokens: int) -> int:
+    """How many leading tokens two packed sequences share, if more than `n_tokens`; else 0.
+
+    Sequences that differ earlier mostly differ in token `n_tokens` too, so one look rejects them.
+    """
+    at = slice(4 * n_tokens, 4 * n_tokens + 4)
+    if min(len(a), len(b)) < at.stop or a[at] != b[at] or not a.startswith(b[: at.stop]):
+        return 0
+    return common_tokens(a, b)
 
 
 def root(namespace: Namespace) -> BlockKey:

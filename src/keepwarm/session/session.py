@@ -19,12 +19,12 @@ from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import collect
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, Stopping, UnknownAgent
+from keepwarm.prefix.blocks import common_prefix
 from keepwarm.session.conversations import Conversations, ConversationState
 from keepwarm.session.gate import Gate, Rule
 from keepwarm.session.prefixes import Prefixes, PrefixKey
 from keepwarm.session.tool_functions import Function, Toolbox
 from keepwarm.session.tool_rounds import Question, Reply, SessionTurn
-from keepwarm.text.prompt import common_prefix
 from keepwarm.text.request import (
     Delta,
     Event,
@@ -326,7 +326,7 @@ def forget(
 
     What other conversations share with it stays.
     """
-    engine.call(lambda: engine.live.drop_owner(conversation)).result()
+    engine.call(lambda: engine.live.release_owned(conversation)).result()
     if registry is not None:
         registry.invalidate(conversation)
     if on_disk:
@@ -337,7 +337,7 @@ def forget(
 def _free(engine: Engine, conversation: str) -> None:
     """A finalizer may run anywhere, so the work is passed to the engine's thread."""
     with suppress(Stopping):
-        engine.call(lambda: engine.live.drop_owner(conversation))
+        engine.call(lambda: engine.live.release_owned(conversation))
 
 
 def _turn_ends(messages: Sequence[Message]) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from keepwarm.errors import BadInput, ContextTooLong
 from keepwarm.models.load import Model
-from keepwarm.prefix.ledger import Recent
+from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.text.grammar import GrammarMatcher, Grammars
 from keepwarm.text.lark import preamble_grammar
 from keepwarm.text.parsing import NORMAL, REASONING, Markup
@@ -70,7 +70,7 @@ class PreparedRequest:
 class Preparer:
     """Prepares requests for one model. Thread-safe."""
 
-    def __init__(self, model: Model, n_vocab: int, recent: Recent) -> None:
+    def __init__(self, model: Model, n_vocab: int, recent: RecentPrompts) -> None:
         tokenizer = model.tokenizer
         self._model = model
         self._n_vocab = n_vocab

@@ -11,6 +11,7 @@ from time import thread_time
 from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.errors import BadInput
+from keepwarm.prefix.blocks import common_prefix
 from keepwarm.text.detokenize import decode
 from keepwarm.text.past_answers import Continuations, KnownSpan, Splicer, encode
 from keepwarm.text.request import Message, Request, Tool
@@ -199,17 +200,6 @@ class Prompter:
         if bad:
             raise BadInput(f"The model has {n_vocabulary:,} tokens and none is {bad[0]}.")
         return TokenisedText("", list(prompt), [])
-
-
-def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
-    """How many tokens, or characters, the two begin with in common."""
-    if type(a) is not type(b):
-        a, b = list(a), list(b)
-    low, high = 0, min(len(a), len(b))
-    while low < high:  # a[:low] is shared, a[: high + 1] is not
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
-    return low
 
 
 def _options(request: Request) -> dict[str, Any]:

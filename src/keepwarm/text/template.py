@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
 from keepwarm.errors import BadInput
+from keepwarm.prefix.blocks import common_prefix
 from keepwarm.text.detokenize import decode
 from keepwarm.text.request import Message, Tool
 
@@ -252,7 +253,7 @@ class _Probe:
 
     def _n_common(self, a: str, b: str) -> int:
         """The length of the common prefix, without a partial special token at its end."""
-        common = _n_shared(a, b)
+        common = common_prefix(a, b)
         names = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
         inside = (
             start
@@ -264,7 +265,7 @@ class _Probe:
     def generation_prompt(self) -> str:
         """What `add_generation_prompt` adds, from the first token that differs."""
         closed, asked = (self._encode(self.text([_ASK], generation=g)) for g in (False, True))
-        return decode(self._tokenizer, asked[_n_shared(closed, asked) :])
+        return decode(self._tokenizer, asked[common_prefix(closed, asked) :])
 
     def calls(self) -> _CallStyle:
         """The first style in which calls are rendered, and not as a Python dict."""
@@ -290,7 +291,3 @@ def _calling(content: str | None, arguments: Any) -> Message:
     function = {"name": "probetool", "arguments": arguments}
     call = {"type": "function", "id": "probe0001", "function": function}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
-
-
-def _n_shared(a: Sequence[object], b: Sequence[object]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

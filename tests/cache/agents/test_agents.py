@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from keepwarm.cache.agents.agents import MANY_LEFT
-from keepwarm.cache.shelf import Shelf
+from keepwarm.cache.agents.agents import MAX_UNCHECKED_LEFT
+from keepwarm.cache.disk_store import DiskStore
 from keepwarm.errors import BadCacheFile, BadInput, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace
@@ -25,21 +25,21 @@ LIMITS = DiskLimits(min_free_bytes=0)
 
 
 @pytest.fixture
-def shelf(tmp_path):
-    with Shelf(tmp_path / "store", LIMITS) as opened:
+def disk_store(tmp_path):
+    with DiskStore(tmp_path / "store", LIMITS) as opened:
         opened.register(IDENTITY)
         yield opened
 
 
-def keep(shelf, tokens, n_bytes=2048):
+def keep(disk_store, tokens, n_bytes=2048):
     """Put the blocks of a conversation, as a request would."""
     for ref in chain(NAME, tokens):
-        shelf.disk.put(record(ref, n_bytes=n_bytes, namespace=NAME)).durable.result()
+        disk_store.disk.put(record(ref, n_bytes=n_bytes, namespace=NAME)).durable.result()
 
 
-def turn(shelf, agent_id, tokens):
-    keep(shelf, tokens)
-    return shelf.agents.advance(agent_id, NAME, tokens)
+def turn(disk_store, agent_id, tokens):
+    keep(disk_store, tokens)
+    return disk_store.agents.advance(agent_id, NAME, tokens)
 
 
 def holds_tokens(root, tokens):
@@ -56,143 +56,143 @@ def holds_tokens(root, tokens):
     ]
 
 
-def test_turns_fork_and_rewind_copy_no_bytes(shelf):
+def test_turns_fork_and_rewind_copy_no_bytes(disk_store):
     tokens = tokens_of(700)
-    turn(shelf, "coder", tokens[:300])
-    turn(shelf, "coder", tokens)
-    before = shelf.disk.stats().puts
-    assert shelf.agents.show("coder").turns == (300, 700)
-    fork = shelf.agents.fork("coder", "coder-2")
+    turn(disk_store, "coder", tokens[:300])
+    turn(disk_store, "coder", tokens)
+    before = disk_store.disk.stats().puts
+    assert disk_store.agents.show("coder").turns == (300, 700)
+    fork = disk_store.agents.fork("coder", "coder-2")
     assert (fork.turns, fork.forked_from) == ((300, 700), "coder")
-    back = shelf.agents.rewind("coder-2", 1)
+    back = disk_store.agents.rewind("coder-2", 1)
     assert (back.n_tokens, back.turns, len(back.blocks)) == (300, (300,), 2)
-    assert shelf.agents.show("coder").n_tokens == 700
-    assert shelf.disk.stats().puts == before
-    assert shelf.tokens_of(back) == tokens[:300]
+    assert disk_store.agents.show("coder").n_tokens == 700
+    assert disk_store.disk.stats().puts == before
+    assert disk_store.tokens_of(back) == tokens[:300]
 
 
-def test_a_changed_past_keeps_only_the_turns_that_still_hold(shelf):
+def test_a_changed_past_keeps_only_the_turns_that_still_hold(disk_store):
     tokens = tokens_of(900)
     for n in (300, 600, 900):
-        turn(shelf, "a", tokens[:n])
+        turn(disk_store, "a", tokens[:n])
     edited = tokens[:400] + tokens_of(300, seed=5)
-    assert turn(shelf, "a", edited).turns == (300, 700)
+    assert turn(disk_store, "a", edited).turns == (300, 700)
 
 
 def test_agents_survive_a_restart_and_a_lost_index(tmp_path):
     tokens = tokens_of(300)
-    with Shelf(tmp_path / "store", LIMITS) as shelf:
-        turn(shelf, "a", tokens)
+    with DiskStore(tmp_path / "store", LIMITS) as disk_store:
+        turn(disk_store, "a", tokens)
     (tmp_path / "store" / "index.sqlite").unlink()
-    with Shelf(tmp_path / "store", LIMITS) as shelf:
-        assert [agent.id for agent in shelf.agents.all()] == ["a"]
-        assert shelf.tokens_of(shelf.agents.show("a")) == tokens
+    with DiskStore(tmp_path / "store", LIMITS) as disk_store:
+        assert [agent.id for agent in disk_store.agents.all()] == ["a"]
+        assert disk_store.tokens_of(disk_store.agents.show("a")) == tokens
 
 
 def test_pins_are_made_again_with_the_index(tmp_path):
     """S0-65: the promise is in the agent's own file."""
     root, tokens = tmp_path / "store", tokens_of(600)
-    with Shelf(root, LIMITS) as shelf:
-        last = turn(shelf, "a", tokens).blocks[-1]
-        turn(shelf, "b", tokens_of(300, seed=2))
-        shelf.agents.promise("a", pinned=True)
+    with DiskStore(root, LIMITS) as disk_store:
+        last = turn(disk_store, "a", tokens).blocks[-1]
+        turn(disk_store, "b", tokens_of(300, seed=2))
+        disk_store.agents.update("a", pinned=True)
     (root / "index.sqlite").unlink()
-    with Shelf(root, LIMITS) as shelf:
-        assert shelf.disk.index.lookups.owners(last) == ["agent:a"]
-        assert [stored.key for stored in shelf.disk.walk() if stored.pinned] == [last]
+    with DiskStore(root, LIMITS) as disk_store:
+        assert disk_store.disk.index.lookups.owners(last) == ["agent:a"]
+        assert [stored.key for stored in disk_store.disk.walk() if stored.pinned] == [last]
 
 
 def test_pins_are_made_again_where_the_start_before_died_over_it(tmp_path):
     """The index was new then, and is not any more."""
     root = tmp_path / "store"
-    with Shelf(root, LIMITS) as shelf:
-        last = turn(shelf, "a", tokens_of(600)).blocks[-1]
-        shelf.agents.promise("a", pinned=True)
+    with DiskStore(root, LIMITS) as disk_store:
+        last = turn(disk_store, "a", tokens_of(600)).blocks[-1]
+        disk_store.agents.update("a", pinned=True)
     (root / "index.sqlite").unlink()
     DiskTier(root, LIMITS).close()  # a start that came no further
-    with Shelf(root, LIMITS) as shelf:
-        assert shelf.disk.index.lookups.owners(last) == ["agent:a"]
+    with DiskStore(root, LIMITS) as disk_store:
+        assert disk_store.disk.index.lookups.owners(last) == ["agent:a"]
 
 
-def test_a_newer_agent_is_left_alone(shelf):
+def test_a_newer_agent_is_left_alone(disk_store):
     """S0-54: not listed, not overwritten, and nothing is deleted that it may share."""
     tokens = tokens_of(600)
-    turn(shelf, "new", tokens)
-    turn(shelf, "old", tokens[:300])
-    path = shelf.agents._path("new")
+    turn(disk_store, "new", tokens)
+    turn(disk_store, "old", tokens[:300])
+    path = disk_store.agents._path("new")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3, "mood": "good"}))
     before = path.read_text()
-    assert [agent.id for agent in shelf.agents.all()] == ["old"]
-    assert [name for name, _ in shelf.agents.unreadable()] == ["new.json"]
+    assert [agent.id for agent in disk_store.agents.all()] == ["old"]
+    assert [name for name, _ in disk_store.agents.unreadable()] == ["new.json"]
     for use in (
-        lambda: shelf.agents.show("new"),
-        lambda: shelf.agents.advance("new", NAME, tokens),
-        lambda: shelf.agents.delete("new"),
-        lambda: shelf.agents.delete("old"),
+        lambda: disk_store.agents.show("new"),
+        lambda: disk_store.agents.advance("new", NAME, tokens),
+        lambda: disk_store.agents.delete("new"),
+        lambda: disk_store.agents.delete("old"),
     ):
         with pytest.raises(BadInput, match="newer Keepwarm"):
             use()
     assert path.read_text() == before
-    assert len(shelf.disk.have([ref.key for ref in chain(NAME, tokens)])) == 3
+    assert len(disk_store.disk.have([ref.key for ref in chain(NAME, tokens)])) == 3
 
 
-def test_a_torn_agent_is_one_sentence(shelf):
-    turn(shelf, "a", tokens_of(300))
+def test_a_torn_agent_is_one_sentence(disk_store):
+    turn(disk_store, "a", tokens_of(300))
     for torn in ("", "[]", "{}", "null", '{"id": 7}'):
-        shelf.agents._path("a").write_text(torn)
-        with pytest.raises(BadInput, match="not as it was written"):
-            shelf.agents.show("a")
+        disk_store.agents._path("a").write_text(torn)
+        with pytest.raises(BadInput, match="is damaged"):
+            disk_store.agents.show("a")
 
 
 def test_a_store_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "store").write_text("a file")
     with pytest.raises(BadInput, match=r"cannot be used .*; name another directory"):
-        Shelf(tmp_path / "store", LIMITS)
+        DiskStore(tmp_path / "store", LIMITS)
 
 
 @pytest.mark.parametrize("bad", ["../x", "", "a/b", ".hidden", "x" * 129, "a\0b", "-rf"])
-def test_ids_never_become_paths_unchecked(bad, shelf):
+def test_ids_never_become_paths_unchecked(bad, disk_store):
     """S0-14."""
-    for use in (shelf.agents.show, shelf.agents.delete):
-        with pytest.raises(BadInput, match="no agent id"):
+    for use in (disk_store.agents.show, disk_store.agents.delete):
+        with pytest.raises(BadInput, match="not an agent id"):
             use(bad)
 
 
-def test_an_unknown_agent_is_named(shelf):
+def test_an_unknown_agent_is_named(disk_store):
     with pytest.raises(UnknownAgent, match="'nobody'"):
-        shelf.agents.show("nobody")
+        disk_store.agents.show("nobody")
 
 
-def test_deleting_removes_what_no_other_agent_reaches(shelf):
+def test_deleting_removes_what_no_other_agent_reaches(disk_store):
     """A byte search for its tokens over every file finds nothing."""
     shared = tokens_of(512, seed=1)
     mine, theirs = shared + tokens_of(400, seed=2), shared + tokens_of(400, seed=3)
-    turn(shelf, "mine", mine[:700])
-    turn(shelf, "mine", mine)
-    turn(shelf, "theirs", theirs)
+    turn(disk_store, "mine", mine[:700])
+    turn(disk_store, "mine", mine)
+    turn(disk_store, "theirs", theirs)
     anonymous = mine + tokens_of(300, seed=4)  # descends from mine
-    keep(shelf, anonymous)
-    assert holds_tokens(shelf.disk.root, mine[512:])
-    shelf.agents.delete("mine")
-    assert not holds_tokens(shelf.disk.root, anonymous[512:])
-    assert [agent.id for agent in shelf.agents.all()] == ["theirs"]
-    assert shelf.tokens_of(shelf.agents.show("theirs")) == theirs
+    keep(disk_store, anonymous)
+    assert holds_tokens(disk_store.disk.root, mine[512:])
+    disk_store.agents.delete("mine")
+    assert not holds_tokens(disk_store.disk.root, anonymous[512:])
+    assert [agent.id for agent in disk_store.agents.all()] == ["theirs"]
+    assert disk_store.tokens_of(disk_store.agents.show("theirs")) == theirs
 
 
-def test_deleting_takes_quarantined_records_along(shelf):
+def test_deleting_takes_quarantined_records_along(disk_store):
     tokens = tokens_of(300)
-    agent = turn(shelf, "a", tokens)
+    agent = turn(disk_store, "a", tokens)
     (path,) = [
-        p for p in files_under(shelf.disk.root / "blocks") if agent.blocks[0].hex() in p.name
+        p for p in files_under(disk_store.disk.root / "blocks") if agent.blocks[0].hex() in p.name
     ]
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    part = next(iter(shelf.disk.have(agent.blocks)[agent.blocks[0]].parts))
-    assert shelf.disk.read(agent.blocks[0], part) is None
-    assert list((shelf.disk.root / "quarantine").iterdir())
-    shelf.agents.delete("a")
-    assert not holds_tokens(shelf.disk.root, tokens)
+    part = next(iter(disk_store.disk.have(agent.blocks)[agent.blocks[0]].parts))
+    assert disk_store.disk.read(agent.blocks[0], part) is None
+    assert list((disk_store.disk.root / "quarantine").iterdir())
+    disk_store.agents.delete("a")
+    assert not holds_tokens(disk_store.disk.root, tokens)
 
 
 def part_in_block(n_shared):
@@ -202,155 +202,155 @@ def part_in_block(n_shared):
 
 
 @pytest.mark.parametrize("n_shared", [0, 100, 256, 300])
-def test_deleting_takes_a_rewritten_past_along(n_shared, shelf):
+def test_deleting_takes_a_rewritten_past_along(n_shared, disk_store):
     """What an agent has said and taken back was its own; what it shares stays."""
     old, new = part_in_block(n_shared)
-    turn(shelf, "other", old[: n_shared // 256 * 256])
-    old_blocks = turn(shelf, "mine", old).blocks
-    turn(shelf, "mine", new)
-    turn(shelf, "mine", new + tokens_of(100, seed=4))
-    keep(shelf, old + tokens_of(300, seed=5))
+    turn(disk_store, "other", old[: n_shared // 256 * 256])
+    old_blocks = turn(disk_store, "mine", old).blocks
+    turn(disk_store, "mine", new)
+    turn(disk_store, "mine", new + tokens_of(100, seed=4))
+    keep(disk_store, old + tokens_of(300, seed=5))
     bad = old_blocks[2]  # what follows it has no parent any more
-    shelf.disk.records.path_of(bad, Part.DELTA).write_bytes(b"")
-    assert shelf.disk.read(bad, Part.DELTA) is None
-    shelf.agents.delete("mine")
-    assert not holds_tokens(shelf.disk.root, old[n_shared:])
-    assert not holds_tokens(shelf.disk.root, new[n_shared:])
-    assert len(list(shelf.disk.walk())) == n_shared // 256
+    disk_store.disk.records.path_of(bad, Part.DELTA).write_bytes(b"")
+    assert disk_store.disk.read(bad, Part.DELTA) is None
+    disk_store.agents.delete("mine")
+    assert not holds_tokens(disk_store.disk.root, old[n_shared:])
+    assert not holds_tokens(disk_store.disk.root, new[n_shared:])
+    assert len(list(disk_store.disk.walk())) == n_shared // 256
 
 
-def test_deleting_takes_what_went_on_from_an_earlier_turn(shelf):
+def test_deleting_takes_what_went_on_from_an_earlier_turn(disk_store):
     """Its tail of that time is long outgrown."""
     mine, parent = tokens_of(300), tokens_of(256, seed=1)
-    turn(shelf, "other", parent)
+    turn(disk_store, "other", parent)
     for n in (100, 300):
-        turn(shelf, "mine", parent + mine[:n])
-    keep(shelf, parent + mine[:100] + tokens_of(300, seed=2))
-    shelf.agents.delete("mine")
-    assert not holds_tokens(shelf.disk.root, mine)
+        turn(disk_store, "mine", parent + mine[:n])
+    keep(disk_store, parent + mine[:100] + tokens_of(300, seed=2))
+    disk_store.agents.delete("mine")
+    assert not holds_tokens(disk_store.disk.root, mine)
 
 
 @pytest.mark.parametrize("to_turn", [0, 1])
-def test_deleting_takes_what_was_rewound_along(to_turn, shelf):
+def test_deleting_takes_what_was_rewound_along(to_turn, disk_store):
     tokens = tokens_of(900)
-    turn(shelf, "other", tokens[:256])
+    turn(disk_store, "other", tokens[:256])
     for n in (300, 900):
-        turn(shelf, "mine", tokens[:n])
-    shelf.agents.rewind("mine", to_turn)
-    turn(shelf, "mine", tokens[:256] + tokens_of(200, seed=2))
-    shelf.agents.delete("mine")
-    assert not holds_tokens(shelf.disk.root, tokens[256:])
-    assert shelf.tokens_of(shelf.agents.show("other")) == tokens[:256]
+        turn(disk_store, "mine", tokens[:n])
+    disk_store.agents.rewind("mine", to_turn)
+    turn(disk_store, "mine", tokens[:256] + tokens_of(200, seed=2))
+    disk_store.agents.delete("mine")
+    assert not holds_tokens(disk_store.disk.root, tokens[256:])
+    assert disk_store.tokens_of(disk_store.agents.show("other")) == tokens[:256]
 
 
-def test_deleting_spares_what_goes_on_from_a_turn_of_another(shelf):
+def test_deleting_spares_what_goes_on_from_a_turn_of_another(disk_store):
     """As it spares what descends from a whole block that both have."""
     tokens = tokens_of(100)
-    turn(shelf, "first", tokens)
-    shelf.agents.fork("first", "fork")
-    first = turn(shelf, "first", tokens + tokens_of(100, seed=1))
-    turn(shelf, "fork", tokens + tokens_of(100, seed=2))
+    turn(disk_store, "first", tokens)
+    disk_store.agents.fork("first", "fork")
+    first = turn(disk_store, "first", tokens + tokens_of(100, seed=1))
+    turn(disk_store, "fork", tokens + tokens_of(100, seed=2))
     anonymous = tokens + tokens_of(100, seed=3)
-    keep(shelf, anonymous)
-    shelf.agents.delete("fork")
-    assert {stored.key for stored in shelf.disk.walk()} == {
+    keep(disk_store, anonymous)
+    disk_store.agents.delete("fork")
+    assert {stored.key for stored in disk_store.disk.walk()} == {
         *first.blocks,
         *(ref.key for ref in chain(NAME, anonymous)),
     }
 
 
-def test_a_past_of_another_model_goes_with_the_agent(shelf):
+def test_a_past_of_another_model_goes_with_the_agent(disk_store):
     tokens, other_name = tokens_of(100), namespace(replace(IDENTITY, config="9"))
-    turn(shelf, "mine", tokens)
-    shelf.agents.advance("mine", other_name, tokens_of(100, seed=2))
-    shelf.agents.delete("mine")
-    assert not holds_tokens(shelf.disk.root, tokens)
+    turn(disk_store, "mine", tokens)
+    disk_store.agents.advance("mine", other_name, tokens_of(100, seed=2))
+    disk_store.agents.delete("mine")
+    assert not holds_tokens(disk_store.disk.root, tokens)
 
 
-def test_deleting_spares_a_rewritten_past_that_another_agent_has(shelf):
+def test_deleting_spares_a_rewritten_past_that_another_agent_has(disk_store):
     old, new = part_in_block(100)
-    turn(shelf, "mine", old)
-    shelf.agents.fork("mine", "fork")
-    turn(shelf, "mine", new)
-    shelf.agents.delete("mine")
-    assert shelf.tokens_of(shelf.agents.show("fork")) == old
+    turn(disk_store, "mine", old)
+    disk_store.agents.fork("mine", "fork")
+    turn(disk_store, "mine", new)
+    disk_store.agents.delete("mine")
+    assert disk_store.tokens_of(disk_store.agents.show("fork")) == old
 
 
-def test_a_growing_agent_has_left_nothing(shelf):
+def test_a_growing_agent_has_left_nothing(disk_store):
     tokens = tokens_of(700)
     for n in (100, 256, 300, 700):
-        assert turn(shelf, "a", tokens[:n]).left == ()
+        assert turn(disk_store, "a", tokens[:n]).left == ()
 
 
-def test_what_an_agent_has_left_is_forgotten_when_it_is_gone(shelf):
+def test_what_an_agent_has_left_is_forgotten_when_it_is_gone(disk_store):
     """An agent that is always asked something else has a record of bounded size."""
-    for seed in range(3 * MANY_LEFT):
-        agent = turn(shelf, "a", tokens_of(300, seed=seed))
-        shelf.disk.delete_all(agent.blocks)
-    assert len(agent.left) <= MANY_LEFT
-    for seed in range(2 * MANY_LEFT):
-        agent = turn(shelf, "a", tokens_of(20, seed=1000 + seed))
-    assert len(agent.left) >= 2 * MANY_LEFT - 1, "what is there is not forgotten"
-    shelf.agents.delete("a")
-    assert not list(shelf.disk.walk())
+    for seed in range(3 * MAX_UNCHECKED_LEFT):
+        agent = turn(disk_store, "a", tokens_of(300, seed=seed))
+        disk_store.disk.delete_all(agent.blocks)
+    assert len(agent.left) <= MAX_UNCHECKED_LEFT
+    for seed in range(2 * MAX_UNCHECKED_LEFT):
+        agent = turn(disk_store, "a", tokens_of(20, seed=1000 + seed))
+    assert len(agent.left) >= 2 * MAX_UNCHECKED_LEFT - 1, "what is there is not forgotten"
+    disk_store.agents.delete("a")
+    assert not list(disk_store.disk.walk())
 
 
-def test_an_agent_of_the_first_version_is_read(shelf):
+def test_an_agent_of_the_first_version_is_read(disk_store):
     """It did not say what it had left."""
-    agent = turn(shelf, "a", tokens_of(300))
-    path = shelf.agents._path("a")
+    agent = turn(disk_store, "a", tokens_of(300))
+    path = disk_store.agents._path("a")
     fields = json.loads(path.read_text())
     del fields["left"], fields["version"]
     path.write_text(json.dumps(fields))
-    assert shelf.agents.show("a") == agent
+    assert disk_store.agents.show("a") == agent
 
 
-def test_deleting_finds_a_record_set_aside_under_another_name(shelf):
+def test_deleting_finds_a_record_set_aside_under_another_name(disk_store):
     """Two files that were swapped lie in quarantine under each other's names."""
     mine, theirs = tokens_of(256), tokens_of(256, seed=2)
     paths = []
     for name, tokens in (("mine", mine), ("theirs", theirs)):
-        (key,) = turn(shelf, name, tokens).blocks
-        paths.append(shelf.disk.records.path_of(key, Part.DELTA))
+        (key,) = turn(disk_store, name, tokens).blocks
+        paths.append(disk_store.disk.records.path_of(key, Part.DELTA))
     first, second = (path.read_bytes() for path in paths)
     paths[0].write_bytes(second)
     paths[1].write_bytes(first)
-    for agent in shelf.agents.all():
-        assert shelf.disk.read(agent.blocks[0], Part.DELTA) is None
-    assert holds_tokens(shelf.disk.root / "quarantine", mine)
-    shelf.agents.delete("mine")
-    assert not holds_tokens(shelf.disk.root, mine)
+    for agent in disk_store.agents.all():
+        assert disk_store.disk.read(agent.blocks[0], Part.DELTA) is None
+    assert holds_tokens(disk_store.disk.root / "quarantine", mine)
+    disk_store.agents.delete("mine")
+    assert not holds_tokens(disk_store.disk.root, mine)
 
 
-def test_deleting_clears_a_directory_that_lay_in_the_place_of_a_file(shelf):
-    (key,) = turn(shelf, "mine", tokens_of(256)).blocks
-    path = shelf.disk.records.path_of(key, Part.DELTA)
+def test_deleting_clears_a_directory_that_lay_in_the_place_of_a_file(disk_store):
+    (key,) = turn(disk_store, "mine", tokens_of(256)).blocks
+    path = disk_store.disk.records.path_of(key, Part.DELTA)
     path.unlink()
     path.mkdir()
     (path / "inside").write_bytes(b"anything")
-    assert shelf.disk.read(key, Part.DELTA) is None
-    assert list((shelf.disk.root / "quarantine").iterdir())
-    shelf.agents.delete("mine")
-    assert not list((shelf.disk.root / "quarantine").iterdir())
+    assert disk_store.disk.read(key, Part.DELTA) is None
+    assert list((disk_store.disk.root / "quarantine").iterdir())
+    disk_store.agents.delete("mine")
+    assert not list((disk_store.disk.root / "quarantine").iterdir())
 
 
-def test_deleting_one_of_many_leaves_nothing_in_the_index(shelf):
+def test_deleting_one_of_many_leaves_nothing_in_the_index(disk_store):
     """Pages of the index are split and merged meanwhile, and old ones used again."""
     shared = tokens_of(256)
     for seed in range(300):
-        keep(shelf, shared + tokens_of(256, seed=100 + seed), n_bytes=64)
+        keep(disk_store, shared + tokens_of(256, seed=100 + seed), n_bytes=64)
     mine = shared + tokens_of(30_000, seed=1)
-    keep(shelf, mine, n_bytes=64)
-    shelf.agents.advance("other", NAME, shared)
-    shelf.agents.advance("mine", NAME, mine)
+    keep(disk_store, mine, n_bytes=64)
+    disk_store.agents.advance("other", NAME, shared)
+    disk_store.agents.advance("mine", NAME, mine)
     for seed in range(300, 400):
-        keep(shelf, shared + tokens_of(256, seed=100 + seed), n_bytes=64)
+        keep(disk_store, shared + tokens_of(256, seed=100 + seed), n_bytes=64)
     pairs = {pack(mine[i : i + 2]) for i in range(256, len(mine) - 1)}
-    assert holds_any(shelf.disk.root / "index.sqlite", pairs)
-    shelf.agents.delete("mine")
-    assert not holds_any(shelf.disk.root / "index.sqlite", pairs)
-    assert not (shelf.disk.root / "index.sqlite-wal").read_bytes()
-    assert len(list(shelf.disk.walk())) == 401
+    assert holds_any(disk_store.disk.root / "index.sqlite", pairs)
+    disk_store.agents.delete("mine")
+    assert not holds_any(disk_store.disk.root / "index.sqlite", pairs)
+    assert not (disk_store.disk.root / "index.sqlite-wal").read_bytes()
+    assert len(list(disk_store.disk.walk())) == 401
 
 
 def holds_any(path, words):
@@ -359,91 +359,91 @@ def holds_any(path, words):
     return any(data[i : i + 8] in words for i in range(len(data)))
 
 
-def test_deleting_says_so_where_the_log_cannot_be_cut(shelf):
+def test_deleting_says_so_where_the_log_cannot_be_cut(disk_store):
     """While another process reads the index, deleted tokens stay in its log."""
     mine = tokens_of(300)
-    turn(shelf, "mine", mine)
-    shelf.disk.index.database.execute("PRAGMA busy_timeout = 10")
-    with closing(sqlite3.connect(shelf.disk.root / "index.sqlite")) as reader:
+    turn(disk_store, "mine", mine)
+    disk_store.disk.index.database.execute("PRAGMA busy_timeout = 10")
+    with closing(sqlite3.connect(disk_store.disk.root / "index.sqlite")) as reader:
         reader.execute("BEGIN")
         reader.execute("SELECT count(*) FROM blocks").fetchone()
         with pytest.raises(StoreFailed, match=r"other processes are using.*try again"):
-            shelf.agents.delete("mine")
-        assert holds_tokens(shelf.disk.root, mine)
-    shelf.agents.delete("mine")
-    assert not holds_tokens(shelf.disk.root, mine)
-    assert not list(shelf.agents.all())
+            disk_store.agents.delete("mine")
+        assert holds_tokens(disk_store.disk.root, mine)
+    disk_store.agents.delete("mine")
+    assert not holds_tokens(disk_store.disk.root, mine)
+    assert not list(disk_store.agents.all())
 
 
 def test_a_pinned_agent_outlives_pressure_and_an_unpinned_does_not(tmp_path):
     limits = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
-    with Shelf(tmp_path / "store", limits) as shelf:
-        shelf.disk._clock = Minutes()
+    with DiskStore(tmp_path / "store", limits) as disk_store:
+        disk_store.disk._clock = Minutes()
         for name, seed in (("kept", 1), ("lost", 2)):
             tokens = tokens_of(768, seed=seed)
-            keep(shelf, tokens, n_bytes=100_000)
-            shelf.agents.advance(name, NAME, tokens)
-        shelf.agents.promise("kept", pinned=True)
+            keep(disk_store, tokens, n_bytes=100_000)
+            disk_store.agents.advance(name, NAME, tokens)
+        disk_store.agents.update("kept", pinned=True)
         for seed in range(10, 40):
-            keep(shelf, tokens_of(512, seed=seed), n_bytes=100_000)
-        blocks = {a.id: len(shelf.disk.have(a.blocks)) for a in shelf.agents.all()}
+            keep(disk_store, tokens_of(512, seed=seed), n_bytes=100_000)
+        blocks = {a.id: len(disk_store.disk.have(a.blocks)) for a in disk_store.agents.all()}
         assert blocks == {"kept": 3, "lost": 0}
 
 
 def test_a_pin_holds_what_is_there_of_an_agent(tmp_path):
     """Blocks in its middle and at its end were bad; the others are kept all the same."""
     limits = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
-    with Shelf(tmp_path / "store", limits) as shelf:
-        shelf.disk._clock = Minutes()
+    with DiskStore(tmp_path / "store", limits) as disk_store:
+        disk_store.disk._clock = Minutes()
         tokens = tokens_of(6 * 256)
-        keep(shelf, tokens, n_bytes=100_000)
-        agent = shelf.agents.advance("kept", NAME, tokens)
+        keep(disk_store, tokens, n_bytes=100_000)
+        agent = disk_store.agents.advance("kept", NAME, tokens)
         bad = {agent.blocks[2], agent.blocks[5]}
         for key in bad:
-            shelf.disk.records.path_of(key, Part.DELTA).write_bytes(b"")
-            shelf.disk.read(key, Part.DELTA)
-        shelf.agents.promise("kept", pinned=True)
+            disk_store.disk.records.path_of(key, Part.DELTA).write_bytes(b"")
+            disk_store.disk.read(key, Part.DELTA)
+        disk_store.agents.update("kept", pinned=True)
         for seed in range(10, 40):
-            keep(shelf, tokens_of(512, seed=seed), n_bytes=100_000)
-        assert set(shelf.disk.have(agent.blocks)) == set(agent.blocks) - bad
+            keep(disk_store, tokens_of(512, seed=seed), n_bytes=100_000)
+        assert set(disk_store.disk.have(agent.blocks)) == set(agent.blocks) - bad
 
 
 def test_a_quota_covers_the_first_blocks(tmp_path):
     limits = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
-    with Shelf(tmp_path / "store", limits) as shelf:
-        shelf.disk._clock = Minutes()
+    with DiskStore(tmp_path / "store", limits) as disk_store:
+        disk_store.disk._clock = Minutes()
         tokens = tokens_of(1024)
-        keep(shelf, tokens, n_bytes=100_000)
-        shelf.agents.advance("a", NAME, tokens)
-        shelf.agents.promise("a", quota_bytes=250_000)
+        keep(disk_store, tokens, n_bytes=100_000)
+        disk_store.agents.advance("a", NAME, tokens)
+        disk_store.agents.update("a", quota_bytes=250_000)
         for seed in range(10, 40):
-            keep(shelf, tokens_of(512, seed=seed), n_bytes=100_000)
-        agent = shelf.agents.show("a")
-        there = [key in shelf.disk.have(agent.blocks) for key in agent.blocks]
+            keep(disk_store, tokens_of(512, seed=seed), n_bytes=100_000)
+        agent = disk_store.agents.show("a")
+        there = [key in disk_store.disk.have(agent.blocks) for key in agent.blocks]
         assert there == [True, True, False, False]
 
 
 def test_retention(tmp_path):
     now = [1000.0]
-    with Shelf(tmp_path / "store", LIMITS) as shelf:
-        shelf.agents._clock = lambda: now[0]
+    with DiskStore(tmp_path / "store", LIMITS) as disk_store:
+        disk_store.agents._clock = lambda: now[0]
         for name in ("old", "fresh"):
-            turn(shelf, name, tokens_of(300, seed=len(name)))
-            shelf.agents.promise(name, retention_s=60.0)
+            turn(disk_store, name, tokens_of(300, seed=len(name)))
+            disk_store.agents.update(name, retention_s=60.0)
         now[0] += 50
-        turn(shelf, "fresh", tokens_of(300, seed=5))
+        turn(disk_store, "fresh", tokens_of(300, seed=5))
         now[0] += 20
-        assert shelf.agents.expire() == ["old"]
-        assert [a.id for a in shelf.agents.all()] == ["fresh"]
+        assert disk_store.agents.expire() == ["old"]
+        assert [a.id for a in disk_store.agents.all()] == ["fresh"]
 
 
-def test_a_bundle_carries_an_agent_to_another_store(shelf, tmp_path):
+def test_a_bundle_carries_an_agent_to_another_store(disk_store, tmp_path):
     tokens = tokens_of(700)
-    turn(shelf, "a", tokens[:300])
-    turn(shelf, "a", tokens)
-    n_records = shelf.export_agent("a", tmp_path / "a.kw")
+    turn(disk_store, "a", tokens[:300])
+    turn(disk_store, "a", tokens)
+    n_records = disk_store.export_agent("a", tmp_path / "a.kw")
     assert n_records == 3
-    with Shelf(tmp_path / "other", LIMITS) as other:
+    with DiskStore(tmp_path / "other", LIMITS) as other:
         made = other.import_agent(tmp_path / "a.kw", IDENTITY)
         assert (made.id, made.turns, made.n_tokens) == ("a", (300, 700), 700)
         assert other.tokens_of(made) == tokens
@@ -452,12 +452,12 @@ def test_a_bundle_carries_an_agent_to_another_store(shelf, tmp_path):
 
 
 @pytest.mark.parametrize("field", ["weights", "layout", "tokenizer", "kv_options"])
-def test_a_bundle_for_another_model_is_refused_with_the_reason(field, shelf, tmp_path):
-    turn(shelf, "a", tokens_of(300))
-    shelf.export_agent("a", tmp_path / "a.kw")
+def test_a_bundle_for_another_model_is_refused_with_the_reason(field, disk_store, tmp_path):
+    turn(disk_store, "a", tokens_of(300))
+    disk_store.export_agent("a", tmp_path / "a.kw")
     other = {"weights": {"model": "9"}, "kv_options": {"kv_bits": 4}}.get(field, "9")
     expected = Identity(**{**vars(IDENTITY), field: other})
-    with Shelf(tmp_path / "other", LIMITS) as there:
+    with DiskStore(tmp_path / "other", LIMITS) as there:
         with pytest.raises(BadCacheFile, match=f"{field} differ"):
             there.import_agent(tmp_path / "a.kw", expected)
         assert not list(there.disk.walk())
@@ -465,28 +465,28 @@ def test_a_bundle_for_another_model_is_refused_with_the_reason(field, shelf, tmp
 
 @pytest.mark.parametrize("member", [0, 1, 3])
 @pytest.mark.parametrize("at", [0.1, 0.5, 0.99])
-def test_a_damaged_bundle_is_refused_whole(member, at, shelf, tmp_path):
+def test_a_damaged_bundle_is_refused_whole(member, at, disk_store, tmp_path):
     """One byte of the manifest or of a record: nothing of it is taken."""
-    turn(shelf, "a", tokens_of(600))
+    turn(disk_store, "a", tokens_of(600))
     bundle = tmp_path / "a.kw"
-    shelf.export_agent("a", bundle)
+    disk_store.export_agent("a", bundle)
     with tarfile.open(bundle) as archive:
         info = archive.getmembers()[member]
     data = bytearray(bundle.read_bytes())
     data[info.offset_data + int(info.size * at)] ^= 1
     bundle.write_bytes(data)
-    with Shelf(tmp_path / "other", LIMITS) as other:
+    with DiskStore(tmp_path / "other", LIMITS) as other:
         with pytest.raises(BadCacheFile, match="not a whole bundle"):
             other.import_agent(bundle, IDENTITY)
         assert not list(other.disk.walk())
 
 
-def test_a_truncated_or_foreign_bundle_is_refused(shelf, tmp_path):
-    turn(shelf, "a", tokens_of(600))
+def test_a_truncated_or_foreign_bundle_is_refused(disk_store, tmp_path):
+    turn(disk_store, "a", tokens_of(600))
     bundle = tmp_path / "a.kw"
-    shelf.export_agent("a", bundle)
+    disk_store.export_agent("a", bundle)
     whole = bundle.read_bytes()
     for damaged in (whole[:1000], whole[: len(whole) // 2], b"", b"not a bundle" * 100):
         bundle.write_bytes(damaged)
         with pytest.raises(BadCacheFile):
-            shelf.import_agent(bundle, IDENTITY, "b")
+            disk_store.import_agent(bundle, IDENTITY, "b")

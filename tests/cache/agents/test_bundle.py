@@ -10,9 +10,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.cache.agents.bundle import Manifest, _add, identity_in, trimmed
-from keepwarm.cache.opened import Budgets, OpenedStore
+from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.restore.records import block_of, records_of
-from keepwarm.cache.shelf import Shelf
+from keepwarm.cache.store import Budgets, Store
 from keepwarm.errors import BadCacheFile, BadInput, InsufficientResources, StoreFailed
 from keepwarm.kv.layout import probe
 from keepwarm.kv.slices import cut_blocks
@@ -29,25 +29,25 @@ MODELS = ["llama", "gemma3_text", "qwen3_next"]
 
 
 @pytest.fixture
-def shelf(tmp_path):
-    with Shelf(tmp_path / "store", LIMITS) as opened:
+def disk_store(tmp_path):
+    with DiskStore(tmp_path / "store", LIMITS) as opened:
         opened.register(IDENTITY)
         yield opened
 
 
 @pytest.fixture
 def other(tmp_path):
-    with Shelf(tmp_path / "other", LIMITS) as opened:
+    with DiskStore(tmp_path / "other", LIMITS) as opened:
         yield opened
 
 
 @pytest.mark.parametrize("n_tokens", [1, 255, 256, 257, 512, 600, 768])
-def test_the_first_tokens_travel_and_no_later_one(n_tokens, shelf, other, tmp_path):
+def test_the_first_tokens_travel_and_no_later_one(n_tokens, disk_store, other, tmp_path):
     """S0-14: a bundle of a prefix tells nothing of what was said after it."""
     tokens, bundle = tokens_of(768), tmp_path / "a.kw"
-    turn(shelf, "a", tokens[:300])
-    turn(shelf, "a", tokens)
-    shelf.export_agent(shelf.find("a", n_tokens), bundle)
+    turn(disk_store, "a", tokens[:300])
+    turn(disk_store, "a", tokens)
+    disk_store.export_agent(disk_store.find("a", n_tokens), bundle)
     made = other.import_agent(bundle, IDENTITY)
     assert (made.n_tokens, other.tokens_of(made)) == (n_tokens, tokens[:n_tokens])
     assert made.turns == tuple(n for n in (300, 768) if n <= n_tokens)
@@ -58,11 +58,11 @@ def test_the_first_tokens_travel_and_no_later_one(n_tokens, shelf, other, tmp_pa
     assert other.disk.have(made.blocks).keys() == set(made.blocks)
 
 
-def test_a_turn_is_a_prefix(shelf, other, tmp_path):
+def test_a_turn_is_a_prefix(disk_store, other, tmp_path):
     tokens = tokens_of(700)
-    turn(shelf, "a", tokens[:300])
-    turn(shelf, "a", tokens)
-    shelf.export_agent(shelf.find("a", turn=1), tmp_path / "a.kw")
+    turn(disk_store, "a", tokens[:300])
+    turn(disk_store, "a", tokens)
+    disk_store.export_agent(disk_store.find("a", turn=1), tmp_path / "a.kw")
     made = other.import_agent(tmp_path / "a.kw", IDENTITY, "b")
     assert (made.id, made.turns, other.tokens_of(made)) == ("b", (300,), tokens[:300])
 
@@ -70,54 +70,54 @@ def test_a_turn_is_a_prefix(shelf, other, tmp_path):
 @pytest.mark.parametrize(
     ("wanted", "says"),
     [
-        ({"n_tokens": 0}, "no first 0"),
-        ({"n_tokens": 701}, "700 tokens are kept"),
+        ({"n_tokens": 0}, "0 tokens were asked for"),
+        ({"n_tokens": 701}, "700 are stored"),
         ({"turn": 2}, "there is no turn 2"),
         ({"turn": 0}, "there is no turn 0"),
     ],
 )
-def test_what_is_not_there_is_refused(wanted, says, shelf):
-    turn(shelf, "a", tokens_of(700))
+def test_what_is_not_there_is_refused(wanted, says, disk_store):
+    turn(disk_store, "a", tokens_of(700))
     with pytest.raises(BadInput, match=says):
-        shelf.find("a", **wanted)
+        disk_store.find("a", **wanted)
 
 
-def test_a_prompt_without_a_name_is_listed_and_travels(shelf, other, tmp_path):
+def test_a_prompt_without_a_name_is_listed_and_travels(disk_store, other, tmp_path):
     named, anonymous = tokens_of(600), tokens_of(520, seed=1)
-    turn(shelf, "a", named)
+    turn(disk_store, "a", named)
     for ref in chain(NAME, anonymous):
-        shelf.disk.put(record(ref, namespace=NAME))
-    (prefix,) = shelf.prefixes()
+        disk_store.disk.put(record(ref, namespace=NAME))
+    (prefix,) = disk_store.prefixes()
     assert prefix.n_tokens == 520
     assert prefix.n_bytes > 3 * 1024
-    shelf.export_agent(prefix.id, tmp_path / "p.kw")
+    disk_store.export_agent(prefix.id, tmp_path / "p.kw")
     made = other.import_agent(tmp_path / "p.kw", IDENTITY)
     assert (made.id, other.tokens_of(made)) == ("p", anonymous)
-    shelf.export_agent(shelf.find(prefix.id, 300), tmp_path / "q.kw")
+    disk_store.export_agent(disk_store.find(prefix.id, 300), tmp_path / "q.kw")
     assert other.import_agent(tmp_path / "q.kw", IDENTITY).n_tokens == 300
     assert list(other.prefixes()) == []
 
 
 @pytest.mark.parametrize("name", ["@", "@00", "@zzzzzzzz", "@0123456789ab"])
-def test_an_unknown_prefix_is_one_sentence(name, shelf):
-    turn(shelf, "a", tokens_of(300))
-    with pytest.raises(BadInput, match="prefixes are called"):
-        shelf.find(name)
+def test_an_unknown_prefix_is_one_sentence(name, disk_store):
+    turn(disk_store, "a", tokens_of(300))
+    with pytest.raises(BadInput, match="prefixes match"):
+        disk_store.find(name)
 
 
-def test_a_prefix_whose_beginning_is_gone_is_not_exported(shelf):
+def test_a_prefix_whose_beginning_is_gone_is_not_exported(disk_store):
     refs = list(chain(NAME, tokens_of(600)))
     for ref in refs[1:]:
-        shelf.disk.put(record(ref, namespace=NAME))
-    (prefix,) = shelf.prefixes()
-    with pytest.raises(BadInput, match="is not whole"):
-        shelf.find(prefix.id)
+        disk_store.disk.put(record(ref, namespace=NAME))
+    (prefix,) = disk_store.prefixes()
+    with pytest.raises(BadInput, match="is incomplete"):
+        disk_store.find(prefix.id)
 
 
-def test_work_is_told_as_it_is_done(shelf, other, tmp_path):
-    turn(shelf, "a", tokens_of(700))
+def test_work_is_told_as_it_is_done(disk_store, other, tmp_path):
+    turn(disk_store, "a", tokens_of(700))
     told = []
-    shelf.export_agent("a", tmp_path / "a.kw", lambda *step: told.append(step))
+    disk_store.export_agent("a", tmp_path / "a.kw", lambda *step: told.append(step))
     assert told == [(1, 3), (2, 3), (3, 3)]
     told.clear()
     other.import_agent(tmp_path / "a.kw", IDENTITY, progress=lambda *step: told.append(step))
@@ -125,21 +125,21 @@ def test_work_is_told_as_it_is_done(shelf, other, tmp_path):
     assert told == sorted(told)
     assert told[-1][0] <= told[-1][1]
     told.clear()
-    shelf.agents.delete("a", lambda *step: told.append(step))
+    disk_store.agents.delete("a", lambda *step: told.append(step))
     assert told == [(3, 3)]
 
 
-def test_a_bundle_with_a_newer_record_is_refused_as_such(shelf, other, tmp_path, monkeypatch):
+def test_a_bundle_with_a_newer_record_is_refused_as_such(disk_store, other, tmp_path, monkeypatch):
     """S0-54."""
-    turn(shelf, "a", tokens_of(300))
-    read = shelf.disk.read
+    turn(disk_store, "a", tokens_of(300))
+    read = disk_store.disk.read
 
     def newer(*args, **options):
         made = read(*args, **options)
         return replace(made, header=replace(made.header, version=FORMAT_VERSION + 1))
 
-    monkeypatch.setattr(shelf.disk, "read", newer)
-    shelf.export_agent("a", tmp_path / "a.kw")
+    monkeypatch.setattr(disk_store.disk, "read", newer)
+    disk_store.export_agent("a", tmp_path / "a.kw")
     with pytest.raises(BadCacheFile, match="made by a newer Keepwarm"):
         other.import_agent(tmp_path / "a.kw", IDENTITY)
     assert not list(other.disk.walk())
@@ -174,7 +174,7 @@ TURNS = (300, 600)
 
 @pytest.fixture
 def away(tmp_path):
-    store = OpenedStore(tmp_path / "away", BUDGETS)
+    store = Store(tmp_path / "away", BUDGETS)
     yield store
     store.close()
 
@@ -186,17 +186,17 @@ def talk(store, manager, model):
     for start, end in ((0, 256), (256, 300), (300, 512), (512, 600)):
         caches = prefill(model, caches, PROMPT[start:end])
         capture.capture(caches, end, checkpoint=end in TURNS)
-    store.saver.flush()
+    store.flush()
     for end in TURNS:
-        store.shelf.agents.advance("a", manager.namespace, PROMPT[:end])
+        store.on_disk.agents.advance("a", manager.namespace, PROMPT[:end])
 
 
 def bundle_of(tmp_path, model, whose="", **wanted):
     """What a store of its own exports of an agent."""
-    home, file = OpenedStore(tmp_path / "home", BUDGETS), tmp_path / "a.kw"
+    home, file = Store(tmp_path / "home", BUDGETS), tmp_path / "a.kw"
     identity = replace(IDENTITY, salt=whose)
     talk(home, home.manager(identity, probe(model, make_prompt_cache(model))), model)
-    home.shelf.export_agent(home.shelf.find("a", **wanted), file)
+    home.on_disk.export_agent(home.on_disk.find("a", **wanted), file)
     home.close()
     return file
 
@@ -213,8 +213,8 @@ def assert_goes_on(manager, model, n_restored, n_prompt):
 def test_an_imported_prefix_goes_on_there(name, wanted, n_restored, tiny_model, away, tmp_path):
     """S0-14: to its last token; with states, which cannot be cut, from the last one before."""
     model = tiny_model(name)
-    made = away.shelf.import_agent(bundle_of(tmp_path, model, **wanted), IDENTITY)
-    assert away.shelf.tokens_of(made) == PROMPT[: made.n_tokens]
+    made = away.on_disk.import_agent(bundle_of(tmp_path, model, **wanted), IDENTITY)
+    assert away.on_disk.tokens_of(made) == PROMPT[: made.n_tokens]
     manager = away.manager(IDENTITY, probe(model, make_prompt_cache(model)))
     has_states = name in ("qwen3_next", "mamba2")
     assert_goes_on(manager, model, 300 if has_states else n_restored, 500)
@@ -224,7 +224,7 @@ def test_an_imported_prefix_goes_on_there(name, wanted, n_restored, tiny_model, 
 def test_an_imported_agent_goes_on_and_back(name, tiny_model, away, tmp_path):
     """Its last turn is restored, and the one before: the checkpoints of all turns went along."""
     model = tiny_model(name)
-    away.shelf.import_agent(bundle_of(tmp_path, model), IDENTITY)
+    away.on_disk.import_agent(bundle_of(tmp_path, model), IDENTITY)
     manager = away.manager(IDENTITY, probe(model, make_prompt_cache(model)))
     more = [*PROMPT, 1, 2, 3]
     assert manager.restore(more).n_tokens == 600
@@ -234,15 +234,15 @@ def test_an_imported_agent_goes_on_and_back(name, tiny_model, away, tmp_path):
 def test_a_prefix_of_states_alone_is_listed_and_travels(tiny_model, away, tmp_path):
     """Blocks that hold nothing say their tokens, so that whoever looks finds the whole prompt."""
     model = tiny_model("mamba2")
-    home, file = OpenedStore(tmp_path / "home", BUDGETS), tmp_path / "a.kw"
+    home, file = Store(tmp_path / "home", BUDGETS), tmp_path / "a.kw"
     manager = home.manager(IDENTITY, probe(model, make_prompt_cache(model)))
     manager.open(PROMPT).finish(PROMPT, prefill(model, make_prompt_cache(model), PROMPT))
-    home.saver.flush()
-    (prefix,) = home.shelf.prefixes()
+    home.flush()
+    (prefix,) = home.on_disk.prefixes()
     assert prefix.n_tokens == len(PROMPT)
-    home.shelf.export_agent(prefix.id, file)
+    home.on_disk.export_agent(prefix.id, file)
     home.close()
-    assert away.shelf.tokens_of(away.shelf.import_agent(file, IDENTITY)) == PROMPT
+    assert away.on_disk.tokens_of(away.on_disk.import_agent(file, IDENTITY)) == PROMPT
     manager = away.manager(IDENTITY, probe(model, make_prompt_cache(model)))
     assert manager.restore([*PROMPT, 1]).n_tokens == len(PROMPT)
 
@@ -255,25 +255,25 @@ def test_a_bundle_becomes_that_of_whoever_takes_it_in(theirs, ours, tiny_model, 
     assert not theirs or theirs.encode() not in file.read_bytes()
     mine = replace(IDENTITY, salt=ours)
     layout = probe(model, make_prompt_cache(model))
-    away.shelf.import_agent(file, mine)
+    away.on_disk.import_agent(file, mine)
     assert_goes_on(away.manager(mine, layout), model, 599, 600)
     assert away.manager(replace(IDENTITY, salt=theirs), layout).plan(PROMPT).n_tokens == 0
 
 
-def blocks_of(shelf, name):
+def blocks_of(disk_store, name):
     """Blocks of 300 tokens, put under the names of one key."""
     made = [record(ref, namespace=name) for ref in chain(name, tokens_of(300))]
     for one in made:
-        shelf.disk.put(one)
+        disk_store.disk.put(one)
     return made
 
 
-def test_where_quantisation_starts_is_nobodys_name(shelf, other, tmp_path):
+def test_where_quantisation_starts_is_nobodys_name(disk_store, other, tmp_path):
     late = replace(IDENTITY, salt="ada from 500")
-    name = shelf.register(late)
-    blocks_of(shelf, name)
-    shelf.agents.advance("a", name, tokens_of(300))
-    shelf.export_agent("a", tmp_path / "a.kw")
+    name = disk_store.register(late)
+    blocks_of(disk_store, name)
+    disk_store.agents.advance("a", name, tokens_of(300))
+    disk_store.export_agent("a", tmp_path / "a.kw")
     for refused in ("", "ada", "bob from 600"):
         with pytest.raises(BadCacheFile, match="quantized_kv_start differ"):
             other.import_agent(tmp_path / "a.kw", replace(IDENTITY, salt=refused))
@@ -290,27 +290,27 @@ def forged(file, said, records):
             _add(archive, f"{one.header.key.hex()}.d.safetensors", encode_record(one))
 
 
-def test_nobody_brings_blocks_under_anothers_names(shelf, other, tmp_path):
+def test_nobody_brings_blocks_under_anothers_names(disk_store, other, tmp_path):
     """A bundle that says it is of one key and holds blocks of another's."""
-    records = blocks_of(shelf, shelf.register(replace(IDENTITY, salt="victim")))
+    records = blocks_of(disk_store, disk_store.register(replace(IDENTITY, salt="victim")))
     forged(tmp_path / "a.kw", Manifest(IDENTITY, pack(tokens_of(300)), ()), records)
     with pytest.raises(BadCacheFile, match="does not follow"):
         other.import_agent(tmp_path / "a.kw", IDENTITY)
     assert not list(other.disk.walk())
 
 
-def test_a_block_that_says_it_stands_elsewhere_is_refused(shelf, other, tmp_path):
+def test_a_block_that_says_it_stands_elsewhere_is_refused(disk_store, other, tmp_path):
     """Its key does not cover its number; put at a wrong place it could never be restored."""
-    first, second = blocks_of(shelf, NAME)
+    first, second = blocks_of(disk_store, NAME)
     moved = replace(second, header=replace(second.header, number=7))
     forged(tmp_path / "a.kw", Manifest(IDENTITY, pack(tokens_of(300)), ()), [first, moved])
     with pytest.raises(BadCacheFile, match="does not follow"):
         other.import_agent(tmp_path / "a.kw", IDENTITY)
 
 
-def test_a_bundle_whose_tokens_are_others_is_refused(shelf, other, tmp_path):
+def test_a_bundle_whose_tokens_are_others_is_refused(disk_store, other, tmp_path):
     wrong = Manifest(IDENTITY, pack(tokens_of(300, seed=1)), ())
-    forged(tmp_path / "a.kw", wrong, blocks_of(shelf, NAME))
+    forged(tmp_path / "a.kw", wrong, blocks_of(disk_store, NAME))
     with pytest.raises(BadCacheFile, match="not those of its tokens"):
         other.import_agent(tmp_path / "a.kw", IDENTITY)
 
@@ -326,17 +326,17 @@ def test_a_manifest_that_is_none_is_refused(manifest, says, other, tmp_path):
         other.import_agent(tmp_path / "a.kw", IDENTITY)
 
 
-def test_turns_are_numbers_of_tokens(shelf, other, tmp_path):
+def test_turns_are_numbers_of_tokens(disk_store, other, tmp_path):
     said = Manifest(IDENTITY, pack(tokens_of(300)), (), turns=("x",))
-    forged(tmp_path / "a.kw", said, blocks_of(shelf, NAME))
+    forged(tmp_path / "a.kw", said, blocks_of(disk_store, NAME))
     with pytest.raises(BadCacheFile, match="turns"):
         other.import_agent(tmp_path / "a.kw", IDENTITY)
 
 
-def test_nothing_is_unpacked(shelf, other, tmp_path):
+def test_nothing_is_unpacked(disk_store, other, tmp_path):
     """A small file could become a huge one, and a cut-off one raises whatever it likes."""
-    turn(shelf, "a", tokens_of(300))
-    shelf.export_agent("a", tmp_path / "a.kw")
+    turn(disk_store, "a", tokens_of(300))
+    disk_store.export_agent("a", tmp_path / "a.kw")
     packed = gzip.compress((tmp_path / "a.kw").read_bytes())
     for data in (packed, packed[:-100]):
         (tmp_path / "b.kw").write_bytes(data)
@@ -344,19 +344,19 @@ def test_nothing_is_unpacked(shelf, other, tmp_path):
             other.import_agent(tmp_path / "b.kw", IDENTITY)
 
 
-def test_an_agents_name_loses_the_key_in_front(shelf, other, tmp_path):
-    name = shelf.register(replace(IDENTITY, salt="0123"))
-    blocks_of(shelf, name)
-    shelf.agents.advance("0123.ada", name, tokens_of(300))
-    shelf.export_agent("0123.ada", tmp_path / "a.kw")
+def test_an_agents_name_loses_the_key_in_front(disk_store, other, tmp_path):
+    name = disk_store.register(replace(IDENTITY, salt="0123"))
+    blocks_of(disk_store, name)
+    disk_store.agents.advance("0123.ada", name, tokens_of(300))
+    disk_store.export_agent("0123.ada", tmp_path / "a.kw")
     assert b"0123" not in (tmp_path / "a.kw").read_bytes()[:4096]
     assert other.import_agent(tmp_path / "a.kw", IDENTITY).id == "ada"
 
 
-def test_what_has_no_rows_is_not_cut(shelf, tmp_path):
-    turn(shelf, "a", tokens_of(188))
+def test_what_has_no_rows_is_not_cut(disk_store, tmp_path):
+    turn(disk_store, "a", tokens_of(188))
     with pytest.raises(BadCacheFile, match="has no rows"):
-        shelf.export_agent(shelf.find("a", 100), tmp_path / "a.kw")
+        disk_store.export_agent(disk_store.find("a", 100), tmp_path / "a.kw")
     assert not (tmp_path / "a.kw").exists()
 
 
@@ -372,44 +372,44 @@ def room_for_some(root):
 
 
 @pytest.mark.parametrize("limits", [no_room, room_for_some], ids=lambda f: f.__name__)
-def test_a_bundle_that_finds_no_room_makes_no_agent(limits, shelf, tmp_path):
+def test_a_bundle_that_finds_no_room_makes_no_agent(limits, disk_store, tmp_path):
     """S0-68: whoever imports is told, instead of an agent whose blocks are not there."""
     tokens = tokens_of(2000)
     for ref in chain(NAME, tokens):
-        shelf.disk.put(record(ref, n_bytes=512 << 10, namespace=NAME))
-    shelf.agents.advance("a", NAME, tokens)
-    shelf.export_agent("a", tmp_path / "a.kw")
-    with Shelf(tmp_path / "small", limits(tmp_path)) as small:
+        disk_store.disk.put(record(ref, n_bytes=512 << 10, namespace=NAME))
+    disk_store.agents.advance("a", NAME, tokens)
+    disk_store.export_agent("a", tmp_path / "a.kw")
+    with DiskStore(tmp_path / "small", limits(tmp_path)) as small:
         with pytest.raises(InsufficientResources, match=r"of the 8 records .* found no room"):
             small.import_agent(tmp_path / "a.kw", IDENTITY)
         assert list(small.agents.all()) == []
 
 
-def test_what_a_bundle_already_has_here_needs_no_room(shelf, tmp_path):
-    turn(shelf, "a", tokens_of(700))
-    shelf.export_agent("a", tmp_path / "a.kw")
-    shelf.disk.limits = no_room(tmp_path)
-    assert shelf.import_agent(tmp_path / "a.kw", IDENTITY, "b").n_tokens == 700
+def test_what_a_bundle_already_has_here_needs_no_room(disk_store, tmp_path):
+    turn(disk_store, "a", tokens_of(700))
+    disk_store.export_agent("a", tmp_path / "a.kw")
+    disk_store.disk.limits = no_room(tmp_path)
+    assert disk_store.import_agent(tmp_path / "a.kw", IDENTITY, "b").n_tokens == 700
 
 
-def test_a_bundle_counts_as_written_today(shelf, other, tmp_path):
+def test_a_bundle_counts_as_written_today(disk_store, other, tmp_path):
     """Once: what is here already is not written again."""
-    turn(shelf, "a", tokens_of(700))
-    shelf.export_agent("a", tmp_path / "a.kw")
+    turn(disk_store, "a", tokens_of(700))
+    disk_store.export_agent("a", tmp_path / "a.kw")
     for name in ("a", "b"):
         other.import_agent(tmp_path / "a.kw", IDENTITY, name)
         assert list(other.wear.by_day().values()) == [3 * 2048]
 
 
-def test_a_bundle_over_the_daily_budget_is_not_written(shelf, tmp_path):
-    turn(shelf, "a", tokens_of(700))
-    shelf.export_agent("a", tmp_path / "a.kw")
-    with Shelf(tmp_path / "spared", LIMITS, writes_per_day=3 * 2048 - 1) as spared:
+def test_a_bundle_over_the_daily_budget_is_not_written(disk_store, tmp_path):
+    turn(disk_store, "a", tokens_of(700))
+    disk_store.export_agent("a", tmp_path / "a.kw")
+    with DiskStore(tmp_path / "spared", LIMITS, writes_per_day=3 * 2048 - 1) as spared:
         with pytest.raises(InsufficientResources, match="disk_writes_per_day"):
             spared.import_agent(tmp_path / "a.kw", IDENTITY)
         assert not list(spared.disk.walk())
         assert list(spared.agents.all()) == []
-    with Shelf(tmp_path / "spared", LIMITS, writes_per_day=3 * 2048) as spared:
+    with DiskStore(tmp_path / "spared", LIMITS, writes_per_day=3 * 2048) as spared:
         assert spared.import_agent(tmp_path / "a.kw", IDENTITY).n_tokens == 700
 
 
@@ -433,9 +433,9 @@ def test_a_bundle_that_is_not_there_is_one_sentence(tmp_path):
         identity_in(tmp_path / "missing.kw")
 
 
-def test_a_disk_that_fails_under_an_import_makes_no_agent(shelf, other, tmp_path):
-    turn(shelf, "a", tokens_of(700))
-    shelf.export_agent("a", tmp_path / "a.kw")
+def test_a_disk_that_fails_under_an_import_makes_no_agent(disk_store, other, tmp_path):
+    turn(disk_store, "a", tokens_of(700))
+    disk_store.export_agent("a", tmp_path / "a.kw")
     other.disk.records.files = BrokenFiles()
     other.disk.records.files.break_(errno.EROFS, "publish")
     with pytest.raises(StoreFailed, match="could not keep the bundle"):

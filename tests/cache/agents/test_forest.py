@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepwarm.cache.agents.agents import Agent
-from keepwarm.cache.agents.forest import plant
+from keepwarm.cache.agents.forest import build_forest
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain
 from keepwarm.store.record import Part
 from keepwarm.store.tier import StoredBlock
@@ -42,7 +42,7 @@ def merged(*prompts, **how):
 def test_a_conversation_is_one_run():
     """S0-75: blocks that follow each other and do not differ are drawn as one."""
     tokens = tokens_of(5 * BLOCK_TOKENS + 7)
-    (run,) = plant({"disk": blocks(tokens, used=3.0)}, [agent("a", tokens)]).runs
+    (run,) = build_forest({"disk": blocks(tokens, used=3.0)}, [agent("a", tokens)]).runs
     assert (run.number, run.n_blocks, run.n_tokens, run.n_bytes) == (0, 6, len(tokens), 60)
     assert run.parent is None
     assert (run.agents, run.ends) == (("a",), ("a",))
@@ -52,7 +52,7 @@ def test_a_conversation_is_one_run():
 def test_a_fork_splits_and_says_who_shares():
     """S0-29, S0-75: the common part is there once, and is both agents'."""
     a, b = prompt(1), prompt(2, 3)
-    forest = plant({"disk": merged(a, b)}, [agent("a", a), agent("b", b)])
+    forest = build_forest({"disk": merged(a, b)}, [agent("a", a), agent("b", b)])
     first, *branches = forest.runs
     assert (first.n_blocks, first.agents, first.ends) == (4, ("a", "b"), ())
     assert {(run.parent, run.number, run.n_blocks, run.ends) for run in branches} == {
@@ -64,7 +64,7 @@ def test_a_fork_splits_and_says_who_shares():
 
 def test_an_agent_ends_inside_what_another_goes_on_with():
     long, short = prompt(1, 4), prompt(1, 4)[: 6 * BLOCK_TOKENS]
-    runs = plant({"disk": blocks(long)}, [agent("long", long), agent("short", short)]).runs
+    runs = build_forest({"disk": blocks(long)}, [agent("long", long), agent("short", short)]).runs
     assert [(run.n_blocks, run.agents, run.ends) for run in runs] == [
         (6, ("long", "short"), ("short",)),
         (2, ("long",), ("long",)),
@@ -74,7 +74,7 @@ def test_an_agent_ends_inside_what_another_goes_on_with():
 def test_places_tell_runs_apart():
     tokens = tokens_of(6 * BLOCK_TOKENS)
     on_disk, in_memory = blocks(tokens, used=1.0), blocks(tokens, used=5.0)[:2]
-    runs = plant({"memory": in_memory, "disk": on_disk}).runs
+    runs = build_forest({"memory": in_memory, "disk": on_disk}).runs
     assert [(run.n_blocks, run.tiers, run.used) for run in runs] == [
         (2, frozenset({"memory", "disk"}), 5.0),
         (4, frozenset({"disk"}), 1.0),
@@ -84,7 +84,7 @@ def test_places_tell_runs_apart():
 def test_a_pin_protects_all_before_it():
     a, b = prompt(1), prompt(2)
     pinned = blocks(a, pinned=True)
-    forest = plant({"disk": {block.key: block for block in blocks(b) + pinned}.values()})
+    forest = build_forest({"disk": {block.key: block for block in blocks(b) + pinned}.values()})
     assert [run.pinned for run in forest.runs if run.number == 0] == [True]
     assert sorted(run.pinned for run in forest.runs if run.number == 4) == [False, True]
 
@@ -92,19 +92,19 @@ def test_a_pin_protects_all_before_it():
 def test_too_many_are_left_out_the_oldest_first():
     """What is drawn hangs together: nothing without that which it follows."""
     old, new = tokens_of(8 * BLOCK_TOKENS, seed=1), tokens_of(8 * BLOCK_TOKENS, seed=2)
-    forest = plant({"disk": blocks(old, used=1.0) + blocks(new, used=2.0)}, max_blocks=8)
+    forest = build_forest({"disk": blocks(old, used=1.0) + blocks(new, used=2.0)}, max_blocks=8)
     (run,) = forest.runs
     assert (run.n_blocks, run.used, forest.n_blocks, forest.left_out) == (8, 2.0, 8, 8)
 
 
 def test_what_lost_its_beginning_is_shown_too():
     tokens = tokens_of(4 * BLOCK_TOKENS)
-    (run,) = plant({"disk": blocks(tokens)[2:]}, [agent("a", tokens)]).runs
+    (run,) = build_forest({"disk": blocks(tokens)[2:]}, [agent("a", tokens)]).runs
     assert (run.parent, run.number, run.n_blocks) == (None, 2, 2)
 
 
 def test_nothing_is_an_empty_forest():
-    forest = plant({"memory": [], "disk": []}, [agent("a", tokens_of(9))])
+    forest = build_forest({"memory": [], "disk": []}, [agent("a", tokens_of(9))])
     assert (forest.runs, forest.n_blocks, forest.left_out) == ((), 0, 0)
 
 
@@ -112,7 +112,7 @@ def test_many_blocks_become_few_runs():
     """S0-75: a picture of 10,000 blocks has as many bars as there are differences."""
     prompts = [prompt(name, 100) for name in range(100)]
     agents = [agent(f"agent-{name}", tokens) for name, tokens in enumerate(prompts)]
-    forest = plant({"disk": merged(*prompts)}, agents)
+    forest = build_forest({"disk": merged(*prompts)}, agents)
     assert forest.n_blocks == 10_000
     assert forest.left_out == 4
     assert len(forest.runs) <= 101
@@ -125,7 +125,7 @@ def test_no_block_is_lost_or_told_twice(shapes):
     prompts = [COMMON[: n * BLOCK_TOKENS] + tokens_of(m * 200 + 1, seed=m) for n, m in shapes]
     stored = merged(*prompts)
     agents = [agent(str(name), tokens) for name, tokens in enumerate(prompts)]
-    forest = plant({"disk": stored}, agents)
+    forest = build_forest({"disk": stored}, agents)
     assert sum(run.n_blocks for run in forest.runs) == len(stored) == forest.n_blocks
     assert sum(run.n_tokens for run in forest.runs) == sum(block.n_tokens for block in stored)
     place = {run.key: row for row, run in enumerate(forest.runs)}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keepwarm.cache.agents.pins import Marks
+from keepwarm.cache.agents.pins import TtlPins
 from keepwarm.prefix.blocks import chain
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
 from keepwarm.store.record import Part
@@ -24,17 +24,17 @@ def test_a_mark_pins_the_block_it_lies_in_until_its_end(tmp_path):
     refs = list(chain(NAMESPACE, tokens))
     for ref in refs:
         disk.put(record(ref)).durable.result()
-    marks = Marks(disk, clock)
-    marks.hold(NAMESPACE, tokens, 300, 60)
-    marks.hold(NAMESPACE, tokens, 300, 3600)
+    pins = TtlPins(disk, clock)
+    pins.pin(NAMESPACE, tokens, 300, 60)
+    pins.pin(NAMESPACE, tokens, 300, 3600)
     assert pinned(disk) == {refs[1].key}
     clock.now += 61
-    assert marks.sweep() == 1
+    assert pins.expire() == 1
     assert pinned(disk) == {refs[1].key}, "the longer wish holds"
     disk.close()
     again = DiskTier(tmp_path)
     clock.now += 3600
-    assert Marks(again, clock).sweep() == 1
+    assert TtlPins(again, clock).expire() == 1
     assert pinned(again) == set()
     again.close()
 
@@ -48,7 +48,7 @@ def test_a_mark_pins_the_checkpoint_at_its_place_too(tmp_path):
     for ref in whole:
         disk.put(record(ref)).durable.result()
     disk.put(record(ending, Part.STATE)).durable.result()
-    Marks(disk, Clock()).hold(NAMESPACE, tokens, 300, 60)
+    TtlPins(disk, Clock()).pin(NAMESPACE, tokens, 300, 60)
     assert pinned(disk) == {whole[1].key, ending.key}
     disk.close()
 
@@ -56,9 +56,9 @@ def test_a_mark_pins_the_checkpoint_at_its_place_too(tmp_path):
 @pytest.mark.parametrize("place", [0, 999])
 def test_a_place_beyond_the_conversation_is_nobodys(place, tmp_path):
     disk, clock = DiskTier(tmp_path), Clock()
-    Marks(disk, clock).hold(NAMESPACE, [1, 2, 3], place, None)
+    TtlPins(disk, clock).pin(NAMESPACE, [1, 2, 3], place, None)
     clock.now += 1e6
-    assert Marks(disk, clock).sweep() == 0
+    assert TtlPins(disk, clock).expire() == 0
     disk.close()
 
 
@@ -75,7 +75,7 @@ def test_eviction_spares_a_mark_until_its_end_and_no_longer(tmp_path, secret):
         return made.header.key
 
     marked, other = put([1]), put([2])
-    Marks(disk, clock).hold(NAMESPACE, [1], 1, 60)
+    TtlPins(disk, clock).pin(NAMESPACE, [1], 1, 60)
     for n in range(3, 9):
         put([n])
     assert set(disk.have([marked, other])) == {marked}

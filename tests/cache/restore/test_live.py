@@ -9,10 +9,9 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from keepwarm import kv
-from keepwarm.cache.restore.live import Live, Taken
+from keepwarm.cache.restore.live import Live, LiveHit
 from keepwarm.errors import CacheMismatch
 from keepwarm.prefix.blocks import Namespace
-from keepwarm.prefix.reuse import Candidate
 from tests.kit.compare import assert_differs, assert_same
 from tests.kit.models import ARCHITECTURES, WINDOW
 from tests.kit.runs import cold, continue_from, prefill, settle
@@ -74,7 +73,7 @@ def test_a_fork_is_a_copy_and_the_original_stays(live, prompt, n_tokens):
     tokens, caches = said(50), rows(50)
     expected = mx.array(caches[0].keys[..., :n_tokens, :])
     live.put(OURS, tokens, caches)
-    assert live.look(OURS, prompt).n_held == 50
+    assert live.n_served(OURS, prompt) == n_tokens
     for _ in range(2):
         taken = live.take(OURS, prompt)
         assert taken.n_tokens == kv.token_count(taken.caches) == n_tokens
@@ -99,7 +98,7 @@ def test_the_longest_is_taken(live):
     for n in (20, 60, 40):
         live.put(OURS, [*prompt[:n], 1, 1], rows(n + 2))
     assert live.take(OURS, prompt).n_tokens == 60
-    assert live.look(OURS, prompt) == Candidate(60, 62, can_trim=True)
+    assert live.n_served(OURS, prompt) == 60
 
 
 def test_nothing_is_taken_that_one_has_already(live):
@@ -112,7 +111,17 @@ def test_content_decides_not_length(live):
     """S4-21: a longer conversation that begins otherwise is a miss."""
     live.put(OURS, said(50), rows(50))
     assert live.take(OURS, [(said(1)[0] + 1) % 128, *said(80)[1:]]) is None
-    assert live.look(OURS, said(80, seed=3)) is None
+    assert live.n_served(OURS, said(80, seed=3)) == 0
+
+
+@pytest.mark.parametrize("n_same", [1, 63, 64, 150, 199])
+def test_every_token_is_compared(live, n_same):
+    """S4-21, S4-22: a single token that differs ends the match, wherever it stands."""
+    prompt = said(300)
+    live.put(OURS, said(200), rows(200))
+    prompt[n_same] = (prompt[n_same] + 1) % 128
+    assert live.n_served(OURS, prompt) == n_same
+    assert live.take(OURS, prompt).n_tokens == n_same
 
 
 def test_namespaces_share_nothing(live):
@@ -243,7 +252,7 @@ def test_the_least_recently_used_goes_first():
         live.put(OURS, said(100, seed), rows(100))
     assert live.take(OURS, said(50, 0)).n_tokens == 49
     live.put(OURS, said(100, 3), rows(100))
-    there = [live.look(OURS, said(100, seed)) is not None for seed in range(4)]
+    there = [live.n_served(OURS, said(100, seed)) > 0 for seed in range(4)]
     assert there == [True, False, True, True]
     assert live.stats.evicted == 1
     assert live.stats.n_bytes == live.max_bytes
@@ -293,22 +302,12 @@ def test_shedding_frees_as_much_as_asked_and_no_more(live):
     for seed in range(4):
         live.put(OURS, said(100, seed), rows(100))
     start, each = mx.get_active_memory(), 100 * ROW_BYTES
-    assert live.shed(each + 1) == 2 * each
+    assert live.release(each + 1) == 2 * each
     assert start - mx.get_active_memory() >= 2 * each
     assert live.stats.entries == 2
-    assert live.shed(0) == 0
-    assert live.shed(ALL) == 2 * each
-    assert live.shed(1) == 0
-
-
-def test_what_begins_with_some_tokens_can_be_dropped(live):
-    shared = said(30)
-    for seed in (1, 2):
-        live.put(OURS, [*shared, *said(10, seed)], rows(40))
-    live.put(THEIRS, shared, rows(30))
-    live.put(OURS, said(30, 9), rows(30))
-    assert live.drop(OURS, shared) == 80 * ROW_BYTES
-    assert live.stats.entries == 2
+    assert live.release(0) == 0
+    assert live.release(ALL) == 2 * each
+    assert live.release(1) == 0
 
 
 def test_a_conversation_is_dropped_with_all_its_models_and_nobody_else(live):
@@ -316,9 +315,9 @@ def test_a_conversation_is_dropped_with_all_its_models_and_nobody_else(live):
     live.put(THEIRS, said(30), rows(30), owner="a")
     live.put(OURS, said(30, 1), rows(30), owner="b")
     live.put(OURS, said(30, 2), rows(30))
-    assert live.drop_owner("a") == 60 * ROW_BYTES
+    assert live.release_owned("a") == 60 * ROW_BYTES
     assert live.stats.entries == 2
-    assert live.drop_owner("nobody") == 0
+    assert live.release_owned("nobody") == 0
 
 
 def test_shedding_beside_putting_and_taking(live):
@@ -328,7 +327,7 @@ def test_shedding_beside_putting_and_taking(live):
     def shed():
         while not stop.wait(0.001):
             try:
-                live.shed(100 * ROW_BYTES)
+                live.release(100 * ROW_BYTES)
             except Exception as error:
                 failed.append(error)
 
@@ -337,7 +336,7 @@ def test_shedding_beside_putting_and_taking(live):
     for seed in range(100):
         live.put(OURS, said(50, seed % 7), rows(50))
         taken = live.take(OURS, said(40, seed % 7))
-        assert isinstance(taken, Taken | None)
+        assert isinstance(taken, LiveHit | None)
     stop.set()
     other.join()
     assert failed == []
@@ -357,5 +356,5 @@ def test_long_prompts_are_found_quickly(live, can_trim):
     live.put(OURS, prompt, caches)
     started = time.perf_counter()
     assert live.take(OURS, [*prompt, 1]).n_tokens == 100_000
-    assert live.look(OURS, [*prompt, 1]) == (Candidate(99_000, 100_000, True) if can_trim else None)
+    assert live.n_served(OURS, [*prompt, 1]) == (99_000 if can_trim else 0)
     assert time.perf_counter() - started < 0.5

@@ -9,7 +9,7 @@ from keepwarm.cache.restore import reading
 from keepwarm.cache.restore.loading import Loading
 from keepwarm.cache.restore.plan import Point
 from keepwarm.cache.restore.reading import Reader
-from keepwarm.cache.restore.writing import MemoryOnly
+from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec
 from keepwarm.store.memory import MemoryTier
@@ -36,7 +36,7 @@ def test_a_start_that_fails_half_way_leaves_nobody_waiting(n_begun, disk, reads,
     monkeypatch.setattr(reader._pool, "submit", few)
     point = Point(256 * len(reads), tuple(reads), 0)
     with pytest.raises(RuntimeError, match="new thread"):
-        Loading(tokens_of(point.n_tokens), point, LAYOUT, reader, MemoryOnly(MemoryTier(0)))
+        Loading(tokens_of(point.n_tokens), point, LAYOUT, reader, MemorySaver(MemoryTier(0)))
     ended = threading.Thread(target=reader.close, daemon=True)
     ended.start()
     ended.join(30)

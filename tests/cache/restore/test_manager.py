@@ -6,10 +6,11 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.cache.policy import Policy
-from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.manager import Manager, Plan
+from keepwarm.cache.restore.plan import Point
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.reading import Reader
-from keepwarm.cache.restore.writing import MemoryOnly
+from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import Namespace
@@ -29,7 +30,7 @@ def manager(model, tier):
     layout = probe(model, make_prompt_cache(model))
     rates = Rates(load_bytes_per_s=1e12, prefill_tokens_per_s=1e-3)
     tiers = Tiers([("tier", tier)])
-    return Manager(NAMESPACE, layout, tiers, Reader(tiers, 1), MemoryOnly(tier), rates)
+    return Manager(NAMESPACE, layout, tiers, Reader(tiers, 1), MemorySaver(tier), rates)
 
 
 def compute(model, kept, tokens, restored, checkpoints=()):
@@ -143,8 +144,26 @@ def test_a_slow_tier_loses_to_recomputing(tier, tiny_model):
     plan = kept.plan(PROMPT)
     assert plan.n_tokens == len(PROMPT) - 1
     assert plan.point.n_bytes > 600 * 2 * 2 * 2 * 64 * 4
-    assert not plan.worth_loading()
+    assert not plan.is_worth_loading()
     assert kept.restore(PROMPT).caches is None
+
+
+@pytest.mark.parametrize(
+    ("beyond", "load_s", "is_worth"),
+    [
+        (0, 0.8, True),  # 80 tokens at 100 a second
+        (0, 0.81, False),
+        (60, 0.2, True),
+        (60, 0.21, False),
+        (79, 0.019, True),  # too quick to be measured
+        (80, 0.0, False),
+        (90, 0.0, False),
+    ],
+)
+def test_loading_is_weighed_against_what_it_spares_beyond_the_live_cache(beyond, load_s, is_worth):
+    """S4-23: every path asks here whether stored blocks or a live cache are used."""
+    plan = Plan(Point(80, (), 0), load_s, prefill_s=0.8)
+    assert plan.is_worth_loading(beyond) is is_worth
 
 
 def test_an_aborted_request_keeps_its_finished_blocks(tier, tiny_model):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from keepwarm.cache.restore.plan import NOTHING, Forest, Needs, Point, Read, longest, n_matched
+from keepwarm.cache.restore.plan import NOTHING, KnownBlocks, Needs, Point, Read, longest, n_matched
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
 from keepwarm.store.record import Part
 from keepwarm.store.tier import BlockInfo, Child
@@ -34,7 +34,7 @@ def forest(held, needs, children=(), states=None, more=None):
     """A forest in which the prompt's first blocks are held as told."""
     have = dict(zip(KEYS, held, strict=False)) | (more or {})
     have = {k: v for k, v in have.items() if v is not None}
-    return Forest(REFS, have, n_matched(needs, REFS, have), children, states or {})
+    return KnownBlocks(REFS, have, n_matched(needs, REFS, have), children, states or {})
 
 
 def reads(*wanted):
@@ -266,7 +266,7 @@ def cases(draw):
             children.append(Child(key(n + 1), draw(st.integers(1, length))))
     children.sort(key=lambda child: -child.n_common)
     limit = draw(st.integers(1, 1300) | st.sampled_from([255, 256, 257, 512, 1023, 1024]))
-    return needs, Forest(REFS, have, matched, children, states), limit
+    return needs, KnownBlocks(REFS, have, matched, children, states), limit
 
 
 @settings(max_examples=250, deadline=None)

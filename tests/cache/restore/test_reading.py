@@ -130,7 +130,7 @@ def test_what_is_read_aside_is_fetched_for_nobody(disk, reads):
     """Whoever waits has the disk to himself."""
     far = Watched(disk)
     reader = Reader(Tiers([("disk", far)]), n_threads=1)
-    started = reader.start(reads, lambda: lambda read, record: None, aside=True)
+    started = reader.start(reads, lambda: lambda read, record: None, in_background=True)
     started.outcome()
     all_fetched(reader)
     reader.close()

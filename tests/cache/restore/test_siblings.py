@@ -7,7 +7,7 @@ import pytest
 
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.reading import Reader
-from keepwarm.cache.restore.writing import MemoryOnly
+from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, block_key, chain, pack
@@ -65,7 +65,7 @@ def tier(request, tmp_path_factory):
 def test_the_end_of_a_prompt_is_restored_among_many_siblings(tier):
     """S0-26: to the token, and in less than 10 ms."""
     tiers = Tiers([("tier", tier)])
-    manager = Manager(NAMESPACE, LAYOUT, tiers, Reader(tiers, 1), MemoryOnly(tier))
+    manager = Manager(NAMESPACE, LAYOUT, tiers, Reader(tiers, 1), MemorySaver(tier))
     seconds = []
     for _ in range(9):
         start = time.thread_time()

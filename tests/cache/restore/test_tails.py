@@ -2,10 +2,10 @@
 
 import pytest
 
-from keepwarm.cache.agents.agents import MANY_LEFT
+from keepwarm.cache.agents.agents import MAX_UNCHECKED_LEFT
+from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.writing import Writer
-from keepwarm.cache.shelf import Shelf
 from keepwarm.prefix.blocks import chain
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.memory import MemoryTier
@@ -18,15 +18,15 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def shelf(tmp_path):
-    with Shelf(tmp_path / "store", DiskLimits(min_free_bytes=0)) as opened:
+def disk_store(tmp_path):
+    with DiskStore(tmp_path / "store", DiskLimits(min_free_bytes=0)) as opened:
         opened.register(IDENTITY)
         yield opened
 
 
-def save(shelf, tokens, parts=(Part.DELTA,), memory=None, name=NAME, n_bytes=1024):
+def save(disk_store, tokens, parts=(Part.DELTA,), memory=None, name=NAME, n_bytes=1024):
     """Keep a conversation as a request does: through the writer, its open block included."""
-    writer = Writer(memory, shelf.disk, 64 * MIB)
+    writer = Writer(memory, disk_store.disk, 64 * MIB)
     for ref in chain(name, tokens):
         for part in parts:
             made = record(ref, part, n_bytes=n_bytes, namespace=name)
@@ -39,50 +39,50 @@ def lengths(tier):
 
 
 @pytest.mark.parametrize("parts", [(Part.DELTA,), (Part.DELTA, Part.WINDOW)])
-def test_a_growing_conversation_leaves_no_tails_behind(parts, shelf):
+def test_a_growing_conversation_leaves_no_tails_behind(parts, disk_store):
     tokens = tokens_of(700)
     memory = MemoryTier(64 * MIB)
     for n in (100, 200, 300, 700):
-        save(shelf, tokens[:n], parts, memory)
-    assert lengths(shelf.disk) == lengths(memory) == [188, 256, 256]
+        save(disk_store, tokens[:n], parts, memory)
+    assert lengths(disk_store.disk) == lengths(memory) == [188, 256, 256]
 
 
-def test_a_tail_with_a_state_stays(shelf):
+def test_a_tail_with_a_state_stays(disk_store):
     """A checkpoint inside a block is no prefix of a later one: it can be restored only there."""
     tokens = tokens_of(256)
-    save(shelf, tokens[:100], (Part.DELTA, Part.STATE))
-    save(shelf, tokens)
-    assert lengths(shelf.disk) == [100, 256]
+    save(disk_store, tokens[:100], (Part.DELTA, Part.STATE))
+    save(disk_store, tokens)
+    assert lengths(disk_store.disk) == [100, 256]
 
 
-def test_a_tail_stays_while_the_longer_block_lacks_its_window_rows(shelf):
+def test_a_tail_stays_while_the_longer_block_lacks_its_window_rows(disk_store):
     tokens = tokens_of(256)
-    save(shelf, tokens[:100], (Part.DELTA, Part.WINDOW))
-    save(shelf, tokens, (Part.DELTA,))
-    assert lengths(shelf.disk) == [100, 256]
-    save(shelf, tokens, (Part.WINDOW,))
-    assert lengths(shelf.disk) == [256]
+    save(disk_store, tokens[:100], (Part.DELTA, Part.WINDOW))
+    save(disk_store, tokens, (Part.DELTA,))
+    assert lengths(disk_store.disk) == [100, 256]
+    save(disk_store, tokens, (Part.WINDOW,))
+    assert lengths(disk_store.disk) == [256]
 
 
-def test_a_pinned_or_unrelated_tail_stays(shelf):
+def test_a_pinned_or_unrelated_tail_stays(disk_store):
     tokens = tokens_of(256)
-    save(shelf, tokens[:100])
+    save(disk_store, tokens[:100])
     (pinned,) = [ref.key for ref in chain(NAME, tokens[:100])]
-    shelf.disk.pin(pinned, "somebody")
-    save(shelf, [*tokens[:50], *tokens_of(60, seed=8)])
-    save(shelf, tokens)
-    assert lengths(shelf.disk) == [100, 110, 256]
+    disk_store.disk.pin(pinned, "somebody")
+    save(disk_store, [*tokens[:50], *tokens_of(60, seed=8)])
+    save(disk_store, tokens)
+    assert lengths(disk_store.disk) == [100, 110, 256]
 
 
-def test_an_agent_whose_tail_was_outgrown_loses_nothing(shelf, tmp_path):
+def test_an_agent_whose_tail_was_outgrown_loses_nothing(disk_store, tmp_path):
     tokens = tokens_of(600)
-    save(shelf, tokens[:300])
-    shelf.agents.advance("old", NAME, tokens[:300])
-    save(shelf, tokens)
-    assert lengths(shelf.disk) == [88, 256, 256]
-    assert shelf.tokens_of(shelf.agents.show("old")) == tokens[:300]
-    shelf.export_agent("old", tmp_path / "old.kw")
-    with Shelf(tmp_path / "other", LIMITS) as other:
+    save(disk_store, tokens[:300])
+    disk_store.agents.advance("old", NAME, tokens[:300])
+    save(disk_store, tokens)
+    assert lengths(disk_store.disk) == [88, 256, 256]
+    assert disk_store.tokens_of(disk_store.agents.show("old")) == tokens[:300]
+    disk_store.export_agent("old", tmp_path / "old.kw")
+    with DiskStore(tmp_path / "other", LIMITS) as other:
         made = other.import_agent(tmp_path / "old.kw", IDENTITY)
         assert (made.n_tokens, other.tokens_of(made)) == (300, tokens[:300])
 
@@ -92,92 +92,92 @@ def test_an_agent_whose_tail_was_outgrown_loses_nothing(shelf, tmp_path):
 def test_deleting_takes_what_has_outgrown_the_tail(n_shared, secret, tmp_path):
     """Whoever asked for the longer prompt: the agent's tokens are in it."""
     shared, mine = tokens_of(n_shared), tokens_of(100, seed=1)
-    with Shelf(tmp_path / "store", LIMITS, secret=secret) as shelf:
-        name = shelf.register(IDENTITY)
-        shelf.agents.advance("other", name, shared)
-        save(shelf, shared + mine, name=name)
-        agent = shelf.agents.advance("mine", name, shared + mine)
+    with DiskStore(tmp_path / "store", LIMITS, secret=secret) as disk_store:
+        name = disk_store.register(IDENTITY)
+        disk_store.agents.advance("other", name, shared)
+        save(disk_store, shared + mine, name=name)
+        agent = disk_store.agents.advance("mine", name, shared + mine)
         longer = [shared + mine + tokens_of(n, seed=n) for n in (30, 400)]
         for tokens in longer:
-            save(shelf, tokens, name=name)
-        assert not shelf.disk.have(agent.blocks[-1:])
-        shelf.agents.delete("mine")
-        assert lengths(shelf.disk) == [256] * (n_shared // 256)
+            save(disk_store, tokens, name=name)
+        assert not disk_store.disk.have(agent.blocks[-1:])
+        disk_store.agents.delete("mine")
+        assert lengths(disk_store.disk) == [256] * (n_shared // 256)
         if secret is None:
-            assert not holds_tokens(shelf.disk.root, mine)
+            assert not holds_tokens(disk_store.disk.root, mine)
 
 
-def test_deleting_takes_what_goes_on_from_a_tail_that_is_still_there(shelf):
+def test_deleting_takes_what_goes_on_from_a_tail_that_is_still_there(disk_store):
     mine = tokens_of(100)
-    save(shelf, mine)
-    shelf.agents.advance("mine", NAME, mine)
-    shelf.agents.promise("mine", pinned=True)
-    save(shelf, tokens_of(300))
-    assert lengths(shelf.disk) == [44, 100, 256]
-    shelf.agents.delete("mine")
-    assert not holds_tokens(shelf.disk.root, mine)
+    save(disk_store, mine)
+    disk_store.agents.advance("mine", NAME, mine)
+    disk_store.agents.update("mine", pinned=True)
+    save(disk_store, tokens_of(300))
+    assert lengths(disk_store.disk) == [44, 100, 256]
+    disk_store.agents.delete("mine")
+    assert not holds_tokens(disk_store.disk.root, mine)
 
 
-def test_deleting_takes_what_outgrew_a_tail_that_was_rewound(shelf):
+def test_deleting_takes_what_outgrew_a_tail_that_was_rewound(disk_store):
     tokens = tokens_of(400)
     for n in (100, 200):
-        save(shelf, tokens[:n])
-        shelf.agents.advance("mine", NAME, tokens[:n])
-    shelf.agents.rewind("mine", 1)
-    save(shelf, tokens)
-    save(shelf, tokens[:100] + tokens_of(300, seed=1))
-    shelf.agents.delete("mine")
-    assert not holds_tokens(shelf.disk.root, tokens[:200])
+        save(disk_store, tokens[:n])
+        disk_store.agents.advance("mine", NAME, tokens[:n])
+    disk_store.agents.rewind("mine", 1)
+    save(disk_store, tokens)
+    save(disk_store, tokens[:100] + tokens_of(300, seed=1))
+    disk_store.agents.delete("mine")
+    assert not holds_tokens(disk_store.disk.root, tokens[:200])
 
 
-def test_deleting_spares_what_stands_in_for_the_tail_of_another(shelf):
+def test_deleting_spares_what_stands_in_for_the_tail_of_another(disk_store):
     """A fork went on from the agent's tail; when it goes, the agent has all it had."""
     tokens = tokens_of(400)
-    save(shelf, tokens[:300])
-    shelf.agents.advance("first", NAME, tokens[:300])
-    shelf.agents.fork("first", "fork")
-    save(shelf, tokens)
-    shelf.agents.advance("fork", NAME, tokens)
-    assert lengths(shelf.disk) == [144, 256]
-    shelf.agents.delete("fork")
-    assert shelf.tokens_of(shelf.agents.show("first")) == tokens[:300]
+    save(disk_store, tokens[:300])
+    disk_store.agents.advance("first", NAME, tokens[:300])
+    disk_store.agents.fork("first", "fork")
+    save(disk_store, tokens)
+    disk_store.agents.advance("fork", NAME, tokens)
+    assert lengths(disk_store.disk) == [144, 256]
+    disk_store.agents.delete("fork")
+    assert disk_store.tokens_of(disk_store.agents.show("first")) == tokens[:300]
 
 
-def test_deleting_spares_a_checkpoint_inside_what_another_has(shelf):
+def test_deleting_spares_a_checkpoint_inside_what_another_has(disk_store):
     tokens = tokens_of(256)
-    save(shelf, tokens[:100], (Part.DELTA, Part.STATE))
-    save(shelf, tokens)
-    shelf.agents.advance("first", NAME, tokens)
-    shelf.agents.fork("first", "fork")
-    shelf.agents.delete("fork")
-    assert lengths(shelf.disk) == [100, 256]
-    shelf.agents.delete("first")
-    assert lengths(shelf.disk) == []
+    save(disk_store, tokens[:100], (Part.DELTA, Part.STATE))
+    save(disk_store, tokens)
+    disk_store.agents.advance("first", NAME, tokens)
+    disk_store.agents.fork("first", "fork")
+    disk_store.agents.delete("fork")
+    assert lengths(disk_store.disk) == [100, 256]
+    disk_store.agents.delete("first")
+    assert lengths(disk_store.disk) == []
 
 
-def test_what_an_agent_has_left_is_known_however_often_it_is_outgrown(shelf):
-    pasts = [tokens_of(60, seed=seed) for seed in range(MANY_LEFT + 2)]
+def test_what_an_agent_has_left_is_known_however_often_it_is_outgrown(disk_store):
+    pasts = [tokens_of(60, seed=seed) for seed in range(MAX_UNCHECKED_LEFT + 2)]
     for tokens in pasts:
-        save(shelf, tokens[:20])
-        agent = shelf.agents.advance("mine", NAME, tokens[:20])
+        save(disk_store, tokens[:20])
+        agent = disk_store.agents.advance("mine", NAME, tokens[:20])
     for n in (40, 60):
         for tokens in pasts:
-            save(shelf, tokens[:n])
-        agent = shelf.agents.advance("mine", NAME, pasts[0][:20])
-        assert len(agent.left) > MANY_LEFT
-    shelf.agents.delete("mine")
-    assert lengths(shelf.disk) == []
+            save(disk_store, tokens[:n])
+        agent = disk_store.agents.advance("mine", NAME, pasts[0][:20])
+        assert len(agent.left) > MAX_UNCHECKED_LEFT
+    disk_store.agents.delete("mine")
+    assert lengths(disk_store.disk) == []
 
 
 def test_a_pin_holds_an_agent_whose_tail_was_outgrown(tmp_path):
     limits = DiskLimits(max_bytes=3 * MIB, min_free_bytes=0)
-    with Shelf(tmp_path / "store", limits) as shelf:
-        shelf.disk._clock = Minutes()
+    with DiskStore(tmp_path / "store", limits) as disk_store:
+        disk_store.disk._clock = Minutes()
         tokens = tokens_of(700)
-        save(shelf, tokens[:600], n_bytes=100_000)
-        shelf.agents.advance("kept", NAME, tokens[:600])
-        save(shelf, tokens, n_bytes=100_000)
-        shelf.agents.promise("kept", pinned=True)
+        save(disk_store, tokens[:600], n_bytes=100_000)
+        disk_store.agents.advance("kept", NAME, tokens[:600])
+        save(disk_store, tokens, n_bytes=100_000)
+        disk_store.agents.update("kept", pinned=True)
         for seed in range(10, 40):
-            save(shelf, tokens_of(512, seed=seed), n_bytes=100_000)
-        assert shelf.tokens_of(shelf.agents.show("kept")) == tokens[:600]
+            save(disk_store, tokens_of(512, seed=seed), n_bytes=100_000)
+        assert disk_store.tokens_of(disk_store.agents.show("kept")) == tokens[:600]

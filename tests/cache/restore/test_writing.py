@@ -6,7 +6,7 @@ import time
 import pytest
 
 from keepwarm.cache.policy import Policy
-from keepwarm.cache.restore.writing import TRUCE_S, MemoryOnly, Writer
+from keepwarm.cache.restore.writing import WRITE_BACKOFF_S, MemorySaver, Writer
 from keepwarm.store.disk.wear import Wear
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, ReadBuffer
@@ -61,7 +61,7 @@ def test_what_lasts_is_known_from_the_moment_it_is_put(disk, records):
     gated.gate.set()
     writer.flush()
     assert writer.kept(keys).keys() == {keys[0]}
-    assert MemoryOnly(memory).kept(keys).keys() == set(keys)
+    assert MemorySaver(memory).kept(keys).keys() == set(keys)
     writer.close()
     memory.close()
 
@@ -204,13 +204,13 @@ def test_a_disk_that_refused_is_left_alone_for_a_while(disk, records, monkeypatc
     for record, takes in zip(records[:2], (True, False), strict=True):
         writer.put(record, Policy.READ_WRITE)
         writer.flush()
-        assert writer.takes_again(Policy.READ_WRITE) is takes
-    assert writer.takes_again(Policy.DURABLE)
-    assert not writer.takes_again(Policy.EPHEMERAL)
-    now[0] += TRUCE_S
-    assert writer.takes_again(Policy.READ_WRITE)
+        assert writer.accepts_resaves(Policy.READ_WRITE) is takes
+    assert writer.accepts_resaves(Policy.DURABLE)
+    assert not writer.accepts_resaves(Policy.EPHEMERAL)
+    now[0] += WRITE_BACKOFF_S
+    assert writer.accepts_resaves(Policy.READ_WRITE)
     writer.close()
-    assert not MemoryOnly(MemoryTier(MIB)).takes_again(Policy.DURABLE)
+    assert not MemorySaver(MemoryTier(MIB)).accepts_resaves(Policy.DURABLE)
 
 
 def test_bytes_that_were_there_already_wear_nothing(disk, records):

@@ -219,7 +219,7 @@ def test_the_session_of_claude_code_is_an_agent(live, client):
 
 
 def wait_for_agent(live, name):
-    wait_until(lambda: name in {a.id for a in live.host.engine.store.shelf.agents.all()})
+    wait_until(lambda: name in {a.id for a in live.host.engine.store.on_disk.agents.all()})
 
 
 # What is wrong.

@@ -249,7 +249,7 @@ def test_ten_thousand_blocks(browser, serving):
         for seed in range(100):
             tokens = [1] * (2 * BLOCK_TOKENS) + [2 + seed] * (100 * BLOCK_TOKENS)
             for ref in chain(name, tokens):
-                engine.store._opened.memory.put(record(ref, n_bytes=512, namespace=name))
+                engine.store.memory.put(record(ref, n_bytes=512, namespace=name))
         with watched(browser, live.url) as page:
             page.goto(live.url)
             page.get_by_text("10,000 blocks in").wait_for()

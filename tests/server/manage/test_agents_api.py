@@ -124,7 +124,7 @@ def test_a_deleted_agent_is_gone(serving):
         assert gone["deleted"] is True
         assert gone["removed_blocks"] > 0
         assert delete(live, "dave").status_code == 404
-        assert live.host.engine.store.shelf.disk.stats().blocks == 0
+        assert live.host.engine.store.on_disk.disk.stats().blocks == 0
 
 
 @pytest.mark.parametrize("wrong", ["-x", "a/b", "a b", "x" * 101, "..", "%2e%2e"])

@@ -155,7 +155,7 @@ def files_with(live, messages):
     """Those of the store that hold token ids of a prompt."""
     engine = live.host.engine
     words = pack(engine.prepare(Request(messages=messages)).tokens[8:40])
-    paths = [path for path in engine.store.shelf.disk.root.rglob("*") if path.is_file()]
+    paths = [path for path in engine.store.on_disk.disk.root.rglob("*") if path.is_file()]
     return [path for path in paths if words in path.read_bytes()]
 
 

@@ -259,7 +259,7 @@ def test_what_the_cache_may_do_is_asked_by_header_or_body(client):
 def test_an_agent_is_known_by_header_body_or_the_clients_own_field(live, client, name, options):
     """S2-18: whichever way a conversation is named, it is kept under that name."""
     ask(client, **options)
-    agents = live.host.engine.store.shelf.agents
+    agents = live.host.engine.store.on_disk.agents
     wait_until(lambda: name in [agent.id for agent in agents.all()])
 
 

@@ -239,7 +239,7 @@ def test_the_session_of_codex_is_an_agent(live, client):
     """The same agent from `prompt_cache_key` and from the header."""
 
     def known(name):
-        return name in {agent.id for agent in live.host.engine.store.shelf.agents.all()}
+        return name in {agent.id for agent in live.host.engine.store.on_disk.agents.all()}
 
     ask(client, prompt_cache_key="codex-in-the-body")
     wait_until(lambda: known("codex-in-the-body"))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
-from keepwarm.cache.shelf import Shelf
+from keepwarm.cache.disk_store import DiskStore
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk import fsck
 from keepwarm.store.disk.disk import DiskTier
@@ -175,9 +175,9 @@ class Expected:
         elif verb == "unpin":
             self.pinned.discard(block)
 
-    def settle(self, shelf: Shelf) -> None:
+    def settle(self, disk_store: DiskStore) -> None:
         """Take over what became of the operations that were cut."""
-        tier = shelf.disk
+        tier = disk_store.disk
         for key in self.cut:
             known = tier.have([key]).get(key)
             self.rows = {name: n for name, n in self.rows.items() if name[0] != key}
@@ -185,7 +185,7 @@ class Expected:
                 self.rows |= {(key, part): known.w_rows for part in known.parts}
             self.pinned.discard(key)
             self.pinned |= {key} if is_held(tier, key, "test") else set()
-        there = {agent.id for agent in shelf.agents.all()}
+        there = {agent.id for agent in disk_store.agents.all()}
         for name, cut in self.cut_agents.items():
             if name in there:
                 held = is_held(tier, cut.keys[-1], f"agent:{name}")
@@ -206,12 +206,12 @@ def check_after_start(place: Path, expected: Expected, secret: str | None = None
     """Everything the next start owes, and that the books agree with the files."""
     assert not holding_tokens(place, expected.forgotten)  # before anybody cuts the log
     marked = marked_for_deletion(place / "index.sqlite")
-    with Shelf(place, crash.LIMITS, secret=secret) as shelf:
-        tier = shelf.disk
+    with DiskStore(place, crash.LIMITS, secret=secret) as disk_store:
+        tier = disk_store.disk
         expected.rows = {name: n for name, n in expected.rows.items() if name[0] not in marked}
         check_found(tier, expected)
         check_files(tier, expected.spoiled)
-        check_agents(shelf, expected)
+        check_agents(disk_store, expected)
         assert not set(tier.have(expected.deleted)), "deleted and back"
         assert not set(tier.have(marked)), "a deletion was not finished"
         assert marked - {k for k, verb in expected.cut.items() if verb == "delete"} <= (
@@ -219,7 +219,7 @@ def check_after_start(place: Path, expected: Expected, secret: str | None = None
         ), "a pinned block was evicted"
         for key in expected.pinned - expected.cut.keys():
             assert is_held(tier, key, "test"), "a pin was lost"
-        expected.settle(shelf)
+        expected.settle(disk_store)
 
 
 def is_held(tier: DiskTier, key: BlockKey, owner: str) -> bool:
@@ -227,15 +227,15 @@ def is_held(tier: DiskTier, key: BlockKey, owner: str) -> bool:
     return hidden in tier.index.lookups.owners(key)
 
 
-def check_agents(shelf: Shelf, expected: Expected) -> None:
-    assert not list(shelf.agents.unreadable())
-    there = {agent.id: agent for agent in shelf.agents.all()}
+def check_agents(disk_store: DiskStore, expected: Expected) -> None:
+    assert not list(disk_store.agents.unreadable())
+    there = {agent.id: agent for agent in disk_store.agents.all()}
     assert expected.agents.keys() <= there.keys(), "an agent was lost"
     assert there.keys() <= expected.agents.keys() | expected.cut_agents.keys(), "removed and back"
     for name, agent in expected.agents.items():
         assert there[name].blocks == agent.keys
         if agent.pinned:
-            held = is_held(shelf.disk, agent.keys[-1], f"agent:{name}")
+            held = is_held(disk_store.disk, agent.keys[-1], f"agent:{name}")
             assert held, "what was promised to an agent was lost"
 
 
@@ -243,11 +243,11 @@ def finish_removing(
     place: Path, expected: Expected, cut: Mapping[str, Named], secret: str | None
 ) -> None:
     """What a kill cut short is asked for again, unless it is done; then nothing is left of it."""
-    with Shelf(place, crash.LIMITS, secret=secret) as shelf:
+    with DiskStore(place, crash.LIMITS, secret=secret) as disk_store:
         for name in cut.keys() & expected.agents.keys():
-            shelf.agents.delete(name)
+            disk_store.agents.delete(name)
             del expected.agents[name]
-        clear_quarantine(shelf.disk)
+        clear_quarantine(disk_store.disk)
         assert not list((place / "quarantine").iterdir())
     assert not holding_tokens(place, keys_of(cut) - keys_of(expected.agents))
 
@@ -310,7 +310,7 @@ def kill_at_steps(
     """Run the scenario once whole, then on a fresh copy for each step, or every so many; count."""
     n_kills = 0
     template = place / "template"
-    Shelf(template, crash.LIMITS, secret=secret).close()
+    DiskStore(template, crash.LIMITS, secret=secret).close()
     start = server.run(Request(str(template), "fill", secret=secret))
     assert start[-1] == "exit 0"
     whole = copy_of(template, place)

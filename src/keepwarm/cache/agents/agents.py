@@ -1,8 +1,7 @@
-"""Named conversations: which blocks an agent has, where its turns end, what is promised to it.
+"""Named conversations: which blocks an agent has, where its turns end, its pin and its limits.
 
-An agent is a record of its own, `agents/<id>.json`, published like a block (sealed, and under a
-hidden name, in a sealed store). It names blocks and copies none, so a fork or a rewind costs a
-small file.
+An agent is a file, `agents/<id>.json`, published like a block (sealed, and under a hidden name, in
+a sealed store). It names blocks and copies none, so a fork or a rewind costs a small file.
 """
 
 from __future__ import annotations
@@ -12,13 +11,22 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from keepwarm.cache.agents.holders import Head, begun_with, holders
+from keepwarm.cache.agents.holders import AgentBlock, find_extensions, find_holders
 from keepwarm.errors import BadInput, BadRecord, NewerFormat, UnknownAgent
-from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, chain, pack, root
+from keepwarm.prefix.blocks import (
+    BLOCK_TOKENS,
+    BlockKey,
+    Namespace,
+    block_key,
+    chain,
+    common_prefix,
+    pack,
+    root,
+)
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.upkeep import (
     Progress,
@@ -30,8 +38,8 @@ from keepwarm.store.disk.upkeep import (
 )
 from keepwarm.store.tier import as_store_errors
 
-VERSION = 2  # 1 did not say what an agent has left
-MANY_LEFT = 64  # so many are kept without asking whether they are still there
+VERSION = 2  # version 1 had no `left`
+MAX_UNCHECKED_LEFT = 64  # abandoned blocks listed without checking that they still exist
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, BadRecord, NewerFormat)
 
@@ -44,21 +52,21 @@ class Agent:
     n_tokens: int = 0
     turns: tuple[int, ...] = ()  # where each turn ended, in tokens
     pinned: bool = False
-    quota_bytes: int | None = None  # this much of it nobody else may evict
-    retention_s: float | None = None  # forgotten when unused for longer
+    quota_bytes: int | None = None  # its first blocks, up to this size, are not evicted
+    retention_s: float | None = None  # deleted when unused for longer
     created: float = 0.0
     used: float = 0.0
     forked_from: str = ""
-    left: tuple[Head, ...] = ()  # blocks of a past that it has taken back, as long as they last
+    left: tuple[AgentBlock, ...] = ()  # abandoned by a rewind or an edit, while they exist
 
     @property
-    def heads(self) -> list[Head]:
-        """Its blocks. One that it was rewound into is longer than what the agent has of it."""
-        longer = {head.key: head for head in self.left}
+    def sized_blocks(self) -> list[AgentBlock]:
+        """Its blocks, with sizes. After a rewind the last may be longer than the agent's part."""
+        longer = {block.key: block for block in self.left}
         parents = (root(self.namespace), *self.blocks)
         sizes = (self.n_tokens - n * BLOCK_TOKENS for n in range(len(self.blocks)))
         return [
-            longer.get(key) or Head(key, parent, min(n_tokens, BLOCK_TOKENS))
+            longer.get(key) or AgentBlock(key, parent, min(n_tokens, BLOCK_TOKENS))
             for key, parent, n_tokens in zip(self.blocks, parents, sizes, strict=False)
         ]
 
@@ -77,7 +85,7 @@ class Agent:
     @classmethod
     def from_json(cls, text: str) -> Agent:
         fields: dict[str, Any] = json.loads(text)
-        version = fields.pop("version", 1)  # it was not said at first
+        version = fields.pop("version", 1)  # version 1 had no such field
         if version > VERSION:
             raise NewerFormat(f"agent version {version} is newer than {VERSION}")
         return cls(
@@ -86,13 +94,13 @@ class Agent:
                 "namespace": Namespace(bytes.fromhex(fields["namespace"])),
                 "blocks": tuple(BlockKey(bytes.fromhex(key)) for key in fields["blocks"]),
                 "turns": tuple(fields["turns"]),
-                "left": tuple(_head(*head) for head in fields.get("left", ())),
+                "left": tuple(_agent_block(*block) for block in fields.get("left", ())),
             }
         )
 
 
-def _head(key: str, parent: str, n_tokens: int) -> Head:
-    return Head(BlockKey(bytes.fromhex(key)), BlockKey(bytes.fromhex(parent)), n_tokens)
+def _agent_block(key: str, parent: str, n_tokens: int) -> AgentBlock:
+    return AgentBlock(BlockKey(bytes.fromhex(key)), BlockKey(bytes.fromhex(parent)), n_tokens)
 
 
 class Agents:
@@ -103,12 +111,12 @@ class Agents:
         self._clock = clock
 
     def all(self) -> Iterator[Agent]:
-        """Those that can be read; `unreadable` names the others."""
+        """All readable agents; `unreadable` lists the others."""
         found = [agent for _, agent in self._each() if isinstance(agent, Agent)]
         return iter(sorted(found, key=lambda agent: agent.id))
 
     def unreadable(self) -> Iterator[tuple[str, Exception]]:
-        """Files torn by hand or written by a newer Keepwarm, and what was said of each."""
+        """Files that are damaged or from a newer Keepwarm, each with its error."""
         for path, why in self._each():
             if isinstance(why, Exception):
                 yield path.name, why
@@ -118,7 +126,7 @@ class Agents:
             try:
                 yield path, self._read(path)
             except FileNotFoundError:
-                continue  # deleted meanwhile
+                continue  # deleted by another process
             except UNREADABLE as error:
                 yield path, error
 
@@ -127,27 +135,27 @@ class Agents:
         try:
             return self._read(path)
         except FileNotFoundError as error:
-            raise UnknownAgent(f"There is no agent {agent_id!r}; `cache ls` names them.") from error
+            raise UnknownAgent(f"There is no agent {agent_id!r}; `cache ls` lists them.") from error
         except NewerFormat as error:
             raise BadInput(
                 f"Agent {agent_id!r} was written by a newer Keepwarm; update this one."
             ) from error
         except UNREADABLE as error:
             raise BadInput(
-                f"Agent {agent_id!r} is not as it was written ({error}); remove {path}."
+                f"The file of agent {agent_id!r} is damaged ({error}); delete {path}."
             ) from error
 
     def _read(self, path: Path) -> Agent:
         return Agent.from_json(read_file(self._disk, path).decode())
 
-    def create(self, agent_id: str, namespace: Namespace, **promises: Any) -> Agent:
+    def create(self, agent_id: str, namespace: Namespace, **fields: Any) -> Agent:
         if self._path(agent_id).exists():
-            raise BadInput(f"There is an agent {agent_id!r} already; choose another id.")
+            raise BadInput(f"Agent {agent_id!r} already exists; choose another id.")
         now = self._clock()
-        return self._save(Agent(agent_id, namespace, created=now, used=now, **promises))
+        return self._save(Agent(agent_id, namespace, created=now, used=now, **fields))
 
     def advance(self, agent_id: str, namespace: Namespace, tokens: Sequence[int]) -> Agent:
-        """Say what an agent's conversation is now, at the end of a turn; made if it is new."""
+        """Record an agent's conversation at the end of a turn; creates the agent if it is new."""
         try:
             agent = self.show(agent_id)
         except UnknownAgent:
@@ -163,12 +171,12 @@ class Agents:
                 n_tokens=len(tokens),
                 turns=turns,
                 used=self._clock(),
-                left=self._lasting(_left(agent, _n_kept(agent, namespace, blocks, tokens))),
+                left=self._existing(_left(agent, _n_kept(agent, namespace, blocks, tokens))),
             )
         )
 
     def fork(self, agent_id: str, new_id: str) -> Agent:
-        """Another agent with the same past. No block is copied."""
+        """A new agent with the same history. No block is copied."""
         old = self.show(agent_id)
         return self.create(
             new_id,
@@ -177,13 +185,13 @@ class Agents:
             n_tokens=old.n_tokens,
             turns=old.turns,
             forked_from=agent_id,
-            left=tuple(head for head in old.left if head.key in old.blocks),
+            left=tuple(block for block in old.left if block.key in old.blocks),
         )
 
     def rewind(self, agent_id: str, turn: int) -> Agent:
-        """Forget the turns after this one (0: all of them).
+        """Remove the turns after this one (0: all of them).
 
-        Their blocks stay until they are evicted, or the agent is deleted.
+        Their blocks stay until they are evicted or the agent is deleted.
         """
         agent = self.show(agent_id)
         if not 0 <= turn <= len(agent.turns):
@@ -201,75 +209,76 @@ class Agents:
             )
         )
 
-    def _lasting(self, left: tuple[Head, ...]) -> tuple[Head, ...]:
-        """Those of which something is there; asked only where they are many.
+    def _existing(self, left: tuple[AgentBlock, ...]) -> tuple[AgentBlock, ...]:
+        """Those still on disk; checked only when there are many.
 
-        An outgrown one gives way to what has outgrown it, which need not be looked for again.
+        One that was replaced by a longer block is listed as that block from then on.
         """
-        if len(left) <= MANY_LEFT:
+        if len(left) <= MAX_UNCHECKED_LEFT:
             return left
-        known = self._disk.have([head.key for head in left])
-        gone = [head for head in left if head.key not in known]
-        kept = [head for head in left if head.key in known]
-        longer = (found.header for found in begun_with(self._disk, gone))
-        kept += [Head(it.key, it.parent, len(it.tokens) // 4) for it in longer]
+        known = self._disk.have([block.key for block in left])
+        gone = [block for block in left if block.key not in known]
+        kept = [block for block in left if block.key in known]
+        longer = (found.header for found in find_extensions(self._disk, gone))
+        kept += [AgentBlock(it.key, it.parent, len(it.tokens) // 4) for it in longer]
         return tuple(dict.fromkeys(kept))
 
-    def promise(self, agent_id: str, **changes: Any) -> Agent:
-        """Change what an agent was promised: `pinned`, `quota_bytes`, `retention_s`."""
+    def update(self, agent_id: str, **changes: Any) -> Agent:
+        """Change `pinned`, `quota_bytes` or `retention_s`."""
         return self._save(replace(self.show(agent_id), **changes))
 
     def delete(self, agent_id: str, progress: Progress = no_progress) -> int:
-        """Remove an agent and every block no other agent reaches; answers with their number.
+        """Delete an agent and every block that no other agent uses; the number of blocks.
 
-        What only anonymous requests used goes too, where it descends from the agent's own blocks.
-        So does what the agent has taken back. Nothing of its tokens is left in any file, but for
-        blocks that others reach: one of which another agent has the beginning stays whole.
+        This includes blocks that the agent abandoned, and those of anonymous requests that
+        continue its own. Afterwards its tokens are only in blocks that other agents use; a block
+        of which another agent uses the beginning stays whole.
         """
         agent = self.show(agent_id)
         self._refuse_newer()
-        with as_store_errors(self._disk, f"remove agent {agent_id!r}"):
-            keep = self._reached([other for other in self.all() if other.id != agent_id])
+        with as_store_errors(self._disk, f"delete agent {agent_id!r}"):
+            keep = self._used_by([other for other in self.all() if other.id != agent_id])
             self._disk.pin_only(_owner(agent_id), ())
-            removed = delete_branches(self._disk, self._own(agent, keep), keep, progress)
+            keys = self._blocks_to_delete(agent, keep)
+            n_deleted = delete_branches(self._disk, keys, keep, progress)
             self._disk.files.remove(self._path(agent_id))
-        return removed
+        return n_deleted
 
-    def _reached(self, agents: Sequence[Agent]) -> set[BlockKey]:
-        """What these hold; where a tail is not there, what stands in for it."""
-        tails = [agent.heads[-1] for agent in agents if agent.blocks]
+    def _used_by(self, agents: Sequence[Agent]) -> set[BlockKey]:
+        """Their blocks; for a tail that is missing, the longer blocks that replaced it."""
+        tails = [agent.sized_blocks[-1] for agent in agents if agent.blocks]
         known = self._disk.have([tail.key for tail in tails])
         missing = (tail for tail in tails if tail.key not in known)
         keys = {key for agent in agents for key in agent.blocks}
-        return keys | {found.header.key for found in begun_with(self._disk, missing)}
+        return keys | {found.header.key for found in find_extensions(self._disk, missing)}
 
-    def _own(self, agent: Agent, reached: Collection[BlockKey]) -> list[BlockKey]:
-        """What an agent has or had, and every block that goes on from the end of a turn, unless
-        that is an end that others have reached too.
+    def _blocks_to_delete(self, agent: Agent, keep: Collection[BlockKey]) -> list[BlockKey]:
+        """What an agent has or had, and every block that continues the end of one of its turns,
+        unless other agents share that end.
         """
-        heads = [*agent.heads, *agent.left]
-        begun = list(begun_with(self._disk, [*heads, *self._ends(agent)]))
-        shared = {found.head for found in begun if found.header.key in reached}
-        longer = [found.header.key for found in begun if found.head not in shared]
-        return [*(head.key for head in heads), *longer]
+        blocks = [*agent.sized_blocks, *agent.left]
+        found = list(find_extensions(self._disk, [*blocks, *self._ends(agent)]))
+        shared = {one.block for one in found if one.header.key in keep}
+        longer = [one.header.key for one in found if one.block not in shared]
+        return [*(block.key for block in blocks), *longer]
 
-    def _ends(self, agent: Agent) -> Iterator[Head]:
-        """The blocks that ended with a turn; they are not there any more where it went on."""
+    def _ends(self, agent: Agent) -> Iterator[AgentBlock]:
+        """The blocks that ended with a turn; longer ones may have replaced them."""
         parents = (root(agent.namespace), *agent.blocks)
-        held = list(holders(self._disk, agent.heads, agent.n_tokens))
+        held = list(find_holders(self._disk, agent.sized_blocks, agent.n_tokens))
         for number, n_tokens in (divmod(turn, BLOCK_TOKENS) for turn in agent.turns):
             if n_tokens and number < len(held):
                 tokens = held[number].tokens[: 4 * n_tokens]
                 key = block_key(agent.namespace, parents[number], tokens)
-                yield Head(key, parents[number], n_tokens)
+                yield AgentBlock(key, parents[number], n_tokens)
 
     def _refuse_newer(self) -> None:
-        """Raise where some agent cannot be asked what it shares with others."""
+        """Raise if the blocks of some agent cannot be listed."""
         for name, why in self.unreadable():
             if isinstance(why, NewerFormat):
                 raise BadInput(
-                    f"{name} was written by a newer Keepwarm, and what it shares with others is "
-                    "not known here; update this one before deleting agents."
+                    f"{name} was written by a newer Keepwarm, so it is unknown which blocks it "
+                    "shares; update this one before deleting agents."
                 )
 
     def expire(self, progress: Progress = no_progress) -> list[str]:
@@ -281,7 +290,7 @@ class Agents:
         return gone
 
     def expired(self, grace_s: float = 0.0) -> list[str]:
-        """Those that were unused for longer than their retention, and for so much more."""
+        """Agents unused for longer than their retention plus a grace period."""
         now = self._clock() - grace_s
         return [
             agent.id
@@ -295,10 +304,10 @@ class Agents:
         return self._disk.root / "agents"
 
     def check_id(self, agent_id: str) -> None:
-        """Refuse what cannot be an agent's id; ids become file names."""
+        """Raise if this cannot be an agent's id; ids become file names."""
         if not ID.fullmatch(agent_id):
             raise BadInput(
-                f"{agent_id!r} is no agent id; use up to 128 letters, digits and . _ @ -, "
+                f"{agent_id!r} is not an agent id; use up to 128 letters, digits and . _ @ -, "
                 "beginning with a letter or digit."
             )
 
@@ -308,33 +317,33 @@ class Agents:
 
     def _save(self, agent: Agent) -> Agent:
         write_file(self._disk, self._path(agent.id), agent.to_json().encode())
-        self._hold(agent)
+        self._pin(agent)
         return agent
 
-    def hold_all(self) -> None:
-        """Pin again what was promised to anybody: an index that is built anew knows no pins."""
+    def pin_all(self) -> None:
+        """Pin the blocks of all agents again, because a rebuilt index has no pins."""
         for agent in self.all():
-            self._hold(agent)
+            self._pin(agent)
 
-    def _hold(self, agent: Agent) -> None:
-        """Pin what was promised. Eviction takes leaves only, so a pin holds all its ancestors."""
+    def _pin(self, agent: Agent) -> None:
+        """Pin all blocks or the quota. Only leaves are evicted, so a pin protects all ancestors."""
         last = 0
         if agent.pinned:
             last = len(agent.blocks)
         elif agent.quota_bytes:
             last = self._n_within(agent.blocks, agent.quota_bytes)
-        keys = list(self._ends_of_runs(agent.heads[:last]))
+        keys = list(self._blocks_to_pin(agent.sized_blocks[:last]))
         self._disk.pin_only(_owner(agent.id), keys)
 
-    def _ends_of_runs(self, heads: Sequence[Head]) -> Iterator[BlockKey]:
-        """The last block, there or not; what stands in for it; and the last before each gap."""
-        known = self._disk.have([head.key for head in heads])
-        for number, head in enumerate(heads, start=1):
-            is_there, follows = head.key in known, heads[number : number + 1]
+    def _blocks_to_pin(self, blocks: Sequence[AgentBlock]) -> Iterator[BlockKey]:
+        """The last block, stored or not; a longer one in its place; the last before each gap."""
+        known = self._disk.have([block.key for block in blocks])
+        for number, block in enumerate(blocks, start=1):
+            is_there, follows = block.key in known, blocks[number : number + 1]
             if not follows or (is_there and follows[0].key not in known):
-                yield head.key
-        if heads and heads[-1].key not in known:
-            longer = begun_with(self._disk, heads[-1:])
+                yield block.key
+        if blocks and blocks[-1].key not in known:
+            longer = find_extensions(self._disk, blocks[-1:])
             yield from (found.header.key for found in islice(longer, 1))
 
     def _n_within(self, blocks: Sequence[BlockKey], n_bytes: int) -> int:
@@ -355,22 +364,21 @@ def _owner(agent_id: str) -> str:
 def _n_kept(
     agent: Agent, namespace: Namespace, blocks: Sequence[BlockKey], tokens: Sequence[int]
 ) -> int:
-    """How many of its blocks an agent keeps when it says this: all of them where it goes on."""
-    pairs = zip(agent.blocks, blocks, strict=False)
-    n_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    """How many of its blocks an agent keeps with these tokens; all of them if it continues."""
+    n_same = common_prefix(agent.blocks, blocks)
     if n_same != len(agent.blocks) - 1:
         return n_same
     parent = blocks[n_same - 1] if n_same else root(namespace)
-    begun = pack(tokens[n_same * BLOCK_TOKENS : agent.n_tokens])  # of its open block
-    return n_same + (block_key(namespace, parent, begun) == agent.blocks[-1])
+    open_tokens = pack(tokens[n_same * BLOCK_TOKENS : agent.n_tokens])
+    return n_same + (block_key(namespace, parent, open_tokens) == agent.blocks[-1])
 
 
-def _left(agent: Agent, n_kept: int) -> tuple[Head, ...]:
-    """What it has left when it keeps so many of its blocks."""
-    return tuple(dict.fromkeys((*agent.left, *agent.heads[n_kept:])))
+def _left(agent: Agent, n_kept: int) -> tuple[AgentBlock, ...]:
+    """Its abandoned blocks, once it keeps only the first `n_kept`."""
+    return tuple(dict.fromkeys((*agent.left, *agent.sized_blocks[n_kept:])))
 
 
 def _same_until(agent: Agent, blocks: Sequence[BlockKey], n_tokens: int) -> bool:
-    """Whether a new conversation still has this much of the old one, by whole blocks."""
+    """Whether the whole blocks of the first tokens are unchanged."""
     n_blocks = n_tokens // BLOCK_TOKENS
     return agent.blocks[:n_blocks] == tuple(blocks[:n_blocks])

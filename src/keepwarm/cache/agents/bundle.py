@@ -106,7 +106,7 @@ def export_bundle(
     go along: states cannot be cut, so a model that has some could go on from nowhere else.
     """
     inside, tokens = _stored_name(disk, manifest.identity), manifest.tokens
-    manifest = _nobodys(manifest)
+    manifest = _manifest_without_tenant(manifest)
     outside = namespace(manifest.identity)
     held = [_Held(key, number) for number, key in enumerate(manifest.keys)]
     held += _checkpoints(disk, inside, manifest)
@@ -153,7 +153,7 @@ def import_bundle(
 def identity_in(path: Path) -> Identity:
     """Of which model a bundle says it is, and with which KV options; nothing of it is verified."""
     with _telling(path), tarfile.open(path, "r:") as archive:
-        return nobodys(_read_manifest(archive).identity)
+        return without_tenant(_read_manifest(archive).identity)
 
 
 @contextmanager
@@ -236,7 +236,7 @@ def _is_whole(name: Namespace, tokens: bytes, found: Collection[BlockKey]) -> bo
     return all(ref.key in found for ref in chain(name, unpack(tokens)))
 
 
-def nobodys(identity: Identity) -> Identity:
+def without_tenant(identity: Identity) -> Identity:
     """The same model without the key that its blocks were made under.
 
     What else is in a salt stays: from which token on rows are quantised.
@@ -244,17 +244,17 @@ def nobodys(identity: Identity) -> Identity:
     return replace(identity, salt=identity.salt.removeprefix(tenant_of(identity.salt)))
 
 
-def _nobodys(manifest: Manifest) -> Manifest:
+def _manifest_without_tenant(manifest: Manifest) -> Manifest:
     """Without the key in the agent's name either, which begins with it in a shared store."""
     whose = tenant_of(manifest.identity.salt)
     agent = manifest.agent.removeprefix(f"{whose}.") if whose else manifest.agent
-    return replace(manifest, identity=nobodys(manifest.identity), agent=agent)
+    return replace(manifest, identity=without_tenant(manifest.identity), agent=agent)
 
 
 def refuse_other_model(theirs: Identity, ours: Identity) -> None:
     """Raise, saying what differs, where blocks of one model cannot serve the other."""
-    wanted = asdict(nobodys(ours))
-    different = [n for n, value in asdict(nobodys(theirs)).items() if value != wanted[n]]
+    wanted = asdict(without_tenant(ours))
+    different = [n for n, value in asdict(without_tenant(theirs)).items() if value != wanted[n]]
     if different:
         names = ("quantized_kv_start" if name == "salt" else name for name in different)
         raise BadCacheFile(

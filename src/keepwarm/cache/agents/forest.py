@@ -39,7 +39,7 @@ class Node:
         return same and self.agents == before.agents
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """Blocks in a row, told apart from others by the key of the first."""
 
     key: BlockKey
@@ -59,12 +59,12 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Forest:
-    runs: tuple[Run, ...]  # each after the one that it follows
+    runs: tuple[BlockRun, ...]  # each after the one that it follows
     n_blocks: int
     left_out: int  # blocks, the least recently used
 
 
-def plant(
+def build_forest(
     tiers: Mapping[str, Iterable[StoredBlock]],
     agents: Iterable[Agent] = (),
     max_blocks: int = MAX_BLOCKS,
@@ -155,7 +155,7 @@ def _pin_ancestors(nodes: dict[BlockKey, Node]) -> None:
 
 def _runs(
     nodes: Mapping[BlockKey, Node], ends: Mapping[BlockKey, tuple[str, ...]]
-) -> Iterator[Run]:
+) -> Iterator[BlockRun]:
     children: dict[BlockKey, list[Node]] = {}
     for node in nodes.values():
         children.setdefault(node.parent, []).append(node)
@@ -182,9 +182,9 @@ def _in_a_row(first: Node, children: Mapping[BlockKey, list[Node]]) -> list[Node
 
 def _run(
     blocks: list[Node], parent: BlockKey | None, ends: Mapping[BlockKey, tuple[str, ...]]
-) -> Run:
+) -> BlockRun:
     first = blocks[0]
-    return Run(
+    return BlockRun(
         key=first.key,
         parent=parent,
         namespace=first.namespace,

@@ -1,4 +1,4 @@
-"""Which blocks on disk hold a conversation: its own, or longer ones that stand in for them."""
+"""Which blocks on disk hold a conversation: its own, or longer ones that begin with them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from keepwarm.store.record import Header
 from keepwarm.store.tier import BlockInfo
 
 
-class Head(NamedTuple):
-    """A block that an agent has, or had, there or not."""
+class AgentBlock(NamedTuple):
+    """A block that an agent has, or had; it need not be on disk any more."""
 
     key: BlockKey
     parent: BlockKey
@@ -21,7 +21,7 @@ class Head(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether longer blocks may begin as this one does."""
+        """Whether longer blocks may begin with this one."""
         return self.n_tokens < BLOCK_TOKENS
 
 
@@ -32,48 +32,50 @@ class Holder(NamedTuple):
     tokens: bytes
 
 
-def header_of(disk: DiskTier, key: BlockKey, known: BlockInfo) -> Header | None:
+def read_header(disk: DiskTier, key: BlockKey, known: BlockInfo) -> Header | None:
     record = disk.read(key, next(iter(known.parts)), tensors=())
     return record.header if record is not None else None
 
 
-class Begun(NamedTuple):
-    """A block on disk that begins with all tokens of an open one, whoever made it."""
+class Extension(NamedTuple):
+    """A block on disk that begins with all tokens of an open one."""
 
-    head: Head
+    block: AgentBlock
     header: Header
 
 
-def begun_with(disk: DiskTier, heads: Iterable[Head]) -> Iterator[Begun]:
-    """Every block that goes on from one of these, and the open ones themselves."""
-    beside: defaultdict[BlockKey, list[Head]] = defaultdict(list)
-    for head in heads:
-        if head.is_open:
-            beside[head.parent].append(head)
-    for parent, some in beside.items():
+def find_extensions(disk: DiskTier, blocks: Iterable[AgentBlock]) -> Iterator[Extension]:
+    """Every block on disk that begins with one of the open ones, these included."""
+    by_parent: defaultdict[BlockKey, list[AgentBlock]] = defaultdict(list)
+    for block in blocks:
+        if block.is_open:
+            by_parent[block.parent].append(block)
+    for parent, siblings in by_parent.items():
         for key, known in disk.have(disk.index.lookups.children_of(parent)).items():
-            header = header_of(disk, key, known)
+            header = read_header(disk, key, known)
             if header is not None:
-                yield from (Begun(head, header) for head in some if _begins(header, head))
+                yield from (
+                    Extension(block, header) for block in siblings if _begins(header, block)
+                )
 
 
-def _begins(header: Header, head: Head) -> bool:
-    """A key is the hash of its tokens, so these need not be known."""
-    start = header.tokens[: 4 * head.n_tokens]
-    return block_key(header.namespace, header.parent, start) == head.key
+def _begins(header: Header, block: AgentBlock) -> bool:
+    """Compares keys, which are hashes of tokens: the block's own tokens need not be known."""
+    start = header.tokens[: 4 * block.n_tokens]
+    return block_key(header.namespace, header.parent, start) == block.key
 
 
-def holders(disk: DiskTier, heads: Sequence[Head], n_tokens: int) -> Iterator[Holder]:
-    """The blocks that hold so many tokens, as far as they are there.
+def find_holders(disk: DiskTier, blocks: Sequence[AgentBlock], n_tokens: int) -> Iterator[Holder]:
+    """The blocks on disk that hold these tokens, up to the first missing one.
 
-    An open block may have been outgrown by a longer one, which then stands in for it.
+    An open block may have been replaced by a longer one, which then takes its place.
     """
-    known = disk.have([head.key for head in heads])
-    for number, head in enumerate(heads):
-        if head.key in known:
-            header = header_of(disk, head.key, known[head.key])
+    known = disk.have([block.key for block in blocks])
+    for number, block in enumerate(blocks):
+        if block.key in known:
+            header = read_header(disk, block.key, known[block.key])
         else:
-            header = next((found.header for found in begun_with(disk, [head])), None)
+            header = next((found.header for found in find_extensions(disk, [block])), None)
         if header is None:
             return
         yield Holder(header.key, header.tokens[: 4 * (n_tokens - number * BLOCK_TOKENS)])

@@ -1,6 +1,6 @@
-"""Pins that end by themselves: somebody asked to keep a prompt up to here, for so long.
+"""Pins with a TTL: a client asked to keep a prompt up to some token for some time.
 
-The end stands in the owner's name, so that any process can let go of what has expired.
+The expiry time is part of the pin's owner name, so that any process can end expired pins.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, block_key, chain, pa
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.tier import TTL_PIN
 
-TTL_S = 300.0  # for who names none
+DEFAULT_TTL_S = 300.0
 
 
-class Marks:
+class TtlPins:
     def __init__(self, disk: DiskTier, clock: Callable[[], float] = time.time) -> None:
         self._disk = disk
         self._clock = clock
 
-    def hold(
-        self, namespace: Namespace, tokens: Sequence[int], place: int, ttl_s: float | None
+    def pin(
+        self, namespace: Namespace, tokens: Sequence[int], n_tokens: int, ttl_s: float | None
     ) -> None:
-        """Keep the blocks of a conversation up to a token; asking again makes it longer.
+        """Keep the blocks of the first `n_tokens`; pinning again extends the time.
 
-        The block that the place lies in is kept whole: eviction takes no ancestor of a pinned one.
-        So is one that ends there, if there is one: on state models it has the checkpoint.
+        The block that holds the last of them is pinned, which protects all its ancestors. So is
+        one that ends exactly there, if it is stored: on state models it has the checkpoint.
         """
         refs = list(chain(namespace, tokens))
-        last = (place - 1) // BLOCK_TOKENS
+        last = (n_tokens - 1) // BLOCK_TOKENS
         if not 0 <= last < len(refs):
             return
         start = last * BLOCK_TOKENS
-        ending = block_key(namespace, refs[last].parent, pack(tokens[start:place]))
-        until = self._clock() + (TTL_S if ttl_s is None else ttl_s)
+        ending = block_key(namespace, refs[last].parent, pack(tokens[start:n_tokens]))
+        until = self._clock() + (DEFAULT_TTL_S if ttl_s is None else ttl_s)
         for key in {refs[last].key, *self._disk.have([ending])}:
             self._disk.pin(key, f"{TTL_PIN}{until:.0f}")
 
-    def sweep(self) -> int:
-        """Let go of what has expired; how many pins that were. Eviction does so by itself."""
+    def expire(self) -> int:
+        """End expired pins; how many there were. Eviction also does this."""
         return self._disk.index.expire_ttl_pins(self._clock())

@@ -18,12 +18,10 @@ import mlx.core as mx
 
 from keepwarm import kv
 from keepwarm.errors import CacheMismatch, UnsupportedCache
-from keepwarm.prefix.blocks import Namespace, pack
-from keepwarm.prefix.ledger import shared_beyond
-from keepwarm.prefix.reuse import Candidate
+from keepwarm.prefix.blocks import Namespace, common_tokens_beyond, pack
 
 
-class Taken(NamedTuple):
+class LiveHit(NamedTuple):
     """Caches of the first `n_tokens` of a prompt, for the taker alone."""
 
     caches: kv.Caches
@@ -49,13 +47,21 @@ class _Entry:
     can_trim: bool
     owner: str
 
-    def beside(self, packed: bytes) -> Candidate:
-        return Candidate.of(self.packed, packed, self.can_trim)
+    @property
+    def n_tokens(self) -> int:
+        return len(self.packed) // 4
 
-    def is_spared_by(self, other: _Entry) -> bool:
+    def is_covered_by(self, other: _Entry) -> bool:
         """Whether the other serves every prompt that this one would."""
         same = self.packed == other.packed
         return same or (other.can_trim and other.packed.startswith(self.packed))
+
+
+class _Match(NamedTuple):
+    """An entry by its number, and how many leading tokens of the prompt it serves."""
+
+    number: int
+    n_tokens: int
 
 
 class Live:
@@ -76,7 +82,7 @@ class Live:
     ) -> bool:
         """Keep caches that represent exactly these tokens; False where they are too large.
 
-        They must not be used by whoever gives them. `owner` is for `drop_owner` alone.
+        They must not be used by whoever gives them. `owner` is for `release_owned` alone.
         """
         held = kv.token_count(caches)
         if held not in (None, len(tokens)):
@@ -91,38 +97,36 @@ class Live:
             self._add(entry)
         return True
 
-    def look(self, namespace: Namespace, tokens: Sequence[int]) -> Candidate | None:
-        """The entry that `take` would use, beside this prompt; takes nothing."""
-        packed = pack(tokens)
+    def n_served(self, namespace: Namespace, tokens: Sequence[int]) -> int:
+        """How many tokens of this prompt `take` would serve."""
         with self._lock:
-            number = self._best(namespace, packed, beyond=0)
-            return None if number is None else self._entries[number].beside(packed)
+            match = self._best(namespace, tokens, beyond=0)
+            return match.n_tokens if match else 0
 
     def take(
         self, namespace: Namespace, tokens: Sequence[int], beyond: int = 0, *, keep: bool = False
-    ) -> Taken | None:
+    ) -> LiveHit | None:
         """Caches of the longest beginning of the prompt that some entry serves, if that is more
         than `beyond` tokens. The prompt's last token is never served, for a model must be fed one.
 
         With `keep` even an entry that is moved otherwise stays and is copied.
         """
-        packed = pack(tokens)
         with self._lock:
-            number = self._best(namespace, packed, beyond)
-            if number is None:
+            match = self._best(namespace, tokens, beyond)
+            if match is None:
                 self._misses += 1
                 return None
+            number, n_tokens = match
             entry = self._entries[number]
-            found = entry.beside(packed)
-            n_tokens = found.serves(len(tokens))
-            if found.is_prefix(len(tokens)) and not keep:
+            n_excess = entry.n_tokens - n_tokens
+            if not n_excess and not keep:
                 self._moved += 1
-                return Taken(self._remove(number).caches, n_tokens)
+                return LiveHit(self._remove(number).caches, n_tokens)
             self._copied += 1
             self._entries.move_to_end(number)
-            return Taken(_copy(entry.caches, found.n_held - n_tokens), n_tokens)
+            return LiveHit(_copy(entry.caches, n_excess), n_tokens)
 
-    def shed(self, n_bytes: int) -> int:
+    def release(self, n_bytes: int) -> int:
         """Drop the least recently used until so many bytes are free; how many it was."""
         with self._lock:
             return self._evict(n_bytes)
@@ -131,12 +135,7 @@ class Live:
         """Drop all entries, or one model's; the bytes that frees."""
         return self._drop(lambda entry: namespace in (None, entry.namespace))
 
-    def drop(self, namespace: Namespace, tokens: Sequence[int]) -> int:
-        """Drop every entry that begins with these tokens; the bytes that frees."""
-        packed = pack(tokens)
-        return self._drop(lambda e: e.namespace == namespace and e.packed.startswith(packed))
-
-    def drop_owner(self, owner: str) -> int:
+    def release_owned(self, owner: str) -> int:
         """Drop what one conversation put, whichever model it spoke to; the bytes that frees."""
         return self._drop(lambda entry: entry.owner == owner)
 
@@ -148,22 +147,23 @@ class Live:
 
     def _add(self, entry: _Entry) -> None:
         for number, other in list(self._of(entry.namespace)):
-            if entry.is_spared_by(other) and other.packed != entry.packed:
+            if entry.is_covered_by(other) and other.packed != entry.packed:
                 self._entries.move_to_end(number)
                 return
-            if other.is_spared_by(entry):
+            if other.is_covered_by(entry):
                 self._remove(number)
         self._evict(self._n_bytes + entry.n_bytes - self.max_bytes)
         self._entries[next(self._numbers)] = entry
         self._n_bytes += entry.n_bytes
 
-    def _best(self, namespace: Namespace, packed: bytes, beyond: int) -> int | None:
-        best, packed = None, packed[:-4]
+    def _best(self, namespace: Namespace, tokens: Sequence[int], beyond: int) -> _Match | None:
+        """The entry that serves most of a prompt, compared token by token."""
+        best, packed = None, pack(tokens)[:-4]  # a model must be fed the last token
         for number, entry in reversed(list(self._of(namespace))):
             if not entry.can_trim and not packed.startswith(entry.packed):
                 continue
-            if n_common := shared_beyond(entry.packed, packed, beyond):
-                best, beyond = number, n_common
+            if n_common := common_tokens_beyond(entry.packed, packed, beyond):
+                best, beyond = _Match(number, n_common), n_common
         return best
 
     def _of(self, namespace: Namespace) -> Iterator[tuple[int, _Entry]]:

@@ -23,7 +23,7 @@ from keepwarm.store.record import RecordView
 LOG = logging.getLogger(__name__)
 
 
-class Restored(NamedTuple):
+class RestoredPrefix(NamedTuple):
     """Caches that hold exactly the first `n_tokens` of the prompt, and where they came from."""
 
     caches: Caches | None
@@ -31,13 +31,13 @@ class Restored(NamedTuple):
     tokens_by_tier: dict[str, int]
 
 
-EMPTY = Restored(None, 0, {})
+EMPTY = RestoredPrefix(None, 0, {})
 
 
-class Loaded(NamedTuple):
+class LoadResult(NamedTuple):
     """A restore, or the blocks that could not be read or are not what the index said."""
 
-    restored: Restored | None
+    restored: RestoredPrefix | None
     missed: set[BlockKey]
 
 
@@ -52,12 +52,12 @@ class Loading:
         reader: Reader,
         saver: Saver,
         *,
-        aside: bool = False,
+        in_background: bool = False,
     ) -> None:
-        """What is loaded aside keeps nobody from loading something else."""
+        """A load in background has threads of its own, so that other loads need not wait."""
         self.tokens = tokens
         self.point = point
-        self.aside = aside
+        self.in_background = in_background
         self._packed = pack(tokens[: point.n_tokens])
         self.seconds = 0.0  # from its first read on, without the time that nobody asked for its end
         self._saver = saver
@@ -68,7 +68,7 @@ class Loading:
             self._assembly = Assembly(layout, point.n_tokens, reader.staging)
             return self._place
 
-        self._reads = reader.start(point.reads, prepared, aside)
+        self._reads = reader.start(point.reads, prepared, in_background)
 
     @property
     def is_done(self) -> bool:
@@ -79,22 +79,24 @@ class Loading:
     def keys(self) -> list[BlockKey]:
         return [read.key for read in self.point.reads]
 
-    def finish(self) -> Loaded:
+    def finish(self) -> LoadResult:
         try:
             outcome = self._reads.outcome()
         except Exception:
             self.abandon()
             raise
         if outcome.missed:
-            return Loaded(None, outcome.missed)
+            return LoadResult(None, outcome.missed)
         began = perf_counter()
         try:
             caches = self._assembly.finish()
         except CacheError as error:
             LOG.warning("blocks of a prompt could not be put together: %s", error)
-            return Loaded(None, set(self.keys))
+            return LoadResult(None, set(self.keys))
         self.seconds = self._last_read - self._first_read + perf_counter() - began
-        return Loaded(Restored(caches, self.point.n_tokens, self._by_tier(outcome.tiers)), set())
+        return LoadResult(
+            RestoredPrefix(caches, self.point.n_tokens, self._by_tier(outcome.tiers)), set()
+        )
 
     def abandon(self) -> None:
         """Nobody waits for it any more; what is being read is read to its end, and dropped."""

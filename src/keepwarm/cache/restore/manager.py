@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from keepwarm.cache.policy import Policy
-from keepwarm.cache.restore.loading import EMPTY, Loading, Restored
-from keepwarm.cache.restore.plan import NOTHING, Forest, Needs, Point, longest, n_matched
+from keepwarm.cache.restore.loading import EMPTY, Loading, RestoredPrefix
+from keepwarm.cache.restore.plan import NOTHING, KnownBlocks, Needs, Point, longest, n_matched
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.restore.records import records_of
@@ -31,7 +31,6 @@ from keepwarm.prefix.blocks import (
     pack,
     root,
 )
-from keepwarm.prefix.reuse import Action, Candidate, Stored, decide
 from keepwarm.store.record import Part
 from keepwarm.store.tier import BlockInfo
 from keepwarm.store.tiers import Tiers
@@ -45,22 +44,19 @@ class Plan:
     """What would be restored for a prompt, and what that costs against computing it."""
 
     point: Point
-    n_prompt: int
     load_s: float
-    prefill_s: float  # of the tokens that the restore spares
+    prefill_s: float  # time to compute the tokens that the restore spares
 
     @property
     def n_tokens(self) -> int:
         return self.point.n_tokens
 
-    def worth_loading(self, beyond: int = 0) -> bool:
-        """Whether to load rather than compute what lies beyond the tokens one has already."""
-        # Below this, what was measured is noise, and computing wears the machine more.
+    def is_worth_loading(self, beyond: int = 0) -> bool:
+        """Whether loading is no slower than computing the tokens after the first `beyond`."""
+        # Below this the measurement is noise, and computing wears the machine more.
         load_s = 0.0 if self.load_s < SMALL_LOAD_S else self.load_s
-        held = Candidate(beyond, beyond, can_trim=True)
-        speed = self.n_tokens / self.prefill_s if self.prefill_s else 0.0
-        decision = decide(self.n_prompt, held, Stored(self.n_tokens, load_s), speed)
-        return decision.action is Action.RESTORE
+        spared = self.n_tokens - beyond
+        return spared > 0 and load_s * self.n_tokens <= self.prefill_s * spared
 
 
 @dataclass
@@ -80,11 +76,11 @@ class Manager:
         """The longest known prefix; at least one token is left, because a model must be fed."""
         point = self._longest(tokens, len(tokens) - 1, without) if len(tokens) > 1 else NOTHING
         load_s = point.n_bytes / self.rates.load_bytes_per_s
-        return Plan(point, len(tokens), load_s, point.n_tokens / self.rates.prefill_tokens_per_s)
+        return Plan(point, load_s, point.n_tokens / self.rates.prefill_tokens_per_s)
 
     def restore(
         self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE, beyond: int = 0
-    ) -> Restored:
+    ) -> RestoredPrefix:
         """Plan, load and wait. Call it on the thread that owns MLX.
 
         Nothing is loaded that reaches no further than the tokens one has already, `beyond`.
@@ -98,28 +94,30 @@ class Manager:
         policy: Policy,
         beyond: int = 0,
         without: Collection[BlockKey] = (),
-        beside: bool = False,
+        others_wait: bool = False,
     ) -> Loading | None:
-        """Have what is known of a prompt loaded; None where there is nothing worth it.
+        """Start loading the stored blocks of a prompt; None if that is not worth it.
 
-        `beside` others who would have to wait, what takes long is loaded aside.
+        Where `others_wait`, a long load runs in background.
         """
         if not policy.reads:
             return None
         plan = self.plan(tokens, without)
-        if not plan.worth_loading(beyond):
+        if not plan.is_worth_loading(beyond):
             return None
-        aside = beside and plan.load_s >= LONG_LOAD_S
-        return Loading(tokens, plan.point, self.layout, self.reader, self.writer, aside=aside)
+        is_long = others_wait and plan.load_s >= LONG_LOAD_S
+        return Loading(
+            tokens, plan.point, self.layout, self.reader, self.writer, in_background=is_long
+        )
 
-    def finish(self, loading: Loading, beyond: int = 0) -> Restored:
+    def finish(self, loading: Loading, beyond: int = 0) -> RestoredPrefix:
         """What was loaded. A bad record is a miss: the next plan is made without it."""
         missed: set[BlockKey] = set()
         under_way: Loading | None = loading
         while under_way is not None:
             loaded = under_way.finish()
             if loaded.restored is not None:
-                if not under_way.aside:  # else others have read or computed meanwhile
+                if not under_way.in_background:  # else others have read or computed meanwhile
                     self.rates.saw_load(under_way.point.n_bytes, under_way.seconds)
                 self.tiers.touch(under_way.keys)
                 return loaded.restored
@@ -128,19 +126,19 @@ class Manager:
             under_way = self.begin(loading.tokens, Policy.READ_ONLY, beyond, missed)
         return EMPTY
 
-    def n_kept(self, tokens: Sequence[int], policy: Policy) -> int:
+    def n_saved(self, tokens: Sequence[int], policy: Policy) -> int:
         """How many tokens that were found, wherever, a request need not put again.
 
         Blocks in memory alone are put again where the policy wants them on disk: what comes after
         them would be of no use there.
         """
-        if not self.writer.takes_again(policy):
+        if not self.writer.accepts_resaves(policy):
             return len(tokens)
         refs = [ref for ref in chain(self.namespace, tokens) if ref.n_tokens == BLOCK_TOKENS]
         kept = n_matched(self.needs, refs, self.writer.kept([ref.key for ref in refs]))
         return len(tokens) if kept == len(refs) else kept * BLOCK_TOKENS
 
-    def survives(self, tokens: Sequence[int]) -> bool:
+    def is_on_disk(self, tokens: Sequence[int]) -> bool:
         """Whether a process that starts now would find all of these tokens on disk."""
         on_disk = Tiers([(name, tier) for name, tier in self.tiers.named if name == "disk"])
         point = replace(self, tiers=on_disk)._longest(tokens, len(tokens), ())
@@ -166,7 +164,7 @@ class Manager:
         states = self._states(refs, packed) if needs.state else {}
         beside = [child.key for child in children] + list(states.values())
         known |= self._have(beside, without)
-        return longest(needs, Forest(refs, known, matched, children, states), limit)
+        return longest(needs, KnownBlocks(refs, known, matched, children, states), limit)
 
     def _states(self, refs: Sequence[BlockRef], packed: bytes) -> dict[int, BlockKey]:
         """Checkpoints inside blocks of this very prompt, by the token they stand at."""
@@ -222,16 +220,16 @@ class Capture:
                 self._windowed.add(number)
 
     def capture(
-        self, caches: Caches, upto: int, checkpoint: bool = False, fleeting: bool = False
+        self, caches: Caches, upto: int, checkpoint: bool = False, temporary: bool = False
     ) -> None:
         """Keep what the caches, which represent `upto` tokens, hold beyond what was kept before.
 
         A checkpoint keeps the open block too, so that the very token can be restored; where it
-        will soon be outgrown, as a fleeting one it is not worth a file.
+        will soon be outgrown, as a temporary one it is not worth a file.
         """
         if not self._policy.writes:
             return
-        if checkpoint and not fleeting:
+        if checkpoint and not temporary:
             self.expect([upto])
         behind, n_whole = self._lost_behind(), upto // BLOCK_TOKENS
         first = min([self._n_blocks, *(ref.number for ref in behind)])
@@ -244,7 +242,7 @@ class Capture:
         for ref in self._refs(upto if checkpoint else n_whole * BLOCK_TOKENS):
             block = next(blocks)
             is_whole = ref.n_tokens == BLOCK_TOKENS
-            policy = self._policy if is_whole or not fleeting else Policy.EPHEMERAL
+            policy = self._policy if is_whole or not temporary else Policy.EPHEMERAL
             self._keep(ref, block if checkpoint else _stateless(block), policy)
             if is_whole:
                 self._passed(ref)

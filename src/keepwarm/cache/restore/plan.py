@@ -72,7 +72,7 @@ NOTHING = Point(0, (), 0)
 
 
 @dataclass(frozen=True)
-class Forest:
+class KnownBlocks:
     """What is known around one prompt: its own blocks, and what lies beside its last one."""
 
     refs: Sequence[BlockRef]  # the prompt's whole blocks
@@ -101,21 +101,21 @@ def n_matched(needs: Needs, refs: Sequence[BlockRef], known: Mapping[BlockKey, B
     return len(there) - there[::-1].index(True) if True in there else 0
 
 
-def longest(needs: Needs, forest: Forest, limit: int) -> Point:
+def longest(needs: Needs, blocks: KnownBlocks, limit: int) -> Point:
     """The furthest point not beyond `limit` tokens."""
-    for candidate in _candidates(needs, forest, limit):
-        reads = _reads(needs, forest, candidate)
+    for candidate in _candidates(needs, blocks, limit):
+        reads = _reads(needs, blocks, candidate)
         if reads is not None:
-            sizes = {r.key: forest.known[r.key].n_bytes for r in reads}
+            sizes = {r.key: blocks.known[r.key].n_bytes for r in reads}
             return Point(candidate.n_tokens, reads, sum(sizes.values()))
     return NOTHING
 
 
-def _candidates(needs: Needs, forest: Forest, limit: int) -> Iterator[Candidate]:
+def _candidates(needs: Needs, blocks: KnownBlocks, limit: int) -> Iterator[Candidate]:
     """The furthest first; ends of blocks are hundreds, and mostly not needed."""
-    last = min(forest.n_matched, limit // BLOCK_TOKENS) * BLOCK_TOKENS
+    last = min(blocks.n_matched, limit // BLOCK_TOKENS) * BLOCK_TOKENS
     ends = (Candidate(n_tokens, None) for n_tokens in range(last, 0, -BLOCK_TOKENS))
-    inside = sorted(_inside(needs, forest, limit), key=_nearness)
+    inside = sorted(_inside(needs, blocks, limit), key=_nearness)
     return merge(ends, inside, key=_nearness)
 
 
@@ -123,28 +123,28 @@ def _nearness(candidate: Candidate) -> int:
     return -candidate.n_tokens
 
 
-def _inside(needs: Needs, forest: Forest, limit: int) -> Iterator[Candidate]:
-    whole = forest.n_matched * BLOCK_TOKENS
+def _inside(needs: Needs, blocks: KnownBlocks, limit: int) -> Iterator[Candidate]:
+    whole = blocks.n_matched * BLOCK_TOKENS
     if needs.state:
-        yield from (Candidate(n, key) for n, key in forest.states.items() if n <= limit)
+        yield from (Candidate(n, key) for n, key in blocks.states.items() if n <= limit)
         return
     if 0 < limit < whole:
         yield Candidate(limit, None)
-    for child in forest.children:
+    for child in blocks.children:
         if whole < limit:
             yield Candidate(min(whole + child.n_common, limit), child.key)
 
 
-def _reads(needs: Needs, forest: Forest, candidate: Candidate) -> tuple[Read, ...] | None:
+def _reads(needs: Needs, blocks: KnownBlocks, candidate: Candidate) -> tuple[Read, ...] | None:
     """The records for one point, or None if something is missing."""
     windowed = needs.windowed(candidate.n_tokens)
     # These first: they are few, and mostly it is they that are missing.
-    if not _windows_held(needs, forest, candidate, windowed):
+    if not _windows_held(needs, blocks, candidate, windowed):
         return None
     reads: list[Read] = []
     for number in range(0 if needs.delta else windowed.start, windowed.stop):
-        key = _holder(forest, candidate, number)
-        known = forest.known.get(key) if key else None
+        key = _holder(blocks, candidate, number)
+        known = blocks.known.get(key) if key else None
         if key is None or known is None:
             return None
         if needs.delta:
@@ -154,25 +154,25 @@ def _reads(needs: Needs, forest: Forest, candidate: Candidate) -> tuple[Read, ..
         if number in windowed:
             reads.append(Read(key, Part.WINDOW, number))
     if needs.state:
-        key = candidate.beside or forest.refs[windowed.stop - 1].key
-        known = forest.known.get(key)
+        key = candidate.beside or blocks.refs[windowed.stop - 1].key
+        known = blocks.known.get(key)
         if known is None or Part.STATE not in known.parts:
             return None
         reads.append(Read(key, Part.STATE, windowed.stop - 1))
     return tuple(reads)
 
 
-def _windows_held(needs: Needs, forest: Forest, candidate: Candidate, windowed: range) -> bool:
-    holders = ((number, _holder(forest, candidate, number)) for number in windowed)
+def _windows_held(needs: Needs, blocks: KnownBlocks, candidate: Candidate, windowed: range) -> bool:
+    holders = ((number, _holder(blocks, candidate, number)) for number in windowed)
     return all(
-        key is not None and needs.window_held(forest.known.get(key), number, candidate.n_tokens)
+        key is not None and needs.window_held(blocks.known.get(key), number, candidate.n_tokens)
         for number, key in holders
     )
 
 
-def _holder(forest: Forest, candidate: Candidate, number: int) -> BlockKey | None:
+def _holder(blocks: KnownBlocks, candidate: Candidate, number: int) -> BlockKey | None:
     """The block with the rows of this number; past the match there is only the last one, beside."""
-    if number < forest.n_matched:
-        return forest.refs[number].key
+    if number < blocks.n_matched:
+        return blocks.refs[number].key
     is_last = number == (candidate.n_tokens - 1) // BLOCK_TOKENS
     return candidate.beside if is_last else None

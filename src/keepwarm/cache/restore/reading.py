@@ -26,7 +26,7 @@ MAX_AHEAD = 16  # records
 Use: TypeAlias = Callable[[Read, RecordView], None]
 
 
-class Outcome(NamedTuple):
+class ReadOutcome(NamedTuple):
     """The tier of each record, in order, and the blocks that were of no use."""
 
     tiers: list[str]
@@ -65,9 +65,9 @@ class Reads:
             future.cancel()
         self.ahead.release(self._n_records)  # nobody need wait who would have fetched them
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ReadOutcome:
         """Wait for all of them."""
-        return Outcome([future.result() for future in self.futures], self.missed)
+        return ReadOutcome([future.result() for future in self.futures], self.missed)
 
 
 class _PerThread(threading.local):
@@ -86,11 +86,13 @@ class Reader:
         self.staging = Staging.if_cuda()
         self.n_threads = n_threads
         self._pool = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-reader")
-        self._aside = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-aside")
+        self._background = ThreadPoolExecutor(
+            self.n_threads, thread_name_prefix="keepwarm-background"
+        )
         self._ahead = ThreadPoolExecutor(AHEAD_THREADS, thread_name_prefix="keepwarm-ahead")
 
     def start(
-        self, reads: Sequence[Read], prepare: Callable[[], Use], aside: bool = False
+        self, reads: Sequence[Read], prepare: Callable[[], Use], in_background: bool = False
     ) -> Reads:
         """Hand every record, at least one, to what `prepare` returns, in no order; the first miss
         or refusal ends it. While that is prepared files are opened and fetched already.
@@ -98,9 +100,9 @@ class Reader:
         Each thread has one tensor in hand at a time: memory stays small, and in reach. What is
         read aside has threads of its own, so that nobody who waits stands behind it.
         """
-        pool, started = self._aside if aside else self._pool, Reads(len(reads))
+        pool, started = self._background if in_background else self._pool, Reads(len(reads))
         try:
-            if CAN_READ_THROUGH and not aside:
+            if CAN_READ_THROUGH and not in_background:
                 for number, read in enumerate(reads):
                     self._ahead.submit(self._fetch, started, number, read)
             for read in reads:
@@ -138,5 +140,5 @@ class Reader:
             self._tiers.prefetch(read.key, read.part)
 
     def close(self) -> None:
-        for pool in (self._pool, self._aside, self._ahead):
+        for pool in (self._pool, self._background, self._ahead):
             pool.shutdown(wait=True, cancel_futures=True)

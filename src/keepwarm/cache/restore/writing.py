@@ -26,7 +26,7 @@ from keepwarm.store.tiers import Tiers
 
 LOG = logging.getLogger(__name__)
 MAX_DEFERRAL_S = 2.0  # a save waits for restores, but not for ever
-TRUCE_S = 60.0  # a disk that took no save is not offered old blocks again for so long
+WRITE_BACKOFF_S = 60.0  # a disk that took no save is not offered old blocks again for so long
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Saver(Protocol):
     def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         """Which blocks are, or will be, where they last as long as records do here."""
 
-    def takes_again(self, policy: Policy) -> bool:
+    def accepts_resaves(self, policy: Policy) -> bool:
         """Whether blocks that are known, and not kept, are worth being put again."""
 
     def flush(self) -> None:
@@ -65,7 +65,7 @@ class Saver(Protocol):
         """Write what is queued, then stop."""
 
 
-class MemoryOnly:
+class MemorySaver:
     """A saver without a disk."""
 
     def __init__(self, memory: Tier) -> None:
@@ -79,7 +79,7 @@ class MemoryOnly:
         loose = memory.demoted_windows(keys) if isinstance(memory, MemoryTier) else set()
         return memory.have([key for key in keys if key not in loose])
 
-    def takes_again(self, policy: Policy) -> bool:  # noqa: ARG002
+    def accepts_resaves(self, policy: Policy) -> bool:  # noqa: ARG002
         return False
 
     def flush(self) -> None:
@@ -112,7 +112,7 @@ class Writer:
         self._closing = False
         self._n_put = self._n_done = 0  # records
         self._n_flushing = 0  # who wait for all that was put
-        self._truce_until = 0.0  # by the monotonic clock
+        self._backoff_until = 0.0  # by the monotonic clock
         self._stats = WriteStats()
         self._thread = threading.Thread(target=self._run, name="keepwarm-writer", daemon=True)
         self._thread.start()
@@ -145,9 +145,9 @@ class Writer:
     def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         return Tiers([("queue", self.queued), ("disk", self._disk)]).have(keys)
 
-    def takes_again(self, policy: Policy) -> bool:
+    def accepts_resaves(self, policy: Policy) -> bool:
         """Cutting them takes the engine's time: after a refusal only for who wants them safe."""
-        in_time = time.monotonic() >= self._truce_until
+        in_time = time.monotonic() >= self._backoff_until
         return policy is Policy.DURABLE or (policy.to_disk and in_time)
 
     def flush(self) -> None:
@@ -230,7 +230,7 @@ class Writer:
             self._refused()  # the tier counts that
 
     def _refused(self, **why: int) -> None:
-        self._truce_until = time.monotonic() + TRUCE_S
+        self._backoff_until = time.monotonic() + WRITE_BACKOFF_S
         self._count(**why)
 
     def _count(self, **more: int) -> None:

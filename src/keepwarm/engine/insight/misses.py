@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from keepwarm.engine.jobs import Job
 from keepwarm.prefix.blocks import pack, unpack
-from keepwarm.prefix.ledger import Nearest, Recent
+from keepwarm.prefix.recent import NearestPrompt, RecentPrompts
 
 MIN_WASTED = 32  # tokens computed again that are worth a word
 MIN_SHARE = 4  # and at least a fourth of all that was computed
@@ -65,9 +65,9 @@ class Miss(NamedTuple):
 class Misses:
     """Told of requests by the engine's thread, asked by any."""
 
-    def __init__(self, recent: Recent) -> None:
+    def __init__(self, recent: RecentPrompts) -> None:
         self._recent = recent
-        self._nearest: dict[int, Nearest] = {}  # of requests that have not ended
+        self._nearest: dict[int, NearestPrompt] = {}  # of requests that have not ended
         self._lock = threading.Lock()
         self._unread: deque[MissCandidate] = deque(maxlen=N_UNREAD)
         self._found: deque[Miss] = deque(maxlen=N_KEPT)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 
 from keepwarm.cache.agents.agents import Agent
-from keepwarm.cache.agents.forest import Run, plant
-from keepwarm.cache.shelf import Shelf
+from keepwarm.cache.agents.forest import BlockRun, build_forest
+from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.store import Store
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import BlockKey, Namespace
@@ -23,9 +23,9 @@ FAMILY_DIGITS = 8
 class NamespaceOwners:
     """Whose a namespace is: the tenant is part of what it was made from."""
 
-    def __init__(self, shelf: Shelf, you: Viewer) -> None:
+    def __init__(self, disk_store: DiskStore, you: Viewer) -> None:
         self._you = you
-        self._shelf = shelf
+        self._disk_store = disk_store
         self.tenant_of = cache(self._tenant_of)
         self.hidden: set[BlockKey] = set()
 
@@ -42,18 +42,18 @@ class NamespaceOwners:
 
     def _tenant_of(self, name: Namespace) -> str | None:
         try:
-            return tenant_of(self._shelf.identity_of(name).salt)
+            return tenant_of(self._disk_store.identity_of(name).salt)
         except BadInput:
             return None
 
 
 def forest_out(store: Store, you: Viewer) -> ForestOut:
     """Reads the index of every tier; call it in a thread."""
-    shelf = store.shelf
-    owners = NamespaceOwners(shelf, you)
-    agents = [agent for agent in shelf.agents.all() if owners.sees(agent)]
+    disk_store = store.on_disk
+    owners = NamespaceOwners(disk_store, you)
+    agents = [agent for agent in disk_store.agents.all() if owners.sees(agent)]
     visible = {name: owners.visible(blocks) for name, blocks in store.blocks().items()}
-    forest = plant(visible, agents)
+    forest = build_forest(visible, agents)
     positions = {agent.id: position for position, agent in enumerate(agents)}
     rows = {run.key: row for row, run in enumerate(forest.runs)}
     named: list[ForestAgentOut] = [
@@ -70,7 +70,7 @@ def forest_out(store: Store, you: Viewer) -> ForestOut:
     }
 
 
-def _run(run: Run, rows: dict[BlockKey, int], positions: dict[str, int]) -> BlockRunOut:
+def _run(run: BlockRun, rows: dict[BlockKey, int], positions: dict[str, int]) -> BlockRunOut:
     return {
         "id": run.key.hex()[:ID_DIGITS],
         "parent": None if run.parent is None else rows[run.parent],

@@ -159,7 +159,7 @@ def show_saved(
     stats = host.engine.stats()
     state.history.observe(stats)
     timeline, disk = state.history.timeline, stats.tiers["disk"]
-    written = sorted(host.engine.store.shelf.wear.by_day().items())
+    written = sorted(host.engine.store.on_disk.wear.by_day().items())
     return {
         "object": "dashboard.saved",
         "hours": hours,

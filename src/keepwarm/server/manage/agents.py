@@ -19,7 +19,7 @@ from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
 from keepwarm.cache.agents.agents import Agent
-from keepwarm.cache.shelf import Shelf
+from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.store import identity_of
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
@@ -112,33 +112,37 @@ class TenantAgents:
         self._engine: Engine = host.engine
 
     @property
-    def _shelf(self) -> Shelf:
-        return self._engine.store.shelf
+    def _disk_store(self) -> DiskStore:
+        return self._engine.store.on_disk
 
     def all(self) -> list[AgentOut]:
         prefix = tenant_agent_id(self._tenant, "")
-        return [self._out(each) for each in self._shelf.agents.all() if each.id.startswith(prefix)]
+        return [
+            self._out(each) for each in self._disk_store.agents.all() if each.id.startswith(prefix)
+        ]
 
     def show(self, agent_id: str) -> AgentOut:
         return self._out(self._find(agent_id))
 
     def create(self, agent_id: str, options: AgentOptions) -> AgentOut:
-        name = self._shelf.register(self._identity())
-        made = self._shelf.agents.create(self._unused_id(agent_id), name, **options.model_dump())
+        name = self._disk_store.register(self._identity())
+        made = self._disk_store.agents.create(
+            self._unused_id(agent_id), name, **options.model_dump()
+        )
         return self._out(made)
 
     def fork(self, agent_id: str, new_id: str) -> AgentOut:
         old = self._find(agent_id).id
-        return self._out(self._shelf.agents.fork(old, self._unused_id(new_id)))
+        return self._out(self._disk_store.agents.fork(old, self._unused_id(new_id)))
 
     def rewind(self, agent_id: str, turn: int) -> AgentOut:
         agent = self._find(agent_id)
         if turn > len(agent.turns):
             raise BadField(f"{agent_id!r} has {len(agent.turns)} turns; name one of them.", "turn")
-        return self._out(self._shelf.agents.rewind(agent.id, turn))
+        return self._out(self._disk_store.agents.rewind(agent.id, turn))
 
     def update(self, agent_id: str, **changes: Any) -> AgentOut:
-        return self._out(self._shelf.agents.promise(self._find(agent_id).id, **changes))
+        return self._out(self._disk_store.agents.update(self._find(agent_id).id, **changes))
 
     def delete(self, agent_id: str) -> DeletedAgent:
         agent = self._find(agent_id)
@@ -147,19 +151,19 @@ class TenantAgents:
 
     def export(self, agent_id: str, file: Path) -> None:
         agent = self._find(agent_id)
-        self._shelf.export_agent(agent.id, file)
+        self._disk_store.export_agent(agent.id, file)
 
     def import_(self, file: Path, agent_id: str) -> AgentOut:
         new_id = self._unused_id(agent_id)
         try:
-            return self._out(self._shelf.import_agent(file, self._identity(), new_id))
+            return self._out(self._disk_store.import_agent(file, self._identity(), new_id))
         except BadCacheFile as error:
             raise BadCacheFile(str(error).replace(str(file), "What was sent")) from error
 
     def _find(self, agent_id: str) -> Agent:
         self._engine.settle()  # what was just answered belongs to it
         try:
-            return self._shelf.agents.show(tenant_agent_id(self._tenant, agent_id))
+            return self._disk_store.agents.show(tenant_agent_id(self._tenant, agent_id))
         except UnknownAgent as error:
             raise UnknownAgent(f"There is no agent {agent_id!r}; list them to see.") from error
 
@@ -167,7 +171,7 @@ class TenantAgents:
         """A stored id that is not in use."""
         stored = tenant_agent_id(self._tenant, agent_id)
         try:
-            self._shelf.agents.show(stored)
+            self._disk_store.agents.show(stored)
         except UnknownAgent:
             return stored
         raise BadField(f"There is an agent {agent_id!r} already; choose another id.", "id")
@@ -182,7 +186,7 @@ class TenantAgents:
         ).result()
 
     def _out(self, agent: Agent) -> AgentOut:
-        known = self._shelf.disk.have(agent.blocks)
+        known = self._disk_store.disk.have(agent.blocks)
         prefix = tenant_agent_id(self._tenant, "")
         return {
             "id": agent.id.removeprefix(prefix),

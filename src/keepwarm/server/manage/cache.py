@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from keepwarm.cache.shelf import Shelf
+from keepwarm.cache.disk_store import DiskStore
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadField, Forbidden
 from keepwarm.server.anthropic.routes import build_request
@@ -155,7 +155,7 @@ def show_cache(host: Host) -> CacheOut:
         "live": stats.live._asdict(),
         "tiers": {name: asdict(tier) for name, tier in stats.tiers.items()},
         "writes": asdict(stats.writes),
-        "written_by_day": engine.store.shelf.wear.by_day(),
+        "written_by_day": engine.store.on_disk.wear.by_day(),
     }
 
 
@@ -243,18 +243,18 @@ async def clear(body: Clear, request: Request, host: Host) -> ClearOut:
 def _clear(engine: Engine, disk: bool) -> ClearOut:
     engine.store.flush()
     engine.clear()
-    n_agents, n_blocks = _clear_disk(engine.store.shelf) if disk else (0, 0)
+    n_agents, n_blocks = _clear_disk(engine.store.on_disk) if disk else (0, 0)
     return {"object": "cache.clear", "removed_blocks": n_blocks, "removed_agents": n_agents}
 
 
-def _clear_disk(shelf: Shelf) -> tuple[int, int]:
-    agents = [agent.id for agent in shelf.agents.all()]
-    n_blocks = sum(shelf.agents.delete(agent_id) for agent_id in agents)
-    rest = [stored.key for stored in shelf.disk.walk()]
-    shelf.disk.delete_all(rest)
-    clear_quarantine(shelf.disk)
-    with as_store_errors(shelf.disk, "clear its index"):
-        shelf.disk.index.database.scrub()
+def _clear_disk(disk_store: DiskStore) -> tuple[int, int]:
+    agents = [agent.id for agent in disk_store.agents.all()]
+    n_blocks = sum(disk_store.agents.delete(agent_id) for agent_id in agents)
+    rest = [stored.key for stored in disk_store.disk.walk()]
+    disk_store.disk.delete_all(rest)
+    clear_quarantine(disk_store.disk)
+    with as_store_errors(disk_store.disk, "clear its index"):
+        disk_store.disk.index.database.scrub()
     return len(agents), n_blocks + len(rest)
 
 
@@ -262,12 +262,12 @@ def _clear_disk(shelf: Shelf) -> tuple[int, int]:
 async def verify(body: Verify, request: Request, host: Host) -> VerifyOut:
     """Read every record on disk and check it. Needs the admin key."""
     _need_admin(request)
-    return await asyncio.to_thread(_verify, host.engine.store.shelf, body.fix)
+    return await asyncio.to_thread(_verify, host.engine.store.on_disk, body.fix)
 
 
-def _verify(shelf: Shelf, fix: bool) -> VerifyOut:
+def _verify(disk_store: DiskStore, fix: bool) -> VerifyOut:
     """S0-57: the same check as `keepwarm cache verify`."""
-    checked = list(fsck.verify(shelf.disk, fix))
+    checked = list(fsck.verify(disk_store.disk, fix))
     bad: list[BadRecordOut] = [
         {
             "record": f"{each.key.hex()}.{each.part.value}",

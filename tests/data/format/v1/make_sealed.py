@@ -12,17 +12,17 @@ from pathlib import Path
 
 from make_golden import NAMESPACE, PROMPT, RECORDS, record
 
-from keepwarm.cache.shelf import Shelf
+from keepwarm.cache.disk_store import DiskStore
 from keepwarm.store.disk.disk import DiskLimits
 
 if __name__ == "__main__":
     place = Path(__file__).parent / "sealed"
     shutil.rmtree(place, ignore_errors=True)
     key = b64encode(bytes(range(32))).decode()
-    with Shelf(place, DiskLimits(min_free_bytes=0), secret=key) as shelf:
+    with DiskStore(place, DiskLimits(min_free_bytes=0), secret=key) as disk_store:
         made = record(*RECORDS["delta"])
-        shelf.disk.put(made).durable.result()
-        shelf.agents.advance("golden", NAMESPACE, PROMPT[:256])
+        disk_store.disk.put(made).durable.result()
+        disk_store.agents.advance("golden", NAMESPACE, PROMPT[:256])
     for name in ("tmp", "quarantine", "index.sqlite"):
         path = place / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,63 +1,16 @@
-"""Ledgers hold exactly what was fed; a miss is explained by the most similar earlier prompt."""
+"""A miss is explained by the most similar earlier prompt."""
 
 import random
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from keepwarm.prefix.blocks import common_tokens, pack
-from keepwarm.prefix.ledger import Explained, Ledger, Nearest, Recent, shared_beyond
-
-FEW = st.lists(st.sampled_from([0, 1, 255, 256]), max_size=8)
-EDITS = st.lists(st.one_of(FEW, st.integers(0, 9)), max_size=12)
+from keepwarm.prefix.recent import MissExplanation, NearestPrompt, RecentPrompts
 
 
 def tokens_of(n, seed=0):
     return random.Random(seed).choices(range(50_000), k=n)
 
-
-@given(EDITS)
-def test_a_ledger_is_a_list_of_tokens(edits):
-    """S4-22: appended or trimmed, it is always exactly what a list would be."""
-    ledger, plain = Ledger(), []
-    for edit in edits:
-        if isinstance(edit, int):
-            ledger.trim(edit)
-            plain = plain[: max(0, len(plain) - edit)]
-        else:
-            ledger.extend(edit[:-1])
-            for token in edit[-1:]:
-                ledger.append(token)
-            plain += edit
-        assert len(ledger) == len(plain)
-    assert ledger.tokens == plain
-    assert ledger.packed == pack(plain)
-
-
-@given(FEW, FEW)
-def test_a_prompt_is_matched_token_by_token(held, prompt):
-    """S4-21."""
-    ledger = Ledger(held)
-    assert ledger.common(prompt) == common_tokens(pack(held), pack(prompt))
-    assert ledger.is_prefix_of(prompt) == (prompt[: len(held)] == held)
-
-
-def test_a_token_that_is_none_is_refused():
-    ledger = Ledger([1])
-    with pytest.raises(OverflowError):
-        ledger.append(1 << 32)
-    assert ledger.tokens == [1]
-
-
-@given(FEW, FEW, st.integers(0, 9))
-def test_shared_beyond_is_the_common_prefix_or_nothing(a, b, n):
-    shared = common_tokens(pack(a), pack(b))
-    assert shared_beyond(pack(a), pack(b), n) == (shared if shared > n else 0)
-
-
-# Explaining a miss.
 
 SYSTEM, FIRST, SECOND = tokens_of(40, 1), tokens_of(30, 2), tokens_of(30, 3)
 EARLIER = [*SYSTEM, *FIRST, *SECOND]
@@ -66,38 +19,40 @@ CUTS = [40, 70, 100]
 
 @pytest.fixture
 def recent():
-    recent = Recent()
+    recent = RecentPrompts()
     recent.remember("ours", EARLIER, CUTS)
     return recent
 
 
 def test_nothing_like_it_was_seen(recent):
     prompt = tokens_of(50, 9)
-    assert recent.explain("ours", prompt, [50], restored=0) == Explained(0, 0, "new", 0)
+    assert recent.explain("ours", prompt, [50], restored=0) == MissExplanation(0, 0, "new", 0)
 
 
 def test_the_opening_of_a_template_is_no_likeness(recent):
     prompt = [*SYSTEM[:5], *tokens_of(50, 9)]
-    assert recent.explain("ours", prompt, [50], restored=5) == Explained(5, 0, "new", 5)
+    assert recent.explain("ours", prompt, [50], restored=5) == MissExplanation(5, 0, "new", 5)
 
 
 def test_a_prompt_that_goes_on_is_new_there(recent):
     """All that was seen was restored; what follows nobody could know."""
     prompt = [*EARLIER, *tokens_of(20, 9)]
     cuts = [*CUTS, 115]
-    assert recent.explain("ours", prompt, cuts, restored=100) == Explained(100, 3, "new", 100)
+    assert recent.explain("ours", prompt, cuts, restored=100) == MissExplanation(100, 3, "new", 100)
 
 
 def test_an_edited_message_diverges_there(recent):
     prompt = [*SYSTEM, *FIRST[:10], 1, *FIRST[11:], *SECOND]
     found = recent.explain("ours", prompt, CUTS, restored=50)
-    assert found == Explained(50, 1, "diverged", 50)
+    assert found == MissExplanation(50, 1, "diverged", 50)
 
 
 def test_what_was_the_same_further_on_was_evicted(recent):
     prompt = [*EARLIER, 5, 6]
-    assert recent.explain("ours", prompt, CUTS, restored=64) == Explained(64, 1, "evicted", 100)
-    assert recent.explain("ours", prompt, CUTS, restored=0) == Explained(0, 0, "evicted", 100)
+    assert recent.explain("ours", prompt, CUTS, restored=64) == MissExplanation(
+        64, 1, "evicted", 100
+    )
+    assert recent.explain("ours", prompt, CUTS, restored=0) == MissExplanation(0, 0, "evicted", 100)
 
 
 def test_state_layers_go_back_to_a_cut_and_that_is_no_eviction(recent):
@@ -121,15 +76,15 @@ def test_after_the_last_message_there_is_none(recent):
 
 def test_nobody_learns_of_anothers_prompts(recent):
     """Same tokens, another tenant: as if nothing had been seen."""
-    assert recent.nearest("theirs", EARLIER) == Nearest(0, None)
+    assert recent.nearest("theirs", EARLIER) == NearestPrompt(0, None)
     assert recent.explain("theirs", EARLIER, CUTS, restored=0).reason == "new"
     recent.forget("ours")
-    assert recent.nearest("ours", EARLIER) == Nearest(0, None)
+    assert recent.nearest("ours", EARLIER) == NearestPrompt(0, None)
     assert len(recent) == 0
 
 
 def test_the_nearest_of_many_is_found():
-    recent = Recent()
+    recent = RecentPrompts()
     for n in (10, 70, 30, 69):
         recent.remember("ours", [*EARLIER[:n], 1, 2])
     found = recent.nearest("ours", EARLIER)
@@ -138,7 +93,7 @@ def test_the_nearest_of_many_is_found():
 
 
 def test_a_conversation_takes_one_place():
-    recent = Recent()
+    recent = RecentPrompts()
     for n in (20, 40, 60):
         recent.remember("ours", EARLIER[:n])
     assert len(recent) == 1
@@ -147,7 +102,7 @@ def test_a_conversation_takes_one_place():
 
 
 def test_memory_is_bounded_and_the_oldest_goes():
-    recent = Recent(max_bytes=4 * 100)
+    recent = RecentPrompts(max_bytes=4 * 100)
     for seed in range(5):
         recent.remember("ours", tokens_of(40, seed))
     assert len(recent) == 2
@@ -160,7 +115,7 @@ def test_memory_is_bounded_and_the_oldest_goes():
 def test_long_prompts_are_compared_quickly():
     """A hundred prompts of 100,000 tokens that part in many places."""
     prompt = tokens_of(100_000)
-    recent = Recent(max_bytes=1 << 30)
+    recent = RecentPrompts(max_bytes=1 << 30)
     for i in range(100):
         recent.remember("ours", [*prompt[: 1000 * i], 1, *prompt[1000 * i + 1 :]])
     started = time.perf_counter()

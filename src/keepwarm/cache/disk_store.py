@@ -1,6 +1,6 @@
-"""The part of a store that lies on disk: blocks, agents, the models they belong to, wear.
+"""The part of a store that is on disk: blocks, agents, the models they belong to, wear.
 
-Needs no MLX, so that looking at a store is quick.
+Imports no MLX, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple, Self
 
 from keepwarm.cache.agents.agents import Agent, Agents
 from keepwarm.cache.agents.bundle import Manifest, export_bundle, import_bundle
-from keepwarm.cache.agents.holders import Holder, header_of, holders
-from keepwarm.cache.agents.pins import Marks
+from keepwarm.cache.agents.holders import Holder, find_holders, read_header
+from keepwarm.cache.agents.pins import TtlPins
 from keepwarm.errors import BadInput, BadRecord
 from keepwarm.prefix.blocks import (
     BLOCK_TOKENS,
@@ -30,21 +30,23 @@ from keepwarm.store.seal import stored_namespace
 from keepwarm.store.tier import as_store_errors
 from keepwarm.store.unlock import unlock
 
-MARK = "@"  # no agent's id begins so
+PREFIX_SIGN = "@"  # starts a prefix id; no agent id starts with it
 ID_DIGITS = 12
-PINS_MADE = "pins made"  # a note in the index: it was new once, and knew no pins
+PINS_MADE = "pins made"  # noted in the index once agents' pins are in it
 
 
 class Prefix(NamedTuple):
-    """A prompt that is kept and has no name."""
+    """A stored prompt that belongs to no agent."""
 
     id: str
     n_tokens: int
-    n_bytes: int  # shared blocks included
+    n_bytes: int  # including blocks shared with others
     used: float
 
 
-class Shelf:
+class DiskStore:
+    """A store directory. Close it, or use `with`."""
+
     def __init__(
         self,
         root: Path,
@@ -60,15 +62,15 @@ class Shelf:
                 "name another directory as KEEPWARM_STORE."
             ) from error
         self.agents = Agents(self.disk)
-        self.marks = Marks(self.disk)
+        self.ttl_pins = TtlPins(self.disk)
         self.wear = Wear(root, writes_per_day)
-        with as_store_errors(self.disk, "pin what agents were promised"):
+        with as_store_errors(self.disk, "pin the blocks of agents"):
             if not self.disk.index.database.has_flag(PINS_MADE):
-                self.agents.hold_all()
+                self.agents.pin_all()
                 self.disk.index.database.set_flag(PINS_MADE)
 
     def register(self, identity: Identity) -> Namespace:
-        """Remember which model a namespace stands for; bundles name it."""
+        """Record which model a namespace stands for; bundles name it."""
         name = stored_namespace(self.disk.seal, namespace(identity))
         path = self._identity_path(name)
         if not path.exists():
@@ -84,45 +86,49 @@ class Shelf:
             ) from error
 
     def holders(self, agent: Agent) -> Iterator[Holder]:
-        """The blocks that hold an agent's conversation, as far as they are there."""
-        return holders(self.disk, agent.heads, agent.n_tokens)
+        """The blocks that hold an agent's conversation, up to the first missing one."""
+        return find_holders(self.disk, agent.sized_blocks, agent.n_tokens)
 
     def tokens_of(self, agent: Agent) -> list[int]:
-        """The agent's conversation, read back from its blocks as far as they are there."""
+        """The agent's conversation, read from its blocks up to the first missing one."""
         return [token for holder in self.holders(agent) for token in unpack(holder.tokens)]
 
     def prefixes(self) -> Iterator[Prefix]:
-        """The ends of what is kept and is no agent's, used last first."""
+        """Stored prompts that belong to no agent, most recently used first."""
         named = {holder.key for agent in self.agents.all() for holder in self.holders(agent)}
         for end in self.disk.index.lookups.leaves():
             if end.key not in named:
                 known = self.disk.have(list(self.disk.index.lookups.parents(end.key)))
                 n_bytes = sum(one.n_bytes for one in known.values())
                 n_tokens = end.number * BLOCK_TOKENS + end.n_tokens
-                yield Prefix(f"{MARK}{end.key.hex()[:ID_DIGITS]}", n_tokens, n_bytes, end.used)
+                yield Prefix(
+                    f"{PREFIX_SIGN}{end.key.hex()[:ID_DIGITS]}", n_tokens, n_bytes, end.used
+                )
 
     def _prefix(self, text: str) -> Agent:
-        """The prefix that ends with the block whose key begins so, as an agent without a name."""
+        """The prefix whose last block's key starts with this, as an agent without an id."""
         keys = [
             k for end in self.disk.index.lookups.leaves() if (k := end.key).hex().startswith(text)
         ]
         if len(text) < 4 or len(keys) != 1:
             raise BadInput(
-                f"{len(keys)} prefixes are called {MARK}{text}; `cache ls --prefixes` names them."
+                f"{len(keys)} prefixes match {PREFIX_SIGN}{text}; `cache ls --prefixes` lists them."
             )
-        way = list(self.disk.index.lookups.parents(keys[0]))[::-1]
-        headers = [header_of(self.disk, key, known) for key, known in self.disk.have(way).items()]
+        path = list(self.disk.index.lookups.parents(keys[0]))[::-1]
+        headers = [
+            read_header(self.disk, key, known) for key, known in self.disk.have(path).items()
+        ]
         found = {header.key: header for header in headers if header is not None}
-        if len(found) < len(way) or found[way[0]].number:
-            raise BadInput(f"{MARK}{text} is not whole: what comes before it is gone.")
+        if len(found) < len(path) or found[path[0]].number:
+            raise BadInput(f"{PREFIX_SIGN}{text} is incomplete: earlier blocks have been evicted.")
         n_tokens = sum(len(header.tokens) // 4 for header in found.values())
-        return Agent("", found[way[0]].namespace, tuple(way), n_tokens)
+        return Agent("", found[path[0]].namespace, tuple(path), n_tokens)
 
     def first(self, agent: Agent, n_tokens: int) -> Agent:
-        """The agent as it was when it had so many tokens."""
+        """The agent as it was when it had this many tokens."""
         tokens = self.tokens_of(agent)
         if not 0 < n_tokens <= len(tokens):
-            raise BadInput(f"{len(tokens)} tokens are kept; there are no first {n_tokens}.")
+            raise BadInput(f"{n_tokens} tokens were asked for, {len(tokens)} are stored.")
         return replace(
             agent,
             blocks=tuple(ref.key for ref in chain(agent.namespace, tokens[:n_tokens])),
@@ -131,9 +137,11 @@ class Shelf:
         )
 
     def find(self, name: str, n_tokens: int | None = None, turn: int | None = None) -> Agent:
-        """An agent, or a prefix (`@` and its id), or the first tokens or turns of it."""
-        is_prefix = name.startswith(MARK)
-        agent = self._prefix(name.removeprefix(MARK)) if is_prefix else self.agents.show(name)
+        """An agent, or a prefix by its id (`@…`), cut to its first tokens or turns if asked."""
+        is_prefix = name.startswith(PREFIX_SIGN)
+        agent = (
+            self._prefix(name.removeprefix(PREFIX_SIGN)) if is_prefix else self.agents.show(name)
+        )
         if turn is not None:
             if not 0 < turn <= len(agent.turns):
                 raise BadInput(f"{name!r} has {len(agent.turns)} turns; there is no turn {turn}.")
@@ -141,7 +149,7 @@ class Shelf:
         return agent if n_tokens is None else self.first(agent, n_tokens)
 
     def export_agent(self, agent: Agent | str, path: Path, progress: Progress = no_progress) -> int:
-        """Write an agent, or part of one, into a file; answers with the number of records in it."""
+        """Write an agent, or part of one, to a file; the number of records in it."""
         if isinstance(agent, str):
             agent = self.find(agent)
         holders = list(self.holders(agent))
@@ -162,9 +170,9 @@ class Shelf:
         agent_id: str | None = None,
         progress: Progress = no_progress,
     ) -> Agent:
-        """Read an agent from a file, verified; refused if it belongs to another model.
+        """Read and verify an agent from a file; raises if it belongs to another model.
 
-        Its blocks become those of `expected`, under whosever key they were made.
+        Its blocks get the namespace of `expected`, whichever tenant exported them.
         """
         manifest = import_bundle(self.disk, self.wear, path, expected, progress)
         name = self.register(expected)

@@ -1,4 +1,4 @@
-"""The exact tokens a cache represents, and recent prompts, from which a miss is explained.
+"""Recent prompts, from which a miss is explained.
 
 Tokens are held packed, four bytes each, and compared as bytes: never by length, never by a hash.
 """
@@ -11,59 +11,12 @@ from collections.abc import Hashable, Sequence
 from itertools import count
 from typing import Literal, NamedTuple, TypeAlias
 
-from keepwarm.prefix.blocks import common_tokens, pack, unpack
+from keepwarm.prefix.blocks import common_tokens_beyond, pack
 
 SIMILAR_TOKENS = 16  # the opening of a template is shared by all, and says nothing
 
 
-def shared_beyond(a: bytes, b: bytes, n_tokens: int) -> int:
-    """How many leading tokens two packed sequences share, if more than `n_tokens`; else 0.
-
-    Sequences that part earlier mostly differ in token `n_tokens` too: one look finds them.
-    """
-    at = slice(4 * n_tokens, 4 * n_tokens + 4)
-    if min(len(a), len(b)) < at.stop or a[at] != b[at] or not a.startswith(b[: at.stop]):
-        return 0
-    return common_tokens(a, b)
-
-
-class Ledger:
-    """What one live cache was fed, token by token."""
-
-    def __init__(self, tokens: Sequence[int] = ()) -> None:
-        self._packed = bytearray(pack(tokens))
-
-    def __len__(self) -> int:
-        return len(self._packed) // 4
-
-    def append(self, token: int) -> None:
-        self._packed += token.to_bytes(4, "big")
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        self._packed += pack(tokens)
-
-    def trim(self, n_tokens: int) -> None:
-        """Forget the last `n_tokens`."""
-        del self._packed[max(0, len(self._packed) - 4 * n_tokens) :]
-
-    @property
-    def packed(self) -> bytes:
-        return bytes(self._packed)
-
-    @property
-    def tokens(self) -> list[int]:
-        return unpack(self.packed)
-
-    def common(self, tokens: Sequence[int]) -> int:
-        """How many leading tokens a prompt shares with it."""
-        return common_tokens(self.packed, pack(tokens))
-
-    def is_prefix_of(self, tokens: Sequence[int]) -> bool:
-        """Whether a cache that was fed this can go on to the prompt as it is."""
-        return pack(tokens).startswith(self._packed)
-
-
-class Remembered(NamedTuple):
+class RememberedPrompt(NamedTuple):
     """An earlier prompt, with its answer where there was one."""
 
     packed: bytes
@@ -74,17 +27,17 @@ class Remembered(NamedTuple):
         return len(self.packed) // 4
 
 
-class Nearest(NamedTuple):
+class NearestPrompt(NamedTuple):
     """The most similar earlier prompt, and how far it agrees; None and 0 where there is none."""
 
     n_common: int
-    entry: Remembered | None
+    entry: RememberedPrompt | None
 
 
 Reason: TypeAlias = Literal["new", "diverged", "evicted"]
 
 
-class Explained(NamedTuple):
+class MissExplanation(NamedTuple):
     """Why a prompt was not restored further. Positions only, no text.
 
     new        nothing like it was seen, or only its beginning, and that was restored
@@ -101,7 +54,7 @@ class Explained(NamedTuple):
 MAX_PROMPTS = 1024  # every one is looked at for each request
 
 
-class Recent:
+class RecentPrompts:
     """Prompts seen lately, bounded in bytes and number, least recently seen first out.
 
     `whose` tells namespaces and tenants apart: nobody's miss is explained by another's prompt.
@@ -111,14 +64,14 @@ class Recent:
         self._max_bytes = max_bytes
         self._n_bytes = 0
         self._numbers = count()
-        self._seen: OrderedDict[tuple[Hashable, int], Remembered] = OrderedDict()
+        self._seen: OrderedDict[tuple[Hashable, int], RememberedPrompt] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._seen)
 
     def remember(self, whose: Hashable, tokens: Sequence[int], cuts: Sequence[int] = ()) -> None:
         """Keep a prompt in mind; the shorter ones that it continues need not be."""
-        entry = Remembered(pack(tokens), tuple(cuts))
+        entry = RememberedPrompt(pack(tokens), tuple(cuts))
         for key in self._of(whose):
             if entry.packed.startswith(self._seen[key].packed):
                 self._forget(key)
@@ -127,12 +80,12 @@ class Recent:
         while self._n_bytes > self._max_bytes or len(self._seen) > MAX_PROMPTS:
             self._forget(next(iter(self._seen)))
 
-    def nearest(self, whose: Hashable, tokens: Sequence[int]) -> Nearest:
-        packed, best = pack(tokens), Nearest(0, None)
+    def nearest(self, whose: Hashable, tokens: Sequence[int]) -> NearestPrompt:
+        packed, best = pack(tokens), NearestPrompt(0, None)
         for key in reversed(self._of(whose)):
             entry = self._seen[key]
-            if n_common := shared_beyond(entry.packed, packed, best.n_common):
-                best = Nearest(n_common, entry)
+            if n_common := common_tokens_beyond(entry.packed, packed, best.n_common):
+                best = NearestPrompt(n_common, entry)
         return best
 
     def explain(
@@ -143,7 +96,7 @@ class Recent:
         restored: int,
         *,
         only_at_cuts: bool = False,
-    ) -> Explained | None:
+    ) -> MissExplanation | None:
         """Why no more than `restored` tokens were; None where all were that can be.
 
         `cuts[i]` is where message i ends. A model with state layers is restored `only_at_cuts`.
@@ -153,7 +106,7 @@ class Recent:
             return None
         n_common, entry = self.nearest(whose, tokens)
         message = bisect_right(cuts, restored)
-        return Explained(
+        return MissExplanation(
             position=restored,
             message=message if message < len(cuts) else None,
             reason=_reason(len(tokens), restored, n_common, entry, only_at_cuts),
@@ -172,7 +125,7 @@ class Recent:
 
 
 def _reason(
-    n_prompt: int, restored: int, n_common: int, entry: Remembered | None, only_at_cuts: bool
+    n_prompt: int, restored: int, n_common: int, entry: RememberedPrompt | None, only_at_cuts: bool
 ) -> Reason:
     if entry is None or n_common < min(SIMILAR_TOKENS, n_prompt - 1):
         return "new"
