@@ -28,7 +28,7 @@ from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.reading import Reader
-from keepwarm.cache.restore.writing import MemoryOnly, Writer
+from keepwarm.cache.restore.writing import MemorySaver, Writer
 from keepwarm.errors import BadInput, StoreFailed
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import BlockKey, Namespace, chain
@@ -97,7 +97,7 @@ class Scene:
         self.memory = MemoryTier(1 << 30) if "memory" in self.column else None
         self.disk: DiskTier | None = None
         tiers: list[Any] = [("memory", self.memory)] if self.memory else []
-        self.saver: Any = MemoryOnly(self.memory) if self.memory else None
+        self.saver: Any = MemorySaver(self.memory) if self.memory else None
         if "disk" in self.column:
             limits = DiskLimits(min_free_bytes=0)
             self.disk = DiskTier(self.root, limits, self.files, seal=self.seal)
