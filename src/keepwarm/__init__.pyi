@@ -1,6 +1,6 @@
-from keepwarm.cache.opened import Budgets as Budgets
 from keepwarm.cache.policy import Policy as Policy
-from keepwarm.cache.store import Attached as Attached
+from keepwarm.cache.store import AttachedModel as AttachedModel
+from keepwarm.cache.store import Budgets as Budgets
 from keepwarm.cache.store import Store as Store
 from keepwarm.config import Settings as Settings
 from keepwarm.device.memory import MemoryConfig as MemoryConfig

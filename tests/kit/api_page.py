@@ -30,7 +30,7 @@ GROUPS = {
     "Results": (
         *("Result", "Choice", "ToolCall", "TokenInfo", "TopLogprob", "Usage", "Receipt", "Miss"),
     ),
-    "The store": ("Store", "Attached", "Budgets"),
+    "The store": ("Store", "AttachedModel", "Budgets"),
     "Prompt-cache files": ("export_prompt_cache", "import_prompt_cache", "PromptCacheFile"),
     "Errors": tuple(name for name in keepwarm.__all__ if hasattr(errors, name)),
 }
