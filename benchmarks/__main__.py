@@ -1,4 +1,4 @@
-"""`python -m benchmarks [kv|batch|store|all]`: run, show, keep."""
+"""`python -m benchmarks [kv|batch|store|all]`: run, show, save."""
 
 from __future__ import annotations
 
@@ -31,20 +31,22 @@ class Bench(StrEnum):
 def main(
     bench: Annotated[Bench, typer.Argument(help="What to measure.")] = Bench.ALL,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small caches: seconds, to see that it works.")
+        bool, typer.Option("--quick", help="Small caches, seconds: a check that it runs.")
     ] = False,
-    json: Annotated[Path | None, typer.Option("--json", help="Keep everything here.")] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write all results to this file.")
+    ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the costs of a store here.")
+        Path | None, typer.Option("--plot", help="Plot the costs of a store to this file.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=512, help="Leave out longer caches.")
+        int | None, typer.Option("--max-tokens", min=512, help="Skip longer caches.")
     ] = None,
 ) -> None:
     """Measure slicing, saving, restoring, merging and batching of KV caches on this machine."""
     for file in (json, plot):
         if file is not None and not file.absolute().parent.is_dir():
-            raise BadInput(f"There is no directory for {file}; make it first.")
+            raise BadInput(f"The directory of {file} does not exist; create it first.")
     limit = max_tokens or (512 if quick else 32_768)
     machine = describe_machine()
     with tempfile.TemporaryDirectory(prefix="keepwarm-bench-") as folder:
@@ -68,7 +70,7 @@ def tasks(bench: Bench, folder: Path, max_tokens: int, quick: bool) -> Iterator[
 
 
 def run(todo: list[Task]) -> list[Record]:
-    """One after the other, with a bar on standard error."""
+    """Run all tasks in order, with a progress bar on standard error."""
     records: list[Record] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=len(todo))
@@ -80,7 +82,7 @@ def run(todo: list[Task]) -> list[Record]:
 
 
 def command_line(bench: Bench, quick: bool, max_tokens: int | None) -> str:
-    """What was typed, without the name of the file it goes to."""
+    """The command, without file names."""
     words = ["python -m benchmarks", bench.value]
     words += ["--quick"] * quick
     words += [f"--max-tokens {max_tokens}"] if max_tokens else []

@@ -1,4 +1,4 @@
-"""Many sequences in one batch: what its memory holds, and what changing it costs."""
+"""Batches: memory per live token, and the speed of operations on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = Shape("2 small layers", n_layers=2, n_heads=2, width=32, window=300, glo
 PLAIN = Shape("4 small layers", n_layers=4, n_heads=2, width=32)
 
 N_ROWS = (1, 2, 4, 8)
-WIDE = mx.uint64  # moved as these, bf16 rows are a quarter as many numbers
+WIDE = mx.uint64  # four bf16 numbers in one
 
 
 def tasks(folder: Path, max_tokens: int, quick: bool) -> Iterator[Task]:
@@ -41,7 +41,7 @@ def tasks(folder: Path, max_tokens: int, quick: bool) -> Iterator[Task]:
 
 
 def densities(shape: Shape, n_rows: int, n_tokens: int) -> list[Record]:
-    """Rows of one length, and rows from a part of it to the whole: their padding is the cost."""
+    """Rows of equal length, and rows of mixed lengths, which need padding."""
     mixed = tuple(n_tokens * (i + 1) // n_rows for i in range(n_rows))
     equal = (n_tokens,) * n_rows
     kinds = [equal] if n_rows == 1 else [equal, mixed]
@@ -49,8 +49,8 @@ def densities(shape: Shape, n_rows: int, n_tokens: int) -> list[Record]:
 
 
 def density(shape: Shape, lengths: tuple[int, ...]) -> list[Record]:
-    """Bytes that MLX holds for a batch, when merged and after one token more for every row."""
-    feed_one(kv.merge([shape.filled(1)]), shape)  # what is made once is not the batch's
+    """Bytes that MLX holds for a batch, after the merge and one token later."""
+    feed_one(kv.merge([shape.filled(1)]), shape)  # allocations made once do not count
     release_memory()
     before = mx.get_active_memory()
     batch = evaluated(kv.merge([shape.filled(n) for n in lengths]))
@@ -68,7 +68,7 @@ def _density(shape: Shape, lengths: tuple[int, ...], when: str, before: int) -> 
 
 
 def feed_one(batch: kv.Caches, shape: Shape) -> None:
-    """What a model does to its caches in one step of decoding."""
+    """Update the caches as one decode step does."""
     rows = mx.repeat(random_rows(shape.n_heads, 1, shape.width), kv.batch_size(batch), axis=0)
     for layer in batch:
         layer.update_and_fetch(rows, rows)
@@ -76,7 +76,7 @@ def feed_one(batch: kv.Caches, shape: Shape) -> None:
 
 
 def speeds(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
-    """Each operation on a batch of 8; no measured batch is changed."""
+    """Each operation on a batch of 8, which stays unchanged."""
     n_bytes = 8 * shape.live_bytes(n_tokens)
     case = f"{shape.name}, batch of 8"
     why = reason_to_skip(3 * n_bytes, 0, folder)
@@ -100,7 +100,7 @@ def _growing(row: kv.Caches, speed: Measured) -> list[Record]:
 
 
 def _changing(batch: kv.Caches, speed: Measured) -> list[Record]:
-    """What is moved is counted as it comes out; a plain copy of all of it comes first."""
+    """Counts the bytes of the result; a plain copy of the whole batch is the reference."""
     n_bytes = sum(buffer.nbytes for buffer in buffers_of(batch))
     return [
         speed("copy, fresh", 1, lambda: copy_into(np.empty(n_bytes, np.uint8), buffers_of(batch))),
@@ -123,7 +123,7 @@ def evaluated(caches: kv.Caches) -> kv.Caches:
 
 
 def joined(batch: kv.Caches, other: kv.Caches) -> kv.Caches:
-    """A batch with the rows of another; neither of them changes."""
+    """A new batch with the rows of both."""
     batch = kv.copy_caches(batch)
     kv.extend(batch, other)
     return evaluated(batch)
@@ -136,7 +136,7 @@ def filtered(batch: kv.Caches, keep: Sequence[int]) -> kv.Caches:
 
 
 def rolled(batch: kv.Caches, roll: Roll) -> list[mx.array]:
-    """Every buffer with a shift of its own for every row, as after right padding."""
+    """Roll every buffer, each row by its own shift, as after right padding."""
     n_rows = kv.batch_size(batch)
     shifts = mx.array([100 * i for i in range(n_rows)])[:, None]
     buffers = [roll(buffer, shifts, 2) for buffer in buffers_of(batch)]
@@ -145,12 +145,12 @@ def rolled(batch: kv.Caches, roll: Roll) -> list[mx.array]:
 
 
 def wide_roll(x: mx.array, shifts: mx.array, axis: int) -> mx.array:
-    """The same roll of fewer, wider numbers."""
+    """The same roll on 64-bit numbers."""
     return kv.dynamic_roll(x.view(WIDE), shifts, axis).view(x.dtype)
 
 
 def sliced_roll(x: mx.array, shifts: mx.array, axis: int) -> mx.array:
-    """The same roll as two slices a row, copied as wide numbers: near what a kernel would do."""
+    """The same roll as two slices per row of 64-bit numbers, close to what a kernel would do."""
     amounts: list[int] = np.asarray(shifts).reshape(-1).tolist()
     wide = x.view(WIDE)
     rows = [_turned(wide[i : i + 1], n, axis) for i, n in enumerate(amounts)]

@@ -1,4 +1,4 @@
-"""Caches of the size and shape of real models, filled with random bits; no model is needed."""
+"""Caches in the size and shape of real models, filled with random bits, without a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from keepwarm import kv
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
-BYTES_A_NUMBER = 2  # bf16
+BYTES_PER_NUMBER = 2  # bf16
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Shape:
     n_layers: int
     n_heads: int  # of K and V
     width: int  # of one head
-    window: int = 0  # 0: no layer has one
+    window: int = 0  # 0: none
     global_every: int = 1
 
     def n_rows(self, layer: int, n_tokens: int) -> int:
@@ -32,18 +32,18 @@ class Shape:
     @property
     def row_bytes(self) -> int:
         """K and V of one token in one layer."""
-        return 2 * self.n_heads * self.width * BYTES_A_NUMBER
+        return 2 * self.n_heads * self.width * BYTES_PER_NUMBER
 
     def live_bytes(self, n_tokens: int) -> int:
         return sum(self.n_rows(i, n_tokens) for i in range(self.n_layers)) * self.row_bytes
 
     @property
     def block_bytes(self) -> int:
-        """The largest block: one in which no row has slid out of a window."""
+        """Bytes of a block whose rows are all inside the window."""
         return self.n_layers * BLOCK_TOKENS * self.row_bytes
 
     def filled(self, n_tokens: int) -> kv.Caches:
-        """Caches of exactly `n_tokens`, evaluated, in buffers without spare room."""
+        """Evaluated caches of exactly `n_tokens`, without spare buffer space."""
         return [self._layer(i, n_tokens) for i in range(self.n_layers)]
 
     def layout(self) -> kv.Layout:
@@ -60,7 +60,7 @@ class Shape:
         )
 
     def _tensor(self, n_rows: int) -> mx.array:
-        """The random block over and over: to fill 4 GB with fresh bits would take minutes."""
+        """One random block repeated; 4 GB of fresh random bits would take minutes."""
         times = -(-n_rows // BLOCK_TOKENS)
         rows = random_rows(self.n_heads, BLOCK_TOKENS, self.width)
         return mx.contiguous(mx.tile(rows, (1, 1, times, 1))[..., :n_rows, :])
@@ -68,7 +68,7 @@ class Shape:
 
 @cache
 def random_rows(n_heads: int, n_rows: int, width: int) -> mx.array:
-    """K or V of a few tokens, the same bits in every process; must not be changed."""
+    """K or V of a few tokens, the same bits in every process; read-only."""
     shape = (1, n_heads, n_rows, width)
     bits = np.random.default_rng(0).integers(0, 2**16, shape, dtype=np.uint16)
     return mx.array(bits).view(mx.bfloat16)

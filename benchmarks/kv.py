@@ -1,4 +1,4 @@
-"""One sequence: sliced, saved, restored and merged, against a plain copy and against mlx-lm."""
+"""One sequence: slicing, saving, restoring and merging, against a plain copy and mlx-lm."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ Measure: TypeAlias = Callable[[Shape, int, Path], list[Record]]
 SIZES = (512, 2_048, 8_192, 32_768)
 MERGED = 2  # sequences in one batch
 
-# mlx-lm's own save and load of the same cache, in a process of their own: this room does not
-# import mlx_lm. Prints the seconds of each save and each load.
+# mlx-lm's save and load of the same cache, in a child process: this package does not import
+# mlx_lm. Prints the seconds of each save and load.
 MLX_LM = """
 import json, sys
 from pathlib import Path
@@ -69,19 +69,19 @@ print(json.dumps({"mlx-lm save": saves, "mlx-lm load": seconds_of(load, repeats)
 
 
 def tasks(folder: Path, max_tokens: int, quick: bool) -> Iterator[Task]:
-    """Every shape at every length, smallest first; `folder` is used for files and emptied."""
+    """Every shape at every length, smallest first; files go to `folder`, which is emptied."""
     shapes = (SMALL,) if quick else (LLAMA_8B, GEMMA_12B)
     for n_tokens in (n for n in SIZES if n <= max_tokens):
         for shape in shapes:
             label = f"{shape.name}, {n_tokens:,} tokens"
             args = (shape, n_tokens, folder)
-            yield Task(f"{label}: ours", partial(_if_room, speeds, *args))
-            yield Task(f"{label}: mlx-lm", partial(_if_room, mlx_lm_speeds, *args))
-            yield Task(f"{label}: memory", partial(_if_room, peaks, *args))
+            yield Task(f"{label}: ours", partial(_if_space, speeds, *args))
+            yield Task(f"{label}: mlx-lm", partial(_if_space, mlx_lm_speeds, *args))
+            yield Task(f"{label}: memory", partial(_if_space, peaks, *args))
 
 
-def _if_room(measure: Measure, shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
-    """Each step holds the cache and at most one copy of it, and writes it once."""
+def _if_space(measure: Measure, shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
+    """Skip a step if memory or disk cannot hold the cache and one copy of it."""
     live = shape.live_bytes(n_tokens)
     why = reason_to_skip(2 * (live + shape.block_bytes), live, folder)
     if why:
@@ -94,7 +94,7 @@ def _if_room(measure: Measure, shape: Shape, n_tokens: int, folder: Path) -> lis
 
 
 def clear(folder: Path) -> None:
-    """Writing over a file costs its removal too, so the last sample's files go first."""
+    """Delete the last sample's files: overwriting them would cost time."""
     for file in folder.iterdir():
         file.unlink()
 
@@ -138,7 +138,7 @@ def mlx_lm_speeds(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
 
 
 def peaks(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
-    """Saving, then restoring what was saved, each in a process of its own."""
+    """Peak memory of saving and restoring, each in its own process."""
     live, block = shape.live_bytes(n_tokens), shape.block_bytes
     return [
         Peak(shape.name, n_tokens, what, live, block, in_child(work, shape, n_tokens, folder))
@@ -158,7 +158,7 @@ def restore_growth(shape: Shape, n_tokens: int, folder: Path) -> int:
     return peak_growth(lambda: restore(layout, n_tokens, folder))
 
 
-# The operations themselves.
+# The operations.
 
 
 def arrays_of(caches: kv.Caches) -> list[mx.array]:
@@ -166,12 +166,12 @@ def arrays_of(caches: kv.Caches) -> list[mx.array]:
 
 
 def raw_bytes(array: mx.array) -> Bytes:
-    """The bytes of an array where they are; numpy knows no bf16."""
+    """A view of the bytes of an array; numpy has no bf16."""
     return np.asarray(array.view(mx.uint8)).reshape(-1)
 
 
 def copy_into(buffer: Bytes, arrays: list[mx.array]) -> Bytes:
-    """The plainest way to have the same bytes twice."""
+    """Copy all arrays with numpy."""
     at = 0
     for raw in map(raw_bytes, arrays):
         buffer[at : at + raw.size] = raw
@@ -180,13 +180,13 @@ def copy_into(buffer: Bytes, arrays: list[mx.array]) -> Bytes:
 
 
 def touched_copy(caches: kv.Caches, n_bytes: int) -> Work:
-    """The same into memory that has been used before: without the price of its first use."""
+    """A copy into memory that was touched before, so without page faults."""
     buffer = np.ones(n_bytes, np.uint8)
     return lambda: copy_into(buffer, arrays_of(caches))
 
 
 def write(caches: kv.Caches, file: Path) -> None:
-    """The plainest way to have them on disk: one file, one fsync."""
+    """Write all arrays to one file with one fsync."""
     with file.open("wb") as out:
         for raw in map(raw_bytes, arrays_of(caches)):
             out.write(raw.data)
@@ -194,20 +194,20 @@ def write(caches: kv.Caches, file: Path) -> None:
 
 
 def sync(file: Path | str) -> None:
-    """Wait until the bytes of a file have reached the disk."""
+    """fsync a file."""
     handle = os.open(file, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
 
 
 def slice_all(caches: kv.Caches) -> None:
-    """Every block, dropped as soon as it is cut."""
+    """Cut all blocks, keeping none."""
     for _ in kv.cut_blocks(caches):
         pass
 
 
 def save(caches: kv.Caches, folder: Path) -> None:
-    """One file a block, each of them synced, the folder not."""
+    """One file per block, each synced; the folder is not."""
     for block in kv.cut_blocks(caches):
         save_block(block, folder / f"{block.index}.safetensors")
 
@@ -220,7 +220,7 @@ def save_block(block: kv.Block, file: Path) -> None:
 
 
 def restore(layout: kv.Layout, n_tokens: int, folder: Path) -> kv.Caches:
-    """Caches from those files, which the page cache still holds."""
+    """Caches from those files, read from the page cache."""
     assembly = kv.Assembly(layout, n_tokens)
     for index in range(-(-n_tokens // BLOCK_TOKENS)):
         assembly.add(load_block(index, folder / f"{index}.safetensors"))
@@ -239,7 +239,7 @@ def load_block(index: int, file: Path) -> kv.Block:
 
 
 def merge(caches: kv.Caches, live: int) -> None:
-    """The sequence twice in one batch; as many layers at once as memory allows."""
+    """The sequence twice in one batch, as many layers at once as memory allows."""
     room = max(1, (MEMORY_BUDGET - live) * len(caches) // (MERGED * live))
     for start in range(0, len(caches), room):
         rows = [caches[start : start + room]] * MERGED

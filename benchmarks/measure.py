@@ -19,9 +19,9 @@ from keepwarm.units import format_bytes
 if sys.platform != "win32":
     import resource
 
-MEMORY_BUDGET = 12 * 10**9  # others use this machine too
-MAX_TOUCHED = 2 << 30  # bytes before each sample
-BOUND = 1.1  # of the live bytes, plus two blocks: what saving or restoring may need
+MEMORY_BUDGET = 12 * 10**9  # leaves memory to other processes
+MAX_TOUCHED = 2 << 30  # bytes
+BOUND = 1.1  # times the live bytes, plus two blocks: allowed for saving and restoring
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Speed:
 
     @property
     def spread(self) -> float:
-        """How far apart the samples are, as a part of their median."""
+        """(highest - lowest) ÷ median."""
         return (max(self.seconds) - min(self.seconds)) / self.median
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Memory that a process needed while it saved or restored, above what it held before."""
+    """Peak memory of saving or restoring, above what the process held before."""
 
     case: str
     n_tokens: int
@@ -61,7 +61,7 @@ class Peak:
 
     @property
     def ratio(self) -> float:
-        """Of the live cache, the two blocks that are allowed on top left aside."""
+        """Growth over live bytes, after subtracting two blocks."""
         return (self.growth_bytes - 2 * self.block_bytes) / self.live_bytes
 
     @property
@@ -71,7 +71,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Density:
-    """Memory that a batch holds against what its live tokens need."""
+    """Memory of a batch compared with that of its live tokens."""
 
     case: str
     lengths: tuple[int, ...]
@@ -86,7 +86,7 @@ class Density:
 
 @dataclass(frozen=True)
 class Cost:
-    """Every sample of what something takes in a store of so many blocks: seconds, or as it says."""
+    """All samples of an operation on a store of `n_blocks`, in seconds unless `what` says bytes."""
 
     what: str
     n_blocks: int
@@ -108,17 +108,17 @@ Record = Speed | Peak | Density | Cost | Skipped
 
 @dataclass(frozen=True)
 class Task:
-    """One step of a bench: what the progress bar says, and what gives the records."""
+    """One step of a benchmark: its label in the progress bar, and its work."""
 
     label: str
     run: Callable[[], list[Record]]
 
 
 def touch_memory(n_bytes: int) -> None:
-    """Touch so much memory and let it go again, so that the next sample finds it there.
+    """Touch and release memory, so that the next sample does not pay for getting it.
 
-    A host takes from its virtual machines what they do not use, a second or two after they freed
-    it, and gives it back page by page: a millisecond a MB was found, for whoever came next.
+    A host takes back memory that a virtual machine freed a second or two ago and returns it page
+    by page, which cost about a millisecond per MB.
     """
     np.ones(min(n_bytes, MAX_TOUCHED), np.uint8)
 
@@ -126,7 +126,7 @@ def touch_memory(n_bytes: int) -> None:
 def seconds_of(
     work: Callable[[], object], repeats: int, before: Callable[[], object] = release_memory
 ) -> tuple[float, ...]:
-    """Time each call; `before`, and dropping what it returns, are outside the measured time."""
+    """Time each call of `work`; `before` and releasing the result are not timed."""
     return tuple(_once(work, before) for _ in range(repeats))
 
 
@@ -141,22 +141,22 @@ def _once(work: Callable[[], object], before: Callable[[], object]) -> float:
 
 
 def peak_growth(work: Callable[[], object]) -> int:
-    """Bytes by which the memory of this process rose above where it stood, at its highest."""
-    _forget_peak()
+    """Peak growth of this process's memory during `work`, in bytes."""
+    _reset_peak()
     before = psutil.Process().memory_info().rss
     work()
     return _peak() - before
 
 
-def _forget_peak() -> None:
+def _reset_peak() -> None:
     if sys.platform == "linux":
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def _peak() -> int:
-    """Highest resident bytes; elsewhere than on Linux since the start of the process.
+    """Peak resident bytes; since the start of the process where this is not Linux.
 
-    `ru_maxrss` is no use on Linux: a child begins with the peak of the process that started it.
+    On Linux `ru_maxrss` does not work: a child process inherits its parent's peak.
     """
     if sys.platform == "linux":
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -165,7 +165,7 @@ def _peak() -> int:
 
 
 def reason_to_skip(n_memory: int, n_disk: int, folder: Path) -> str:
-    """Why a step of this size must be left out here; nothing where there is room."""
+    """Why a step of this size does not fit this machine; empty if it does."""
     memory = min(MEMORY_BUDGET, int(psutil.virtual_memory().available * 0.9))
     disk = int(shutil.disk_usage(folder).free * 0.9)
     if n_memory > memory:

@@ -1,4 +1,4 @@
-"""What was measured, for people as tables and for programs as one JSON object."""
+"""Results as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ DERIVED = {
     Skipped: (),
 }
 GROUPS = {"speeds": Speed, "peaks": Peak, "densities": Density, "costs": Cost, "skipped": Skipped}
-# Each operation beside what it is compared with.
+# Each operation and its references.
 RIVALS = {
     "slice": ("copy, fresh",),
     "save": ("write", "mlx-lm save"),
     "restore": ("copy, fresh", "mlx-lm load"),
     "merge": ("copy, fresh",),
 }
-# In the store, with the least ratio that is wanted; 1.3 times as long is 0.77 of the speed.
+# Store operations, their references, and the ratio wanted; 1.3 times as long is 0.77 of the speed.
 STORE_RIVALS = (
     ("restore, cold", "read, cold", 0.8),
     ("restore, cold", "read in as many threads, cold", 0),
@@ -74,7 +74,7 @@ def _parts(report: Report) -> Iterator[RenderableType]:
         f"load {machine['load'][0]}; medians, ± the spread of the samples"
     )
     for skip in dict.fromkeys(report.of(Skipped)):
-        yield f"Left out: {skip.case}: {skip.why}."
+        yield f"Skipped: {skip.case}: {skip.why}."
     store = [speed for speed in report.of(Speed) if speed.case.startswith("store")]
     batch = [speed for speed in report.of(Speed) if "batch" in speed.case]
     single = [speed for speed in report.of(Speed) if speed not in (*store, *batch)]
@@ -92,7 +92,7 @@ def _parts(report: Report) -> Iterator[RenderableType]:
 
 
 def _single_table(speeds: Iterable[Speed]) -> Table:
-    title = "GB/s of live bytes; in brackets the ratio to what the heading names"
+    title = "GB/s of live bytes; in brackets the ratio to the references in the heading"
     heads = [f"{what} (÷ {', ÷ '.join(rivals)})" for what, rivals in RIVALS.items()]
     table = _table(title, "cache", "tokens", "MB", "copy, fresh", "copy, touched", "write", *heads)
     cases: dict[tuple[str, int], dict[str, Speed]] = {}
@@ -132,8 +132,8 @@ def _peak_table(peaks: Iterable[Peak]) -> Table:
 
 
 def _store_table(speeds: Sequence[Speed]) -> Table:
-    title = "GB/s of live bytes; each beside what it is compared with"
-    table = _table(title, "cache", "tokens", "what", "GB/s", "against", "GB/s", "ratio", "wanted")
+    title = "GB/s of live bytes, and of the reference"
+    table = _table(title, "cache", "tokens", "what", "GB/s", "reference", "GB/s", "ratio", "goal")
     found = {(speed.case, speed.n_tokens, speed.what): speed for speed in speeds}
     for case, n_tokens in dict.fromkeys((s.case, s.n_tokens) for s in speeds):
         for what, rival, wanted in STORE_RIVALS:
@@ -167,7 +167,7 @@ def _batch_table(speeds: Sequence[Speed]) -> Table:
 
 
 def _density_table(densities: Iterable[Density]) -> Table:
-    table = _table("Memory a live token", "layers", "B", "lengths", "when", "of live bytes")
+    table = _table("Memory per live token", "layers", "B", "lengths", "when", "of live bytes")
     for density in densities:
         low, high = min(density.lengths), max(density.lengths)
         lengths = f"{low:,}" if low == high else f"{low:,} to {high:,}"

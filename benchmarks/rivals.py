@@ -1,6 +1,6 @@
-"""Other ways to decide what is kept, counted in tokens: what the shipped eviction is held against.
+"""Other eviction policies, counted in tokens, to compare ours with.
 
-Each is told of a request, answers with the tokens it can reuse, and then keeps prompt and answer.
+Each serves a request: it returns the tokens it can reuse, then stores prompt and answer.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 class Cache(Protocol):
     def serve(self, request: RecordedRequest) -> int:
-        """How many tokens of the prompt need not be computed; then keep prompt and answer."""
+        """The prompt tokens that are reused; then store prompt and answer."""
 
 
 class Sessions:
-    """Whole conversations, least recently used; one that is too large keeps what fits."""
+    """LRU of whole conversations; one that is too large is truncated."""
 
     def __init__(self, n_tokens: int) -> None:
         self._limit = n_tokens
@@ -37,16 +37,16 @@ class Sessions:
 
 
 class TailFirst:
-    """Blocks, least recently used first and the last of a chain before the first.
+    """LRU of blocks, the end of a chain evicted before its start.
 
-    Blocks used together stand together as a run. What a request leaves behind of the run before it
-    stays in its old place, but the block that served its first rows was used now.
+    Blocks used together form a run. What a request does not reuse of a run keeps its old position,
+    except the block that it reuses in part, which counts as used now.
     """
 
     def __init__(self, n_tokens: int) -> None:
         self._limit = n_tokens
         self._runs: OrderedDict[int, int] = OrderedDict()  # tokens by name, the oldest first
-        self._name_of: dict[int, int] = {}  # of the run a conversation goes on from
+        self._name_of: dict[int, int] = {}  # the run that a conversation continues
         self._next_name = 0
         self._sum = 0
 
@@ -94,10 +94,10 @@ class _Entry:
 
 
 class Fifo:
-    """mlx-lm's list: whole sequences, first in first out, so many of them and so many bytes.
+    """mlx-lm's list: FIFO of whole sequences, bounded by number and bytes.
 
-    A sequence is dropped early only where it is a prefix of the next, and an answer that comes back
-    rendered anew is none.
+    mlx-lm drops a sequence early only if it is a prefix of the next one; an answer that is rendered
+    again is not.
     """
 
     def __init__(self, n_tokens: int, max_entries: int | None = None) -> None:

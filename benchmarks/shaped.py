@@ -1,4 +1,4 @@
-"""Cold, live, from memory, from disk: what the first token of a long prompt costs a real shape.
+"""Time to first token of a long prompt on real shapes: cold, live, from memory, from disk.
 
 python -m benchmarks.shaped --shape llama-8b --tokens 4096,16384,32768 --json FILE
 """
@@ -50,7 +50,7 @@ class Sample:
 
 
 class Case:
-    """One shape and one length of prompt, kept in memory and on disk."""
+    """One shape and one prompt length, stored in memory and on disk."""
 
     def __init__(self, model: Model, n_tokens: int, folder: Path, repeats: int) -> None:
         self.model = model
@@ -69,7 +69,7 @@ class Case:
     def run(self) -> list[Sample]:
         with self.store:
             self._time("prefill, nothing kept", self._cold, lambda: None)
-            self.n_bytes = kv.live_bytes(self._kept())
+            self.n_bytes = kv.live_bytes(self._saved())
             self._live()
             self._time("from memory", lambda: self._restored("memory"), mx.clear_cache)
             self._time("mx.array of the same bytes", self._copied(), mx.clear_cache)
@@ -88,7 +88,7 @@ class Case:
         return self.samples
 
     def _files(self) -> list[Path]:
-        """Those that a restore from disk reads."""
+        """The files that a restore from disk reads."""
         disk, reads = self._disk(), self._only("disk").plan([*self.tokens, 1]).point.reads
         return [disk.records.path_of(read.key, read.part) for read in reads]
 
@@ -111,8 +111,8 @@ class Case:
     def _cold(self) -> kv.Caches:
         return _prefilled(self.model, self.tokens, None)
 
-    def _kept(self) -> kv.Caches:
-        """Read once more, keeping every block."""
+    def _saved(self) -> kv.Caches:
+        """Prefill again, saving every block."""
         capture = self.manager.open(self.tokens)
         started = time.perf_counter()
         caches = _prefilled(
@@ -142,7 +142,7 @@ class Case:
         self._time("live", take, put)
 
     def _restored(self, tier: str) -> None:
-        """Restore from one tier alone, and feed one token: the device has then seen the rows."""
+        """Restore from one tier and feed one token, so that the device has used the rows."""
         self._first_token(self._from(tier))
 
     def _from(self, tier: str) -> kv.Caches:
@@ -152,7 +152,7 @@ class Case:
         return restored.caches
 
     def _only(self, tier: str) -> Manager:
-        """A manager that knows one tier; its readers stay, as those of a server do."""
+        """A manager with one tier; its reader threads stay alive, as in a server."""
         if tier not in self._alone:
             manager = self.manager
             tiers = Tiers([named for named in manager.tiers.named if named[0] == tier])
@@ -211,7 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
     parser.add_argument("--tokens", default="4096,16384,32768")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where blocks are written; default: temporary")
+    parser.add_argument(
+        "--folder", type=Path, help="where to write blocks; default: a temporary directory"
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     found: list[dict[str, Any]] = []

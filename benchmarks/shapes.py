@@ -1,6 +1,6 @@
-"""Models in the shape of real ones with random weights, for measuring where none can be had.
+"""Models in the shape of real ones, with random weights.
 
-What a restore or a prefill costs depends on shapes, not on what the numbers say.
+The cost of a restore or a prefill depends on shapes, not on values.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def build(shape: str, directory: Path, *, quantised: bool = True, seed: int = 0) -> Model:
-    """A model of this shape; `directory` takes what its blocks are named after.
+    """A model of this shape; `directory` gets the files that identify it.
 
-    The weights are made from the seed every time, so equal shape and seed are equal models.
+    Weights depend only on shape and seed.
     """
     if shape not in SHAPES:
         raise UnknownModel(f"There is no shape {shape!r}; there are {', '.join(sorted(SHAPES))}.")
@@ -85,7 +85,7 @@ def build(shape: str, directory: Path, *, quantised: bool = True, seed: int = 0)
 
 
 def _name_weights(path: Path, config: dict[str, Any]) -> Path:
-    """A stand-in for weight files: as long as it is the same, so are the weights."""
+    """Write a small file in place of the weights: it is equal if they are."""
     path.mkdir(parents=True, exist_ok=True)
     text = json.dumps(config)
     (path / "config.json").write_text(text)

@@ -1,4 +1,4 @@
-"""The store: restoring and putting against plain files, and what it costs to have many blocks."""
+"""The store: restore and put against plain files, and costs by number of blocks."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ COUNTS = (100, 1_000, 10_000, 100_000)
 PROMPT_TOKENS = 100_000
 NAMESPACE = Namespace(bytes(32))
 SAMPLES = 5
-READ_SAMPLES = 15  # reading wears nothing, and what else the machine does shows in it the most
-READ_BYTES = 1 << 20  # at a time; the memory stays in reach of the core
-MEMORY = "memory a record, bytes"
+READ_SAMPLES = 15  # reads vary the most with other load, and do not wear the disk
+READ_BYTES = 1 << 20  # at a time; fits the CPU's cache
+MEMORY = "memory per record, bytes"
 PLAIN = Shape("plain", n_layers=8, n_heads=8, width=128)
 FLAT = Shape("flat", n_layers=1, n_heads=1, width=8)
 SMALL_RECORD = (Tensor("L0_B0_K", "U8", (8,), memoryview(bytes(8))),)
@@ -73,11 +73,11 @@ def tasks(folder: Path, max_tokens: int, quick: bool) -> Iterator[Task]:
     shape, sizes = (PLAIN, (512,)) if quick else (LLAMA_8B, SIZES)
     for n_tokens in (n for n in sizes if n <= max_tokens):
         label = f"store, {shape.name}, {n_tokens:,} tokens"
-        yield Task(label, partial(_if_room, shape, n_tokens, folder))
+        yield Task(label, partial(_if_space, shape, n_tokens, folder))
     root = folder / "many"
     for n_blocks in COUNTS[:2] if quick else COUNTS:
         yield Task(f"store of {n_blocks:,} blocks", partial(costs, root, n_blocks))
-    yield Task("clearing up", partial(_cleared, root))
+    yield Task("cleaning up", partial(_cleared, root))
 
 
 def _cleared(root: Path) -> list[Record]:
@@ -85,8 +85,8 @@ def _cleared(root: Path) -> list[Record]:
     return []
 
 
-def _if_room(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
-    """Holds the cache, one copy of it, and the files of both twice over."""
+def _if_space(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
+    """Skip if memory cannot hold the cache twice, or disk three times."""
     live = shape.live_bytes(n_tokens)
     why = reason_to_skip(2 * (live + shape.block_bytes), 3 * live, folder)
     if why:
@@ -100,10 +100,10 @@ def _if_room(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
         release_memory()
 
 
-def measured(
+def measure(
     shape: Shape, n_tokens: int, works: Sequence[Work], n_samples: int = SAMPLES
 ) -> list[Record]:
-    """In turns and in any order, so that what others do, or leave behind, meets all alike."""
+    """Take samples of all works in random order, so that other load affects all alike."""
     seconds: dict[str, list[float]] = {work.what: [] for work in works}
     order = random.Random(0)  # noqa: S311
     for _ in range(n_samples):
@@ -117,7 +117,7 @@ def measured(
 
 
 def puts(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
-    """Leaves the store filled. Both sides sync every file; ours names, verifies and indexes too."""
+    """Fills the store. Both sides sync every file; ours also hashes and indexes."""
     records = list(records_for(shape, n_tokens))
     sizes = [sum(memoryview(piece).nbytes for piece in encode_record(record)) for record in records]
     root, plain = folder / "store", folder / "plain"
@@ -141,7 +141,7 @@ def puts(shape: Shape, n_tokens: int, folder: Path) -> list[Record]:
         for number, (record, n_bytes) in enumerate(zip(records, sizes, strict=True)):
             write_file(plain / str(number), record, n_bytes)
 
-    found = measured(shape, n_tokens, [Work("write", write, fresh), Work("put", put, fresh)])
+    found = measure(shape, n_tokens, [Work("write", write, fresh), Work("put", put, fresh)])
     fresh()
     put()
     opened.pop().close()
@@ -155,7 +155,7 @@ def records_for(shape: Shape, n_tokens: int) -> Iterator[store_record.Record]:
 
 
 def write_file(path: Path, record: store_record.Record, n_bytes: int) -> None:
-    """A file of the same bytes and the same size, written and synced in the plainest way."""
+    """Write and sync a plain file of the same size."""
     with path.open("wb", buffering=0) as file:
         file.write(bytes(n_bytes - record.n_bytes))
         for tensor in record.tensors:
@@ -167,28 +167,28 @@ def write_file(path: Path, record: store_record.Record, n_bytes: int) -> None:
 
 
 def restores(shape: Shape, n_tokens: int, root: Path) -> list[Record]:
-    """Cold, as after a start: pages of the files are dropped before each sample, as far as this
-    system has them, and ours finds files that it has not read yet."""
+    """Cold is as after a start: pages are dropped before each sample, if this system can, and the
+    store has not read the files."""
     files = sorted((root / "blocks").rglob("*.safetensors"))
     disk = DiskTier(root, DiskLimits(min_free_bytes=0))
     reader = Reader(Tiers([("disk", disk)]))
-    restore = partial(restored, manager_of(shape, disk, reader), tokens_of(n_tokens))
+    restore = partial(restore_all, manager_of(shape, disk, reader), tokens_of(n_tokens))
     read, read_by_many = (partial(read_all, files, n) for n in (1, reader.n_threads))
-    warm, cold = (partial(_ready, shape.live_bytes(n_tokens), disk, drop) for drop in ([], files))
-    restore()  # so that all are warm
+    warm, cold = (partial(_prepare, shape.live_bytes(n_tokens), disk, drop) for drop in ([], files))
+    restore()  # warm up
     works = [
         Work("restore, warm", restore, warm),
         Work("mx.load, warm", partial(load_and_assemble, shape, n_tokens, files), warm),
         Work("read, warm", read, warm),
     ]
-    found = measured(shape, n_tokens, works, READ_SAMPLES)
+    found = measure(shape, n_tokens, works, READ_SAMPLES)
     if hasattr(os, "posix_fadvise"):
         works = [
             Work("restore, cold", restore, cold),
             Work("read, cold", read, cold),
             Work("read in as many threads, cold", read_by_many, cold),
         ]
-        found += measured(shape, n_tokens, works, READ_SAMPLES)
+        found += measure(shape, n_tokens, works, READ_SAMPLES)
     reader.close()
     disk.close()
     growth = in_child(restore_growth, shape, n_tokens, root)
@@ -196,8 +196,8 @@ def restores(shape: Shape, n_tokens: int, root: Path) -> list[Record]:
     return [*found, Peak(f"store, {shape.name}", n_tokens, "restore", live, block, growth)]
 
 
-def _ready(live: int, disk: DiskTier, drop: Sequence[Path]) -> None:
-    """Whoever comes next finds memory for the rows and for the pages of the files."""
+def _prepare(live: int, disk: DiskTier, drop: Sequence[Path]) -> None:
+    """Prepare memory for the rows and the page cache of the next sample."""
     drop_files(drop)
     disk.records.pages.forget()
     touch_memory(2 * live)
@@ -208,8 +208,8 @@ def manager_of(shape: Shape, disk: DiskTier, reader: Reader) -> Manager:
     return Manager(NAMESPACE, shape.layout(), tiers, reader, saver, LOAD_ANYWAY)
 
 
-def restored(manager: Manager, prompt: Sequence[int]) -> kv.Caches:
-    """Every token from the store: planned, read, verified, put in place."""
+def restore_all(manager: Manager, prompt: Sequence[int]) -> kv.Caches:
+    """Restore every token from the store."""
     found = manager.restore([*prompt, 0])
     if found.caches is None or found.n_tokens != len(prompt):
         raise KeepwarmError(f"Only {found.n_tokens} of {len(prompt)} tokens could be restored.")
@@ -221,11 +221,11 @@ def restore_growth(shape: Shape, n_tokens: int, root: Path) -> int:
     manager = manager_of(shape, disk, Reader(Tiers([("disk", disk)])))
     release_memory()
     prompt = tokens_of(n_tokens)
-    return peak_growth(lambda: restored(manager, prompt))
+    return peak_growth(lambda: restore_all(manager, prompt))
 
 
 def load_and_assemble(shape: Shape, n_tokens: int, files: Sequence[Path]) -> list[list[mx.array]]:
-    """The same bytes by MLX alone, unverified: each file loaded, its rows written in place."""
+    """The same bytes with MLX only, unverified: load each file and copy its rows."""
     rows = (1, shape.n_heads, n_tokens, shape.width)
     layers = [[mx.zeros(rows, mx.bfloat16) for _ in "KV"] for _ in range(shape.n_layers)]
     for file in files:
@@ -242,7 +242,7 @@ def load_and_assemble(shape: Shape, n_tokens: int, files: Sequence[Path]) -> lis
 
 
 def read_all(files: Sequence[Path], n_threads: int) -> int:
-    """Every byte of the files, looked at by nobody: what the disk and the system can do."""
+    """Read every byte of the files and discard it: the limit of disk and system."""
     with ThreadPoolExecutor(n_threads) as pool:
         return sum(pool.map(read_file, files))
 
@@ -259,36 +259,36 @@ def read_file(path: Path) -> int:
 
 
 def costs(root: Path, n_blocks: int) -> list[Record]:
-    """Each cost in a process of its own; `root` grows from one number of blocks to the next."""
+    """Costs measured in a child process; `root` grows from call to call."""
     fill(root, n_blocks)
-    found = in_child(sampled, root, n_blocks)
+    found = in_child(sample_costs, root, n_blocks)
     return [Cost(what, n_blocks, samples) for what, samples in found.items()]
 
 
-def sampled(root: Path, n_blocks: int) -> dict[str, tuple[float, ...]]:
+def sample_costs(root: Path, n_blocks: int) -> dict[str, tuple[float, ...]]:
     before = psutil.Process().memory_info().rss
     limits = DiskLimits(min_free_bytes=0)
     disk = DiskTier(root, limits)
     prompt = tokens_of(PROMPT_TOKENS)
     plan = manager_of(FLAT, disk, Reader(Tiers([("disk", disk)]))).plan(prompt)
     grown = psutil.Process().memory_info().rss - before
-    manager = served(disk, prompt)
+    manager = server_manager(disk, prompt)
     keys = [read.key for read in plan.point.reads]
     works = {
         "open": lambda: DiskTier(root, limits).close(),
         f"look up {PROMPT_TOKENS:,} tokens": lambda: manager.plan(prompt),
-        "touch all that was found": lambda: disk.touch(keys),
+        "mark found blocks as used": lambda: disk.touch(keys),
         "put one and delete it": lambda: _put_and_delete(disk),
     }
     seconds = {what: seconds_of(work, 2 * SAMPLES) for what, work in works.items()}
     return seconds | {MEMORY: (grown / n_blocks,)}
 
 
-def served(disk: DiskTier, prompt: Sequence[int]) -> Manager:
-    """With the tiers that a server has: the prompt is in memory too, and nothing is queued."""
+def server_manager(disk: DiskTier, prompt: Sequence[int]) -> Manager:
+    """A manager with a server's tiers; the prompt is also in memory, the queue is empty."""
     memory = MemoryTier(1 << 30)
     for ref in chain(NAMESPACE, prompt):
-        memory.put(_small(ref))
+        memory.put(_small_record(ref))
     tiers = Tiers([("memory", memory), ("queue", MemoryTier(1 << 30)), ("disk", disk)])
     saver = MemorySaver(memory)
     return Manager(NAMESPACE, FLAT.layout(), tiers, Reader(tiers), saver, LOAD_ANYWAY)
@@ -296,12 +296,12 @@ def served(disk: DiskTier, prompt: Sequence[int]) -> Manager:
 
 def _put_and_delete(disk: DiskTier) -> None:
     (ref,) = chain(NAMESPACE, [1, 2, 3])
-    disk.put(_small(ref)).durable.result()
+    disk.put(_small_record(ref)).durable.result()
     disk.delete(ref.key)
 
 
 def fill(root: Path, n_blocks: int) -> None:
-    """Files and rows as putting leaves them, but not synced: it would take minutes."""
+    """Write files and rows as put does, without syncing, which would take minutes."""
     disk = DiskTier(root, DiskLimits(min_free_bytes=0))
     done = disk.index.lookups.n_blocks()
     disk.close()
@@ -311,20 +311,20 @@ def fill(root: Path, n_blocks: int) -> None:
     database.execute("PRAGMA synchronous = OFF")
     database.execute("PRAGMA cache_size = -262144")
     database.execute("BEGIN")
-    for ref in islice(_many(), done, n_blocks):
+    for ref in islice(_endless_blocks(), done, n_blocks):
         _add(root, database, ref)
     database.execute("COMMIT")
     database.close()
 
 
-def _many() -> Iterator[BlockRef]:
-    """Prompts of 100,000 tokens, one after the other, for ever."""
+def _endless_blocks() -> Iterator[BlockRef]:
+    """Blocks of random prompts of 100,000 tokens, without end."""
     seeds = iter(range(1 << 30))
     return joined.from_iterable(chain(NAMESPACE, tokens_of(PROMPT_TOKENS, s)) for s in seeds)
 
 
 def _add(root: Path, database: sqlite3.Connection, ref: BlockRef) -> None:
-    data = b"".join(encode_record(_small(ref)))
+    data = b"".join(encode_record(_small_record(ref)))
     path_of(root, ref.key, Part.DELTA).write_bytes(data)
     columns = "key, parent, namespace, number, n_tokens, d, used"
     row = (ref.key, ref.parent, NAMESPACE, ref.number, ref.n_tokens, len(data), time.time())
@@ -333,7 +333,7 @@ def _add(root: Path, database: sqlite3.Connection, ref: BlockRef) -> None:
     database.execute("INSERT INTO tokens VALUES (?, ?, ?)", (ref.parent, ref.tokens, ref.key))
 
 
-def _small(ref: BlockRef) -> store_record.Record:
+def _small_record(ref: BlockRef) -> store_record.Record:
     header = Header(NAMESPACE, ref.key, ref.parent, Part.DELTA, ref.number, ref.tokens)
     return store_record.Record(header, SMALL_RECORD)
 
@@ -343,7 +343,7 @@ def tokens_of(n_tokens: int, seed: int = 0) -> list[int]:
 
 
 def plot(found: Sequence[Cost], file: Path) -> None:
-    """Every cost against the number of blocks."""
+    """Plot every cost by number of blocks."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.traces`: real agent traffic through the shipped look-up and eviction.
+"""`python -m benchmarks.traces`: recorded agent traffic through the real look-up and eviction.
 
-360 coding-agent conversations (see data/README.md), eight at a time on their own clock; where one
-ends the next begins. Keys, index, plan and eviction are those of the product and run at full size;
-only tensors are stand-ins, which count their true bytes and hold none.
+360 conversations of coding agents (keepwarm/bench/data/README.md), eight at a time by their
+timestamps. Keys, index, plan and eviction are the real ones at full size; tensors are stand-ins
+that report their true size and hold no data.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Result:
     n_requests: int
     input_tokens: int
     prefilled_tokens: int
-    seconds: float  # of the replay
+    seconds: float  # the replay took
 
     @property
     def hit_rate(self) -> float:
@@ -71,7 +71,7 @@ class Task:
 
 
 class Shipped:
-    """The product's manager over a memory tier, with stand-ins for tensors."""
+    """The real manager over a memory tier, with stand-ins for tensors."""
 
     def __init__(self, n_tokens: int) -> None:
         self._now = 0.0
@@ -92,7 +92,7 @@ class Shipped:
         return plan.n_tokens
 
     def _make_tokens(self, request: RecordedRequest) -> array[int]:
-        """Prompt and answer: the tokens in common, then new ones."""
+        """Prompt and answer: the common tokens, then new ones."""
         tokens = self._tokens.get(request.conversation, array("I"))[: request.n_common]
         n_new = request.n_input + request.n_output - len(tokens)
         tokens.frombytes(self._ids.integers(1 << 31, size=n_new, dtype=np.uint32).tobytes())
@@ -113,7 +113,7 @@ class Shipped:
 
 @cache
 def stand_in(n_tokens: int) -> Tensor:
-    """A tensor that counts its true bytes and holds one of them."""
+    """A tensor that reports its true size and holds one byte."""
     n_bytes = n_tokens * TOKEN_BYTES
     return Tensor("KV", "U8", (n_bytes,), np.broadcast_to(np.zeros(1, np.uint8), n_bytes).data)
 
@@ -141,7 +141,7 @@ def replay(task: Task) -> Result:
 
 
 def replay_all(tasks: Sequence[Task], n_processes: int) -> list[Result]:
-    """Every task, side by side; the long ones begin first."""
+    """Run all tasks in parallel; the longest come first."""
     spawn = multiprocessing.get_context("spawn")
     with (
         ProcessPoolExecutor(n_processes, mp_context=spawn) as pool,
@@ -161,9 +161,9 @@ def as_json(results: Sequence[Result], command: str) -> dict[str, Any]:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Tokens prefilled by policy and budget, with the share of tokens found."""
+    """Tokens prefilled by policy and budget, with the hit rate."""
     budgets = sorted({result.budget_tokens for result in results})
-    heads = ["millions of tokens prefilled (found)", *(f"{b // 1000:,} k" for b in budgets)]
+    heads = ["millions of tokens prefilled (hit rate)", *(f"{b // 1000:,} k" for b in budgets)]
     made = Table(*heads, box=None, pad_edge=False)
     for column in made.columns[1:]:
         column.justify = "right"
@@ -178,7 +178,7 @@ def _cell(result: Result | None) -> str:
 
 
 def plot(results: Sequence[Result], file: Path) -> None:
-    """Tokens prefilled against the budget, a line for each policy."""
+    """Plot tokens prefilled by budget, one line per policy."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
@@ -196,17 +196,21 @@ def plot(results: Sequence[Result], file: Path) -> None:
 
 
 def main(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Keep the numbers here.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Plot them to this file.")
+    ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="20 conversations, lengths and budgets by 16.")
+        bool, typer.Option("--quick", help="20 conversations, lengths and budgets divided by 16.")
     ] = False,
-    processes: Annotated[int, typer.Option("--processes", min=1, help="How many at once.")] = 2,
+    processes: Annotated[int, typer.Option("--processes", min=1, help="Parallel processes.")] = 2,
 ) -> None:
-    """Count the tokens that must be prefilled, by policy and budget, on real agent traffic."""
+    """Count prefilled tokens by policy and budget on recorded agent traffic."""
     for file in (json_file, plot_file):
         if file is not None and not file.absolute().parent.is_dir():
-            raise BadInput(f"There is no directory for {file}; make it first.")
+            raise BadInput(f"The directory of {file} does not exist; create it first.")
     scale = (20, 16) if quick else (None, 1)
     tasks = [Task(p, b // scale[1], *scale) for b in BUDGETS for p in CACHES]
     results = replay_all(tasks, processes)

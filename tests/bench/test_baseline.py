@@ -1,4 +1,4 @@
-"""The measurement that is kept as the baseline: what it must hold, and what it says."""
+"""The stored baseline: what it must contain, and what the pages quote from it."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from tests.kit import generated
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 ONE_PASS = {"trace", "stress"}  # their samples are requests
-AT_THE_END = "at the end of the workload"  # so is said of what is counted once
+AT_THE_END = "at the end of the workload"  # measured once
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +23,13 @@ def kept():
 
 
 def ours(kept, workload, what):
-    """Medians by where they were taken."""
+    """Keepwarm's medians by x."""
     found = kept.of(workload, what)
     return {series.x: series.median for series in found if series.target == "keepwarm"}
 
 
 def test_the_baseline_is_that_of_the_page(kept):
-    """S0-49: measured and recorded, every sample of it, on what machine and with what versions."""
+    """S0-49: every sample is recorded, with machine and versions."""
     page = (RESULTS / "bench.md").read_text()
     assert tables.markdown(kept).strip() in page
     assert kept.samples >= 3
@@ -40,7 +40,7 @@ def test_the_baseline_is_that_of_the_page(kept):
 
 
 def test_a_long_prompt_that_is_known_starts_more_than_twice_as_soon(kept):
-    """S0-49, S0-72: with the default model, again and after the process was killed."""
+    """S0-49, S0-72: with the default model, repeated and after kill -9."""
     assert Sizes().chat > 512
     (cold,) = ours(kept, "chat", "cold").values()
     for what in ("exact repeat", "after a restart"):
@@ -51,7 +51,7 @@ def test_a_long_prompt_that_is_known_starts_more_than_twice_as_soon(kept):
 
 
 def test_tokens_a_second_and_first_tokens_are_in_it(kept):
-    """S2-29: beside another server's, so that what comes later can be compared with both."""
+    """S2-29: for both servers, so that later runs can be compared with either."""
     for target in ("keepwarm", "mlx-lm"):
         units = {series.unit for series in kept.series if series.target == target}
         assert {"s", "tokens/s", "tokens"} <= units
@@ -65,11 +65,11 @@ def test_more_streams_give_more_tokens_a_second(kept):
     assert rate[8] > 2 * rate[1]
 
 
-# What the README says of it.
+# What the README quotes.
 
 
 def test_what_the_readme_says_was_measured():
-    """Every figure of its table is that of the baseline, as the results show it."""
+    """Every figure of its table is in the baseline's page."""
     page = generated.README.read_text()
     assert generated.MEASURED.search(page)
     assert page == generated.readme(page), "run: python -m tests.kit.generated"
@@ -80,7 +80,7 @@ def test_what_the_readme_says_was_measured():
 
 
 def test_rows_without_measurements_are_left_out(kept):
-    """A full run fills all of them; of another, what was measured is shown."""
+    """A full run fills all rows; a partial run only some."""
     none = generated.measured_table(replace(kept, records=[]))
     assert "±" not in none.partition("\n\n")[0]
     full = [

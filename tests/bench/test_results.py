@@ -1,4 +1,4 @@
-"""What is done with samples: kept, compared with a baseline, shown as tables and on a page."""
+"""Results: written, read, compared with a baseline, shown as tables and as a page."""
 
 import json
 import re
@@ -55,7 +55,7 @@ RESULTS = Results(
 
 
 def changed(series_index, **fields):
-    """The same run with one record that is another."""
+    """The same run with one record changed."""
     records = list(RESULTS.records)
     records[series_index] = replace(records[series_index], **fields)
     return replace(RESULTS, records=records)
@@ -95,7 +95,7 @@ def test_other_files_are_refused_in_a_sentence(tmp_path, text):
     ],
 )
 def test_only_what_is_beyond_the_spread_is_a_change(then, now, better, verdict):
-    """S0-64, S2-32: a regression is told from noise."""
+    """S0-64, S2-32: a regression is distinguished from noise."""
     assert judge(then, now, better) == verdict
 
 
@@ -139,7 +139,7 @@ def test_targets_stand_side_by_side():
 
 
 def test_ratios_have_their_spread_wherever_they_are_shown(capsys):
-    """In the terminal, in Markdown, on the page and in the file; of one sample there is none."""
+    """In the terminal, Markdown, HTML and JSON; a single sample has none."""
     Console(width=200).print(tables.claims(RESULTS).rich())
     for text in (capsys.readouterr().out, tables.markdown(RESULTS), page.html(RESULTS)):
         assert "1 ±1% yes" in text

@@ -1,4 +1,4 @@
-"""`keepwarm bench` on servers: one of its own, and one that runs already, given by its URL."""
+"""`keepwarm bench` on servers: one that it starts, and a running one given by its URL."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def make_run(model, tmp_path_factory):
 
 @pytest.fixture
 def url(model, tmp_path):
-    """A server that wants a key."""
+    """A server that requires a key."""
     settings = config.load({"KEEPWARM_HOME": str(tmp_path)}, api_keys="secret")
     with serve(load(str(model), settings), settings) as live:
         yield f"{live.url}/v1"
@@ -38,7 +38,7 @@ def url(model, tmp_path):
 
 @pytest.fixture
 def measure(url, make_run, tmp_path):
-    """What is found on that server, under a name of its own."""
+    """Run workloads on that server, under a name."""
 
     def run(*workloads):
         target = make(f"mine={url}", tmp_path, tmp_path)
@@ -50,16 +50,16 @@ def measure(url, make_run, tmp_path):
 
 
 def test_any_base_url_can_be_measured(measure, monkeypatch):
-    """Under its name and with its key; what needs a restart is left out, and nothing is judged."""
+    """Under its name and with its key; restarts are skipped, and no goal is checked."""
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     found = measure("agents", "lengths", "streams")
     assert {record.target for record in found.records} == {"mine"}
-    assert found.notes == [Note("lengths", "mine", "it cannot be restarted from here")]
+    assert found.notes == [Note("lengths", "mine", "cannot be restarted by the bench")]
     (again,) = found.of("lengths", "cached, identical prompt again")
     assert again.samples == (63,)
     assert [series.what for series in found.series if "restart" in series.what] == []
     assert min(series.median for series in found.of("streams", "throughput")) > 0
-    prefills = {c.what: c for c in found.claims if c.what.startswith("prefills")}
+    prefills = {c.what: c for c in found.claims if c.what.startswith("times the shared")}
     assert all(0.9 < claim.value <= 1.02 for claim in prefills.values())
     assert {claim.holds for claim in found.claims} == {None}
 
@@ -71,10 +71,10 @@ def test_a_server_that_refuses_is_a_note(measure, monkeypatch):
 
 
 def test_our_own_server_says_what_its_tiers_hold(model, make_run, tmp_path, monkeypatch):
-    """All of them are drawn, also where the engine is in another process."""
-    monkeypatch.setenv("KEEPWARM_BLAS", "none")  # nothing has to be chosen first
+    """All tiers are drawn, also with the engine in another process."""
+    monkeypatch.setenv("KEEPWARM_BLAS", "none")  # skips choosing one
     target = keepwarm_server(model, tmp_path)
-    assert target.held_bytes() == {}  # as long as it does not run
+    assert target.held_bytes() == {}  # not running yet
     with suite.started([target]):
         records = suite.run_all([("agents", target)], make_run)
         on_disk = disk_bytes(target.store)
@@ -84,5 +84,5 @@ def test_our_own_server_says_what_its_tiers_hold(model, make_run, tmp_path, monk
     assert held["live caches"] > 0
     assert 0 < held["disk tier"] <= on_disk
     drawn = page.html(found)
-    for place in ("memory tier", "disk tier", "live caches"):
-        assert f"keepwarm, agents: {place}</text>" in drawn
+    for tier in ("memory tier", "disk tier", "live caches"):
+        assert f"keepwarm, agents: {tier}</text>" in drawn

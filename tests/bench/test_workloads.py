@@ -1,4 +1,4 @@
-"""The workloads of `keepwarm bench` on a tiny model: their numbers agree with each other."""
+"""The workloads of `keepwarm bench` on a tiny model: their figures are consistent."""
 
 import re
 from dataclasses import replace
@@ -59,7 +59,7 @@ def test_every_workload_is_measured_and_none_failed(found):
 
 
 def test_lengths_are_as_asked_and_known_to_the_last_token(found):
-    """A model must be fed one token: all others of an identical prompt are warm, restart or not."""
+    """All but the last token of an identical prompt are cached, also after a restart."""
     for what in ("identical prompt again", "after a restart"):
         for series in found.of("lengths", f"cached, {what}"):
             assert series.samples == (series.x - 1,) * QUICK.samples
@@ -75,7 +75,7 @@ REPEATS = {"after a restart", "again", "exact repeat", "page cache dropped"}
 
 
 def test_claims_say_their_conditions(found):
-    """Every series of every workload; after a restart what became of the pages, too."""
+    """Every series gives its conditions; after a restart also the state of the page cache."""
     assert [series for series in found.series if not series.how] == []
     named = [series for series in found.series if not series.what.startswith("ready")]
     for series in named:
@@ -95,22 +95,22 @@ def test_the_overhead_says_its_conditions(engine, make_run):
         assert len(series) == 2
 
 
-def test_pages_that_cannot_be_dropped_are_no_figure(engine, make_run):
-    """Where the system has no call for it the series is left out, and it is said."""
+def test_pages_that_cannot_be_dropped_are_skipped(engine, make_run):
+    """Without a system call for it the series is skipped with a note."""
     run = make_run("lengths", engine, lambda _: None)
     sizes = replace(QUICK, samples=1, lengths=(64,))
     records = list(lengths.run(replace(run, sizes=sizes, drops_pages=False)))
     (note,) = [record for record in records if isinstance(record, Note)]
-    assert "cannot be asked" in note.text
+    assert "cannot drop it" in note.text
     whats = {record.what for record in records if isinstance(record, Series)}
     assert lengths.RESTARTED in whats
     assert not [what for what in whats if lengths.DROPPED in what]
 
 
 def test_a_conversation_computes_what_is_new(found):
-    """S4-16, S0-71: nothing else from turn 2 on, and the answers are those without cache."""
+    """S4-16, S0-71: only new tokens from turn 2 on, and the same answers as without a cache."""
     assert claim(found, "pipeline", "recomputed ÷ new tokens from turn 2").value <= 1.02
-    assert claim(found, "pipeline", "answers unlike those without cache").value == 0
+    assert claim(found, "pipeline", "answers that differ from cache off").value == 0
     (compared,) = found.of("pipeline", "answers compared")
     assert min(compared.samples) >= 1  # the first turn, at least
     first = {s.x: s for s in found.of("pipeline", "recomputed")}
@@ -118,14 +118,14 @@ def test_a_conversation_computes_what_is_new(found):
 
 
 def test_agents_share_one_prefill(found):
-    """S0-29: one after another and at the same moment."""
+    """S0-29: one after another and all at once."""
     for how in ("one after another", "all at once"):
-        found_claim = claim(found, "agents", f"prefills of the shared part, {how}")
+        found_claim = claim(found, "agents", f"times the shared prompt is prefilled, {how}")
         assert 0.9 < found_claim.value <= 1.02
 
 
 def test_recomputed_tokens_are_those_that_the_model_was_fed(engine, make_run):
-    """What replies say, against the engine's own count."""
+    """The replies' counts, against the engine's own counter."""
     before = engine.engine.stats().counters["prefilled_tokens"]
     run = make_run("agents", engine, lambda _: None)
     run = replace(run, sizes=replace(QUICK, samples=1))
@@ -143,7 +143,7 @@ def test_a_trace_is_nearly_ideal(found):
 
 
 def test_nothing_fails_under_stress(found):
-    assert claim(found, "stress", "requests that failed").value == 0
+    assert claim(found, "stress", "failed requests").value == 0
 
 
 def test_bytes_are_those_on_disk(engine, found):
@@ -153,7 +153,7 @@ def test_bytes_are_those_on_disk(engine, found):
     assert claim(found, "chat", "disk ÷ KV of distinct tokens").value > 0.9
 
 
-def test_what_is_wanted_is_wanted_of_full_runs_and_of_us(engine, make_run):
+def test_goals_apply_to_full_runs_of_keepwarm(engine, make_run):
     quick = make_run("late", engine, lambda _: None)
     full = replace(quick, sizes=Sizes())
     rival = replace(full, target=Remote("rival", "http://127.0.0.1:1/v1", ""))
@@ -163,11 +163,11 @@ def test_what_is_wanted_is_wanted_of_full_runs_and_of_us(engine, make_run):
 
 
 def test_a_target_that_does_not_answer_is_a_note(make_run):
-    nobody = Remote("nobody", f"http://127.0.0.1:{free_port()}/v1", "")
-    (note,) = suite.run_all([("late", nobody)], make_run)
+    silent = Remote("silent", f"http://127.0.0.1:{free_port()}/v1", "")
+    (note,) = suite.run_all([("late", silent)], make_run)
     assert isinstance(note, Note)
     assert "does not answer" in note.text
-    nobody.close()
+    silent.close()
 
 
 class Impatient(InProcess):
@@ -177,7 +177,7 @@ class Impatient(InProcess):
         raise KeyboardInterrupt
 
 
-def test_what_was_measured_before_it_was_stopped_is_kept(engine, make_run, model, tmp_path):
+def test_an_interrupted_run_keeps_its_records(engine, make_run, model, tmp_path):
     impatient = Impatient("impatient", model, tmp_path)
     steps = [("late", engine), ("late", impatient), ("chat", engine)]
     *records, note = suite.run_all(steps, make_run)
@@ -188,7 +188,7 @@ def test_what_was_measured_before_it_was_stopped_is_kept(engine, make_run, model
 
 @pytest.mark.parametrize("wanted", ["", "vllm", "ftp://host/v1", "a=b"])
 def test_an_unknown_target_is_refused(wanted, tmp_path):
-    with pytest.raises(BadInput, match="is no target"):
+    with pytest.raises(BadInput, match="is not a target"):
         make(wanted, tmp_path, tmp_path)
 
 
@@ -200,15 +200,15 @@ def test_urls_may_have_names(tmp_path):
 
 
 def test_text_has_the_length_that_was_asked_for(model):
-    """Exactly, where the vocabulary has words of one token, as here."""
-    words = PromptGenerator(model)
+    """Nearly exactly: this vocabulary has words of one token."""
+    prompts = PromptGenerator(model)
     for n_tokens in (1, 7, 64, 500):
-        assert abs(words.count(words.text(n_tokens, 1)) - n_tokens) <= 3
-    assert words.text(64, 1) == words.text(64, 1) != words.text(64, 2)
+        assert abs(prompts.count(prompts.text(n_tokens, 1)) - n_tokens) <= 3
+    assert prompts.text(64, 1) == prompts.text(64, 1) != prompts.text(64, 2)
 
 
 def test_weights_are_widened_once_and_the_same(model, tmp_path):
-    """The rival gets what Keepwarm computes with: it would run narrow weights ten times slower."""
+    """mlx-lm gets the fp32 weights Keepwarm runs; on narrow weights it is ten times slower."""
     import mlx.core as mx
 
     assert files.full_precision(model, tmp_path) == model
@@ -256,6 +256,6 @@ def test_quick_asks_for_less():
 
 
 def test_rows_of_the_readme_are_measured(found):
-    """A full run fills every row of its table: the names are those of the workloads."""
+    """Every row of the README's table names a series that the workloads produce."""
     known = {(record.workload, record.what) for record in (*found.series, *found.claims)}
     assert {(line.workload, line.what) for line in generated.LINES} <= known

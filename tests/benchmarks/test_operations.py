@@ -1,4 +1,4 @@
-"""The benchmarks run, measure what they say, and saving or restoring stays within its memory."""
+"""The benchmarks run, and saving and restoring stay within their memory bound."""
 
 import json
 import os
@@ -23,7 +23,7 @@ MEDIUM = Shape("medium", n_layers=12, n_heads=8, width=256, window=1024, global_
 
 
 def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """As `make bench` runs it; without a BLAS of its own nothing has to be chosen first."""
+    """Run the benchmarks in a child process, without choosing a BLAS."""
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", *map(str, arguments)],
         capture_output=True,
@@ -36,7 +36,7 @@ def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """One whole run on small caches, and the file it keeps."""
+    """One run on small caches: its output and its JSON file."""
     file = tmp_path_factory.mktemp("bench") / "results.json"
     run = bench("--quick", "--json", file)
     assert run.returncode == 0, run.stderr
@@ -78,7 +78,7 @@ def test_the_file_names_neither_this_machine_nor_a_path_of_it(quick):
 
 
 def test_speeds_are_shown_as_ratios(quick):
-    for words in ("slice (÷ copy, fresh)", "mlx-lm save", "Peak memory", "Memory a live token"):
+    for words in ("slice (÷ copy, fresh)", "mlx-lm save", "Peak memory", "Memory per live token"):
         assert words in quick[0]
 
 
@@ -86,7 +86,7 @@ def test_a_missing_directory_is_one_sentence(tmp_path):
     run = bench("kv", "--json", tmp_path / "missing" / "results.json")
     assert run.returncode == 2
     assert run.stderr.count("\n") == 1
-    assert "make it first" in run.stderr
+    assert "create it first" in run.stderr
 
 
 @pytest.mark.parametrize("shape", [LLAMA_8B, GEMMA_12B, SMALL], ids=lambda shape: shape.name)
@@ -137,7 +137,7 @@ def test_saving_needs_no_second_cache(medium_peaks):
 
 
 def test_a_restored_cache_is_seen_in_memory(medium_peaks):
-    """A control: a measure that saw nothing would hold every bound."""
+    """A control: the measurement sees memory at all."""
     assert medium_peaks["restore"].growth_bytes > 0.9 * medium_peaks["restore"].live_bytes
 
 
@@ -147,7 +147,7 @@ def test_memory_that_was_given_back_counts():
 
 
 def growth_for(n_bytes: int) -> int:
-    """In a process of its own: one that has run many tests has freed memory to take it from."""
+    """Runs in a child process; this one could reuse memory it has freed."""
     return peak_growth(lambda: np.ones(n_bytes, np.uint8).sum())
 
 

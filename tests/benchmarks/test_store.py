@@ -1,4 +1,4 @@
-"""The benchmark of the store measures what it says, and restoring stays within its memory."""
+"""The benchmark of the store, and the memory bound of a restore."""
 
 import json
 from pathlib import Path
@@ -53,9 +53,9 @@ def test_everything_is_measured_and_drawn(tmp_path):
 
 
 def test_the_rival_assembles_the_same_bytes(tiny):
-    """Otherwise the two would not be doing the same work."""
+    """Both sides do the same work."""
     reader = Reader(Tiers([("disk", tiny)]))
-    ours = store.restored(store.manager_of(TINY, tiny, reader), store.tokens_of(600))
+    ours = store.restore_all(store.manager_of(TINY, tiny, reader), store.tokens_of(600))
     files = sorted((tiny.root / "blocks").rglob("*.safetensors"))
     theirs = store.load_and_assemble(TINY, 600, files)
     for cache, pair in zip(ours, theirs, strict=True):
@@ -83,7 +83,7 @@ def test_reading_reads_every_byte(tiny):
 
 
 def test_a_filled_store_is_one_that_putting_could_have_made(tmp_path):
-    """Grown in two steps, opened, looked up: every block is found and every file is good."""
+    """Filled in two steps and opened: every block is found and every file is valid."""
     for n_blocks in (10, 400):
         store.fill(tmp_path, n_blocks)
     disk = DiskTier(tmp_path, DiskLimits(min_free_bytes=0))

@@ -183,5 +183,5 @@ def test_numbers_table_and_plot(tmp_path):
 
 
 def test_a_missing_directory_is_said_before_anything_runs(tmp_path):
-    with pytest.raises(BadInput, match="make it first"):
+    with pytest.raises(BadInput, match="create it first"):
         main(json_file=tmp_path / "nowhere" / "traces.json")

@@ -42,7 +42,7 @@ def test_two_servers_side_by_side(ran):
     assert results.notes == []
     first = {s.target: s for s in results.of("pipeline", "new") if s.x == 1}
     assert first["keepwarm"].samples == first["mlx-lm"].samples
-    shared = "prefills of the shared part, all at once"
+    shared = "times the shared prompt is prefilled, all at once"
     times = {c.target: c.value for c in results.claims if c.what == shared}
     assert times["keepwarm"] <= 1.02
     assert times["mlx-lm"] > 0.9
@@ -53,7 +53,7 @@ def test_all_is_shown_and_kept(ran):
     assert "Ratios within this run" in out
     assert re.search(r"recomputed ÷ new tokens from turn 2 +1 +1", out)
     assert "<svg" in (home / "r.html").read_text()
-    assert (home / "r.md").read_text().startswith("# Measured")
+    assert (home / "r.md").read_text().startswith("# Results of")
     assert (home / "b.json").read_text() == (home / "r.json").read_text()
 
 
@@ -80,14 +80,16 @@ def test_a_baseline_is_compared(ran, checkpoint):
     run = keepwarm("bench", *arguments, "--compare", file, home=ran[1], **PLAIN)
     assert run.returncode == 0, run.stderr.decode()
     assert re.search(r"Against the baseline: \d+ of \d+ beyond the spread", run.stdout.decode())
-    assert re.search(r"prefills of the shared part, all at once .* better", run.stdout.decode())
+    assert re.search(
+        r"times the shared prompt is prefilled, all at once .* better", run.stdout.decode()
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["nonsense"], "no workload 'nonsense'"),
-        (["late", "--target", "nobody"], "is no target"),
+        (["late", "--target", "nobody"], "is not a target"),
         (["late", "--json", "missing/r.json"], "make it first"),
         (["late", "--compare", "missing.json"], "cannot be read"),
         (["late", "--model", "no-such-model"], "no-such-model"),

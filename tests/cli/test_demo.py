@@ -56,7 +56,7 @@ def test_another_answer_is_seen():
     assert not DemoTurn("a", 1, reply("x"), reply("x")).differs
     other = DemoTurn("a", 1, reply("x"), reply("y"))
     assert other.differs
-    assert "ANOTHER ANSWER" in "".join(lines(other, 1.0))
+    assert "DIFFERENT ANSWER" in "".join(lines(other, 1.0))
     aside = DemoTurn("a", 1, reply("x"), reply("y", n_prompt=99))
     assert not aside.differs
     same = DemoTurn("a", 1, reply("x"), reply("x"))

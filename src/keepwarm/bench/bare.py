@@ -1,4 +1,4 @@
-"""The engine without HTTP, asked in the same words as a server."""
+"""The engine without HTTP, behind the same interface as a server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keepwarm.text.request import Delta, Done, Request, Sampling
 
 
 class BareEngine:
-    """One engine over a store of its own in `store`; the model outlives a restart."""
+    """One engine with its own store in `store`; a restart keeps the model loaded."""
 
     def __init__(self, model: Path, store: Path) -> None:
         self._settings = config.load(store=store)
@@ -44,7 +44,7 @@ class BareEngine:
                 if not ask.on_text(times[-1]):
                     answer.cancel()
                     return _partial_reply(texts, times)
-        raise EngineFailed("The answer ended without an end.")
+        raise EngineFailed("The response stopped unexpectedly.")
 
     def stats(self) -> Stats:
         return self._engine.stats()
@@ -53,7 +53,7 @@ class BareEngine:
         self._store.flush()
 
     def restart(self) -> None:
-        """Everything in memory is gone but the weights."""
+        """Drop everything in memory except the weights."""
         self.close()
         self._open()
 
@@ -87,14 +87,14 @@ def _partial_reply(texts: Sequence[str], times: Sequence[float]) -> TimedReply:
 
 
 class DecodeTimes(NamedTuple):
-    """What decoding alone costs: seconds a token, and seconds of processor time a token."""
+    """Samples of decoding: seconds per token, and CPU seconds per token."""
 
     token_s: list[float]
     cpu_s: list[float]
 
 
 def decode_alone(model: Path, store: Path, ask: BenchRequest, samples: int) -> DecodeTimes:
-    """For a process of its own: the same answer again and again, from a warm prompt."""
+    """Generate the same answer repeatedly from a warm prompt; runs in a child process."""
     engine = BareEngine(model, store)
     try:
         engine.ask(ask)

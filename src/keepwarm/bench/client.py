@@ -1,4 +1,4 @@
-"""A streaming client of any OpenAI-compatible server, with a clock beside it."""
+"""A streaming client for any OpenAI-compatible server that times every piece of text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import httpx
 from keepwarm.errors import KeepwarmError, Unreachable
 
 Message: TypeAlias = Mapping[str, str]
-# Told of every piece of text and when it came, in seconds; answers whether to go on.
+# Called with the arrival time in seconds of every piece of text; False ends the stream.
 OnText: TypeAlias = Callable[[float], bool]
 
 TIMEOUT = httpx.Timeout(900.0, connect=10.0)
@@ -26,17 +26,17 @@ def keep_reading(_: float) -> bool:
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One conversation to be answered, greedily."""
+    """One conversation to be answered with greedy decoding."""
 
     messages: Sequence[Message]
     max_tokens: int
-    policy: str | None = None  # what Keepwarm may do with its cache; others do not read it
-    forbidden: Sequence[int] = ()  # tokens that may not come: the ends of turns, for full lengths
+    policy: str | None = None  # cache policy of Keepwarm; other servers ignore it
+    forbidden: Sequence[int] = ()  # stop tokens, so that answers have their full length
     on_text: OnText = keep_reading
 
 
 class TimedReply(NamedTuple):
-    """An answer, in seconds since it was asked for."""
+    """An answer; times are seconds since the request was sent."""
 
     text: str
     times: tuple[float, ...]  # of every piece of text
@@ -44,7 +44,7 @@ class TimedReply(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    reused: Mapping[str, int]  # by place, where the target says
+    reused: Mapping[str, int]  # tokens by tier, if the target reports them
 
     @property
     def ttft_s(self) -> float:
@@ -60,13 +60,13 @@ class TimedReply(NamedTuple):
 
     @property
     def token_s(self) -> float:
-        """Seconds a token, from the first on."""
+        """Seconds per token, the first one excluded."""
         n_tokens = max(1, self.completion_tokens - 1)
         return (self.times[-1] - self.times[0]) / n_tokens if len(self.times) > 1 else self.total_s
 
 
 class HttpClient:
-    """Asks `{base}/chat/completions`. Any thread may ask."""
+    """Posts to `{base}/chat/completions`; thread-safe."""
 
     def __init__(self, base: str, key: str = "", model: str = "default_model") -> None:
         self._base = base.rstrip("/")
@@ -76,7 +76,7 @@ class HttpClient:
         self._http = httpx.Client(timeout=TIMEOUT, headers=headers, limits=limits, trust_env=False)
 
     def ask(self, ask: BenchRequest) -> TimedReply:
-        """The answer, or as much of it as `on_text` wanted."""
+        """The answer, up to where `on_text` returned False."""
         reader, start = _Reader(), time.perf_counter()
         with self._stream(ask) as lines:
             for line in lines:
@@ -86,7 +86,7 @@ class HttpClient:
         return reader.reply(time.perf_counter() - start)
 
     def get(self, path: str) -> Any:
-        """What lies at a path below the base, as JSON."""
+        """GET a path below the base and parse its JSON."""
         url = f"{self._base}{path}"
         try:
             response = self._http.get(url)
@@ -126,7 +126,7 @@ class HttpClient:
 
 
 def _no_answer(url: str, error: Exception) -> str:
-    return f"{url} does not answer ({str(error) or type(error).__name__}); see that it runs."
+    return f"{url} does not answer ({str(error) or type(error).__name__}); is it running?"
 
 
 def _error_answer(url: str, response: httpx.Response) -> str:
@@ -135,7 +135,7 @@ def _error_answer(url: str, response: httpx.Response) -> str:
 
 
 class _Reader:
-    """Puts the chunks of one stream together."""
+    """Joins the chunks of one stream."""
 
     def __init__(self) -> None:
         self._text: list[str] = []
@@ -144,7 +144,7 @@ class _Reader:
         self._reused: Mapping[str, int] = {}
 
     def read(self, line: str) -> bool:
-        """Read a line of the stream; whether it brought text."""
+        """Parse a line of the stream; True if it holds text."""
         if not line.startswith("data:") or line.endswith("[DONE]"):
             return False
         chunk = json.loads(line.removeprefix("data:"))

@@ -1,9 +1,9 @@
-"""Three agents with one handbook, a server that is killed and started again, and a stopwatch.
+"""`keepwarm demo`: three agents share a handbook, and the server is killed and restarted.
 
-Every turn is asked twice, of the same process: first with the cache off, then as it comes. The two
-answers must be the same text, if both were asked in the same tokens. So that they are, no answer
-goes back as it came: with the cache on, one that does stays in the tokens in which it was
-generated, and there may be others for its text.
+Every turn is sent twice to the same process, with the cache off and on. Where both prompts have
+the same tokens the answers must be equal. An answer sent back unchanged would keep the tokens it
+was generated as with the cache on, and be tokenised again with it off, so answers are sent back
+without their last word.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ TURNS = {
     ),
 }
 N_ANSWER = 16
-BEFORE_KILL = 2  # turns
-BAR = 16  # characters of the longest
+TURNS_BEFORE_KILL = 2
+BAR = 16  # characters of the longest bar
 
 
 class DemoTurn(NamedTuple):
@@ -88,35 +88,35 @@ class DemoTurn(NamedTuple):
     def verdict(self) -> str:
         if not self.is_comparable:
             return "other tokens"
-        return "ANOTHER ANSWER" if self.differs else "same"
+        return "DIFFERENT ANSWER" if self.differs else "same"
 
 
 @dataclass
 class Demo:
-    """Talks to one target and draws what happens on one console."""
+    """Runs all turns on one target and draws them on a console."""
 
     target: Target
     console: Console
     turns: list[DemoTurn] = field(default_factory=list)
-    _said: dict[str, list[Message]] = field(default_factory=dict)
+    _history: dict[str, list[Message]] = field(default_factory=dict)
 
     def play(self) -> None:
         began = time.perf_counter()
         self._start("A server starts.")
-        for number in range(BEFORE_KILL):
+        for number in range(TURNS_BEFORE_KILL):
             self._round(number)
         self.target.settle()
         self.target.kill()
-        self._start("The process was killed (kill -9) and starts again.")
-        self._round(BEFORE_KILL)
+        self._start("The process was killed (kill -9) and restarts.")
+        self._round(TURNS_BEFORE_KILL)
         self._sum_up(time.perf_counter() - began)
         if any(turn.differs for turn in self.turns):
-            raise EngineFailed("An answer from the cache differs from the one without it.")
+            raise EngineFailed("An answer with the cache differs from the one without it.")
 
     def _start(self, sentence: str) -> None:
         with self.console.status(sentence):
             seconds = self.target.start()
-        self.console.print(f"\n[bold]{sentence}[/bold] It was ready after {seconds:.1f} s.\n")
+        self.console.print(f"\n[bold]{sentence}[/bold] Ready after {seconds:.1f} s.\n")
 
     def _round(self, number: int) -> None:
         for agent, questions in TURNS.items():
@@ -127,11 +127,11 @@ class Demo:
                 self.console.print(line, highlight=False)
 
     def _turn(self, agent: str, number: int, question: str) -> DemoTurn:
-        """The conversation goes on from the answer that came with the cache, cut off as it is."""
-        asked = [*self._said.get(agent, [system(HANDBOOK)]), user(question)]
+        """Ask with the cache off and on; the second answer continues the conversation."""
+        asked = [*self._history.get(agent, [system(HANDBOOK)]), user(question)]
         cold = self.target.ask(BenchRequest(asked, N_ANSWER, "no-store"))
         warm = self.target.ask(BenchRequest(asked, N_ANSWER))
-        self._said[agent] = [*asked, assistant(cut_off(warm.text))]
+        self._history[agent] = [*asked, assistant(cut_off(warm.text))]
         return DemoTurn(agent, number + 1, cold, warm)
 
     @property
@@ -142,26 +142,26 @@ class Demo:
         cold = sum(turn.cold.ttft_s for turn in self.turns)
         warm = sum(turn.warm.ttft_s for turn in self.turns)
         n_prompt = sum(turn.warm.prompt_tokens for turn in self.turns)
-        n_read = sum(turn.warm.recomputed for turn in self.turns)
-        after = [turn for turn in self.turns if turn.number > BEFORE_KILL]
+        n_prefilled = sum(turn.warm.recomputed for turn in self.turns)
+        after = [turn for turn in self.turns if turn.number > TURNS_BEFORE_KILL]
         self.console.print(
-            f"\nWaiting for first tokens: {cold:.1f} s without the cache, {warm:.1f} s with it, "
-            f"{cold / warm:.1f} times less.\n"
-            f"Prompt tokens read: {n_read:,} of {n_prompt:,}; after the kill "
+            f"\nTime to first token, all turns: {cold:.1f} s without the cache, {warm:.1f} s "
+            f"with it, {cold / warm:.1f} times less.\n"
+            f"Prompt tokens prefilled: {n_prefilled:,} of {n_prompt:,}; after the kill "
             f"{sum(turn.warm.recomputed for turn in after):,} of "
             f"{sum(turn.warm.prompt_tokens for turn in after):,}.\n"
-            f"{comparison(self.turns)}\nAll of it took {seconds:.0f} s.",
+            f"{comparison(self.turns)}\nTotal time: {seconds:.0f} s.",
             highlight=False,
         )
 
 
 def cut_off(answer: str) -> str:
-    """Its whole words; of what was known of it, all but the last is still known."""
+    """The answer without its last word, so that it is tokenised the same way cache on or off."""
     return f"{answer.rpartition(' ')[0] or answer} ..."
 
 
 def lines(turn: DemoTurn, longest: float) -> Iterator[str]:
-    """The two halves of a turn under each other."""
+    """Two lines: cache off, cache on."""
     name = f"{turn.agent} {turn.number}"
     cold, warm = turn.cold, turn.warm
     yield f"{name:<11} off {bar(cold.ttft_s, longest, '░')} {_summary(cold)}"
@@ -169,7 +169,7 @@ def lines(turn: DemoTurn, longest: float) -> Iterator[str]:
 
 
 def comparison(turns: Sequence[DemoTurn]) -> str:
-    """How many answers were held against each other, and what came of it."""
+    """How many answers were compared, and how many differ."""
     n_compared = sum(turn.is_comparable for turn in turns)
     n_differ = sum(turn.differs for turn in turns)
     verdict = f"{n_differ} differ" if n_differ else "identical"
@@ -178,19 +178,19 @@ def comparison(turns: Sequence[DemoTurn]) -> str:
 
 
 def bar(seconds: float, longest: float, full: str) -> str:
-    """As long as its part of the longest, at least one character."""
+    """A bar in proportion to the longest, at least one character."""
     n_full = max(1, min(BAR, round(BAR * seconds / longest))) if longest else 1
     return (full * n_full).ljust(BAR)
 
 
 def _summary(reply: TimedReply) -> str:
-    places = " and ".join(place for place, n in reply.reused.items() if n)
-    rest = f", rest {places}" if places else ""
-    return f"{reply.ttft_s:6.2f} s {reply.recomputed:,} of {reply.prompt_tokens:,} read{rest}"
+    tiers = " and ".join(tier for tier, n in reply.reused.items() if n)
+    rest = f", rest {tiers}" if tiers else ""
+    return f"{reply.ttft_s:6.2f} s {reply.recomputed:,} of {reply.prompt_tokens:,} new{rest}"
 
 
 def play(model: str, console: Console) -> None:
-    """On a server of its own, with a store of its own that goes with it."""
+    """Start a server with a temporary store and run the demo on it."""
     from keepwarm.bench.files import model_directory
     from keepwarm.bench.targets import keepwarm_server
 

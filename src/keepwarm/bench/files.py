@@ -1,4 +1,4 @@
-"""Model directories that the bench makes, so that all targets run the very same weights."""
+"""Model directories made for the bench, so that all targets run the same weights."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ TINY = {
 
 
 def model_directory(name: str) -> Path:
-    """Where the model lies; it must be a directory with a tokenizer that can be counted with."""
+    """The path of a model, which must have a `tokenizer.json` to count tokens with."""
     path = locate(name, config.load())
     if not (path / "tokenizer.json").is_file():
-        raise BadInput(f"The bench needs a model directory with a tokenizer.json; {name} is none.")
+        raise BadInput(f"The bench needs a model directory with a tokenizer.json; {name} has none.")
     return path
 
 
 def full_precision(source: Path, folder: Path) -> Path:
-    """The weights as Keepwarm runs them on a CPU, for servers that would not widen them."""
+    """The weights in fp32, as Keepwarm runs them on a CPU; mlx-lm would not convert them."""
     if mx.default_device() == mx.gpu or _is_float32(source):
         return source
     target = _copy_tokenizer(source, folder / source.name)
@@ -54,16 +54,14 @@ def full_precision(source: Path, folder: Path) -> Path:
 
 def _is_float32(source: Path) -> bool:
     for file in source.glob("model*.safetensors"):
-        weights: Any = mx.load(str(file))  # lazy: only names and kinds are read
+        weights: Any = mx.load(str(file))  # lazy: reads names and dtypes only
         if any(array.dtype != mx.float32 for array in weights.values()):
             return False
     return True
 
 
 def tiny_like(source: Path, folder: Path) -> Path:
-    """Two layers of random weights under the tokenizer of a real model: all but the server is
-    nearly free.
-    """
+    """Two layers of random weights with a real tokenizer: only the server costs time."""
     target = _copy_tokenizer(source, folder / "tiny")
     original = read_config(source)
     tokens = {key: original[key] for key in ("bos_token_id", "eos_token_id") if key in original}
@@ -122,7 +120,7 @@ def _write_config(target: Path, made: dict[str, Any]) -> None:
 
 
 def stop_tokens(source: Path) -> list[int]:
-    """The tokens that end an answer: forbidden where answers must have their full length."""
+    """The tokens that end an answer."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         file = source / name
@@ -132,7 +130,7 @@ def stop_tokens(source: Path) -> list[int]:
 
 
 def kv_bytes_per_token(source: Path) -> int | None:
-    """Bytes of K and V that one token has in plain layers; None where there are others."""
+    """KV bytes per token; None if the model has sliding windows or an unknown layout."""
     found = read_config(source)
     heads = found.get("num_key_value_heads") or found.get("num_attention_heads")
     if not heads or found.get("sliding_window") or "num_hidden_layers" not in found:

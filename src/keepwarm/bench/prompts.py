@@ -1,4 +1,4 @@
-"""Text of a wanted length in tokens, different for every seed and the same for one."""
+"""Random text of a given length in tokens, the same for equal seeds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOCABULARY = COMMON.split()
 
 
 class PromptGenerator:
-    """Counts with one model's tokenizer; other servers are told apart by what they count."""
+    """Writes prompts and counts their tokens with one model's tokenizer."""
 
     def __init__(self, model: Path) -> None:
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -36,7 +36,7 @@ class PromptGenerator:
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def text(self, n_tokens: int, seed: object) -> str:
-        """About so many tokens; exactly, where words of one token are in the vocabulary."""
+        """About `n_tokens`; exactly, if some word is one token."""
         words: list[str] = []
         left = n_tokens
         for drawn in self.draw(n_tokens, seed):
@@ -51,10 +51,10 @@ class PromptGenerator:
         draw = random.Random(f"{seed}")  # noqa: S311
         return [draw.choice(VOCABULARY) for _ in range(n_words)]
 
-    def chat(self, n_tokens: int, frame: int, seed: object) -> list[Message]:
-        """A system prompt and a question, together so long once the template has framed them."""
-        n_question = min(16, max(1, (n_tokens - frame) // 4))
-        n_system = max(1, n_tokens - frame - n_question)
+    def chat(self, n_tokens: int, template_tokens: int, seed: object) -> list[Message]:
+        """A system prompt and a question; `n_tokens` includes those that the template adds."""
+        n_question = min(16, max(1, (n_tokens - template_tokens) // 4))
+        n_system = max(1, n_tokens - template_tokens - n_question)
         return [
             system(self.text(n_system, f"{seed} system")),
             user(self.text(n_question, f"{seed} question")),
@@ -74,5 +74,5 @@ def assistant(text: str) -> Message:
 
 
 def with_answer(messages: Sequence[Message], answer: str, question: str) -> list[Message]:
-    """The conversation one turn later."""
+    """The conversation with an answer and the next question."""
     return [*messages, assistant(answer), user(question)]

@@ -1,4 +1,4 @@
-"""Recorded conversations of coding agents (see data/README.md), and the order of their requests."""
+"""Recorded conversations of coding agents (see data/README.md) in the order of their requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RecordedConversation(NamedTuple):
 
 
 class RecordedRequest(NamedTuple):
-    """One request: it repeats `n_common` tokens of the one before in its conversation."""
+    """One request; its first `n_common` tokens are those of the previous one."""
 
     now: float
     conversation: int
@@ -27,12 +27,12 @@ class RecordedRequest(NamedTuple):
     n_output: int
 
     def reusable(self, n_held: int) -> int:
-        """Tokens to be reused of so many held; one is always left, because a model must be fed."""
+        """Tokens reused of `n_held` stored ones; at least one token must be fed."""
         return min(self.n_common, n_held, self.n_input - 1)
 
 
 def load(n_conversations: int | None = None, divisor: int = 1) -> list[RecordedConversation]:
-    """The first conversations, all lengths divided."""
+    """The first conversations, all lengths divided by `divisor`."""
     packed = (files("keepwarm.bench") / "data" / "agent-turns.jsonl.xz").read_bytes()
     lines = lzma.decompress(packed).splitlines()[:n_conversations]
     return [
@@ -50,7 +50,7 @@ def _scaled(turn: Sequence[float], divisor: int) -> tuple[float, int, int, int]:
 def requests(
     conversations: Sequence[RecordedConversation], n_slots: int = N_SLOTS
 ) -> Iterator[RecordedRequest]:
-    """All requests in the order of the clock; a free slot takes the next conversation."""
+    """All requests by time; when a conversation ends, the next one takes its slot."""
     waiting = iter(range(len(conversations)))
     due = [(0.0, number, 0, 0.0) for number in islice(waiting, n_slots)]
     heapq.heapify(due)

@@ -1,4 +1,4 @@
-"""What every workload is given: a target, prompts, sizes, and words for what it finds."""
+"""What every workload gets: a target, prompts, sizes, and makers of records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from keepwarm.errors import Unreachable
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is asked, in tokens where it says nothing else."""
+    """Sizes of all workloads; token counts unless a comment says otherwise."""
 
     samples: int = 5
     lengths: tuple[int, ...] = (256, 1024, 2048)  # of prompts
@@ -30,22 +30,22 @@ class Sizes:
     first_turn: int = 600
     next_turn: int = 150
     n_agents: int = 10
-    shared: int = 1024  # system prompt of all agents
+    shared: int = 1024  # system prompt shared by all agents
     own: int = 32
     late: int = 128
     long: int = 2048
-    pieces_before: int = 32  # pieces of a stream before another request comes
+    pieces_before: int = 32  # pieces of text a stream sends before another request
     stream: int = 96
     streams: tuple[int, ...] = (1, 2, 4, 8)
-    persisted: int = 288  # more than a block
+    persisted: int = 288  # longer than a block
     chat: int = 644
     chat_shared: int = 628
     conversations: int = 4  # of the trace
     divisor: int = 128  # of its lengths
     n_requests: int = 24  # of the trace, a conversation
-    stress_requests: int = 64  # requests
+    stress_requests: int = 64
     clients: int = 8
-    is_judged: bool = True  # whether ratios are held against what is wanted of them
+    is_judged: bool = True  # whether ratios are checked against their goals
 
 
 QUICK = Sizes(
@@ -87,38 +87,37 @@ class WorkloadRun:
     folder: Path
     stop_tokens: Sequence[int]
     kv_bytes: int | None  # of one token
-    seeds: count[int]  # no two prompts of a run begin alike
+    seeds: count[int]  # every prompt of a run begins differently
     show_status: Callable[[str], None] = lambda _: None
     drops_pages: bool = DROPS_PAGES
 
     def ask(
         self, messages: Sequence[Message], n_answer: int | None = None, **more: Any
     ) -> TimedReply:
-        """The answer, always of its full length."""
+        """The answer, always of full length: stop tokens are forbidden."""
         n_tokens = n_answer or self.sizes.answer
         return self.target.ask(BenchRequest(messages, n_tokens, forbidden=self.stop_tokens, **more))
 
     @cached_property
     def template_tokens(self) -> int:
-        """Tokens that the target's template puts around a system prompt and a question."""
+        """Tokens that the target's chat template adds to a system prompt and a question."""
         asked = self.prompts.text(1, 0)
         reply = self.ask([system(asked), user(asked)], 1, policy="no-store")
         if not reply.prompt_tokens:
             raise Unreachable(
-                f"{self.target.name} does not say how many tokens it reads (usage in streams); "
-                "it cannot be compared."
+                f"{self.target.name} sends no usage in its streams, so it cannot be compared."
             )
         return reply.prompt_tokens - 2 * self.prompts.count(asked)
 
     def fresh(self, n_tokens: int) -> list[Message]:
-        """A prompt of that length that nobody has seen."""
+        """A cold prompt of that length."""
         return self.prompts.chat(n_tokens, self.template_tokens, next(self.seeds))
 
     def text(self, n_tokens: int) -> str:
         return self.prompts.text(n_tokens, next(self.seeds))
 
     def restart(self, *, cold_files: bool = False) -> float:
-        """What is on disk stays, all else is gone; seconds until it answers again."""
+        """Kill and start the target, keeping its disk; seconds until it answers."""
         self.show_status("restarting")
         self.target.settle()
         self.target.kill()
@@ -153,7 +152,7 @@ class WorkloadRun:
         at_least: bool = True,
         value: float | None = None,
     ) -> Claim:
-        """From ratios that were taken sample by sample. Of other servers nothing is wanted."""
+        """A ratio from samples; goals apply to Keepwarm only."""
         name, taken = self.target.name, tuple(float(sample) for sample in samples)
         value = statistics.median(taken) if value is None else value
         wanted = wanted if self.target.is_ours and self.sizes.is_judged else None
@@ -175,7 +174,7 @@ class WorkloadRun:
 
 
 def ask_together(asks: Sequence[Callable[[], TimedReply]]) -> list[TimedReply]:
-    """All at the same moment, each from a thread of its own."""
+    """Send all requests at the same moment, each from its own thread."""
     gate = threading.Barrier(len(asks))
 
     def begin(ask: Callable[[], TimedReply]) -> TimedReply:

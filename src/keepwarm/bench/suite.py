@@ -1,4 +1,4 @@
-"""Which workloads there are, and running them on every target, one after the other."""
+"""The list of workloads, and running them on every target in turn."""
 
 from __future__ import annotations
 
@@ -31,36 +31,38 @@ ShowStatus: TypeAlias = Callable[[str], None]
 class Workload:
     about: str
     work: Work
-    has_own_targets: bool = False  # brings its own targets
+    has_own_targets: bool = False  # runs once, on servers that it starts
 
 
 WORKLOADS = {
-    "lengths": Workload("first token by prompt length: cold, warm, live, restarted", lengths.run),
-    "pipeline": Workload("a conversation of six turns, with the cache and without", turns.pipeline),
-    "agents": Workload("ten agents with one system prompt, in turn and at once", agents.run),
-    "trace": Workload("coding agents' turns, recorded and scaled down", turns.trace),
+    "lengths": Workload(
+        "time to first token by prompt length: cold, repeated, follow-up, restarted", lengths.run
+    ),
+    "pipeline": Workload("a conversation of six turns, with and without the cache", turns.pipeline),
+    "agents": Workload("ten agents with one system prompt, in turn and all at once", agents.run),
+    "trace": Workload("recorded turns of coding agents, scaled down", turns.trace),
     "late": Workload("a short request while another decodes", streams.late),
     "prefill": Workload("a long prompt beside a running stream", streams.prefill),
-    "streams": Workload("tokens a second of one to eight streams", streams.streams),
-    "persistence": Workload("decoding with everything kept, and with nothing", streams.persistence),
-    "chat": Workload("one chat prompt, six ways, and its bytes on disk", chat.run),
+    "streams": Workload("tokens per second of one to eight streams", streams.streams),
+    "persistence": Workload("decoding with and without saving blocks", streams.persistence),
+    "chat": Workload("one chat prompt in five situations, and its bytes on disk", chat.run),
     "overhead": Workload("what the server adds to the engine", overhead.run, has_own_targets=True),
-    "stress": Workload("everything mixed, many at once, some going away", streams.stress),
+    "stress": Workload("all kinds of requests at once, some cancelled", streams.stress),
 }
 
 
 def select(names: Sequence[str]) -> list[str]:
-    """All workloads where none is named."""
+    """Check the names; all workloads if none is given."""
     for name in names:
         if name not in WORKLOADS:
-            raise BadInput(f"There is no workload {name!r}; known are {', '.join(WORKLOADS)}.")
+            raise BadInput(f"There is no workload {name!r}; there are {', '.join(WORKLOADS)}.")
     return list(dict.fromkeys(names)) or list(WORKLOADS)
 
 
 def measure(
     names: Sequence[str], wanted: Sequence[str], model: str, sizes: Sizes, command: str
 ) -> Results:
-    """Run the workloads on the targets, with bars on standard error."""
+    """Run the workloads on the targets, with a progress bar on standard error."""
     source = files.model_directory(model)
     with tempfile.TemporaryDirectory(prefix="keepwarm-bench-") as temporary:
         folder = Path(temporary)
@@ -89,7 +91,7 @@ RunFactory: TypeAlias = Callable[[str, Target, ShowStatus], WorkloadRun]
 
 
 def run_factory(model: Path, folder: Path, sizes: Sizes) -> RunFactory:
-    """What makes the surroundings of one workload on one target."""
+    """A function that makes the run of one workload on one target."""
     prompts, seeds = PromptGenerator(model), count()
     stops, kv_bytes = files.stop_tokens(model), files.kv_bytes_per_token(model)
 
@@ -103,7 +105,7 @@ def run_factory(model: Path, folder: Path, sizes: Sizes) -> RunFactory:
 
 @contextmanager
 def started(found: Sequence[Target]) -> Iterator[None]:
-    """All targets run inside, and none after."""
+    """Start all targets; close them at the end."""
     try:
         for target in found:
             target.start()
@@ -125,14 +127,14 @@ def run_all(steps: Sequence[tuple[str, Target]], make_run: RunFactory) -> list[R
 
             try:
                 records += _attempt(make_run(name, target, show_status), WORKLOADS[name].work)
-            except KeyboardInterrupt:  # an hour's work is not thrown away
-                return [*records, Note(name, target.name, "stopped here; the rest was not run")]
+            except KeyboardInterrupt:  # keep what was measured so far
+                return [*records, Note(name, target.name, "interrupted here; the rest was not run")]
             progress.advance(bar)
     return records
 
 
 def _attempt(run: WorkloadRun, work: Work) -> list[Record]:
-    """What was found; a target that fails is said to have failed, and the others go on."""
+    """The records of a workload; a failure becomes a note and the target is restarted."""
     try:
         return list(work(run))
     except KeepwarmError as error:

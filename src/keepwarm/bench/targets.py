@@ -1,6 +1,6 @@
-"""Who is measured: servers that the bench starts, servers that run already, the engine itself.
+"""What is measured: servers that the bench starts, running servers, and the engine itself.
 
-All servers that are started get the same model directory and the same BLAS.
+All started servers get the same model directory and the same BLAS.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from keepwarm.bench.measure import drop_files
 from keepwarm.errors import BadInput, KeepwarmError, Unreachable
 
 START_S = 180.0
-QUIET_S = 1.0  # a store that has not grown for so long is written
-DROPS_PAGES = hasattr(os, "posix_fadvise")  # whether the system can be asked to forget files
+QUIET_S = 1.0  # a store is taken as written when it has not grown for so long
+DROPS_PAGES = hasattr(os, "posix_fadvise")  # whether the system can drop files from its page cache
 
-# Before mlx is imported: the first import fixes the BLAS, and both sides must have the same. This
-# room does not import mlx_lm, so the rival is a program of its own.
+# The first import of mlx fixes the BLAS, and both servers must have the same, so it is started
+# before. This folder does not import mlx_lm: the server is a program of its own.
 MLX_LM_SERVER = """
 from keepwarm import blas
 blas.start()
@@ -37,7 +37,7 @@ main()
 
 
 class Target(Protocol):
-    """Something that answers. `ours` can be told what to do with its cache."""
+    """A server or engine under test. `is_ours`: it is Keepwarm and obeys a cache policy."""
 
     @property
     def name(self) -> str: ...
@@ -50,34 +50,34 @@ class Target(Protocol):
 
     @property
     def restart_method(self) -> str:
-        """How it is stopped in between; nothing where it cannot be."""
+        """How the bench restarts it; empty if it cannot."""
 
     @property
     def store(self) -> Path | None:
-        """Where it keeps things on disk, if anywhere."""
+        """Its directory on disk, if it has one."""
 
     def ask(self, ask: BenchRequest) -> TimedReply: ...
 
     def start(self) -> float:
-        """Make it ready; seconds that took."""
+        """Start it; seconds until it was ready."""
 
     def kill(self) -> None:
-        """End it with no time to save anything; `start` makes it ready again."""
+        """End it without warning; `start` starts it again."""
 
     def settle(self) -> None:
-        """Return once what was computed is on disk, as far as it will be."""
+        """Wait until all writes to disk are done."""
 
     def cpu_s(self) -> float | None:
-        """Processor seconds used so far, where that can be seen."""
+        """CPU seconds used so far, if known."""
 
     def held_bytes(self) -> Mapping[str, int]:
-        """By place, live caches stated apart from the tiers; empty where it does not say."""
+        """Bytes by tier, and of live caches; empty if it does not report them."""
 
     def close(self) -> None: ...
 
 
 class ServerProcess:
-    """A server process of the bench's own."""
+    """A server process that the bench starts."""
 
     restart_method = "kill -9"
 
@@ -110,7 +110,7 @@ class ServerProcess:
         self._client = HttpClient(f"{address}/v1")
         self.ask(
             BenchRequest([{"role": "user", "content": "Hi"}], 1, "no-store")
-        )  # weights may come late
+        )  # weights may load at the first request
         return time.perf_counter() - began
 
     def _wait_for(self, url: str) -> None:
@@ -121,10 +121,10 @@ class ServerProcess:
                     return
             except httpx.HTTPError:
                 time.sleep(0.05)
-        raise Unreachable(f"{self.name} did not start; its last words were: {self._log_tail()}")
+        raise Unreachable(f"{self.name} did not start; its log ends with: {self._log_tail()}")
 
     def _log_tail(self) -> str:
-        return " / ".join(self._log.read_text(errors="replace").splitlines()[-3:]) or "none"
+        return " / ".join(self._log.read_text(errors="replace").splitlines()[-3:]) or "nothing"
 
     @property
     def _running(self) -> subprocess.Popen[bytes]:
@@ -166,12 +166,12 @@ class ServerProcess:
 
 
 class Remote:
-    """A server that runs already, wherever it is. It cannot be restarted."""
+    """A running server, given by its URL. It cannot be restarted."""
 
     is_ours, restart_method, store = False, "", None
 
     def __init__(self, name: str, base: str, key: str) -> None:
-        self.name, self.about = name, "a server that ran already"
+        self.name, self.about = name, "a running server"
         self._client = HttpClient(base, key)
 
     def start(self) -> float:
@@ -181,7 +181,7 @@ class Remote:
         return self._client.ask(ask)
 
     def kill(self) -> None:
-        raise BadInput(f"{self.name} is not the bench's own to stop.")
+        raise BadInput(f"{self.name} was not started by the bench and cannot be stopped.")
 
     def settle(self) -> None:
         return
@@ -197,13 +197,13 @@ class Remote:
 
 
 class InProcess:
-    """The engine inside the bench, without HTTP; a restart closes it in order."""
+    """The engine in this process, without HTTP; a restart closes and reopens it."""
 
-    is_ours, restart_method = True, "closed and opened"
+    is_ours, restart_method = True, "closed and reopened"
 
     def __init__(self, name: str, model: Path, store: Path) -> None:
         self.name, self.store = name, store
-        self.about = "keepwarm.Engine in the bench's process, restarted by closing and opening"
+        self.about = "keepwarm.Engine in the bench's process, closed and reopened to restart"
         self._model = model
         self._engine: BareEngine | None = None
 
@@ -225,7 +225,7 @@ class InProcess:
         return self.engine.ask(ask)
 
     def kill(self) -> None:
-        """Nothing here can be killed; `start` closes and opens."""
+        """Does nothing; `start` closes and reopens the engine."""
 
     def settle(self) -> None:
         self.engine.flush()
@@ -253,7 +253,7 @@ def keepwarm_server(model: Path, folder: Path, name: str = "keepwarm") -> Server
     command = [sys.executable, "-m", "keepwarm", "serve", "--model", str(model)]
     return ServerProcess(
         name,
-        "keepwarm serve, as it comes, restarted by kill -9",
+        "keepwarm serve with default settings, restarted with kill -9",
         command,
         health="/health/ready",
         log=folder / f"{name}.log",
@@ -265,7 +265,7 @@ def keepwarm_server(model: Path, folder: Path, name: str = "keepwarm") -> Server
 def mlx_lm_server(model: Path, folder: Path, name: str = "mlx-lm") -> ServerProcess:
     command = [sys.executable, "-W", "ignore", "-c", MLX_LM_SERVER, "--model", str(model)]
     quiet = ["--log-level", "WARNING"]
-    about = "mlx_lm.server, as it comes, on the same BLAS, restarted by kill -9"
+    about = "mlx_lm.server with default settings and the same BLAS, restarted with kill -9"
     log = folder / f"{name}.log"
     return ServerProcess(name, about, [*command, *quiet], health="/health", log=log)
 
@@ -284,7 +284,7 @@ def make(wanted: str, model: Path, folder: Path) -> Target:
             name or httpx.URL(url).netloc.decode(), url, os.environ.get("OPENAI_API_KEY", "")
         )
     raise BadInput(
-        f"{wanted!r} is no target; give keepwarm, mlx-lm, engine or a URL such as "
+        f"{wanted!r} is not a target; give keepwarm, mlx-lm, engine or a URL such as "
         "http://127.0.0.1:8080/v1."
     )
 
@@ -296,7 +296,7 @@ def free_port() -> int:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Of all files below it; those that go meanwhile do not count."""
+    """Bytes of all files below a folder; files deleted meanwhile count as 0."""
     sizes = []
     for path in folder.rglob("*"):
         try:
@@ -307,7 +307,7 @@ def disk_bytes(folder: Path) -> int:
 
 
 def wait_for_writes(folder: Path, timeout_s: float = 60.0) -> None:
-    """Until nothing below it has grown for a second."""
+    """Wait until no file below the folder has grown for a second."""
     end = time.monotonic() + timeout_s
     size, since = disk_bytes(folder), time.monotonic()
     while time.monotonic() - since < QUIET_S and time.monotonic() < end:
@@ -317,11 +317,11 @@ def wait_for_writes(folder: Path, timeout_s: float = 60.0) -> None:
 
 
 def drop_pages(folder: Path) -> None:
-    """Ask the system to forget the files below it, where it can be asked."""
+    """Drop all files below a folder from the page cache."""
     drop_files([path for path in folder.rglob("*") if path.is_file()])
 
 
 def error_line(error: Exception) -> str:
-    """An error as one line of a report, without what names this machine."""
+    """An error as one line, without the home directory."""
     text = str(error).partition("\n")[0] if isinstance(error, KeepwarmError) else repr(error)
     return text.replace(str(Path.home()), "~")

@@ -1,4 +1,4 @@
-"""What got better or worse than a baseline, beyond what the samples vary by themselves."""
+"""What got better or worse than a baseline by more than the samples vary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from keepwarm.bench.report.results import Better, Results
 
 Verdict: TypeAlias = Literal["better", "worse", "within the spread"]
 
-LEAST = 0.02  # a smaller change says nothing, however little the samples vary
+MIN_CHANGE = 0.02  # a smaller change is ignored, however little the samples vary
 CLASS = ("system", "architecture", "backend", "device", "n_cpus")
 
 
@@ -27,7 +27,7 @@ class Change(NamedTuple):
 
 
 def changes(before: Results, after: Results) -> list[Change]:
-    """Ratios always; times and bytes only on the same class of machine with the same model."""
+    """Ratios always; times and bytes only if machine class and model are the same."""
     found = list(_claims(before, after))
     return [*_series(before, after), *found] if comparable(before, after) else found
 
@@ -56,9 +56,9 @@ def _claims(before: Results, after: Results) -> Iterator[Change]:
 
 
 def judge(then: Sequence[float], now: Sequence[float], better: Better) -> Verdict:
-    """All samples of one run beyond all of the other, and by more than a trifle."""
-    if min(now) > max(then) * (1 + LEAST):
+    """Changed if all samples of one run lie beyond all of the other, by more than MIN_CHANGE."""
+    if min(now) > max(then) * (1 + MIN_CHANGE):
         return "better" if better == "higher" else "worse"
-    if max(now) < min(then) * (1 - LEAST):
+    if max(now) < min(then) * (1 - MIN_CHANGE):
         return "worse" if better == "higher" else "better"
     return "within the spread"

@@ -1,4 +1,4 @@
-"""One HTML page with tables and plots, all inside: it needs no other file and no network."""
+"""One self-contained HTML page with tables and plots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LOOKS = (("-", "o"), ("--", "^"), (":", "s"), ("-.", "D"), ("-", "v"))  # of lines and points
+STYLES = (("-", "o"), ("--", "^"), (":", "s"), ("-.", "D"), ("-", "v"))  # line and point
 STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
 body { max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
@@ -45,19 +45,21 @@ def html(results: Results) -> str:
 
 
 def plots(results: Results) -> Iterator[str]:
-    """Those for which something was measured."""
+    """A plot for each workload that was measured."""
     lengths = results.of("lengths")
     first = [series for series in lengths if series.unit == "s" and series.x is not None]
     if first:
-        caption = "First-token time against prompt length; the table says under what conditions"
+        caption = "Time to first token by prompt length; the table gives the conditions"
         yield _line_plot(caption, first, "prompt tokens", "seconds", log=True)
     recomputed = results.of("pipeline", "recomputed", "new")
     if recomputed:
-        caption = "Prompt tokens computed in every turn of a conversation"
+        caption = "Prompt tokens prefilled in each turn of a conversation"
         yield _line_plot(caption, recomputed, "turn", "tokens")
     throughput = results.of("streams", "throughput")
     if throughput:
-        yield _line_plot("Throughput against concurrency", throughput, "streams", "tokens a second")
+        yield _line_plot(
+            "Throughput against concurrency", throughput, "streams", "tokens per second"
+        )
     held = [series for series in results.series if series.unit == "bytes"]
     if held:
         yield _bar_plot("Bytes by tier, medians", held)
@@ -66,15 +68,15 @@ def plots(results: Results) -> Iterator[str]:
 def _line_plot(
     caption: str, found: Sequence[Series], across: str, up: str, *, log: bool = False
 ) -> str:
-    """A colour for each target, a look for each thing; whiskers from lowest to highest sample."""
+    """A colour per target, a line style per measurement; whiskers from lowest to highest sample."""
     figure, axes = _new_figure()
     targets, things = (
         list(dict.fromkeys(names)) for names in zip(*map(_line_key, found), strict=True)
     )
     for kind in dict.fromkeys(map(_line_key, found)):
         line = [series for series in found if _line_key(series) == kind]
-        look = LOOKS[things.index(kind[1]) % len(LOOKS)]
-        _line(axes, line, f"C{targets.index(kind[0])}", look)
+        style = STYLES[things.index(kind[1]) % len(STYLES)]
+        _line(axes, line, f"C{targets.index(kind[0])}", style)
     axes.set(xlabel=across, ylabel=up)
     axes.set_xticks(sorted({s.x for s in found if s.x is not None}))
     if log:
@@ -89,7 +91,7 @@ def _line_key(series: Series) -> tuple[str, str]:
     return series.target, series.what
 
 
-def _line(axes: Axes, found: Sequence[Series], colour: str, look: tuple[str, str]) -> None:
+def _line(axes: Axes, found: Sequence[Series], colour: str, style: tuple[str, str]) -> None:
     line = sorted(found, key=lambda series: series.x or 0)
     middle = [series.median for series in line]
     low = [series.median - min(series.samples) for series in line]
@@ -100,8 +102,8 @@ def _line(axes: Axes, found: Sequence[Series], colour: str, look: tuple[str, str
         middle,
         [low, high],
         color=colour,
-        linestyle=look[0],
-        marker=look[1],
+        linestyle=style[0],
+        marker=style[1],
         markersize=3,
         capsize=2,
         label=", ".join(_line_key(line[0])),

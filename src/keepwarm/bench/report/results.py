@@ -1,4 +1,4 @@
-"""What a run of `keepwarm bench` found: samples with their conditions, claims, a file of both."""
+"""The results of a `keepwarm bench` run: samples, ratios, notes, and their JSON file."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Better: TypeAlias = Literal["lower", "higher", ""]
 
 @dataclass(frozen=True)
 class Series:
-    """Every sample of one thing that was measured on one target, and under what conditions."""
+    """All samples of one measurement on one target."""
 
     workload: str
     target: str
     what: str
     unit: str  # s, tokens, bytes, tokens/s, ms, answers
     samples: tuple[float, ...]
-    x: float | None = None  # prompt tokens, turn or streams: what it is drawn against
-    how: str = ""  # conditions, for people
+    x: float | None = None  # prompt tokens, turn or number of streams
+    how: str = ""  # conditions
     better: Better = "lower"
 
     @property
@@ -43,14 +43,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Claim:
-    """A ratio within one run, and what is wanted of it. `samples` are the ratios pair by pair."""
+    """A ratio within one run and its goal. `samples` are the ratios pair by pair."""
 
     workload: str
     target: str
     what: str
     value: float  # of the medians
     samples: tuple[float, ...]
-    wanted: float | None = None  # None: stated, not judged
+    wanted: float | None = None  # None: no goal
     at_least: bool = True
 
     @property
@@ -74,7 +74,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Note:
-    """What was left out or went wrong, and why."""
+    """What was skipped or failed, and why."""
 
     workload: str
     target: str
@@ -134,14 +134,12 @@ class Results:
         try:
             found = json.loads(file.read_text())
             if found["format"] != FORMAT:
-                raise BadInput(f"{file} is of another version of keepwarm bench; run it again.")
+                raise BadInput(f"{file} is from another version of keepwarm bench; run it again.")
             return cls._parsed(found)
         except OSError as error:
             raise BadInput(f"{file} cannot be read: {error.strerror}.") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise BadInput(f"{file} holds no results of keepwarm bench; give one that does.") from (
-                error
-            )
+            raise BadInput(f"{file} is not a results file of keepwarm bench.") from (error)
 
     @classmethod
     def _parsed(cls, found: Mapping[str, Any]) -> Results:
@@ -162,11 +160,11 @@ def _parse(kind: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def spread(samples: Sequence[float], middle: float) -> float:
-    """How far apart the samples are, as a part of what stands for them."""
+    """(highest - lowest) ÷ middle."""
     return (max(samples) - min(samples)) / abs(middle) if middle else 0.0
 
 
 def percentile(values: Iterable[float], part: float) -> float:
-    """The value that this part of all are at most; of none it is 0."""
+    """A percentile, `part` from 0 to 1; 0 if there are no values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else 0.0

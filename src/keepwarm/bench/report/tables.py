@@ -1,4 +1,4 @@
-"""What was measured as tables: in the terminal, in Markdown and in HTML alike."""
+"""Results as tables for the terminal, Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def grids(results: Results) -> Iterator[Grid]:
             yield _measured(workload, found, list(results.targets))
     if results.notes:
         rows = [(note.workload, note.target, note.text) for note in results.notes]
-        yield Grid("Left out or failed", ("workload", "target", "why"), rows)
+        yield Grid("Skipped or failed", ("workload", "target", "reason"), rows)
 
 
 def claims(results: Results) -> Grid:
-    """Ratios, one line each; what is wanted is wanted of Keepwarm alone."""
+    """One row per ratio; goals apply to Keepwarm only."""
     names = list(results.targets)
     lines: dict[tuple[str, str], dict[str, Claim]] = {}
     for claim in results.claims:
@@ -66,7 +66,7 @@ def claims(results: Results) -> Grid:
         cells = [_format_claim(found[name]) if name in found else "" for name in names]
         bound = next((claim.bound for claim in found.values() if claim.bound), "")
         rows.append((workload, what, bound, *cells))
-    return Grid("Ratios within this run ± spread", ("workload", "what", "wanted", *names), rows)
+    return Grid("Ratios within this run ± spread", ("workload", "ratio", "goal", *names), rows)
 
 
 def _format_claim(claim: Claim) -> str:
@@ -75,7 +75,7 @@ def _format_claim(claim: Claim) -> str:
 
 
 def _measured(workload: str, found: Sequence[Series], names: Sequence[str]) -> Grid:
-    """A line for each thing and place; medians with the spread of the samples."""
+    """One row per measurement and x: medians with the spread of the samples."""
     lines: dict[tuple[str, float | None], dict[str, Series]] = {}
     for series in found:
         lines.setdefault((series.what, series.x), {})[series.target] = series
@@ -84,11 +84,13 @@ def _measured(workload: str, found: Sequence[Series], names: Sequence[str]) -> G
         some = next(iter(by_target.values()))
         cells = [format_value(by_target[name]) if name in by_target else "" for name in names]
         rows.append((what, "" if x is None else f"{x:,.0f}", some.unit, *cells, some.how))
-    return Grid(f"{workload}: medians ± spread", ("what", "at", "unit", *names, "how"), rows)
+    return Grid(
+        f"{workload}: medians ± spread", ("measurement", "at", "unit", *names, "conditions"), rows
+    )
 
 
 def format_value(found: Series | Claim) -> str:
-    """What stands for the samples, with their spread where there are some."""
+    """The median or ratio, with the spread if there is more than one sample."""
     one = _number(found.median if isinstance(found, Series) else found.value)
     return one if len(found.samples) < 2 else f"{one} ±{found.spread:.0%}"
 
@@ -100,7 +102,7 @@ def _number(value: float) -> str:
 
 
 def comparison(found: Sequence[Change]) -> Grid:
-    """Only what is beyond the spread; how many are within it is in the title."""
+    """The changes beyond the spread; the title counts the rest."""
     changed = [change for change in found if change.verdict != "within the spread"]
     rows = [
         (
@@ -115,7 +117,7 @@ def comparison(found: Sequence[Change]) -> Grid:
         for change in changed
     ]
     title = f"Against the baseline: {len(changed)} of {len(found)} beyond the spread"
-    heads = ("workload", "target", "what", "before", "now", "factor", "which is")
+    heads = ("workload", "target", "measurement", "before", "now", "factor", "verdict")
     return Grid(title, heads, rows)
 
 
@@ -126,11 +128,11 @@ def heading(results: Results) -> str:
     return (
         f"{results.model}, {results.samples} samples each, {results.date}; {machine['system']}, "
         f"{machine['backend']} on {machine['n_cpus']} cores {machine['device']}, BLAS "
-        f"{machine['blas'] or 'of MLX'}, load {machine['load'][0]}; {versions}. "
+        f"{machine['blas'] or 'default'}, load {machine['load'][0]}; {versions}. "
         f"Targets: {kinds}. Command: {results.command}"
     )
 
 
 def markdown(results: Results) -> str:
     body = "\n".join(grid.markdown() for grid in grids(results))
-    return f"# Measured by keepwarm bench\n\n{heading(results)}\n\n{body}"
+    return f"# Results of keepwarm bench\n\n{heading(results)}\n\n{body}"

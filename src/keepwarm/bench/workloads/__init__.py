@@ -1,4 +1,4 @@
-"""The workloads that `keepwarm bench` runs, one a file.
+"""The workloads that `keepwarm bench` runs, one file each.
 
 Imports `bench`, `bench.report`, `prefix`.
 """

@@ -1,4 +1,4 @@
-"""Agents with one system prompt: one after another, and all at the same moment."""
+"""Agents with one system prompt, one after another and all at once."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from keepwarm.bench.targets import disk_bytes
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 ROUNDING = 1.02
-PREFILLS = "prefills of the shared part"
+PREFILLS = "times the shared prompt is prefilled"
 
 
 class Round(NamedTuple):
-    """All agents once."""
+    """One request of every agent."""
 
     replies: list[TimedReply]
     n_shared: int  # tokens
-    disk_bytes: int  # by which the store grew
+    disk_bytes: int  # growth of the store
 
     @property
     def prefills(self) -> float:
-        """How often the shared part was computed; it is as long as the most that was reused."""
+        """How often the shared prompt was prefilled; its length is the most that was reused."""
         common = max(self.n_shared, *(reply.cached_tokens for reply in self.replies))
         return sum(common - reply.cached_tokens for reply in self.replies) / common
 
@@ -69,7 +69,7 @@ def _on_disk(run: WorkloadRun) -> int:
 def _records(run: WorkloadRun, how: str, rounds: Sequence[Round]) -> Iterator[Record]:
     n_agents = run.sizes.n_agents
     firsts = [r.ttft_s for found in rounds for r in found.replies]
-    yield run.series(f"first token, {how}", "s", firsts, how=f"all {n_agents} agents of all rounds")
+    yield run.series(f"TTFT, {how}", "s", firsts, how=f"all {n_agents} agents of all rounds")
     recomputed = [sum(r.recomputed for r in found.replies) for found in rounds]
     yield run.series(f"recomputed, {how}", "tokens", recomputed, how="all agents together")
     prefills = [found.prefills for found in rounds]
@@ -77,7 +77,7 @@ def _records(run: WorkloadRun, how: str, rounds: Sequence[Round]) -> Iterator[Re
     if run.target.store is None:
         return
     grown = [found.disk_bytes for found in rounds]
-    yield run.series(f"disk, {how}", "bytes", grown, how="by which the store grew, index included")
+    yield run.series(f"disk, {how}", "bytes", grown, how="growth of the store, index included")
     if run.kv_bytes is not None:
         allowed = [_allowed(found, run.kv_bytes) for found in rounds]
         parts = [grew / limit for grew, limit in zip(grown, allowed, strict=True)]
@@ -85,13 +85,13 @@ def _records(run: WorkloadRun, how: str, rounds: Sequence[Round]) -> Iterator[Re
 
 
 def _allowed(found: Round, kv_bytes: int) -> float:
-    """Every distinct token once, and a last block, not full, for every agent."""
+    """KV bytes of every distinct token once, and of a tail per agent."""
     tails = len(found.replies) * (BLOCK_TOKENS - 1)
     return kv_bytes * (found.distinct_tokens * ROUNDING + tails)
 
 
 def _memory(run: WorkloadRun) -> Iterator[Record]:
-    """What the target itself says of its tiers; live caches are stated apart."""
-    how = "in all, at the end of the workload"
-    for place, n_bytes in run.target.held_bytes().items():
-        yield run.series(place, "bytes", [n_bytes], how=how)
+    """Bytes by tier and of live caches, as the target reports them."""
+    how = "total at the end of the workload"
+    for tier, n_bytes in run.target.held_bytes().items():
+        yield run.series(tier, "bytes", [n_bytes], how=how)

@@ -1,4 +1,4 @@
-"""The workload on which the published MLX servers were compared: one chat prompt, six ways."""
+"""One chat prompt in five situations, as published comparisons of MLX servers use it."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from keepwarm.bench.targets import disk_bytes
 COLD, REPEAT, OTHER = "cold", "exact repeat", "other agent, same system prompt"
 SECOND, RESTARTED = "turn 2", "after a restart"
 HOW = {
-    COLD: "a prompt nobody has seen, from sending it to its first text",
+    COLD: "a cold prompt, from request to first text",
     REPEAT: "the identical prompt, right after its answer",
-    OTHER: "a question nobody has asked after the same system prompt, right after",
+    OTHER: "a new question after the same system prompt",
     SECOND: "the prompt, its answer and 16 new tokens, right after",
-    RESTARTED: "identical prompt to a new process that is ready; files may be in the page cache",
+    RESTARTED: "identical prompt to a restarted process; files may be in the page cache",
 }
 
 
 class ChatSample(NamedTuple):
     replies: dict[str, TimedReply]
     n_shared: int  # tokens of the system prompt
-    disk_bytes: int  # by which the store grew
+    disk_bytes: int  # growth of the store
 
     @property
     def live_tokens(self) -> int:
-        """Of both conversations as they stand at the end."""
+        """Tokens of both conversations at the end."""
         ends = (self.replies[SECOND], self.replies[OTHER])
         return sum(reply.prompt_tokens + reply.completion_tokens for reply in ends)
 
 
 def run(run: WorkloadRun) -> Iterator[Record]:
-    visits = [_sample(run) for _ in run.samples("chat")]
-    yield from _firsts(run, visits)
+    samples = [_sample(run) for _ in run.samples("chat")]
+    yield from _firsts(run, samples)
     if run.target.store is not None:
-        yield from _disk(run, visits)
+        yield from _disk(run, samples)
 
 
 def _sample(run: WorkloadRun) -> ChatSample:
@@ -63,10 +63,10 @@ def _size(run: WorkloadRun) -> int:
     return 0 if run.target.store is None else disk_bytes(run.target.store)
 
 
-def _firsts(run: WorkloadRun, visits: list[ChatSample]) -> Iterator[Record]:
+def _firsts(run: WorkloadRun, samples: list[ChatSample]) -> Iterator[Record]:
     found = {}
-    for what in visits[0].replies:
-        replies = [visit.replies[what] for visit in visits]
+    for what in samples[0].replies:
+        replies = [sample.replies[what] for sample in samples]
         found[what] = run.series(what, "s", [r.ttft_s for r in replies], how=HOW[what])
         yield found[what]
         cached = [reply.cached_tokens for reply in replies]
@@ -75,13 +75,13 @@ def _firsts(run: WorkloadRun, visits: list[ChatSample]) -> Iterator[Record]:
         yield run.ratio(f"{what} ÷ cold", found[what], found[COLD], at_least=False)
 
 
-def _disk(run: WorkloadRun, visits: list[ChatSample]) -> Iterator[Record]:
-    grown = [visit.disk_bytes for visit in visits]
+def _disk(run: WorkloadRun, samples: list[ChatSample]) -> Iterator[Record]:
+    grown = [sample.disk_bytes for sample in samples]
     yield run.series("disk for four requests", "bytes", grown, how="growth, index included")
     if run.kv_bytes is None:
         return
-    live = [visit.live_tokens * run.kv_bytes for visit in visits]
-    once = [n - v.n_shared * run.kv_bytes for n, v in zip(live, visits, strict=True)]
+    live = [sample.live_tokens * run.kv_bytes for sample in samples]
+    once = [n - v.n_shared * run.kv_bytes for n, v in zip(live, samples, strict=True)]
     parts = [grew / n for grew, n in zip(grown, live, strict=True)]
     yield run.claim("disk ÷ live KV of both conversations", parts, 1.05, at_least=False)
     distinct = [grew / n for grew, n in zip(grown, once, strict=True)]

@@ -1,4 +1,4 @@
-"""First-token time against prompt length: never seen, seen, going on, and after a restart."""
+"""Time to first token by prompt length: cold, repeated, followed up, after a restart."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from keepwarm.bench.run import WorkloadRun
 COLD, AGAIN, FOLLOWING = "cold", "identical prompt again", "follow-up"
 RESTARTED, DROPPED = "after a restart", "after a restart, page cache dropped"
 HOW = {
-    COLD: "a prompt nobody has seen, from sending it to its first text",
+    COLD: "a cold prompt, from request to first text",
     AGAIN: "the identical prompt, right after its answer",
     FOLLOWING: "the prompt, its answer and 16 new tokens, right after",
-    RESTARTED: "identical prompt to a new process that is ready; files may be in the page cache",
-    DROPPED: "identical prompt to a new process that is ready; the store's pages were dropped",
+    RESTARTED: "identical prompt to a restarted process; files may be in the page cache",
+    DROPPED: "identical prompt to a restarted process; the store's pages were dropped",
 }
 Prompts: TypeAlias = Sequence[Sequence[Sequence[Message]]]  # by sample, by length
 
@@ -31,10 +31,10 @@ def run(run: WorkloadRun) -> Iterator[Record]:
         if run.target.store is not None and run.drops_pages:
             found += _restarted(run, prompts, DROPPED)
         elif run.target.store is not None:
-            why = "page cache dropped: left out, this system cannot be asked to drop it"
+            why = "page cache dropped: skipped, this system cannot drop it"
             yield Note(run.workload, run.target.name, why)
     else:
-        yield Note(run.workload, run.target.name, "it cannot be restarted from here")
+        yield Note(run.workload, run.target.name, "cannot be restarted by the bench")
     yield from found
     yield from _claims(run, [series for series in found if series.unit == "s"])
 
@@ -56,7 +56,7 @@ def _warm(run: WorkloadRun, prompts: Prompts) -> Iterator[Series]:
 
 
 def _restarted(run: WorkloadRun, prompts: Prompts, what: str) -> list[Series]:
-    """Every restart serves one prompt of every length; each is asked for only once after it."""
+    """Each restart serves one prompt of every length, once."""
     starts: list[float] = []
     firsts: list[list[float]] = [[] for _ in run.sizes.lengths]
     cached: list[list[int]] = [[] for _ in run.sizes.lengths]
@@ -72,7 +72,7 @@ def _restarted(run: WorkloadRun, prompts: Prompts, what: str) -> list[Series]:
     lengths = run.sizes.lengths
     series = [run.series(what, "s", firsts[i], x=n, how=how) for i, n in enumerate(lengths)]
     series += [_cached(run, what, cached[i], n) for i, n in enumerate(lengths)]
-    ready = "from starting the process to its first answer to another prompt"
+    ready = "from process start to its first answer to another prompt"
     return [*series, run.series(f"ready {what}", "s", starts, how=ready)]
 
 

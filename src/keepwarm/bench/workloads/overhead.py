@@ -1,4 +1,4 @@
-"""What the server adds to the engine: time a token, and processor time a streamed token."""
+"""What the server adds to the engine: time and CPU time per token."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from keepwarm.bench.run import WorkloadRun
 from keepwarm.bench.targets import keepwarm_server
 
 TINY_TOKENS = 1000
-HOW = "the identical prompt again and again, right after its answer"
+HOW = "the identical prompt repeated, right after each answer"
 
 
 def run(run: WorkloadRun) -> Iterator[Record]:
-    """On the model for time, on a tiny one for processor time: there nothing hides behind it."""
+    """Time on the model, CPU time on a tiny one, where decoding does not hide it."""
     run.show_status("the model, bare and served")
     bare, served = _both(run, run.model, run.sizes.stream)
     yield from times(run, bare, served)
@@ -29,7 +29,7 @@ def run(run: WorkloadRun) -> Iterator[Record]:
 
 
 def _both(run: WorkloadRun, model: Path, n_tokens: int) -> tuple[DecodeTimes, DecodeTimes]:
-    """The same answer from each, one target running at a time."""
+    """The same answer from the engine, then from a server."""
     messages = run.prompts.chat(64, 16, next(run.seeds))
     ask = BenchRequest(messages, n_tokens, forbidden=run.stop_tokens)
     bare = in_child(
@@ -56,21 +56,19 @@ def _served(run: WorkloadRun, model: Path, ask: BenchRequest) -> DecodeTimes:
 
 def times(run: WorkloadRun, bare: DecodeTimes, served: DecodeTimes) -> Iterator[Record]:
     alone, streamed = _pair(
-        run, "a token", f"{HOW}; first token left out", bare.token_s, served.token_s
+        run, "time per token", f"{HOW}; first token excluded", bare.token_s, served.token_s
     )
     yield from (alone, streamed)
     added = [max(0.0, streamed.median / alone.median - 1)]
-    yield run.claim("time that the server adds to a token", added, 0.03, at_least=False)
+    yield run.claim("fraction of a token's time added by the server", added, 0.03, at_least=False)
 
 
 def processor(run: WorkloadRun, bare: DecodeTimes, served: DecodeTimes) -> Iterator[Record]:
-    what = "processor time a token, tiny model"
+    what = "CPU time per token, tiny model"
     alone, streamed = _pair(run, what, HOW, bare.cpu_s, served.cpu_s)
     yield from (alone, streamed)
     added = [streamed.median - alone.median]
-    yield run.claim(
-        "processor ms that a streamed token adds, tiny model", added, 0.5, at_least=False
-    )
+    yield run.claim("CPU ms added per streamed token, tiny model", added, 0.5, at_least=False)
 
 
 def _pair(

@@ -1,4 +1,4 @@
-"""Requests beside each other: a late one, a long prompt, many streams, and all of it mixed."""
+"""Concurrent requests: a late one, a long prompt, many streams, and a mix."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from keepwarm.bench.run import WorkloadRun, ask_together
 from keepwarm.bench.targets import error_line
 from keepwarm.errors import KeepwarmError
 
-ENDLESS = 4096  # tokens; nobody waits for the last
+ENDLESS = 4096  # tokens; the stream is cancelled before
 
 
 @dataclass
 class BackgroundStream:
-    """A stream that runs until it is told to stop; counts its pieces of text."""
+    """A stream that runs until `stop` is set and counts its pieces of text."""
 
-    n_before: int  # pieces after which it has settled
+    n_before: int  # pieces until it counts as running
     running: threading.Event = field(default_factory=threading.Event)
     stop: threading.Event = field(default_factory=threading.Event)
     n_pieces: int = 0
@@ -38,19 +38,19 @@ class BackgroundStream:
 
 @contextmanager
 def background_stream(run: WorkloadRun) -> Iterator[tuple[BackgroundStream, Future[TimedReply]]]:
-    """Inside, a stream is running; it ends when the block is left."""
-    neighbour, messages = BackgroundStream(run.sizes.pieces_before), run.fresh(64)
-    ask = partial(run.ask, messages, ENDLESS, policy="no-store", on_text=neighbour.on_text)
+    """Keep a stream running for the duration of the block."""
+    background, messages = BackgroundStream(run.sizes.pieces_before), run.fresh(64)
+    ask = partial(run.ask, messages, ENDLESS, policy="no-store", on_text=background.on_text)
     with ThreadPoolExecutor(1) as pool:
         stream = pool.submit(ask)
-        stream.add_done_callback(lambda _: neighbour.running.set())
+        stream.add_done_callback(lambda _: background.running.set())
         try:
-            neighbour.running.wait()
+            background.running.wait()
             if stream.done():
-                raise KeepwarmError(f"The neighbour's stream ended early: {stream.exception()}.")
-            yield neighbour, stream
+                raise KeepwarmError(f"The background stream ended early: {stream.exception()}.")
+            yield background, stream
         finally:
-            neighbour.stop.set()
+            background.stop.set()
 
 
 def late(run: WorkloadRun) -> Iterator[Record]:
@@ -60,36 +60,36 @@ def late(run: WorkloadRun) -> Iterator[Record]:
         alone.append(run.ask(run.fresh(run.sizes.late)).ttft_s)
         with background_stream(run):
             beside_another.append(run.ask(run.fresh(run.sizes.late)).ttft_s)
-    how = f"{run.sizes.late} tokens that nobody has seen"
-    solo = run.series("first token, alone", "s", alone, how=how)
-    joined = run.series("first token, beside a stream", "s", beside_another, how=how)
+    how = f"cold prompt of {run.sizes.late} tokens"
+    solo = run.series("TTFT, alone", "s", alone, how=how)
+    joined = run.series("TTFT, beside a stream", "s", beside_another, how=how)
     yield from (solo, joined)
     yield run.ratio("beside a stream ÷ alone", joined, solo, 1.5, at_least=False)
 
 
 def prefill(run: WorkloadRun) -> Iterator[Record]:
-    """A long prompt is read while another request decodes."""
-    alone, reading, gaps_alone, gaps_beside = [], [], [], []
+    """A long prompt is prefilled while another request decodes."""
+    alone, beside_another, gaps_alone, gaps_beside = [], [], [], []
     for _ in run.samples("long prompt"):
         alone.append(run.ask(run.fresh(run.sizes.long)).ttft_s)
-        with background_stream(run) as (neighbour, stream):
-            n_alone = neighbour.n_pieces
-            reading.append(run.ask(run.fresh(run.sizes.long), 1).ttft_s)
+        with background_stream(run) as (background, stream):
+            n_alone = background.n_pieces
+            beside_another.append(run.ask(run.fresh(run.sizes.long), 1).ttft_s)
         gaps = stream.result().gaps
         gaps_alone.append(percentile(gaps[: n_alone - 1], 0.5))
         gaps_beside.append(percentile(gaps[n_alone - 1 :], 0.95))
-    how = f"{run.sizes.long:,} tokens that nobody has seen"
-    solo = run.series("first token, alone", "s", alone, how=how)
-    joined = run.series("first token, beside a stream", "s", reading, how=how)
-    gap = run.series("gap of the stream, alone", "s", gaps_alone, how="median of a stream")
-    wide = run.series("gap of the stream, meanwhile", "s", gaps_beside, how="p95 of a stream")
+    how = f"cold prompt of {run.sizes.long:,} tokens"
+    solo = run.series("TTFT, alone", "s", alone, how=how)
+    joined = run.series("TTFT, beside a stream", "s", beside_another, how=how)
+    gap = run.series("gap between tokens, alone", "s", gaps_alone, how="median of a stream")
+    wide = run.series("gap between tokens, during prefill", "s", gaps_beside, how="p95 of a stream")
     yield from (solo, joined, gap, wide)
     yield run.ratio("prefill beside a stream ÷ alone", joined, solo, 1.7, at_least=False)
-    yield run.ratio("p95 gap meanwhile ÷ alone", wide, gap, 8, at_least=False)
+    yield run.ratio("p95 gap during prefill ÷ median gap alone", wide, gap, 8, at_least=False)
 
 
 def streams(run: WorkloadRun) -> Iterator[Record]:
-    """Tokens a second of all streams together, while all of them run."""
+    """Tokens per second of all streams, while all of them run."""
     found = {}
     for n_streams in run.sizes.streams:
         rates = []
@@ -97,7 +97,7 @@ def streams(run: WorkloadRun) -> Iterator[Record]:
             prompts = [run.fresh(64) for _ in range(n_streams)]
             asks = [partial(run.ask, messages, run.sizes.stream) for messages in prompts]
             rates.append(tokens_per_second(ask_together(asks)))
-        how = "all streams together, from the last one's first token to the first one's last"
+        how = "all streams together, while all of them run"
         found[n_streams] = run.series(
             "throughput", "tokens/s", rates, x=n_streams, how=how, better="higher"
         )
@@ -107,7 +107,7 @@ def streams(run: WorkloadRun) -> Iterator[Record]:
 
 
 def tokens_per_second(replies: Sequence[TimedReply]) -> float:
-    """While all run; where they never do, over the whole time."""
+    """While all streams run; over the whole time if they never overlap."""
     start = max(reply.times[0] for reply in replies)
     end = min(reply.times[-1] for reply in replies)
     if end <= start:
@@ -122,23 +122,25 @@ def _tokens_between(reply: TimedReply, start: float, end: float) -> float:
 
 
 def persistence(run: WorkloadRun) -> Iterator[Record]:
-    """What keeping everything costs those who decode."""
+    """What saving blocks costs decoding."""
     if not run.target.is_ours:
-        yield Note(run.workload, run.target.name, "it has no switch for this")
+        yield Note(run.workload, run.target.name, "has no setting for this")
         return
     kept, unkept = [], []
     for _ in run.samples("on and off"):
         messages = run.fresh(64)
         kept.append(run.ask(messages, run.sizes.persisted).token_s)
         unkept.append(run.ask(messages, run.sizes.persisted, policy="no-store").token_s)
-    on = run.series("a token, persistence on", "s", kept, how="decode alone, first token left out")
-    off = run.series("a token, persistence off", "s", unkept, how="policy no-store")
+    on = run.series(
+        "time per token, persistence on", "s", kept, how="decode only, first token excluded"
+    )
+    off = run.series("time per token, persistence off", "s", unkept, how="policy no-store")
     yield from (on, off)
     yield run.ratio("speed with persistence ÷ without", off, on, 0.97)
 
 
 def stress(run: WorkloadRun) -> Iterator[Record]:
-    """New prompts, repeats, follow-ups and clients that go away, many at once."""
+    """New, repeated, follow-up and forked prompts at once, some cancelled."""
     draw = random.Random(0)  # noqa: S311
     known = [run.fresh(n) for n in run.sizes.lengths]
     todo = [_mixed(run, draw, known) for _ in range(run.sizes.stress_requests)]
@@ -154,12 +156,12 @@ def stress(run: WorkloadRun) -> Iterator[Record]:
 
     with ThreadPoolExecutor(run.sizes.clients) as pool:
         replies = [reply for reply in pool.map(attempt, range(len(todo))) if reply is not None]
-    how = f"{run.sizes.clients} clients at once, a fifth of them goes away early"
+    how = f"{run.sizes.clients} clients at once, about a fifth of the requests cancelled"
     firsts = [reply.ttft_s for reply in replies]
     if firsts:
-        yield run.series("first token", "s", firsts, how=how)
-        yield run.series("first token, p99", "s", [percentile(firsts, 0.99)], how=how)
-    yield run.claim("requests that failed", [len(errors)], 0, at_least=False)
+        yield run.series("TTFT", "s", firsts, how=how)
+        yield run.series("TTFT, p99", "s", [percentile(firsts, 0.99)], how=how)
+    yield run.claim("failed requests", [len(errors)], 0, at_least=False)
     yield from (Note(run.workload, run.target.name, text) for text in dict.fromkeys(errors))
 
 
@@ -167,15 +169,15 @@ def _mixed(
     run: WorkloadRun, draw: random.Random, known: Sequence[Sequence[Message]]
 ) -> Callable[[], TimedReply]:
     messages = list(draw.choice(known))
-    kind = draw.choice(("new", "repeat", "follow-up", "fork", "gone"))
+    kind = draw.choice(("new", "repeat", "follow-up", "fork", "cancelled"))
     if kind == "new":
         messages = run.fresh(draw.choice(run.sizes.lengths))
     if kind == "follow-up":
         messages = with_answer(messages, run.text(8), run.text(16))
     if kind == "fork":
         messages = [messages[0], *run.fresh(64)[1:]]
-    if kind == "gone":
-        leave_after = draw.randint(0, 3)
-        times = iter(range(leave_after))
+    if kind == "cancelled":
+        cancel_after = draw.randint(0, 3)
+        times = iter(range(cancel_after))
         return partial(run.ask, messages, 64, on_text=lambda _: next(times, None) is not None)
     return partial(run.ask, messages, draw.choice((1, run.sizes.answer, 32)))

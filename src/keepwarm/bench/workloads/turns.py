@@ -1,4 +1,4 @@
-"""Conversations: a pipeline of six turns, and real agents' turns scaled down."""
+"""Conversations: six turns, and recorded turns of coding agents scaled down."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from keepwarm.bench.prompts import system, user, with_answer
 from keepwarm.bench.report.results import Record
 from keepwarm.bench.run import WorkloadRun
 
-HOW = "from turn 2 on a follow-up: all that was said before, and a new question"
-NEW = "what neither the prompt before nor its answer had"
+HOW = "from turn 2 on: the conversation so far and a new question"
+NEW = "tokens in neither the previous prompt nor its answer"
 
 
 class PipelineSample(NamedTuple):
-    """A conversation: what came back with the cache, and without it where that can be asked."""
+    """The replies of one conversation with the cache on, and off if the target allows it."""
 
     on: list[TimedReply]
     off: list[TimedReply]
@@ -43,28 +43,28 @@ def _against_off(
     saved = [1 - a / b for a, b in zip(on, off, strict=True)]
     yield run.claim("time saved against cache off", saved, 0.6)
     n_compared = [len(_comparable(sample)) for sample in samples]
-    how = f"of {run.sizes.turns} turns, those whose prompts have as many tokens"
+    how = f"of {run.sizes.turns} turns, those with equally long prompts"
     yield run.series("answers compared", "answers", n_compared, how=how, better="")
-    unlike = [sum(a.text != b.text for a, b in _comparable(sample)) for sample in samples]
-    what, n_unlike = "answers unlike those without cache", float(sum(unlike))
-    yield run.claim(what, unlike, 0, at_least=False, value=n_unlike)
+    differing = [sum(a.text != b.text for a, b in _comparable(sample)) for sample in samples]
+    what, n_differing = "answers that differ from cache off", float(sum(differing))
+    yield run.claim(what, differing, 0, at_least=False, value=n_differing)
 
 
 def _sample(run: WorkloadRun) -> PipelineSample:
-    """All turns with the cache first; then the very same prompts without it."""
+    """All turns with the cache on, then the same prompts with it off."""
     messages, prompts, on = run.fresh(run.sizes.first_turn), [], []
     for _ in range(run.sizes.turns):
         prompts.append(messages)
         on.append(run.ask(messages))
         messages = with_answer(messages, on[-1].text, run.text(run.sizes.next_turn))
-    if not run.target.is_ours:  # it cannot be told not to look
+    if not run.target.is_ours:  # it has no cache policy
         return PipelineSample(on, [])
-    run.show_status("the same without cache")
+    run.show_status("the same with the cache off")
     return PipelineSample(on, [run.ask(prompt, policy="no-store") for prompt in prompts])
 
 
 def _new_tokens(sample: Sequence[TimedReply]) -> list[int]:
-    """Of every turn: what neither the prompt before nor its answer had."""
+    """For each turn, the tokens in neither the previous prompt nor its answer."""
     known = [0, *(reply.prompt_tokens + reply.completion_tokens for reply in sample)]
     return [reply.prompt_tokens - n for reply, n in zip(sample, known, strict=False)]
 
@@ -78,8 +78,8 @@ def _hit_rate(sample: Sequence[TimedReply]) -> float:
 
 
 def _comparable(sample: PipelineSample) -> list[tuple[TimedReply, TimedReply]]:
-    """Only prompts in the same tokens count: an answer that comes back keeps those that it was
-    generated in, and without the cache it is tokenised again.
+    """Turns whose prompts have equally many tokens: with the cache on, an answer sent back keeps
+    the tokens it was generated as; with it off, its text is tokenised again.
     """
     pairs = zip(sample.on, sample.off, strict=True)
     return [(a, b) for a, b in pairs if a.prompt_tokens == b.prompt_tokens]
@@ -92,26 +92,26 @@ def _turn_series(run: WorkloadRun, samples: Sequence[PipelineSample]) -> Iterato
         new = [of_sample[turn] for of_sample in news]
         yield run.series("recomputed", "tokens", [r.recomputed for r in replies], x=x, how=HOW)
         yield run.series("new", "tokens", new, x=x, how=NEW, better="")
-        yield run.series("first token", "s", [r.ttft_s for r in replies], x=x, how=HOW)
+        yield run.series("TTFT", "s", [r.ttft_s for r in replies], x=x, how=HOW)
 
 
 def trace(run: WorkloadRun) -> Iterator[Record]:
-    """Coding agents' requests, side by side as their clocks have it, but without the pauses."""
+    """Requests of coding agents, interleaved by their timestamps, without the pauses."""
     sizes = run.sizes
     conversations = [
         recorded.RecordedConversation(conversation.turns[: sizes.n_requests])
         for conversation in recorded.load(sizes.conversations, sizes.divisor)
     ]
-    said: dict[int, list[str]] = {}
+    history: dict[int, list[str]] = {}
     replies, new, seed = [], 0, next(run.seeds)
     asked = list(islice(recorded.requests(conversations), sizes.conversations * sizes.n_requests))
     for number, request in enumerate(asked):
         run.show_status(f"request {number + 1} of {len(asked)}")
-        before = said.get(request.conversation, [])[: request.n_common]
+        before = history.get(request.conversation, [])[: request.n_common]
         fresh = run.prompts.draw(request.n_input - len(before), f"{seed} {number}")
-        said[request.conversation] = [*before, *fresh]
+        history[request.conversation] = [*before, *fresh]
         new += run.prompts.count(" ".join(fresh))
-        messages = [system("."), user(" ".join(said[request.conversation]))]
+        messages = [system("."), user(" ".join(history[request.conversation]))]
         replies.append(run.ask(messages, min(request.n_output, sizes.answer)))
     yield from _trace_records(run, replies, new)
 
@@ -121,7 +121,7 @@ def _trace_records(run: WorkloadRun, replies: Sequence[TimedReply], new: int) ->
     recomputed = run.series("recomputed", "tokens", [sum(r.recomputed for r in replies)], how=how)
     needed = run.series("new", "tokens", [new], how="what an ideal cache computes", better="")
     yield from (recomputed, needed)
-    yield run.series("first token", "s", [reply.ttft_s for reply in replies], how=how)
+    yield run.series("TTFT", "s", [reply.ttft_s for reply in replies], how=how)
     yield run.ratio("recomputed ÷ new tokens", recomputed, needed, at_least=False)
     n_prompt = sum(reply.prompt_tokens for reply in replies)
     yield run.claim("hit rate", [1 - recomputed.median / n_prompt])
