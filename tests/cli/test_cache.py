@@ -90,7 +90,7 @@ def test_verify_finds_and_fixes_a_flipped_byte(home):
     data[-3] ^= 4
     path.write_bytes(data)
     (bad,) = cache_json(home, "verify", code=1)["bad"]
-    assert "does not match its digest" in bad["wrong"]
+    assert "does not match its digest" in bad["reason"]
     assert path.exists(), "verify alone changes nothing"
     cache_json(home, "verify", "--fix", code=1)
     assert not path.exists()
@@ -121,7 +121,7 @@ def test_verify_names_what_cannot_be_read_and_leaves_it(options, verified, tmp_p
     aside = path.rename(tmp_path / "aside")
     path.symlink_to(path)
     (bad,) = verified(*options)
-    assert (bad["wrong"].startswith("could not be read: "), bad["set_aside"]) == (True, False)
+    assert (bad["reason"].startswith("could not be read: "), bad["quarantined"]) == (True, False)
     path.unlink()
     aside.rename(path)
     assert verified() == []
@@ -130,13 +130,13 @@ def test_verify_names_what_cannot_be_read_and_leaves_it(options, verified, tmp_p
 def test_verify_sets_a_torn_agent_aside(verified, tmp_path):
     path = tmp_path / "store" / "agents" / "torn.json"
     path.write_text("{")
-    assert [bad["set_aside"] for bad in verified()] == [False]
+    assert [bad["quarantined"] for bad in verified()] == [False]
     assert path.exists(), "verify alone changes nothing"
     (bad,) = verified("--fix")
-    assert (bad["record"], bad["set_aside"]) == ("agents/torn.json", True)
+    assert (bad["record"], bad["quarantined"]) == ("agents/torn.json", True)
     assert not path.exists()
     left, why = sorted((tmp_path / "store" / "quarantine").iterdir())
-    assert (left.read_text(), why.read_text()) == ("{", f"{bad['wrong']}\n")
+    assert (left.read_text(), why.read_text()) == ("{", f"{bad['reason']}\n")
     assert verified() == []
 
 
@@ -144,7 +144,7 @@ def test_verify_leaves_an_agent_that_cannot_be_read(verified, tmp_path):
     path = tmp_path / "store" / "agents" / "looped.json"
     path.symlink_to(path)
     (bad,) = verified("--fix")
-    assert (bad["wrong"].startswith("could not be read: "), bad["set_aside"]) == (True, False)
+    assert (bad["reason"].startswith("could not be read: "), bad["quarantined"]) == (True, False)
     assert path.is_symlink()
 
 

@@ -131,7 +131,7 @@ def test_piped_conversation(checkpoint, tmp_path):
     assert first[:2] == (12, 0)
     assert second[1] >= first[2]  # the first turn's prompt was warm
     assert third[1] == first[2] - 1  # after /clear the same prompt: all but the token to be fed
-    assert "There is no /nonsense." in notes
+    assert "Unknown command /nonsense." in notes
 
 
 def test_the_end_of_input_leaves(checkpoint, tmp_path):

@@ -83,5 +83,5 @@ def test_unused_cores_are_explained(tmp_path):
 
 def test_the_table_reads_the_same_facts(tmp_path):
     text = doctor(tmp_path, KEEPWARM_BLAS="none")
-    for word in ("Backend", "GFLOP/s", "Memory", str(tmp_path), __version__, "Faster"):
+    for word in ("Backend", "GFLOP/s", "Memory", str(tmp_path), __version__, "Advice"):
         assert word in text

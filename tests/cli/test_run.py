@@ -177,7 +177,7 @@ def test_a_thought_that_never_ends_is_no_answer(main_here, tmp_path):
         (["hi", "--seed", str(2**64)], b"", "seed is 18446744073709551616"),
         (["hi", "--kv-bits", "3"], b"", "kv_bits is 3"),
         (["hi", "--agent", ""], b"", "agent"),
-        (["hi", "--agent", "fox", "--no-cache"], b"", "an agent is what is kept"),
+        (["hi", "--agent", "fox", "--no-cache"], b"", "--no-cache stores nothing"),
         (["hi " * 300], b"", "tokens long and .* reads at most 199"),
         (["\udcff"], b"", "not UTF-8"),
     ],

@@ -163,10 +163,10 @@ def test_any_program_that_uses_the_sdks(locked, environ, program, said):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("vim",), "is no client known here"),
+        (("vim",), "is not a known client"),
         (("claude", "--url", "http://127.0.0.1:1"), "keepwarm serve"),
-        (("claude", "--url", "ftp://127.0.0.1"), "is no address"),
-        (("any", "--run"), "nothing to start"),
+        (("claude", "--url", "ftp://127.0.0.1"), "is not a server URL"),
+        (("any", "--run"), "No command to start"),
         (("any", "--run", "--", "no-such-program"), "is not installed"),
     ],
 )

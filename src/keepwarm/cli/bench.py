@@ -1,4 +1,4 @@
-"""`keepwarm bench`: the same workloads on several servers in one run."""
+"""`keepwarm bench`: run the same workloads on several servers."""
 
 from __future__ import annotations
 
@@ -19,65 +19,63 @@ if TYPE_CHECKING:
 TARGETS = ("keepwarm", "mlx-lm")
 
 Workloads: TypeAlias = Annotated[
-    list[str] | None, typer.Argument(help="Which to run; all if none is named.")
+    list[str] | None, typer.Argument(help="Workloads to run; default all.")
 ]
-Wanted: TypeAlias = Annotated[
+Targets: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
         "--target",
-        help="Whom to measure, again for each: keepwarm, mlx-lm, engine, or an OpenAI-compatible "
-        "base URL, also as NAME=URL. Default: keepwarm and mlx-lm.",
+        help="Server to measure; repeatable. keepwarm, mlx-lm, engine, or the base URL of an "
+        "OpenAI-compatible server, optionally NAME=URL. Default: keepwarm and mlx-lm.",
     ),
 ]
 Samples: TypeAlias = Annotated[
-    int | None, typer.Option("--samples", min=1, help="Of each thing; 5 if not given.")
+    int | None, typer.Option("--samples", min=1, help="Samples per measurement (default 5).")
 ]
 Quick: TypeAlias = Annotated[
     bool,
-    typer.Option("--quick", help="Short prompts, two samples, nothing judged: does it work here?"),
+    typer.Option("--quick", help="Short prompts, two samples, no pass or fail: a smoke test."),
 ]
 JsonFile: TypeAlias = Annotated[
-    Path | None, typer.Option("--json", help="Keep machine, versions and all samples here.")
+    Path | None, typer.Option("--json", help="Write machine, versions and all samples here.")
 ]
 HtmlFile: TypeAlias = Annotated[
-    Path | None, typer.Option("--html", help="Write a page with plots.")
+    Path | None, typer.Option("--html", help="Write an HTML page with plots.")
 ]
 MarkdownFile: TypeAlias = Annotated[
     Path | None, typer.Option("--markdown", help="Write the tables as Markdown.")
 ]
-Baseline: TypeAlias = Annotated[
-    Path | None, typer.Option("--save-baseline", help="Keep this run to compare others with.")
+BaselineFile: TypeAlias = Annotated[
+    Path | None, typer.Option("--save-baseline", help="Save this run as a baseline.")
 ]
-Compared: TypeAlias = Annotated[
-    Path | None, typer.Option("--compare", help="Say what differs from this baseline.")
+ComparedFile: TypeAlias = Annotated[
+    Path | None, typer.Option("--compare", help="Show differences from this baseline.")
 ]
-ListAll: TypeAlias = Annotated[
-    bool, typer.Option("--list", help="Say which workloads there are, and leave.")
-]
+ListAll: TypeAlias = Annotated[bool, typer.Option("--list", help="List the workloads and exit.")]
 
 
 def bench(
     workloads: Workloads = None,
     *,
-    target: Wanted = None,
+    target: Targets = None,
     model: ModelName = None,
     samples: Samples = None,
     quick: Quick = False,
     json: JsonFile = None,
     html: HtmlFile = None,
     markdown: MarkdownFile = None,
-    save_baseline: Baseline = None,
-    compare: Compared = None,
+    save_baseline: BaselineFile = None,
+    compare: ComparedFile = None,
     list_all: ListAll = False,
 ) -> None:
-    """Measure first tokens, reuse and throughput, and compare servers."""
+    """Measure time to first token, reuse and throughput; compare servers."""
     from keepwarm.bench.report import page, tables
     from keepwarm.bench.report.results import Results
 
     if list_all:
         _show_workloads()
         return
-    _check_places(json, html, markdown, save_baseline)
+    _check_directories(json, html, markdown, save_baseline)
     before = Results.read(compare) if compare else None
     results = _measure(workloads or [], target or list(TARGETS), model, samples, quick)
     console = Console()
@@ -93,11 +91,11 @@ def bench(
         html.write_text(page.html(results))
 
 
-def _check_places(*files: Path | None) -> None:
-    """Before anything is measured."""
+def _check_directories(*files: Path | None) -> None:
+    """Fail before the measurements, which take minutes."""
     for file in files:
         if file is not None and not file.absolute().parent.is_dir():
-            raise BadInput(f"There is no directory for {file}; make it first.")
+            raise BadInput(f"The directory of {file} does not exist; create it first.")
 
 
 def _measure(
@@ -135,5 +133,5 @@ def _show_changes(before: Results, after: Results, console: Console) -> None:
     from keepwarm.bench.report.compare import changes, comparable
 
     if not comparable(before, after):
-        console.print("The baseline is of another machine or model: only ratios are compared.")
+        console.print("The baseline is from another machine or model; only ratios are compared.")
     console.print(tables.comparison(changes(before, after)).rich())

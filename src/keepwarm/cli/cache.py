@@ -1,4 +1,4 @@
-"""`keepwarm cache …`: what is kept, for whom, and how to keep, carry or forget it."""
+"""`keepwarm cache …`: inspect, pin, export and delete stored blocks and agents."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from keepwarm.prefix.fingerprint import Identity
     from keepwarm.store.disk.upkeep import Progress
 
-app = typer.Typer(no_args_is_help=True, help="Look at, keep, carry and forget stored blocks.")
+app = typer.Typer(no_args_is_help=True, help="Inspect, pin, export and delete stored blocks.")
 
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON value.")]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 AgentId: TypeAlias = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.")]
 
 
@@ -42,22 +42,22 @@ def _open_store() -> DiskStore:
 
 
 @contextmanager
-def _bar(what: str) -> Iterator[Progress]:
-    """Shows on the terminal, if there is one, how much of a long work is done."""
+def _bar(label: str) -> Iterator[Progress]:
+    """A progress bar on stderr, if that is a terminal."""
     hidden = not sys.stderr.isatty()
     with bars.Progress(console=Console(stderr=True), transient=True, disable=hidden) as progress:
-        task = progress.add_task(what, total=None)
+        task = progress.add_task(label, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 @app.command("ls")
 def list_agents(
     prefixes: Annotated[
-        bool, typer.Option("--prefixes", help="List what is kept under no agent's name.")
+        bool, typer.Option("--prefixes", help="List prefixes that belong to no agent.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the agents."""
+    """List agents."""
     with _open_store() as store:
         if prefixes:
             rows = [prefix._asdict() for prefix in store.prefixes()]
@@ -66,11 +66,11 @@ def list_agents(
     if as_json:
         print(json.dumps(rows))
     elif prefixes:
-        Console().print(_prefix_table(rows) if rows else "Nothing is kept that is no agent's.")
+        Console().print(_prefix_table(rows) if rows else "No unnamed prefixes stored.")
     elif rows:
         Console().print(_agent_table(rows))
     else:
-        print("No agents yet; `keepwarm run --agent NAME` makes one.")
+        print("No agents yet; `keepwarm run --agent NAME` creates one.")
 
 
 def _agent_table(rows: list[dict[str, Any]]) -> Table:
@@ -98,7 +98,7 @@ def _when(row: dict[str, Any]) -> str:
 
 @app.command()
 def show(agent: AgentId, as_json: AsJson = False) -> None:
-    """Show one agent: its turns, its size, what was promised to it."""
+    """Show one agent: turns, size, pin, quota, retention."""
     with _open_store() as store:
         found = store.agents.show(agent)
         fields = json.loads(found.to_json()) | {"n_bytes": _n_bytes(store, found)}
@@ -107,7 +107,7 @@ def show(agent: AgentId, as_json: AsJson = False) -> None:
 
 @app.command()
 def stats(as_json: AsJson = False) -> None:
-    """Blocks, bytes, limits and what was written, by day."""
+    """Show blocks, bytes, limits and bytes written per day."""
     with _open_store() as store:
         fields = asdict(store.disk.stats()) | {"written_by_day": store.wear.by_day()}
     _print(fields, as_json)
@@ -115,31 +115,31 @@ def stats(as_json: AsJson = False) -> None:
 
 @app.command()
 def path(as_json: AsJson = False) -> None:
-    """Print where the blocks are kept."""
-    place = str(config.load().store)
-    print(json.dumps({"path": place}) if as_json else place)
+    """Print the store's path."""
+    store = str(config.load().store)
+    print(json.dumps({"path": store}) if as_json else store)
 
 
 @app.command()
 def pin(agent: AgentId, as_json: AsJson = False) -> None:
     """Protect an agent's blocks from eviction."""
-    _promise(agent, as_json, pinned=True)
+    _update_agent(agent, as_json, pinned=True)
 
 
 @app.command()
 def unpin(agent: AgentId, as_json: AsJson = False) -> None:
-    """Let an agent's blocks be evicted when room is needed."""
-    _promise(agent, as_json, pinned=False)
+    """Allow an agent's blocks to be evicted."""
+    _update_agent(agent, as_json, pinned=False)
 
 
 @app.command()
 def quota(
     agent: AgentId,
-    n_bytes: Annotated[int, typer.Argument(help="Bytes; 0 takes the quota away.")],
+    n_bytes: Annotated[int, typer.Argument(help="Bytes to reserve; 0 removes the quota.")],
     as_json: AsJson = False,
 ) -> None:
-    """Promise an agent so many bytes that nobody else may evict."""
-    _promise(agent, as_json, quota_bytes=n_bytes or None)
+    """Reserve bytes for an agent that other agents cannot evict."""
+    _update_agent(agent, as_json, quota_bytes=n_bytes or None)
 
 
 @app.command()
@@ -148,7 +148,7 @@ def fork(
     new: Annotated[str, typer.Argument(metavar="NEW", help="Id of the new agent.")],
     as_json: AsJson = False,
 ) -> None:
-    """Make another agent with the same past; no block is copied."""
+    """Create an agent with the same history; no block is copied."""
     with _open_store() as store:
         _print(json.loads(store.agents.fork(agent, new).to_json()), as_json)
 
@@ -156,25 +156,25 @@ def fork(
 @app.command()
 def rewind(
     agent: AgentId,
-    turn: Annotated[int, typer.Argument(help="The last turn to keep; 0 forgets all.")],
+    turn: Annotated[int, typer.Argument(help="Last turn to keep; 0 drops all.")],
     as_json: AsJson = False,
 ) -> None:
-    """Forget an agent's turns after this one."""
+    """Drop an agent's turns after this one."""
     with _open_store() as store:
         _print(json.loads(store.agents.rewind(agent, turn).to_json()), as_json)
 
 
 @app.command("rm")
 def remove(agent: AgentId, as_json: AsJson = False) -> None:
-    """Delete an agent and every block no other agent reaches."""
-    with _open_store() as store, _bar("removing") as progress:
+    """Delete an agent and every block that no other agent uses."""
+    with _open_store() as store, _bar("deleting") as progress:
         n_blocks = store.agents.delete(agent, progress)
     _print({"agent": agent, "removed_blocks": n_blocks}, as_json)
 
 
 @app.command()
 def gc(as_json: AsJson = False) -> None:
-    """Forget agents past their retention, drop what bad records left, give space back."""
+    """Delete expired agents and quarantined records; free their space."""
     from keepwarm.store.disk.upkeep import clear_quarantine
 
     with _open_store() as store, _bar("cleaning up") as progress:
@@ -185,10 +185,10 @@ def gc(as_json: AsJson = False) -> None:
 
 @app.command()
 def verify(
-    fix: Annotated[bool, typer.Option("--fix", help="Set bad records aside.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Quarantine damaged records.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read everything and check it; exit code 1 if something is bad or cannot be read."""
+    """Check every record; exit code 1 if any is damaged or unreadable."""
     from keepwarm.store.disk import fsck
 
     with _open_store() as store, _bar("verifying") as progress:
@@ -205,42 +205,44 @@ def verify(
             progress(n_records, max(n_records, n_blocks))
             if checked.wrong is not None:
                 name = f"{checked.key.hex()}.{checked.part.value}"
-                bad.append(
-                    {"record": name, "wrong": checked.wrong, "set_aside": checked.quarantined}
-                )
+                bad.append(_bad_record(name, checked.wrong, checked.quarantined))
     _print({"records": n_records, "n_bytes": n_bytes, "newer": n_newer, "bad": bad}, as_json)
     if bad:
         raise typer.Exit(1)
 
 
 def _bad_agent(store: DiskStore, name: str, why: Exception, fix: bool) -> dict[str, Any]:
-    """What `verify` says of an agent's file; a torn one can be set aside, one not read may not."""
+    """Quarantines a damaged agent file if asked to; never one that could not be read."""
     record = f"agents/{name}"
     if isinstance(why, OSError):
-        wrong = f"could not be read: {why.strerror or why}"
-        return {"record": record, "wrong": wrong, "set_aside": False}
-    aside = fix and store.disk.records.move_to_quarantine(store.disk.root / record, str(why))
-    return {"record": record, "wrong": str(why), "set_aside": aside}
+        return _bad_record(record, f"could not be read: {why.strerror or why}", False)
+    quarantined = fix and store.disk.records.move_to_quarantine(store.disk.root / record, str(why))
+    return _bad_record(record, str(why), quarantined)
+
+
+def _bad_record(record: str, reason: str, quarantined: bool) -> dict[str, Any]:
+    fields = {"record": record, "reason": reason, "quarantined": quarantined}
+    return fields | {"wrong": reason, "set_aside": quarantined}  # deprecated names
 
 
 @app.command()
 def export(
     agent: Annotated[
-        str, typer.Argument(metavar="AGENT", help="Its id, or that of a prefix: @ and digits.")
+        str, typer.Argument(metavar="AGENT", help="Agent id, or prefix id (@ and digits).")
     ],
     file: Annotated[Path, typer.Argument(help="The bundle to write.")],
     tokens: Annotated[
-        int | None, typer.Option("--tokens", help="Only the first so many tokens.")
+        int | None, typer.Option("--tokens", help="Export only the first N tokens.")
     ] = None,
-    turn: Annotated[int | None, typer.Option("--turn", help="Only up to this turn.")] = None,
+    turn: Annotated[int | None, typer.Option("--turn", help="Export only up to this turn.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write an agent, or any prefix, into one file that another machine can import."""
+    """Write an agent or a prefix to a file that another machine can import."""
     with _open_store() as store, _bar("exporting") as progress:
         found = store.find(agent, tokens, turn)
         n_records = store.export_agent(found, file, progress)
         if store.disk.seal is not None:
-            print(f"{file} is not encrypted, so that it can be read elsewhere.", file=sys.stderr)
+            print(f"{file} is not encrypted, so that other machines can read it.", file=sys.stderr)
     _print({"agent": agent, "records": n_records, "file": str(file)}, as_json)
 
 
@@ -248,12 +250,12 @@ def export(
 def import_(
     file: Annotated[Path, typer.Argument(help="The bundle to read.")],
     model: Annotated[
-        str | None, typer.Option("--model", help="The model it belongs to, if not the default.")
+        str | None, typer.Option("--model", help="Model of the bundle; default from the settings.")
     ] = None,
-    agent: Annotated[str | None, typer.Option("--agent", help="Another id for the agent.")] = None,
+    agent: Annotated[str | None, typer.Option("--agent", help="New id for the agent.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read a bundle, verified, for the same weights and KV dtype."""
+    """Import a bundle made with the same weights and KV dtype."""
     from keepwarm.cache.agents.bundle import identity_in
     from keepwarm.cache.store import identity_of
     from keepwarm.models.load import load
@@ -270,14 +272,14 @@ def import_(
 
 
 def _kv_options(theirs: Identity) -> dict[str, Any]:
-    """Those a bundle was made with, as far as they are known here: with any other, it differs."""
+    """The bundle's KV options that this version knows; unknown ones make the identity differ."""
     from keepwarm.text.request import KVOptions
 
-    known = asdict(KVOptions()).keys() - {"quantized_kv_start"}  # which is part of the salt
+    known = asdict(KVOptions()).keys() - {"quantized_kv_start"}  # part of the salt
     return {name: value for name, value in theirs.kv_options.items() if name in known}
 
 
-def _promise(agent: str, as_json: bool, **changes: Any) -> None:
+def _update_agent(agent: str, as_json: bool, **changes: Any) -> None:
     with _open_store() as store:
         _print(json.loads(store.agents.update(agent, **changes).to_json()), as_json)
 
@@ -294,12 +296,12 @@ def _summary(store: DiskStore, agent: Agent) -> dict[str, Any]:
 
 
 def _n_bytes(store: DiskStore, agent: Agent) -> int:
-    """Bytes of its blocks that are still there, shared ones included."""
+    """Bytes of its stored blocks, shared ones included."""
     return sum(known.n_bytes for known in store.disk.have(agent.blocks).values())
 
 
 def _print(fields: dict[str, Any], as_json: bool) -> None:
-    fields.pop("namespace", None)  # a secret where the store is encrypted
+    fields.pop("namespace", None)  # secret in an encrypted store
     if as_json:
         print(json.dumps(fields))
         return

@@ -1,4 +1,4 @@
-"""`keepwarm chat`: a conversation in the terminal; every turn reads only what is new."""
+"""`keepwarm chat`: a conversation in the terminal; each turn prefills only new tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from keepwarm.engine.engine import Engine
     from keepwarm.text.request import Event, Receipt, Request, Usage
 
-HELP = "Ctrl-C stops an answer, /clear starts over, /exit or Ctrl-D leaves."
+HELP = "Ctrl-C stops an answer, /clear starts over, /exit or Ctrl-D quits."
 
 
 def chat(
@@ -48,7 +48,7 @@ def chat(
     no_cache: NoCache = False,
     agent: AgentId = None,
 ) -> None:
-    """Talk with a model in the terminal."""
+    """Chat with a model in the terminal."""
     first = system_messages(system)
     settings = config.load(model=model, max_tokens=max_tokens, temperature=temperature)
     template = make_request(settings, seed, kv_bits, no_cache, agent)
@@ -60,25 +60,25 @@ def chat(
 
 
 def _handle_line(history: ChatHistory, line: str) -> None:
-    """A command, or something to answer."""
+    """Run a command, or answer a prompt."""
     if line == "/clear":
         history.clear()
-        print_note("Forgotten; a new conversation.")
+        print_note("History cleared.")
     elif line.startswith("/"):
-        print_note(f"There is no {line.split(maxsplit=1)[0]}. {HELP}")
+        print_note(f"Unknown command {line.split(maxsplit=1)[0]}. {HELP}")
     else:
         _turn(history, line)
 
 
 class ChatAnswer:
-    """What has come of an answer so far."""
+    """One answer, collected from its events."""
 
     def __init__(self) -> None:
         self.text = ""
         self.reasoning = ""
         self.n_tokens = 0
-        self.receipt: Receipt | None = None  # None before it has begun
-        self.usage: Usage | None = None  # None where it was stopped
+        self.receipt: Receipt | None = None  # None until the answer starts
+        self.usage: Usage | None = None  # None if it was stopped
 
     def add(self, event: Event) -> None:
         from keepwarm.text.request import Delta, Done, Finished, Started
@@ -100,19 +100,19 @@ class ChatAnswer:
 
     @property
     def summary(self) -> str:
-        """What it cost, in a line."""
+        """Tokens, reuse and speed in one line."""
         if self.receipt is None:
-            return "Stopped before it began."
+            return "Stopped before the first token."
         warm = f"{self.receipt.cached_tokens} of {self.receipt.prompt_tokens} already warm"
         end = f"{self.usage.tokens_per_second} tok/s" if self.usage else "stopped"
         return f"{self.n_tokens} tokens · {warm} · {end}"
 
 
 class ChatHistory:
-    """The messages so far; the engine knows what it has read of them."""
+    """The messages so far. The engine finds on its own which of them are cached."""
 
     def __init__(self, engine: Engine, template: Request, system: list[dict[str, str]]) -> None:
-        """What would be refused with every question, whatever it is, is refused here."""
+        """Raises what would make the engine refuse every prompt, such as a long system prompt."""
         self._engine = engine
         self._template = template
         self._system = system
@@ -120,7 +120,7 @@ class ChatHistory:
         engine.prepare(self._request("?"))
 
     def ask(self, text: str) -> Answer:
-        """Begin the answer to this; `keep` what comes of it."""
+        """Start an answer; pass it to `keep` when it is complete."""
         return self._engine.submit(self._request(text))
 
     def keep(self, text: str, answer: ChatAnswer) -> None:
@@ -128,7 +128,7 @@ class ChatHistory:
         self.messages += [{"role": "user", "content": text}, answer.message]
 
     def clear(self) -> None:
-        """Forget the turns. What was read stays warm: the next prompt takes what still serves."""
+        """Drop the turns. Their blocks stay cached, so the system prompt is still warm."""
         self.messages = list(self._system)
 
     def _request(self, text: str) -> Request:
@@ -136,7 +136,7 @@ class ChatHistory:
 
 
 def _turn(history: ChatHistory, line: str) -> None:
-    """Answer one line; what was printed before Ctrl-C stays, a turn that failed leaves no trace."""
+    """Answer one line. A stopped answer stays in the history, a failed turn does not."""
     with _interruptible() as interrupted:
         try:
             answer = _read(history.ask(check_prompt(line)), interrupted)
@@ -164,19 +164,19 @@ def _read(stream: Answer, interrupted: Callable[[], bool]) -> ChatAnswer:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Inside, Ctrl-C raises nothing; the function that is given tells whether it came."""
-    came = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: came.set())
+    """Inside, Ctrl-C raises nothing; the yielded function says whether it was pressed."""
+    pressed = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
     try:
-        yield came.is_set
+        yield pressed.is_set
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def _input_lines() -> Iterator[str]:
-    """The lines that were typed or piped in, blank ones left out, until /exit or the end."""
+    """Typed or piped lines without blank ones, until /exit or end of input."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # input() then edits lines and remembers them
+        import readline  # noqa: F401  # gives input() line editing and history
 
     while True:
         try:

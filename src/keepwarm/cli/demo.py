@@ -1,4 +1,4 @@
-"""`keepwarm demo`: two minutes that show what the cache is for."""
+"""`keepwarm demo`: a two-minute demonstration of the cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from keepwarm import config
 
 
 def demo() -> None:
-    """Let three agents work, kill the server, let them go on; cold against warm."""
+    """Run three agents, kill the server, resume them; compare cold with warm."""
     from keepwarm.bench.demo import play
 
     play(config.load().model, Console())

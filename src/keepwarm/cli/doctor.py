@@ -1,4 +1,4 @@
-"""`keepwarm doctor`: what this machine is, how fast, and what would make it faster."""
+"""`keepwarm doctor`: this machine's hardware, speed and versions, with advice."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show backend, BLAS, speed, memory, disk and versions, and what would be faster."""
-    from keepwarm.device.machine import snapshot  # loads MLX, which other commands may not need
+    """Show backend, BLAS, speed, memory, disk, versions and advice."""
+    from keepwarm.device.machine import snapshot  # imports MLX
 
     machine = snapshot(config.load())
     if json:
@@ -30,7 +30,7 @@ def doctor(
 
 
 def as_json(machine: Machine) -> dict[str, Any]:
-    """The snapshot under the names that `--json` promises."""
+    """The snapshot under the stable names of `--json`."""
     return {
         "backend": machine.backend,
         "device": machine.device,
@@ -59,7 +59,7 @@ def _rows(machine: Machine) -> dict[str, str]:
     blas = (
         f"{used.name} ({used.layer}), {used.threads} of {machine.n_cpus} cores"
         if used
-        else "MLX's own"
+        else "built into MLX"
     )
     free, total = (
         format_bytes(machine.memory_available_bytes),
@@ -68,10 +68,10 @@ def _rows(machine: Machine) -> dict[str, str]:
     return {
         "Backend": f"{machine.backend}, {machine.device}",
         "BLAS": blas,
-        "fp32 products": f"{machine.gemm_gflops:.1f} GFLOP/s",
+        "fp32 matmul": f"{machine.gemm_gflops:.1f} GFLOP/s",
         "Memory": f"{free} free of {total}",
         "Home": str(machine.home),
         "Block store": f"{machine.store}, {format_bytes(machine.free_disk_bytes)} free",
         "Versions": ", ".join(f"{name} {version}" for name, version in machine.versions.items()),
-        "Faster": machine.advice,
+        "Advice": machine.advice,
     }

@@ -1,4 +1,4 @@
-"""`keepwarm launch`: point a coding agent at the server, and start it if wanted."""
+"""`keepwarm launch`: print a coding agent's settings for this server, or start it."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ TIMEOUT_S = 10
 
 class Key(NamedTuple):
     value: str
-    shell: str  # what a shell puts the value in for
+    shell: str  # shell expression that expands to the value
 
 
 def launch(
     client: Annotated[str, typer.Argument(help=f"One of {', '.join(CLIENTS)}.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Handed to the client; put them after --.")
+        list[str] | None, typer.Argument(help="Passed to the client; put them after --.")
     ] = None,
     *,
     url: Annotated[
-        str | None, typer.Option("--url", help="Where the server is, if not where settings say.")
+        str | None, typer.Option("--url", help="Server URL; default from the settings.")
     ] = None,
     run: Annotated[
-        bool, typer.Option("--run/--print", help="Start the client, or print how to.")
+        bool, typer.Option("--run/--print", help="Start the client, or print its settings.")
     ] = False,
     show_key: Annotated[
-        bool, typer.Option("--show-key", help="Print the key itself, not where it is from.")
+        bool,
+        typer.Option("--show-key", help="Print the key itself, not where the shell reads it from."),
     ] = False,
 ) -> None:
-    """Say how a client is pointed at the running server, or start it so."""
+    """Print a client's settings, or start it."""
     if client not in CLIENTS:
-        raise BadInput(f"{client!r} is no client known here; use one of {', '.join(CLIENTS)}.")
+        raise BadInput(f"{client!r} is not a known client; use one of {', '.join(CLIENTS)}.")
     settings = config.load()
     key = _key(settings)
     setup = CLIENTS[client](_served(_checked(url or _address(settings)), key))
@@ -60,14 +61,14 @@ def _address(settings: config.Settings) -> str:
 
 def _checked(url: str) -> str:
     if not url.startswith(("http://", "https://")):
-        raise BadInput(f"{url!r} is no address of a server; write it as http://127.0.0.1:8181.")
+        raise BadInput(f"{url!r} is not a server URL; write it like http://127.0.0.1:8181.")
     return url.rstrip("/").removesuffix("/v1")
 
 
 def _key(settings: config.Settings) -> Key:
-    """The key to send: the client's own variable first, then what a server here would accept."""
-    if mine := os.environ.get(KEY_VARIABLE):
-        return Key(mine, f'"${KEY_VARIABLE}"')
+    """The key to send: from the client's variable, else the first that a local server accepts."""
+    if value := os.environ.get(KEY_VARIABLE):
+        return Key(value, f'"${KEY_VARIABLE}"')
     keys = settings.read_api_keys()
     if not keys:
         return Key(NO_KEY, NO_KEY)
@@ -77,7 +78,7 @@ def _key(settings: config.Settings) -> Key:
 
 
 def _served(url: str, key: Key) -> ServerInfo:
-    """The model that the server has, and how much it reads."""
+    """The server's model and context length."""
     asked = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key.value}"})  # noqa: S310
     try:
         with urlopen(asked, timeout=TIMEOUT_S) as answer:  # noqa: S310 - http and https alone
@@ -86,29 +87,31 @@ def _served(url: str, key: Key) -> ServerInfo:
     except HTTPError as error:
         error.close()
         if error.code == 401:
-            raise Refused(f"The server at {url} wants another key; set {KEY_VARIABLE}.") from error
-        raise Unreachable(f"The server at {url} answers {error.code}; look at its log.") from error
+            raise Refused(f"The server at {url} rejects this key; set {KEY_VARIABLE}.") from error
+        raise Unreachable(
+            f"The server at {url} returned status {error.code}; check its log."
+        ) from error
     except (OSError, HTTPException) as error:
         raise Unreachable(
-            f"No server answers at {url}; start one with `keepwarm serve`, or give its --url."
+            f"No server answers at {url}; start one with `keepwarm serve`, or pass --url."
         ) from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise Unreachable(f"What answers at {url} is not Keepwarm; give its --url.") from error
+        raise Unreachable(f"The server at {url} is not Keepwarm; pass another --url.") from error
 
 
 def _start(setup: ClientSetup, command: list[str]) -> None:
-    """Become the client. Returns never."""
+    """Replace this process by the client. Never returns."""
     if not command:
-        raise BadInput("There is nothing to start; write the command after --.")
+        raise BadInput("No command to start; write it after --.")
     program = shutil.which(command[0])
     if program is None:
         raise BadInput(f"{command[0]} is not installed, or not on the PATH; install it first.")
-    kept = {name: value for name, value in os.environ.items() if name not in setup.cleared}
-    os.execve(program, command, {**kept, **setup.environ, **setup.secrets})  # noqa: S606
+    inherited = {name: value for name, value in os.environ.items() if name not in setup.cleared}
+    os.execve(program, command, {**inherited, **setup.environ, **setup.secrets})  # noqa: S606
 
 
 def _lines(setup: ClientSetup, command: list[str], hidden: Key | None) -> list[str]:
-    """Lines for a shell; a hidden key stands there as the place it comes from."""
+    """Shell commands; a hidden key is written as a shell expression that reads it."""
     unset = [f"unset {' '.join(setup.cleared)}"] if setup.cleared else []
     plain = [f"export {name}={shlex.quote(value)}" for name, value in setup.environ.items()]
     secret = [

@@ -1,6 +1,6 @@
-"""The command line: one verb, one file. Every error of ours is one sentence and exit code 2.
+"""The `keepwarm` command. A KeepwarmError is printed as one sentence, with exit code 2.
 
-The files of the verbs load MLX inside their functions, so that `--help` answers at once.
+The verbs import MLX inside their functions, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it and leave.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     pass
@@ -55,7 +58,7 @@ def _options(
 def main() -> None:
     """Run the command line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that cannot show a character shows a question mark; the answer goes on.
+        # A character the terminal cannot encode is printed as a question mark, not an error.
         sys.stdout.reconfigure(errors="replace")
     try:
         app()

@@ -1,4 +1,4 @@
-"""`keepwarm models`: the built-in names and every model that is on this machine."""
+"""`keepwarm models`: built-in models and models on this machine."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class ModelEntry(NamedTuple):
     source: str  # built-in or hub
     path: str | None  # None: not pulled yet
     n_bytes: int | None
-    architecture: str | None  # None, though there is a path: it cannot be read
+    architecture: str | None  # None with a path: config.json is unreadable
     n_context: int | None
 
 
 def models(
-    as_json: Annotated[bool, typer.Option("--json", help="A list of objects.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
-    """List the built-in models and those that are on this machine."""
+    """List built-in models and models on this machine."""
     found = list(list_models(config.load()))
     if as_json:
         print(dumps([model._asdict() for model in found]))
@@ -41,12 +41,12 @@ def list_models(settings: config.Settings) -> Iterator[ModelEntry]:
 
     for name, known in builtin.BUILTINS.items():
         path = builtin.directory(known, settings)
-        yield _here(name, "built-in", path) if path.is_dir() else _absent(name)
+        yield _entry(name, "built-in", path) if path.is_dir() else _absent(name)
     for name, path in hub.all_cached().items():
-        yield _here(name, "hub", path)
+        yield _entry(name, "hub", path)
 
 
-def _here(name: str, source: str, path: Path) -> ModelEntry:
+def _entry(name: str, source: str, path: Path) -> ModelEntry:
     from keepwarm.models.catalog import n_context, read_config
 
     n_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -1,4 +1,4 @@
-"""What `run` and `chat` have in common: what they are asked, and how they show an answer."""
+"""Options and output that `run` and `chat` share."""
 
 from __future__ import annotations
 
@@ -19,33 +19,29 @@ if TYPE_CHECKING:
     from keepwarm.text.request import Event, Request
 
 ModelName: TypeAlias = Annotated[
-    str | None, typer.Option("--model", help="Alias, directory, .gguf file or hub id.")
+    str | None, typer.Option("--model", help="Model name, directory, .gguf file or hub id.")
 ]
 SystemFile: TypeAlias = Annotated[
-    Path | None, typer.Option("--system", help="File that holds the system prompt.")
+    Path | None, typer.Option("--system", help="File with the system prompt.")
 ]
 MaxTokens: TypeAlias = Annotated[
-    int | None, typer.Option("--max-tokens", help="Longest answer, in tokens.")
+    int | None, typer.Option("--max-tokens", help="Maximum answer length in tokens.")
 ]
 Temperature: TypeAlias = Annotated[
-    float | None, typer.Option("--temperature", help="0 takes the best token, more draws.")
+    float | None, typer.Option("--temperature", help="Sampling temperature; 0 is greedy.")
 ]
-Seed: TypeAlias = Annotated[
-    int | None, typer.Option("--seed", help="Makes the draws of a temperature repeatable.")
-]
+Seed: TypeAlias = Annotated[int | None, typer.Option("--seed", help="Random seed.")]
 KVBits: TypeAlias = Annotated[
-    int | None, typer.Option("--kv-bits", help="Round keys and values to 2, 4 or 8 bits.")
+    int | None, typer.Option("--kv-bits", help="Quantise keys and values to 2, 4 or 8 bits.")
 ]
 AgentId: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--agent",
-        help="Name what is kept on disk, for `keepwarm cache`. Earlier messages do not come back.",
+        help="Agent id for the stored blocks, for `keepwarm cache`. Loads no earlier messages.",
     ),
 ]
-NoCache: TypeAlias = Annotated[
-    bool, typer.Option("--no-cache", help="Read every prompt whole and keep nothing.")
-]
+NoCache: TypeAlias = Annotated[bool, typer.Option("--no-cache", help="Bypass the cache.")]
 
 
 def make_request(
@@ -55,13 +51,13 @@ def make_request(
     no_cache: bool,
     agent: str | None,
 ) -> Request:
-    """A request without its messages; numbers that mean nothing are refused."""
+    """A request without messages; raises BadInput for options out of range."""
     from keepwarm.cache.policy import Policy
     from keepwarm.text.request import KVOptions, Request, Sampling
     from keepwarm.text.sampling_rules import check_sampling
 
     if agent is not None and no_cache:
-        raise BadInput("--agent and --no-cache cannot be combined: an agent is what is kept.")
+        raise BadInput("--agent and --no-cache cannot be combined: --no-cache stores nothing.")
     if settings.max_tokens < 1:
         raise BadInput(f"max-tokens is {settings.max_tokens}; it must be 1 or more.")
     sampling = Sampling(max_tokens=settings.max_tokens, temperature=settings.temperature, seed=seed)
@@ -72,7 +68,7 @@ def make_request(
 
 @contextmanager
 def open_engine(settings: config.Settings, request: Request) -> Iterator[Engine]:
-    """The engine for such requests; leaving waits until what is to be kept is on disk."""
+    """An engine for requests like this one; on exit, waits until its blocks are on disk."""
     from keepwarm.cache.store import Budgets, Store
     from keepwarm.engine.engine import Engine
     from keepwarm.models.load import load
@@ -87,17 +83,17 @@ def open_engine(settings: config.Settings, request: Request) -> Iterator[Engine]
 
 @contextmanager
 def _log_discarded() -> Iterator[None]:
-    """What people must know is raised; a log without a place to go would run into the answer."""
-    logger, nowhere = logging.getLogger("keepwarm"), logging.NullHandler()
-    logger.addHandler(nowhere)
+    """Without a handler, Python prints warnings to stderr, in the middle of the answer."""
+    logger, handler = logging.getLogger("keepwarm"), logging.NullHandler()
+    logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.removeHandler(nowhere)
+        logger.removeHandler(handler)
 
 
 def system_messages(system: Path | None) -> list[dict[str, str]]:
-    """The messages that a conversation starts with: the system prompt, or none."""
+    """The system prompt as a list of messages; empty if no file is given."""
     if system is None:
         return []
     try:
@@ -111,9 +107,9 @@ def system_messages(system: Path | None) -> list[dict[str, str]]:
 
 
 def check_prompt(text: str) -> str:
-    """The text as it is, if it says anything and is Unicode; else refused in a sentence."""
+    """Return the text unchanged; raise BadInput if it is blank or not valid Unicode."""
     if not text.strip():
-        raise BadInput("The prompt is empty; say something.")
+        raise BadInput("The prompt is empty; enter some text.")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -122,7 +118,7 @@ def check_prompt(text: str) -> str:
 
 
 def print_events(events: Iterable[Event]) -> Iterator[Event]:
-    """Pass an answer on and print it: its text, and its reasoning dim on standard error."""
+    """Yield the events and print them: text to stdout, reasoning dimmed to stderr."""
     from keepwarm.text.request import Delta
 
     thinks = False
@@ -138,7 +134,7 @@ def print_events(events: Iterable[Event]) -> Iterator[Event]:
 
 
 def print_note(text: str, end: str = "\n") -> None:
-    """Something dim beside the answers, which have standard output for themselves."""
+    """Print dimmed to stderr; stdout is for answers only."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)

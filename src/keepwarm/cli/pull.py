@@ -1,4 +1,4 @@
-"""`keepwarm pull`: bring a model onto this machine, or make it the newest one."""
+"""`keepwarm pull`: download a model, or update it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keepwarm import config
 def pull(
     name: Annotated[str, typer.Argument(help="Built-in name, or hub id (org/name).")],
 ) -> None:
-    """Download a model, as far as it is not here yet, and print where it lies."""
+    """Download a model if missing; print its path."""
     from keepwarm.models.catalog import locate
 
     print(locate(name, config.load(), refresh=True))

@@ -1,4 +1,4 @@
-"""`keepwarm run`: one prompt, one answer."""
+"""`keepwarm run`: answer one prompt."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    prompt: Annotated[str, typer.Argument(help="What to ask; - reads standard input.")],
+    prompt: Annotated[str, typer.Argument(help="Prompt text; - reads standard input.")],
     *,
     model: ModelName = None,
     system: SystemFile = None,
@@ -44,10 +44,10 @@ def run(
     no_cache: NoCache = False,
     agent: AgentId = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One object: text, finish_reason, usage.")
+        bool, typer.Option("--json", help="Print one JSON object: text, finish_reason, usage.")
     ] = False,
 ) -> None:
-    """Answer one prompt and leave."""
+    """Answer one prompt and exit."""
     text = check_prompt(_standard_input() if prompt == "-" else prompt)
     messages = [*system_messages(system), {"role": "user", "content": text}]
     settings = config.load(model=model, max_tokens=max_tokens, temperature=temperature)
@@ -75,7 +75,7 @@ def _stream(answer: Answer) -> None:
 
 def _as_json(result: Result) -> str:
     (choice,), usage, receipt = result.choices, result.usage, result.receipt
-    spent = {
+    counts = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "cached_tokens": usage.cached_tokens,
@@ -84,4 +84,4 @@ def _as_json(result: Result) -> str:
         "tokens_per_second": usage.tokens_per_second,
         "exact": receipt.exact,
     }
-    return json.dumps({"text": choice.text, "finish_reason": choice.reason, "usage": spent})
+    return json.dumps({"text": choice.text, "finish_reason": choice.reason, "usage": counts})

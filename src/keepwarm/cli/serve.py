@@ -1,4 +1,4 @@
-"""`keepwarm serve`: the model behind the APIs that agents speak."""
+"""`keepwarm serve`: the HTTP server."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ def serve(
     *,
     model: ModelName = None,
     host: Annotated[
-        str | None, typer.Option("--host", help="Address to listen on; a wider one needs a key.")
+        str | None,
+        typer.Option("--host", help="Address to listen on; if not local, API keys are required."),
     ] = None,
     port: Annotated[
-        int | None, typer.Option("--port", help="Port to listen on; 0 takes a free one.")
+        int | None, typer.Option("--port", help="Port to listen on; 0 picks a free one.")
     ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", help="File of accepted keys, one a line.")
+        Path | None, typer.Option("--api-key-file", help="File of accepted API keys, one per line.")
     ] = None,
 ) -> None:
-    """Answer OpenAI's and Anthropic's APIs until stopped."""
+    """Serve the OpenAI and Anthropic APIs until stopped."""
     settings = config.load(model=model, host=host, port=port, api_key_file=api_key_file)
     from keepwarm.server.http.limits import check_binding
     from keepwarm.server.process import address_of, bind
@@ -51,7 +52,7 @@ def serve(
 
 
 def _host(settings: Settings, store: Store) -> EngineHost:
-    """The model, running; nothing else holds it, so that another can take its place."""
+    """Load the model. Only the host refers to it, so that swapping models frees it."""
     from keepwarm.models.load import load
     from keepwarm.server.host import EngineHost, start_engine
 
@@ -61,14 +62,15 @@ def _host(settings: Settings, store: Store) -> EngineHost:
 
 def _greeting(settings: Settings, name: str, address: str) -> str:
     return (
-        f"{name} answers at {address}/v1 (its pages: {address}/dashboard, {address}/docs). Try:\n"
+        f"Serving {name} at {address}/v1 "
+        f"(dashboard: {address}/dashboard, API: {address}/docs). Try:\n"
         f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'"
         f"{_key(settings)} -d '{EXAMPLE}'"
     )
 
 
 def _key(settings: Settings) -> str:
-    """The header for a key, such that the shell puts it in and the screen does not show it."""
+    """A header that makes the shell insert the key, so that the screen does not show it."""
     if settings.api_key_file:
         return f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(settings.api_key_file)})"'
     if settings.api_keys:
