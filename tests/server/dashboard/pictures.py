@@ -99,7 +99,9 @@ def take(live: Live, browser: Any) -> None:
         with watched(browser, live.url, color_scheme=scheme) as page:
             page.goto(live.url)
             page.wait_for_timeout(8000)
-            page.locator("#missed li", has_text="clock").first.get_by_text("Show the place").click()
+            page.locator("#missed li", has_text="clock").first.get_by_text(
+                "Show the difference"
+            ).click()
             page.wait_for_timeout(500)
             for section in ("now", "saved", "forest", "misses", "agents"):
                 height = page.evaluate("document.documentElement.scrollHeight")

@@ -88,7 +88,7 @@ def test_it_loads_and_asks_nobody_else(page):
     assert set(page.locator("#health-list dd").all_inner_texts()) == {"0"}
     budgets = page.locator("#what-if").get_by_role("region", name="Outcome by disk budget")
     assert "no limit" in budgets.inner_text()
-    assert "look-ups since" in page.locator("#what-if").inner_text()
+    assert "lookups since" in page.locator("#what-if").inner_text()
 
 
 def test_links_lead_to_their_sections(page):
@@ -108,15 +108,15 @@ def test_links_lead_to_their_sections(page):
 
 def test_it_follows_a_running_request(page, own):
     """S0-75: live, without a reload."""
-    page.get_by_text("Nothing runs.").wait_for()
+    page.get_by_text("No active requests.").wait_for()
     with answering(own, "counter"):
         row = page.locator("#running tr", has_text="counter")
-        row.get_by_text("answering").wait_for()
+        row.get_by_text("decoding").wait_for()
         n_tokens = row.locator("td").nth(2)
         before = int(n_tokens.inner_text().replace(",", ""))
         wait_until(lambda: int(n_tokens.inner_text().replace(",", "")) > before)
         assert "warm" in row.inner_text()
-    page.get_by_text("Nothing runs.").wait_for()
+    page.get_by_text("No active requests.").wait_for()
     page.locator("#ended tr", has_text="counter").first.wait_for()
 
 
@@ -147,7 +147,7 @@ def test_a_server_that_is_gone_is_told(browser, serving):
         page.goto(live.url)
         page.get_by_text("Live", exact=True).wait_for()
         page.context.set_offline(True)
-        page.get_by_text("The server does not answer.").wait_for()
+        page.get_by_text("The server is not responding.").wait_for()
         page.context.set_offline(False)
         page.get_by_text("Live", exact=True).wait_for()
 
@@ -179,7 +179,7 @@ def test_an_agent_is_forked_and_deleted_after_a_question(page, own):
     assert "second" in agents(own)
     page.get_by_role("button", name="Delete second").click()
     dialog.get_by_role("button", name="Delete").click()
-    page.get_by_text("second is gone").wait_for()
+    page.get_by_text("second deleted").wait_for()
     wait_until(lambda: "second" not in agents(own))
     assert "first" in agents(own)
 
@@ -204,7 +204,7 @@ def test_what_cannot_be_done_is_said(browser, own):
         dialog = page.get_by_role("dialog")
         dialog.get_by_role("textbox").fill("clock")
         dialog.get_by_role("button", name="Fork").click()
-        page.get_by_role("alert").get_by_text("There is an agent 'clock' already").wait_for()
+        page.get_by_role("alert").get_by_text("Agent 'clock' already exists").wait_for()
 
 
 # The forest.
@@ -217,7 +217,7 @@ def test_the_forest_is_walked_by_keyboard_and_read_as_a_table(page):
     first = chosen.inner_text()
     assert first.startswith("Run ")
     assert "its oldest block" in first
-    assert "the oldest was used" in page.locator("#forest-sum").inner_text()
+    assert "least recently used" in page.locator("#forest-sum").inner_text()
     page.keyboard.press("ArrowDown")
     wait_until(lambda: chosen.inner_text() != first)
     page.get_by_role("button", name="Table").click()
@@ -279,10 +279,10 @@ def took_ms(page, script):
 def test_a_miss_shows_what_changed(page):
     """S0-75: the place as a text diff."""
     item = page.locator("#missed li", has_text="clock").first
-    item.get_by_text("Show the place").click()
+    item.get_by_text("Show the difference").click()
     assert "nine" in item.locator("pre del").first.inner_text()
     assert "ten" in item.locator("pre ins").first.inner_text()
-    assert "tokens again" in item.inner_text()
+    assert "tokens recomputed" in item.inner_text()
 
 
 # Keys.
@@ -313,7 +313,7 @@ def test_it_asks_for_the_key_and_shows_no_more_than_it_opens(browser, serving):
             page.get_by_role("button", name="Key…").click()
             give(dialog, "admin")
             verify.click()
-            page.get_by_text("are whole").wait_for()
+            page.get_by_text("are intact").wait_for()
             assert page.get_by_text("Needs the admin key").is_hidden()
             page.get_by_role("button", name="Key…").click()
             give(dialog, "a")
@@ -337,19 +337,19 @@ def test_verify_waits_for_the_key_and_for_itself(browser, serving):
         held = []
         page.route("**/v1/cache/verify", lambda route: held.insert(0, route))
         verify.click()
-        page.get_by_text("Every record is being read").wait_for()
+        page.get_by_text("Checking every record").wait_for()
         with page.expect_response("**/v1/dashboard/now"):
             pass  # which tells the page that it may verify
         page.wait_for_timeout(100)
         assert verify.is_disabled()
         held[0].continue_()
-        page.get_by_text("are whole").wait_for()
+        page.get_by_text("are intact").wait_for()
         assert verify.is_enabled()
 
 
 def give(dialog, key):
     dialog.get_by_label("Key", exact=True).fill(key)
-    dialog.get_by_role("button", name="Use it").click()
+    dialog.get_by_role("button", name="Use key").click()
 
 
 # For every eye.

@@ -84,7 +84,7 @@ def test_a_request_is_shown_with_its_receipt(live):
     assert entry["receipt"] == receipt
     assert entry["state"] == "done"
     assert entry["answer_tokens"] > 0
-    assert entry["first_token_ms"] > 0
+    assert entry["ttft_ms"] > 0
 
 
 def test_a_running_request_is_shown_and_then_is_not(live):
@@ -111,7 +111,7 @@ def test_a_running_request_is_shown_and_then_is_not(live):
 
 def test_memory_by_budget(live):
     ask(live, LONG)
-    memory = {use["place"]: use for use in show(live, "now")["memory"]}
+    memory = {use["budget"]: use for use in show(live, "now")["memory"]}
     assert list(memory) == ["live", "memory", "batch", "buffers"]
     assert 0 < memory["memory"]["n_bytes"] <= memory["memory"]["max_bytes"]
     assert 0 < memory["live"]["n_bytes"] <= memory["live"]["max_bytes"]
@@ -214,9 +214,9 @@ def test_a_miss_shows_its_place_as_text(live):
     ask(live, f"{mark} It is nine. {LONG}")
     receipt = ask(live, f"{mark} It is ten. {LONG}", "late")
     missed = show(live, "misses")["data"][0]
-    assert (missed["agent"], missed["reason"], missed["text"]) == ("late", "changed", True)
+    assert (missed["agent"], missed["reason"], missed["has_text"]) == ("late", "changed", True)
     assert missed["restored"] <= missed["position"] < missed["prompt_tokens"]
-    assert missed["again"] > 0.9 * receipt["recomputed"] - 16
+    assert missed["wasted"] > 0.9 * receipt["recomputed"] - 16
     assert missed["seconds"] > 0
     place = show(live, f"misses/{missed['number']}")
     assert mark in place["before"] + place["now"]
@@ -234,7 +234,7 @@ def test_a_key_sees_its_own_alone(two):
         told = {what: show(two, what, **key) for what in ("now", "forest", "misses")}
         assert {entry["agent"] for entry in told["now"]["ended"]} == {own}
         assert [agent["id"] for agent in told["forest"]["agents"]] == [own]
-        assert told["forest"]["others"] > 0
+        assert told["forest"]["other_blocks"] > 0
         assert [missed["agent"] for missed in told["misses"]["data"]] == [own]
         assert other not in str(told)
         assert "swordfish" not in str(told)
@@ -248,7 +248,7 @@ def test_text_is_for_its_owner_alone(two):
     assert "ten" in str(show(two, f"misses/{mine['number']}", **A))
     assert two.get(path, **B).status_code == 404
     assert two.get(path, **ADMIN).status_code == 404
-    assert not any(missed["text"] for missed in show(two, "misses", **ADMIN)["data"])
+    assert not any(missed["has_text"] for missed in show(two, "misses", **ADMIN)["data"])
 
 
 def test_why_a_request_failed_is_for_its_owner(serving):
@@ -264,11 +264,11 @@ def test_why_a_request_failed_is_for_its_owner(serving):
 
 def test_an_admin_sees_whose_everything_is(two):
     forest, now = show(two, "forest", **ADMIN), show(two, "now", **ADMIN)
-    assert forest["others"] == 0
+    assert forest["other_blocks"] == 0
     assert len({agent["key"] for agent in forest["agents"]}) == 2
     assert None not in {entry["key"] for entry in now["ended"]}
-    assert now["you"] == {"key_needed": True, "admin": True, "texts": True, "sums": True}
-    assert show(two, "now", **A)["you"]["admin"] is False
+    assert now["viewer"] == {"key_needed": True, "admin": True, "texts": True, "sums": True}
+    assert show(two, "now", **A)["viewer"]["admin"] is False
 
 
 COUNTED = ("/v1/dashboard/saved", "/v1/dashboard/what-if", "/v1/cache")
@@ -280,7 +280,9 @@ def sums_of(live, **headers):
     told = {path: live.get(path, **headers).status_code == 200 for path in COUNTED}
     told["/metrics"] = "keepwarm_prompt_tokens_total" in live.get("/metrics", **headers).text
     counted = ("memory", "prefilled_tokens", "generated_tokens")
-    return told | {name: now[name] is not None for name in counted} | {"sums": now["you"]["sums"]}
+    return (
+        told | {name: now[name] is not None for name in counted} | {"sums": now["viewer"]["sums"]}
+    )
 
 
 def test_what_is_counted_over_all_keys_is_for_the_admin(two):
@@ -309,7 +311,7 @@ def test_keys_that_share_a_cache_read_no_texts(serving):
         ask(live, f"At nine. {SECRET}{LONG}", **A)
         ask(live, f"At ten. {SECRET}{LONG}", **A)
         (missed,) = show(live, "misses", **B)["data"]
-        assert missed["text"] is False
+        assert missed["has_text"] is False
         assert live.get(f"/v1/dashboard/misses/{missed['number']}", **A).status_code == 404
 
 
@@ -319,11 +321,11 @@ def test_keys_that_share_a_cache_read_no_texts(serving):
 def test_a_bigger_budget_is_tried_out(serving):
     """S0-75: the look-ups of this server, played again."""
     with serving(disk_bytes=1 << 30) as live:
-        assert show(live, "what-if")["looks"] == 0
+        assert show(live, "what-if")["lookups"] == 0
         ask(live, LONG)
         ask(live, LONG)
         found = show(live, "what-if")
-        assert found["looks"] == 2
+        assert found["lookups"] == 2
         now = [each for each in found["outcomes"] if each["max_bytes"] == found["max_bytes"]]
         assert found["max_bytes"] == 1 << 30
         assert now[0]["found_tokens"] > 0

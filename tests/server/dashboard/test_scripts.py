@@ -14,7 +14,7 @@ def page(live):
 
 SAME, NINE, TEN = {"kind": "same"}, {"kind": "del", "text": "nine"}, {"kind": "ins", "text": "ten"}
 TREE = "[[null, 0, 2], [0, 2, 1], [1, 3, 4], [0, 2, 3], [null, 0, 9]]"
-RUNS = f"{TREE}.map(([parent, number, blocks]) => ({{parent, number, blocks}}))"
+RUNS = f"{TREE}.map(([parent, first_block, blocks]) => ({{parent, first_block, blocks}}))"
 
 
 CALLS = {

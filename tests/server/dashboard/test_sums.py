@@ -4,7 +4,7 @@ import pytest
 
 from tests.server.dashboard.browsers import chromium, watched
 
-WHY = "This is counted over all keys; the admin key opens it."
+WHY = "These totals cover all keys; the admin key is needed to see them."
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def give(page, key):
     if not dialog.is_visible():
         page.get_by_role("button", name="Key…").click()
     dialog.get_by_label("Key").fill(key)
-    dialog.get_by_role("button", name="Use it").click()
+    dialog.get_by_role("button", name="Use key").click()
 
 
 def test_sums_are_shown_to_the_admin_and_others_are_told_why_not(browser, serving):
@@ -32,8 +32,8 @@ def test_sums_are_shown_to_the_admin_and_others_are_told_why_not(browser, servin
         for key, opened in (("a", False), ("admin", True), ("b", False)):
             give(page, key)
             page.get_by_text(WHY).first.wait_for(state="hidden" if opened else "visible")
-            page.get_by_text("Nothing runs.").wait_for()
-            for name in ("Memory by budget", "Where prompt tokens came from"):
+            page.get_by_text("No active requests.").wait_for()
+            for name in ("Memory by budget", "Prompt tokens by source"):
                 assert page.get_by_role("heading", name=name).is_visible() is opened
             if opened:
                 page.get_by_text("Hit rate today").wait_for()

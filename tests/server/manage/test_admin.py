@@ -58,7 +58,12 @@ def test_without_an_admin_key_nobody_may(live):
 @pytest.mark.parametrize("verb", ["load", "swap"])
 def test_another_model_takes_its_place(admin, other, verb):
     answer = change(admin, verb, {"model": str(other)})
-    assert answer.json() == {"object": "model.resident", "model": str(other), "before": "tiny"}
+    assert answer.json() == {
+        "object": "model.resident",
+        "model": str(other),
+        "previous": "tiny",
+        "before": "tiny",
+    }
     assert resident(admin)["id"] == str(other)
     assert resident(admin)["context_length"] == 512
     assert admin.post("/v1/chat/completions", QUESTION).json()["model"] == str(other)
@@ -122,14 +127,14 @@ def test_paths_are_named_by_nobody_unless_allowed(serving, other):
 
 
 def test_without_a_model_it_says_so(admin, checkpoint):
-    assert change(admin, "unload", {}).json()["before"] == "tiny"
+    assert change(admin, "unload", {}).json()["previous"] == "tiny"
     assert admin.get("/health/live").status_code == 200
     assert admin.get("/health/ready").status_code == 503
     refused = admin.post("/v1/chat/completions", QUESTION)
     assert refused.status_code == 503
     assert int(refused.headers["retry-after"]) >= 1
     assert "keepwarm_ready 0.0" in admin.get("/metrics").text
-    assert change(admin, "unload", {}).json()["before"] is None
+    assert change(admin, "unload", {}).json()["previous"] is None
     assert change(admin, "load", {"model": str(checkpoint)}).status_code == 200
     assert admin.post("/v1/chat/completions", QUESTION).status_code == 200
 

@@ -1,4 +1,4 @@
-"""The dashboard: its page, and the JSON that the page reads.
+"""The dashboard: its page, and the JSON it shows.
 
 Imports `cache`, `engine`, `prefix`, `server`, `server.http`, `server.openai`, `store`, `text`.
 """

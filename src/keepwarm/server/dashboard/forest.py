@@ -1,4 +1,4 @@
-"""The forest of blocks, as far as it is the viewer's to see."""
+"""The forest of blocks that the viewer may see."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from keepwarm.server.http.viewer import Viewer
 from keepwarm.store.tier import StoredBlock
 
 ID_DIGITS = 16
-FAMILY_DIGITS = 8
+NAMESPACE_DIGITS = 8
 
 
 class NamespaceOwners:
-    """Whose a namespace is: the tenant is part of what it was made from."""
+    """Finds the tenant of a namespace, which is part of its salt."""
 
-    def __init__(self, disk_store: DiskStore, you: Viewer) -> None:
-        self._you = you
+    def __init__(self, disk_store: DiskStore, viewer: Viewer) -> None:
+        self._viewer = viewer
         self._disk_store = disk_store
         self.tenant_of = cache(self._tenant_of)
         self.hidden: set[BlockKey] = set()
 
     def visible(self, blocks: Iterable[StoredBlock]) -> Iterator[StoredBlock]:
-        """The viewer's own; the others are counted."""
+        """Yield the viewer's blocks; count the others in `hidden`."""
         for block in blocks:
-            if self._you.may_see(self.tenant_of(block.namespace)):
+            if self._viewer.may_see(self.tenant_of(block.namespace)):
                 yield block
             else:
                 self.hidden.add(block.key)
 
     def sees(self, agent: Agent) -> bool:
-        return self._you.may_see(self.tenant_of(agent.namespace))
+        return self._viewer.may_see(self.tenant_of(agent.namespace))
 
     def _tenant_of(self, name: Namespace) -> str | None:
         try:
@@ -47,17 +47,20 @@ class NamespaceOwners:
             return None
 
 
-def forest_out(store: Store, you: Viewer) -> ForestOut:
+def forest_out(store: Store, viewer: Viewer) -> ForestOut:
     """Reads the index of every tier; call it in a thread."""
     disk_store = store.on_disk
-    owners = NamespaceOwners(disk_store, you)
+    owners = NamespaceOwners(disk_store, viewer)
     agents = [agent for agent in disk_store.agents.all() if owners.sees(agent)]
     visible = {name: owners.visible(blocks) for name, blocks in store.blocks().items()}
     forest = build_forest(visible, agents)
     positions = {agent.id: position for position, agent in enumerate(agents)}
     rows = {run.key: row for row, run in enumerate(forest.runs)}
     named: list[ForestAgentOut] = [
-        {"id": you.agent_name(a.id) or "", "key": you.key_label(owners.tenant_of(a.namespace))}
+        {
+            "id": viewer.agent_name(a.id) or "",
+            "key": viewer.key_label(owners.tenant_of(a.namespace)),
+        }
         for a in agents
     ]
     return {
@@ -65,6 +68,8 @@ def forest_out(store: Store, you: Viewer) -> ForestOut:
         "agents": named,
         "runs": [_run(run, rows, positions) for run in forest.runs],
         "blocks": forest.n_blocks,
+        "omitted_blocks": forest.left_out,
+        "other_blocks": len(owners.hidden),
         "left_out": forest.left_out,
         "others": len(owners.hidden),
     }
@@ -74,7 +79,9 @@ def _run(run: BlockRun, rows: dict[BlockKey, int], positions: dict[str, int]) ->
     return {
         "id": run.key.hex()[:ID_DIGITS],
         "parent": None if run.parent is None else rows[run.parent],
-        "family": run.namespace.hex()[:FAMILY_DIGITS],
+        "namespace": run.namespace.hex()[:NAMESPACE_DIGITS],
+        "first_block": run.number,
+        "family": run.namespace.hex()[:NAMESPACE_DIGITS],
         "number": run.number,
         "blocks": run.n_blocks,
         "tokens": run.n_tokens,

@@ -1,4 +1,4 @@
-"""The files of the dashboard: a page, its style, its scripts. They tell nothing of anybody."""
+"""The dashboard's files: page, style and scripts. They hold no data and need no key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import RedirectResponse
 
 PATH = "/dashboard"
-METHODS = ["GET", "HEAD"]  # Claude Code asks for the head of `/` to see whether there is a server
+METHODS = ["GET", "HEAD"]  # Claude Code probes the server with HEAD /
 FILES = Path(__file__).parent / "static"
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -17,7 +17,7 @@ TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Nothing from anywhere else, no script or style in the page itself, and no page around it.
+# Nothing from other origins, no inline scripts or styles, no framing.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -31,7 +31,7 @@ HEADERS = {
 
 
 def make_router() -> APIRouter:
-    """A route for every file, and `/` leads to the page."""
+    """A route for every file, and a redirect from `/` to the page."""
     router = APIRouter(include_in_schema=False)
     router.add_api_route("/", _redirect, methods=METHODS)
     router.add_api_route(PATH, _serve(FILES / "index.html"), methods=METHODS)

@@ -1,8 +1,7 @@
-"""What the dashboard shows: what goes on, what was spared, what is kept, what was computed again.
+"""The dashboard's endpoints: activity, savings, the forest of blocks, misses, what-if.
 
-A key sees its own requests, agents and blocks; of others it is told how many there are. The admin
-key sees whose everything is, what all of it sums up to, and the text of nobody's prompts but its
-own.
+A key sees its own requests, agents and blocks, and how many others there are. The admin key sees
+those of all keys and the totals. No key sees the text of another key's prompts.
 """
 
 from __future__ import annotations
@@ -31,12 +30,14 @@ from keepwarm.server.dashboard.shapes import (
     BudgetOutcomeOut,
     DivergenceOut,
     ForestOut,
+    HealthCountsOut,
     HistoryPointOut,
     MissListOut,
     MissOut,
     RequestOut,
     SavingsOut,
     TotalsOut,
+    ViewerOut,
     WhatIfOut,
 )
 from keepwarm.server.host import EngineHost
@@ -55,34 +56,34 @@ router = APIRouter(
     prefix="/v1/dashboard",
     tags=["Dashboard"],
     responses={
-        "4XX": {"model": OpenAIErrorOut, "description": "It cannot be shown."},
-        "5XX": {"model": OpenAIErrorOut, "description": "The server failed, or is stopping."},
+        "4XX": {"model": OpenAIErrorOut, "description": "The request is invalid."},
+        "5XX": {"model": OpenAIErrorOut, "description": "The server failed or is stopping."},
     },
 )
 
 
 class DashboardState:
-    """What is remembered for the dashboard beside the engine, which may be exchanged."""
+    """The dashboard's own state; it outlives the engine, which may be replaced."""
 
     def __init__(self, host: EngineHost, settings: Settings) -> None:
         self._host = host
         self._lock = threading.Lock()
-        self._answered: tuple[LoggedLookup | None, WhatIf] | None = None
+        self._last_what_if: tuple[LoggedLookup | None, WhatIf] | None = None
         self.history = History(settings.home / "history.json")
 
     def record_history(self) -> AbstractContextManager[None]:
-        """Inside, the history is kept."""
+        """Inside, a thread records the history."""
         return recording(
             self.history, lambda: self._host.engine.stats() if self._host.ready else None
         )
 
     def what_if(self, lookups: list[LoggedLookup], max_bytes: int | None) -> WhatIf:
-        """Played again only if there are new look-ups, for that takes a while."""
+        """Cached until there are new lookups: replaying them takes a while."""
         last = lookups[-1] if lookups else None
         with self._lock:
-            if self._answered is None or self._answered[0] is not last:
-                self._answered = last, what_if(lookups, max_bytes)
-            return self._answered[1]
+            if self._last_what_if is None or self._last_what_if[0] is not last:
+                self._last_what_if = last, what_if(lookups, max_bytes)
+            return self._last_what_if[1]
 
 
 def _state_of(request: Request) -> DashboardState:
@@ -94,54 +95,61 @@ Dashboard = Annotated[DashboardState, Depends(_state_of)]
 
 
 @router.get("/now")
-def show_now(host: Host, you: CurrentViewer) -> ActivityOut:
-    """Requests that wait or run, the latest that ended, speed, and memory by budget."""
+def show_now(host: Host, viewer: CurrentViewer) -> ActivityOut:
+    """Waiting, running and recent requests, speed, and memory by budget."""
     engine = host.engine
     stats, entries = engine.stats(), engine.requests()
     running = [entry for entry in entries if entry.ended is None]
-    ended = [entry for entry in entries if entry.ended is not None and you.may_see(entry.tenant)]
+    ended = [entry for entry in entries if entry.ended is not None and viewer.may_see(entry.tenant)]
     return {
         "object": "dashboard.now",
         "time": time.time(),
         "model": host.name,
-        "you": {
-            "key_needed": you.key_needed,
-            "admin": you.admin,
-            "texts": you.may_read_texts,
-            "sums": you.may_see_totals,
-        },
-        "running": [_request(entry, you) for entry in running if you.may_see(entry.tenant)],
-        "ended": [_request(entry, you) for entry in ended[: -N_ENDED - 1 : -1]],
-        "others": Counter(entry.state for entry in running if not you.may_see(entry.tenant)),
-        "prefilled_tokens": stats.counters["prefilled_tokens"] if you.may_see_totals else None,
-        "generated_tokens": stats.counters["generated_tokens"] if you.may_see_totals else None,
+        "viewer": _viewer(viewer),
+        "you": _viewer(viewer),
+        "running": [_request(entry, viewer) for entry in running if viewer.may_see(entry.tenant)],
+        "ended": [_request(entry, viewer) for entry in ended[: -N_ENDED - 1 : -1]],
+        "others": Counter(entry.state for entry in running if not viewer.may_see(entry.tenant)),
+        "prefilled_tokens": stats.counters["prefilled_tokens"] if viewer.may_see_totals else None,
+        "generated_tokens": stats.counters["generated_tokens"] if viewer.may_see_totals else None,
         "prefill_tokens_per_s": stats.prefill_tokens_per_s,
-        "memory": _budgets(engine) if you.may_see_totals else None,
+        "memory": _budgets(engine) if viewer.may_see_totals else None,
+    }
+
+
+def _viewer(viewer: Viewer) -> ViewerOut:
+    return {
+        "key_needed": viewer.key_needed,
+        "admin": viewer.admin,
+        "texts": viewer.may_read_texts,
+        "sums": viewer.may_see_totals,
     }
 
 
 def _budgets(engine: Engine) -> list[BudgetOut]:
-    return [
-        {"place": use.name, "n_bytes": use.n_bytes, "max_bytes": use.max_bytes}
-        for use in engine.memory()
-    ]
+    return [_budget(use.name, use.n_bytes, use.max_bytes) for use in engine.memory()]
 
 
-def _request(entry: JournalEntry, you: Viewer) -> RequestOut:
-    usage = entry.usage
-    answered = usage is not None and usage.completion_tokens > 0
+def _budget(name: str, n_bytes: int, max_bytes: int | None) -> BudgetOut:
+    return {"budget": name, "place": name, "n_bytes": n_bytes, "max_bytes": max_bytes}
+
+
+def _request(entry: JournalEntry, viewer: Viewer) -> RequestOut:
+    usage = entry.usage if entry.usage and entry.usage.completion_tokens else None
+    ttft_ms = usage.ttft_ms if usage else None
     return {
         "number": entry.number,
-        "key": you.key_label(entry.tenant),
-        "agent": you.agent_name(entry.agent),
+        "key": viewer.key_label(entry.tenant),
+        "agent": viewer.agent_name(entry.agent),
         "state": entry.state,
         "seconds": entry.seconds,
         "prompt_tokens": entry.prompt_tokens,
         "answer_tokens": entry.answer_tokens,
-        "first_token_ms": usage.ttft_ms if usage and answered else None,
-        "tokens_per_second": usage.tokens_per_second if usage and answered else None,
+        "ttft_ms": ttft_ms,
+        "first_token_ms": ttft_ms,
+        "tokens_per_second": usage.tokens_per_second if usage else None,
         "receipt": None if entry.receipt is None else receipt_dict(entry.receipt),
-        "error": entry.error if you.may_read(entry.tenant) else "",  # it may quote the prompt
+        "error": entry.error if viewer.may_read(entry.tenant) else "",  # it may quote the prompt
         "ended": entry.ended,
     }
 
@@ -150,11 +158,11 @@ def _request(entry: JournalEntry, you: Viewer) -> RequestOut:
 def show_saved(
     host: Host,
     state: Dashboard,
-    hours: Annotated[int, Query(ge=1, le=24, description="How far back the points go.")] = 1,
+    hours: Annotated[int, Query(ge=1, le=24, description="Length of the history in hours.")] = 1,
 ) -> SavingsOut:
-    """Where prompt tokens came from over time, what that spared, and what lies on disk.
+    """Prompt tokens by source over time, time saved, and disk use.
 
-    Of all keys together; where there are several, it takes the admin key.
+    Counted over all keys; with more than one key, the admin key is needed.
     """
     stats = host.engine.stats()
     state.history.observe(stats)
@@ -166,7 +174,7 @@ def show_saved(
         "points": _points(timeline, hours),
         "today": _totals(state.history.today()),
         "total": _totals(timeline.total),
-        "disk": {"place": "disk", "n_bytes": disk.n_bytes, "max_bytes": disk.max_bytes},
+        "disk": _budget("disk", disk.n_bytes, disk.max_bytes),
         "blocks": disk.blocks,
         "written_by_day": dict(written[-DAYS_SHOWN:]),
         "health": _health(stats),
@@ -174,7 +182,7 @@ def show_saved(
 
 
 def _points(timeline: Timeline, hours: int) -> list[HistoryPointOut]:
-    """As many points for any time, each of as many minutes as there are hours."""
+    """Always 60 points; each covers as many minutes as there are hours."""
     last = int(time.time() // 60)
     first = last - N_POINTS * hours + 1
     return [_point(timeline, minute, hours) for minute in range(first, last + 1, hours)]
@@ -202,59 +210,72 @@ def _totals(amounts: Amounts) -> TotalsOut:
     }
 
 
-def _health(stats: Stats) -> dict[str, int]:
-    """What went wrong since the start; nothing of it has failed a request."""
+def _health(stats: Stats) -> HealthCountsOut:
+    """Faults since the start; none of them has failed a request."""
     tiers, writes = stats.tiers.values(), stats.writes
+    quarantined = sum(tier.quarantined for tier in tiers)
+    read_errors = sum(tier.errors for tier in tiers)
+    dropped_saves = writes.dropped + writes.over_budget
+    failed_saves = writes.failed + stats.counters["failed_saves"]
+    evicted = sum(tier.evicted for tier in tiers)
     return {
-        "set aside as damaged": sum(tier.quarantined for tier in tiers),
-        "could not be read": sum(tier.errors for tier in tiers),
-        "saves given up": writes.dropped + writes.over_budget,
-        "saves that failed": writes.failed + stats.counters["failed_saves"],
-        "let go for lack of room": sum(tier.evicted for tier in tiers),
+        "quarantined": quarantined,
+        "read_errors": read_errors,
+        "dropped_saves": dropped_saves,
+        "failed_saves": failed_saves,
+        "evicted": evicted,
         "audits": stats.counters["audits"],
+        "drifts": stats.counters["drifts"],
+        "set aside as damaged": quarantined,
+        "could not be read": read_errors,
+        "saves given up": dropped_saves,
+        "saves that failed": failed_saves,
+        "let go for lack of room": evicted,
         "audits that differed": stats.counters["drifts"],
     }
 
 
 @router.get("/forest")
-async def show_forest(host: Host, you: CurrentViewer) -> ForestOut:
-    """All blocks that are kept, as runs that follow each other; up to 10,000 blocks."""
-    return await asyncio.to_thread(forest_out, host.engine.store, you)
+async def show_forest(host: Host, viewer: CurrentViewer) -> ForestOut:
+    """The stored blocks, up to 10,000, as runs of consecutive blocks."""
+    return await asyncio.to_thread(forest_out, host.engine.store, viewer)
 
 
 @router.get("/misses")
-async def show_misses(host: Host, you: CurrentViewer) -> MissListOut:
-    """The latest requests that computed again what an earlier prompt had, and what that cost."""
+async def show_misses(host: Host, viewer: CurrentViewer) -> MissListOut:
+    """Recent requests that recomputed tokens of an earlier prompt, and the cost."""
     found = await asyncio.to_thread(host.engine.misses.latest)
     return {
         "object": "list",
-        "data": [_miss(each, you) for each in found if you.may_see(each.tenant)],
+        "data": [_miss(each, viewer) for each in found if viewer.may_see(each.tenant)],
     }
 
 
-def _miss(miss: Miss, you: Viewer) -> MissOut:
+def _miss(miss: Miss, viewer: Viewer) -> MissOut:
     return {
         "number": miss.number,
-        "key": you.key_label(miss.tenant),
-        "agent": you.agent_name(miss.agent),
+        "key": viewer.key_label(miss.tenant),
+        "agent": viewer.agent_name(miss.agent),
         "when": miss.when,
         "prompt_tokens": miss.prompt_tokens,
         "restored": miss.restored,
         "position": miss.position,
+        "wasted": miss.wasted,
         "again": miss.wasted,
         "seconds": round(miss.seconds, 3),
         "reason": miss.reason,
-        "text": you.may_read(miss.tenant),
+        "has_text": viewer.may_read(miss.tenant),
+        "text": viewer.may_read(miss.tenant),
     }
 
 
 @router.get("/misses/{number}")
-async def show_divergence(number: int, host: Host, you: CurrentViewer) -> DivergenceOut:
-    """Where one of them parts from the earlier prompt, as text; only the caller's own."""
+async def show_divergence(number: int, host: Host, viewer: CurrentViewer) -> DivergenceOut:
+    """Show as text where one of the caller's prompts diverges from the earlier one."""
     found = await asyncio.to_thread(host.engine.misses.latest)
-    own = [miss for miss in found if miss.number == number and you.may_read(miss.tenant)]
+    own = [miss for miss in found if miss.number == number and viewer.may_read(miss.tenant)]
     if not own:
-        raise UnknownRequest(f"No miss {number} is remembered whose text is yours to read.")
+        raise UnknownRequest(f"There is no miss {number} whose text this key may read.")
     return await asyncio.to_thread(_divergence, host.engine, own[0])
 
 
@@ -270,9 +291,9 @@ def _divergence(engine: Engine, miss: Miss) -> DivergenceOut:
 
 @router.get("/what-if", dependencies=[Depends(require_totals)])
 async def show_what_if(host: Host, state: Dashboard) -> WhatIfOut:
-    """What another disk budget would have spared, from the look-ups of all keys since the start.
+    """What other disk budgets would have saved, by replaying all lookups since the start.
 
-    Where there are several keys, it takes the admin key.
+    Counted over all keys; with more than one key, the admin key is needed.
     """
     return await asyncio.to_thread(_what_if, host.engine, state)
 
@@ -293,6 +314,7 @@ def _what_if(engine: Engine, state: DashboardState) -> WhatIfOut:
     ]
     return {
         "object": "dashboard.what_if",
+        "lookups": found.n_lookups,
         "looks": found.n_lookups,
         "since": found.since,
         "asked_tokens": found.asked_tokens,

@@ -1,34 +1,36 @@
-"""What the dashboard is told, as JSON."""
+"""The dashboard's JSON."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from typing_extensions import TypedDict
 
 from keepwarm.engine.insight.journal import RequestState
 from keepwarm.engine.insight.misses import MissReason
+from keepwarm.server.deprecation import renamed_to
 from keepwarm.server.http.receipts import ReceiptOut
 
 
 class ViewerOut(TypedDict):
-    """What the caller's key is good for."""
+    """What the caller's key may see."""
 
     key_needed: bool
     admin: bool
-    texts: bool  # whether the texts of one's own prompts are shown
-    sums: bool  # whether what is counted over all keys is shown
+    texts: bool  # the text of its own prompts
+    sums: bool  # totals over all keys
 
 
 class RequestOut(TypedDict):
     number: int
-    key: str | None  # whose, where it is not one's own; only an admin is told
+    key: str | None  # of another tenant; only the admin key sees those
     agent: str | None
     state: RequestState
     seconds: float
     prompt_tokens: int
     answer_tokens: int
-    first_token_ms: float | None
+    ttft_ms: float | None
+    first_token_ms: Annotated[float | None, renamed_to("ttft_ms")]
     tokens_per_second: float | None
     receipt: ReceiptOut | None
     error: str
@@ -36,7 +38,8 @@ class RequestOut(TypedDict):
 
 
 class BudgetOut(TypedDict):
-    place: str
+    budget: str
+    place: Annotated[str, renamed_to("budget")]
     n_bytes: int
     max_bytes: int | None
 
@@ -45,18 +48,19 @@ class ActivityOut(TypedDict):
     object: Literal["dashboard.now"]
     time: float
     model: str
-    you: ViewerOut
+    viewer: ViewerOut
+    you: Annotated[ViewerOut, renamed_to("viewer")]
     running: list[RequestOut]
     ended: list[RequestOut]
     others: dict[str, int]  # requests of other keys, by state
-    prefilled_tokens: int | None  # of all keys, as is the rest; null where that is not shown
+    prefilled_tokens: int | None  # of all keys, like the rest; null if not shown
     generated_tokens: int | None
     prefill_tokens_per_s: float
     memory: list[BudgetOut] | None
 
 
 class HistoryPointOut(TypedDict):
-    """Prompt tokens in a stretch of time, by where they came from."""
+    """Prompt tokens in one interval, by source."""
 
     at: float
     live: int
@@ -66,10 +70,30 @@ class HistoryPointOut(TypedDict):
 
 
 class TotalsOut(TypedDict):
-    reused: dict[str, int]  # tokens by place
+    reused: dict[str, int]  # tokens by tier
     computed: int  # tokens
     saved_s: float
     written_bytes: int
+
+
+HealthCountsOut = TypedDict(
+    "HealthCountsOut",
+    {
+        "quarantined": int,
+        "read_errors": int,
+        "dropped_saves": int,
+        "failed_saves": int,
+        "evicted": int,
+        "audits": int,
+        "drifts": int,
+        "set aside as damaged": Annotated[int, renamed_to("quarantined")],
+        "could not be read": Annotated[int, renamed_to("read_errors")],
+        "saves given up": Annotated[int, renamed_to("dropped_saves")],
+        "saves that failed": Annotated[int, renamed_to("failed_saves")],
+        "let go for lack of room": Annotated[int, renamed_to("evicted")],
+        "audits that differed": Annotated[int, renamed_to("drifts")],
+    },
+)
 
 
 class SavingsOut(TypedDict):
@@ -81,23 +105,25 @@ class SavingsOut(TypedDict):
     disk: BudgetOut
     blocks: int
     written_by_day: dict[str, int]
-    health: dict[str, int]
+    health: HealthCountsOut
 
 
 class ForestAgentOut(TypedDict):
-    """An agent, as the forest names it."""
+    """An agent in the forest."""
 
     id: str
     key: str | None
 
 
 class BlockRunOut(TypedDict):
-    """Blocks in a row. `parent`, `agents` and `ends` are places in lists."""
+    """Consecutive blocks. `parent`, `agents` and `ends` are list indexes."""
 
     id: str
     parent: int | None
-    family: str  # of which model and KV options
-    number: int
+    namespace: str  # one per model and KV options
+    first_block: int  # its position in the prompt
+    family: Annotated[str, renamed_to("namespace")]
+    number: Annotated[int, renamed_to("first_block")]
     blocks: int
     tokens: int
     bytes: int
@@ -115,8 +141,10 @@ class ForestOut(TypedDict):
     agents: list[ForestAgentOut]
     runs: list[BlockRunOut]
     blocks: int
-    left_out: int  # of one's own, too many to draw
-    others: int  # blocks of other keys
+    omitted_blocks: int  # of the viewer, too many to draw
+    other_blocks: int  # of other keys
+    left_out: Annotated[int, renamed_to("omitted_blocks")]
+    others: Annotated[int, renamed_to("other_blocks")]
 
 
 class MissOut(TypedDict):
@@ -127,10 +155,12 @@ class MissOut(TypedDict):
     prompt_tokens: int
     restored: int
     position: int
-    again: int
+    wasted: int  # tokens that an earlier prompt had too
+    again: Annotated[int, renamed_to("wasted")]
     seconds: float
     reason: MissReason
-    text: bool  # whether its text can be asked for
+    has_text: bool
+    text: Annotated[bool, renamed_to("has_text")]
 
 
 class MissListOut(TypedDict):
@@ -139,7 +169,7 @@ class MissListOut(TypedDict):
 
 
 class DivergenceOut(TypedDict):
-    """Where a prompt parts from an earlier one of the same key."""
+    """Where a prompt diverges from an earlier one of the same key."""
 
     object: Literal["dashboard.place"]
     before: str
@@ -150,13 +180,14 @@ class DivergenceOut(TypedDict):
 class BudgetOutcomeOut(TypedDict):
     max_bytes: int | None
     found_tokens: int
-    more_tokens: int  # than under the budget of now; fewer are negative
+    more_tokens: int  # than with the current budget; may be negative
     more_seconds: float
 
 
 class WhatIfOut(TypedDict):
     object: Literal["dashboard.what_if"]
-    looks: int
+    lookups: int
+    looks: Annotated[int, renamed_to("lookups")]
     since: float | None
     asked_tokens: int
     max_bytes: int | None

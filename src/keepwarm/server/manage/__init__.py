@@ -1,4 +1,4 @@
-"""Agents, the cache, the model, health and metrics: what operators and scripts call.
+"""The management API: agents, the cache, the model, health and metrics.
 
 Imports `cache`, `engine`, `models`, `prefix`, `server`, `server.anthropic`, `server.http`,
 `server.openai`, `server.responses`, `store`, `text`.

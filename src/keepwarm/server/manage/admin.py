@@ -1,6 +1,6 @@
-"""Changing the model of a running server. One model is resident: another one takes its location.
+"""Changing the model of a running server, which holds one model at a time.
 
-The limits let nobody come here without the admin key.
+`server.http.limits` requires the admin key for these routes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from keepwarm.errors import Busy, EngineFailed, KeepwarmError, Stopping, Unknown
 from keepwarm.models import builtin, hub
 from keepwarm.models.catalog import locate, read_config
 from keepwarm.models.load import load
+from keepwarm.server.deprecation import renamed_to
 from keepwarm.server.host import EngineHost, start_engine
 from keepwarm.server.http.body import JsonInput
 from keepwarm.server.openai.shapes import OpenAIErrorOut
@@ -36,46 +37,50 @@ router = APIRouter(
     prefix="/v1/admin",
     tags=["Admin"],
     responses={
-        "4XX": {"model": OpenAIErrorOut, "description": "It cannot be done; nothing has changed."},
-        "5XX": {"model": OpenAIErrorOut, "description": "The server failed, or is stopping."},
+        "4XX": {
+            "model": OpenAIErrorOut,
+            "description": "The request is invalid; nothing has changed.",
+        },
+        "5XX": {"model": OpenAIErrorOut, "description": "The server failed or is stopping."},
     },
 )
 
 
-class Unload(JsonInput):
+class UnloadBody(JsonInput):
     drain_s: float | None = Field(
-        default=None, ge=0, le=MAX_DRAIN_S, description="What running answers get to end."
+        default=None, ge=0, le=MAX_DRAIN_S, description="Seconds for running answers to finish."
     )
 
 
-class Load(Unload):
-    model: str = Field(min_length=1, description="Built-in name, or hub id that is here already.")
+class LoadBody(UnloadBody):
+    model: str = Field(min_length=1, description="Built-in name, or hub id of a downloaded model.")
 
 
 class ResidentOut(TypedDict):
     object: Literal["model.resident"]
     model: str | None
-    before: str | None
+    previous: str | None
+    before: Annotated[str | None, renamed_to("previous")]
 
 
 class ModelLocation(NamedTuple):
-    """A model by the name it answers to, and where it lies."""
+    """A model's name in requests, and its path."""
 
     name: str
     path: Path
 
 
 class ResidentModel:
-    """Exchanges the engine of a host. Everything it does takes long; call it in a thread."""
+    """Replaces the engine of a host. Its methods take seconds; call them in a thread."""
 
     def __init__(self, host: EngineHost, settings: Settings) -> None:
         self._host = host
         self._settings = settings
-        self._store: Store | None = None  # of the engine that was here
+        self._store: Store | None = None  # of the engine that was closed
         self._changing = threading.Lock()
 
     def load(self, name: str, drain_s: float | None) -> ResidentOut:
-        """Make this the model; where it cannot be loaded, the one before comes back."""
+        """Replace the model; if the new one cannot be loaded, load the previous one again."""
         with self._exclusive():
             new = self._locate(name)
             old = self._close_engine(drain_s)
@@ -86,31 +91,31 @@ class ResidentModel:
                 if isinstance(error, KeepwarmError):
                     raise
                 raise EngineFailed(f"{name} could not be started ({error}).") from error
-        return _resident(new.name, old)
+        return _out(new.name, old)
 
     def unload(self, drain_s: float | None) -> ResidentOut:
-        """Let go of the model; its blocks stay on disk."""
+        """Free the model; its blocks stay on disk."""
         with self._exclusive():
-            return _resident(None, self._close_engine(drain_s))
+            return _out(None, self._close_engine(drain_s))
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         if not self._changing.acquire(blocking=False):
-            raise Busy("The model is being changed already; ask again when that is done.")
+            raise Busy("The model is already being changed; retry when that is done.")
         try:
             yield
         finally:
             self._changing.release()
 
     def _locate(self, name: str) -> ModelLocation:
-        """Where a model lies that a request may name; nothing is downloaded for it."""
+        """Find a model that requests may name; never downloads."""
         path = self._find(name)
         if path is None and self._settings.allow_model_paths and not hub.is_id(name):
             path = locate(name, self._settings)
         if path is None:
             raise UnknownModel(
-                f"There is no model {name!r} on this machine that a request may name; "
-                "fetch it with `keepwarm pull`."
+                f"Model {name!r} is not on this machine or may not be named by a request; "
+                "download it with `keepwarm pull`."
             )
         if path.is_dir():
             read_config(path)
@@ -125,7 +130,7 @@ class ResidentModel:
         return hub.cached(name) if hub.is_id(name) else None
 
     def _close_engine(self, drain_s: float | None) -> ModelLocation | None:
-        """Drain and close the engine that is here; its weights are free afterwards."""
+        """Drain and close the engine; its weights are freed."""
         engine = self._host.take()
         if engine is None:
             return None
@@ -133,7 +138,7 @@ class ResidentModel:
         engine.drain(self._settings.drain_s if drain_s is None else drain_s)
         engine.close()
         del engine
-        gc.collect()  # before the next model's weights come in: one is resident, not two
+        gc.collect()  # frees the weights before the next model is loaded
         return location
 
     def _start(self, location: ModelLocation) -> None:
@@ -144,12 +149,13 @@ class ResidentModel:
 
     def _reload(self, old: ModelLocation | None) -> None:
         if old is not None:
-            log.warning("The new model could not be started; %s comes back.", old.name)
+            log.warning("The new model could not be started; loading %s again.", old.name)
             self._start(old)
 
 
-def _resident(now: str | None, before: ModelLocation | None) -> ResidentOut:
-    return {"object": "model.resident", "model": now, "before": before and before.name}
+def _out(model: str | None, previous: ModelLocation | None) -> ResidentOut:
+    name = previous and previous.name
+    return {"object": "model.resident", "model": model, "previous": name, "before": name}
 
 
 def _resident_of(request: Request) -> ResidentModel:
@@ -162,15 +168,15 @@ Model = Annotated[ResidentModel, Depends(_resident_of)]
 
 @router.post("/load")
 @router.post("/swap")
-async def load_model(body: Load, resident: Model) -> ResidentOut:
-    """Load a model in location of the one that is here: drain, unload, load.
+async def load_model(body: LoadBody, resident: Model) -> ResidentOut:
+    """Replace the model: drain, unload, load.
 
-    Where the new one cannot be loaded, the old one is loaded again and the error is told.
+    If the new model cannot be loaded, the old one is loaded again and the error is returned.
     """
     return await asyncio.to_thread(resident.load, body.model, body.drain_s)
 
 
 @router.post("/unload")
-async def unload_model(body: Unload, resident: Model) -> ResidentOut:
-    """Drain and let go of the model; requests get a 503 until another one is loaded."""
+async def unload_model(body: UnloadBody, resident: Model) -> ResidentOut:
+    """Drain and unload the model; requests get a 503 until another one is loaded."""
     return await asyncio.to_thread(resident.unload, body.drain_s)

@@ -1,6 +1,6 @@
-"""Named conversations over HTTP: look at them, fork, rewind, promise, carry, forget.
+"""The agents API: list, create, fork, rewind, pin, export, import and delete.
 
-A key sees its own agents alone: stored ids begin with the tenant, and answers leave that out.
+A key sees only its own agents: stored ids begin with the tenant, which responses omit.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ router = APIRouter(
     prefix="/v1/agents",
     tags=["Agents"],
     responses={
-        "4XX": {"model": OpenAIErrorOut, "description": "It cannot be done."},
-        "5XX": {"model": OpenAIErrorOut, "description": "The server failed, or is stopping."},
+        "4XX": {"model": OpenAIErrorOut, "description": "The request is invalid."},
+        "5XX": {"model": OpenAIErrorOut, "description": "The server failed or is stopping."},
     },
 )
 
 
 class AgentOptions(JsonInput):
-    """What an agent is promised."""
+    """Pin, quota and retention of an agent."""
 
-    pinned: bool = Field(default=False, description="None of its blocks is evicted.")
+    pinned: bool = Field(default=False, description="Never evict its blocks.")
     quota_bytes: int | None = Field(
-        default=None, ge=1, le=1 << 60, description="So much of it nobody else may evict."
+        default=None, ge=1, le=1 << 60, description="Bytes that other agents cannot evict."
     )
     retention_s: float | None = Field(
-        default=None, gt=0, le=1e12, description="Forgotten when unused for longer."
+        default=None, gt=0, le=1e12, description="Delete it when unused for longer."
     )
 
 
@@ -66,16 +66,16 @@ class NewAgent(AgentOptions):
     id: AgentId = Field(description="Up to 100 letters, digits and . _ @ -")
 
 
-class Fork(JsonInput):
+class ForkBody(JsonInput):
     id: AgentId = Field(description="Id of the new agent.")
 
 
-class Rewind(JsonInput):
-    turn: int = Field(ge=0, le=1 << 31, description="The last turn to keep; 0 keeps none.")
+class RewindBody(JsonInput):
+    turn: int = Field(ge=0, le=1 << 31, description="Last turn to keep; 0 keeps none.")
 
 
-class Quota(JsonInput):
-    quota_bytes: int | None = Field(ge=1, le=1 << 60, description="null takes it away.")
+class QuotaBody(JsonInput):
+    quota_bytes: int | None = Field(ge=1, le=1 << 60, description="null removes the quota.")
 
 
 class AgentOut(TypedDict):
@@ -105,7 +105,7 @@ class DeletedAgent(TypedDict):
 
 
 class TenantAgents:
-    """The agents of whoever asks. What it does takes files; call it in a thread."""
+    """The caller's agents. Its methods read and write files; call them in a thread."""
 
     def __init__(self, request: Request, host: Host) -> None:
         self._tenant: str = getattr(request.state, "tenant", "")
@@ -138,7 +138,9 @@ class TenantAgents:
     def rewind(self, agent_id: str, turn: int) -> AgentOut:
         agent = self._find(agent_id)
         if turn > len(agent.turns):
-            raise BadField(f"{agent_id!r} has {len(agent.turns)} turns; name one of them.", "turn")
+            raise BadField(
+                f"{agent_id!r} has {len(agent.turns)} turns; choose one of them.", "turn"
+            )
         return self._out(self._disk_store.agents.rewind(agent.id, turn))
 
     def update(self, agent_id: str, **changes: Any) -> AgentOut:
@@ -158,26 +160,28 @@ class TenantAgents:
         try:
             return self._out(self._disk_store.import_agent(file, self._identity(), new_id))
         except BadCacheFile as error:
-            raise BadCacheFile(str(error).replace(str(file), "What was sent")) from error
+            raise BadCacheFile(str(error).replace(str(file), "The bundle")) from error
 
     def _find(self, agent_id: str) -> Agent:
-        self._engine.settle()  # what was just answered belongs to it
+        self._engine.settle()  # finishes recording the latest answer
         try:
             return self._disk_store.agents.show(tenant_agent_id(self._tenant, agent_id))
         except UnknownAgent as error:
-            raise UnknownAgent(f"There is no agent {agent_id!r}; list them to see.") from error
+            raise UnknownAgent(
+                f"There is no agent {agent_id!r}; list the agents to see their ids."
+            ) from error
 
     def _unused_id(self, agent_id: str) -> str:
-        """A stored id that is not in use."""
+        """The stored form of an id that is not in use yet."""
         stored = tenant_agent_id(self._tenant, agent_id)
         try:
             self._disk_store.agents.show(stored)
         except UnknownAgent:
             return stored
-        raise BadField(f"There is an agent {agent_id!r} already; choose another id.", "id")
+        raise BadField(f"Agent {agent_id!r} already exists; choose another id.", "id")
 
     def _identity(self) -> Identity:
-        """Of the blocks that this tenant's requests make; MLX is the engine's to use."""
+        """Identity of this tenant's blocks; computed on the engine's thread, which owns MLX."""
         engine = self._engine
         model, settings = engine.model, engine.store.settings
         options = make_options(engine.config.kv)
@@ -208,13 +212,13 @@ Agents = Annotated[TenantAgents, Depends(TenantAgents)]
 
 @router.get("")
 async def list_agents(agents: Agents) -> AgentList:
-    """All agents of this key."""
+    """List the agents of this key."""
     return {"object": "list", "data": await asyncio.to_thread(agents.all)}
 
 
 @router.post("")
 async def create_agent(body: NewAgent, agents: Agents) -> AgentOut:
-    """Make an agent before it has said anything, to promise it something."""
+    """Create an agent before its first turn, to set its pin, quota or retention."""
     options = AgentOptions(**body.model_dump(exclude={"id"}))
     return await asyncio.to_thread(agents.create, body.id, options)
 
@@ -224,9 +228,9 @@ async def import_agent(
     request: Request,
     agents: Agents,
     settings: Config,
-    agent_id: Annotated[AgentId, Query(alias="id", description="The id it gets here.")],
+    agent_id: Annotated[AgentId, Query(alias="id", description="Id for the imported agent.")],
 ) -> AgentOut:
-    """Take in a bundle, verified; one of another model is refused with the reason."""
+    """Import a bundle after verifying it; a bundle of another model is refused."""
     with _bundle_directory(settings) as directory:
         file = directory / "bundle"
         await _receive(request.stream(), file, settings.disk_bytes)
@@ -234,7 +238,7 @@ async def import_agent(
 
 
 async def _receive(chunks: AsyncIterator[bytes], file: Path, max_bytes: int) -> None:
-    """Write what comes, up to what a store could ever hold."""
+    """Write the body to a file; refuse more bytes than the store can hold."""
     size = 0
     with file.open("xb") as target:
         async for chunk in chunks:
@@ -243,30 +247,30 @@ async def _receive(chunks: AsyncIterator[bytes], file: Path, max_bytes: int) -> 
                 raise TooLarge(f"The bundle is larger than the store, {max_bytes} bytes.")
             await asyncio.to_thread(target.write, chunk)
     if not size:
-        raise BadInput("Nothing was sent; send the bundle as the body.")
+        raise BadInput("The body is empty; send the bundle as the body.")
 
 
 @router.get("/{agent_id}")
 async def show_agent(agent_id: AgentId, agents: Agents) -> AgentOut:
-    """One agent: its turns, its size, what was promised to it."""
+    """Show one agent: turns, size, pin, quota, retention."""
     return await asyncio.to_thread(agents.show, agent_id)
 
 
 @router.delete("/{agent_id}")
 async def delete_agent(agent_id: AgentId, agents: Agents) -> DeletedAgent:
-    """Forget an agent and every block on disk that no other agent reaches."""
+    """Delete an agent and every block on disk that no other agent uses."""
     return await asyncio.to_thread(agents.delete, agent_id)
 
 
 @router.post("/{agent_id}/fork")
-async def fork_agent(agent_id: AgentId, body: Fork, agents: Agents) -> AgentOut:
-    """Make another agent with the same past; no block is copied."""
+async def fork_agent(agent_id: AgentId, body: ForkBody, agents: Agents) -> AgentOut:
+    """Create an agent with the same history; no block is copied."""
     return await asyncio.to_thread(agents.fork, agent_id, body.id)
 
 
 @router.post("/{agent_id}/rewind")
-async def rewind_agent(agent_id: AgentId, body: Rewind, agents: Agents) -> AgentOut:
-    """Forget the turns after this one."""
+async def rewind_agent(agent_id: AgentId, body: RewindBody, agents: Agents) -> AgentOut:
+    """Drop the turns after this one."""
     return await asyncio.to_thread(agents.rewind, agent_id, body.turn)
 
 
@@ -278,13 +282,13 @@ async def pin_agent(agent_id: AgentId, agents: Agents) -> AgentOut:
 
 @router.post("/{agent_id}/unpin")
 async def unpin_agent(agent_id: AgentId, agents: Agents) -> AgentOut:
-    """Let an agent's blocks be evicted when room is needed."""
+    """Allow an agent's blocks to be evicted."""
     return await asyncio.to_thread(agents.update, agent_id, pinned=False)
 
 
 @router.post("/{agent_id}/quota")
-async def set_quota(agent_id: AgentId, body: Quota, agents: Agents) -> AgentOut:
-    """Promise an agent so many bytes that nobody else may evict."""
+async def set_quota(agent_id: AgentId, body: QuotaBody, agents: Agents) -> AgentOut:
+    """Reserve bytes for an agent that other agents cannot evict."""
     return await asyncio.to_thread(agents.update, agent_id, quota_bytes=body.quota_bytes)
 
 
@@ -294,10 +298,10 @@ async def set_quota(agent_id: AgentId, body: Quota, agents: Agents) -> AgentOut:
     responses={200: {"content": {TAR: {"schema": {"type": "string", "format": "binary"}}}}},
 )
 async def export_agent(agent_id: AgentId, agents: Agents, settings: Config) -> Response:
-    """An agent as one file, which a server with the same model can import. It is not encrypted."""
+    """Download an agent as a bundle for a server with the same model. It is not encrypted."""
     with _bundle_directory(settings) as directory:
         await asyncio.to_thread(agents.export, agent_id, directory / "bundle")
-        file = (directory / "bundle").open("rb")  # and stays readable when its name is gone
+        file = (directory / "bundle").open("rb")  # stays readable after the directory is deleted
     headers = {
         "Content-Length": str(os.fstat(file.fileno()).st_size),
         "Content-Disposition": f'attachment; filename="{agent_id}.tar"',
@@ -307,7 +311,7 @@ async def export_agent(agent_id: AgentId, agents: Agents, settings: Config) -> R
 
 @contextmanager
 def _bundle_directory(settings: Settings) -> Iterator[Path]:
-    """A directory for one bundle, on the disk of the store: bundles can be larger than memory."""
+    """A temporary directory beside the store: bundles can be larger than memory."""
     settings.home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bundle-", dir=settings.home) as directory:
         yield Path(directory)

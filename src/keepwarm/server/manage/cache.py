@@ -1,7 +1,7 @@
-"""The cache over HTTP: what is kept, how warm a prompt is, and how to warm, clear and check it.
+"""The cache API: statistics, lookup, warm, clear, verify.
 
-A prompt comes as the body of the API that would be asked with it: a chat completion, or under
-`/completions`, `/messages` and `/responses` one of theirs.
+Lookup and warm take the body of a chat completion, or under `/completions`, `/messages` and
+`/responses` the body of that API.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadField, Forbidden
 from keepwarm.server.anthropic.routes import build_request
 from keepwarm.server.anthropic.shapes import CountRequest
+from keepwarm.server.deprecation import renamed_to
 from keepwarm.server.host import EngineHost
 from keepwarm.server.http import scrub
 from keepwarm.server.http.body import JsonInput
@@ -41,26 +42,33 @@ router = APIRouter(
     prefix="/v1/cache",
     tags=["Cache"],
     responses={
-        "4XX": {"model": OpenAIErrorOut, "description": "It cannot be done."},
-        "5XX": {"model": OpenAIErrorOut, "description": "The server failed, or is stopping."},
+        "4XX": {"model": OpenAIErrorOut, "description": "The request is invalid."},
+        "5XX": {"model": OpenAIErrorOut, "description": "The server failed or is stopping."},
     },
 )
 
 
-class Clear(JsonInput):
-    disk: bool = Field(default=False, description="Delete all blocks and agents on disk too.")
+class ClearBody(JsonInput):
+    disk: bool = Field(default=False, description="Also delete all blocks and agents on disk.")
 
 
-class Verify(JsonInput):
-    fix: bool = Field(default=False, description="Set bad records aside.")
+class VerifyBody(JsonInput):
+    fix: bool = Field(default=False, description="Quarantine damaged records.")
+
+
+class RequestCountsOut(TypedDict):
+    waiting: int
+    prefilling: int
+    decoding: int
+    reading: Annotated[int, renamed_to("prefilling")]
 
 
 class CacheOut(TypedDict):
-    """The engine's own snapshot."""
+    """The engine's snapshot."""
 
     object: Literal["cache"]
     model: str
-    requests: dict[str, int]
+    requests: RequestCountsOut
     counters: dict[str, Any]
     live: dict[str, int]
     tiers: dict[str, dict[str, int | None]]
@@ -69,12 +77,13 @@ class CacheOut(TypedDict):
 
 
 class LookupOut(TypedDict):
-    """How warm a prompt is: tokens by the place they would come from."""
+    """How warm a prompt is: tokens by the tier that holds them."""
 
     object: Literal["cache.lookup"]
     prompt_tokens: int
     warm: dict[str, int]
-    first_token_ms: float
+    ttft_ms: float
+    first_token_ms: Annotated[float, renamed_to("ttft_ms")]
     scrubbed: list[str]
 
 
@@ -91,8 +100,10 @@ class ClearOut(TypedDict):
 
 class BadRecordOut(TypedDict):
     record: str
-    wrong: str
-    set_aside: bool
+    reason: str
+    quarantined: bool
+    wrong: Annotated[str, renamed_to("reason")]
+    set_aside: Annotated[bool, renamed_to("quarantined")]
 
 
 class VerifyOut(TypedDict):
@@ -115,7 +126,7 @@ def _by_completion(
     caller = request_fields(request, body.keepwarm, body.prompt_cache_key)
     asked = completions.requests_of(body, caller, settings)
     if len(asked) > 1:
-        raise BadField("There are several prompts; send one of them at a time.", "prompt")
+        raise BadField("The body has several prompts; send one at a time.", "prompt")
     return asked[0]
 
 
@@ -137,9 +148,9 @@ ByResponses: TypeAlias = Annotated[engine_request.Request, Depends(_by_responses
 
 @router.get("", dependencies=[Depends(require_totals)])
 def show_cache(host: Host) -> CacheOut:
-    """What is kept, what it has served, what was written.
+    """Blocks stored, requests served, bytes written.
 
-    Of all keys together; where there are several, it takes the admin key.
+    Counted over all keys; with more than one key, the admin key is needed.
     """
     engine = host.engine
     stats = engine.stats()
@@ -148,8 +159,9 @@ def show_cache(host: Host) -> CacheOut:
         "model": host.name,
         "requests": {
             "waiting": stats.waiting,
-            "reading": stats.prefilling,
+            "prefilling": stats.prefilling,
             "decoding": stats.decoding,
+            "reading": stats.prefilling,
         },
         "counters": dict(stats.counters),
         "live": stats.live._asdict(),
@@ -161,25 +173,25 @@ def show_cache(host: Host) -> CacheOut:
 
 @router.post("/lookup")
 async def look_up(asked: ByChat, host: Host) -> LookupOut:
-    """How much of this chat completion's prompt is warm; computes nothing."""
+    """Report how much of a chat completion's prompt is cached; computes nothing."""
     return await _look_up(host, asked)
 
 
 @router.post("/lookup/completions")
 async def look_up_completion(asked: ByCompletion, host: Host) -> LookupOut:
-    """The same for a text completion with one prompt."""
+    """The same for a text completion with a single prompt."""
     return await _look_up(host, asked)
 
 
 @router.post("/lookup/messages")
 async def look_up_messages(asked: ByMessages, host: Host) -> LookupOut:
-    """The same for a request of Anthropic's."""
+    """The same for the body of Anthropic's `/v1/messages`."""
     return await _look_up(host, asked)
 
 
 @router.post("/lookup/responses")
 async def look_up_responses(asked: ByResponses, host: Host) -> LookupOut:
-    """The same for one of OpenAI's responses."""
+    """The same for the body of OpenAI's `/v1/responses`."""
     return await _look_up(host, asked)
 
 
@@ -189,6 +201,7 @@ async def _look_up(host: EngineHost, asked: engine_request.Request) -> LookupOut
         "object": "cache.lookup",
         "prompt_tokens": found.prompt_tokens,
         "warm": dict(found.warm),
+        "ttft_ms": found.first_token_ms,
         "first_token_ms": found.first_token_ms,
         "scrubbed": list(asked.scrubbed),
     }
@@ -199,25 +212,25 @@ WARMED: Mapping[int | str, dict[str, Any]] = {200: {"model": WarmOut}}
 
 @router.post("/warm", responses=dict(WARMED))
 async def warm(asked: ByChat, host: Host) -> Response:
-    """Read this chat completion's prompt and keep it, so that its first use is warm."""
+    """Prefill a chat completion's prompt and store it, so that its first use is warm."""
     return await _warm(host, asked)
 
 
 @router.post("/warm/completions", responses=dict(WARMED))
 async def warm_completion(asked: ByCompletion, host: Host) -> Response:
-    """The same for a text completion with one prompt."""
+    """The same for a text completion with a single prompt."""
     return await _warm(host, asked)
 
 
 @router.post("/warm/messages", responses=dict(WARMED))
 async def warm_messages(asked: ByMessages, host: Host) -> Response:
-    """The same for a request of Anthropic's."""
+    """The same for the body of Anthropic's `/v1/messages`."""
     return await _warm(host, asked)
 
 
 @router.post("/warm/responses", responses=dict(WARMED))
 async def warm_responses(asked: ByResponses, host: Host) -> Response:
-    """The same for one of OpenAI's responses."""
+    """The same for the body of OpenAI's `/v1/responses`."""
     return await _warm(host, asked)
 
 
@@ -230,10 +243,10 @@ def _warmed(result: Result) -> WarmOut:
 
 
 @router.post("/clear")
-async def clear(body: Clear, request: Request, host: Host) -> ClearOut:
-    """Free what is kept in memory. With `disk`, delete everything on disk too.
+async def clear(body: ClearBody, request: Request, host: Host) -> ClearOut:
+    """Clear the memory tiers; with `disk`, also delete everything on disk.
 
-    Needs the admin key where it would touch what belongs to other keys.
+    Needs the admin key if other keys' blocks would be removed.
     """
     if body.disk or request.state.tenant:
         _need_admin(request)
@@ -259,8 +272,8 @@ def _clear_disk(disk_store: DiskStore) -> tuple[int, int]:
 
 
 @router.post("/verify")
-async def verify(body: Verify, request: Request, host: Host) -> VerifyOut:
-    """Read every record on disk and check it. Needs the admin key."""
+async def verify(body: VerifyBody, request: Request, host: Host) -> VerifyOut:
+    """Check every record on disk. Needs the admin key."""
     _need_admin(request)
     return await asyncio.to_thread(_verify, host.engine.store.on_disk, body.fix)
 
@@ -271,6 +284,8 @@ def _verify(disk_store: DiskStore, fix: bool) -> VerifyOut:
     bad: list[BadRecordOut] = [
         {
             "record": f"{each.key.hex()}.{each.part.value}",
+            "reason": each.wrong,
+            "quarantined": each.quarantined,
             "wrong": each.wrong,
             "set_aside": each.quarantined,
         }

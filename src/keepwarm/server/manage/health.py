@@ -1,4 +1,4 @@
-"""Whether the process lives, and whether it can answer."""
+"""Liveness and readiness."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keepwarm.server.openai.shapes import OpenAIErrorOut
 router = APIRouter(prefix="/health", tags=["Health"])
 
 UNREADY: dict[int | str, dict[str, Any]] = {
-    503: {"model": OpenAIErrorOut, "description": "Not now."}
+    503: {"model": OpenAIErrorOut, "description": "Not ready."}
 }
 
 
@@ -24,14 +24,14 @@ class HealthOut(TypedDict):
 
 @router.get("/live")
 async def live() -> HealthOut:
-    """The process answers."""
+    """200 while the process responds."""
     return {"status": "ok"}
 
 
 @router.get("/ready", responses=UNREADY)
 @router.get("", responses=UNREADY)
 async def ready(host: Host) -> HealthOut:
-    """The engine answers too; 503 while it does not run, drains, or is being exchanged."""
+    """200 while the engine accepts requests; 503 while it is down, draining or being replaced."""
     if not host.ready:
-        raise Stopping("The engine is not running, or takes no requests now; ask again later.")
+        raise Stopping("The engine is not accepting requests; retry later.")
     return {"status": "ok"}

@@ -1,6 +1,6 @@
-"""What Prometheus reads: the engine's own snapshot, and the times of every answer.
+"""Prometheus metrics: the engine's snapshot, and the latency of every answer.
 
-Each application has a registry of its own.
+Each application has its own registry.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from keepwarm.server.host import EngineHost
 from keepwarm.server.http.viewer import CurrentViewer
 from keepwarm.text.request import Usage
 
-Values: TypeAlias = Mapping[str, float]  # by label; "" where there is none
+Values: TypeAlias = Mapping[str, float]  # by label value; "" without a label
 
 FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 APIS = {
@@ -39,18 +39,19 @@ APIS = {
     "/health": "health",
     "/metrics": "metrics",
 }
-FIRST_TOKEN = "keepwarm_first_token_seconds", "From a request's arrival to its first token."
-TOKEN = "keepwarm_token_seconds", "Time of one token of an answer."
-HTTP = "keepwarm_http_requests", "Requests that have ended, refused ones too."
-READY = "keepwarm_ready", "1 while requests are answered."
-FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+TTFT = "keepwarm_time_to_first_token_seconds", "From a request's arrival to its first token."
+OLD_TTFT = "keepwarm_first_token_seconds", "Deprecated: keepwarm_time_to_first_token_seconds."
+TOKEN = "keepwarm_token_seconds", "Time per output token of one answer."
+HTTP = "keepwarm_http_requests", "Completed HTTP requests, refused ones included."
+READY = "keepwarm_ready", "1 while requests are accepted."
+TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 
 router = APIRouter(tags=["Health"])
 
 
 class Sample(NamedTuple):
-    """One metric that is read from a snapshot."""
+    """One metric read from a snapshot."""
 
     name: str
     kind: Literal["counter", "gauge"]
@@ -98,6 +99,10 @@ def _failed_restores(stats: Stats) -> Values:
 
 
 def _requests(stats: Stats) -> Values:
+    return {"waiting": stats.waiting, "prefilling": stats.prefilling, "decoding": stats.decoding}
+
+
+def _old_requests(stats: Stats) -> Values:
     return {"waiting": stats.waiting, "reading": stats.prefilling, "decoding": stats.decoding}
 
 
@@ -105,7 +110,16 @@ def _outcomes(stats: Stats) -> Values:
     return {name: stats.counters[name] for name in ("finished", "cancelled", "failed")}
 
 
-def _lost_saves(stats: Stats) -> Values:
+def _dropped_saves(stats: Stats) -> Values:
+    writes = stats.writes
+    return {
+        "queue_full": writes.dropped,
+        "disk_error": writes.failed,
+        "daily_budget": writes.over_budget,
+    }
+
+
+def _old_dropped_saves(stats: Stats) -> Values:
     writes = stats.writes
     return {
         "queue full": writes.dropped,
@@ -119,46 +133,49 @@ def _written_bytes(stats: Stats) -> Values:
 
 
 SAMPLES = (
-    Sample("keepwarm_hits", "counter", "Look-ups that a tier could serve.", "tier", _hits),
-    Sample("keepwarm_misses", "counter", "Look-ups that it could not.", "tier", _misses),
+    Sample("keepwarm_hits", "counter", "Lookups that a tier could serve.", "tier", _hits),
+    Sample("keepwarm_misses", "counter", "Lookups that a tier could not serve.", "tier", _misses),
     Sample(
-        "keepwarm_reused_tokens", "counter", "Prompt tokens restored, not computed.", "tier",
+        "keepwarm_reused_tokens", "counter", "Prompt tokens restored instead of computed.", "tier",
         lambda stats: dict(stats.counters["reused_tokens"]),
     ),
     Sample(
-        "keepwarm_prompt_tokens", "counter", "Tokens of all prompts.", "",
+        "keepwarm_prompt_tokens", "counter", "Prompt tokens of all requests.", "",
         _counter("prompt_tokens"),
     ),
     Sample(
-        "keepwarm_prefilled_tokens", "counter", "Prompt tokens that the model was fed.", "",
+        "keepwarm_prefilled_tokens", "counter", "Prompt tokens that were computed.", "",
         _counter("prefilled_tokens"),
     ),
     Sample(
-        "keepwarm_generated_tokens", "counter", "Tokens of answers.", "",
+        "keepwarm_generated_tokens", "counter", "Generated tokens.", "",
         _counter("generated_tokens"),
     ),
     Sample(
-        "keepwarm_saved_seconds", "counter", "Time of prefill that reuse has spared.", "",
+        "keepwarm_saved_seconds", "counter", "Prefill time saved by reuse.", "",
         lambda stats: _one(stats.counters["saved_ms"] / 1000),
     ),
     Sample(
-        "keepwarm_shared_prefills", "counter", "Requests that waited for another's prefix.", "",
+        "keepwarm_shared_prefills", "counter",
+        "Requests that waited for another request to prefill their prefix.", "",
         _counter("waited_for_prefix"),
     ),
-    Sample("keepwarm_answers", "counter", "Answers that have ended.", "outcome", _outcomes),
-    Sample("keepwarm_requests", "gauge", "Requests in the engine now.", "state", _requests),
-    Sample("keepwarm_kept_bytes", "gauge", "Bytes that are kept.", "tier", _bytes),
-    Sample("keepwarm_kept_bytes_limit", "gauge", "Bytes that may be kept.", "tier", _limits),
-    Sample("keepwarm_blocks", "gauge", "Blocks that are kept.", "tier", _by_tier("blocks")),
-    Sample("keepwarm_evictions", "counter", "Entries let go for lack of room.", "tier", _evicted),
+    Sample("keepwarm_answers", "counter", "Answers by outcome.", "outcome", _outcomes),
+    Sample("keepwarm_active_requests", "gauge", "Requests in the engine.", "state", _requests),
+    Sample("keepwarm_kept_bytes", "gauge", "Bytes stored.", "tier", _bytes),
+    Sample("keepwarm_kept_bytes_limit", "gauge", "Byte limit.", "tier", _limits),
+    Sample("keepwarm_blocks", "gauge", "Blocks stored.", "tier", _by_tier("blocks")),
+    Sample("keepwarm_evictions", "counter", "Blocks or live caches evicted.", "tier", _evicted),
     Sample(
         "keepwarm_restore_failures", "counter",
-        "Records that were bad or could not be read; each was a miss.", "tier", _failed_restores,
+        "Records that were damaged or unreadable; each counts as a miss.", "tier", _failed_restores,
     ),
     Sample("keepwarm_written_bytes", "counter", "Bytes written to disk.", "", _written_bytes),
-    Sample("keepwarm_lost_saves", "counter", "Saves that were given up.", "reason", _lost_saves),
     Sample(
-        "keepwarm_rebuilt_batches", "counter", "Batches that died and were built anew.", "",
+        "keepwarm_dropped_saves", "counter", "Saves that were dropped.", "reason", _dropped_saves
+    ),
+    Sample(
+        "keepwarm_rebuilt_batches", "counter", "Batches rebuilt after a failure.", "",
         _counter("rebuilt_batches"),
     ),
     Sample(
@@ -167,31 +184,39 @@ SAMPLES = (
     ),
     Sample("keepwarm_drifts", "counter", "Audits whose answer differed.", "", _counter("drifts")),
     Sample(
-        "keepwarm_step_seconds", "gauge", "A token for everybody takes this long.", "",
+        "keepwarm_step_seconds", "gauge", "Duration of one decode step of the batch.", "",
         lambda stats: _one(stats.step_ms / 1000),
     ),
     Sample(
-        "keepwarm_prefill_tokens_per_second", "gauge", "How fast prompts are read.", "",
+        "keepwarm_prefill_tokens_per_second", "gauge", "Prefill speed.", "",
         lambda stats: _one(stats.prefill_tokens_per_s),
+    ),
+    Sample(
+        "keepwarm_requests", "gauge", "Deprecated: keepwarm_active_requests.", "state",
+        _old_requests,
+    ),
+    Sample(
+        "keepwarm_lost_saves", "counter", "Deprecated: keepwarm_dropped_saves_total.", "reason",
+        _old_dropped_saves,
     ),
 )  # fmt: skip
 
 
 class ReadyCollector(Collector):
-    """Says what `/health/ready` says."""
+    """The same as `/health/ready`."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
 
     def describe(self) -> list[Metric]:
-        return []  # so that registering asks the engine nothing
+        return []  # otherwise registering calls `collect`
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily(*READY, value=float(self._host.ready))
 
 
 class EngineCollector(ReadyCollector):
-    """Reads one snapshot whenever Prometheus asks."""
+    """Takes one snapshot per scrape."""
 
     def collect(self) -> Iterator[Metric]:
         yield from super().collect()
@@ -215,7 +240,10 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.ready = CollectorRegistry()
         self.ready.register(ReadyCollector(host))
-        self._ttft = Histogram(*FIRST_TOKEN, ["warm"], buckets=FIRST_S, registry=self.registry)
+        self._ttft = [
+            Histogram(*name, ["warm"], buckets=TTFT_S, registry=self.registry)
+            for name in (TTFT, OLD_TTFT)
+        ]
         self._token = Histogram(*TOKEN, buckets=TOKEN_S, registry=self.registry)
         self._http = Counter(*HTTP, ["api", "outcome"], registry=self.registry)
         self.registry.register(EngineCollector(host))
@@ -226,16 +254,17 @@ class Metrics:
         self._http.labels(api, outcome).inc()
 
     def observe(self, usage: Usage) -> None:
-        """Count what an answer took."""
+        """Record the latency of an answer."""
         if usage.completion_tokens:
             warm = "yes" if usage.cached_tokens else "no"
-            self._ttft.labels(warm).observe(usage.ttft_ms / 1000)
+            for histogram in self._ttft:
+                histogram.labels(warm).observe(usage.ttft_ms / 1000)
         if usage.tokens_per_second > 0:
             self._token.observe(1 / usage.tokens_per_second)
 
 
 class RequestCounter:
-    """Counts requests by API and outcome, those that the limits refuse included."""
+    """Counts requests by API and outcome, including those the limits refuse."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -266,9 +295,9 @@ def _outcome(status: int) -> str:
 
 
 def _api(path: str) -> str:
-    """The API of a path; a set of known words, so that nobody can make up new ones."""
+    """The API of a path, from a fixed set, so that clients cannot add label values."""
     if path == "/":
-        return "page"  # where it leads
+        return "page"  # redirects there
     for prefix, api in APIS.items():
         if path == prefix or path.startswith(f"{prefix}/"):
             return api
@@ -276,29 +305,14 @@ def _api(path: str) -> str:
 
 
 @router.get("/metrics", response_class=Response)
-def read_metrics(request: Request, you: CurrentViewer) -> Response:
-    """Everything that is measured, as Prometheus reads it.
+def read_metrics(request: Request, viewer: CurrentViewer) -> Response:
+    """All metrics in Prometheus's format.
 
-    Of all keys together; where there are several, all but the admin are told `keepwarm_ready`.
+    Counted over all keys; with more than one key, only the admin key sees more than
+    `keepwarm_ready`.
     """
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
     metrics: Metrics = request.app.state.metrics
     return Response(
-        encode(metrics.registry if you.may_see_totals else metrics.ready), media_type=media_type
+        encode(metrics.registry if viewer.may_see_totals else metrics.ready), media_type=media_type
     )
-
-
-def table() -> str:
-    """Every metric in a row of its own, for the manual."""
-    observed = [
-        (*READY, "gauge", ""),
-        (*HTTP, "counter", "api, outcome"),
-        (*FIRST_TOKEN, "histogram", "warm"),
-        (*TOKEN, "histogram", ""),
-    ]
-    read = [(sample.name, sample.help, sample.kind, sample.label) for sample in SAMPLES]
-    rows = [
-        f"| `{name}{'_total' * (kind == 'counter')}` | {kind} | {label} | {about} |"
-        for name, about, kind, label in [*observed, *read]
-    ]
-    return "\n".join(["| name | kind | by | what |", "|---|---|---|---|", *rows])

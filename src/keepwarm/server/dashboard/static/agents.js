@@ -1,11 +1,11 @@
-// Named conversations, and all that can be done with them.
+// The list of agents and its actions.
 
 import { file, post, remove } from "./api.js";
 import { byId, h, put, say, table } from "./dom.js";
 import { ago, bytes, count } from "./format.js";
 
 const COLUMNS = [
-  { name: "Agent" }, { name: "Begun" }, { name: "Last used" }, { name: "Tokens", number: true },
+  { name: "Agent" }, { name: "Created" }, { name: "Last used" }, { name: "Tokens", number: true },
   { name: "Turns", number: true }, { name: "Size", number: true }, { name: "Actions" },
 ];
 let changed = () => {};
@@ -16,12 +16,12 @@ export function start(onChange) {
 }
 
 export function show({ data }) {
-  const now = JSON.stringify([data, Math.floor(Date.now() / 30000)]); // ages move on now and then
+  const now = JSON.stringify([data, Math.floor(Date.now() / 30000)]); // so that ages are updated
   if (now === shown) return;
   shown = now;
   const focused = document.activeElement?.dataset?.action;
   put("agent-list", data.length ? table("All agents", COLUMNS, data.map(row))
-    : h("p", { class: "quiet" }, "None yet: name one with the header ", h("code", {}, "X-Keepwarm-Agent"), "."));
+    : h("p", { class: "quiet" }, "No agents yet. Name one with the header ", h("code", {}, "X-Keepwarm-Agent"), "."));
   if (focused) document.querySelector(`[data-action="${CSS.escape(focused)}"]`)?.focus();
 }
 
@@ -54,34 +54,34 @@ async function run(act) {
 
 async function fork(agent) {
   const id = await ask({ title: `Fork ${agent.id}`, ok: "Fork", label: "Name of the new agent",
-    value: `${agent.id}-2`, text: "The new agent has the same past. No block is copied." });
+    value: `${agent.id}-2`, text: "The new agent has the same history. No block is copied." });
   if (id) await post(path(agent, "fork"), { id });
 }
 
 async function rewind(agent) {
   const turns = agent.turns.length;
   const turn = await ask({ title: `Rewind ${agent.id}`, ok: "Rewind", label: `Turns to keep, 0 to ${turns}`,
-    value: String(Math.max(0, turns - 1)), text: "The turns after it are forgotten; their blocks stay until room is needed." });
+    value: String(Math.max(0, turns - 1)), text: "Later turns are dropped; their blocks stay until they are evicted." });
   if (turn) await post(path(agent, "rewind"), { turn: Number(turn) });
 }
 
 async function forget(agent) {
   const yes = await ask({ title: `Delete ${agent.id}?`, ok: "Delete", danger: true,
-    text: `Its ${count(agent.n_tokens)} tokens (${bytes(agent.n_bytes)}) are removed from the disk, except what other agents share. This cannot be undone.` });
+    text: `This deletes its ${count(agent.n_tokens)} tokens (${bytes(agent.n_bytes)}) from disk, except blocks that other agents use. It cannot be undone.` });
   if (yes) {
     const { removed_blocks: n } = await remove(path(agent));
-    say(`${agent.id} is gone, with ${count(n)} blocks.`);
+    say(`${agent.id} deleted, with ${count(n)} blocks.`);
   }
 }
 
 async function download(agent) {
-  say(`${agent.id} is being packed.`);
+  say(`Preparing the export of ${agent.id}.`);
   const url = URL.createObjectURL(await file(path(agent, "export")));
   h("a", { href: url, download: `${agent.id}.tar` }).click();
   setTimeout(() => URL.revokeObjectURL(url), 60000);
 }
 
-// A question: the text that was typed, "yes" where none is asked for, or null.
+// Show a dialog. Returns the text entered, "yes" if it has no text field, or null if cancelled.
 function ask({ title, text, ok, label = null, value = "", danger = false }) {
   const dialog = byId("ask-dialog");
   const input = byId("ask-input");

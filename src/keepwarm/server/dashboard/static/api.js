@@ -1,4 +1,4 @@
-// Asking the server. The key lives in this tab alone.
+// Requests to the server. The key is stored in this tab only.
 
 const KEY = "keepwarm-key";
 
@@ -17,11 +17,11 @@ async function ask(path, options = {}) {
   try {
     answer = await fetch(path, { ...options, headers, cache: "no-store" });
   } catch {
-    throw new Failed("The server does not answer.");
+    throw new Failed("The server is not responding.");
   }
   if (answer.ok) return answer;
   const problem = await answer.json().catch(() => null);
-  const message = problem?.error?.message ?? `The server answered ${answer.status}.`;
+  const message = problem?.error?.message ?? `The server returned status ${answer.status}.`;
   throw answer.status === 401 ? new Refused(message) : new Failed(message);
 }
 

@@ -1,4 +1,4 @@
-// Two short texts word by word: what both have, what only one of them has.
+// A word-by-word diff of two short texts.
 
 export function diff(before, after) {
   const [a, b] = [split(before), split(after)];
@@ -15,7 +15,7 @@ export function diff(before, after) {
 
 const split = (text) => text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) ?? [];
 
-// How many words the rests of both have in common, from every pair of places.
+// Length of the longest common subsequence of a[i:] and b[j:], for every i and j.
 function lengths(a, b) {
   const table = Array.from({ length: a.length + 1 }, () => new Array(b.length + 1).fill(0));
   for (let i = a.length - 1; i >= 0; i -= 1) {

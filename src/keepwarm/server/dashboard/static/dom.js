@@ -1,4 +1,4 @@
-// Elements from plain values; text is always text, never markup.
+// Builds elements; text is never parsed as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -22,10 +22,10 @@ function fill(element, properties, children) {
   return element;
 }
 
-// Show these elements there. A table that is there already keeps its place, and its rows keep
-// theirs, so that whoever has the focus in it, reads it or has scrolled it is not thrown out.
-export function put(place, ...children) {
-  const element = typeof place === "string" ? byId(place) : place;
+// Replace the content of an element. A table of the same name is updated row by row, so that focus
+// and scroll position stay.
+export function put(target, ...children) {
+  const element = typeof target === "string" ? byId(target) : target;
   const flat = children.flat();
   const [old, now] = [element.firstElementChild, flat[0]];
   const body = flat.length === 1 && now.querySelector?.("tbody");
@@ -33,8 +33,7 @@ export function put(place, ...children) {
   else element.replaceChildren(...flat);
 }
 
-// A row is known by its first cell. One that was there stays, and only those of its cells that
-// say something else are filled anew.
+// Rows are matched by their first cell; only cells that differ are replaced.
 function renew(body, rows) {
   const name = (row) => row.cells[0].textContent;
   const known = new Map([...body.rows].map((row) => [name(row), row]));
@@ -55,7 +54,7 @@ function refill(old, now) {
   return old;
 }
 
-// A table whose head says what each column is; cells are text or elements. Numbers stand right.
+// A table; cells are text or elements, number columns are right-aligned.
 export function table(caption, columns, rows) {
   const side = (index) => (columns[index].number ? { class: "number" } : {});
   const head = columns.map((column, index) => h("th", { scope: "col", ...side(index) }, column.name));
@@ -73,11 +72,11 @@ export function tile(name, value, note = "") {
     h("div", { class: "quiet" }, note));
 }
 
-// A group of buttons of which one is pressed.
-export function choice(place, values, chosen, choose) {
-  const buttons = byId(place);
+// A group of buttons, one of them pressed.
+export function choice(id, values, chosen, choose) {
+  const buttons = byId(id);
   if (!buttons.children.length) {
-    put(place, values.map(({ value, name }) =>
+    put(id, values.map(({ value, name }) =>
       h("button", { type: "button", "data-value": value, onclick: () => choose(value) }, name)));
   }
   for (const button of buttons.children) button.ariaPressed = String(button.dataset.value === String(chosen));

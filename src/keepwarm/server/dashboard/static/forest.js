@@ -1,22 +1,22 @@
-// The forest of blocks as a picture that can be moved, zoomed and searched, and as a table.
+// The forest of blocks: a drawing that can be panned, zoomed and searched, and a table.
 
 import { byId, h, put, say, table } from "./dom.js";
 import { ago, bytes, count } from "./format.js";
 import { arrange, matches, neighbour } from "./trees.js";
 
-const LABELS = 240; // room at the right for names
+const LABELS = 240; // space at the right for names
 const PADDING = 16;
-const ROW = 24; // most pixels between rows
-const HEIGHTS = [220, 640]; // of the picture, least and most
+const ROW = 24; // maximum pixels between rows
+const HEIGHTS = [220, 640]; // of the drawing, minimum and maximum
 const PAGE = 100; // rows of the table
 const AGES = [[300, "last 5 min"], [3600, "last hour"], [86400, "last day"], [Infinity, "older"]];
 const COLUMNS = [
   { name: "Run" }, { name: "Agents" }, { name: "Blocks", number: true }, { name: "Tokens", number: true },
-  { name: "Size", number: true }, { name: "Where" }, { name: "Last used" }, { name: "Oldest block" },
+  { name: "Size", number: true }, { name: "Tier" }, { name: "Last used" }, { name: "Oldest block" },
 ];
 
 const state = {
-  data: { runs: [], agents: [], blocks: 0, left_out: 0, others: 0 },
+  data: { runs: [], agents: [], blocks: 0, omitted_blocks: 0, other_blocks: 0 },
   tree: arrange([]),
   found: null,
   selected: null,
@@ -64,12 +64,12 @@ function asTable(yes) {
 }
 
 function describe() {
-  const { blocks, left_out: left, others, agents, runs } = state.data;
+  const { blocks, omitted_blocks: omitted, other_blocks: others, agents, runs } = state.data;
   const shared = runs.filter((run) => run.agents.length > 1).reduce((n, run) => n + run.blocks, 0);
   const words = [`${count(blocks)} blocks in ${count(runs.length)} runs`, `${count(agents.length)} agents`,
     `${count(shared)} blocks shared`];
-  if (runs.length) words.push(`the oldest was used ${ago(Math.min(...runs.map((run) => run.oldest)))}`);
-  if (left) words.push(`${count(left)} older blocks are not drawn`);
+  if (runs.length) words.push(`least recently used ${ago(Math.min(...runs.map((run) => run.oldest)))}`);
+  if (omitted) words.push(`${count(omitted)} older blocks not shown`);
   if (others) words.push(`${count(others)} blocks of other keys`);
   byId("forest-sum").textContent = `${words.join("; ")}.`;
 }
@@ -84,7 +84,7 @@ function search() {
 
 function jump() {
   const found = [...(state.found ?? [])];
-  if (!found.length) return say("Nothing of that name is kept.");
+  if (!found.length) return say("No agent or run matches.");
   select(found.find((index) => index > (state.selected ?? -1)) ?? found[0]);
 }
 
@@ -98,13 +98,13 @@ function select(index) {
 
 function words(run) {
   const { agents } = state.data;
-  const names = run.agents.map((place) => agents[place].id);
-  const ends = run.ends.map((place) => agents[place].id);
-  const last = run.number + run.blocks - 1;
+  const names = run.agents.map((index) => agents[index].id);
+  const ends = run.ends.map((index) => agents[index].id);
+  const last = run.first_block + run.blocks - 1;
   return [
-    `Run ${run.id}: ${run.blocks > 1 ? `blocks ${run.number} to ${last}` : `block ${last}`}`,
-    `${count(run.tokens)} tokens, ${bytes(run.bytes)}, ${where(run)}`,
-    names.length ? `part of ${listed(names)}` : "no agent's",
+    `Run ${run.id}: ${run.blocks > 1 ? `blocks ${run.first_block} to ${last}` : `block ${last}`}`,
+    `${count(run.tokens)} tokens, ${bytes(run.bytes)}, ${tiersOf(run)}`,
+    names.length ? `used by ${listed(names)}` : "no agent",
     ends.length ? `${listed(ends)} ${ends.length > 1 ? "end" : "ends"} here` : "",
     `last used ${ago(run.used)}`,
     run.blocks > 1 ? `its oldest block ${ago(run.oldest)}` : "",
@@ -115,21 +115,21 @@ function listed(names) {
   return names.length > 6 ? `${names.slice(0, 5).join(", ")} and ${names.length - 5} more` : names.join(", ");
 }
 
-function where(run) {
-  const places = [run.memory && "in memory", run.disk && "on disk", run.pinned && "pinned"];
-  return places.filter(Boolean).join(", ");
+function tiersOf(run) {
+  const tiers = [run.memory && "in memory", run.disk && "on disk", run.pinned && "pinned"];
+  return tiers.filter(Boolean).join(", ");
 }
 
 function reveal(run, row) {
   const { view } = state;
   const [width, height] = size();
-  const [left, right] = [run.number * view.sx + view.x, (run.number + run.blocks) * view.sx + view.x];
+  const [left, right] = [run.first_block * view.sx + view.x, (run.first_block + run.blocks) * view.sx + view.x];
   const y = row * view.sy + view.y;
   if (right < PADDING || left > width - LABELS) view.x += width / 3 - left;
   if (y < PADDING || y > height - PADDING) view.y += height / 2 - y;
 }
 
-// Moving and zooming
+// Panning and zooming
 
 const size = () => [canvas.clientWidth, canvas.clientHeight];
 
@@ -175,7 +175,7 @@ function onKey(event) {
 }
 
 function onWheel(event) {
-  if (!event.ctrlKey && !event.metaKey) return; // the page scrolls on
+  if (!event.ctrlKey && !event.metaKey) return; // plain scrolling scrolls the page
   event.preventDefault();
   zoom(Math.exp(-event.deltaY / 300), [event.offsetX, event.offsetY]);
 }
@@ -200,11 +200,11 @@ function pick(x, y) {
   const { view, tree } = state;
   const row = Math.round((y - view.y) / view.sy);
   const block = (x - view.x) / view.sx;
-  const hit = tree.placed.find((one) => one.row === row && block >= one.run.number && block < one.run.number + one.run.blocks);
+  const hit = tree.placed.find((one) => one.row === row && block >= one.run.first_block && block < one.run.first_block + one.run.blocks);
   if (hit) select(hit.index);
 }
 
-// The picture
+// Drawing
 
 function colours() {
   const style = getComputedStyle(document.documentElement);
@@ -227,7 +227,7 @@ function render() {
     canvas.width = width * scale;
     canvas.height = height * scale;
   }
-  canvas.dataset.scale = state.view.sx.toFixed(2); // pixels to a block
+  canvas.dataset.scale = state.view.sx.toFixed(2); // pixels per block
   pen.setTransform(scale, 0, 0, scale, 0, 0);
   pen.clearRect(0, 0, width, height);
   const colour = colours();
@@ -248,7 +248,7 @@ function connect({ run, row, parent }, colour) {
   const above = state.tree.placed[parent];
   if (!above || above.row === row) return;
   const { view } = state;
-  const x = run.number * view.sx + view.x;
+  const x = run.first_block * view.sx + view.x;
   const top = above.row * view.sy + view.y;
   const y = row * view.sy + view.y;
   pen.strokeStyle = colour("line");
@@ -263,7 +263,7 @@ function connect({ run, row, parent }, colour) {
 function bar({ run, row, index }, colour, now) {
   const { view, found, selected } = state;
   const thick = Math.max(1, Math.min(12, view.sy * 0.6));
-  const x = run.number * view.sx + view.x;
+  const x = run.first_block * view.sx + view.x;
   const y = row * view.sy + view.y - thick / 2;
   const long = Math.max(1.5, run.blocks * view.sx - (view.sx > 4 ? 1.5 : 0));
   pen.globalAlpha = found && !found.has(index) ? 0.2 : 1;
@@ -290,7 +290,7 @@ function outline(x, y, width, height, colour, line) {
   pen.stroke();
 }
 
-// Who ends where, and how old the ends are that are nobody's, as far as there is room.
+// Names of the agents that end in a run; at the end of other runs, when they were last used.
 function labels(rows, colour) {
   const taken = [];
   const isEnd = ({ row, children }) => !children.some((child) => state.tree.placed[child].row === row);
@@ -303,9 +303,9 @@ function labels(rows, colour) {
 
 function label({ run, row, index }, colour, taken) {
   const { view, found } = state;
-  const names = run.ends.map((place) => state.data.agents[place].id);
+  const names = run.ends.map((index) => state.data.agents[index].id);
   const text = names.length ? listed(names) : ago(run.used);
-  const x = (run.number + run.blocks) * view.sx + view.x + 6;
+  const x = (run.first_block + run.blocks) * view.sx + view.x + 6;
   const y = row * view.sy + view.y + 0.5;
   const end = x + pen.measureText(text).width;
   if (taken.some((other) => Math.abs(other.y - y) < 11 && x < other.end && end > other.x)) return;
@@ -324,7 +324,7 @@ function legend() {
   put("forest-legend", ...items, h("li", {}, h("span", { class: "key ring" }), "pinned"));
 }
 
-// The table
+// Table
 
 function renderTable() {
   const { placed } = state.tree;
@@ -336,18 +336,18 @@ function renderTable() {
   put("forest-table",
     table("Runs of blocks", COLUMNS, shown.map(({ run, parent }) => cells(run, parent))),
     h("div", { class: "row" },
-      h("button", { type: "button", disabled: state.page === 0, onclick: turn(-1) }, "Before"),
+      h("button", { type: "button", disabled: state.page === 0, onclick: turn(-1) }, "Previous"),
       h("span", { class: "quiet" }, `Page ${state.page + 1} of ${pages}`),
-      h("button", { type: "button", disabled: state.page === pages - 1, onclick: turn(1) }, "After")));
+      h("button", { type: "button", disabled: state.page === pages - 1, onclick: turn(1) }, "Next")));
 }
 
 function cells(run, parent) {
   const after = parent === null ? "" : ` after ${state.data.runs[parent].id.slice(0, 8)}`;
-  const names = run.agents.map((place) => state.data.agents[place].id);
+  const names = run.agents.map((index) => state.data.agents[index].id);
   return [
     [h("code", {}, run.id.slice(0, 8)), h("span", { class: "quiet" }, after)],
     names.length ? listed(names) : h("span", { class: "quiet" }, "none"),
-    run.blocks > 1 ? `${run.number} to ${run.number + run.blocks - 1}` : `${run.number}`,
-    count(run.tokens), bytes(run.bytes), where(run), ago(run.used), ago(run.oldest),
+    run.blocks > 1 ? `${run.first_block} to ${run.first_block + run.blocks - 1}` : `${run.first_block}`,
+    count(run.tokens), bytes(run.bytes), tiersOf(run), ago(run.used), ago(run.oldest),
   ];
 }

@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Numbers, sizes and times as text.
 
 const plain = new Intl.NumberFormat("en");
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];

@@ -1,47 +1,47 @@
-// Checking every record, and what another budget would have done.
+// Verifying records, and the effect of other disk budgets.
 
 import { post } from "./api.js";
 import { byId, h, put, table } from "./dom.js";
 import { ago, bytes, count, percent, seconds, short } from "./format.js";
 
 const COLUMNS = [
-  { name: "Disk budget" }, { name: "Found", number: true }, { name: "Against now", number: true },
-  { name: "Time", number: true },
+  { name: "Disk budget" }, { name: "Reused", number: true }, { name: "Compared with now", number: true },
+  { name: "Time saved", number: true },
 ];
 
 let admin = false;
-let reading = false;
+let verifying = false;
 
 export function start() {
   byId("verify").addEventListener("click", verify);
 }
 
-// Only the admin key may verify; to others the button says why it does nothing.
+// Only the admin key may verify; for other keys the page says so.
 export function allow(isAdmin) {
   admin = isAdmin;
-  byId("verify").disabled = !admin || reading;
+  byId("verify").disabled = !admin || verifying;
   byId("verify-why").hidden = admin;
 }
 
 async function verify() {
-  reading = true;
+  verifying = true;
   allow(admin);
-  byId("verified").textContent = "Every record is being read…";
+  byId("verified").textContent = "Checking every record…";
   try {
     const { records, n_bytes: size, bad } = await post("/v1/cache/verify");
     byId("verified").textContent = bad.length
-      ? `${count(bad.length)} of ${count(records)} records are damaged; each is a miss and is set aside when it is met: ${bad.map((one) => one.record.slice(0, 10)).join(", ")}.`
-      : `All ${count(records)} records (${bytes(size)}) are whole.`;
+      ? `${count(bad.length)} of ${count(records)} records are damaged; each counts as a miss and is quarantined when it is read: ${bad.map((one) => one.record.slice(0, 10)).join(", ")}.`
+      : `All ${count(records)} records (${bytes(size)}) are intact.`;
   } catch (error) {
     byId("verified").textContent = error.message;
   }
-  reading = false;
+  verifying = false;
   allow(admin);
 }
 
 export function whatIf(found) {
-  if (!found.looks) {
-    put("what-if", h("p", { class: "quiet" }, "Nothing was looked up yet that fills a block of 256 tokens."));
+  if (!found.lookups) {
+    put("what-if", h("p", { class: "quiet" }, "No lookups of a full 256-token block yet."));
     return;
   }
   const rows = found.outcomes.map((one) => [
@@ -51,7 +51,7 @@ export function whatIf(found) {
     one.max_bytes === found.max_bytes ? "–" : signed(one.more_seconds, (s) => seconds(s)),
   ]);
   put("what-if", h("p", { class: "quiet" },
-    `${count(found.looks)} look-ups since ${ago(found.since)}, played again, the least recently used let go first.`),
+    `${count(found.lookups)} lookups since ${ago(found.since)}, replayed with least-recently-used eviction.`),
     table("Outcome by disk budget", COLUMNS, rows));
 }
 

@@ -1,4 +1,4 @@
-// Keeps the page true: asks the server as long as somebody looks, and for a key where one is needed.
+// Polls the server while the page is visible, and asks for a key where one is needed.
 
 import * as agents from "./agents.js";
 import { Failed, get, key, Refused } from "./api.js";
@@ -10,9 +10,9 @@ import * as now from "./now.js";
 import * as saved from "./saved.js";
 
 const SECOND = 1000;
-const PATIENCE = 30 * SECOND; // after somebody would not give a key
+const PAUSE = 30 * SECOND; // after the key dialog was cancelled
 let hours = 1;
-let sums = false; // whether what is counted over all keys is ours to see; the server says so
+let sums = false; // whether this key may see totals over all keys
 let refused = false;
 
 const tasks = [
@@ -26,8 +26,8 @@ const tasks = [
 
 function showNow(data) {
   now.show(data);
-  health.allow(data.you.admin);
-  sums = data.you.sums;
+  health.allow(data.viewer.admin);
+  sums = data.viewer.sums;
   for (const part of document.querySelectorAll("[data-sums]")) part.hidden = part.dataset.sums !== String(sums);
 }
 
@@ -55,28 +55,28 @@ async function run(task) {
     const asked = key.get();
     const data = await get(task.path());
     if (key.get() === asked) task.show(data);
-    else task.due = 0; // what another key sees
+    else task.due = 0; // the key was changed meanwhile
     refused = false;
     if (task === tasks[0]) status("Live", "live");
   } catch (error) {
     refused = error instanceof Refused;
     if (refused) askKey(key.get() ? error.message : "");
     else status(error.message, "wrong");
-    if (!refused && !(error instanceof Failed)) console.error(error); // ours
+    if (!refused && !(error instanceof Failed)) console.error(error); // a bug in this page
   } finally {
     task.running = false;
   }
 }
 
 function status(text, kind) {
-  const place = byId("status");
-  if (place.textContent !== text) place.textContent = text;
-  place.className = `status ${kind}`;
+  const element = byId("status");
+  if (element.textContent !== text) element.textContent = text;
+  element.className = `status ${kind}`;
 }
 
 function askKey(wrong) {
   const dialog = byId("key-dialog");
-  if (refused) status("A key is needed", "wrong");
+  if (refused) status("API key required", "wrong");
   if (dialog.open) return;
   byId("key-wrong").textContent = wrong;
   byId("key-input").value = "";
@@ -90,7 +90,7 @@ function onKeyGiven() {
     sums = false;
     refresh();
   } else if (refused) {
-    for (const task of tasks) task.due = Date.now() + PATIENCE;
+    for (const task of tasks) task.due = Date.now() + PAUSE;
   }
 }
 

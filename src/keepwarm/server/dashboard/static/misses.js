@@ -1,4 +1,4 @@
-// Requests that computed again what was known, each with the place where it parted.
+// Requests that recomputed known tokens, and where each diverged from an earlier prompt.
 
 import { get } from "./api.js";
 import { diff } from "./diff.js";
@@ -6,15 +6,15 @@ import { h, put, say } from "./dom.js";
 import { ago, count, seconds } from "./format.js";
 
 const FEW = 8;
-const BEFORE = 24; // tokens that are shown before the place
-const places = new Map(); // texts that were asked for, by number
+const BEFORE = 24; // tokens shown before the difference
+const loaded = new Map(); // texts, by number
 let shown = "";
 
 export function show({ data }) {
   const now = JSON.stringify(data.map((miss) => miss.number));
-  if (now === shown && data.length) return; // nothing new; whoever reads is not disturbed
+  if (now === shown && data.length) return; // keep what the reader has opened
   shown = now;
-  put("missed", data.length ? list(data) : h("p", { class: "quiet" }, "None: every prompt cost only what was new in it."));
+  put("missed", data.length ? list(data) : h("p", { class: "quiet" }, "No misses: only new tokens were computed."));
 }
 
 function list(data) {
@@ -28,23 +28,23 @@ function list(data) {
 function item(miss) {
   const why = miss.reason === "changed"
     ? `The prompt changed at token ${count(miss.position)} of ${count(miss.prompt_tokens)}.`
-    : `From token ${count(miss.position)} on it was known and no longer kept.`;
-  const details = h("details", {}, h("summary", {}, "Show the place"), h("div", { class: "place" }));
+    : `Tokens from ${count(miss.position)} on were known but no longer stored.`;
+  const details = h("details", {}, h("summary", {}, "Show the difference"), h("div", { class: "difference" }));
   details.addEventListener("toggle", () => details.open && open(miss, details.lastElementChild));
   return h("li", {},
     h("div", { class: "row" },
       h("span", {}, `#${miss.number} `, h("strong", {}, miss.agent ?? ""),
         miss.key ? h("span", { class: "quiet" }, ` key ${miss.key}`) : "",
         h("span", { class: "quiet" }, ` ${ago(miss.when)}`)),
-      h("span", { class: "cost" }, `${count(miss.again)} tokens again, ${seconds(miss.seconds)}`)),
+      h("span", { class: "cost" }, `${count(miss.wasted)} tokens recomputed, ${seconds(miss.seconds)}`)),
     h("p", {}, why, h("span", { class: "quiet" }, ` ${count(miss.restored)} tokens were warm.`)),
-    miss.text ? details : null);
+    miss.has_text ? details : null);
 }
 
-async function open(miss, place) {
+async function open(miss, target) {
   try {
-    if (!places.has(miss.number)) places.set(miss.number, await get(`/v1/dashboard/misses/${miss.number}`));
-    put(place, texts(places.get(miss.number), miss));
+    if (!loaded.has(miss.number)) loaded.set(miss.number, await get(`/v1/dashboard/misses/${miss.number}`));
+    put(target, texts(loaded.get(miss.number), miss));
   } catch (error) {
     say(error.message);
   }
@@ -57,12 +57,12 @@ function texts({ before, earlier, now }, { reason, position }) {
   return [
     h("pre", {}, opening, parts, "…"),
     h("p", { class: "quiet" }, h("del", {}, "before"), " ", h("ins", {}, "now"),
-      " — what stands before the first change could be used, nothing after it."),
+      " – only the text before the first change could be reused."),
   ];
 }
 
-// Both texts are cut off somewhere, and not at the same word: that is no change. Where hardly a
-// word is the same, the words in between would only confuse.
+// Both texts are cut off, at different words: that is not a change. If less than a third is the
+// same, show both texts whole instead of a word-by-word diff.
 function whole(parts) {
   const of = (kind) => parts.filter((part) => part.kind === kind || part.kind === "same");
   const text = (some) => some.map((part) => part.text).join("");

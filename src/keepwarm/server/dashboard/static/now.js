@@ -1,23 +1,24 @@
-// What goes on: requests with their receipts, speed, memory.
+// Activity: requests with their receipts, speed, memory.
 
 import { byId, h, put, svg, table, tile } from "./dom.js";
 import { ago, bytes, count, percent, seconds, short, sum } from "./format.js";
 
-const MEMORY = { live: "Live caches", memory: "Blocks in memory", batch: "Running requests", buffers: "Buffers of MLX" };
-const WINDOW = 6; // looks that speed is measured over
-const SPEEDS = 120; // that are drawn
+const MEMORY = { live: "Live caches", memory: "Blocks in memory", batch: "Running requests", buffers: "MLX buffers" };
+const STATES = { reading: "prefilling", answering: "decoding" }; // other states are shown as they are
+const WINDOW = 6; // snapshots that speed is measured over
+const SPEEDS = 120; // points drawn
 const ENDED = 6;
 const REQUESTS = [
   { name: "Request" }, { name: "State" }, { name: "Prompt" }, { name: "Answer", number: true },
   { name: "First token", number: true }, { name: "Time", number: true },
 ];
 
-const looks = [];
+const snapshots = [];
 const speeds = [];
 
 export function show(now) {
   byId("model").textContent = now.model;
-  keep(looks, now, WINDOW);
+  keep(snapshots, now, WINDOW);
   const answers = speed("generated_tokens");
   const prompts = speed("prefilled_tokens");
   keep(speeds, { answers, prompts }, SPEEDS);
@@ -27,14 +28,14 @@ export function show(now) {
   put("now-tiles",
     tile("Running", count(answering), note),
     tile("Queued", count(now.running.length - answering)),
-    tile("Answers", words(answers), "tokens per second"),
-    tile("Prompts", words(prompts), "tokens per second"));
-  put("running", now.running.length ? requests("Requests that wait or run", now.running, now)
-    : h("p", { class: "quiet" }, "Nothing runs."));
-  put("ended", now.ended.length ? requests("Requests that ended", now.ended.slice(0, ENDED), now)
-    : h("p", { class: "quiet" }, "Nothing yet. Send a request, and its receipt stands here."));
+    tile("Decode", words(answers), "tokens per second"),
+    tile("Prefill", words(prompts), "tokens per second"));
+  put("running", now.running.length ? requests("Active requests", now.running, now)
+    : h("p", { class: "quiet" }, "No active requests."));
+  put("ended", now.ended.length ? requests("Recent requests", now.ended.slice(0, ENDED), now)
+    : h("p", { class: "quiet" }, "No requests yet. Send one to see its receipt here."));
   put("memory", (now.memory ?? []).map(meter));
-  put("speeds", spark("answers", "Answers", "live"), spark("prompts", "Prompts", "computed"));
+  put("speeds", spark("answers", "Decode", "live"), spark("prompts", "Prefill", "computed"));
 }
 
 function keep(list, value, most) {
@@ -43,9 +44,9 @@ function keep(list, value, most) {
 }
 
 function speed(counter) {
-  const first = looks[0];
-  const last = looks[looks.length - 1];
-  if (first[counter] === null || last[counter] === null) return null; // counted over all keys
+  const first = snapshots[0];
+  const last = snapshots[snapshots.length - 1];
+  if (first[counter] === null || last[counter] === null) return null; // hidden from this key
   const passed = last.time - first.time;
   const more = last[counter] - first[counter];
   return passed > 0 && more >= 0 ? more / passed : null;
@@ -71,11 +72,11 @@ function spark(name, title, kind) {
 function requests(caption, list, now) {
   return table(caption, REQUESTS, list.map((one) => [
     [h("span", { class: "quiet" }, `#${one.number} `), h("strong", {}, one.agent ?? ""), one.key ? h("span", { class: "quiet" }, ` key ${one.key}`) : ""],
-    [h("span", { class: `state ${one.state}`, title: one.error || null }, one.state),
+    [h("span", { class: `state ${one.state}`, title: one.error || null }, STATES[one.state] ?? one.state),
       one.ended ? h("span", { class: "quiet" }, ` ${ago(one.ended, now.time)}`) : ""],
     receipt(one),
     count(one.answer_tokens),
-    one.first_token_ms === null ? "–" : seconds(one.first_token_ms / 1000),
+    one.ttft_ms === null ? "–" : seconds(one.ttft_ms / 1000),
     seconds(one.seconds),
   ]));
 }
@@ -85,28 +86,28 @@ export function receipt(one) {
   const { reused, recomputed, prompt_tokens: whole, saved_ms: saved, exact } = one.receipt;
   const parts = [...Object.entries(reused), ["computed", recomputed]].filter(([, n]) => n);
   const warm = whole - recomputed;
-  const details = parts.map(([place, n]) => `${place} ${count(n)}`).join(", ");
+  const details = parts.map(([tier, n]) => `${tier} ${count(n)}`).join(", ");
   return h("div", { class: "receipt", title: details },
     stack(parts, whole),
     h("span", {}, `${count(warm)} of ${count(whole)} warm (${percent(warm, whole)})`),
-    h("span", { class: "quiet" }, [` ${details}`, saved ? `; spared ${seconds(saved / 1000)}` : "",
+    h("span", { class: "quiet" }, [` ${details}`, saved ? `; saved ${seconds(saved / 1000)}` : "",
       exact ? "" : "; quantised"].join("")));
 }
 
 function stack(parts, whole) {
-  const bars = parts.map(([place, n]) => {
-    const bar = h("span", { class: `fill ${place}` });
+  const bars = parts.map(([tier, n]) => {
+    const bar = h("span", { class: `fill ${tier}` });
     bar.style.width = `${(100 * n) / whole}%`;
     return bar;
   });
   return h("span", { class: "stack", "aria-hidden": "true" }, bars);
 }
 
-function meter({ place, n_bytes: used, max_bytes: limit }) {
+function meter({ budget, n_bytes: used, max_bytes: limit }) {
   const share = limit ? Math.min(1, used / limit) : 0;
-  const bar = h("span", { class: `fill ${place}` });
+  const bar = h("span", { class: `fill ${budget}` });
   bar.style.width = `${100 * share}%`;
-  const name = MEMORY[place] ?? place;
+  const name = MEMORY[budget] ?? budget;
   return h("div", { class: "meter" },
     h("div", { class: "row" }, h("span", {}, name),
       h("span", { class: "quiet" }, limit ? `${bytes(used)} of ${bytes(limit)}` : bytes(used))),

@@ -1,9 +1,18 @@
-// What was spared: hit rate by place over time, sums, wear of the disk, health.
+// Savings: hit rate by tier over time, totals, disk writes, health counts.
 
 import { choice, h, put, svg, table, tile } from "./dom.js";
 import { bytes, clock, count, percent, seconds, short, sum } from "./format.js";
 
 const SOURCES = [["live", "live caches"], ["memory", "memory"], ["disk", "disk"], ["computed", "computed"]];
+const HEALTH = {
+  quarantined: "damaged records quarantined",
+  read_errors: "records that could not be read",
+  dropped_saves: "saves dropped",
+  failed_saves: "saves failed",
+  evicted: "evictions",
+  audits: "audits",
+  drifts: "audits that differed",
+};
 const HOURS = [{ value: 1, name: "1 h" }, { value: 6, name: "6 h" }, { value: 24, name: "24 h" }];
 const WIDTH = 640;
 const HEIGHT = 180;
@@ -13,21 +22,21 @@ const FOOT = 22;
 export function show(saved, choose) {
   choice("hours", HOURS, saved.hours, choose);
   const { today, total, disk } = saved;
-  const spared = sum(today.reused);
+  const reused = sum(today.reused);
   const ever = sum(total.reused);
   put("saved-tiles",
-    tile("Hit rate today", percent(spared, spared + today.computed),
-      `${short(spared)} of ${short(spared + today.computed)} prompt tokens`),
-    tile("Time saved today", seconds(today.saved_s), `${short(spared)} tokens not recomputed`),
-    tile("Time saved in all", seconds(total.saved_s), `${short(ever)} tokens not recomputed`),
+    tile("Hit rate today", percent(reused, reused + today.computed),
+      `${short(reused)} of ${short(reused + today.computed)} prompt tokens`),
+    tile("Time saved today", seconds(today.saved_s), `${short(reused)} tokens not recomputed`),
+    tile("Time saved in total", seconds(total.saved_s), `${short(ever)} tokens not recomputed`),
     tile("On disk", bytes(disk.n_bytes),
       `${count(saved.blocks)} blocks${disk.max_bytes ? `; budget ${bytes(disk.max_bytes)}` : ""}`),
-    tile("Written today", bytes(Object.entries(saved.written_by_day).at(-1)?.[1] ?? 0), "days are those of UTC"));
+    tile("Written today", bytes(Object.entries(saved.written_by_day).at(-1)?.[1] ?? 0), "days in UTC"));
   put("hit-chart", hitChart(saved.points));
   put("hit-legend", legend());
   put("hit-table", pointTable(saved.points));
   put("writes-chart", writesChart(saved.written_by_day));
-  put("health-list", Object.entries(saved.health).flatMap(([name, n]) => [h("dt", {}, name), h("dd", {}, count(n))]));
+  put("health-list", Object.entries(HEALTH).flatMap(([key, name]) => [h("dt", {}, name), h("dd", {}, count(saved.health[key]))]));
 }
 
 function hitChart(points) {
@@ -75,17 +84,17 @@ function legend() {
 }
 
 function pointTable(points) {
-  const columns = [{ name: "From" }, ...SOURCES.map(([, name]) => ({ name, number: true })), { name: "warm", number: true }];
+  const columns = [{ name: "Time" }, ...SOURCES.map(([, name]) => ({ name, number: true })), { name: "warm", number: true }];
   const rows = points.filter(tokens).map((point) =>
     [clock(point.at), ...SOURCES.map(([source]) => count(point[source])),
       percent(tokens(point) - point.computed, tokens(point))]);
   return rows.length ? table("Prompt tokens by source", columns, rows)
-    : h("p", { class: "quiet" }, "Nothing in this time.");
+    : h("p", { class: "quiet" }, "No requests in this period.");
 }
 
 function writesChart(days) {
   const entries = Object.entries(days);
-  if (!entries.length) return h("p", { class: "quiet" }, "Nothing was written yet.");
+  if (!entries.length) return h("p", { class: "quiet" }, "Nothing written yet.");
   const most = Math.max(...entries.map(([, n]) => n), 1);
   return h("ul", { class: "bars" }, entries.map(([day, n]) => {
     const bar = h("span", { class: "fill disk" });

@@ -1,5 +1,5 @@
-// Where every run of blocks stands: along a row by its place in the prompt, and where
-// conversations part, the later branches in rows of their own below.
+// The layout of runs: along a row by position in the prompt; where conversations diverge, later
+// branches get rows below.
 
 export function arrange(runs) {
   const children = runs.map(() => []);
@@ -10,7 +10,7 @@ export function arrange(runs) {
     const isFirst = parent !== null && children[parent].length === 0;
     if (parent !== null) children[parent].push(index);
     const row = isFirst ? null : (rows += 1);
-    width = Math.max(width, run.number + run.blocks);
+    width = Math.max(width, run.first_block + run.blocks);
     return { run, index, row, parent, children: children[index] };
   });
   for (const one of placed) {
@@ -19,7 +19,7 @@ export function arrange(runs) {
   return { placed, rows: rows + 1, width: Math.max(width, 1) };
 }
 
-// The run that an arrow key leads to from this one.
+// The run that an arrow key selects.
 export function neighbour(placed, index, key) {
   const here = placed[index];
   if (key === "ArrowLeft") return here.parent ?? index;
@@ -28,12 +28,12 @@ export function neighbour(placed, index, key) {
   const rows = [...new Set(placed.map((one) => one.row))].sort((a, b) => a - b);
   const row = rows[rows.indexOf(here.row) + step];
   if (row === undefined) return index;
-  const middle = here.run.number + here.run.blocks / 2;
-  const distance = (one) => Math.abs(one.run.number + one.run.blocks / 2 - middle);
+  const middle = here.run.first_block + here.run.blocks / 2;
+  const distance = (one) => Math.abs(one.run.first_block + one.run.blocks / 2 - middle);
   return placed.filter((one) => one.row === row).sort((a, b) => distance(a) - distance(b))[0].index;
 }
 
-// Which runs a search means: by the agents that share them, or by the id of the run.
+// Indexes of the runs that match a search, by agent name or run id.
 export function matches(runs, agents, text) {
   const wanted = text.trim().toLowerCase();
   if (!wanted) return null;
