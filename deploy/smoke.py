@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Does a running server do what it should? Asks it a few small things; exit code 1 if not.
+"""Smoke test of a running server; exit code 1 at the first failed check.
 
-Needs nothing but Python. The key is read from a file or from KEEPWARM_API_KEY.
+Needs only Python. The key is read from a file or from KEEPWARM_API_KEY.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from urllib.request import Request, urlopen
 TIMEOUT_S = 120
 
 
-class Wrong(Exception):
-    """What was found, in a few words."""
+class CheckFailed(Exception):
+    """A check failed; the message says why."""
 
 
 class Server:
     def __init__(self, url: str, key: str) -> None:
         self._url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-        # New in every run, so that its first prompt is cold and its second is not.
+        # Unique in every run, so that the first request is cold and the second warm.
         run = f"Smoke test {uuid.uuid4()}. " + "The quick brown fox jumps over the lazy dog. " * 8
         self.prompt = [{"role": "user", "content": run}]
 
@@ -45,14 +45,16 @@ class Server:
                 return answer.read().decode()
         except HTTPError as error:
             with error:
-                raise Wrong(f"{error.code}: {error.read(500).decode(errors='replace')}") from error
+                raise CheckFailed(
+                    f"{error.code}: {error.read(500).decode(errors='replace')}"
+                ) from error
         except (URLError, OSError) as error:
-            raise Wrong(f"no answer ({error})") from error
+            raise CheckFailed(f"no answer ({error})") from error
 
 
-def check(truth: bool, otherwise: str) -> None:
-    if not truth:
-        raise Wrong(otherwise)
+def check(is_true: bool, message: str) -> None:
+    if not is_true:
+        raise CheckFailed(message)
 
 
 def live(server: Server) -> None:
@@ -87,7 +89,7 @@ def warm(server: Server) -> None:
 def stream(server: Server) -> None:
     body = {"messages": server.prompt, "max_tokens": 8, "stream": True}
     frames = server.post("/v1/chat/completions", body)
-    check(frames.endswith("data: [DONE]\n\n"), "the stream has no end")
+    check(frames.endswith("data: [DONE]\n\n"), "the stream did not end with [DONE]")
 
 
 def messages(server: Server) -> None:
@@ -98,7 +100,7 @@ def messages(server: Server) -> None:
 
 def lookup(server: Server) -> None:
     found = json.loads(server.post("/v1/cache/lookup", {"messages": server.prompt}))
-    check(max(found["warm"].values()) > 0, "what was just asked is not warm")
+    check(max(found["warm"].values()) > 0, "the prompt is not warm after two requests")
 
 
 def metrics(server: Server) -> None:
@@ -111,21 +113,23 @@ CHECKS: tuple[Callable[[Server], None], ...] = (
 
 
 def wait(server: Server, seconds: float) -> None:
-    """Return when the server is ready or the time is over."""
+    """Return when the server is ready or the time is up."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
             ready(server)
             return
-        except Wrong:
+        except CheckFailed:
             time.sleep(0.5)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:8181")
-    parser.add_argument("--key-file", type=Path, help="its first line is the key")
-    parser.add_argument("--wait", type=float, default=0, help="seconds until it must be ready")
+    parser.add_argument("--key-file", type=Path, help="file whose first line is the API key")
+    parser.add_argument(
+        "--wait", type=float, default=0, help="seconds to wait for the server to become ready"
+    )
     given = parser.parse_args()
     key = os.environ.get("KEEPWARM_API_KEY", "")
     if given.key_file:
@@ -140,7 +144,7 @@ def run(server: Server) -> int:
         begun = time.perf_counter()
         try:
             each(server)
-        except (Wrong, KeyError, IndexError, ValueError) as error:
+        except (CheckFailed, KeyError, IndexError, ValueError) as error:
             print(f"bad  {each.__name__}: {error or type(error).__name__}")
             return 1
         print(f"ok   {each.__name__} ({1000 * (time.perf_counter() - begun):.0f} ms)")

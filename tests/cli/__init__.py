@@ -1,4 +1,4 @@
-"""The command line as people run it: in a process of its own."""
+"""The command line, run as a subprocess."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The command line inside the test's own process, for what needs no process of its own."""
+"""The command line, run inside the test's process."""
 
 import io
 import sys

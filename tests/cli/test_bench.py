@@ -1,4 +1,4 @@
-"""`keepwarm bench` as people run it: on servers of its own, with files of what it found."""
+"""`keepwarm bench` as a subprocess: it starts its servers and writes its result files."""
 
 import json
 import re

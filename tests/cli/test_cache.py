@@ -1,4 +1,4 @@
-"""`keepwarm cache …` on a store that real runs have filled, each command as a user types it."""
+"""`keepwarm cache …` as a subprocess, on a store filled by real runs."""
 
 import json
 import os
@@ -100,7 +100,7 @@ def test_verify_finds_and_fixes_a_flipped_byte(home):
 
 @pytest.fixture
 def verified(main_here, tmp_path):
-    """A function: what `verify` says of a store with two blocks in the test's own home."""
+    """A function: the output of `verify` on a store with two blocks."""
     with DiskStore(tmp_path / "store", DiskLimits(min_free_bytes=0)) as disk_store:
         for made in chain_of(2):
             assert disk_store.disk.put(made).stored
@@ -116,7 +116,7 @@ def verified(main_here, tmp_path):
 
 @pytest.mark.parametrize("options", [[], ["--fix"]])
 def test_verify_names_what_cannot_be_read_and_leaves_it(options, verified, tmp_path):
-    """S0-57: a link that leads to itself is what nobody, not even root, can open."""
+    """S0-57: a symlink to itself cannot be opened, not even by root."""
     path = next(files_under(tmp_path / "store" / "blocks"))
     aside = path.rename(tmp_path / "aside")
     path.symlink_to(path)
@@ -127,7 +127,7 @@ def test_verify_names_what_cannot_be_read_and_leaves_it(options, verified, tmp_p
     assert verified() == []
 
 
-def test_verify_sets_a_torn_agent_aside(verified, tmp_path):
+def test_verify_quarantines_a_torn_agent(verified, tmp_path):
     path = tmp_path / "store" / "agents" / "torn.json"
     path.write_text("{")
     assert [bad["quarantined"] for bad in verified()] == [False]
@@ -167,7 +167,7 @@ def test_an_agent_travels_in_one_file(home, tmp_path):
 
 
 def test_an_agent_with_rounded_keys_travels_too(main_here, tmp_path):
-    """The bundle says how its keys and values are held; nobody has to say it again."""
+    """The bundle records its KV options, so import needs no flag for them."""
     model = "--model", write_checkpoint(tmp_path / "wide", shape={"head_dim": 64})
     asked = "run", "a story told in eight bits " * 70, *model, "--max-tokens", 3, "--json"
     first = json.loads(main_here(*asked, "--kv-bits", 8, "--agent", "a")[1])
@@ -199,7 +199,7 @@ def test_a_bundle_that_may_not_be_kept_is_one_sentence(
     assert main_here("cache", "ls", "--json")[1] == "[]\n"
 
 
-def test_rm_frees_what_nobody_else_reaches(home):
+def test_rm_deletes_blocks_that_no_other_agent_uses(home):
     run(home, "one story told by a single agent only " * 60, "--agent", "lonely")
     before = cache_json(home, "stats")["n_bytes"]
     removed = cache_json(home, "rm", "lonely")["removed_blocks"]
@@ -208,7 +208,7 @@ def test_rm_frees_what_nobody_else_reaches(home):
 
 
 def test_any_prefix_travels_in_one_file(home, tmp_path):
-    """An agent's first tokens, a turn, or a prompt that nobody named."""
+    """An agent's first tokens, a turn, or an unnamed prefix."""
     run(home, "a long way to go for a story " * 60, "--agent", "part")
     run(home, "said by nobody in particular " * 60)
     n_tokens = cache_json(home, "show", "part")["n_tokens"]
@@ -232,7 +232,7 @@ def test_any_prefix_travels_in_one_file(home, tmp_path):
 
 
 def test_progress_is_shown_on_a_terminal_only(home):
-    """Never on stdout, and nothing at all where nobody watches."""
+    """Never on stdout, and only if stderr is a terminal."""
     done = keepwarm("cache", "verify", "--json", home=home)
     assert done.stderr == b""
     screen, device = pty.openpty()

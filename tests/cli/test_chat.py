@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory):
 
 
 class Terminal:
-    """A terminal with `keepwarm chat` in it: type keys, wait for what it shows."""
+    """`keepwarm chat` in a pseudo-terminal: type keys, wait for output."""
 
     def __init__(self, checkpoint, home):
         self._fd, inside = pty.openpty()
@@ -117,7 +117,7 @@ def test_ctrl_c_while_loading_leaves(terminal):
 
 
 def test_piped_conversation(checkpoint, tmp_path):
-    """Answers on standard output, everything about them beside it."""
+    """Answers on standard output, notes on standard error."""
     options = ("--model", checkpoint, "--max-tokens", 12)
     lines = "the fox\n\nthe dog\n/clear\nthe fox\n/nonsense\n/exit\nnever read\n"
     done = keepwarm("chat", *options, home=tmp_path, stdin=lines.encode())
@@ -172,7 +172,7 @@ def test_without_a_cache_every_turn_is_read_whole(main_here, checkpoint, tmp_pat
     ],
 )
 def test_bad_options_are_one_sentence(main_here, checkpoint, tmp_path, options):
-    """Before anything is asked: each would be refused with every question."""
+    """Reported before the first prompt."""
     long = tmp_path / "system.txt"
     long.write_text("far too long " * 100)
     options = [option.replace("{too long}", str(long)) for option in options]
@@ -201,13 +201,13 @@ def conversation(tmp_path):
 
 
 def interrupt_after(n_asked):
-    """Ctrl-C, once it was asked for so often."""
+    """Reports Ctrl-C after this many polls."""
     asked = count()
     return lambda: next(asked) >= n_asked
 
 
 def test_an_interrupted_answer_stays_in_the_history(conversation, capsys):
-    """What was shown is what was said, and it is not read again."""
+    """The history holds what was printed, and the next turn does not prefill it again."""
     stopped = _read(conversation.ask("the dog"), interrupt_after(20))
     assert 0 < stopped.n_tokens < 500
     assert stopped.summary.endswith("· stopped")

@@ -12,7 +12,7 @@ from tests.kit.checkpoints import write_checkpoint
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """The whole of it on a tiny model, which stands in the settings for the default one."""
+    """The whole demo, with a tiny model as the default model."""
     model = write_checkpoint(tmp_path_factory.mktemp("model"), n_context=16384)
     home = tmp_path_factory.mktemp("home")
     settings = {"KEEPWARM_MODEL": str(model), "KEEPWARM_BLAS": "none"}
@@ -52,7 +52,7 @@ def reply(text, n_prompt=100, seconds=1.0):
 
 
 def test_another_answer_is_seen():
-    """A control: what differs is said, and only what was asked in other tokens is left out."""
+    """Differences are reported; only answers to different prompts are skipped."""
     assert not DemoTurn("a", 1, reply("x"), reply("x")).differs
     other = DemoTurn("a", 1, reply("x"), reply("y"))
     assert other.differs
@@ -68,7 +68,7 @@ def test_another_answer_is_seen():
 
 
 def test_what_goes_back_is_not_what_came():
-    """An answer that does keeps its tokens with the cache, and may have others without."""
+    """Such an answer may have other tokens without the cache."""
     assert cut_off("The lamp is lit bef") == "The lamp is lit ..."
     assert cut_off("Yes") == "Yes ..."
     assert cut_off("") == " ..."

@@ -18,7 +18,7 @@ KEYS = [
 
 
 def doctor(home, *arguments, **environ):
-    """What the command prints, in a process that starts without any of our variables."""
+    """The output of the command in a process without KEEPWARM_ variables."""
     mine = {key: value for key, value in os.environ.items() if not key.startswith("KEEPWARM_")}
     mine |= {"KEEPWARM_HOME": str(home), "COLUMNS": "200", **environ}
     command = [sys.executable, "-c", PROGRAM, *arguments]

@@ -118,7 +118,7 @@ def test_a_seed_repeats_the_draws(main_here, checkpoint):
     assert [code for code, _, _ in draws] == [0, 0, 0]
 
 
-def test_quantised_keys_and_values_are_said_not_to_be_exact(main_here, tmp_path):
+def test_quantised_keys_and_values_are_reported_as_not_exact(main_here, tmp_path):
     wide = write_checkpoint(tmp_path / "wide", shape={"head_dim": 64})
     options = ("--model", wide, "--max-tokens", 3, "--kv-bits", 8, "--json")
     code, out, _ = main_here("run", "hi", *options)

@@ -1,4 +1,4 @@
-"""`keepwarm serve` as a process: what it prints works, and it leaves in order."""
+"""`keepwarm serve` as a process: the printed command works, and it stops cleanly."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def command(checkpoint, *arguments):
 
 @contextmanager
 def served(checkpoint, home, *arguments, **environ):
-    """A server process; yields it and what it has printed, ends it however the test ends."""
+    """Yields a server process and its output; always stops it."""
     environ = {**os.environ, "KEEPWARM_HOME": str(home), **environ}
     process = subprocess.Popen(
         command(checkpoint, "--port", "0", *arguments),
@@ -64,14 +64,14 @@ def address(printed):
 
 
 def run_line(printed):
-    """What the printed curl line answers, run as it is printed."""
+    """The response to the printed curl command."""
     line = printed.splitlines()[1]
     answer = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
     return json.loads(answer.stdout)
 
 
 def test_what_is_printed_works_and_a_signal_ends_it_in_order(checkpoint, tmp_path):
-    """An answer under way still ends, nothing is logged, and what was read is found again."""
+    """A running answer finishes, nothing is logged, and its prompt is warm after a restart."""
     with served(checkpoint, tmp_path, KEEPWARM_DRAIN_S="5") as (process, printed):
         assert httpx.get(f"{address(printed)}/docs").is_success
         first = run_line(printed)

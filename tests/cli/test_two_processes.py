@@ -1,4 +1,4 @@
-"""What one process has read, the next finds on disk: the same text, and only one token fed."""
+"""A second process restores the prompt from disk: same text, one token prefilled."""
 
 import json
 import random
@@ -60,7 +60,7 @@ def test_the_default_model(tmp_path):
 
 
 def test_prompts_that_share_628_tokens(tmp_path):
-    """To the token: 256-token blocks do not round what is reused."""
+    """Reuse is exact to the token, not rounded to 256-token blocks."""
     from keepwarm.models.load import load
     from keepwarm.prefix.blocks import common_prefix
     from keepwarm.text.prompt import Prompter

@@ -1,4 +1,4 @@
-"""A real browser, and pages that fail their test for what nobody asked of them."""
+"""Chromium, and pages that fail their test on console errors and outside requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """Headless, and the machine's own: nothing is downloaded."""
+    """The installed browser, headless; nothing is downloaded."""
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:
         pytest.skip("needs `chromium`")
@@ -27,9 +27,9 @@ def chromium() -> Iterator[Any]:
 
 @contextmanager
 def watched(browser: Any, url: str, allowed: str = "", **options: Any) -> Iterator[Any]:
-    """A page of this server. Errors in its console, and calls elsewhere, fail the test at the end.
+    """A page of this server. Console errors and requests to other hosts fail the test at the end.
 
-    `allowed` is part of an error that the test means to cause.
+    `allowed` is part of an error message that the test expects.
     """
     options = {"viewport": {"width": 1280, "height": 900}, **options}
     context = browser.new_context(**options)

@@ -1,4 +1,4 @@
-"""Pictures of the dashboard for its page in the manual: python -m tests.server.dashboard.pictures
+"""Screenshots for docs/dashboard.md: python -m tests.server.dashboard.pictures
 
 A tiny model serves agents that read the pages of the manual for some minutes; half-way the server
 is started again. Numbers in the pictures are those of that run.
@@ -37,7 +37,7 @@ def excerpt(pick: random.Random, n_chars: int) -> str:
 
 
 class Team:
-    """Conversations that grow turn by turn from a common beginning."""
+    """Conversations with a common system prompt."""
 
     def __init__(self, seed: int = 0) -> None:
         self._pick = random.Random(seed)
@@ -54,7 +54,7 @@ class Team:
         said += [{"role": "assistant", "content": "It is done."}, self._user("Go on.\n")]
 
     def what_time(self, live: Live, minute: int) -> None:
-        """An agent that writes the time into its first line, and pays for it."""
+        """An agent whose first line is the time, so that every request is a miss."""
         system = f"It is 14:{minute % 60:02}. {SYSTEM}{PAGES[0][:5000]}"
         body = {"messages": [{"role": "system", "content": system}], "max_tokens": 8}
         live.post("/v1/chat/completions", body, **{"X-Keepwarm-Agent": "clock"}).raise_for_status()
@@ -76,7 +76,7 @@ def work(live: Live, team: Team, until: float) -> None:
 
 @contextmanager
 def busy(live: Live, team: Team) -> Iterator[None]:
-    """Answers that go on while the pictures are taken."""
+    """Keeps answers running while the pictures are taken."""
     over = threading.Event()
 
     def run(role: str) -> None:

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: it loads, stays true, and does what its buttons say."""
+"""The dashboard in Chromium: it loads, updates, and its buttons work."""
 
 import tarfile
 import threading
@@ -76,8 +76,8 @@ def agents(live):
 # It loads.
 
 
-def test_it_loads_and_asks_nobody_else(page):
-    """S0-75: all sections are there; the page's watcher fails for errors and outside calls."""
+def test_it_loads_from_its_own_server_only(page):
+    """S0-75: all sections are there; `watched` fails on errors and outside requests."""
     assert page.title() == "Keepwarm"
     assert page.get_by_role("heading", level=2).all_inner_texts() == SECTIONS
     assert page.locator("#model").inner_text() == "tiny"
@@ -103,7 +103,7 @@ def test_links_lead_to_their_sections(page):
         assert page.locator(wanted).is_visible()
 
 
-# It stays true.
+# It updates.
 
 
 def test_it_follows_a_running_request(page, own):
@@ -120,7 +120,7 @@ def test_it_follows_a_running_request(page, own):
     page.locator("#ended tr", has_text="counter").first.wait_for()
 
 
-def test_it_asks_nothing_while_nobody_looks(page):
+def test_it_sends_nothing_while_hidden(page):
     asked = []
     page.on("request", lambda request: asked.append(request.url))
     hide(page, True)
@@ -142,7 +142,7 @@ def hide(page, hidden):
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
-def test_a_server_that_is_gone_is_told(browser, serving):
+def test_a_server_that_is_gone_is_reported(browser, serving):
     with serving() as live, watched(browser, live.url, allowed="ERR_") as page:
         page.goto(live.url)
         page.get_by_text("Live", exact=True).wait_for()
@@ -155,7 +155,7 @@ def test_a_server_that_is_gone_is_told(browser, serving):
 # Its buttons.
 
 
-def test_an_agent_is_pinned_and_let_go(page, own):
+def test_an_agent_is_pinned_and_unpinned(page, own):
     page.get_by_role("button", name="Pin first").click()
     page.get_by_role("button", name="Unpin first").wait_for()
     assert agents(own)["first"]["pinned"]
@@ -165,7 +165,7 @@ def test_an_agent_is_pinned_and_let_go(page, own):
 
 
 def test_an_agent_is_forked_and_deleted_after_a_question(page, own):
-    """S0-75: nothing is deleted without a second word."""
+    """S0-75: nothing is deleted without confirmation."""
     page.get_by_role("button", name="Fork first").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_role("textbox").fill("second")
@@ -197,7 +197,7 @@ def test_an_agent_is_rewound_and_exported(page, own, tmp_path):
     wait_until(lambda: agents(own)["traveller"]["turns"] == [])
 
 
-def test_what_cannot_be_done_is_said(browser, own):
+def test_errors_are_shown(browser, own):
     with watched(browser, own.url, allowed="400 (Bad Request)") as page:
         page.goto(own.url)
         page.get_by_role("button", name="Fork first").click()
@@ -242,7 +242,7 @@ def test_zoom_changes_the_picture(page):
 
 
 def test_ten_thousand_blocks(browser, serving):
-    """S0-75: as many are drawn, searched and walked without a wait that anybody would notice."""
+    """S0-75: drawing, searching and selecting take less than a second."""
     with serving() as live:
         engine = live.host.engine
         name = engine._lane(KVOptions(), "").manager.namespace
@@ -277,7 +277,7 @@ def took_ms(page, script):
 
 
 def test_a_miss_shows_what_changed(page):
-    """S0-75: the place as a text diff."""
+    """S0-75: the change as a text diff."""
     item = page.locator("#missed li", has_text="clock").first
     item.get_by_text("Show the difference").click()
     assert "nine" in item.locator("pre del").first.inner_text()
@@ -289,7 +289,7 @@ def test_a_miss_shows_what_changed(page):
 
 
 def test_it_asks_for_the_key_and_shows_no_more_than_it_opens(browser, serving):
-    """S0-75: nothing without a key, and nothing of another's with one."""
+    """S0-75: no data without a key, and no other key's data with one."""
     with serving(api_keys="a,b", admin_key="admin") as live:
         ask(live, LONG, "alice", **A)
         ask(live, LONG, "bob", **B)
@@ -325,7 +325,7 @@ def test_it_asks_for_the_key_and_shows_no_more_than_it_opens(browser, serving):
 
 
 def test_verify_waits_for_the_key_and_for_itself(browser, serving):
-    """Not to be pressed before the page knows whose it is, nor while it runs."""
+    """Disabled until the page knows its key, and while it runs."""
     with serving(admin_key="admin") as live, watched(browser, live.url) as page:
         page.route("**/v1/dashboard/now", lambda route: None)  # an answer that does not come
         page.goto(f"{live.url}/dashboard")
@@ -352,7 +352,7 @@ def give(dialog, key):
     dialog.get_by_role("button", name="Use key").click()
 
 
-# For every eye.
+# Accessibility.
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

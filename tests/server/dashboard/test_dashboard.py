@@ -1,4 +1,4 @@
-"""The dashboard's own endpoints: what they tell, and to whom."""
+"""The dashboard's endpoints: their data, and which key sees it."""
 
 import uuid
 
@@ -31,7 +31,7 @@ def show(live, what, **headers):
 
 @pytest.fixture(scope="module")
 def two(serving):
-    """A server with two keys, an admin, and a prompt of each key that it misses."""
+    """A server with two keys, an admin key, and one miss of each key."""
     with serving(api_keys="a,b", admin_key="admin") as live:
         for name, key in (("alice", A), ("bob", B)):
             ask(live, f"{name} at nine. {SECRET}{LONG}", name, **key)
@@ -42,8 +42,8 @@ def two(serving):
 # The page.
 
 
-def test_the_page_needs_no_key_and_tells_nothing(two):
-    """S0-75: what is open to anybody is files, the same for all; data needs the key."""
+def test_the_page_needs_no_key_and_holds_no_data(two):
+    """S0-75: static files are open to everyone; data needs a key."""
     for path in ("/dashboard", *(f"/dashboard/{file.name}" for file in FILES.iterdir())):
         answer = two.get(path)
         assert answer.status_code == 200
@@ -55,8 +55,8 @@ def test_the_page_needs_no_key_and_tells_nothing(two):
         assert two.get(f"/v1/dashboard/{what}").status_code == 401
 
 
-def test_the_page_asks_nothing_of_others():
-    """S0-75: no address but this server's, no script or style in the page itself."""
+def test_the_page_uses_no_other_host():
+    """S0-75: no other host, no inline script or style."""
     assert "unsafe" not in POLICY
     for file in FILES.iterdir():
         text = file.read_text().replace('"http://www.w3.org/2000/svg"', "")
@@ -121,7 +121,7 @@ def test_memory_by_budget(live):
 # Saved.
 
 
-def test_what_was_spared_is_told_by_place(serving):
+def test_savings_by_tier(serving):
     """S0-75: hit rate by tier, tokens and seconds not recomputed, writes per day."""
     with serving() as live:
         cold = ask(live, LONG)
@@ -141,13 +141,13 @@ def test_what_was_spared_is_told_by_place(serving):
 
 
 def over_time(saved):
-    """The points of all time that is shown, added up by place."""
+    """The sum of all points, by source."""
     names = ("live", "memory", "disk", "computed")
     return {name: sum(point[name] for point in saved["points"]) for name in names}
 
 
 def test_sums_survive_a_restart(serving, tmp_path):
-    """S0-75: today and in all; what the new process finds on disk is counted on."""
+    """S0-75: today and in total; the new process continues the stored counts."""
     with serving(home=tmp_path) as live:
         ask(live, LONG)
         ask(live, LONG)
@@ -184,8 +184,8 @@ def test_so_many_hours(live, hours, status):
 # The forest.
 
 
-def test_agents_share_and_part(serving):
-    """S0-29, S0-75: who shares what, where a conversation forked, where it lies, what is pinned."""
+def test_agents_share_and_diverge(serving):
+    """S0-29, S0-75: shared runs, forks, tiers, pins."""
     with serving() as live:
         ask(live, LONG, "one")
         assert live.post("/v1/agents/one/fork", {"id": "two"}).status_code == 200
@@ -208,8 +208,8 @@ def test_agents_share_and_part(serving):
 # Misses.
 
 
-def test_a_miss_shows_its_place_as_text(live):
-    """S0-75: where the prompt changed, what stood there, and what it cost."""
+def test_a_miss_shows_the_change_as_text(live):
+    """S0-75: where the prompt changed, the earlier text, and the cost."""
     mark = uuid.uuid4().hex[:6]
     ask(live, f"{mark} It is nine. {LONG}")
     receipt = ask(live, f"{mark} It is ten. {LONG}", "late")
@@ -225,11 +225,11 @@ def test_a_miss_shows_its_place_as_text(live):
     assert live.get("/v1/dashboard/misses/999999").status_code == 404
 
 
-# Whose it is.
+# Access.
 
 
 def test_a_key_sees_its_own_alone(two):
-    """S0-75: of another key's, how many blocks and running requests there are, and nothing else."""
+    """S0-75: of other keys it sees only the number of blocks and running requests."""
     for own, other, key in (("alice", "bob", A), ("bob", "alice", B)):
         told = {what: show(two, what, **key) for what in ("now", "forest", "misses")}
         assert {entry["agent"] for entry in told["now"]["ended"]} == {own}
@@ -275,7 +275,7 @@ COUNTED = ("/v1/dashboard/saved", "/v1/dashboard/what-if", "/v1/cache")
 
 
 def sums_of(live, **headers):
-    """What a key is told of all keys together."""
+    """Which totals over all keys a key can see."""
     now = show(live, "now", **headers)
     told = {path: live.get(path, **headers).status_code == 200 for path in COUNTED}
     told["/metrics"] = "keepwarm_prompt_tokens_total" in live.get("/metrics", **headers).text
@@ -286,7 +286,7 @@ def sums_of(live, **headers):
 
 
 def test_what_is_counted_over_all_keys_is_for_the_admin(two):
-    """S0-75: one key cannot tell from a sum what another does."""
+    """S0-75: totals do not reveal to one key what another does."""
     assert set(sums_of(two, **A).values()) == {False}
     assert set(sums_of(two, **ADMIN).values()) == {True}
     for path in COUNTED:
@@ -306,7 +306,7 @@ def test_where_all_is_one_tenants_sums_are_told(serving, settings):
 
 
 def test_keys_that_share_a_cache_read_no_texts(serving):
-    """Nobody could say which of them a prompt was."""
+    """The server does not know which of them sent a prompt."""
     with serving(api_keys="a,b", share_cache=True) as live:
         ask(live, f"At nine. {SECRET}{LONG}", **A)
         ask(live, f"At ten. {SECRET}{LONG}", **A)
@@ -319,7 +319,7 @@ def test_keys_that_share_a_cache_read_no_texts(serving):
 
 
 def test_a_bigger_budget_is_tried_out(serving):
-    """S0-75: the look-ups of this server, played again."""
+    """S0-75: replays the lookups of this server."""
     with serving(disk_bytes=1 << 30) as live:
         assert show(live, "what-if")["lookups"] == 0
         ask(live, LONG)

@@ -1,4 +1,4 @@
-"""Parts of the dashboard's scripts, called one by one in a real browser."""
+"""Functions of the dashboard's scripts, called in Chromium."""
 
 import pytest
 
@@ -61,6 +61,6 @@ ROWS = """async () => {
 }"""
 
 
-def test_rows_stay_under_whoever_reads_them(page):
-    """What has not changed is the very same element, a second later."""
+def test_unchanged_rows_are_kept(page):
+    """An update replaces only cells that changed."""
     assert page.evaluate(ROWS) == [[-1, 0, 2], ["new0", "a1", "c4"], True]

@@ -1,4 +1,4 @@
-"""The page in a real browser: what is counted over all keys is opened by the admin key alone."""
+"""The page in Chromium: only the admin key sees totals over all keys."""
 
 import pytest
 
@@ -21,8 +21,8 @@ def give(page, key):
     dialog.get_by_role("button", name="Use key").click()
 
 
-def test_sums_are_shown_to_the_admin_and_others_are_told_why_not(browser, serving):
-    """S0-75: the page asks only for what its key may see, also when another key is given."""
+def test_totals_are_shown_to_the_admin_key_only(browser, serving):
+    """S0-75: the page requests only what its key may see, also after the key is changed."""
     with (
         serving(api_keys="a,b", admin_key="admin") as live,
         watched(browser, live.url, allowed="401") as page,

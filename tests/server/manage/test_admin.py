@@ -26,7 +26,7 @@ def other(tmp_path_factory):
 
 @pytest.fixture
 def admin(checkpoint, tmp_path):
-    """A server whose model belongs to nobody else, so that it can be let go of."""
+    """A server that holds the only reference to its model, so that it can be freed."""
     home = str(tmp_path)
     settings = config.load({"KEEPWARM_HOME": home}, admin_key="admin", allow_model_paths=True)
     with serve(load(str(checkpoint), settings), settings) as live:
@@ -49,7 +49,7 @@ def test_it_takes_the_admin_key(serving, headers):
         assert live.host.ready
 
 
-def test_without_an_admin_key_nobody_may(live):
+def test_without_an_admin_key_it_is_forbidden(live):
     answer = live.post("/v1/admin/unload", {})
     assert answer.status_code == 403
     assert "KEEPWARM_ADMIN_KEY" in answer.json()["error"]["message"]
@@ -70,7 +70,7 @@ def test_another_model_takes_its_place(admin, other, verb):
 
 
 def test_the_first_is_gone_when_the_second_comes(checkpoint, other, tmp_path):
-    """S2-01, S2-02: exactly one is resident, so the least recently used is the one that is here."""
+    """S2-01, S2-02: one model is resident at a time, so it is the least recently used one."""
     settings = config.load({"KEEPWARM_HOME": str(tmp_path)}, allow_model_paths=True)
     with Store(settings=settings) as store:
         host = EngineHost(start_engine(load(str(checkpoint), settings), store, settings), "first")
@@ -92,7 +92,7 @@ def test_blocks_of_the_first_are_warm_when_it_comes_back(admin, checkpoint, othe
 
 
 def broken(directory):
-    """Looks whole until its weights are read."""
+    """A model whose weights turn out to be damaged."""
     path = write_checkpoint(directory, seed=2)
     (path / "model.safetensors").write_bytes(b"no weights at all")
     return path
@@ -117,7 +117,7 @@ def test_what_is_no_model_at_all_changes_nothing(admin, tmp_path):
     assert admin.host.engine is engine
 
 
-def test_paths_are_named_by_nobody_unless_allowed(serving, other):
+def test_paths_are_refused_unless_allowed(serving, other):
     with serving(admin_key="admin") as live:
         engine = live.host.engine
         answer = change(live, "load", {"model": str(other)})
@@ -140,7 +140,7 @@ def test_without_a_model_it_says_so(admin, checkpoint):
 
 
 def test_answers_that_run_may_end_first(admin, other):
-    """One that ends in time is whole; the stream of one that does not says so."""
+    """An answer that ends in time is complete; a longer one ends with an error."""
     short = QUESTION | {"max_tokens": 60, "stream": True, "logit_bias": {"2": -100}}
     texts = {}
 

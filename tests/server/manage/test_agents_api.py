@@ -1,4 +1,4 @@
-"""Agents over HTTP: whose they are, what can be done with them, how they travel."""
+"""The agents API: ownership, actions, export and import."""
 
 import io
 import tarfile
@@ -15,7 +15,7 @@ A, B = {"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}
 
 
 def say(live, agent, text=LONG, **headers):
-    """One turn of an agent; it is noted by the time this returns."""
+    """One turn of an agent; recorded when this returns."""
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
     headers = {"X-Keepwarm-Agent": agent, "X-Keepwarm-Cache": "durable", **headers}
     answer = live.post("/v1/chat/completions", body, **headers)
@@ -141,7 +141,7 @@ def test_who_is_unknown(live):
 
 
 def test_a_key_has_agents_of_its_own(serving):
-    """Ids may collide between keys; neither sees, nor changes, what is the other's."""
+    """Ids may collide between keys; neither key sees or changes the other's agents."""
     with serving(api_keys="a,b") as live:
         say(live, "main", **A)
         say(live, "main", "Something else altogether.", **B)
@@ -186,7 +186,7 @@ def test_a_bundle_is_warm_where_it_arrives(serving, bundle):
 
 
 def test_a_bundle_of_another_key_becomes_ones_own(serving):
-    """The same weights are enough; it is warm under the key that took it in."""
+    """Only the weights must match; the bundle is warm under the importing key."""
     with serving(api_keys="a,b") as live:
         say(live, "mine", LONG, **A)
         bundle = live.get("/v1/agents/mine/export", **A).content

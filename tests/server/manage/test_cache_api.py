@@ -1,4 +1,4 @@
-"""The cache over HTTP: how warm a prompt is, warming, clearing, checking."""
+"""The cache API: lookup, warm, clear, verify."""
 
 import uuid
 
@@ -12,7 +12,7 @@ ADMIN = {"Authorization": "Bearer admin"}
 
 
 def prompt():
-    """One that nobody has asked before."""
+    """A prompt that was not sent before."""
     text = f"{uuid.uuid4()} The quick brown fox jumps over the lazy dog. " * 8
     return [{"role": "user", "content": text}]
 
@@ -40,7 +40,7 @@ def lookup(live, messages, api="", **headers):
 
 @every_api
 def test_how_warm_a_prompt_is(live, api):
-    """It says what the answer's receipt then says, and changes nothing."""
+    """Lookup agrees with the receipt of the answer, and changes nothing."""
     messages = prompt()
     cold = lookup(live, messages, api)
     assert sum(cold["warm"].values()) < 32  # what all templates begin with
@@ -64,7 +64,7 @@ FIELDS = {
 
 @every_api
 def test_the_body_says_how_keys_and_values_are_held(live, api):
-    """With other options it is another namespace, and that is the one looked in."""
+    """Other KV options are another namespace, in which lookup searches."""
     body = BODIES[api](prompt())
     limit = {"max_output_tokens": 2} if api == "/responses" else {"max_tokens": 2}
     answer = live.post(f"/v1/{ASKED[api]}", body | SHORT | limit)
@@ -116,7 +116,7 @@ def test_a_prompt_is_warmed_before_it_is_asked(live, api):
     assert answer["recomputed"] <= 2
 
 
-def test_what_is_scrubbed_is_said(live):
+def test_lookup_lists_scrubbed_rules(live):
     line = "x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=cli; cch=0f1e2;"
     system = {"role": "system", "content": f"{line}\nBe brief."}
     assert lookup(live, [system, *prompt()])["scrubbed"] == ["billing-header"]
@@ -152,7 +152,7 @@ def test_clearing_memory_leaves_the_disk(serving):
 
 
 def files_with(live, messages):
-    """Those of the store that hold token ids of a prompt."""
+    """Files of the store that contain token ids of a prompt."""
     engine = live.host.engine
     words = pack(engine.prepare(Request(messages=messages)).tokens[8:40])
     paths = [path for path in engine.store.on_disk.disk.root.rglob("*") if path.is_file()]
@@ -193,7 +193,7 @@ def test_a_key_cannot_see_how_warm_anothers_prompt_is(serving):
 
 
 def test_verify_finds_what_is_damaged(serving):
-    """S0-57: the health of what is kept can be asked for."""
+    """S0-57: the server can check its records."""
     with serving(admin_key="admin") as live:
         ask(live, prompt(), **{"X-Keepwarm-Cache": "durable"})
         assert live.post("/v1/cache/verify", {}).status_code == 403

@@ -1,4 +1,4 @@
-"""Whether the server lives, and whether it can answer."""
+"""Liveness and readiness."""
 
 import asyncio
 import threading
@@ -29,7 +29,7 @@ def test_it_lives_and_is_ready(live):
 
 
 def test_it_waits_for_nothing_that_the_engine_does(live):
-    """A step that does not end, and a request behind it."""
+    """The engine is blocked, with a request waiting."""
     released = threading.Event()
     done = live.host.engine.call(lambda: released.wait(60))
     asking = threading.Thread(target=live.post, args=("/v1/chat/completions", ENDLESS | SHORT))
@@ -45,7 +45,7 @@ def test_it_waits_for_nothing_that_the_engine_does(live):
 
 @pytest.mark.parametrize("path", ["/health/live", "/nowhere", "/openapi.json"])
 def test_the_first_to_ask_waits_no_longer_than_the_second(path):
-    """Processor time, for all others wait as long: the event loop serves everybody."""
+    """CPU time: while the event loop is busy, all clients wait."""
     app = create_app(EngineHost(None, "none"), config.load({}))
     build_routes(app)
 
@@ -68,7 +68,7 @@ def test_it_takes_no_key(serving):
 
 
 def test_it_is_not_ready_while_it_drains(serving):
-    """Answers still run; a balancer sends no more."""
+    """Answers still run; a load balancer sends no new requests."""
     with serving() as live:
         asking = threading.Thread(target=live.post, args=("/v1/chat/completions", ENDLESS))
         asking.start()

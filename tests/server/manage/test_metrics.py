@@ -1,4 +1,4 @@
-"""S0-59: what Prometheus reads is there, counts what happened, and is what the manual lists."""
+"""S0-59: metrics exist, count correctly, and are documented."""
 
 import re
 import uuid
@@ -76,7 +76,7 @@ def test_times_are_counted_once(live):
 
 
 def test_no_answer_is_lost_between_two_readings(serving):
-    """S0-59: more answers than the engine's journal holds, and each is counted once."""
+    """S0-59: more answers than the engine's journal holds; each is counted once."""
     prompts = [[token] for token in range(10, 10 + MAX_ANSWERS)]
     body = {"prompt": prompts, "max_tokens": 2, "keepwarm": {"cache": "no-store"}, **ENDLESS}
     with serving() as live:
@@ -91,7 +91,7 @@ def test_no_answer_is_lost_between_two_readings(serving):
     assert found["keepwarm_token_seconds_count",] == N_ASKED * MAX_ANSWERS
 
 
-def test_an_answer_that_nobody_awaits_has_no_times(live):
+def test_a_cancelled_answer_has_no_latency(live):
     before = read(live)
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3000}
     with pytest.raises(httpx.ReadTimeout):
@@ -157,7 +157,7 @@ def test_paths_have_few_names(path, api):
 
 
 def test_every_route_has_a_name():
-    """So that what the server's own pages ask is not taken for what nobody knows."""
+    """Requests of the server's own pages are not counted as `other`."""
     app = create_app(EngineHost(None, "none"), config.load({}))
     paths = {*app.openapi()["paths"], "/", "/dashboard/main.js", app.docs_url, app.openapi_url}
     assert "/v1/dashboard/now" in paths
