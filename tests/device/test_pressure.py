@@ -155,9 +155,9 @@ def test_an_engine_sheds_where_it_is_low(models, tmp_path, low):
             Memory(80 * GIB, lambda: left["gpu"], lambda: 0),
             Memory(80 * GIB, lambda: left["host"], lambda: 0),
         )
-        before = {use.place: use.n_bytes for use in engine.memory()}
+        before = {use.name: use.n_bytes for use in engine.memory()}
         Watcher(make_guards(both, engine.live.release, engine.store.release)).check()
-        now = {use.place: use.n_bytes for use in engine.memory()}
+        now = {use.name: use.n_bytes for use in engine.memory()}
     kept, gone = ("memory", "live") if low == "gpu" else ("live", "memory")
     assert now[kept] == before[kept] > 0
     assert now[gone] == 0 < before[gone]

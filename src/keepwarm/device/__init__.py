@@ -1,4 +1,4 @@
-"""What this machine is and has: memory, memory pressure, processor and GPU, disk space.
+"""This machine: memory, memory pressure, processor and GPU, disk space.
 
 Imports the ground floor.
 """

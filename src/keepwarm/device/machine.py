@@ -1,4 +1,4 @@
-"""What this machine is and how fast, as one frozen snapshot."""
+"""A snapshot of this machine: backend, speed, memory, disk, versions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import psutil
 from keepwarm import __version__, blas
 from keepwarm.config import Settings
 
-# Rows, depth and columns of a prefill; the larger ones only where they end in time.
+# Rows, depth and columns of a prefill; larger ones are skipped on slow machines.
 GEMM_SHAPES = ((512, 576, 1536), (1024, 2048, 2048), (4096, 4096, 4096))
 GEMM_SECONDS = 0.12  # for each shape
 PACKAGES = ("mlx", "mlx-lm", "transformers")
@@ -29,20 +29,20 @@ GIB = 2**30
 class Machine:
     backend: str  # metal, cuda or cpu
     device: str
-    blas: blas.Blas | None  # None: the backend's own
+    blas: blas.Blas | None  # None: MLX's own
     n_cpus: int  # that this process may use
     gemm_gflops: float  # fp32, through MLX
     memory_total_bytes: int
     memory_available_bytes: int
     home: Path
     store: Path
-    free_disk_bytes: int  # where the store is, or will be
+    free_disk_bytes: int  # of the store's file system
     versions: dict[str, str]
     advice: str = ""  # one line: what would make this machine faster
 
 
 def snapshot(settings: Settings) -> Machine:
-    """Look at the machine and measure it; takes under a second."""
+    """Inspect and measure the machine; takes under a second."""
     blas.start(settings.home)
     memory = psutil.virtual_memory()
     machine = Machine(
@@ -62,14 +62,14 @@ def snapshot(settings: Settings) -> Machine:
 
 
 def backend() -> str:
-    """Where MLX computes by default."""
+    """MLX's default backend."""
     if mx.default_device() == mx.Device(mx.cpu):
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
 
 
 def gemm_gflops() -> float:
-    """The best fp32 matrix product that MLX reaches here, in 10⁹ operations a second."""
+    """The best fp32 matrix product that MLX reaches here, in GFLOP/s."""
     best = 0.0
     for shape in GEMM_SHAPES:
         if best == 0 or _gflop(shape) / best < GEMM_SECONDS:
@@ -83,7 +83,7 @@ def _gflop(shape: tuple[int, int, int]) -> float:
 
 def _best_seconds(shape: tuple[int, int, int]) -> float:
     rows, depth, columns = shape
-    key = mx.random.key(0)  # a key of our own leaves the global seed alone
+    key = mx.random.key(0)  # a separate key leaves the global seed unchanged
     a, b = mx.random.normal((rows, depth), key=key), mx.random.normal((columns, depth), key=key)
     mx.eval(a, b)
     best, end = math.inf, time.perf_counter() + GEMM_SECONDS
@@ -94,7 +94,7 @@ def _best_seconds(shape: tuple[int, int, int]) -> float:
 
 
 def _device_name() -> str:
-    """MLX's name for it; on Linux CPU that is only the architecture, so the kernel's is better."""
+    """MLX's name for it; on Linux CPUs that is only the architecture, so the kernel's is used."""
     name = str(mx.device_info().get("device_name", platform.machine()))
     return _processor_name() or name if backend() == "cpu" else name
 
@@ -119,17 +119,17 @@ def _advice(machine: Machine) -> str:
     if machine.memory_available_bytes < GIB:
         return "Less than 1 GiB of memory is free: close other programs."
     if machine.backend != "cpu":
-        return "Nothing obvious."
-    return _advice_on_gpu() or _advice_on_blas(machine) or "On CPU only: use a machine with a GPU."
+        return "Nothing to suggest."
+    return _advice_on_gpu() or _advice_on_blas(machine) or "No GPU found; running on CPU."
 
 
 def _advice_on_gpu() -> str:
-    if not _nvidia_gpu_answers():
+    if not _has_nvidia_gpu():
         return ""
-    return "An NVIDIA GPU answers, but MLX computes on the CPU: install with `make BACKEND=cuda`."
+    return "There is an NVIDIA GPU, but MLX runs on the CPU: install with `make BACKEND=cuda`."
 
 
-def _nvidia_gpu_answers() -> bool:
+def _has_nvidia_gpu() -> bool:
     try:
         run = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -146,20 +146,20 @@ def _advice_on_blas(machine: Machine) -> str:
     if used >= n_cpus:
         return ""
     if os.environ.get("KEEPWARM_BLAS_THREADS"):
-        return f"KEEPWARM_BLAS_THREADS allows {used} of {n_cpus} cores: unset it to have it chosen."
+        return (
+            f"KEEPWARM_BLAS_THREADS limits BLAS to {used} of {n_cpus} cores: unset it to use more."
+        )
     file = machine.home / "blas.json"
     return (
-        f"{used} of {n_cpus} cores are used because more were no faster when measured: "
-        f"on a quieter machine remove {file} to measure again."
+        f"BLAS uses {used} of {n_cpus} cores because more were no faster when measured: "
+        f"if the machine was busy then, delete {file} to measure again."
     )
 
 
 def _advice_without_blas() -> str:
     if os.environ.get("KEEPWARM_BLAS") == "none":
-        return (
-            "KEEPWARM_BLAS=none turns the fast BLAS off: unset it for a many times faster prefill."
-        )
+        return "KEEPWARM_BLAS=none turns the fast BLAS off: unset it for a much faster prefill."
     return (
-        "No fast BLAS was found, so matrix products run many times slower than they could: "
+        "No fast BLAS was found, so matrix products run many times slower than possible: "
         "pip install 'keepwarm[cpu]', or the system's OpenBLAS (Debian: apt install libopenblas0)."
     )

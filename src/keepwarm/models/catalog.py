@@ -1,4 +1,4 @@
-"""From a model's name to its place on this machine. Nothing here loads MLX or transformers."""
+"""From a model's name to its path on this machine. Nothing here loads MLX or transformers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_
 
 
 def locate(name: str, settings: Settings, *, refresh: bool = False) -> Path:
-    """Where the model lies on this machine, downloaded first if need be.
+    """The path of the model on this machine; downloads it if missing.
 
-    A hub model that is here is taken as it is; `refresh` asks the hub for a newer one.
+    A cached hub model is used as it is; `refresh` asks the hub for a newer one.
     """
     if name in builtin.BUILTINS:
         return builtin.fetch(builtin.BUILTINS[name], settings)
@@ -26,7 +26,7 @@ def locate(name: str, settings: Settings, *, refresh: bool = False) -> Path:
     if hub.is_id(name):
         return (None if refresh else hub.cached(name)) or hub.fetch(name)
     raise UnknownModel(
-        f"There is no model {name!r}; give {' or '.join(builtin.BUILTINS)}, a model directory, "
+        f"There is no model {name!r}; use {' or '.join(builtin.BUILTINS)}, a model directory, "
         f"a .gguf file or a hub id (org/name)."
     )
 
@@ -35,7 +35,7 @@ def _local(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
         return path.absolute() if name and path.exists() else None
-    except (OSError, RuntimeError, ValueError):  # too long, nobody's home, not a path at all
+    except (OSError, RuntimeError, ValueError):  # too long, unknown user, or not a path at all
         return None
 
 
@@ -44,18 +44,20 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / "config.json").read_text())
     except FileNotFoundError as error:
-        raise BadModelFile(f"{path} is no model directory: it has no config.json.") from error
+        raise BadModelFile(f"{path} is not a model directory: it has no config.json.") from error
     except OSError as error:
         raise BadModelFile(f"{path}/config.json cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise BadModelFile(f"{path}/config.json is not JSON ({error}).") from error
+        raise BadModelFile(
+            f"{path}/config.json is not valid JSON ({error}); download the model again."
+        ) from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise BadModelFile(f"{path}/config.json does not say which model_type it is.")
+        raise BadModelFile(f"{path}/config.json has no model_type; download the model again.")
     return config
 
 
 def n_context(config: dict[str, Any]) -> int:
-    """Longest sequence in tokens; a model that names no limit, as Mamba, has none."""
+    """Context length in tokens; unlimited if the config names none, as for Mamba."""
     for part in (config, config.get("text_config") or {}):
         for field in CONTEXT_FIELDS:
             if isinstance(part.get(field), int):

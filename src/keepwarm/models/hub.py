@@ -1,4 +1,4 @@
-"""Models from a hub that speaks the Hugging Face protocol; HF_ENDPOINT and HF_HOME are honoured."""
+"""Models from a hub with the Hugging Face protocol; HF_ENDPOINT and HF_HOME are honoured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from huggingface_hub.utils import filter_repo_objects
 from keepwarm.device.space import require_disk
 from keepwarm.errors import InsufficientResources, UnknownModel, Unreachable
 
-# What a text model needs; no .py, since a model's own code is never run.
+# The files a text model needs; no .py, because a model's own code is never run.
 FILES = [
     "*.json",
     "*.jinja",
@@ -45,7 +45,7 @@ def is_id(name: str) -> bool:
 
 
 def cached(name: str) -> Path | None:
-    """The complete snapshot on this machine, if there is one; asks nobody."""
+    """The complete snapshot on this machine, if there is one; without network access."""
     try:
         return Path(snapshot_download(name, allow_patterns=FILES, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
@@ -53,14 +53,14 @@ def cached(name: str) -> Path | None:
 
 
 def fetch(name: str) -> Path:
-    """The newest snapshot, downloaded as far as it is not here yet."""
-    with _translated(name):
-        require_disk(name, _n_bytes_to_come(name), Path(HF_HUB_CACHE))
+    """The newest snapshot; downloads the files that are missing."""
+    with _as_keepwarm_errors(name):
+        require_disk(name, _n_bytes_missing(name), Path(HF_HUB_CACHE))
         return Path(snapshot_download(name, allow_patterns=FILES))
 
 
 def all_cached() -> dict[str, Path]:
-    """Every model whose whole snapshot lies in the hub's cache."""
+    """Every model with a complete snapshot in the hub's cache."""
     try:
         repos = scan_cache_dir().repos
     except CacheNotFound:
@@ -74,7 +74,7 @@ def all_cached() -> dict[str, Path]:
     }
 
 
-def _n_bytes_to_come(name: str) -> int:
+def _n_bytes_missing(name: str) -> int:
     files = HfApi().model_info(name, files_metadata=True).siblings or []
     sizes = {file.rfilename: file.size or 0 for file in files}
     wanted = filter_repo_objects(sizes, allow_patterns=FILES)
@@ -83,28 +83,27 @@ def _n_bytes_to_come(name: str) -> int:
 
 
 @contextmanager
-def _translated(name: str) -> Iterator[None]:
-    """The hub library's many errors, as ours."""
+def _as_keepwarm_errors(name: str) -> Iterator[None]:
+    """Raise the hub library's errors as Keepwarm's."""
     try:
         yield
     except InsufficientResources:
         raise
     except GatedRepoError as error:
         raise UnknownModel(
-            f"The hub gives {name} only to those it knows; ask for access on its page, "
-            f"then set HF_TOKEN."
+            f"Access to {name} is restricted; request access on its hub page, then set HF_TOKEN."
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UnknownModel(
             f"The hub has no model {name}, or it is private; check the name, or set HF_TOKEN."
         ) from error
-    except Exception as error:  # connection errors come in classes of whatever client it uses
+    except Exception as error:  # connection errors depend on the HTTP client it uses
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise InsufficientResources(
-                f"The disk became full while {name} was downloaded."
+                f"The disk became full while {name} was downloaded; free some space."
             ) from error
         raise Unreachable(
-            f"The hub did not deliver {name} ({_reason(error)}); check the network and HF_ENDPOINT."
+            f"{name} could not be downloaded ({_reason(error)}); check the network and HF_ENDPOINT."
         ) from error
 
 

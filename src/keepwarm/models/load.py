@@ -1,4 +1,4 @@
-"""A model ready to run: weights, tokenizer and what the prompt needs to know of them."""
+"""Loading a model: weights, tokenizer, config."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoke
 
 @dataclass(frozen=True)
 class Model:
-    name: str  # as asked for
+    name: str  # as requested
     path: Path  # the directory or .gguf file that the weights came from
     module: Any  # mlx-lm's model, an mlx.nn.Module
     tokenizer: Any  # mlx-lm's TokenizerWrapper
@@ -44,17 +44,17 @@ class _Parts(NamedTuple):
 def load(name: str, settings: Settings | None = None) -> Model:
     """The model of that name: built-in alias, directory, .gguf file or hub id.
 
-    Downloads what is not here yet. All weights are in memory on return, so any thread may run it.
+    Downloads it if missing. All weights are in memory on return, so any thread may run it.
     """
     settings = settings or configuration.load()
     blas.start(settings.home)
     path = locate(name, settings)
     parts = _read_gguf(path) if path.is_file() else _read_directory(path)
-    _settle(parts.module)
+    _set_compute_dtype(parts.module)
     weights: Any = tree_flatten(parts.module.parameters(), destination={})
     n_bytes = sum(array.nbytes for array in weights.values())
     require_memory(name, n_bytes)
-    mx.eval(parts.module)  # all of it: some arrays, as of the RoPE, are no parameters
+    mx.eval(parts.module)  # the module, because some arrays, as of the RoPE, are not parameters
     module, tokenizer, config = parts
     return Model(name, path, module, tokenizer, config, n_context(config), n_bytes)
 
@@ -70,9 +70,9 @@ def _read_gguf(path: Path) -> _Parts:
 def _read_directory(path: Path) -> _Parts:
     read_config(path)
     if not any(path.glob("model*.safetensors")):
-        raise BadModelFile(f"{path} has no weights (model*.safetensors); fetch the model again.")
+        raise BadModelFile(f"{path} has no weights (model*.safetensors); download the model again.")
     if not any(any(path.glob(pattern)) for pattern in TOKENIZER_FILES):
-        raise BadModelFile(f"{path} has no tokenizer (tokenizer.json); fetch the model again.")
+        raise BadModelFile(f"{path} has no tokenizer (tokenizer.json); download the model again.")
     module, config = _read_module(path)
     return _Parts(module, _read_tokenizer(path, config, path), config)
 
@@ -80,31 +80,35 @@ def _read_directory(path: Path) -> _Parts:
 def _read_module(path: Path) -> tuple[Any, dict[str, Any]]:
     try:
         return load_model(path, lazy=True)  # type: ignore[no-any-return]
-    except Exception as error:  # any model file may raise anything on a config it did not expect
-        raise _refusal(path, error) from error
+    except Exception as error:  # mlx-lm's models raise all kinds of errors on an unexpected config
+        raise _load_error(path, error) from error
 
 
-def _refusal(path: Path, error: Exception) -> KeepwarmError:
+def _load_error(path: Path, error: Exception) -> KeepwarmError:
     reason = str(error).strip().partition("\n")[0].rstrip(".:")
     if "not supported" in reason or "custom module" in reason:
         kind = read_config(path)["model_type"]
-        return UnsupportedModel(f"{path} is of architecture {kind!r}, which mlx-lm does not run.")
-    return BadModelFile(f"{path} is not a whole model ({type(error).__name__}: {reason}).")
+        return UnsupportedModel(
+            f"{path} is of architecture {kind!r}, which mlx-lm does not support."
+        )
+    return BadModelFile(f"{path} is not a complete model ({type(error).__name__}: {reason}).")
 
 
 def _read_tokenizer(directory: Path, config: dict[str, Any], source: Path) -> Any:
-    """The tokenizer's own code is never run, nor is anybody asked whether it may."""
-    # Prompts that are too long are refused by us, in one sentence, not warned of by the tokenizer.
+    """Custom code of the tokenizer is never run, and the user is not asked to allow it."""
+    # Keepwarm refuses prompts that are too long; the tokenizer's warning is turned off.
     options = {"trust_remote_code": False, "model_max_length": sys.maxsize}
     try:
         return load_tokenizer(directory, options, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        raise BadModelFile(f"The tokenizer of {source} cannot be read ({reason}).") from error
+        raise BadModelFile(
+            f"The tokenizer of {source} cannot be read ({reason}); download it again."
+        ) from error
 
 
-def _settle(module: Any) -> None:
-    """On CPU all weights in fp32, where MLX is 10 to 40 times faster; on GPU as they ship."""
+def _set_compute_dtype(module: Any) -> None:
+    """On CPU all weights become fp32, where MLX is 10 to 40 times faster; on GPU unchanged."""
     if mx.default_device() == mx.gpu:
         return
     module.set_dtype(mx.float32)  # scales too: dequantising in fp16 would round

@@ -1,4 +1,4 @@
-"""GGUF files: their container, their weights, their tokenizer.
+"""GGUF files: format, weights, tokenizer.
 
 Imports `device`.
 """

@@ -1,7 +1,7 @@
 """The GGUF format: a header of metadata and tensor shapes, then the tensors.
 
-Read here and not by `mx.load`, which opens the file for writing (a read-only one fails) and
-trusts every count and offset in it (a bad one ends the process).
+Not read with `mx.load`, which opens the file for writing (so a read-only file fails) and trusts
+every count and offset in it (a bad one ends the process).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OTHER_TYPES = {
 
 
 class GGUFTensor(NamedTuple):
-    shape: tuple[int, ...]  # rows first, as MLX has it
+    shape: tuple[int, ...]  # rows first, as in MLX
     type: TensorType
     start: int  # in the file
 
@@ -75,7 +75,7 @@ class _Cursor:
         return self.data[self.at - n_bytes : self.at]
 
     def numbers(self, code: str, n: int) -> tuple[Any, ...]:
-        # The length is checked before the format is built: n is whatever the file says.
+        # The length is checked before the format is built: n comes from the file.
         return struct.unpack(f"<{n}{code}", self.take(n * struct.calcsize(f"<{code}")))
 
     def number(self, code: str) -> Any:
@@ -103,11 +103,11 @@ class _Cursor:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Metadata and tensor shapes, after checking that all of the file is where it says."""
+    """Metadata and tensor shapes, after checking that all tensors lie inside the file."""
     try:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise BadModelFile(f"{path} is not a GGUF file: it does not begin with GGUF.")
+                raise BadModelFile(f"{path} is not a GGUF file: it does not begin with 'GGUF'.")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _read_header(_Cursor(path, data))
     except OSError as error:
@@ -118,7 +118,9 @@ def _read_header(cursor: _Cursor) -> GGUFHeader:
     cursor.take(4)
     version = cursor.number("I")
     if version not in (2, 3):
-        raise UnsupportedModel(f"{cursor.path} is GGUF version {version}; 2 and 3 can be read.")
+        raise UnsupportedModel(
+            f"{cursor.path} is GGUF version {version}; only 2 and 3 are supported."
+        )
     n_tensors, n_values = cursor.numbers("Q", 2)
     metadata = {}
     for _ in range(n_values):
@@ -146,29 +148,32 @@ def _read_info(cursor: _Cursor) -> tuple[str, GGUFTensor]:
     if number not in TYPES:
         kind = OTHER_TYPES.get(number, f"number {number}")
         raise UnsupportedModel(
-            f"{cursor.path} has tensors of type {kind}; F32, F16, Q4_0, Q4_1 and Q8_0 can be read."
+            f"{cursor.path} has tensors of type {kind}; "
+            "only F32, F16, Q4_0, Q4_1 and Q8_0 are supported."
         )
     if not all(shape) or shape[-1] % TYPES[number].block:
-        raise invalid_file(cursor.path, f"tensor {name} has the impossible shape {shape}")
+        raise invalid_file(cursor.path, f"tensor {name} has the invalid shape {shape}")
     return name, GGUFTensor(shape, TYPES[number], offset)
 
 
 def invalid_file(path: Path, why: str) -> BadModelFile:
-    return BadModelFile(f"{path} is not a whole GGUF model: {why}; fetch it again.")
+    return BadModelFile(f"{path} is not a valid GGUF model: {why}; download it again.")
 
 
 def _truncated(path: Path) -> BadModelFile:
-    return BadModelFile(f"{path} is cut off: it ends before its header says; fetch it again.")
+    return BadModelFile(
+        f"{path} is truncated: it is shorter than its header says; download it again."
+    )
 
 
-def arrays(tensor: GGUFTensor, data: Bytes) -> dict[str, mx.array]:
-    """The tensor as MLX holds it: packed weights, scales and biases if it is quantised."""
+def to_arrays(tensor: GGUFTensor, data: Bytes) -> dict[str, mx.array]:
+    """The tensor as MLX stores it: packed weights, scales and biases if it is quantised."""
     raw = data[tensor.start : tensor.start + tensor.n_bytes]
     if not tensor.type.bits:
         dtype = np.float32 if tensor.type.name == "F32" else np.float16
         return {"weight": mx.array(raw.view(dtype).reshape(tensor.shape))}
     blocks = raw.reshape(-1, tensor.type.n_bytes)
-    scales, biases, values = _dequantising(tensor.type.name, blocks)
+    scales, biases, values = _split_blocks(tensor.type.name, blocks)
     rows = tensor.shape[:-1]
     return {
         "weight": mx.array(values.view(np.uint32).reshape(*rows, -1)),
@@ -177,17 +182,17 @@ def arrays(tensor: GGUFTensor, data: Bytes) -> dict[str, mx.array]:
     }
 
 
-def _dequantising(kind: str, blocks: Bytes) -> tuple[Bytes, Bytes, Bytes]:
+def _split_blocks(kind: str, blocks: Bytes) -> tuple[Bytes, Bytes, Bytes]:
     """Scale, bias and packed values of each block: a weight is scale * value + bias."""
     scales = blocks[:, :2].copy().view(np.float16)
     if kind == "Q8_0":
         return scales, scales * np.float16(-128), blocks[:, 2:] ^ 0x80
     if kind == "Q4_0":
-        return scales, scales * np.float16(-8), _in_order(blocks[:, 2:])
-    return scales, blocks[:, 2:4].copy().view(np.float16), _in_order(blocks[:, 4:])
+        return scales, scales * np.float16(-8), _reorder(blocks[:, 2:])
+    return scales, blocks[:, 2:4].copy().view(np.float16), _reorder(blocks[:, 4:])
 
 
-def _in_order(packed: Bytes) -> Bytes:
+def _reorder(packed: Bytes) -> Bytes:
     """GGUF's byte j holds weights j and j + 16; MLX's holds neighbours."""
     values = np.concatenate([packed & 15, packed >> 4], axis=1)
     ordered: Bytes = values[:, 0::2] | values[:, 1::2] << 4

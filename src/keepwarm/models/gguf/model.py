@@ -13,7 +13,7 @@ from mlx_lm.models import llama
 
 from keepwarm.device.space import require_memory
 from keepwarm.errors import UnsupportedModel
-from keepwarm.models.gguf.file import GGUFHeader, arrays, invalid_file, read_header
+from keepwarm.models.gguf.file import GGUFHeader, invalid_file, read_header, to_arrays
 from keepwarm.models.gguf.tokenizer import write_tokenizer
 
 LAYER = {
@@ -36,7 +36,7 @@ class GGUFModel(NamedTuple):
 
 
 def read(path: Path) -> GGUFModel:
-    """Config and weights under the names of the Hugging Face format; quantised ones stay so."""
+    """Config and weights under their Hugging Face names; quantised weights stay quantised."""
     header = read_header(path)
     config = _config(path, header)
     names = _names(path, header, config)
@@ -46,41 +46,43 @@ def read(path: Path) -> GGUFModel:
     data = np.memmap(path, np.uint8, "r")
     weights = {}
     for theirs, ours in names.items():
-        for part, array in arrays(header.tensors[f"{theirs}.weight"], data).items():
-            weights[f"{ours}.{part}"] = _arranged(ours, array, config)
+        for part, array in to_arrays(header.tensors[f"{theirs}.weight"], data).items():
+            weights[f"{ours}.{part}"] = _rearrange(ours, array, config)
     return GGUFModel(config, weights, header.metadata)
 
 
-def build(checkpoint: GGUFModel) -> Any:
-    """mlx-lm's model with these weights, quantised where they are."""
-    config = checkpoint.config
+def build(model: GGUFModel) -> Any:
+    """mlx-lm's model with these weights."""
+    config = model.config
     module = llama.Model(llama.ModelArgs.from_dict(config))
     quantised = config.get("quantization", {})
     quantize(module, class_predicate=lambda path, _: quantised.get(path, False))
-    module.load_weights(list(checkpoint.weights.items()))
+    module.load_weights(list(model.weights.items()))
     module.eval()
     return module
 
 
 def convert(path: Path, directory: Path) -> None:
-    """Write the file as a model directory that mlx-lm loads as it is."""
-    checkpoint = read(path)
-    mx.save_safetensors(str(directory / "model.safetensors"), checkpoint.weights, {"format": "mlx"})
-    _write_json(directory / "config.json", checkpoint.config)
+    """Write a model directory that mlx-lm loads."""
+    model = read(path)
+    mx.save_safetensors(str(directory / "model.safetensors"), model.weights, {"format": "mlx"})
+    _write_json(directory / "config.json", model.config)
     _write_json(
-        directory / "generation_config.json", {"eos_token_id": checkpoint.config["eos_token_id"]}
+        directory / "generation_config.json", {"eos_token_id": model.config["eos_token_id"]}
     )
-    write_tokenizer(path, checkpoint.metadata, directory)
+    write_tokenizer(path, model.metadata, directory)
 
 
 def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
     _refuse_variants(path, header)
-    need = _PositiveNumbers(path, header.metadata)
-    n_heads = need.count("llama.attention.head_count")
-    hidden = need.count("llama.embedding_length")
-    head_dim = need.count("llama.attention.key_length", hidden // n_heads)
+    numbers = _PositiveNumbers(path, header.metadata)
+    n_heads = numbers.count("llama.attention.head_count")
+    hidden = numbers.count("llama.embedding_length")
+    head_dim = numbers.count("llama.attention.key_length", hidden // n_heads)
     if header.metadata.get("llama.rope.dimension_count", head_dim) != head_dim or head_dim % 2:
-        raise UnsupportedModel(f"{path} turns only a part of each head (RoPE); MLX's Llama cannot.")
+        raise UnsupportedModel(
+            f"{path} applies RoPE to a part of each head, which mlx-lm's Llama does not support."
+        )
     vocabulary = header.tensors.get("token_embd.weight")
     if vocabulary is None:
         raise invalid_file(path, "tensor token_embd.weight is missing")
@@ -91,15 +93,15 @@ def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": hidden,
-        "intermediate_size": need.count("llama.feed_forward_length"),
-        "num_hidden_layers": need.count("llama.block_count"),
+        "intermediate_size": numbers.count("llama.feed_forward_length"),
+        "num_hidden_layers": numbers.count("llama.block_count"),
         "num_attention_heads": n_heads,
-        "num_key_value_heads": need.count("llama.attention.head_count_kv", n_heads),
+        "num_key_value_heads": numbers.count("llama.attention.head_count_kv", n_heads),
         "head_dim": head_dim,
         "vocab_size": vocabulary.shape[0],
-        "max_position_embeddings": need.count("llama.context_length"),
-        "rms_norm_eps": need.number("llama.attention.layer_norm_rms_epsilon"),
-        "rope_theta": need.number("llama.rope.freq_base", 10000.0),
+        "max_position_embeddings": numbers.count("llama.context_length"),
+        "rms_norm_eps": numbers.number("llama.attention.layer_norm_rms_epsilon"),
+        "rope_theta": numbers.number("llama.rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_tokens(path, header.metadata),
@@ -107,7 +109,7 @@ def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
 
 
 class _PositiveNumbers(NamedTuple):
-    """Metadata that must be numbers above 0."""
+    """Metadata values that must be positive numbers."""
 
     path: Path
     metadata: dict[str, Any]
@@ -116,7 +118,7 @@ class _PositiveNumbers(NamedTuple):
         value = self.metadata.get(name, default)
         if isinstance(value, int | float) and value > 0:
             return value
-        raise invalid_file(self.path, f"its {name} is {value!r}, not a number above 0")
+        raise invalid_file(self.path, f"its {name} is {value!r}, not a positive number")
 
     def count(self, name: str, default: int | None = None) -> int:
         value = self.number(name, default)
@@ -126,11 +128,11 @@ class _PositiveNumbers(NamedTuple):
 
 
 def _refuse_variants(path: Path, header: GGUFHeader) -> None:
-    """What would run and give wrong answers is refused by name."""
+    """Refuse models that would run but give wrong answers."""
     architecture = header.metadata.get("general.architecture")
     if architecture != "llama":
         raise UnsupportedModel(
-            f"{path} is of architecture {architecture!r}; from GGUF only 'llama' can be loaded, "
+            f"{path} is of architecture {architecture!r}; only 'llama' is supported in GGUF files, "
             f"so use the model's MLX or Hugging Face directory."
         )
     scaling = header.metadata.get("llama.rope.scaling.type", "none")
@@ -141,16 +143,16 @@ def _refuse_variants(path: Path, header: GGUFHeader) -> None:
 
 
 def _end_tokens(path: Path, metadata: dict[str, Any]) -> list[int]:
-    """End of text and end of turn, whichever are named."""
+    """The ids of end of text and end of turn, as far as the file has them."""
     names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     found = [metadata[name] for name in names if name in metadata]
     if not found or not all(isinstance(token, int) for token in found):
-        raise invalid_file(path, "it names no end-of-text token")
+        raise invalid_file(path, "it has no end-of-text token")
     return list(dict.fromkeys(found))
 
 
 def _names(path: Path, header: GGUFHeader, config: dict[str, Any]) -> dict[str, str]:
-    """GGUF name → our name, for exactly the tensors of such a model in exactly their shapes."""
+    """GGUF name → Hugging Face name; raises unless tensors and shapes are exactly as expected."""
     names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
     if not config["tie_word_embeddings"]:
         names["output"] = "lm_head"
@@ -165,7 +167,9 @@ def _names(path: Path, header: GGUFHeader, config: dict[str, Any]) -> dict[str, 
         if tensor.shape != wanted:
             raise invalid_file(path, f"tensor {name}.weight is {tensor.shape}, not {wanted}")
     if extra := header.tensors.keys() - {f"{name}.weight" for name in names}:
-        raise UnsupportedModel(f"{path} has a tensor that no Llama has: {min(extra)}.")
+        raise UnsupportedModel(
+            f"{path} has a tensor that is not part of a Llama model: {min(extra)}."
+        )
     return names
 
 
@@ -192,16 +196,16 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }  # fmt: skip
 
 
-def _arranged(name: str, array: mx.array, config: dict[str, Any]) -> mx.array:
-    """Rows of Q and K as two halves a head; GGUF interleaves them for its kind of RoPE."""
+def _rearrange(name: str, array: mx.array, config: dict[str, Any]) -> mx.array:
+    """Rows of Q and K as two halves per head; GGUF interleaves them for its kind of RoPE."""
     if name.endswith((".q_proj", ".k_proj")):
         pairs = array.reshape(-1, config["head_dim"] // 2, 2, array.shape[-1])
         return pairs.swapaxes(1, 2).reshape(array.shape)
-    return _narrowed(array)
+    return _to_float16(array)
 
 
-def _narrowed(array: mx.array) -> mx.array:
-    """fp16 where nothing is lost: one fp32 norm would make a GPU compute everything in fp32."""
+def _to_float16(array: mx.array) -> mx.array:
+    """fp16 if nothing is lost: one fp32 norm would make a GPU compute everything in fp32."""
     narrow = array.astype(mx.float16)
     same = array.ndim == 1 and mx.array_equal(narrow.astype(mx.float32), array).item()
     return narrow if same else array

@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file, rebuilt exactly or refused by name."""
+"""The tokenizer in a GGUF file, rebuilt exactly or refused."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ LLAMA3_WORDS = (
 )
 
 
-class Scheme(NamedTuple):
-    """How text is cut before the merges, and what a file that does not say so means."""
+class TokenizerScheme(NamedTuple):
+    """Pre-tokenization, and the defaults for files that do not set a value."""
 
-    cut: pre_tokenizers.PreTokenizer
+    pre_tokenizer: pre_tokenizers.PreTokenizer
     whole_words_first: bool = False  # a word in the vocabulary is taken without merging
     adds_bos: bool = False
 
 
-def schemes() -> dict[str, Scheme]:
+def schemes() -> dict[str, TokenizerScheme]:
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     digits = pre_tokenizers.Digits(individual_digits=True)
     llama3 = pre_tokenizers.Sequence(
@@ -36,9 +36,9 @@ def schemes() -> dict[str, Scheme]:
         ]
     )
     return {
-        "gpt-2": Scheme(words),
-        "smollm": Scheme(pre_tokenizers.Sequence([digits, words])),
-        "llama-bpe": Scheme(llama3, whole_words_first=True, adds_bos=True),
+        "gpt-2": TokenizerScheme(words),
+        "smollm": TokenizerScheme(pre_tokenizers.Sequence([digits, words])),
+        "llama-bpe": TokenizerScheme(llama3, whole_words_first=True, adds_bos=True),
     }
 
 
@@ -67,11 +67,11 @@ def build_tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
     try:
         merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", [])]
         bpe = models.BPE(vocabulary, merges, ignore_merges=scheme.whole_words_first)
-    except Exception as error:  # the Rust library raises nothing more precise
+    except Exception as error:  # the Rust library raises no specific class
         reason = str(error).partition("\n")[0]
-        raise invalid_file(path, f"its tokenizer does not hold together ({reason})") from error
+        raise invalid_file(path, f"its tokenizer is inconsistent ({reason})") from error
     tokenizer = Tokenizer(bpe)
-    tokenizer.pre_tokenizer = scheme.cut
+    tokenizer.pre_tokenizer = scheme.pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(_added(tokens, types, {UNKNOWN, CONTROL}, special=True))
     tokenizer.add_tokens(_added(tokens, types, {USER_DEFINED}, special=False))
@@ -83,14 +83,14 @@ def build_tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _scheme(path: Path, metadata: dict[str, Any]) -> Scheme:
+def _scheme(path: Path, metadata: dict[str, Any]) -> TokenizerScheme:
     known = schemes()
-    model, cut = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if model == "gpt2" and cut in known:
-        return known[cut]
+    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if model == "gpt2" and pre in known:
+        return known[pre]
     raise UnsupportedModel(
-        f"{path} has a tokenizer of kind {model!r} / {cut!r}; from GGUF only 'gpt2' with "
-        f"{', '.join(map(repr, known))} can be rebuilt exactly, so use the model's directory."
+        f"{path} has a tokenizer of kind {model!r} / {pre!r}; GGUF files are supported with 'gpt2' "
+        f"and {', '.join(map(repr, known))} only, so use the model's directory."
     )
 
 
@@ -100,9 +100,9 @@ def _vocabulary(path: Path, metadata: dict[str, Any]) -> tuple[list[str], list[i
         raise invalid_file(path, "it has no vocabulary")
     types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens):
-        raise invalid_file(path, "the tokens of its vocabulary and their types differ in number")
+        raise invalid_file(path, "its vocabulary and its token types differ in length")
     if not tokens or len(set(tokens)) != len(tokens):
-        raise invalid_file(path, "its vocabulary is empty or has a token twice")
+        raise invalid_file(path, "its vocabulary is empty or has duplicate tokens")
     return tokens, types
 
 
@@ -114,7 +114,7 @@ def _added(
 
 
 def _token(metadata: dict[str, Any], role: str) -> str | None:
-    """The text of the token that plays a role, if the file names one that exists."""
+    """The text of the token with this role, if the file has a valid id for it."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     index = metadata.get(f"tokenizer.ggml.{role}_token_id")
     return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
