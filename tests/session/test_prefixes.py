@@ -1,4 +1,4 @@
-"""What conversations begin with, and how far they have come: found, replaced, forgotten."""
+"""Prefixes and states of conversations: found, replaced, deleted."""
 
 import subprocess
 import sys
@@ -17,39 +17,39 @@ def tool(name: str, **properties: str) -> dict:
 
 
 WEATHER, TIME = tool("weather", city="string", days="integer"), tool("time")
-OPENING = PrefixKey("conv1", "tiny", "Be kind.", (WEATHER, TIME))
+PREFIX = PrefixKey("conv1", "tiny", "Be kind.", (WEATHER, TIME))
 
 OTHERS = {
-    "conversation": OPENING._replace(conversation="conv10"),
-    "model": OPENING._replace(model="other"),
-    "system": OPENING._replace(system="Be kind!"),
-    "a tool less": OPENING._replace(tools=(WEATHER,)),
-    "a schema": OPENING._replace(tools=(tool("weather", city="string", days="number"), TIME)),
+    "conversation": PREFIX._replace(conversation="conv10"),
+    "model": PREFIX._replace(model="other"),
+    "system": PREFIX._replace(system="Be kind!"),
+    "a tool less": PREFIX._replace(tools=(WEATHER,)),
+    "a schema": PREFIX._replace(tools=(tool("weather", city="string", days="number"), TIME)),
 }
 
 
 def test_an_entry_has_what_was_stored():
     """S2-09, S2-10, S2-11, S2-26."""
     prefixes = Prefixes(clock=lambda: 12.5)
-    assert prefixes.get(OPENING) is None
-    prefixes.store(OPENING, [1, 2, 3])
-    entry = prefixes.get(OPENING)
+    assert prefixes.get(PREFIX) is None
+    prefixes.store(PREFIX, [1, 2, 3])
+    entry = prefixes.get(PREFIX)
     assert (entry.n_tokens, entry.tokens) == (3, (1, 2, 3))
-    assert (entry.conversation, entry.model, entry.system) == OPENING[:3]
-    assert (entry.tools_hash, entry.stored) == (tools_hash(OPENING.tools), 12.5)
-    prefixes.store(OPENING, [1, 2])
-    assert prefixes.get(OPENING).tokens == (1, 2)
+    assert (entry.conversation, entry.model, entry.system) == PREFIX[:3]
+    assert (entry.tools_hash, entry.stored) == (tools_hash(PREFIX.tools), 12.5)
+    prefixes.store(PREFIX, [1, 2])
+    assert prefixes.get(PREFIX).tokens == (1, 2)
     assert prefixes.stats.entries == 1
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_any_change_is_a_miss_and_spares_the_older_entry(other):
-    """S2-12, S2-13, S2-36: two configurations that take turns both profit."""
+    """S2-12, S2-13, S2-36: two configurations that alternate both hit."""
     prefixes = Prefixes()
-    prefixes.store(OPENING, [1, 2, 3])
+    prefixes.store(PREFIX, [1, 2, 3])
     assert prefixes.get(other) is None
     prefixes.store(other, [1, 9])
-    assert prefixes.get(OPENING).tokens == (1, 2, 3)
+    assert prefixes.get(PREFIX).tokens == (1, 2, 3)
     assert prefixes.get(other).tokens == (1, 9)
 
 
@@ -57,14 +57,14 @@ def test_the_order_of_tools_and_keys_does_not_matter():
     """S2-13."""
     turned = {"function": dict(reversed(WEATHER["function"].items())), "type": "function"}
     assert tools_hash([TIME, turned]) == tools_hash([WEATHER, TIME])
-    assert OPENING._replace(tools=(TIME, turned)).digest == OPENING.digest
+    assert PREFIX._replace(tools=(TIME, turned)).digest == PREFIX.digest
 
 
 def test_digests_are_the_same_in_every_process():
     """S2-12: not Python's own hash, which is seeded by the process."""
     program = (
         "from keepwarm.session.prefixes import PrefixKey; "
-        f"print(PrefixKey({', '.join(map(repr, OPENING))}).digest)"
+        f"print(PrefixKey({', '.join(map(repr, PREFIX))}).digest)"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program],
@@ -73,10 +73,10 @@ def test_digests_are_the_same_in_every_process():
         check=True,
         env={"PYTHONHASHSEED": "7"},
     )
-    assert ran.stdout.strip() == OPENING.digest
+    assert ran.stdout.strip() == PREFIX.digest
 
 
-def test_parts_do_not_run_into_each_other():
+def test_parts_of_a_key_are_kept_apart():
     assert PrefixKey("a", "b", "c").digest != PrefixKey("a", "bc", "").digest
     assert PrefixKey("a", "b", "c").digest != PrefixKey("ab", "", "c").digest
 
@@ -102,17 +102,17 @@ def test_the_least_recently_used_goes_first():
     prefixes.store(two, [2])
     prefixes.get(one)
     prefixes.store(three, [3])
-    assert [prefixes.get(opening) is not None for opening in (one, two, three)] == [1, 0, 1]
+    assert [prefixes.get(prefix) is not None for prefix in (one, two, three)] == [1, 0, 1]
 
 
 def test_statistics():
     """S2-34."""
     prefixes = Prefixes()
     assert prefixes.stats.hit_rate == 0
-    prefixes.get(OPENING)
-    prefixes.store(OPENING, [1, 2, 3])
+    prefixes.get(PREFIX)
+    prefixes.store(PREFIX, [1, 2, 3])
     for _ in range(3):
-        prefixes.get(OPENING)
+        prefixes.get(PREFIX)
     stats = prefixes.stats
     assert (stats.requests, stats.hits, stats.misses, stats.tokens_saved) == (4, 3, 1, 9)
     assert stats.hit_rate == 0.75
@@ -120,7 +120,7 @@ def test_statistics():
     assert replace(prefixes.stats) == type(stats)(0, 0, 0, 0)
 
 
-# How far conversations have come.
+# States of conversations.
 
 
 def test_a_conversation_has_a_state_with_each_model():
@@ -134,8 +134,8 @@ def test_a_conversation_has_a_state_with_each_model():
     assert known.get("conv", "tiny") is None
 
 
-def test_a_state_is_forgotten_with_its_conversation_alone():
-    """S2-17: the source's keys were conversation and model in one string, and nothing went."""
+def test_a_state_is_deleted_with_its_conversation_only():
+    """S2-17: `conv1` is not `conv10`."""
     known = Conversations()
     for conversation in ("conv1", "conv10"):
         for model in ("tiny", "other"):

@@ -1,4 +1,4 @@
-"""What conversations begin with and how far they have come are kept apart, each in its module."""
+"""Prefixes and states of conversations are independent, each in its module."""
 
 import ast
 from pathlib import Path
@@ -24,13 +24,13 @@ def test_neither_module_knows_the_other(module, other):
 def test_forgetting_in_one_leaves_the_other():
     """S2-21."""
     prefixes, conversations = Prefixes(), Conversations()
-    opening = PrefixKey("ada", "tiny", "Be brief.")
-    prefixes.store(opening, [1, 2, 3])
+    prefix = PrefixKey("ada", "tiny", "Be brief.")
+    prefixes.store(prefix, [1, 2, 3])
     conversations.update("ada", "tiny", ConversationState(30, 2))
     prefixes.invalidate("ada")
-    assert prefixes.get(opening) is None
+    assert prefixes.get(prefix) is None
     assert conversations.get("ada", "tiny").n_tokens == 30
-    prefixes.store(opening, [1, 2, 3])
+    prefixes.store(prefix, [1, 2, 3])
     conversations.invalidate("ada")
     assert conversations.get("ada", "tiny") is None
-    assert prefixes.get(opening) is not None
+    assert prefixes.get(prefix) is not None

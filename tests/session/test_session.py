@@ -1,4 +1,4 @@
-"""Sessions: only what is new is read, one answer at a time, nothing outlives its session."""
+"""Sessions: only new tokens are prefilled, one answer at a time, caches are freed with it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory) -> Model:
     answers = [f"This is answer {number}." for number in range(MAX_ANSWERS - 1)]
-    answers.append("\n\n")  # a token of its own, which joins the line break before a question
+    answers.append("\n\n")  # a token that merges with the line break before a question
     return keepwarm.load(str(write_scripted(tmp_path_factory.mktemp("scripted"), answers)))
 
 
@@ -77,7 +77,7 @@ def read(session: Session, question: str, *, streamed: bool) -> Reply:
 # Turns.
 
 
-def test_later_turns_read_only_what_is_new(engine):
+def test_later_turns_prefill_only_new_tokens(engine):
     """S4-02, S4-03, S4-19, S4-23, S2-04, S2-19, S2-27: whether an answer is streamed or not, and
     counted where the model is called."""
     session = Session(engine, system=SYSTEM, tools=[TOOL], id="ada")
@@ -104,7 +104,7 @@ def test_options_can_be_named_for_one_question(engine):
     assert session.respond("Hi").reason == "stop"
 
 
-def test_a_turn_that_is_not_read_to_its_end_was_never_said(engine):
+def test_a_turn_that_is_not_read_to_its_end_leaves_no_messages(engine):
     session = Session(engine)
     session.respond("Hi")
     said = session.messages
@@ -117,7 +117,7 @@ def test_a_turn_that_is_not_read_to_its_end_was_never_said(engine):
     assert session.respond("And?").text == "This is answer 1."
 
 
-def test_a_turn_that_fails_was_never_said(engine):
+def test_a_turn_that_fails_leaves_no_messages(engine):
     session = Session(engine)
     with pytest.raises(BadInput, match="max_tokens"):
         session.respond("Hi", sampling=Sampling(max_tokens=-1))
@@ -133,7 +133,7 @@ def test_an_abandoned_stream_frees_the_session(engine):
 
 
 def test_a_conversation_goes_on_after_a_restart(counted, tmp_path):
-    """S0-01, S0-24, S2-24: messages are the caller's to keep, what they cost is ours."""
+    """S0-01, S0-24, S2-24: the caller keeps the messages, the store their blocks."""
     with engine_on(counted, tmp_path) as engine:
         session = Session(engine, system=SYSTEM, id="ada")
         session.respond("What is a fox?")
@@ -148,7 +148,7 @@ def test_a_conversation_goes_on_after_a_restart(counted, tmp_path):
 
 
 def test_an_edited_conversation_reuses_exactly_what_is_common(engine):
-    """S4-21, S4-33, S2-20: longer, and another one from the second question on."""
+    """S4-21, S4-33, S2-20: a longer one, and one that differs from the second question on."""
     session = Session(engine, system=SYSTEM)
     session.respond("What is a fox?")
     session.respond("And what is a dog, in the words of the question?")
@@ -163,7 +163,7 @@ def test_an_edited_conversation_reuses_exactly_what_is_common(engine):
     assert reply.usage.cached_tokens == common
 
 
-def test_rewinding_forgets_turns_and_keeps_what_they_share(engine):
+def test_rewinding_drops_turns_and_keeps_the_common_prefix(engine):
     """S2-20: the turn is asked again from the same tokens."""
     session = Session(engine, system=SYSTEM)
     replies = [session.respond(text) for text in ("one", "two", "three")]
@@ -179,7 +179,7 @@ def test_rewinding_forgets_turns_and_keeps_what_they_share(engine):
         session.rewind(1)
 
 
-def test_a_fork_has_the_same_past_and_a_future_of_its_own(engine):
+def test_a_fork_shares_the_messages_so_far_and_continues_alone(engine):
     session = Session(engine, system=SYSTEM, tools=[TOOL], id="ada")
     first = session.respond("What is a fox?").usage
     fork = session.fork("eve")
@@ -214,7 +214,9 @@ def test_what_is_warmed_begins_every_first_request(engine):
 @pytest.mark.parametrize(
     "architecture", ["llama", "gemma3_text", "qwen3_next", "mamba2", "llama4", "deepseek_v32"]
 )
-def test_the_first_turn_reads_only_the_question(models: Models, tmp_path, architecture, streamed):
+def test_the_first_turn_prefills_only_the_question(
+    models: Models, tmp_path, architecture, streamed
+):
     """S4-03, S4-07, S4-25: token for token, for every kind of layer."""
     model = models.of(architecture)
     with engine_on(model, tmp_path) as engine:
@@ -249,7 +251,7 @@ def test_a_conversation_with_a_past_is_warmed_with_it(counted, tmp_path):
 
 
 def test_warming_tells_what_is_wrong(engine):
-    """The traps of others: errors swallowed, options ignored."""
+    """No error is swallowed, no option ignored."""
     with pytest.raises(BadInput, match="max_tokens"):
         Session(engine, sampling=Sampling(max_tokens=-1)).prewarm()
 
@@ -273,7 +275,7 @@ def test_kv_options_are_part_of_what_is_found(models: Models, tmp_path):
 
 
 def test_a_conversation_is_exact_up_to_the_start_and_quantised_from_there(models: Models, tmp_path):
-    """S4-04: what was read exactly is quantised when the prompt outgrows the start, not read anew.
+    """S4-04: exact rows are quantised when the prompt outgrows the start, not prefilled again.
 
     Up to there it is what anybody reads; after it, another start is another identity.
     """
@@ -306,11 +308,11 @@ def test_a_conversation_is_exact_up_to_the_start_and_quantised_from_there(models
         assert again.usage.cached_tokens < start
 
 
-# Lives and deaths.
+# Freeing caches.
 
 
 def test_caches_are_freed_with_their_session(engine):
-    """S4-06: when the object dies, and not those of others."""
+    """S4-06: when the object is collected, and only its own."""
     ada, eve = Session(engine, system="Ada is here."), Session(engine, system="Eve is here.")
     ada.respond("Hi")
     eve.respond("Hi")
@@ -346,7 +348,7 @@ def test_a_session_may_outlive_its_engine(scripted, tmp_path):
 
 
 def test_clearing_the_engine_frees_the_caches_of_all_sessions(engine):
-    """S4-30: they go on, from their blocks."""
+    """S4-30: they continue from their blocks."""
     sessions = [Session(engine, system=f"Number {number}.") for number in range(3)]
     known = []
     for session in sessions:
@@ -367,7 +369,7 @@ def test_ids_are_checked_at_once(engine):
 
 
 def test_forgetting_one_conversation_spares_all_others(engine):
-    """S2-17, S2-28, S4-33: in memory, in what is known of prefixes, and on disk if so asked."""
+    """S2-17, S2-28, S4-33: in memory, in the registry, and on disk if asked."""
     registry = Registry()
     sessions = {
         name: Session(engine, system=f"{name} is here.", id=name, registry=registry)
@@ -377,7 +379,7 @@ def test_forgetting_one_conversation_spares_all_others(engine):
         session.prewarm()
         session.respond("Hi")
     agents = engine.store.on_disk.agents
-    engine.settle()  # what an agent has said is noted in the background
+    engine.settle()  # agents are recorded in the background
     forget(engine, "conv1", registry)
     assert n_live(engine) == 1
     assert registry.prefixes.stats.entries == 1
@@ -396,8 +398,8 @@ def test_forgetting_one_conversation_spares_all_others(engine):
 # One at a time.
 
 
-def test_whoever_comes_second_waits(engine):
-    """S4-01: in the order of arrival, each on what was said before."""
+def test_a_second_caller_waits(engine):
+    """S4-01: in the order of arrival, each after the turn before."""
     session = Session(engine)
     stream = session.stream("first")
     next(stream)
@@ -409,7 +411,7 @@ def test_whoever_comes_second_waits(engine):
     assert questions == ["first", "second"]
 
 
-def test_or_is_refused(engine):
+def test_or_a_second_caller_is_refused(engine):
     session = Session(engine, busy="refuse")
     stream = session.stream("first")
     next(stream)
@@ -419,7 +421,7 @@ def test_or_is_refused(engine):
     assert session.respond("second").text == "This is answer 1."
 
 
-def test_whoever_would_wait_for_itself_is_refused(engine):
+def test_a_caller_that_would_wait_for_itself_is_refused(engine):
     """A queue would never end here."""
     session = Session(engine, busy="queue")
     for _ in session.stream("first"):
@@ -431,7 +433,7 @@ def test_whoever_would_wait_for_itself_is_refused(engine):
 
 
 def test_many_sessions_at_once(engine):
-    """S4-01, S4-16: each goes through its own conversation, reading only what is new."""
+    """S4-01, S4-16: each has its own conversation and prefills only new tokens."""
 
     def talk(number: int) -> int:
         session = Session(engine, system=f"Agent {number}. {SYSTEM}")
@@ -470,7 +472,7 @@ def test_the_same_for_coroutines(engine):
     asyncio.run(talk())
 
 
-def test_a_coroutine_that_goes_away_is_not_waited_for(engine):
+def test_a_cancelled_coroutine_is_not_waited_for(engine):
     async def talk() -> None:
         session = Session(engine)
         async with aclosing(session.stream("first")) as stream:
@@ -488,8 +490,8 @@ def test_a_coroutine_that_goes_away_is_not_waited_for(engine):
     asyncio.run(talk())
 
 
-def test_a_turn_that_comes_as_its_owner_goes_is_passed_on():
-    """The one race of the gate, played through step by step."""
+def test_the_gate_is_handed_on_if_its_next_holder_is_cancelled():
+    """The one race of the gate, step by step."""
 
     async def race() -> None:
         gate = Gate("queue")
@@ -502,7 +504,9 @@ def test_a_turn_that_comes_as_its_owner_goes_is_passed_on():
 
         waiting = asyncio.create_task(second())
         await asyncio.sleep(0)
-        first.__exit__(None, None, None)  # its turn has come, and it has not yet heard of it
+        first.__exit__(
+            None, None, None
+        )  # the second caller holds the gate, but has not been scheduled
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -512,8 +516,8 @@ def test_a_turn_that_comes_as_its_owner_goes_is_passed_on():
     asyncio.run(race())
 
 
-def test_the_example_says_what_is_true(tmp_path):
-    """Run twice, as people run it: turns are warm, and the second time even the first one is."""
+def test_the_example_is_true(tmp_path):
+    """Run twice: later turns hit the cache, and the second time the first turn does too."""
     checkpoint = write_checkpoint(tmp_path / "model")
     warm = []
     for _ in range(2):
@@ -533,7 +537,7 @@ def test_the_example_says_what_is_true(tmp_path):
     assert warm[1][0][0] == warm[1][0][1] - 1 > warm[0][0][0]
 
 
-def test_what_people_need_is_in_the_package():
+def test_the_package_exports_what_the_docs_use():
     for name in keepwarm.__all__:
         assert getattr(keepwarm, name) is not None
     assert keepwarm.Session is Session

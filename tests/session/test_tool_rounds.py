@@ -1,4 +1,4 @@
-"""Functions as tools: described from their signature, run in rounds, never round and round."""
+"""Functions as tools: described by their signature, run in rounds, never in a loop."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Start = Callable[..., AbstractContextManager[Session]]
 
 @pytest.fixture
 def session_with(tmp_path: Path) -> Start:
-    """A session whose model says this, with these tools."""
+    """A session with these tools whose model gives these answers."""
 
     @contextmanager
     def start(answers: list[str], tools: list[Any], **options: Any) -> Iterator[Session]:
@@ -65,7 +65,7 @@ def session_with(tmp_path: Path) -> Start:
 
 
 def test_a_function_is_run_and_the_model_goes_on(session_with):
-    """S2-04: every round reads only what is new."""
+    """S2-04: every round prefills only new tokens."""
     answers = [call("weather", city="Oslo"), call("weather", city="Rome", days=3), "It rains."]
     with session_with(answers, [weather, LOOK]) as session:
         reply = session.respond("And the weather?")
@@ -86,7 +86,7 @@ def test_a_function_is_run_and_the_model_goes_on(session_with):
 
 
 def test_calls_are_seen_as_they_come(session_with):
-    """S4-03: the stream has its tools too."""
+    """S4-03: streams run tools too."""
     with session_with([call("weather", city="Oslo"), "It rains."], [weather]) as session:
         stream = session.stream("And the weather?")
         shown = list(stream)
@@ -96,8 +96,8 @@ def test_calls_are_seen_as_they_come(session_with):
 
 
 def test_the_same_call_again_ends_the_turn(session_with):
-    """S4-28: the same arguments in another order are the same call; what was said is in the
-    error, and the conversation goes on from before."""
+    """S4-28: the same arguments in another order are the same call; the text so far is in
+    the error, and the conversation is as before."""
     answers = [
         "I look. " + call("weather", city="Oslo", days=2),
         "Again. " + call("weather", days=2, city="Oslo"),
@@ -112,14 +112,14 @@ def test_the_same_call_again_ends_the_turn(session_with):
 
 
 def test_a_call_may_come_back_after_another_one(session_with):
-    """S4-28: looking again once something has changed is no loop."""
+    """S4-28: the same call after another one is not a loop."""
     oslo, rome = (call("weather", city=city) for city in ("Oslo", "Rome"))
     with session_with([oslo, rome, oslo, "Done."], [weather]) as session:
         assert len(session.respond("Watch the weather.").calls) == 3
 
 
 def test_rounds_are_bounded(session_with):
-    """S4-29: what is still called after the last round is left to the caller."""
+    """S4-29: calls after the last round are left to the caller."""
     answers = [call("weather", city=f"City {number}") for number in range(MAX_ROUNDS + 1)]
     with session_with([*answers, "Enough."], [weather]) as session:
         reply = session.respond("And the weather?")
@@ -132,7 +132,7 @@ def test_rounds_are_bounded(session_with):
 
 
 def test_a_plain_schema_is_for_the_caller_to_run(session_with):
-    """D7: a loop over such calls is the caller's."""
+    """D7: the caller loops over such calls."""
     with session_with([call("look", word="fox"), call("look", word="fox"), "A fox."], [LOOK]) as s:
         first = s.respond("What is a fox?")
         assert (first.text, first.calls, first.reason) == ("", (), "tool_calls")
@@ -151,7 +151,7 @@ def test_a_plain_schema_is_for_the_caller_to_run(session_with):
         assert [message["role"] for message in s.messages] == ["user", "assistant"]
 
 
-def test_of_both_kinds_each_goes_its_way(session_with):
+def test_functions_and_schemas_in_one_answer(session_with):
     both = call("look", word="fox") + "\n" + call("weather", city="Oslo")
     with session_with([both, "Well."], [LOOK, weather]) as session:
         reply = session.respond("Look.")
@@ -160,7 +160,7 @@ def test_of_both_kinds_each_goes_its_way(session_with):
         assert session.respond({reply.pending[0].id: "an animal"}).text == "Well."
 
 
-def test_what_goes_wrong_in_a_tool_is_told_to_the_model(session_with):
+def test_errors_in_a_tool_are_reported_to_the_model(session_with):
     def burn(wood: str) -> str:
         raise OSError(f"{wood} is wet")
 
@@ -303,7 +303,7 @@ def _takes_nameless(*things: str) -> None: ...
         ([{"name": "look"}], "must be"),
     ],
 )
-def test_what_is_no_tool_is_refused_in_one_sentence(tools, why):
+def test_invalid_tools_are_refused_in_one_sentence(tools, why):
     with pytest.raises(BadInput, match=why) as refused:
         Toolbox(tools)
     assert "\n" not in str(refused.value)

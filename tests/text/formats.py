@@ -56,5 +56,5 @@ HARMONY_CALL = (
 
 
 def special_tokens(text: str) -> list[str]:
-    """The marks of a text that are tokens of their own in such a model."""
+    """The delimiters in a text that are special tokens of such a model."""
     return sorted(set(re.findall(r"</?\|?[\w:]+\|?>|<\|\"\|>|\[[A-Z_]+\]", text)))

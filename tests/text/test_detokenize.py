@@ -59,7 +59,9 @@ ids = st.lists(st.integers(0, 330) | st.just(PAST_VOCABULARY), max_size=40)
 
 @REPEATABLE
 @given(tokens=ids)
-@example(tokens=[3 + 0xC3, 3 + 0xA9, 3 + 0xFF, 263])  # é, then a byte that spoils the whole run
+@example(
+    tokens=[3 + 0xC3, 3 + 0xA9, 3 + 0xFF, 263]
+)  # é, then a byte that makes the whole run invalid
 @example(tokens=[3 + 0xC3, PAST_VOCABULARY, 3 + 0xA9, 3 + 0xFF])
 @example(tokens=[261, 266, 262])  # an empty token between two words
 @example(tokens=[261, 267, 262])  # a token that the decoder drops between two words
@@ -101,13 +103,13 @@ def test_special_tokens_are_shown(byte_level):
     assert pieces_of(byte_level, tokens)[-2] == "<|im_end|>"
 
 
-def test_an_answer_that_ends_inside_a_character_says_so(byte_level):
+def test_an_incomplete_last_character_becomes_a_replacement_character(byte_level):
     tokens = byte_level.encode("🦊", add_special_tokens=False)[:-1]
     assert pieces_of(byte_level, tokens) == ["", "", "", "\N{REPLACEMENT CHARACTER}"]
 
 
 def test_mlx_lm_streams_another_text(byte_level):
-    """The reason for a detokenizer of our own; when this fails, it may go."""
+    """Why Keepwarm has its own detokenizer; when this test fails, it can be deleted."""
     theirs = byte_level.detokenizer
     tokens = byte_level.encode(" fox", add_special_tokens=False)
     for token in tokens:
@@ -117,7 +119,7 @@ def test_mlx_lm_streams_another_text(byte_level):
 
 
 @pytest.mark.parametrize(
-    ("text", "marks", "found"),
+    ("text", "delimiters", "found"),
     [
         ("abc", [], None),
         ("abc", ["x"], None),
@@ -127,12 +129,12 @@ def test_mlx_lm_streams_another_text(byte_level):
         ("abab", ["ab", "ab"], DelimiterMatch(0, 0)),
     ],
 )
-def test_the_mark_that_is_complete_first_is_found(text, marks, found):
-    assert find_first(text, marks) == found
+def test_the_delimiter_that_ends_first_is_found(text, delimiters, found):
+    assert find_first(text, delimiters) == found
 
 
 @pytest.mark.parametrize(
-    ("text", "marks", "n"),
+    ("text", "delimiters", "n"),
     [
         ("", ["ab"], 0),
         ("x", [], 0),
@@ -141,5 +143,5 @@ def test_the_mark_that_is_complete_first_is_found(text, marks, found):
         ("abb", ["ab"], 0),
     ],
 )
-def test_what_may_become_a_mark_is_held_back(text, marks, n):
-    assert held_back(text, marks) == n
+def test_text_that_may_become_a_delimiter_is_held_back(text, delimiters, n):
+    assert held_back(text, delimiters) == n

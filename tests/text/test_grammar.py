@@ -1,4 +1,4 @@
-"""An answer that must follow a format follows it, whatever the model would rather say."""
+"""A constrained answer follows its format, whatever the model prefers."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from keepwarm.text.grammar import MAX_COMPILED, Grammars
 from keepwarm.text.request import Format, Sampling
 from tests.kit.checkpoints import write_checkpoint
 
-N_PADDED = 37  # ids that the model has and the tokenizer has not
+N_PADDED = 37  # ids of the model that the tokenizer does not have
 PERSON = {
     "type": "object",
     "properties": {
@@ -55,8 +55,8 @@ def encode(model, text):
 
 
 def answers(model, choosers, max_tokens):
-    """Everybody's answer tokens, decoded together, from the model's own logits and a padding
-    that is likelier than every real token."""
+    """The answer tokens of all choosers, decoded in one batch. The padded ids get higher logits
+    than every real token."""
     stops, caches = model.tokenizer.eos_token_ids, make_caches(model.module)
     tokens = mx.full((len(choosers), 1), 5, mx.uint32)
     said, going = [[] for _ in choosers], set(range(len(choosers)))
@@ -118,7 +118,7 @@ def test_a_random_model_at_high_temperature_keeps_to_the_schema(model, grammars)
 
 
 def test_any_json_object(model, grammars):
-    """The bias shortens strings and closes braces early, or a random model talks for ever."""
+    """The bias shortens strings and closes braces early, or a random model never ends."""
     close = {encode(model, sign)[0]: 6.0 for sign in '"}'}
     said, unfinished = run(model, grammars, ANY, 30, 300, logit_bias=close)
     texts = texts_of(model, said)
@@ -140,7 +140,7 @@ def test_an_answer_cut_off_is_the_beginning_of_a_whole_one(model, grammars):
 
 
 def test_without_a_grammar_the_same_model_says_no_json(model):
-    """Control: the grammar does it, and neither the model nor the reading of its answer."""
+    """Control: it is the grammar that makes the answer JSON."""
     choosers = [Chooser(Sampling(temperature=1.5, seed=i), 0) for i in range(30)]
     logits = model.module(mx.full((30, 1), 5, mx.uint32))[:, -1, :]
     texts = [decode(model.tokenizer, [token]) for token in sample(choosers, logits).tolist()]
@@ -204,8 +204,8 @@ def test_several_stop_tokens(model, n_vocab):
     assert {0, 2} <= allowed_by(matcher)
 
 
-def test_blanks_come_to_an_end(model, grammars):
-    """A model that only wants to write spaces must go on after a while."""
+def test_whitespace_is_bounded(model, grammars):
+    """A model that prefers spaces must write something else after a while."""
     matcher, space = grammars.compile(ANY), encode(model, " ")[0]
     feed(matcher, encode(model, "{"))
     n_spaces = 0
@@ -216,7 +216,7 @@ def test_blanks_come_to_an_end(model, grammars):
     feed(matcher, encode(model, '"a":1}'))
 
 
-# Models that think first
+# Reasoning before the answer
 
 
 def test_the_grammar_begins_after_the_thoughts(model, grammars):
@@ -225,7 +225,7 @@ def test_the_grammar_begins_after_the_thoughts(model, grammars):
     matcher = grammars.compile(ANY, after=end)
     feed(matcher, [*encode(model, "Hmm, the quick fox <"), *end[:-1], *encode(model, "no")])
     assert not matcher.finished
-    assert not allowed_by(matcher) & model.tokenizer.eos_token_ids  # there is no answer yet
+    assert not allowed_by(matcher) & model.tokenizer.eos_token_ids  # the answer has not begun
     feed(matcher, end)
     assert allowed_by(matcher) == set(encode(model, "{")) | {
         i for i in range(320) if decode(model.tokenizer, [i]).startswith('{"')
@@ -246,10 +246,10 @@ def test_thoughts_of_a_random_model_are_free_and_its_answer_is_not(model, gramma
     assert any(tokens.index(end[0]) for tokens in done)
 
 
-# Copies, and what is kept
+# Copies and the cache of compiled grammars
 
 
-def test_a_copy_goes_its_own_way(model, grammars):
+def test_a_copy_is_independent(model, grammars):
     matcher = grammars.compile(WEATHER, after=[9, 10])
     matcher.advance(9)
     twin = matcher.copy()
@@ -288,11 +288,11 @@ def test_many_threads_share_one_vocabulary(model, n_vocab):
     assert done == [1] * 8
 
 
-def test_a_format_that_asks_for_nothing(grammars):
+def test_a_format_without_constraints(grammars):
     assert grammars.compile(Format()) is None
 
 
-# What cannot be
+# Formats that are refused
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_a_token_that_the_grammar_forbids_ends_this_answer_only(model, grammars,
     assert good.adjust(logits).max().item() == 0
 
 
-def test_a_tokenizer_that_cannot_serve(model):
+def test_a_tokenizer_that_does_not_support_grammars(model):
     class Slow:
         pass
 

@@ -1,4 +1,4 @@
-"""Tokens to pieces: what is text, what is reasoning, what is a call, and where it all ends."""
+"""Tokens to pieces: text, reasoning, calls, and where the answer ends."""
 
 import json
 from functools import partial
@@ -23,14 +23,14 @@ from tests.text.formats import (
 )
 
 REPEATABLE = settings(deadline=None, derandomize=True, database=None)
-MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+DELIMITERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 CALL = CALLS["json_tools"]
 
 
 @pytest.fixture(scope="module")
 def markup(tmp_path_factory) -> Markup:
     """A model that thinks, and calls tools with JSON in tags."""
-    return Markup.of(make(tmp_path_factory.mktemp("t"), tokens=MARKS, parser="json_tools"))
+    return Markup.of(make(tmp_path_factory.mktemp("t"), tokens=DELIMITERS, parser="json_tools"))
 
 
 def reader_of(markup, *, tools=(WEATHER, CLOCK), parallel=True, **options) -> AnswerReader:
@@ -45,7 +45,7 @@ def feed(reader, markup, text, ended=False):
 
 
 def read(markup, text, *, ended=False, **options):
-    """All pieces of an answer, neighbours of a kind put together."""
+    """All pieces of an answer; consecutive pieces of one type are joined."""
     reader = reader_of(markup, **options)
     return joined([*feed(reader, markup, text, ended), *reader.finish()])
 
@@ -65,8 +65,8 @@ WEATHER_CALL = ("get_weather", ARGUMENTS)
 
 @REPEATABLE
 @given(tokens=st.lists(st.integers(0, 330), max_size=40), stop=st.sampled_from([(), ("zz",)]))
-def test_without_marks_the_text_is_what_the_tokenizer_decodes(markup, tokens, stop):
-    tokens = [t for t in tokens if t not in (2, *range(320, 324))]  # no end, no marks
+def test_without_delimiters_the_text_is_what_the_tokenizer_decodes(markup, tokens, stop):
+    tokens = [t for t in tokens if t not in (2, *range(320, 324))]  # no stop token, no delimiters
     reader = reader_of(markup, stop=stop)
     pieces = [piece for token in tokens for piece in reader.add(token)] + reader.finish()
     whole = markup.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -76,14 +76,27 @@ def test_without_marks_the_text_is_what_the_tokenizer_decodes(markup, tokens, st
         assert "".join(piece.text for piece in pieces) == whole[: whole.index("zz")]
 
 
-WORDS = [*MARKS, CALL, "STOP", "ST", "OP", " ", "\n", "the fox", "🦊", "<", "<tool", '{"name": 1}']
+WORDS = [
+    *DELIMITERS,
+    CALL,
+    "STOP",
+    "ST",
+    "OP",
+    " ",
+    "\n",
+    "the fox",
+    "🦊",
+    "<",
+    "<tool",
+    '{"name": 1}',
+]
 
 
 @REPEATABLE
 @given(words=st.lists(st.sampled_from(WORDS), max_size=12))
 @example(words=["<tool_call>", "<tool_call>", CALL, "</tool_call>"])
 def test_pieces_do_not_depend_on_how_the_text_was_cut_into_tokens(markup, words):
-    """A mark may come as one token or as many letters."""
+    """A delimiter may be one token or many."""
     text = "".join(words)
     letters = [t for char in text for t in markup.tokenizer.encode(char, add_special_tokens=False)]
     options = {"stop": ("STOP", "fox the")}
@@ -95,8 +108,8 @@ def test_pieces_do_not_depend_on_how_the_text_was_cut_into_tokens(markup, words)
 @REPEATABLE
 @given(words=st.lists(st.sampled_from(WORDS), max_size=12))
 def test_no_text_is_lost(markup, words):
-    """What is shown, marks and whole calls added, is what was generated, blanks around calls
-    apart."""
+    """Pieces, delimiters and complete calls add up to the generated text, except for whitespace
+    around calls."""
     text = "".join(words)
     shown = "".join(
         CALL
@@ -104,8 +117,8 @@ def test_no_text_is_lost(markup, words):
         else piece.text
         for piece in read(markup, text)
     )
-    for mark in ("<think>", "</think>"):
-        text, shown = text.replace(mark, ""), shown.replace(mark, "")
+    for delimiter in ("<think>", "</think>"):
+        text, shown = text.replace(delimiter, ""), shown.replace(delimiter, "")
     assert "".join(shown.split()) == "".join(text.split())
 
 
@@ -114,7 +127,7 @@ def test_reasoning_is_not_the_answer(markup):
     assert pieces == [ReasoningText("\nHm.\n"), AnswerText("\n\nA fox.")]
 
 
-def test_a_template_that_opens_the_thoughts_is_seen_in_the_prompt(markup):
+def test_reasoning_that_the_prompt_opens(markup):
     opens = partial(opens_thinking, markup.tokenizer)
     assert opens("<|im_start|>assistant\n<think>\n")
     assert not opens("<|im_start|>assistant\n<think>\n\n</think>\n\n")
@@ -125,7 +138,7 @@ def test_a_template_that_opens_the_thoughts_is_seen_in_the_prompt(markup):
     assert pieces == [ReasoningText("Hm."), AnswerText("A fox.")]
 
 
-def test_thoughts_that_do_not_end_stay_thoughts(markup):
+def test_reasoning_that_does_not_end_stays_reasoning(markup):
     assert read(markup, "<think>Hm, the <", segment=NORMAL) == [ReasoningText("Hm, the <")]
     assert read(markup, "Hm </thi", segment=REASONING) == [ReasoningText("Hm </thi")]
 
@@ -171,7 +184,7 @@ def test_text_that_may_become_a_stop_string_is_held_back(markup):
 
 
 def test_a_stop_string_ends_the_answer_only(markup):
-    """Neither thoughts nor the arguments of a call are cut by one."""
+    """It is not matched in reasoning or in the arguments of a call."""
     pieces = read(markup, f"<think>Oslo?</think>{CALL}", stop=("Oslo",))
     assert pieces == [ReasoningText("Oslo?"), WEATHER_CALL]
 
@@ -195,7 +208,7 @@ def test_without_parallel_calls_the_first_ends_the_answer(markup):
     assert reader.stopped is None
 
 
-def test_a_call_in_the_thoughts_is_a_call(markup):
+def test_a_call_inside_reasoning_counts(markup):
     pieces = read(markup, f"<think>Hm.{CALL}So.</think>Yes.")
     assert pieces == [ReasoningText("Hm."), WEATHER_CALL, ReasoningText("So."), AnswerText("Yes.")]
 
@@ -219,7 +232,7 @@ def test_a_malformed_call_comes_back_as_text(markup, text):
     assert read(markup, f"<think>{text}")[0] == ReasoningText(text)
 
 
-def test_a_mark_in_the_text_does_not_hide_the_call_behind_it(markup):
+def test_a_delimiter_in_the_text_does_not_hide_a_later_call(markup):
     pieces = read(markup, f"One writes <tool_call> so: {CALL}")
     assert pieces == [AnswerText("One writes <tool_call> so: "), WEATHER_CALL]
 
@@ -230,7 +243,7 @@ def test_a_call_cut_off_by_length_is_text(markup):
     assert read(markup, cut[:20]) == [AnswerText(cut[:20])]
 
 
-def test_a_call_that_the_model_ended_without_its_mark_is_a_call(markup):
+def test_a_call_that_a_stop_token_ends_counts(markup):
     assert read(markup, CALL.removesuffix("</tool_call>"), ended=True) == [WEATHER_CALL]
 
 
@@ -272,8 +285,8 @@ def test_the_channels_of_gpt_oss(tmp_path):
     ]
 
 
-def test_the_marks_of_kimi_k3_around_an_answer_are_no_text(tmp_path):
-    marks = ["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"]
-    markup = Markup.of(make(tmp_path, special=marks))
+def test_the_delimiters_of_kimi_k3_are_not_text(tmp_path):
+    special = ["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"]
+    markup = Markup.of(make(tmp_path, special=special))
     text = "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>A fox."
     assert read(markup, text) == [ReasoningText("Hm."), AnswerText("A fox.")]

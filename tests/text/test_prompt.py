@@ -1,4 +1,4 @@
-"""Messages to tokens: tokenised whole, cut where another conversation may part from this one."""
+"""Messages to tokens: tokenised whole, cut where other conversations may diverge."""
 
 import json
 from time import process_time
@@ -43,7 +43,7 @@ def render(tokenizer, messages, **wishes):
 
 
 def plainly(tokenizer, messages, add_generation_prompt=False):
-    """The tokens of a conversation as the template writes it, all of it tokenised at once."""
+    """The tokens of a conversation, rendered and tokenised in one piece."""
     return encode(tokenizer, write(tokenizer, messages, None, add_generation_prompt))
 
 
@@ -66,7 +66,7 @@ def test_tokens_are_plain_ints_of_the_whole_text(with_template):
     assert all(type(token) is int for token in tokens)
 
 
-def test_cuts_stand_at_the_end_of_each_message(with_template):
+def test_there_is_a_cut_at_the_end_of_each_message(with_template):
     tokenizer = with_template(CHATML)
     prompt = render(tokenizer, TALK)
     parts = [plainly(tokenizer, TALK[:n]) for n in (1, 2, 3, 4)]
@@ -93,7 +93,7 @@ talks = st.lists(
     ],
 )
 def test_a_cut_is_the_common_token_prefix(with_template, template):
-    """Whatever is said, special tokens included: the quick way gives what the plain one gives."""
+    """For any text, special tokens included, the fast way gives the same as the simple one."""
     tokenizer = with_template(template)
     prompter = Prompter(tokenizer)
 
@@ -109,7 +109,7 @@ def test_a_cut_is_the_common_token_prefix(with_template, template):
     check()
 
 
-def test_a_conversation_that_goes_on_otherwise_shares_the_cut(with_template):
+def test_a_conversation_that_continues_differently_shares_the_cut(with_template):
     tokenizer = with_template(CHATML)
     other = [*TALK[:3], {"role": "user", "content": "Something else."}]
     ours, theirs = render(tokenizer, TALK), render(tokenizer, other)
@@ -117,7 +117,7 @@ def test_a_conversation_that_goes_on_otherwise_shares_the_cut(with_template):
 
 
 def test_a_cut_moves_back_where_tokens_merge_across_messages(with_template):
-    """Without separators "while th" + "e" reads as other tokens than its parts."""
+    """Without separators "while th" + "e" has other tokens than its parts."""
     tokenizer = with_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     messages = [{"role": "user", "content": "while th"}, {"role": "user", "content": "e"}]
     prompt = render(tokenizer, messages)
@@ -128,7 +128,7 @@ def test_a_cut_moves_back_where_tokens_merge_across_messages(with_template):
 
 
 def test_a_template_that_rewrites_earlier_turns_cuts_before_them(with_template):
-    """Thinking templates drop earlier answers' thoughts: only what stays the same is a prefix."""
+    """Some templates drop the reasoning of earlier answers: the prefix ends before it."""
     shown = "{{ m['content'] if loop.last or m['role'] != 'assistant' else '(gone)' }}"
     tokenizer = with_template("{% for m in messages %}|" + shown + "{% endfor %}")
     prompt = render(tokenizer, TALK)
@@ -200,7 +200,7 @@ def test_a_request_renders_as_its_messages_do(with_template):
     assert rendering.generation_prompt == "<|im_start|>assistant\n"
 
 
-def test_every_message_says_where_it_ends(with_template):
+def test_every_message_has_a_known_end(with_template):
     tokenizer = with_template(CHATML)
     rendering = Prompter(tokenizer).render(Request(messages=TALK))
     ends = [rendering.end_of(message) for message in range(len(TALK))]
@@ -211,20 +211,20 @@ def test_every_message_says_where_it_ends(with_template):
     assert rendering.message_at(ends[-1]) is None
 
 
-def test_a_mark_is_among_the_cuts_wherever_it_stands(with_template):
+def test_a_breakpoint_is_among_the_cuts_wherever_it_is(with_template):
     prompter = Prompter(with_template(CHATML))
     plain = prompter.render(Request(messages=LONG))
     cuts = plain.cuts
     assert plain.end_of(77) not in cuts
-    marked = prompter.render(Request(messages=LONG, breakpoints=[Breakpoint(77)]))
-    assert marked.end_of(77) in marked.cuts
+    kept = prompter.render(Request(messages=LONG, breakpoints=[Breakpoint(77)]))
+    assert kept.end_of(77) in kept.cuts
     for wrong in (-2, len(LONG)):
         with pytest.raises(BadInput, match=f"no message {wrong}"):
             prompter.render(Request(messages=LONG, breakpoints=[Breakpoint(wrong)]))
 
 
-def test_the_tools_alone_can_be_marked(with_template):
-    """S4-25: whatever is said first, the prompt up to there is the same, tools included."""
+def test_a_breakpoint_after_the_tools_alone(with_template):
+    """S4-25: whatever the first message is, the prompt up to there is the same, tools included."""
     prompter = Prompter(with_template(WITH_TOOLS))
     prompts = [
         prompter.render(Request(messages=talk, tools=[SEARCH], breakpoints=[Breakpoint(TOOLS)]))
@@ -238,7 +238,7 @@ def test_the_tools_alone_can_be_marked(with_template):
 
 
 def test_a_system_prompt_alone_is_a_prefix_of_the_first_request(with_template):
-    """S4-27: what is warmed ends where the first request has not parted from it yet."""
+    """S4-27: the warmed prompt ends before the first request diverges from it."""
     for template in (CHATML, WITH_TOOLS):
         prompter = Prompter(with_template(template))
         tools = [SEARCH] if template is WITH_TOOLS else []
@@ -249,7 +249,7 @@ def test_a_system_prompt_alone_is_a_prefix_of_the_first_request(with_template):
         assert alone.tokens[:end] == first.tokens[:end]
 
 
-def test_tools_that_the_template_does_not_show_stand_in_the_messages(with_template):
+def test_tools_that_the_template_does_not_render_are_put_into_the_messages(with_template):
     tokenizer = with_template(CHATML)
     request = Request(messages=TALK, tools=[SEARCH])
     prompter = Prompter(tokenizer)
@@ -274,13 +274,13 @@ def test_thinking_and_options_reach_the_template(with_template):
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "truncation"])
-def test_options_that_would_change_what_rendering_means_are_refused(with_template, name):
+def test_options_that_would_change_the_result_type_are_refused(with_template, name):
     request = Request(messages=TALK, template_options={name: "x"})
     with pytest.raises(BadInput, match=name):
         Prompter(with_template(CHATML)).render(request)
 
 
-def test_an_answer_that_was_begun_is_gone_on_with(with_template):
+def test_a_partial_answer_is_continued(with_template):
     options = {"continue_final_message": True}
     request = Request(messages=TALK[:3], template_options=options)
     rendering = Prompter(with_template(CHATML)).render(request)
@@ -307,13 +307,13 @@ def test_raw_prompts(with_template):
 @pytest.mark.parametrize(
     "request_", [Request(), Request(messages=TALK, prompt="x"), Request(messages=[])]
 )
-def test_a_request_asks_one_thing(with_template, request_):
+def test_a_request_has_messages_or_a_prompt(with_template, request_):
     with pytest.raises(BadInput, match="one"):
         Prompter(with_template(CHATML)).render(request_)
 
 
 def test_a_system_message_that_the_template_moves_does_not_move_the_prefix(with_template):
-    """S2-20: what is said late changes the prompt late."""
+    """S2-20: a late message changes the prompt late."""
     hoisting = (
         "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
         "{% for m in messages if m.role != 'system' %}{{ '|' + m.content }}{% endfor %}"
@@ -325,8 +325,8 @@ def test_a_system_message_that_the_template_moves_does_not_move_the_prefix(with_
     assert after.text.startswith(before.text)
 
 
-def test_a_long_conversation_costs_what_its_length_says(with_template):
-    """200 messages: tokenised once and a little, rendered a few times, within a second."""
+def test_rendering_cost_is_linear_in_length(with_template):
+    """200 messages: tokenised little more than once, rendered a few times, within a second."""
     tokenizer = Counting(with_template(CHATML))
     prompter = Prompter(tokenizer)
     tokenizer.n_characters = 0

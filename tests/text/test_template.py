@@ -1,4 +1,4 @@
-"""What a chat template does with messages, found out by trying it; and how messages give way."""
+"""Probing a chat template, and rewriting messages so that it shows them all."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from keepwarm.text.template import SYSTEM_LABEL, Template, normalise, text_of, w
 from tests.kit.checkpoints import CHATML
 from tests.kit.tokenizers import WITH_TOOLS, make
 
-# Small templates, each with one habit of a family of models.
+# Small templates, each with one property of a family of models.
 ALTERNATING = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     "{% for m in messages %}"
@@ -34,7 +34,7 @@ THINKING = (
 
 
 def calls(arguments: str, message: str) -> str:
-    """A template that writes calls with their arguments like this, and messages like that."""
+    """A template with these expressions for a call's arguments and for a message."""
     call = "{% for c in m.tool_calls %}{{ c.function.name + '(' }}" + arguments + "){% endfor %}"
     return "{% for m in messages %}" + message.replace("CALLS", call) + "{% endfor %}"
 
@@ -55,7 +55,7 @@ NEXT = {"role": "user", "content": "Why?"}
 
 @pytest.fixture
 def template_of(tmp_path):
-    """A function: a tokenizer with this template, and what is found out about it."""
+    """A function: a tokenizer with this template, and what the probe finds."""
 
     def look(text, **kwargs):
         tokenizer = make(tmp_path / "tokenizer", template=text, **kwargs)
@@ -64,7 +64,7 @@ def template_of(tmp_path):
     return look
 
 
-def test_a_plain_template_takes_everything_where_it_stands(template_of):
+def test_a_plain_template_takes_every_message_where_it_is(template_of):
     tokenizer, template = template_of(CHATML)
     assert template.exists
     assert template.takes_system
@@ -82,14 +82,14 @@ def test_a_plain_template_takes_everything_where_it_stands(template_of):
 
 
 def test_what_follows_an_answer_only_at_the_end_does_not_follow_every_answer(template_of):
-    """As gpt-oss writes it: the last answer ends otherwise than those before it."""
+    """As in gpt-oss: the last answer ends differently from those before it."""
     ends = "{{ '<|endoftext|>' if loop.last else '<|im_end|>' }}"
     _, template = template_of("{% for m in messages %}{{ m.content }}" + ends + "{% endfor %}")
     assert template.after_answer == ()
     assert template.stops_after_answer  # where it is not the last
 
 
-def test_an_answer_that_plain_text_follows(template_of):
+def test_an_answer_followed_by_plain_text(template_of):
     _, template = template_of(
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n\n' }}{% endfor %}"
     )
@@ -140,7 +140,7 @@ def test_thinking_that_is_dropped_and_thinking_that_is_opened(template_of):
     assert template.drops_thinking
     assert template.generation_prompt == "<|im_start|>assistant\n<think>\n"
     assert template.opens_thinking
-    _, silent = template_of(THINKING)  # no such tokens: mlx-lm asks for no thinking
+    _, silent = template_of(THINKING)  # without such tokens mlx-lm turns reasoning off
     assert silent.drops_thinking
     assert not silent.opens_thinking
     assert write(tokenizer, [ASK], enable_thinking=False).endswith("<think>\n\n</think>\n\n")
@@ -172,7 +172,7 @@ def test_whether_a_template_renders_tools_is_tried_out(template_of, text, render
     ],
 )
 @pytest.mark.parametrize("sent", ['{"q": "fox"}', {"q": "fox"}])
-def test_tool_calls_come_out_as_json_whatever_the_template_wants(
+def test_tool_calls_are_rendered_as_json_whatever_the_template_expects(
     template_of, text, as_text, content, shown, sent
 ):
     tokenizer, template = template_of(text)
@@ -225,13 +225,13 @@ def test_messages_are_normalised():
         ({"role": "user", "content": [7]}, "'int'"),
     ],
 )
-def test_messages_that_make_no_sense_are_refused(message, reason):
-    """S4-18: an image never passes for the text around it."""
+def test_invalid_messages_are_refused(message, reason):
+    """S4-18: an image is never dropped silently."""
     with pytest.raises(BadInput, match=reason):
         normalise(message)
 
 
-def test_a_template_that_refuses_everything_is_known_to(template_of):
+def test_a_template_that_refuses_everything(template_of):
     tokenizer, template = template_of("{{ raise_exception('never') }}")
     assert template == Template(exists=True, takes_user_twice=False)
     with pytest.raises(BadInput, match="never"):

@@ -1,4 +1,4 @@
-"""What tool_choice makes of a request, before anything runs."""
+"""The effect of tool_choice on a prepared request."""
 
 import pytest
 from tokenizers import AddedToken
@@ -20,14 +20,14 @@ THOUGHT = "<|channel|>analysis<|message|>It is to= them.<|end|><|start|>assistan
 
 def model_with(directory, template=WITH_TOOLS, special=()):
     tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in special])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     path = write_checkpoint(directory, tokenizer=tokenizer, template=template)
     return keepwarm.load(str(path))
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A model whose template knows no tools: it gets our block, and marks that are plain text."""
+    """A model whose template has no tools: it gets the tool block, with plain-text delimiters."""
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     return model_with(tmp_path_factory.mktemp("plain"), template)
 
@@ -43,7 +43,7 @@ def prepared_by(model, **wishes):
 
 
 def may_say(model, text, letters=False, **wishes):
-    """Whether this can be said, token by token; `letters` spells it out."""
+    """Whether this text is allowed, token by token; `letters` encodes it letter by letter."""
     matcher = prepared_by(model, **wishes).new_matcher()
     parts = list(text) if letters else [text]
     encode = model.tokenizer.encode
@@ -68,7 +68,7 @@ def test_where_calls_begin_with_plain_text_that_text_is_not_said(plain, letters)
     assert not may_say(plain, "<tool_<tool_call>", letters)
 
 
-def test_in_channels_nobody_is_called(channels):
+def test_calls_are_forbidden_in_channels_too(channels):
     assert may_say(channels, f"{THOUGHT}<|channel|>final<|message|>It rains.")
     assert not may_say(channels, f"{THOUGHT}<|channel|>commentary to=functions.get_weather")
 
@@ -83,11 +83,11 @@ def test_the_answer_may_end_anywhere(plain):
     assert matcher.finished
 
 
-def test_a_mark_that_is_one_token_is_forbidden_as_such(tmp_path):
+def test_a_call_start_that_is_one_token_is_forbidden_as_such(tmp_path):
     model = model_with(tmp_path, special=["<tool_call>", "</tool_call>"])
     prepared = prepared_by(model)
-    mark = model.tokenizer.convert_tokens_to_ids("<tool_call>")
-    assert prepared.sampling.logit_bias == {mark: -100.0}
+    start = model.tokenizer.convert_tokens_to_ids("<tool_call>")
+    assert prepared.sampling.logit_bias == {start: -100.0}
     assert prepared.new_matcher() is None
 
 

@@ -22,7 +22,7 @@ from tests.text.formats import (
 )
 
 REQUIRED = ToolChoice("required")
-IN_JSON = {  # formats whose reader takes JSON between its marks, whatever else it takes
+IN_JSON = {  # formats whose parser also accepts JSON between its delimiters
     "glm47": f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>',
     "longcat": f'<longcat_tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n'
     "</longcat_tool_call>",
@@ -35,7 +35,7 @@ FORCED = {
 
 
 def fits(markup, grammar, text, whole=True) -> bool:
-    """Whether the grammar lets the model write this text and then end."""
+    """Whether the grammar allows this text, and the answer to end after it."""
     hf = markup.tokenizer._tokenizer
     matcher = LLMatcher(from_tokenizer(hf), LLMatcher.grammar_from_lark(grammar), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -60,9 +60,9 @@ def ours(tmp_path_factory) -> Markup:
 
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory) -> Markup:
-    marks = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    tokens = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
     directory = tmp_path_factory.mktemp("thinker")
-    return Markup.of(make(directory, tokens=marks, parser="json_tools"))
+    return Markup.of(make(directory, tokens=tokens, parser="json_tools"))
 
 
 def test_where_the_model_may_choose_there_is_no_grammar(ours):
@@ -138,12 +138,12 @@ def test_a_tool_that_is_not_offered_cannot_be_forced(ours):
         call_grammar([], REQUIRED, ours)
 
 
-def test_a_model_that_thinks_may_think_first(thinker):
+def test_a_model_that_reasons_may_do_so_first(thinker):
     grammar = call_grammar([WEATHER], REQUIRED, thinker)
     call = CALLS["json_tools"]
     assert fits(thinker, grammar, call)
     assert fits(thinker, grammar, f"<think>\nHm.\n</think>\n\n{call}")
-    assert fits(thinker, grammar, f"\n\n{call}")  # behind thoughts that the prompt has opened
+    assert fits(thinker, grammar, f"\n\n{call}")  # after reasoning that the prompt opened
     assert not fits(thinker, grammar, f"Hm. {call}")
 
 

@@ -45,8 +45,8 @@ TALK = [
 ]
 
 
-def test_mlx_lm_reads_these_formats():
-    """A new one wants a sample call."""
+def test_mlx_lm_parses_these_formats():
+    """A new format needs a sample call."""
     names = {module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__)}
     assert names == set(CALLS)
 
@@ -153,7 +153,7 @@ def test_templates_get_arguments_as_objects(tmp_path):
 
 
 def test_ids(tmp_path):
-    """Ours; the model's own where it writes one; nine characters where the template insists."""
+    """Keepwarm's; the model's own where it writes one; nine characters for Mistral."""
     ids = {
         parser: CallReader(format_of(make(tmp_path / parser, parser=parser)), [WEATHER])
         .read(re.sub(r"^<[^>]*>|^\[TOOL_CALLS\]|<[^>]*>$", "", CALLS[parser]))[0]
@@ -180,8 +180,8 @@ def test_small_models_may_write_a_list():
     assert not CallReader(OURS, [CLOCK]).read(f"[{one}, 3]")
 
 
-def test_a_reader_that_fails_loses_no_text(tmp_path):
-    """mlx-lm's readers raise what they like: longcat's an AttributeError."""
+def test_a_parser_that_fails_loses_no_text(tmp_path):
+    """mlx-lm's parsers may raise anything: longcat's an AttributeError."""
     markup = Markup.of(make(tmp_path, parser="longcat"))
     reader = AnswerReader(markup, calls=CallReader(markup.tool_format, [WEATHER]))
     text = "<longcat_tool_call>no call</longcat_tool_call>"
