@@ -34,7 +34,7 @@ def test_a_failed_restore_is_counted_told_and_a_miss(models, tmp_path, caplog):
     assert manager.restore_failures == 1
     assert stats.tiers["disk"].quarantined == 1
     assert stats.counters["failed"] == 0
-    assert "is bad and was set aside" in caplog.text
+    assert "is bad and was quarantined" in caplog.text
     assert "digest" in caplog.text
     assert warm.receipt.reused == {"disk": 256}
     assert tokens_of(warm.choices[0]) == tokens_of(cold.choices[0])

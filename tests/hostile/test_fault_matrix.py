@@ -1,6 +1,6 @@
-"""Every tier and every fault: never a wrong tensor, the process keeps serving.
+"""Every tier and every fault: no wrong tensor, and the process keeps serving.
 
-The table of expectations below is what is tested, and is written to `docs/reliability.md`:
+The table of expectations below is tested, and written to `docs/reliability.md`:
 
     python -m tests.hostile.test_fault_matrix
 """
@@ -49,9 +49,9 @@ IDENTITY = Identity(weights={"model": "11"}, config="22", tokenizer="33", layout
 COLUMNS = ("memory", "disk", "memory + disk")
 KEY = b64encode(bytes(range(32))).decode()
 N = 3  # tokens generated to compare
-NOBODY = 65534  # a user who owns nothing
+NOBODY = 65534  # the id of a user without files
 
-PROMPT = prompt_of(600, seed=1)  # blocks 0 and 1, and a tail; the fault hits block 1
+PROMPT = prompt_of(600, seed=1)  # blocks 0 and 1, and a tail; the fault damages block 1
 SIBLING = PROMPT[:512] + prompt_of(120, seed=2)
 OTHER = prompt_of(300, seed=3)  # shares nothing, and is never touched
 NEW = prompt_of(280, seed=4)  # computed while the fault lasts
@@ -66,17 +66,17 @@ class Cell(NamedTuple):
     prompt: int = ALL
     other: int = len(OTHER) - 1
     new: int = len(NEW) - 1
-    reason: str = ""  # given for what is set aside
+    reason: str = ""  # of the quarantine
 
 
 HIT = Cell("hit")
-MEMORY_HIT = Cell("hit: memory has it")
-NOT_KEPT = Cell("hit; what is new is not kept", new=0)
+MEMORY_HIT = Cell("hit, from memory")
+NOT_KEPT = Cell("hit; new blocks are not stored", new=0)
 NO_FILE: None = None  # memory has no files that could be damaged
 
 
 def miss(reason: str, prompt: int = BEFORE_IT) -> Cell:
-    return Cell(f"miss from token {prompt}, set aside: “{reason}”", prompt, reason=reason)
+    return Cell(f"miss from token {prompt}; quarantined: “{reason}”", prompt, reason=reason)
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Scene:
         return Manager(name, self.layout, self.tiers, self.reader, self.saver, rates)
 
     def serve(self, prompt: list[int]) -> None:
-        """A request: restore what is there, compute the rest, keep it."""
+        """A request: restore, compute the rest, store it."""
         manager = self.manager()
         restored = manager.restore(prompt)
         capture = manager.open(prompt)
@@ -137,7 +137,7 @@ class Scene:
         self.saver.flush()
 
     def reuse(self, prompt: list[int], reference: Any) -> int:
-        """How much of a prompt is restored; what follows from it must be as if computed."""
+        """Tokens of a prompt that are restored; the continuation must equal a cold run."""
         restored = self.manager().restore(prompt)
         caches = restored.caches or make_prompt_cache(self.model)
         run = continue_from(self.model, caches, prompt[restored.n_tokens :], N)
@@ -151,12 +151,12 @@ class Scene:
         return list(chain(self.name(), prompt))[number].key
 
     def rewrite(self, record: Record, **changes: Any) -> None:
-        """Put a record with another header in place of the one that is hit."""
+        """Replace the damaged record by one with another header."""
         changed = replace(record, header=replace(record.header, **changes))
         self.path().write_bytes(b"".join(encode_record(changed, self.seal)))
 
     def path(self, number: int = 1, prompt: list[int] = PROMPT) -> Path:
-        """The file of a block; of the one that is hit, unless another is named."""
+        """The file of a block; by default of the damaged one."""
         assert self.disk is not None
         return self.disk.records.path_of(self.key(number, prompt), Part.DELTA)
 
@@ -182,7 +182,7 @@ class Fault(NamedTuple):
         return dict(zip(COLUMNS, self[2:], strict=True))[column]
 
 
-# What can be done to a record
+# Faults of one record
 
 
 def rewrite(change: Callable[[bytearray], bytes]) -> Damage:
@@ -215,7 +215,7 @@ def swap(scene: Scene) -> None:
 
 
 def duplicate(scene: Scene) -> None:
-    """Under the name of a block nobody has; a start finds it, and looks inside."""
+    """Under the name of a block that does not exist; a start finds the file and checks it."""
     copy = scene.path(0, prompt_of(256, seed=9))
     copy.parent.mkdir(exist_ok=True)
     shutil.copy(scene.path(), copy)
@@ -230,7 +230,7 @@ def of_other_weights(scene: Scene) -> None:
 
 
 def newer(scene: Scene) -> None:
-    """As a newer Keepwarm would leave it; the repair is to update this one."""
+    """As a newer Keepwarm would write it; the repair is to update this one."""
     path = scene.path()
     before = path.read_bytes()
     scene.rewrite(scene.disk.read(scene.key(1), Part.DELTA), version=FORMAT_VERSION + 1)
@@ -238,7 +238,7 @@ def newer(scene: Scene) -> None:
 
     def update() -> None:
         assert path.read_bytes() == newer, "it was touched"
-        assert not list((scene.root / "quarantine").iterdir()), "it was set aside"
+        assert not list((scene.root / "quarantine").iterdir()), "it was quarantined"
         path.write_bytes(before)
 
     scene.repair = update
@@ -253,11 +253,11 @@ def directory(scene: Scene) -> None:
     scene.path().mkdir()
 
 
-# What can be done to all of them
+# Faults of the whole tier
 
 
 def another(**changes: Any) -> Damage:
-    """The same prompt asked by somebody else."""
+    """The same prompt under another identity."""
 
     def damage(scene: Scene) -> None:
         scene.identity = replace(IDENTITY, **changes)
@@ -294,12 +294,12 @@ def index_pragma(scene: Scene, pragma: str) -> None:
 
 
 def nothing_written(scene: Scene) -> None:
-    """Nothing of ours is broken: the system itself refuses every byte to every file."""
+    """The system itself refuses every write to every file."""
     scene.repair = refuse_all_bytes()
 
 
 def refuse_all_bytes() -> Callable[[], None]:
-    """No file of this process takes a byte more; answers with what ends that."""
+    """No write of this process succeeds; returns a function that ends that."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -341,7 +341,7 @@ def index_garbage(scene: Scene) -> None:
 
 
 def index_lies(scene: Scene) -> None:
-    """The tails of two conversations stand under each other's tokens."""
+    """The tails of two conversations are listed under each other's tokens."""
     ours, theirs = scene.key(2), scene.key(2, SIBLING)
     with sqlite3.connect(scene.root / "index.sqlite") as db:
         db.execute("UPDATE tokens SET key = CASE key WHEN ? THEN ? ELSE ? END WHERE key IN (?, ?)",
@@ -352,8 +352,8 @@ def index_lies(scene: Scene) -> None:
 
 WRITES = ("make_directory", "write", "publish", "remove")
 MISSED = Cell("miss: another namespace", 0, 0, len(NEW) - 1)
-UNREADABLE = Cell("miss while it lasts, hit afterwards", 0, 0, 0)
-REPAIRED = Cell("hit after repair: built anew from the files")
+UNREADABLE = Cell("miss meanwhile, hit afterwards", 0, 0, 0)
+REPAIRED = Cell("hit after a rebuild from the files")
 
 FAULTS = (
     Fault("flip one byte anywhere", tuple(flip(n / 7) for n in range(8)), NO_FILE,
@@ -363,15 +363,15 @@ FAULTS = (
     Fault("swap two files", (swap,), NO_FILE, miss("it is another record under this name", 0),
           MEMORY_HIT),
     Fault("duplicate under another key", (duplicate,), NO_FILE,
-          Cell("hit; the copy is set aside", reason="it is another record under this name"),
-          Cell("hit; the copy is set aside", reason="it is another record under this name")),
+          Cell("hit; the copy is quarantined", reason="it is another record under this name"),
+          Cell("hit; the copy is quarantined", reason="it is another record under this name")),
     Fault("a block of stale weights in its place", (of_other_weights,), NO_FILE,
           miss("its key is not the hash of its tokens"), MEMORY_HIT),
     Fault("stale weights", (another(weights={"model": "12"}),), MISSED, MISSED, MISSED),
     Fault("wrong tokenizer", (another(tokenizer="34"),), MISSED, MISSED, MISSED),
     Fault("wrong salt", (another(salt="b"),), MISSED, MISSED, MISSED),
     Fault("newer format", (newer,), NO_FILE,
-          Cell("miss from token 256; left alone, a newer Keepwarm finds it", BEFORE_IT),
+          Cell("miss from token 256; the file stays for a newer Keepwarm", BEFORE_IT),
           MEMORY_HIT),
     Fault("huge header", (rewrite(huge_header),), NO_FILE, miss("the header claims"), MEMORY_HIT),
     Fault("empty file", (rewrite(lambda data: b""),), NO_FILE, miss("the file is cut short"),
@@ -388,11 +388,11 @@ FAULTS = (
     Fault("EIO on reading", (failing(errno.EIO, "open"),), NO_FILE, UNREADABLE, MEMORY_HIT),
     Fault("slow read", (slow,), NO_FILE, HIT, MEMORY_HIT),
     Fault("index deleted", (index_deleted,), NO_FILE, REPAIRED, REPAIRED),
-    Fault("index deleted under way", (index_deleted_under_way,), NO_FILE,
-          Cell("hit; built anew by the next start"), MEMORY_HIT),
+    Fault("index deleted while in use", (index_deleted_under_way,), NO_FILE,
+          Cell("hit; the next start rebuilds it"), MEMORY_HIT),
     Fault("index corrupt", (index_corrupt, index_garbage), NO_FILE, REPAIRED, REPAIRED),
     Fault("index names another block", (index_lies,), NO_FILE,
-          Cell("miss from token 512, until the index is built anew", 512), MEMORY_HIT),
+          Cell("miss from token 512, until the index is rebuilt", 512), MEMORY_HIT),
 )  # fmt: skip
 
 
@@ -512,7 +512,7 @@ def test_no_record_of_any_kind_brings_a_wrong_tensor(name, tiny_model, tmp_path)
 
 @contextmanager
 def unwritable(root: Path) -> Iterator[None]:
-    """What is here can be read and not written; who may do anything is nobody meanwhile."""
+    """Make everything read-only; root becomes another user meanwhile."""
     modes = {path: path.stat().st_mode for path in (root, *root.rglob("*"))}
     for path in modes:
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -571,13 +571,13 @@ def reasons(scene: Scene) -> str:
 
 
 def test_the_control_a_wrong_block_would_be_noticed(model, reference):
-    """If a fault brought another's rows, comparing with a cold run would fail."""
+    """If a fault returned rows of another prompt, the comparison with a cold run would fail."""
     wrong = prefill(model, make_prompt_cache(model), SIBLING[: len(SIBLING) - 1])
     with pytest.raises(AssertionError):
         assert_same(reference(tuple(PROMPT)), continue_from(model, wrong, PROMPT[-1:], N))
 
 
-def test_every_fault_of_the_promise_is_there():
+def test_every_promised_fault_is_tested():
     named = {fault.name for fault in FAULTS}
     assert named >= {
         "flip one byte anywhere", "truncate", "swap two files", "duplicate under another key",
@@ -592,26 +592,26 @@ def test_every_fault_of_the_promise_is_there():
 
 INTRO = f"""# Reliability
 
-What happens to a request when something is wrong with the store. Every cell is a test
+What a request gets when the store is damaged or its disk fails. Every cell is a test
 (`tests/hostile/test_fault_matrix.py`, which also writes this page): a prompt of {len(PROMPT)}
-tokens is kept, its second block or the whole tier is damaged, and the prompt is asked for again. In
-all of them the answer equals that of a cold run, a prompt whose records were not touched is found
-whole (unless the fault hits all), new prompts are served, and once the fault is over {ALL} of
-{len(PROMPT)} tokens are found again.
+tokens is stored, its second block or the whole tier is damaged, and the prompt is sent again. In
+every case the answer equals that of a cold run, a prompt whose records are intact is restored in
+full (unless the fault affects all records), new prompts are served, and after the fault {ALL} of
+{len(PROMPT)} tokens are restored again.
 
-A record that is set aside lies under `quarantine/` with the reason beside it, and is counted. The
-column *disk* holds for an [encrypted](security.md) store too, where reasons are fewer: what was
-changed does not open.
+A quarantined record is moved to `quarantine/` with the reason beside it, and is counted. The
+column *disk* also holds for an [encrypted](security.md) store, with fewer reasons: changed bytes
+do not decrypt.
 
 | fault | {" | ".join(COLUMNS)} |
 |---|{"---|" * len(COLUMNS)}
 """
 OUTRO = """
-A process that runs keeps serving on a disk that is full or read-only; one that starts there does
-not. Without a byte to write there are no locks among processes, and a deletion that a crash cut
-short could not be finished. So the start ends with one sentence (exit code 2) that says why and
-what to do: make room, or name another directory as `KEEPWARM_STORE`. Nothing of the store is
-changed, and the next start that can write finds all of it.
+A running process keeps serving on a full or read-only disk; a new process does not start there.
+If nothing can be written there are no locks among processes, and an interrupted deletion cannot be
+finished. The start ends with one sentence (exit code 2) that says why and what to do: free some
+space, or name another directory as `KEEPWARM_STORE`. The store is not changed, and the next start
+that can write finds all of it.
 """
 
 
@@ -621,7 +621,7 @@ def page() -> str:
 
 
 def outcome(cell: Cell | None) -> str:
-    return cell.outcome if cell else "has no files"
+    return cell.outcome if cell else "no files"
 
 
 def test_the_page_is_current():

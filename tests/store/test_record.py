@@ -342,13 +342,13 @@ def second_tensor(start, end):
 
 HUGE = 1 << 40
 HOSTILE = {
-    "a gap before the first tensor": (entry(data_offsets=[1, 4]), "lie"),
-    "overlapping tensors": (second_tensor(2, 4), "lie"),
-    "a gap between tensors": (second_tensor(4, 5), "lie"),
-    "offsets that run backwards": (entry(data_offsets=[3, 0]), "lie"),
+    "a gap before the first tensor": (entry(data_offsets=[1, 4]), "offsets"),
+    "overlapping tensors": (second_tensor(2, 4), "offsets"),
+    "a gap between tensors": (second_tensor(4, 5), "offsets"),
+    "offsets that run backwards": (entry(data_offsets=[3, 0]), "offsets"),
     "a negative offset": (entry(data_offsets=[-3, 0]), "."),
     "offsets as fractions": (entry(data_offsets=[0.0, 3.0]), "."),
-    "a huge offset": (entry(data_offsets=[0, HUGE]), "lie"),
+    "a huge offset": (entry(data_offsets=[0, HUGE]), "offsets"),
     "a negative shape": (entry(shape=[-3]), "."),
     "two negative shapes": (entry(shape=[-3, -1]), "."),
     "a shape of fractions": (entry(shape=[3.0]), "."),
@@ -378,8 +378,8 @@ HOSTILE = {
     "negative window rows": (said(part="w", extra={"w_rows": -1}), "."),
     "more window rows than tokens": (said(part="w", extra={"w_rows": 6}), "."),
     "extra that is a number": (said(extra=7), "."),
-    "a version and a half": (said(version=FORMAT_VERSION + 0.5), "number"),
-    "version nought": (said(version=0), "number"),
+    "a version and a half": (said(version=FORMAT_VERSION + 0.5), "out of range"),
+    "version nought": (said(version=0), "out of range"),
     "a version in words": (said(version="1"), "."),
     "a half version": (said(version=0.5), "."),
 }

@@ -326,7 +326,7 @@ def test_a_lost_marker_costs_no_record(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         plain = DiskTier(root, LIMITS)
     assert plain.read(made[0].header.key, Part.DELTA) is None
-    assert "it is encrypted, and there is no key" in caplog.text
+    assert "it is encrypted, and no key is given" in caplog.text
     assert plain.stats().quarantined == plain.stats().blocks == 0
     plain.close()
     (root / MARKER).write_bytes(marker)
@@ -492,7 +492,7 @@ def test_an_agent_file_that_was_changed_or_moved_is_not_believed(tmp_path):
         one, two = (disk_store.agents._path(agent) for agent in ("one", "two"))
         one.write_bytes(two.read_bytes())
         assert [agent.id for agent in disk_store.agents.all()] == ["three", "two"]
-        with pytest.raises(BadInput, match="not what was sealed"):
+        with pytest.raises(BadInput, match="not sealed under this name"):
             disk_store.agents.show("one")
 
 

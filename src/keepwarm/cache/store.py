@@ -158,7 +158,7 @@ class Store:
 
     def release(self, n_bytes: int) -> int:
         """Free about this many bytes of memory, least valuable blocks first; the bytes freed."""
-        return self.memory.shed(n_bytes)
+        return self.memory.release(n_bytes)
 
     def clear_memory(self) -> int:
         """Free all unpinned blocks in memory; blocks on disk stay."""

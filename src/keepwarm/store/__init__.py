@@ -1,4 +1,4 @@
-"""Where records live: bytes with keys, in memory and on disk, never an array or a model.
+"""Records, bytes with keys, in memory and on disk; no arrays and no models.
 
 Imports `prefix`, `store.index`.
 """

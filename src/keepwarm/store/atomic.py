@@ -1,4 +1,4 @@
-"""Publishing files so that a reader sees a whole one or none, and a crash loses nothing promised.
+"""Publishing files: a reader sees a whole file or none, and a published file survives a crash.
 
 All file operations of the store go through `Files`, so that a test can record or break them.
 """
@@ -19,17 +19,17 @@ from typing import BinaryIO
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 MAX_PIECES = 512  # of one writev call
-CAN_READ_THROUGH = sys.platform == "linux"  # elsewhere sendfile wants a socket
-RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux alone has it
+CAN_PREFETCH = sys.platform == "linux"  # elsewhere sendfile needs a socket
+RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux only
 
 
 class Files:
-    """The operations a store needs of a file system, each as safe as its docstring says."""
+    """The file system operations of a store."""
 
     def make_directory(self, path: Path) -> None:
-        """Create a directory unless it is there. Synced, as whoever made it may have died."""
+        """Create a directory if missing. Synced even if it exists: its creator may have crashed."""
         path.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
-        with suppress(PermissionError):  # a parent that we may not read was not made by us
+        with suppress(PermissionError):  # we did not make a parent that we may not read
             self.sync_directory(path.parent)
 
     def write(self, path: Path, pieces: Sequence[bytes | memoryview]) -> None:
@@ -43,12 +43,12 @@ class Files:
             os.close(fd)
 
     def publish(self, temp: Path, target: Path) -> None:
-        """Give a written file its name, in place of what is there. Synced."""
+        """Rename a written file to its final name, replacing an older file. Synced."""
         temp.replace(target)
         self.sync_directory(target.parent)
 
     def remove(self, path: Path) -> bool:
-        """Delete a file for good; says whether it was there. Synced."""
+        """Delete a file; returns whether it existed. Synced."""
         try:
             path.unlink()
         except FileNotFoundError:
@@ -57,37 +57,37 @@ class Files:
         return True
 
     def discard(self, temp: Path) -> None:
-        """Delete a file that was never published; what a crash leaves of it is cleared anyway."""
+        """Delete an unpublished file. Not synced: the next start deletes such files anyway."""
         temp.unlink(missing_ok=True)
 
     def open(self, path: Path) -> BinaryIO:
         return path.open("rb", buffering=0)
 
     def read_into_page_cache(self, file: BinaryIO) -> None:
-        """Read a whole file to nowhere: its pages are in memory then. Needs CAN_READ_THROUGH."""
+        """Read a whole file without copying it. Needs CAN_PREFETCH."""
         at, n_bytes = 0, os.fstat(file.fileno()).st_size
-        with Path(os.devnull).open("wb", buffering=0) as nowhere:
+        with Path(os.devnull).open("wb", buffering=0) as null:
             while at < n_bytes:
-                n_read = os.sendfile(nowhere.fileno(), file.fileno(), at, n_bytes - at)
-                if not n_read:  # somebody has cut it short
+                n_read = os.sendfile(null.fileno(), file.fileno(), at, n_bytes - at)
+                if not n_read:  # it was truncated meanwhile
                     return
                 at += n_read
 
     def is_cached(self, file: BinaryIO) -> bool:
-        """Whether the system has the end of a file in memory; yes where it does not tell."""
+        """Whether the end of a file is in the page cache; True where the system cannot tell."""
         if not RWF_NOWAIT:
             return True
         last = max(0, os.fstat(file.fileno()).st_size - 1)
         try:
             os.preadv(file.fileno(), [bytearray(1)], last, RWF_NOWAIT)
-        except BlockingIOError:  # it would have to be read first
+        except BlockingIOError:  # not in the page cache
             return False
-        except OSError:  # a file system that does not know the question
+        except OSError:  # the file system does not support the flag
             pass
         return True
 
     def drop_cached_pages(self, file: BinaryIO) -> None:
-        """Have the system forget the pages of a file; a mere wish."""
+        """Drop a file from the page cache. Best effort; failure is ignored."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -113,16 +113,16 @@ def _write_all(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
 
 
 class Scratch:
-    """A directory of this process for files on their way; those of dead processes are cleared.
+    """A directory of this process for unfinished files; deletes those of dead processes.
 
-    A lock held for the life of the process tells the living from the dead.
+    Each process holds a lock in its directory as long as it lives.
     """
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
         self.name = uuid.uuid4().hex
         self.path = directory / self.name
-        # Nobody may judge this directory before its lock is held.
+        # No other process may check this directory before its lock is held.
         with exclusive(directory / "lock"):
             for name in _names(directory):
                 if not is_alive(directory, name):
@@ -133,13 +133,13 @@ class Scratch:
         self._numbers = count()
 
     def new(self) -> Path:
-        """A path that nobody else uses."""
+        """A new path."""
         return self.path / f"{next(self._numbers)}.tmp"
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         lock, self._lock = self._lock, None
-        if lock is not None:  # closing twice would close what got the number since
+        if lock is not None:  # closing twice could close another file
             os.close(lock)
 
 
@@ -150,7 +150,7 @@ def is_alive(directory: Path, name: str) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that ask do not see each other
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that two checks do not collide
     except BlockingIOError:
         return True
     finally:
@@ -160,7 +160,7 @@ def is_alive(directory: Path, name: str) -> bool:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock among all processes that use the same path."""
+    """Hold a lock that all processes share by its path."""
     fd = _open_lock(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

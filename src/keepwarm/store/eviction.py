@@ -1,11 +1,11 @@
-"""What a block is worth, in seconds, so that recency and worth are one number and one order.
+"""The eviction priority of a block, in seconds, so that recency and value are one number.
 
-    priority = time of last use + half-life * log2(uses that still count * what one of them spares)
+    priority = time of last use + half-life * log2(weighted uses * prefill saved by one use)
 
 A use counts half after every half-life, so the sum needs no ageing: it is carried from one use to
-the next. A use of a block is a use of all its ancestors, so what many descend from is kept longest.
-What a use spares is time of prefill for the bytes it takes, 1 for the first block of a prompt:
-attention makes later tokens dearer, and a state, or window rows alone, spare all tokens before.
+the next. A use of a block is a use of all its ancestors, so blocks with many descendants stay
+longest. What a use saves is prefill time per byte, 1 for the first block of a prompt: attention
+makes later tokens more expensive, and a state, or window rows alone, save all tokens before.
 
 Position weighs less than by arithmetic, where a token at 32 k tokens costs twice as much (an 8B
 model). Weights that strong saved up to 5 % of prefill time on a sixteenth of the traces and cost up
@@ -19,20 +19,20 @@ from math import log2
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 MEMORY_HALF_LIFE_S = 20.0  # best of 10, 20, 30 on the traces, where pauses are 10 s at the median
-DISK_HALF_LIFE_S = 600.0  # a disk holds hours of what memory holds minutes of
-SUPERSEDED = -180.0  # half-lives: before everything else of late
-SHORT_BRANCH = 8  # blocks; to be wrong about one costs no more than to compute these
-DOUBLE_COST_AT = 1 << 14  # blocks into a prompt, where a token counts twice
+DISK_HALF_LIFE_S = 600.0  # a disk holds hours, memory minutes
+SUPERSEDED = -180.0  # half-lives: evicted before everything recent
+SHORT_BRANCH = 8  # blocks; a wrong guess costs only their prefill
+DOUBLE_COST_AT = 1 << 14  # block number at which a token counts twice
 
 
 def after_use(used: float, value: float, now: float, half_life_s: float) -> float:
-    """The value of a block that is used now; it was `value` after the use before, at `used`."""
+    """The value of a block used now; it was `value` after the use before, at `used`."""
     halvings = (now - used - value) / half_life_s
-    return half_life_s * log2(1 + 2 ** min(-halvings, 64))  # a clock set back is no large number
+    return half_life_s * log2(1 + 2 ** min(-halvings, 64))  # a clock set back must not overflow
 
 
 def prefill_saved(number: int, n_tokens: int, d: int, w: int, s: int) -> float:
-    """Prefill that a block spares for its bytes; these are of its delta, window and state parts."""
+    """Prefill saved per byte; d, w and s are the bytes of the delta, window and state parts."""
     own = 1 + number / DOUBLE_COST_AT
     if not s and (d or not w):
         return own

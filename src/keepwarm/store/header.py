@@ -1,4 +1,4 @@
-"""The header of a record as text: JSON without blanks, in the clear or sealed."""
+"""The header of a record as text: JSON without spaces, plain or sealed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 class HeaderText:
-    """The header of a file: metadata, and an entry for every tensor."""
+    """Metadata, and an entry for every tensor."""
 
     def __init__(self, metadata: dict[str, Any], table: dict[str, Any]) -> None:
         self.metadata = metadata
@@ -30,7 +30,7 @@ class HeaderText:
 
     @cached_property
     def entries(self) -> str:
-        """The table as text; it is the most of a header, and wanted twice."""
+        """The table as text: most of the header, and used twice."""
         return dumps(self.table)
 
     def text(self) -> str:
@@ -38,7 +38,7 @@ class HeaderText:
         return f'{{"__metadata__":{dumps(self.metadata)}{rest}'
 
     def padded(self) -> bytes:
-        """As it stands in the file."""
+        """As in the file."""
         text = self.text().encode()
         return text + b" " * (-len(text) % 8)
 
@@ -46,23 +46,23 @@ class HeaderText:
         return xxhash.xxh3_128(f"{said}\n{self.entries}".encode()).hexdigest()
 
     def sealed(self, seal: Seal) -> HeaderText:
-        """Tensors by number, as plain bytes; everything else is inside one sealed string."""
+        """Tensors by number, as bytes; everything else is in one sealed string."""
         spans = (entry["data_offsets"] for entry in self.table.values())
         table = {str(n): entry_json("U8", (b - a,), a, b) for n, (a, b) in enumerate(spans)}
         sealed = seal.seal(dumps(table).encode(), self.text().encode())
         return HeaderText({"sealed": b64encode(sealed).decode()}, table)
 
     def opened(self, seal: Seal | None) -> HeaderText:
-        """As it was before it was sealed."""
+        """The header before it was sealed."""
         if seal is None:
             if "sealed" in self.metadata:
-                raise PermissionError("it is encrypted, and there is no key")
+                raise PermissionError("it is encrypted, and no key is given")
             return self
         if self.metadata.keys() != {"sealed"}:
-            raise BadRecord("it is not encrypted, as this store is")
+            raise BadRecord("it is not encrypted, but this store is")
         sealed = b64decode(self.metadata["sealed"], validate=True)
         if b64encode(sealed).decode() != self.metadata["sealed"]:
-            raise BadRecord("the header is not written as the format says")
+            raise BadRecord("the header is not canonical")
         return HeaderText.parse(seal.open(self.entries.encode(), sealed))
 
 
@@ -71,7 +71,7 @@ def entry_json(dtype: str, shape: tuple[int, ...], start: int, end: int) -> dict
 
 
 def label(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
-    """The same as `dumps` of the three in a list, in a tenth of the time: every tensor has one."""
+    """The same as `dumps` of the three in a list, ten times faster: every tensor has one."""
     return f"[{quoted(name)},{_kind(dtype, shape)}]".encode()
 
 

@@ -1,4 +1,4 @@
-"""Blocks in memory, by the same index and the same rules of eviction as on disk."""
+"""Blocks in memory, with the same index and eviction rules as on disk."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from keepwarm.store.tier import (
 
 
 class MemoryTier:
-    """Records as they came, shared and not copied, up to a number of bytes."""
+    """Records, shared and not copied, up to a number of bytes."""
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
         self._max_bytes = max_bytes
         self._clock = clock
         self._index = Index(":memory:")
         self._records: dict[tuple[BlockKey, Part], Record] = {}
-        self._known: dict[
-            BlockKey, BlockInfo
-        ] = {}  # what the index says: quicker to ask, and often
+        self._known: dict[BlockKey, BlockInfo] = {}  # a copy of the index, for speed
         self._refused = RefusedBlocks()
-        self._loose: dict[BlockKey, None] = {}  # their window rows go first; the oldest first
+        self._demoted: dict[
+            BlockKey, None
+        ] = {}  # their window rows are evicted first, oldest first
         self._lock = threading.RLock()
         self._counts = TierCounts()
-        self._durable: Future[None] = Future()  # as durable as it gets, for every record
+        self._durable: Future[None] = Future()  # shared by all records: memory is never durable
         self._durable.set_result(None)
 
     @default_on_io_error(dict)
@@ -81,7 +81,7 @@ class MemoryTier:
         return record is not None
 
     def prefetch(self, key: BlockKey, part: Part) -> bool:
-        """It is as near as it gets."""
+        """Nothing to do."""
         with self._lock:
             return (key, part) in self._records
 
@@ -90,19 +90,19 @@ class MemoryTier:
             return PutResult(self._put(record), self._durable)
 
     def demote_window(self, key: BlockKey) -> None:
-        """Let the window rows of a block go before anything else does: nobody will likely ask."""
+        """Evict the window rows of this block first: they are unlikely to be needed."""
         with self._lock:
             if (key, Part.WINDOW) in self._records:
-                self._loose[key] = None
+                self._demoted[key] = None
 
     def promote_window(self, key: BlockKey) -> None:
-        """Somebody may ask for them after all."""
+        """They may be needed after all."""
         with self._lock:
-            self._loose.pop(key, None)
+            self._demoted.pop(key, None)
 
     @default_on_io_error(bool)
     def _put(self, record: Record) -> bool:
-        header, n_bytes = record.header, max(1, record.n_bytes)  # 0 bytes would mean: not there
+        header, n_bytes = record.header, max(1, record.n_bytes)  # 0 bytes would mean missing
         before, now = self._records.get((header.key, header.part)), self._clock()
         if before and not header.improves_on(before.header.w_rows):
             return False
@@ -117,7 +117,7 @@ class MemoryTier:
         return True
 
     def _make_room(self, record: Record, n_bytes: int, now: float) -> bool:
-        """Evict what is worth less than a block used once, now."""
+        """Evict blocks of lower priority than one used once, now."""
         over = self._index.lookups.n_bytes() + n_bytes - self._max_bytes
         if over <= 0:
             return True
@@ -125,33 +125,33 @@ class MemoryTier:
             return False
         if self._refused.follows(record.header.parent, self._index.lookups.have):
             return False
-        over -= self._let_loose_go(over)
+        over -= self._evict_demoted(over)
         if over <= 0:
             return True
         spare = {record.header.key, record.header.parent}
         priority = self._index.priority_of(record.header, n_bytes, now)
         victims = self._index.evict(over, spare, priority)
-        self._forget([victim.key for victim in victims])
+        self._drop_records([victim.key for victim in victims])
         self._counts.add(evicted=len(victims))
         return bool(victims)
 
-    def _forget(self, keys: Collection[BlockKey]) -> None:
+    def _drop_records(self, keys: Collection[BlockKey]) -> None:
         for key in keys:
             self._known.pop(key, None)
             for part in Part:
                 self._records.pop((key, part), None)
 
     def demoted_windows(self, keys: Collection[BlockKey]) -> set[BlockKey]:
-        """Which of these have window rows that go first."""
+        """Which of these blocks have demoted window rows."""
         with self._lock:
-            return {key for key in keys if key in self._loose}
+            return {key for key in keys if key in self._demoted}
 
-    def _let_loose_go(self, n_bytes: int) -> int:
-        """As many window rows that nobody misses as it takes; their bytes."""
+    def _evict_demoted(self, n_bytes: int) -> int:
+        """Delete demoted window rows until so many bytes are free; returns the bytes."""
         freed = 0
-        while self._loose and freed < n_bytes:
-            key = next(iter(self._loose))
-            del self._loose[key]
+        while self._demoted and freed < n_bytes:
+            key = next(iter(self._demoted))
+            del self._demoted[key]
             record = self._records.get((key, Part.WINDOW))
             if record is not None:
                 freed += max(1, record.n_bytes)
@@ -159,19 +159,19 @@ class MemoryTier:
         return freed
 
     def resize(self, max_bytes: int) -> None:
-        """Hold no more than so many bytes from now on."""
+        """Change the limit, and evict down to it."""
         with self._lock:
             self._max_bytes = max_bytes
             if (over := self._index.lookups.n_bytes() - max_bytes) > 0:
-                self.shed(over)
+                self.release(over)
 
-    def shed(self, n_bytes: int) -> int:
-        """Evict the least valuable until so many bytes are free; how many it was."""
+    def release(self, n_bytes: int) -> int:
+        """Evict until so many bytes are free; returns how many were."""
         with self._lock:
             before = self._index.lookups.n_bytes()
-            n_bytes -= self._let_loose_go(n_bytes)
+            n_bytes -= self._evict_demoted(n_bytes)
             victims = self._index.evict(max(0, n_bytes), set(), math.inf, partial=True)
-            self._forget([victim.key for victim in victims])
+            self._drop_records([victim.key for victim in victims])
             self._counts.add(evicted=len(victims))
             return before - self._index.lookups.n_bytes()
 
@@ -181,7 +181,7 @@ class MemoryTier:
             self._index.pin(key, owner)
 
     def unpin(self, key: BlockKey, owner: str) -> None:
-        with as_store_errors(self, "let go of a block"):
+        with as_store_errors(self, "unpin a block"):
             self._index.unpin(key, owner)
 
     @default_on_io_error(lambda: None)
@@ -203,13 +203,13 @@ class MemoryTier:
 
     def _delete(self, keys: Collection[BlockKey]) -> None:
         with self._lock:
-            self._forget(keys)
+            self._drop_records(keys)
             if keys:
                 self._index.mark_deleting(keys)
                 self._index.delete_marked(keys)
 
     def delete_part(self, key: BlockKey, part: Part) -> None:
-        """Remove one part; the block goes with its last one."""
+        """Delete one part; the block goes with its last part."""
         with self._lock:
             self._records.pop((key, part), None)
             self._known.pop(key, None)

@@ -1,4 +1,4 @@
-"""Which files are records, and where they lie: `blocks/ab/<key>.<part>.safetensors`."""
+"""File names in a store: `blocks/ab/<key>.<part>.safetensors`, and what other files take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keepwarm.store.record import Part
 
 SUFFIX = ".safetensors"
 SUFFIXES = [f".{part.value}{SUFFIX}" for part in Part]
-MAY_GROW = f".{Part.WINDOW.value}{SUFFIX}"  # window rows; other records have one size for ever
+MAY_GROW = f".{Part.WINDOW.value}{SUFFIX}"  # window rows; other records never change size
 INDEX = "index.sqlite"
 INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm")
 DIRECTORY = re.compile("[0-9a-f]{2}")
@@ -33,7 +33,7 @@ def path_of(root: Path, key: BlockKey, part: Part) -> Path:
 
 
 def parse_name(name: str) -> RecordName | None:
-    """The record that a file name stands for, if it is exactly as `path_of` writes it."""
+    """The record that a file name stands for; None if `path_of` would not write that name."""
     stem, _, suffix = name.partition(".")
     try:
         key = BlockKey(bytes.fromhex(stem))
@@ -45,36 +45,36 @@ def parse_name(name: str) -> RecordName | None:
 
 
 class Changes(NamedTuple):
-    """How a directory differs from what was known of it."""
+    """How a directory differs from the index."""
 
-    come: list[RecordName]  # new, or of another size
-    gone: list[RecordName]
-    strays: list[os.DirEntry[str]]  # no records
+    added: list[RecordName]  # new, or of another size
+    missing: list[RecordName]
+    strays: list[os.DirEntry[str]]  # not records
 
 
 class Directory(NamedTuple):
-    """What lies in the directory of the keys that begin with one byte."""
+    """The files of all keys that begin with one byte."""
 
     first: bytes
     entries: dict[str, os.DirEntry[str]]
 
     def changes(self, known: Mapping[str, int]) -> Changes:
-        """Compares names, and sizes only where they may change: there are many files."""
+        """Compares names, and sizes only of files that may grow: there are many files."""
         sized = {e for e in known if e.endswith(MAY_GROW) and e in self.entries}
         grown = {e for e in sized if size_of(self.entries[e]) != known[e]}
-        new = {e: self._name_of(e) for e in (self.entries.keys() - known.keys()) | grown}
-        gone = map(self._name_of, known.keys() - self.entries.keys())
-        strays = [self.entries[entry] for entry, name in new.items() if name is None]
-        return Changes(list(filter(None, new.values())), list(filter(None, gone)), strays)
+        added = {e: self._name_of(e) for e in (self.entries.keys() - known.keys()) | grown}
+        missing = map(self._name_of, known.keys() - self.entries.keys())
+        strays = [self.entries[entry] for entry, name in added.items() if name is None]
+        return Changes(list(filter(None, added.values())), list(filter(None, missing)), strays)
 
     def _name_of(self, entry: str) -> RecordName | None:
-        """The record that belongs here under this name; None is anything else."""
+        """The record of this name, if it belongs in this directory."""
         name = parse_name(entry)
         return name if name is not None and name.key.startswith(self.first) else None
 
 
 def directories(root: Path) -> Iterator[Directory]:
-    """Where blocks lie, or would: one directory for every first byte of a key."""
+    """The directories of blocks, existing or not: one for every first byte of a key."""
     for number in range(256):
         path = root / "blocks" / f"{number:02x}"
         found = os.scandir(path) if path.is_dir() and not path.is_symlink() else ()
@@ -82,7 +82,7 @@ def directories(root: Path) -> Iterator[Directory]:
 
 
 def strays(root: Path) -> list[os.DirEntry[str]]:
-    """What lies beside those directories."""
+    """Everything else in `blocks/`."""
     return [entry for entry in os.scandir(root / "blocks") if not _is_ours(entry)]
 
 
@@ -91,13 +91,13 @@ def _is_ours(entry: os.DirEntry[str]) -> bool:
 
 
 class OtherFiles:
-    """Bytes under a root that are no records.
+    """Bytes of all files under a root that are not records.
 
-    The index is measured whenever asked; the rest, thousands of agents maybe, once a second.
+    The index is measured every time; the rest, maybe thousands of agents, once a second.
     """
 
     def __init__(self, root: Path) -> None:
-        self.stray_bytes = 0  # of what lies among the blocks
+        self.stray_bytes = 0  # of files in `blocks/` that are not records
         self._root = root
         self._rest = 0
         self._next = 0.0
@@ -110,7 +110,7 @@ class OtherFiles:
         return self.stray_bytes + index + self._rest
 
     def changed(self) -> None:
-        """Measure again when asked next."""
+        """Measure again at the next call."""
         self._next = 0.0
 
     def _measure(self) -> int:
@@ -120,12 +120,12 @@ class OtherFiles:
 
 
 def bytes_of(entry: os.DirEntry[str], in_scratch: bool = False) -> int:
-    """Of a file or a whole directory; what is on its way in scratch is counted as reserved."""
+    """Of a file or a whole directory; unfinished files in scratch count as reserved already."""
     if not entry.is_dir(follow_symlinks=False):
         return 0 if in_scratch and entry.name.endswith(TEMPORARY) else size_of(entry)
     try:
         return sum(bytes_of(inner, in_scratch) for inner in os.scandir(entry.path))
-    except FileNotFoundError:  # a writer that has just closed
+    except FileNotFoundError:  # its writer has just closed
         return 0
 
 

@@ -1,15 +1,15 @@
-"""The file format of a block record: safetensors that any reader opens, and that proves itself.
+"""The file format of a block record: safetensors that any reader opens, with digests.
 
     8 bytes   length of the header, little-endian
-    header    JSON: one entry a tensor, and under `__metadata__` two strings:
+    header    JSON: one entry for each tensor, and under `__metadata__` two strings:
                 keepwarm   JSON: version, namespace, key, parent, part, number, tokens, extra,
                            digests
                 digest     xxh3-128 of the string above and of every tensor entry
     data      the tensors, without gaps, in the order of the header
 
-A tensor's digest covers its name, dtype, shape and bytes. In a sealed store all of the header but
-sizes is sealed, and every tensor for itself. Nothing is believed before it is checked:
-sizes before anything is allocated, the header before a tensor is read, a tensor before it is used.
+A tensor's digest covers its name, dtype, shape and bytes. In a sealed store the header except sizes
+is sealed, and so is each tensor. Everything is checked before it is used: sizes before anything is
+allocated, the header before a tensor is read, a tensor before it is returned.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from keepwarm.store.header import HeaderText, dumps, entry_json, label
 from keepwarm.store.seal import OVERHEAD, TAG_BYTES, Seal
 
 MAX_HEADER_BYTES = 32 << 20
-MAX_COUNT = (1 << 47) - 1  # of anything: no file is longer, and no array has more items
+MAX_COUNT = (1 << 47) - 1  # no file is longer, and no array has more items
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
@@ -59,7 +59,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What a record says of itself. `extra` is for the room that made it, as plain JSON."""
+    """`extra` is plain JSON for the room that made the record."""
 
     namespace: Namespace
     key: BlockKey
@@ -72,11 +72,11 @@ class Header:
 
     @property
     def w_rows(self) -> int:
-        """How many of the block's last window rows are inside."""
+        """How many of the block's last window rows it has."""
         return int(self.extra.get("w_rows", 0)) if self.part is Part.WINDOW else 0
 
     def improves_on(self, w_rows: int) -> bool:
-        """Window rows slide out while decoding; a later prefill may bring more of them."""
+        """Rows slide out of the window while decoding; a later prefill may capture more of them."""
         return self.part is Part.WINDOW and self.w_rows > w_rows
 
 
@@ -91,7 +91,7 @@ class Record:
 
 
 class TensorEntry(NamedTuple):
-    """Where a tensor lies in the data, and what its bytes must hash to."""
+    """The position of a tensor in the data, and the digest of its bytes."""
 
     name: str
     dtype: str
@@ -102,7 +102,7 @@ class TensorEntry(NamedTuple):
 
 
 class VerifiedHeader(NamedTuple):
-    """A verified header, and where the data begins in the file."""
+    """A verified header, and where the data starts in the file."""
 
     header: Header
     entries: tuple[TensorEntry, ...]
@@ -111,22 +111,22 @@ class VerifiedHeader(NamedTuple):
 
 
 class ReadBuffer:
-    """Memory to read into, used over and over: its first use costs more than all later ones."""
+    """Reused memory to read into: the first use of memory costs more than all later ones."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def take(self, n_bytes: int) -> memoryview:
-        """So many bytes of it; those taken before are given up."""
+        """The first `n_bytes`; overwrites what was taken before."""
         if len(self._bytes) < n_bytes:
             self._bytes = bytearray(n_bytes)
         return memoryview(self._bytes)[:n_bytes]
 
 
 class UnreadTensor:
-    """A tensor still in its file: its bytes are read and verified when they are asked for.
+    """A tensor still in its file; `data` reads and verifies it.
 
-    They lie in the buffer, and are good until the next ones are asked for.
+    The bytes are in the buffer, valid until the next tensor is read.
     """
 
     def __init__(self, data: _Data, entry: TensorEntry, buffer: ReadBuffer) -> None:
@@ -138,8 +138,8 @@ class UnreadTensor:
         return self._data.read(self._entry, self._buffer)
 
     def read_into(self, encode_record: Sequence[Any]) -> None:
-        """Put the bytes there instead, one piece of memory after the other; what lies there is of
-        no use where this raises."""
+        """Read into these pieces of memory in order instead; their content is undefined if this
+        raises."""
         if self._data.seal is None:
             self._data.read_verified(self._entry, encode_record)
             return
@@ -149,14 +149,14 @@ class UnreadTensor:
 
 
 class RecordView(NamedTuple):
-    """A record where it lies."""
+    """A record whose tensors may still be in its file."""
 
     header: Header
     tensors: tuple[Tensor | UnreadTensor, ...]
 
 
 def encode_record(record: Record, seal: Seal | None = None) -> list[bytes | memoryview]:
-    """The file as buffers to be written one after another; unsealed tensors are not copied."""
+    """The file as buffers to be written in order; unsealed tensors are not copied."""
     stored = [_stored(record.header, tensor, seal) for tensor in record.tensors]
     table, at = {}, 0
     for tensor, (data, _) in zip(record.tensors, stored, strict=True):
@@ -172,10 +172,10 @@ def encode_record(record: Record, seal: Seal | None = None) -> list[bytes | memo
 
 
 def open_record(file: BinaryIO, file_bytes: int, seal: Seal | None = None) -> VerifiedHeader:
-    """Read and verify the header; raises BadRecord, with the reason, for anything else.
+    """Read and verify the header; raises BadRecord with the reason.
 
-    NewerFormat comes after the digest, which shows that the version is no flipped bit. A sealed
-    record is no bad one where there is no key: that is a PermissionError.
+    NewerFormat is raised only after the digest has shown that the version is no flipped bit. A
+    sealed record without a key is not bad: that raises PermissionError.
     """
     n_header = struct.unpack("<Q", _exactly(file, 8))[0]
     if n_header > min(MAX_HEADER_BYTES, file_bytes - 8):
@@ -183,8 +183,8 @@ def open_record(file: BinaryIO, file_bytes: int, seal: Seal | None = None) -> Ve
     text = _exactly(file, n_header)
     try:
         head = HeaderText.parse(text)
-        if text != head.padded():  # a name given twice, say: readers differ in what they take
-            raise BadRecord("the header is not written as the format says")
+        if text != head.padded():  # duplicate names, for example: readers differ in which they take
+            raise BadRecord("the header is not canonical")
         head = head.opened(seal)
         said = head.metadata["keepwarm"]
         if head.digest(said) != head.metadata["digest"]:
@@ -195,7 +195,7 @@ def open_record(file: BinaryIO, file_bytes: int, seal: Seal | None = None) -> Ve
 
 
 def check_identity(header: Header, key: BlockKey, part: Part) -> None:
-    """A record must be the one it was asked for, and its key the hash of what it says."""
+    """Raise unless this is the requested record and its key is the hash of its tokens."""
     if header.key != key or header.part is not part:
         raise BadRecord("it is another record under this name")
     if block_key(header.namespace, header.parent, header.tokens) != key:
@@ -205,7 +205,7 @@ def check_identity(header: Header, key: BlockKey, part: Part) -> None:
 def read_tensors(
     file: BinaryIO, opened: VerifiedHeader, names: Collection[str] | None = None
 ) -> tuple[Tensor, ...]:
-    """The named tensors (default: all), each verified; reads no other bytes of the file."""
+    """The named tensors (default: all), verified; reads no other bytes of the file."""
     data = _Data(file, opened)
     wanted = [e for e in opened.entries if names is None or e.name in names]
     return tuple(Tensor(e.name, e.dtype, e.shape, data.read(e, ReadBuffer())) for e in wanted)
@@ -214,7 +214,7 @@ def read_tensors(
 def read_record(
     file: BinaryIO, opened: VerifiedHeader, names: Collection[str] | None = None
 ) -> Record:
-    """The record with the named tensors, in memory of its own."""
+    """The record with the named tensors, in new memory."""
     return Record(opened.header, read_tensors(file, opened, names))
 
 
@@ -243,7 +243,7 @@ class _Data:
     def __init__(self, file: BinaryIO, opened: VerifiedHeader) -> None:
         self.seal = opened.seal
         self._file, self._opened = file, opened
-        self._at = -1  # where the file stands in its data, if that is known
+        self._at = -1  # the file's position in the data; -1 if unknown
 
     def read(self, entry: TensorEntry, buffer: ReadBuffer) -> memoryview:
         memory = buffer.take(entry.end - entry.start)
@@ -253,7 +253,7 @@ class _Data:
         return memoryview(self.seal.open(_sealed_name(self._opened.header, entry), memory))
 
     def read_verified(self, entry: TensorEntry, encode_record: Sequence[Any]) -> None:
-        """The bytes as they lie in the file."""
+        """The bytes as stored, encrypted or not."""
         if self._at != entry.start:
             self._file.seek(self._opened.data_start + entry.start)
         self._at = -1
@@ -265,7 +265,7 @@ class _Data:
 
 
 class _Payload(NamedTuple):
-    """The bytes of a tensor as they lie in the file, and what proves them."""
+    """The bytes of a tensor as stored, and their digest or tag."""
 
     data: bytes | memoryview
     digest: str
@@ -284,7 +284,7 @@ def _sealed_name(header: Header, of: Tensor | TensorEntry) -> bytes:
 
 
 def _tag(data: bytes | memoryview) -> str:
-    """What AES-GCM proves the bytes with; in the sealed header it binds them to their record."""
+    """The tag of AES-GCM; in the sealed header it binds the bytes to their record."""
     return bytes(data[-TAG_BYTES:]).hex()
 
 
@@ -316,7 +316,7 @@ def _parse(
 def _check_counts(tokens: bytes, extra: Mapping[str, Any]) -> None:
     n_tokens, rest = divmod(len(tokens), 4)
     if rest or not 0 < n_tokens <= BLOCK_TOKENS:
-        raise BadRecord(f"{len(tokens)} bytes of token ids are no block")
+        raise BadRecord(f"{len(tokens)} bytes of token ids are not a block")
     if _whole(extra.get("w_rows", 0)) > n_tokens:
         raise BadRecord("it claims more window rows than tokens")
 
@@ -329,7 +329,7 @@ def _entries(
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         end = at + math.prod(map(_whole, shape)) * ITEM_BYTES[dtype] + overhead
         if [*map(_whole, entry["data_offsets"])] != [at, end]:
-            raise BadRecord(f"{name} does not lie where its shape says")
+            raise BadRecord(f"the offsets of {name} do not match its shape")
         yield TensorEntry(name, dtype, shape, at, end, digests[name])
         at = end
 
@@ -355,9 +355,9 @@ def _hex(text: str, n_bytes: int) -> bytes:
 
 
 def _whole(value: Any, least: int = 0) -> int:
-    """A count that JSON gave; it has other numbers too, and larger ones than any file."""
+    """A count from JSON, which may also hold floats, negative or huge numbers."""
     if type(value) is not int or not least <= value <= MAX_COUNT:
-        raise BadRecord("a number in the header is none that can be")
+        raise BadRecord("a count in the header is out of range")
     return value
 
 
@@ -368,7 +368,7 @@ def _exactly(file: BinaryIO, n: int) -> bytearray:
 
 
 def _fill_all(encode_record: Sequence[Any], n_bytes: int, file: BinaryIO) -> None:
-    """Several in one call to the system, unless that reads less."""
+    """All pieces in one system call, and the rest piece by piece if that reads less."""
     n_read = os.readv(file.fileno(), encode_record) if len(encode_record) > 1 else 0
     if n_read == n_bytes:
         return
@@ -382,7 +382,7 @@ def _bytes_of(piece: Any) -> memoryview:
 
 
 def _fill(data: memoryview, file: BinaryIO) -> None:
-    """All of it, in as many reads as it takes: one may be short before the end."""
+    """Read until it is full: a single read may be short before the end of the file."""
     while data:
         n_read = file.readinto(data)  # type: ignore[attr-defined]
         if not n_read:

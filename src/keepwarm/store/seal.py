@@ -1,7 +1,7 @@
-"""Encryption at rest: AES-256-GCM over bytes, and names that only the owner of the key can compute.
+"""Encryption at rest: AES-256-GCM for bytes, HMAC-SHA256 for names.
 
-What is sealed is bound to what it is: it opens only under the name it was sealed with, so nothing
-can be changed, renamed or put in another's place. One key is given; each use has its own, derived.
+Sealed bytes open only under the name they were sealed with, so they cannot be changed, renamed or
+exchanged. The keys for bytes and for names are derived from the given key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 
 
 class Seal:
-    """Seals and opens bytes with one key. Safe to use from several threads."""
+    """Encrypts and decrypts with one key. Thread-safe."""
 
     def __init__(self, key: bytes) -> None:
         try:
@@ -38,28 +38,28 @@ class Seal:
         self._invalid = InvalidTag
 
     def seal(self, name: bytes, data: Bytes) -> bytes:
-        """Nonce, ciphertext and tag. The same bytes never look the same twice."""
+        """Nonce, ciphertext and tag; different each time."""
         nonce = os.urandom(NONCE_BYTES)
         return nonce + self._cipher.encrypt(nonce, data, name)
 
     def open(self, name: bytes, data: Bytes) -> bytes:
-        """What was sealed under this name; raises BadRecord for anything else."""
+        """The bytes sealed under this name; raises BadRecord for any others."""
         view = memoryview(data)
         try:
             return self._cipher.decrypt(view[:NONCE_BYTES], view[NONCE_BYTES:], name)
         except (self._invalid, ValueError) as error:
-            raise BadRecord("it is not what was sealed under this name") from error
+            raise BadRecord("it was not sealed under this name, or was changed") from error
 
     def hidden(self, kind: str, value: bytes) -> bytes:
-        """A name that stands for a value and tells nothing of it: 32 bytes, always the same."""
+        """A name of 32 bytes that reveals nothing of the value; always the same for it."""
         return hmac.digest(self._names, kind.encode() + b"\0" + value, "sha256")
 
 
 def stored_namespace(seal: Seal | None, name: Namespace) -> Namespace:
     """The namespace of a store's keys.
 
-    In a sealed store it is itself a secret: without it nobody can hash a prompt and look whether it
-    is there.
+    In a sealed store it is secret: without it no one can hash a prompt and test whether the store
+    has it.
     """
     return name if seal is None else Namespace(seal.hidden("namespace", name))
 

@@ -1,8 +1,7 @@
-"""What every place that keeps blocks can do, whatever it is made of.
+"""The interface of every tier that stores blocks.
 
-A tier never fails a look-up: an outage, a torn file or a foreign one is a miss, counted and with
-its reason kept. Pins, deletions and walks raise StoreFailed. Records are immutable; putting one
-that is there already changes nothing.
+A look-up never fails: an I/O error or a bad file is a counted miss. Pins, deletions and walks raise
+StoreFailed. Records are immutable; putting one that the tier already has changes nothing.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ LOG = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound="Fallible")
-TTL_PIN = "mark:"  # begins the owner of a pin that expires; the time of its end follows
+TTL_PIN = "mark:"  # prefix of the owner of a pin that expires; its end time follows
 
 
 class BlockInfo(NamedTuple):
-    """A block that is there: its parts, and how many of its last window rows are held."""
+    """A stored block: its parts, and the number of its last window rows that are stored."""
 
     parts: frozenset[Part]
     n_tokens: int
@@ -39,14 +38,14 @@ class BlockInfo(NamedTuple):
 
 
 class Child(NamedTuple):
-    """A block after a prefix, and how many tokens it shares with what is asked for."""
+    """A child block, and the number of tokens it shares with the query."""
 
     key: BlockKey
     n_common: int
 
 
 class CheckpointRef(NamedTuple):
-    """A checkpoint below a block: `key` is good if it is the hash of the asker's own tokens."""
+    """A checkpoint below a block; usable if `key` is the hash of the caller's own tokens."""
 
     key: BlockKey
     parent: BlockKey
@@ -54,17 +53,17 @@ class CheckpointRef(NamedTuple):
 
 
 class PutResult(NamedTuple):
-    """What became of a put; `durable` is done once it survives a crash, or says what failed.
+    """`durable` is done once the record survives a crash, or has the exception.
 
-    A tier without room has not failed: whoever needs a record to be there asks `have`.
+    No room is not a failure: a caller that needs the record asks `have`.
     """
 
-    stored: bool  # False: it was there already, there was no room, or writing failed
+    stored: bool  # False: already there, no room, or the write failed
     durable: Future[None]
 
 
 class StoredBlock(NamedTuple):
-    """One block of a tier, as `walk` shows it."""
+    """One block of a tier, as `walk` yields it."""
 
     key: BlockKey
     parent: BlockKey
@@ -85,9 +84,9 @@ class TierStats:
     misses: int = 0
     puts: int = 0
     evicted: int = 0
-    refused: int = 0  # no room, or all that is kept was worth more
+    refused: int = 0  # no room, or everything stored was worth more
     quarantined: int = 0
-    newer: int = 0  # met, and left to a newer Keepwarm
+    newer: int = 0  # records of a newer Keepwarm, skipped
     errors: int = 0
 
 
@@ -112,29 +111,29 @@ class Fallible(Protocol):
 
 
 def default_on_io_error(
-    nothing: Callable[[], Any],
+    default: Callable[[], Any],
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """For look-ups: files or an index out of order are counted and answered with nothing."""
+    """For look-ups: count an error of the files or the index, and return the default."""
 
-    def decorate(ask: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-        @functools.wraps(ask)
-        def asked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+        @functools.wraps(method)
+        def wrapper(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
             try:
-                return ask(self, *args, **kwargs)
+                return method(self, *args, **kwargs)
             except (OSError, sqlite3.Error) as error:
-                LOG.warning("%s got no answer: %s", ask.__name__, error)
+                LOG.warning("%s failed: %s", method.__name__, error)
                 self.note_error(error)
-                nothing_found: R = nothing()
-                return nothing_found
+                value: R = default()
+                return value
 
-        return asked
+        return wrapper
 
     return decorate
 
 
 @contextmanager
 def as_store_errors(tier: Fallible, what: str) -> Iterator[None]:
-    """For what somebody must know the end of: an outage is counted, and said in our own words."""
+    """For changes: count an error of the files or the index, and raise it as StoreFailed."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
@@ -145,28 +144,28 @@ def as_store_errors(tier: Fallible, what: str) -> Iterator[None]:
 
 
 class RefusedBlocks:
-    """Blocks that got no room, so that what follows them gets none: nobody could reach it."""
+    """Blocks that got no room; their descendants get none either, as no prefix would reach them."""
 
     def __init__(self) -> None:
-        self._keys: deque[BlockKey] = deque(maxlen=64)  # as many as may be under way at once
+        self._keys: deque[BlockKey] = deque(maxlen=64)  # as many as may be written at once
 
     def add(self, key: BlockKey) -> None:
         self._keys.append(key)
 
     def follows(self, parent: BlockKey, have: Callable[[list[BlockKey]], Any]) -> bool:
-        """Whether the parent was refused and is still not there."""
+        """Whether the parent was refused and is still missing."""
         return parent in self._keys and not have([parent])
 
 
 class Tier(Protocol):
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
-        """Which of these blocks are here, and what of each. Reads no block."""
+        """Which of these blocks the tier has, and which parts. Reads no block."""
 
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
-        """Children of `parent` that share leading tokens with these, the most first; a few.
+        """A few children of `parent` that share leading tokens with these, the longest first.
 
-        More than one, because the nearest may lack window rows that a neighbour has. Every child
-        that these tokens begin with is among them: a conversation that ended there goes on.
+        More than one, because the nearest may lack window rows that a neighbour has. Always
+        includes every child that is a prefix of these tokens: a conversation may continue there.
         """
 
     def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
@@ -180,38 +179,38 @@ class Tier(Protocol):
     def visit(
         self, key: BlockKey, part: Part, use: Callable[[RecordView], None], buffer: ReadBuffer
     ) -> bool:
-        """Hand the record to `use` where it lies; False is a miss, even one found out half-way.
+        """Call `use` with the record in place; False is a miss, even one found half-way.
 
-        A tensor is verified when it is looked at, and good until the next one is.
+        A tensor is verified when it is accessed, and valid until the next access.
         """
 
     def prefetch(self, key: BlockKey, part: Part) -> bool:
-        """Bring a record nearer that will be read soon; False if it is not here. Asks no index."""
+        """Prepare for a read soon; False if the record is not here. Does not use the index."""
 
     def put(self, record: Record) -> PutResult:
-        """Keep a record unless it is there; evicts to make room, never a pinned block."""
+        """Store a record unless it is there; evicts unpinned blocks to make room."""
 
     def touch(self, keys: Collection[BlockKey]) -> None:
-        """Say that these blocks were of use now."""
+        """Note that these blocks were used now."""
 
     def pin(self, key: BlockKey, owner: str) -> None:
-        """Protect a block from eviction until every owner has let go."""
+        """Protect a block from eviction until every owner has unpinned it."""
 
     def unpin(self, key: BlockKey, owner: str) -> None:
-        """Let go; a pin that is not there is no error."""
+        """Remove a pin; a missing one is not an error."""
 
     def delete_outgrown(self, key: BlockKey) -> None:
-        """Remove what a block makes needless: shorter siblings that it serves as well as they do,
-        and checkpoints before it that are too many.
+        """Delete what a block makes redundant: shorter siblings that it can replace, and surplus
+        checkpoints before it.
         """
 
     def delete(self, key: BlockKey) -> None:
-        """Remove all parts of a block; nothing of it is found, or left behind, afterwards."""
+        """Delete all parts of a block; afterwards nothing of it is left."""
 
     def walk(self) -> Iterator[StoredBlock]:
-        """Every block, in no order; safe while others put and delete."""
+        """Every block, in any order; safe during concurrent puts and deletes."""
 
     def stats(self) -> TierStats: ...
 
     def close(self) -> None:
-        """Finish what is under way and let go of files."""
+        """Finish writes and close files."""

@@ -1,4 +1,4 @@
-"""Several tiers as one, fastest first: found in any, read from the first that has it."""
+"""Several tiers as one, fastest first: a record is read from the first tier that has it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from keepwarm.store.tier import BlockInfo, CheckpointRef, Child, Tier
 
 
 class Tiers:
-    """Look-ups over all tiers. What was read is not put into faster ones: captured blocks fill
-    them, and the system keeps the pages of files that are read often.
+    """Look-ups over all tiers. A read does not fill faster tiers: captured blocks do, and the page
+    cache keeps files that are read often.
     """
 
     def __init__(self, tiers: Sequence[tuple[str, Tier]]) -> None:
@@ -38,18 +38,18 @@ class Tiers:
     def visit(
         self, key: BlockKey, part: Part, use: Callable[[RecordView], None], buffer: ReadBuffer
     ) -> str | None:
-        """The name of the tier that had the record; None is a miss."""
+        """Returns the name of the tier that had the record; None is a miss."""
         for name, tier in self._in_order(key, part):
             if tier.visit(key, part, use, buffer):
                 return name
         return None
 
     def prefetch(self, key: BlockKey, part: Part) -> bool:
-        """Let the first tier that has the record bring it nearer; whether one has."""
+        """Prefetch from the first tier that has the record; whether one has."""
         return any(tier.prefetch(key, part) for _, tier in self._tiers)
 
     def _in_order(self, key: BlockKey, part: Part) -> Sequence[tuple[str, Tier]]:
-        """The fastest first; for window rows whoever holds the most: tiers may differ in them."""
+        """The fastest first; for window rows the tier with the most: tiers may differ."""
         if part is not Part.WINDOW or len(self._tiers) == 1:
             return self._tiers
         return sorted(self._tiers, key=lambda named: -_window_rows(named[1], key))
@@ -65,7 +65,7 @@ def _window_rows(tier: Tier, key: BlockKey) -> int:
 
 
 def _union(a: BlockInfo, b: BlockInfo) -> BlockInfo:
-    if a.parts == b.parts and a.w_rows == b.w_rows:  # mostly, and quicker than to build one
+    if a.parts == b.parts and a.w_rows == b.w_rows:  # the usual case, and faster than a new one
         return a if a.n_bytes >= b.n_bytes else b
     return BlockInfo(
         a.parts | b.parts, a.n_tokens, max(a.w_rows, b.w_rows), max(a.n_bytes, b.n_bytes)

@@ -1,7 +1,7 @@
-"""From what the user knows to the seal of a store, and whether the two belong together.
+"""From the user's key or passphrase to the seal of a store.
 
-`sealed.json` under the root says that a store is encrypted. It holds the salt and a sealed nothing
-that only the right key opens; without it the store cannot be opened at all.
+`sealed.json` under the root marks a store as encrypted. It holds the salt and a sealed empty string
+that only the right key opens; without this file the store cannot be opened at all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SETTINGS = "KEEPWARM_ENCRYPTION_KEY or the setting encryption_key_file"
 
 
 def unlock(root: Path, secret: str | None, files: Files | None = None) -> Seal | None:
-    """The seal of a store; without a secret there is none. A new store is marked as sealed."""
+    """The seal of a store, None without a secret. An empty store is marked as sealed."""
     if not secret:
         return None
     files = files or Files()
@@ -42,7 +42,7 @@ def unlock(root: Path, secret: str | None, files: Files | None = None) -> Seal |
 
 
 def check_encryption(root: Path, seal: Seal | None) -> None:
-    """Raise where a store is sealed and there is no key, or the reverse. Nothing is touched."""
+    """Raise where a store is sealed and there is no key, or the reverse. Changes nothing."""
     is_sealed = (root / MARKER).exists()
     if is_sealed and seal is None:
         raise BadInput(f"The store {root} is encrypted; set {SETTINGS} to open it.")
@@ -55,11 +55,11 @@ def _mark(root: Path, secret: str, files: Files) -> Seal:
         raise _plain(root)
     salt = os.urandom(SALT_BYTES)
     seal = Seal(derive_key(secret, salt, SCRYPT))
-    said = {"version": VERSION, "salt": salt.hex(), "scrypt": SCRYPT,
-            "check": seal.seal(CHECK, b"").hex()}  # fmt: skip
+    marker = {"version": VERSION, "salt": salt.hex(), "scrypt": SCRYPT,
+              "check": seal.seal(CHECK, b"").hex()}  # fmt: skip
     temp = root / "tmp" / MARKER
     files.discard(temp)
-    files.write(temp, [json.dumps(said).encode()])
+    files.write(temp, [json.dumps(marker).encode()])
     files.publish(temp, root / MARKER)
     return seal
 
@@ -67,22 +67,22 @@ def _mark(root: Path, secret: str, files: Files) -> Seal:
 def _check(root: Path, secret: str) -> Seal:
     path = root / MARKER
     try:
-        said = json.loads(path.read_text())
-        if said["version"] > VERSION:
-            raise BadInput(f"{path} was made by a newer Keepwarm; update this one.")
-        seal = Seal(derive_key(secret, bytes.fromhex(said["salt"]), said["scrypt"]))
-        seal.open(CHECK, bytes.fromhex(said["check"]))
+        marker = json.loads(path.read_text())
+        if marker["version"] > VERSION:
+            raise BadInput(f"{path} was written by a newer Keepwarm; update this one.")
+        seal = Seal(derive_key(secret, bytes.fromhex(marker["salt"]), marker["scrypt"]))
+        seal.open(CHECK, bytes.fromhex(marker["check"]))
     except BadRecord as error:
         raise BadInput(
-            f"The key does not open the store {root}; set {SETTINGS} to the one it was made with."
+            f"The key does not open the store {root}; set {SETTINGS} to the key it was made with."
         ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"{path} is damaged; put a copy of it back to open the store.") from error
+        raise BadInput(f"{path} is damaged; restore a copy of it to open the store.") from error
     return seal
 
 
 def derive_key(secret: str, salt: bytes, scrypt: Mapping[str, int]) -> bytes:
-    """Base64 of 32 bytes is the key itself; anything else is a passphrase, which costs time."""
+    """Base64 of 32 bytes is the key itself; anything else is a passphrase for scrypt."""
     try:
         key = b64decode(secret, altchars=b"-_" if {"-", "_"} & set(secret) else None, validate=True)
     except ValueError:

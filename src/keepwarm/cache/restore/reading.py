@@ -13,7 +13,7 @@ from keepwarm.cache.restore.plan import Read
 from keepwarm.errors import CacheError
 from keepwarm.kv.staging import Staging
 from keepwarm.prefix.blocks import BlockKey
-from keepwarm.store.atomic import CAN_READ_THROUGH
+from keepwarm.store.atomic import CAN_PREFETCH
 from keepwarm.store.record import ReadBuffer, RecordView
 from keepwarm.store.tiers import Tiers
 
@@ -102,7 +102,7 @@ class Reader:
         """
         pool, started = self._background if in_background else self._pool, Reads(len(reads))
         try:
-            if CAN_READ_THROUGH and not in_background:
+            if CAN_PREFETCH and not in_background:
                 for number, read in enumerate(reads):
                     self._ahead.submit(self._fetch, started, number, read)
             for read in reads:

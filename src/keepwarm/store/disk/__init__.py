@@ -1,4 +1,4 @@
-"""Record files in a directory: published, verified, evicted, checked and repaired.
+"""The disk tier: record files published, verified, evicted and repaired.
 
 Imports `prefix`, `store`, `store.index`.
 """

@@ -1,8 +1,8 @@
 """Blocks as files: `blocks/ab/<key>.<part>.safetensors`, with an index beside them.
 
-Order of things: file first, name second, row last; deleting marks the row, removes the files and
-then the row. So at every moment a crash leaves only what the next start can finish. Names come and
-go under one lock among all processes, so that row and file cannot disagree while all live.
+A put writes the file, renames it, then adds the row; a deletion marks the row, deletes the files,
+then the row. So a crash at any moment leaves only what the next start can finish. All processes
+rename and delete files under one lock, so that rows and files agree as long as none crashes.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from keepwarm.store.tier import (
     default_on_io_error,
 )
 
-INDEX_ROOM = 1 << 19  # what index and log may grow by while a record comes or goes
+INDEX_ROOM = 1 << 19  # what index and log may grow by in one put or deletion
 LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class DiskLimits:
-    max_bytes: int | None = None  # of every file under the root, whoever made it
-    min_free_bytes: int = 1 << 30  # of the file system
+    max_bytes: int | None = None  # of all files under the root
+    min_free_bytes: int = 1 << 30  # on the file system
 
 
 class DiskTier:
@@ -79,7 +79,7 @@ class DiskTier:
             self.note_error(error)
             self.index.close()
             self.records.index = self._open_index()
-            with as_store_errors(self, "put itself in order"):
+            with as_store_errors(self, "repair its index"):
                 self._reconcile()
 
     @property
@@ -137,12 +137,12 @@ class DiskTier:
             self.index.pin(key, owner)
 
     def unpin(self, key: BlockKey, owner: str) -> None:
-        with as_store_errors(self, "let go of a block"):
+        with as_store_errors(self, "unpin a block"):
             self.index.unpin(key, owner)
 
     def pin_only(self, owner: str, keys: Collection[BlockKey]) -> None:
-        """Let one owner hold these blocks and no others."""
-        with as_store_errors(self, "hold blocks"):
+        """Replace all pins of an owner."""
+        with as_store_errors(self, "pin blocks"):
             self.index.pin_only(owner, keys)
 
     @default_on_io_error(lambda: None)
@@ -157,7 +157,7 @@ class DiskTier:
         self.delete_all([key])
 
     def delete_all(self, keys: Collection[BlockKey]) -> None:
-        """Remove all parts of these blocks."""
+        """Delete all parts of these blocks."""
         with as_store_errors(self, "delete blocks"):
             self._delete(keys)
 
@@ -216,9 +216,9 @@ class DiskTier:
         target = self.records.path_of(header.key, header.part)
         self.ensure_directory(target.parent)
         with self.records.names_lock():
-            if self.index.lookups.is_deleting(header.key):  # by a process that died over it
+            if self.index.lookups.is_deleting(header.key):  # by a process that crashed
                 self._finish_deleting([header.key])
-            if self._has(header):  # somebody else was faster
+            if self._has(header):  # another thread or process was faster
                 self.files.discard(temp)
                 self.index.cancel(reservation)
                 return False
@@ -227,13 +227,13 @@ class DiskTier:
             return True
 
     def ensure_directory(self, path: Path) -> None:
-        """Once a process, because one that another has just made may not be synced yet."""
+        """Once per process: a directory that another has just made may not be synced yet."""
         if path not in self._directories or not path.is_dir():
             self.files.make_directory(path)
             self._directories.add(path)
 
     def _make_room(self, header: Header, n_bytes: int) -> int | None:
-        """Reserve the bytes, evicting what is worth less; None if that is not enough."""
+        """Reserve the bytes, evicting blocks of lower priority; None if that is not enough."""
         if self._refused.follows(header.parent, self.index.lookups.have):
             return None
         while True:
@@ -250,11 +250,11 @@ class DiskTier:
                 return None
 
     def _evict(self, header: Header, n_bytes: int) -> bool:
-        """Make room for a record of so many bytes; False if nothing could be done."""
+        """Evict for a record of so many bytes; False if nothing could be evicted."""
         priority = self.index.priority_of(header, n_bytes, self._clock())
         with self.records.names_lock():
             missing = self._missing_bytes(n_bytes)
-            if missing <= 0:  # another process has just done it
+            if missing <= 0:  # another process has just evicted
                 return True
             self.index.expire_ttl_pins(self._clock())
             victims = self.index.select_victims(missing, {header.key, header.parent}, priority)
@@ -263,7 +263,7 @@ class DiskTier:
         return bool(victims)
 
     def _missing_bytes(self, n_bytes: int) -> int:
-        """How many bytes must go before so many can come."""
+        """How many bytes must be freed before so many can be written."""
         short = n_bytes + self.limits.min_free_bytes - shutil.disk_usage(self.root).free
         limit = self._record_limit()
         return (
@@ -290,7 +290,7 @@ class DiskTier:
             self.index.delete_marked(keys)
 
     def _delete_part(self, key: BlockKey, part: Part) -> None:
-        """The file first: a row without one is what a start forgets."""
+        """The file first: a start deletes a row without a file."""
         with self.records.names_lock():
             self.files.remove(self.records.path_of(key, part))
             self.index.delete_part(key, part)

@@ -1,4 +1,4 @@
-"""Is everything in a store what it claims to be? Reads all of it; changes nothing unless asked."""
+"""Verifies every record of a store; changes nothing unless asked to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keepwarm.store.record import Part
 
 
 class RecordCheck(NamedTuple):
-    """One record and what is wrong with it; None where nothing is, or where nobody here can say."""
+    """One record and what is wrong with it; None if nothing is, or if it cannot be judged."""
 
     key: BlockKey
     part: Part
@@ -23,9 +23,9 @@ class RecordCheck(NamedTuple):
 
 
 def verify(disk: DiskTier, fix: bool = False) -> Iterator[RecordCheck]:
-    """Check every record in turn; with `fix`, bad ones are set aside with their reason.
+    """Check every record; with `fix`, bad ones are quarantined with the reason.
 
-    One that cannot be read may be good: it is named, and stays.
+    A record that cannot be read may be good: it is reported and stays.
     """
     for stored in disk.walk():
         for part, n_bytes in stored.n_bytes.items():
@@ -35,7 +35,7 @@ def verify(disk: DiskTier, fix: bool = False) -> Iterator[RecordCheck]:
 
 
 def _check(disk: DiskTier, record: RecordCheck, fix: bool) -> RecordCheck | None:
-    """None: it was deleted meanwhile."""
+    """None if it was deleted meanwhile."""
     key, part = record.key, record.part
     try:
         wrong = disk.records.find_fault(key, part)
@@ -46,7 +46,7 @@ def _check(disk: DiskTier, record: RecordCheck, fix: bool) -> RecordCheck | None
     except OSError as error:
         return record._replace(wrong=f"could not be read: {error.strerror or error}")
     if wrong is not None and fix:
-        disk.read(key, part)  # reading a bad record sets it aside
+        disk.read(key, part)  # reading a bad record quarantines it
         return record._replace(
             wrong=wrong, quarantined=not disk.records.path_of(key, part).exists()
         )

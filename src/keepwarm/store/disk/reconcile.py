@@ -1,4 +1,4 @@
-"""What a start makes of a directory: finish what a crash left, and let files and rows agree."""
+"""At a start: finish what a crash interrupted, and make index and files agree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOG = logging.getLogger(__name__)
 
 
 def make_directories(root: Path, files: Files) -> set[Path]:
-    """Make what is missing; says which directories of blocks are there to stay."""
+    """Make missing directories; returns those of blocks, which are synced."""
     missing = [path for path in root.parents if not path.exists()]
     for path in (*reversed(missing), root):
         files.make_directory(path)
@@ -30,9 +30,8 @@ def make_directories(root: Path, files: Files) -> set[Path]:
 
 
 def reconcile(records: RecordFiles, finish_deleting: Callable[[BlockKey], None]) -> int:
-    """Finish deletions and reservations of the dead, adopt files without rows, forget the reverse.
-
-    Answers with the bytes of what lies among the blocks and is none of ours.
+    """Finish deletions, cancel reservations of dead processes, add rows for files without one, and
+    delete rows without a file. Returns the bytes of files in `blocks/` that are not records.
     """
     for writer in records.index.lookups.writers():
         if not is_alive(records.root / "tmp", writer):
@@ -44,14 +43,14 @@ def reconcile(records: RecordFiles, finish_deleting: Callable[[BlockKey], None])
     for directory in directories(records.root):
         changes = directory.changes(records.index.lookups.names(directory.first))
         n_bytes += sum(map(bytes_of, changes.strays))
-        n_bytes += sum(_adopt(records, key, part) for key, part in changes.come)
-        for key, part in changes.gone:
+        n_bytes += sum(_adopt(records, key, part) for key, part in changes.added)
+        for key, part in changes.missing:
             records.delete_missing(key, part)
     return n_bytes
 
 
 def _adopt(records: RecordFiles, key: BlockKey, part: Part) -> int:
-    """Enter a file that has no row; answers with its bytes where it stays without one."""
+    """Add the row of a file; returns the file's bytes if it must stay without one."""
     path = records.path_of(key, part)
     try:
         with records.names_lock():
@@ -63,7 +62,7 @@ def _adopt(records: RecordFiles, key: BlockKey, part: Part) -> int:
         records.skip_newer(key, part, str(newer))
         return size_of(path)
     except FileNotFoundError:
-        return 0  # somebody deleted it meanwhile
+        return 0  # another process has deleted it
     except OSError as error:
-        LOG.warning("%s could not be adopted: %s", path.name, error)
+        LOG.warning("%s could not be indexed: %s", path.name, error)
     return 0

@@ -1,4 +1,4 @@
-"""What is done to a store besides keeping blocks: small files, whole branches, leftovers."""
+"""Maintenance of a store: small files, deletion of whole branches, the quarantine."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from keepwarm.store.tier import as_store_errors
 
 AT_ONCE = 64  # blocks deleted in one step
 
-Progress: TypeAlias = Callable[[int, int], None]  # how much of how much is done
+Progress: TypeAlias = Callable[[int, int], None]  # done, total
 
 
 def no_progress(done: int, total: int) -> None:
-    """Progress that nobody watches."""
+    """Reports nothing."""
 
 
 def file_path(disk: DiskTier, directory: str, name: str) -> Path:
-    """Where a small file lies; in a sealed store its name tells nothing."""
+    """The path of a small file; in a sealed store its name reveals nothing."""
     seal = disk.seal
     stem = name if seal is None else seal.hidden(directory, name.encode()).hex()
     return disk.root / directory / f"{stem}.json"
 
 
 def write_file(disk: DiskTier, path: Path, data: bytes) -> None:
-    """Publish a small file of its own under the root, in place of an older one."""
+    """Publish a small file under the root, replacing an older one."""
     with as_store_errors(disk, f"write {path.name}"):
         disk.ensure_directory(path.parent)
         temp = disk.scratch.new()
@@ -38,7 +38,7 @@ def write_file(disk: DiskTier, path: Path, data: bytes) -> None:
 
 
 def read_file(disk: DiskTier, path: Path) -> bytes:
-    """What was written; raises BadRecord where that is sealed and does not prove itself."""
+    """The content of a small file; raises BadRecord if it is sealed and does not open."""
     data = path.read_bytes()
     return data if disk.seal is None else disk.seal.open(_label(path), data)
 
@@ -53,20 +53,19 @@ def delete_branches(
     keep: Collection[BlockKey],
     progress: Progress = no_progress,
 ) -> int:
-    """Delete these blocks of one conversation, whatever descends from them, and shorter copies.
+    """Delete these blocks of one conversation, their descendants and shorter copies.
 
-    What is in `keep` stays, and so do its ancestors. Afterwards none of the deleted tokens is left
-    in the index, in its log or among the records set aside, which are all cleared. Answers with the
-    number of blocks.
+    Blocks in `keep` stay; the caller includes their ancestors. Afterwards the deleted tokens are in
+    neither the index, its log nor the quarantine, which is emptied. Returns the number of blocks.
     """
-    doomed = list(dict.fromkeys(_branches(disk, blocks, set(keep))))
-    for start in range(0, len(doomed), AT_ONCE):
-        disk.delete_all(doomed[start : start + AT_ONCE])
-        progress(min(start + AT_ONCE, len(doomed)), len(doomed))
-    with as_store_errors(disk, "clear what was set aside"):
-        clear_quarantine(disk)  # a bad record may be anybody's, whatever its name
+    deleted = list(dict.fromkeys(_branches(disk, blocks, set(keep))))
+    for start in range(0, len(deleted), AT_ONCE):
+        disk.delete_all(deleted[start : start + AT_ONCE])
+        progress(min(start + AT_ONCE, len(deleted)), len(deleted))
+    with as_store_errors(disk, "empty its quarantine"):
+        clear_quarantine(disk)  # a bad record may belong to any agent, whatever its name
         disk.index.database.scrub()
-    return len(doomed)
+    return len(deleted)
 
 
 def _branches(
@@ -81,9 +80,9 @@ def _branches(
 
 
 def clear_quarantine(disk: DiskTier, progress: Progress = no_progress) -> int:
-    """Delete the bad records that were set aside; answers with their bytes."""
+    """Delete all quarantined records; returns their bytes."""
     freed = 0
-    with as_store_errors(disk, "clear what was set aside"):
+    with as_store_errors(disk, "empty its quarantine"):
         paths = list((disk.root / "quarantine").iterdir())
         for number, path in enumerate(paths):
             freed += size_of(path)
@@ -93,7 +92,7 @@ def clear_quarantine(disk: DiskTier, progress: Progress = no_progress) -> int:
 
 
 def _remove(disk: DiskTier, path: Path) -> None:
-    """A directory may have lain in the place of a file."""
+    """A directory may have been in the place of a file."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

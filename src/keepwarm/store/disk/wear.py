@@ -1,4 +1,4 @@
-"""How much was written today, by all processes together: an SSD has only so many writes in it."""
+"""Bytes written per day by all processes: an SSD endures only so many writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def today() -> str:
 
 
 class Wear:
-    """Bytes written by day, kept in a small file beside the blocks."""
+    """Bytes written by day, in a small file beside the blocks."""
 
     def __init__(
         self,
@@ -32,13 +32,13 @@ class Wear:
         self._day = day
 
     def allows(self, n_bytes: int) -> bool:
-        """Whether so many more bytes fit into today's budget as it is now; reserves nothing."""
+        """Whether so many more bytes fit into today's budget; reserves nothing."""
         return self._fits(self.by_day().get(self._day(), 0) + n_bytes)
 
     def take(self, n_bytes: int) -> bool:
-        """Count so many bytes as written today, or refuse them if they are over the budget.
+        """Count bytes as written today; False, and not counted, if they exceed the budget.
 
-        One step among all processes, so that together they stay within it.
+        Atomic among all processes, so that together they stay within it.
         """
         with exclusive(self._lock):
             written = self.by_day().get(self._day(), 0) + n_bytes
@@ -48,7 +48,7 @@ class Wear:
             return fits
 
     def give_back(self, n_bytes: int) -> None:
-        """So many of the bytes that were taken have not been written."""
+        """Uncount bytes that were taken but not written."""
         with exclusive(self._lock):
             self._write(max(0, self.by_day().get(self._day(), 0) - n_bytes))
 
@@ -60,7 +60,7 @@ class Wear:
         write_atomically(self._path, json.dumps(dict(sorted(days.items())[-DAYS_KEPT:])))
 
     def by_day(self) -> dict[str, int]:
-        """Bytes by ISO date; a lost or torn file counts as nothing written."""
+        """Bytes by ISO date; empty if the file is lost or damaged."""
         try:
             days = json.loads(self._path.read_text())
             return {str(day): int(n) for day, n in days.items()}

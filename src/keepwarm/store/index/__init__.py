@@ -1,4 +1,4 @@
-"""The SQLite index: which records exist, what they are worth, and who pins them.
+"""The SQLite index: which records exist, their eviction priorities and pins.
 
 Imports `prefix`, `store`.
 """

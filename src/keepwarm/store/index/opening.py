@@ -1,4 +1,4 @@
-"""Opening the index of a store, whatever state it is in."""
+"""Opens the index of a store; rebuilds it if it is lost or damaged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keepwarm.store.names import INDEX, INDEX_FILES
 from keepwarm.store.seal import Seal
 from keepwarm.store.unlock import check_encryption
 
-DAMAGED = f"{INDEX}-damaged"  # a note to the next start
+DAMAGED = f"{INDEX}-damaged"  # tells the next start to rebuild
 OUTAGES = (
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_READONLY,
@@ -26,7 +26,7 @@ LOG = logging.getLogger(__name__)
 
 
 def open_index(root: Path, seal: Seal | None) -> Index:
-    """The index, or a new one where the file is lost or damaged; the files fill it again."""
+    """The index, or an empty one where it is lost or damaged; the record files refill it."""
     path = root / INDEX
     with exclusive(root / "tmp" / "index"):
         check_encryption(root, seal)
@@ -43,13 +43,13 @@ def open_index(root: Path, seal: Seal | None) -> Index:
             ) from error
         except sqlite3.DatabaseError as error:
             if is_busy(error):
-                raise Busy(f"The index of {root} is in use by others; try again.") from error
+                raise Busy(f"Other processes are using the index of {root}; try again.") from error
             if _is_outage(error):
                 raise StoreFailed(
                     f"The index of {root} cannot be opened ({error}); "
                     "look at its disk, then try again."
                 ) from error
-        LOG.warning("the index is damaged and is built anew")
+        LOG.warning("the index is damaged and is rebuilt")
         for name in (*INDEX_FILES, DAMAGED):
             (root / name).unlink(missing_ok=True)
         path.touch(FILE_MODE)
@@ -57,11 +57,11 @@ def open_index(root: Path, seal: Seal | None) -> Index:
 
 
 def note_damage(root: Path) -> None:
-    """Let the next start build the index anew."""
+    """Let the next start rebuild the index."""
     (root / DAMAGED).touch(FILE_MODE)
 
 
 def _is_outage(error: sqlite3.Error) -> bool:
-    """Whether the disk is full, read-only or out of order, which says nothing against the file."""
+    """Whether the disk is full, read-only or failing; the file itself may be fine."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     return code in OUTAGES

@@ -1,4 +1,4 @@
-"""The tables of the index, and how SQLite is told to keep them."""
+"""The tables of the index, and the settings of SQLite."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 SCHEMA_VERSION = 2
 PRAGMAS = (
-    "page_size = 8192",  # a row of tokens fits: on smaller pages each takes one of its own
+    "page_size = 8192",  # a row of tokens fits: on smaller pages each needs an overflow page
     "journal_mode = WAL",
     "synchronous = NORMAL",
     "secure_delete = ON",  # deleted tokens are overwritten
-    "wal_autocheckpoint = 128",  # pages; the log counts towards the cap too
+    "wal_autocheckpoint = 128",  # pages; the log counts towards the limit too
     "journal_size_limit = 1048576",
 )
 SCHEMA = """

@@ -1,4 +1,4 @@
-"""Window rows that nobody will likely ask for are the first to go from memory."""
+"""Demoted window rows are evicted from memory first."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def memory():
 
 
 def fill(memory, n_blocks=4):
-    """Blocks of 2 KiB, half of it window rows, all of it loose: the tier is full."""
+    """Blocks of 2 KiB, half of it window rows, demoted: the tier is full."""
     refs = refs_of(n_blocks)
     for ref in refs:
         for part in (Part.DELTA, Part.WINDOW):
@@ -37,7 +37,7 @@ def newcomer(memory):
     return ref
 
 
-def test_the_oldest_loose_rows_make_room(memory):
+def test_the_oldest_demoted_rows_make_room(memory):
     refs = fill(memory)
     newcomer(memory)
     assert parts(memory, refs) == ["d", "dw", "dw", "dw"]
@@ -45,7 +45,7 @@ def test_the_oldest_loose_rows_make_room(memory):
     assert memory.stats().n_bytes == 8 * KIB
 
 
-def test_rows_that_may_be_asked_for_are_loose_no_more(memory):
+def test_promoted_rows_are_not_evicted_first(memory):
     refs = fill(memory)
     memory.promote_window(refs[0].key)
     assert memory.demoted_windows([ref.key for ref in refs[:2]]) == {refs[1].key}
@@ -61,22 +61,22 @@ def test_rows_of_a_block_in_use_stay(memory, use):
     assert parts(memory, refs) == ["dw", "d", "dw", "dw"]
 
 
-def test_under_pressure_they_go_first_too(memory):
+def test_under_pressure_they_are_evicted_first_too(memory):
     refs = fill(memory)
-    assert memory.shed(2 * KIB) == 2 * KIB
+    assert memory.release(2 * KIB) == 2 * KIB
     assert parts(memory, refs) == ["d", "d", "dw", "dw"]
 
 
-def test_when_none_is_left_blocks_go(memory):
+def test_when_none_is_left_blocks_are_evicted(memory):
     refs = fill(memory)
-    assert memory.shed(6 * KIB) >= 6 * KIB
+    assert memory.release(6 * KIB) >= 6 * KIB
     assert parts(memory, refs)[-1] == ""
     assert memory.stats().evicted > 0
 
 
-def test_what_is_deleted_is_not_missed(memory):
+def test_a_deleted_block_is_not_counted_as_demoted(memory):
     refs = fill(memory)
     memory.delete(refs[0].key)
     memory.delete(refs[1].key)
-    assert memory.shed(KIB) == KIB
+    assert memory.release(KIB) == KIB
     assert parts(memory, refs) == ["", "", "d", "dw"]
