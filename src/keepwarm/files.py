@@ -39,10 +39,10 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
         os.close(handle)
         temp.unlink(missing_ok=True)
     if sync:
-        sync_directory(path.parent)
+        _sync_directory(path.parent)
 
 
-def sync_directory(path: Path) -> None:
+def _sync_directory(path: Path) -> None:
     """Make names that were created, replaced or deleted in a directory survive a power cut."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -424,13 +424,13 @@ def test_a_record_larger_than_the_tier_is_not_kept_and_evicts_nothing(small):
 
 
 def test_a_pinned_block_and_its_ancestors_are_never_evicted(small):
-    pinned, loose = chain_of(4, seed=1, n_bytes=MIB // 4), chain_of(4, seed=2, n_bytes=MIB // 4)
-    for one in pinned + loose:
+    pinned, unpinned = chain_of(4, seed=1, n_bytes=MIB // 4), chain_of(4, seed=2, n_bytes=MIB // 4)
+    for one in pinned + unpinned:
         small.put(one)
     small.pin(pinned[-1].header.key, "agent")
     flood(small, 60)
     assert set(small.have(keys_of(pinned))) == set(keys_of(pinned))
-    assert small.have(keys_of(loose)) == {}
+    assert small.have(keys_of(unpinned)) == {}
 
 
 def test_a_block_is_pinned_until_every_owner_lets_go(small):
@@ -764,7 +764,7 @@ def test_the_same_records_serve_every_tier(tmp_path):
     fast.close()
 
 
-def test_window_rows_are_read_from_whoever_holds_the_most(tmp_path):
+def test_window_rows_are_read_from_the_tier_with_the_most(tmp_path):
     """Memory may have caught a block while decoding, with fewer rows than lie on disk."""
     slow, fast = disk(tmp_path, ROOMY), memory(tmp_path, ROOMY)
     (ref,) = refs_of(1)
@@ -797,7 +797,7 @@ def test_tokens_of_the_kit_repeat():
 
 
 @pytest.mark.parametrize("take", [lambda one: one.data, lambda one: read_into(one, 2500)])
-def test_a_tensor_found_bad_half_way_is_a_miss_and_set_aside(take, tmp_path):
+def test_a_tensor_found_bad_half_way_is_a_miss_and_quarantined(take, tmp_path):
     """The visitor is stopped before it sees a byte that is not what was put."""
     tier = disk(tmp_path, ROOMY)
     (made,) = chain_of(1, n_bytes=5000)

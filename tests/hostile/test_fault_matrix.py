@@ -41,7 +41,7 @@ from keepwarm.store.tiers import Tiers
 from keepwarm.store.unlock import unlock
 from tests.kit.compare import assert_same
 from tests.kit.runs import cold, continue_from, prefill, prompt_of
-from tests.store.disk.crash import fast_place
+from tests.store.disk.crash import fast_directory
 from tests.store.kit import BrokenFiles
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
@@ -539,9 +539,9 @@ def full() -> Iterator[None]:
 @pytest.fixture
 def copied(request, model, warm_store):
     """A scene whose store lies where any user can read it; nothing is open."""
-    with fast_place() as place:
-        Path(place).chmod(0o755)
-        root = Path(place) / "store"
+    with fast_directory() as directory_path:
+        Path(directory_path).chmod(0o755)
+        root = Path(directory_path) / "store"
         shutil.copytree(warm_store(request.param), root)
         scene = Scene("disk", root, model, layout_of(model), secret=request.param)
         scene.open()

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and scratch space that outlives nobody."""
+"""Files are published whole, and scratch directories end with their process."""
 
 import fcntl
 import os
@@ -113,10 +113,10 @@ def test_scratch_of_the_dead_is_cleared_and_of_the_living_kept(tmp_path):
     living.close()
 
 
-def test_closing_twice_closes_nobody_elses_file(tmp_path):
+def test_closing_twice_does_not_close_another_file(tmp_path):
     scratch = Scratch(tmp_path / "tmp")
     scratch.close()
-    with (tmp_path / "other").open("wb") as other:  # gets the number that was just let go
+    with (tmp_path / "other").open("wb") as other:  # gets the file descriptor that was just closed
         scratch.close()
         other.write(b"x")
 
@@ -134,7 +134,7 @@ def test_a_lock_keeps_others_out(tmp_path):
     os.close(fd)
 
 
-def test_a_lock_is_let_go_after_an_error(tmp_path):
+def test_a_lock_is_released_after_an_error(tmp_path):
     with pytest.raises(ZeroDivisionError), exclusive(tmp_path / "lock"):
         _ = 1 / 0
     with exclusive(tmp_path / "lock"):

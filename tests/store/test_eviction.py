@@ -163,7 +163,7 @@ def test_a_refused_chain_is_taken_when_there_is_room(tier, clock):
 
 
 def test_a_short_branch_that_is_replaced_goes_first(tier, clock):
-    """An answer that the client rendered anew: its blocks are newer than others, and useless."""
+    """An answer that the client rendered anew: the old blocks are recent, and useless."""
     others = [single(n) for n in range(6)]
     put_all(tier, others)
     clock.now += 1
@@ -287,7 +287,7 @@ BIG = 1 << 16
 
 
 def test_a_long_prompt_seen_once_does_not_erode_a_hot_one(disk, clock):
-    """S0-65: a system prompt that is used twice a minute, and then somebody pastes a book."""
+    """S0-65: a system prompt that is used twice a minute, and then a prompt of a whole book."""
     hot = chain_of(10, seed=1, n_bytes=BIG)
     put_all(disk, hot)
     for _ in range(20):
@@ -336,12 +336,12 @@ def test_nothing_goes_for_a_record_that_would_not_fit_anyway(tmp_path, clock, mo
 
 
 def test_nothing_goes_where_pins_leave_too_little(disk, clock):
-    pinned, loose = chain_of(30, seed=1, n_bytes=BIG), chain_of(3, seed=2, n_bytes=BIG)
-    put_all(disk, pinned + loose)
+    pinned, unpinned = chain_of(30, seed=1, n_bytes=BIG), chain_of(3, seed=2, n_bytes=BIG)
+    put_all(disk, pinned + unpinned)
     disk.pin(pinned[-1].header.key, "agent")
     clock.now += 3600
     assert not disk.put(record(first_block([1]), n_bytes=30 * BIG)).stored
-    assert all(held(disk, loose))
+    assert all(held(disk, unpinned))
 
 
 # Checkpoints

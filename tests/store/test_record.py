@@ -66,7 +66,7 @@ def dumps(value):
 
 
 def forge(head, said, data, pad=True):
-    """A file with a digest that fits, whatever it says: as somebody who knows the format would."""
+    """A file with a matching digest, as an attacker who knows the format would write it."""
     table = {name: entry for name, entry in head.items() if name != "__metadata__"}
     words = said if isinstance(said, str) else dumps(said)
     digest = xxhash.xxh3_128(f"{words}\n{dumps(table)}".encode()).hexdigest()
@@ -400,7 +400,7 @@ def test_a_forged_record_is_refused_with_a_reason(name):
 
 
 def test_a_newer_version_is_not_called_bad():
-    """S0-54: it is a miss here, and whole for whoever wrote it; a flipped version is bad."""
+    """S0-54: it is a miss here, and intact for its writer; a flipped version is bad."""
     newer = replace(record(REF).header, version=FORMAT_VERSION + 1)
     data = encode(Record(newer, ()))
     with pytest.raises(NewerFormat, match=f"version {FORMAT_VERSION + 1} is newer"):

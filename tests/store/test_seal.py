@@ -63,7 +63,7 @@ def sealed(tmp_path):
 
 
 def tree(root):
-    """Every file and its bytes; what only says that somebody was here is left out."""
+    """Every file and its bytes, without lock files."""
     ours = [p for p in files_under(root) if p.parent.name != "tmp" and p.name[-4:] != "-shm"]
     return {path.relative_to(root): path.read_bytes() for path in ours}
 
@@ -173,7 +173,7 @@ def test_a_fault_is_a_miss_and_its_neighbours_hit(fault, sealed):
     assert len([p for p in (sealed.root / "quarantine").iterdir() if p.suffix == ".why"]) == len(
         hurt
     )
-    assert sealed.put(made[1]).stored, "a miss is computed and kept anew"
+    assert sealed.put(made[1]).stored, "a miss is computed and stored again"
 
 
 def test_tensors_of_an_older_record_of_the_same_block_do_not_mix(sealed):
@@ -236,7 +236,7 @@ def test_the_golden_sealed_store_is_read(tmp_path):
 # The index
 
 
-def test_the_index_finds_children_and_is_built_anew_from_sealed_files(tmp_path):
+def test_the_index_finds_children_and_is_rebuilt_from_sealed_files(tmp_path):
     tokens = tokens_of(256)
     siblings = [tokens[:n] + tokens_of(256 - n, seed=n) for n in range(10, 250, 10)]
     made = [record(next(chain(bytes(range(32)), s))) for s in siblings]
@@ -457,7 +457,7 @@ def test_no_file_tells_what_was_said_or_by_whom(secret, tmp_path, tiny_model):
     opened.on_disk.agents.fork(AGENT, f"{AGENT}-2")
     hurt = opened.on_disk.disk.records.path_of(refs[-1].key, Part.DELTA)
     hurt.write_bytes(hurt.read_bytes()[:-1])
-    assert opened.on_disk.disk.read(refs[-1].key, Part.DELTA) is None, "one is set aside"
+    assert opened.on_disk.disk.read(refs[-1].key, Part.DELTA) is None, "one is quarantined"
     rows = bytes(memoryview(caches[0].keys[0, 0, :256]).cast("B"))
     runs = {rows[at : at + 16] for at in range(0, len(rows) - 16, 16)}
     name = AGENT.encode()
@@ -473,7 +473,7 @@ def test_no_file_tells_what_was_said_or_by_whom(secret, tmp_path, tiny_model):
     opened.close()
 
 
-def test_nobody_without_the_key_can_ask_whether_a_prompt_is_there(tmp_path, tiny_model):
+def test_without_the_key_one_cannot_tell_whether_a_prompt_is_there(tmp_path, tiny_model):
     """Keys hashed from the model's public identity name no file."""
     model, prompt = tiny_model("llama"), prompt_of(300)
     converse(tmp_path / "store", model, KEY, prompt)[0].close()
@@ -523,7 +523,7 @@ tier.close()
 
 
 def test_processes_that_start_together_share_a_new_sealed_store(tmp_path):
-    """The salt is chosen once, whoever comes first."""
+    """The salt is chosen once, by the first process."""
     root = tmp_path / "store"
     command = [sys.executable, "-c", WRITER, str(root)]
     writers = [

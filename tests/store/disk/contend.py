@@ -2,8 +2,8 @@
 
     python -m tests.store.disk.contend <directory> <seed> <seconds>
 
-Blocks of the common world come and go by anybody's hand. Besides, every thread has blocks of its
-own that it pins, so that nobody may take them: they must be found whenever it looks. The last
+Every thread puts and deletes blocks of the common world. Besides, every thread has blocks of its
+own that it pins, so that no other may evict them: they must be found at every look-up. The last
 line is JSON: what was done, what each thread still owns, and what went wrong.
 """
 
@@ -122,8 +122,8 @@ class Worker:
             self.outcome.wrong.append(f"{self._name}: {otherwise}")
 
 
-def main(place: str, seed: str, seconds: str) -> None:
-    tier = DiskTier(Path(place), LIMITS)
+def main(store_root: str, seed: str, seconds: str) -> None:
+    tier = DiskTier(Path(store_root), LIMITS)
     workers = [Worker(tier, THREADS * int(seed) + n) for n in range(THREADS)]
     until = time.monotonic() + float(seconds)
     threads = [threading.Thread(target=w.run, args=(until,), daemon=True) for w in workers]

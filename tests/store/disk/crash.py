@@ -103,11 +103,11 @@ def marked_for_deletion(index: Path) -> set[BlockKey]:
         db.close()
 
 
-def holding_tokens(place: Path, keys: Collection[BlockKey]) -> list[str]:
+def holding_tokens(store_root: Path, keys: Collection[BlockKey]) -> list[str]:
     """The files in which there are tokens of these blocks, found by their bytes."""
     first = [block.tokens[:24] for block in WORLD if block.key in keys]
     bits = [*first, *map(b64encode, first)]
-    files = [path for path in place.rglob("*") if bits and path.is_file()]
+    files = [path for path in store_root.rglob("*") if bits and path.is_file()]
     return [
         path.name for path in files if (data := path.read_bytes()) and any(b in data for b in bits)
     ]
@@ -116,7 +116,7 @@ def holding_tokens(place: Path, keys: Collection[BlockKey]) -> list[str]:
 WORLD = [Block(c, n) for c in range(CONVERSATIONS) for n in range(LENGTH)]
 
 
-def fast_place() -> TemporaryDirectory[str]:
+def fast_directory() -> TemporaryDirectory[str]:
     """A directory in memory where the system has one, for tests that open thousands of stores."""
     shared = Path("/dev/shm")
     return TemporaryDirectory(dir=shared if shared.is_dir() else None)
@@ -185,10 +185,10 @@ class SteppedFiles(UnsyncedFiles):
 class SteppedTier(DiskTier):
     """Each end of a transaction is a step too: what lies between is in memory only."""
 
-    def __init__(self, place: Path, steps: Steps, secret: str | None) -> None:
+    def __init__(self, store_root: Path, steps: Steps, secret: str | None) -> None:
         self._steps = steps
         files = SteppedFiles(steps)
-        super().__init__(place, LIMITS, files, seal=unlock(place, secret, files))
+        super().__init__(store_root, LIMITS, files, seal=unlock(store_root, secret, files))
 
     def squeeze(self) -> None:
         """From now on no block more than there are; what comes a minute later may evict."""
@@ -209,13 +209,13 @@ class SteppedTier(DiskTier):
 class Player:
     """Does things to a store and says so before and after."""
 
-    def __init__(self, place: Path, steps: Steps, secret: str | None) -> None:
-        self._place, self._steps, self._secret = place, steps, secret
+    def __init__(self, store_root: Path, steps: Steps, secret: str | None) -> None:
+        self._store_root, self._steps, self._secret = store_root, steps, secret
         self.open()
 
     def open(self) -> None:
         say("begin", "open")
-        self._tier = SteppedTier(self._place, self._steps, self._secret)
+        self._tier = SteppedTier(self._store_root, self._steps, self._secret)
         self._agents = Agents(self._tier)
         say("done", "open")
 
@@ -258,7 +258,7 @@ class Player:
         say("done", "read", block.key.hex())
 
     def spoil(self, block: Block) -> None:
-        """One bit is wrong, and whoever reads it sets the record aside."""
+        """One bit is wrong, and the next read quarantines the record."""
         say("begin", "spoil", block.key.hex())
         path = self._tier.records.path_of(block.key, Part.DELTA)
         data = bytearray(path.read_bytes())
@@ -309,7 +309,7 @@ def fill(player: Player, seed: int) -> None:
 
 def publish(player: Player, seed: int) -> None:
     player.put(Block(4, 0))
-    player.put(WORLD[2], Part.WINDOW, w_rows=2)  # in place of the one that is there
+    player.put(WORLD[2], Part.WINDOW, w_rows=2)  # replaces the shorter one
     player.put(WORLD[15])  # it was deleted before
 
 
@@ -340,7 +340,7 @@ def restart(player: Player, seed: int) -> None:
 
 
 def play(player: Player, seed: int) -> None:
-    """Anything, until somebody kills us."""
+    """Random operations, until the test kills the process."""
     chance = random.Random(seed)
     moves = [player.put] * 6 + [player.delete, player.pin, player.unpin, player.read]
     while True:

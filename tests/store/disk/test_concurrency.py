@@ -26,12 +26,12 @@ PROCESSES = 4
 PATIENCE = 60  # seconds after which a process that should have ended is held up for ever
 
 
-def start(place: Path, number: int, seconds: float) -> subprocess.Popen[str]:
+def start(store_root: Path, number: int, seconds: float) -> subprocess.Popen[str]:
     command = [
         sys.executable,
         "-m",
         "tests.store.disk.contend",
-        str(place),
+        str(store_root),
         str(number),
         str(seconds),
     ]
@@ -39,11 +39,11 @@ def start(place: Path, number: int, seconds: float) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
 
 
-def die_again_and_again(place: Path, number: int, seconds: float) -> int:
+def die_again_and_again(store_root: Path, number: int, seconds: float) -> int:
     """Start a process over and over and kill it in the middle; says how often."""
     chance, until, n_kills = random.Random(number), time.monotonic() + seconds, 0
     while time.monotonic() < until:
-        process = start(place, number, seconds=PATIENCE)
+        process = start(store_root, number, seconds=PATIENCE)
         time.sleep(chance.uniform(0.2, 1.5))
         process.kill()
         _, errors = process.communicate()
@@ -63,11 +63,11 @@ def result_of(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
     return dict(json.loads(output.splitlines()[-1]))
 
 
-def contend_for(place: Path, seconds: float) -> list[dict[str, Any]]:
+def contend_for(store_root: Path, seconds: float) -> list[dict[str, Any]]:
     """Everybody at work for so long; returns what each thread of the survivors says."""
-    steady = [start(place, number, seconds) for number in range(PROCESSES - 1)]
+    steady = [start(store_root, number, seconds) for number in range(PROCESSES - 1)]
     try:
-        assert die_again_and_again(place, PROCESSES - 1, seconds - 1) > 2
+        assert die_again_and_again(store_root, PROCESSES - 1, seconds - 1) > 2
         results = [result_of(process, PATIENCE) for process in steady]
     finally:
         for process in steady:
@@ -78,12 +78,12 @@ def contend_for(place: Path, seconds: float) -> list[dict[str, Any]]:
     return [outcome for result in results for outcome in result["outcomes"]]
 
 
-def check_share(place: Path, seconds: float) -> None:
-    outcomes = contend_for(place, seconds)
+def check_share(store_root: Path, seconds: float) -> None:
+    outcomes = contend_for(store_root, seconds)
     assert not [line for outcome in outcomes for line in outcome["wrong"]]
     done = {what: sum(o[what] for o in outcomes) for what in ("puts", "reads", "deletes")}
     assert min(done.values()) > 5 * seconds, done
-    tier = DiskTier(place, contend.LIMITS)
+    tier = DiskTier(store_root, contend.LIMITS)
     try:
         for outcome in outcomes:
             for numbers in outcome["kept"]:
@@ -107,7 +107,7 @@ def test_threads_and_processes_share_a_directory_for_a_minute(tmp_path: Path) ->
 
 
 class Meanwhile(Files):
-    """Lets somebody else act once, at the worst moment of an operation."""
+    """Runs another operation once, at the worst moment of this one."""
 
     def __init__(self) -> None:
         self.opening = self.writing = self.written = _nothing
@@ -175,7 +175,7 @@ def test_a_miss_does_not_forget_a_block_that_came_meanwhile(
     assert agrees_with_files(tier)
 
 
-def test_a_bad_record_that_was_put_anew_meanwhile_is_not_set_aside(
+def test_a_bad_record_that_was_replaced_meanwhile_is_not_quarantined(
     two: tuple[DiskTier, DiskTier], meanwhile: Meanwhile
 ) -> None:
     tier, _ = two
@@ -190,7 +190,7 @@ def test_a_bad_record_that_was_put_anew_meanwhile_is_not_set_aside(
     assert tier.stats().quarantined == 0
 
 
-def test_a_window_that_grows_while_it_is_read_is_not_set_aside(
+def test_a_window_that_grows_while_it_is_read_is_not_quarantined(
     two: tuple[DiskTier, DiskTier], meanwhile: Meanwhile
 ) -> None:
     tier, other = two
@@ -220,7 +220,7 @@ def test_a_block_deleted_while_it_is_published_leaves_no_row(
     assert agrees_with_files(tier)
 
 
-def test_a_block_put_after_somebody_died_deleting_it_stays(
+def test_a_block_put_after_a_crash_during_its_deletion_stays(
     two: tuple[DiskTier, DiskTier], meanwhile: Meanwhile, tmp_path: Path
 ) -> None:
     tier, other = two
@@ -300,7 +300,7 @@ def test_a_failed_write_leaves_nothing(
 
 
 def test_processes_that_start_at_once_share_one_index(tmp_path: Path) -> None:
-    """Nobody may take the half-made or busy index of another for a damaged one."""
+    """A half-made or busy index of another process is not taken for a damaged one."""
     for process in [start(tmp_path / "store", number, seconds=0.5) for number in range(PROCESSES)]:
         assert not [line for o in result_of(process, PATIENCE)["outcomes"] for line in o["wrong"]]
     tier = DiskTier(tmp_path / "store")

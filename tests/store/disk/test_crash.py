@@ -29,7 +29,7 @@ from keepwarm.store.record import Part
 from tests.store.disk import crash
 from tests.store.disk.crash import (
     Request,
-    fast_place,
+    fast_directory,
     holding_tokens,
     holds_its_content,
     marked_for_deletion,
@@ -70,8 +70,8 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    with fast_place() as place:
-        yield Path(place)
+    with fast_directory() as store_root:
+        yield Path(store_root)
 
 
 class Named(NamedTuple):
@@ -135,7 +135,7 @@ class Expected:
 
     def _gone(self, file_name: str) -> None:
         name = parse_name(file_name)
-        if name is None:  # an agent, or what was set aside
+        if name is None:  # an agent, or a quarantined record
             return
         if self._verb == "put" and name in self.rows and self.cut.get(name[0]) != "delete":
             held = {agent.keys[-1] for agent in self.agents.values() if agent.pinned}
@@ -202,11 +202,11 @@ def keys_of(agents: Mapping[str, Named]) -> set[BlockKey]:
     return {key for agent in agents.values() for key in agent.keys}
 
 
-def check_after_start(place: Path, expected: Expected, secret: str | None = None) -> None:
+def check_after_start(store_root: Path, expected: Expected, secret: str | None = None) -> None:
     """Everything the next start owes, and that the books agree with the files."""
-    assert not holding_tokens(place, expected.forgotten)  # before anybody cuts the log
-    marked = marked_for_deletion(place / "index.sqlite")
-    with DiskStore(place, crash.LIMITS, secret=secret) as disk_store:
+    assert not holding_tokens(store_root, expected.forgotten)  # before the log is truncated
+    marked = marked_for_deletion(store_root / "index.sqlite")
+    with DiskStore(store_root, crash.LIMITS, secret=secret) as disk_store:
         tier = disk_store.disk
         expected.rows = {name: n for name, n in expected.rows.items() if name[0] not in marked}
         check_found(tier, expected)
@@ -240,16 +240,16 @@ def check_agents(disk_store: DiskStore, expected: Expected) -> None:
 
 
 def finish_removing(
-    place: Path, expected: Expected, cut: Mapping[str, Named], secret: str | None
+    store_root: Path, expected: Expected, cut: Mapping[str, Named], secret: str | None
 ) -> None:
     """What a kill cut short is asked for again, unless it is done; then nothing is left of it."""
-    with DiskStore(place, crash.LIMITS, secret=secret) as disk_store:
+    with DiskStore(store_root, crash.LIMITS, secret=secret) as disk_store:
         for name in cut.keys() & expected.agents.keys():
             disk_store.agents.delete(name)
             del expected.agents[name]
         clear_quarantine(disk_store.disk)
-        assert not list((place / "quarantine").iterdir())
-    assert not holding_tokens(place, keys_of(cut) - keys_of(expected.agents))
+        assert not list((store_root / "quarantine").iterdir())
+    assert not holding_tokens(store_root, keys_of(cut) - keys_of(expected.agents))
 
 
 def check_found(tier: DiskTier, expected: Expected) -> None:
@@ -305,18 +305,18 @@ def check_index(path: Path) -> None:
 
 
 def kill_at_steps(
-    server: Server, place: Path, scenario: str, every: int = 1, secret: str | None = None
+    server: Server, store_root: Path, scenario: str, every: int = 1, secret: str | None = None
 ) -> int:
     """Run the scenario once whole, then on a fresh copy for each step, or every so many; count."""
     n_kills = 0
-    template = place / "template"
+    template = store_root / "template"
     DiskStore(template, crash.LIMITS, secret=secret).close()
     start = server.run(Request(str(template), "fill", secret=secret))
     assert start[-1] == "exit 0"
-    whole = copy_of(template, place)
+    whole = copy_of(template, store_root)
     n_steps = int(server.run(Request(str(whole), scenario, secret=secret))[-2].split()[1])
     for step in range(1, n_steps + 1, every):
-        copy = copy_of(template, place)
+        copy = copy_of(template, store_root)
         lines = server.run(Request(str(copy), scenario, kill_at=step, secret=secret))
         assert lines[-1] == KILLED
         expected = Expected()
@@ -330,8 +330,8 @@ def kill_at_steps(
     return n_kills
 
 
-def copy_of(template: Path, place: Path) -> Path:
-    copy = place / "copy"
+def copy_of(template: Path, store_root: Path) -> Path:
+    copy = store_root / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(template, copy, copy_function=os.link)
     for path in copy.glob("index.sqlite*"):  # written in place; records never are
@@ -341,13 +341,13 @@ def copy_of(template: Path, place: Path) -> Path:
 
 
 def kill_at_random(
-    server: Server, place: Path, seed: int, n_kills: int, secret: str | None = None
+    server: Server, store_root: Path, seed: int, n_kills: int, secret: str | None = None
 ) -> None:
     """One directory through many kills; some of them hit the start that repairs the one before."""
     chance = random.Random(seed)
     expected = Expected()
     for _ in range(n_kills):
-        request = Request(str(place), "play", chance.getrandbits(32), secret=secret)
+        request = Request(str(store_root), "play", chance.getrandbits(32), secret=secret)
         if chance.random() < 0.5:
             request = request._replace(kill_after=chance.uniform(0.001, 0.15))
         else:
@@ -356,8 +356,8 @@ def kill_at_random(
         assert lines[-1] == KILLED, lines
         expected.follow(lines)
         if chance.random() < 0.7:
-            check_after_start(place, expected, secret)
-    check_after_start(place, expected, secret)
+            check_after_start(store_root, expected, secret)
+    check_after_start(store_root, expected, secret)
 
 
 @pytest.mark.parametrize("scenario", STEP_KILLS)

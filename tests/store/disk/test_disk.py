@@ -86,7 +86,7 @@ def test_what_others_left_counts(open_tier, store):
 
 
 def test_what_others_leave_later_counts_too(open_tier, store):
-    """Bundles, agents, what another process has set aside."""
+    """Bundles, agents, records that another process has quarantined."""
     tier = open_tier(5 * MIB)
     for i in range(12):
         tier.put(record(first_block([i]), n_bytes=200_000))
@@ -152,7 +152,7 @@ def test_eviction_really_frees_the_disk(open_tier, store):
 
 
 def test_files_are_for_their_owner_only(open_tier, store):
-    """0600 and 0700, the index and its log too, whatever the umask and whoever made the root."""
+    """0600 and 0700, the index and its log too, whatever the umask, also in an existing root."""
     store.mkdir(mode=0o755)
     before = os.umask(0)
     try:
@@ -239,7 +239,7 @@ DAMAGE = [lose_everything, empty_it, garbage, halve, garble_pages, older]
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda d: d.__name__)
-def test_a_damaged_index_is_built_anew_from_the_files(damage, open_tier, store):
+def test_a_damaged_index_is_rebuilt_from_the_files(damage, open_tier, store):
     refs = refs_of(3)
     made = [record(ref, part) for ref in refs for part in Part]
     tier = open_tier()
@@ -279,7 +279,7 @@ def newer_record(tier, one):
 
 
 def test_a_newer_record_is_a_miss_and_is_left_alone(open_tier, store):
-    """S0-54: not set aside, not replaced, not called bad."""
+    """S0-54: not quarantined, not replaced, not counted as bad."""
     one, two = made = chain_of(2)
     tier = open_tier()
     put_all(tier, made)
@@ -389,7 +389,7 @@ def test_a_file_without_a_row_is_adopted(open_tier, store):
     [b"", b"\xff" * 100, encode(record(first_block([1])))],
     ids=["empty", "garbage", "another record"],
 )
-def test_a_bad_file_without_a_row_is_set_aside(data, open_tier, store):
+def test_a_bad_file_without_a_row_is_quarantined(data, open_tier, store):
     (one,) = chain_of(1)
     tier = open_tier()
     path = tier.records.path_of(one.header.key, Part.DELTA)
@@ -440,7 +440,7 @@ def test_a_row_without_a_file_is_dropped(open_tier):
     assert set(again.have(keys_of(made))) == set(keys_of([three]))
 
 
-def test_a_directory_in_place_of_a_file_is_set_aside(open_tier, store):
+def test_a_directory_in_place_of_a_file_is_quarantined(open_tier, store):
     (one,) = chain_of(1)
     tier = open_tier()
     put_all(tier, [one])
@@ -452,7 +452,7 @@ def test_a_directory_in_place_of_a_file_is_set_aside(open_tier, store):
     assert_all_read(tier, [one])
 
 
-def test_a_directory_in_place_of_a_doomed_file_stops_nothing(open_tier):
+def test_a_directory_in_place_of_a_file_being_deleted_stops_nothing(open_tier):
     """Neither the delete that meets it leaves the block findable, nor is the next start barred."""
     one, two = made = chain_of(2)
     tier = open_tier()
@@ -471,7 +471,7 @@ def test_a_directory_in_place_of_a_doomed_file_stops_nothing(open_tier):
 # Quarantine and identity
 
 
-def test_a_bad_record_is_set_aside_with_its_reason(open_tier, store):
+def test_a_bad_record_is_quarantined_with_its_reason(open_tier, store):
     (one,) = chain_of(1)
     tier = open_tier()
     put_all(tier, [one])
@@ -504,7 +504,7 @@ def test_a_range_read_does_not_judge_other_tensors(open_tier):
 
 
 def test_fewer_window_rows_after_a_bad_record_are_as_few(open_tier):
-    """What was set aside no longer counts, neither do its rows."""
+    """A quarantined record is no longer counted, nor are its rows."""
     (ref,) = refs_of(1)
     tier = open_tier()
     put_all(tier, [record(ref), record(ref, Part.WINDOW, w_rows=256)])
@@ -630,7 +630,7 @@ def test_a_disk_that_takes_no_more_fails_no_request(open_tier):
 
 
 def test_a_bad_record_on_a_disk_that_takes_no_more_is_a_miss(open_tier):
-    """It can neither be set aside nor taken out of the index."""
+    """It can be neither quarantined nor deleted from the index."""
     one, two = made = chain_of(2)
     tier = open_tier()
     put_all(tier, made)

@@ -1,4 +1,4 @@
-"""Checking a store: what is bad is set aside, what cannot be read is named and stays."""
+"""Verifying a store: bad records are quarantined, unreadable ones are reported and stay."""
 
 import errno
 
@@ -24,7 +24,7 @@ def wrongs(tier, **options):
 @pytest.mark.parametrize("fix", [False, True])
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
 def test_a_record_that_cannot_be_read_is_named_and_not_moved(code, fix, tier, store):
-    """S0-57: nobody can say that it is good, nor that it is bad."""
+    """S0-57: it cannot be judged good or bad."""
     keys = [stored.key for stored in tier.walk()]
     tier.files.break_(code, "open")
     found = wrongs(tier, fix=fix)
@@ -37,7 +37,7 @@ def test_a_record_that_cannot_be_read_is_named_and_not_moved(code, fix, tier, st
     assert all(tier.read(key, Part.DELTA) is not None for key in keys)
 
 
-def test_a_bad_record_is_said_to_be_set_aside_when_it_was(tier):
+def test_a_bad_record_is_reported_as_quarantined_when_it_was(tier):
     (first, _) = tier.walk()
     path = tier.records.path_of(first.key, Part.DELTA)
     path.write_bytes(path.read_bytes()[:-1])
@@ -48,7 +48,7 @@ def test_a_bad_record_is_said_to_be_set_aside_when_it_was(tier):
     assert path.exists()
 
 
-def test_a_record_deleted_meanwhile_is_nobodys_fault(tier):
+def test_a_record_deleted_meanwhile_is_not_reported(tier):
     found = verify(tier)
     next(found)
     (_, second) = tier.walk()
@@ -56,7 +56,7 @@ def test_a_record_deleted_meanwhile_is_nobodys_fault(tier):
     assert all(checked.wrong is None for checked in found)
 
 
-def test_a_small_file_is_set_aside_with_its_reason(tier, store):
+def test_a_small_file_is_quarantined_with_its_reason(tier, store):
     path = store / "agents" / "coder.json"
     path.write_text("{torn")
     assert tier.records.move_to_quarantine(path, "it is torn")

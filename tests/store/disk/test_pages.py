@@ -24,13 +24,13 @@ class System(Files):
 
     def __init__(self):
         self.cached = set()
-        self.let_go_of = []
+        self.dropped = []
 
     def is_cached(self, file):
         return Path(file.name).name in self.cached
 
     def drop_cached_pages(self, file):
-        self.let_go_of.append(Path(file.name).name)
+        self.dropped.append(Path(file.name).name)
         self.cached.discard(Path(file.name).name)
 
 
@@ -73,33 +73,33 @@ def restore(disk, records):
 
 def test_what_is_read_for_the_first_time_is_not_kept_twice(disk, system, records):
     restore(disk, records)
-    assert system.let_go_of == names_of(disk, records)
+    assert system.dropped == names_of(disk, records)
 
 
 def test_what_is_read_again_is_kept(disk, system, records):
     restore(disk, records)
-    system.let_go_of.clear()
+    system.dropped.clear()
     restore(disk, records[:2])  # another agent that begins alike
     restore(disk, records)
-    assert system.let_go_of == []
+    assert system.dropped == []
 
 
 def test_what_was_in_memory_before_stays_there(disk, system, records):
-    """Somebody has just written it, or reads it often."""
+    """It has just been written, or is read often."""
     first, *others = names_of(disk, records)
     system.cached = {first}
     restore(disk, records)
-    assert system.let_go_of == others
+    assert system.dropped == others
 
 
 @pytest.mark.parametrize("bring", [DiskTier.prefetch, DiskTier.read], ids=["fetched", "warmed"])
 def test_what_was_brought_before_is_in_memory_because_of_us(bring, disk, system, records):
     for record in records:
         assert bring(disk, record.header.key, Part.DELTA)
-    assert system.let_go_of == []
+    assert system.dropped == []
     system.cached = set(names_of(disk, records))
     restore(disk, records)
-    assert system.let_go_of == names_of(disk, records)
+    assert system.dropped == names_of(disk, records)
 
 
 def test_a_look_at_a_header_is_no_reading(disk, system, records):
@@ -108,24 +108,24 @@ def test_a_look_at_a_header_is_no_reading(disk, system, records):
     for record in records:
         assert disk.visit(record.header.key, Part.DELTA, seen.append, ReadBuffer())
     assert [visit.header for visit in seen] == [record.header for record in records]
-    assert system.let_go_of == []
+    assert system.dropped == []
     restore(disk, records)
-    assert system.let_go_of == names_of(disk, records)
+    assert system.dropped == names_of(disk, records)
 
 
 def test_not_more_is_remembered_than_was_allowed(disk, system, records, monkeypatch):
     """What is forgotten counts as never read, or as there before."""
     monkeypatch.setattr(pages, "MAX_KNOWN", 2)
     restore(disk, records)
-    system.let_go_of.clear()
+    system.dropped.clear()
     restore(disk, records[:1])
-    assert system.let_go_of == names_of(disk, records[:1])
+    assert system.dropped == names_of(disk, records[:1])
     disk.records.pages.forget()
     for record in records:
         disk.read(record.header.key, Part.DELTA)
-    system.cached, system.let_go_of = set(names_of(disk, records)), []
+    system.cached, system.dropped = set(names_of(disk, records)), []
     restore(disk, records)
-    assert system.let_go_of == names_of(disk, records[2:])
+    assert system.dropped == names_of(disk, records[2:])
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from tests.store.disk.crash import (
     WORLD,
     Block,
     UnsyncedFiles,
-    fast_place,
+    fast_directory,
     holding_tokens,
     holds_its_content,
     marked_for_deletion,
@@ -250,8 +250,8 @@ def cuts(events: list[Event], seed: int) -> Iterator[Cut]:
     yield Cut(lambda: chance.random() < 0.5, chance.choice(states).database)
 
 
-def after_a_cut(log: Log, at: int, cut: Cut, origin: Path, place: Path) -> None:
-    """Build in `place` what the disk shows of `origin` if the power goes after `at` events."""
+def after_a_cut(log: Log, at: int, cut: Cut, origin: Path, store_root: Path) -> None:
+    """Build in `store_root` what the disk shows of `origin` if the power goes after `at` events."""
     entries = surviving_entries(log.events[:at], cut)
     synced = {event.path for event in log.events[:at] if isinstance(event, Synced)}
     changes = [event for event in log.events if isinstance(event, Change)]
@@ -270,9 +270,9 @@ def after_a_cut(log: Log, at: int, cut: Cut, origin: Path, place: Path) -> None:
                 (copy / name).write_bytes(content[:half])
 
     if origin.name in entries.get(origin.parent, {}):
-        build(origin, place)
+        build(origin, store_root)
         if cut.database:
-            (place / "index.sqlite").write_bytes(cut.database)
+            (store_root / "index.sqlite").write_bytes(cut.database)
 
 
 def surviving_entries(events: list[Event], cut: Cut) -> dict[Path, dict[str, int]]:
@@ -318,7 +318,7 @@ def promised(events: list[Event]) -> tuple[set[tuple[Block, Part]], set[Block]]:
 
 
 def promised_agents(events: list[Event]) -> tuple[set[str], set[str]]:
-    """Agents that must be there, and those that must not."""
+    """Agents that must exist, and agents that must not."""
     last = {event.agent: event for event in events if isinstance(event, SaidOfAgent)}
     done = [event for event in last.values() if event.done]
     there = {event.agent for event in done if event.verb == "name"}
@@ -336,11 +336,11 @@ def forgotten(events: list[Event]) -> set[BlockKey]:
     return keys
 
 
-def check(events: list[Event], place: Path, secret: str | None) -> None:
+def check(events: list[Event], store_root: Path, secret: str | None) -> None:
     there, gone = promised(events)
-    evicting = marks(events, place.with_name("now.sqlite"))
+    evicting = marks(events, store_root.with_name("now.sqlite"))
     files = UnsyncedFiles()
-    tier = DiskTier(place, files=files, seal=unlock(place, secret, files))
+    tier = DiskTier(store_root, files=files, seal=unlock(store_root, secret, files))
     try:
         for block, part in there:
             if block.key in evicting:
@@ -386,18 +386,18 @@ def cut_everywhere(
     n_states = 0
     for at in range(0, len(log.events) + 1, every):
         for cut in cuts(log.events[:at], seed=at):
-            place = scratch / "after"
-            after_a_cut(log, at, cut, origin, place)
-            check(log.events[:at], place, secret)
-            shutil.rmtree(place)
+            store_root = scratch / "after"
+            after_a_cut(log, at, cut, origin, store_root)
+            check(log.events[:at], store_root, secret)
+            shutil.rmtree(store_root)
             n_states += 1
     return n_states
 
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    with fast_place() as place:
-        yield Path(place)
+    with fast_directory() as store_root:
+        yield Path(store_root)
 
 
 def test_publishing_and_deleting_survive_a_power_cut(tmp_path: Path, memory: Path) -> None:
@@ -415,7 +415,7 @@ def test_publishing_and_deleting_survive_a_power_cut(tmp_path: Path, memory: Pat
 
 
 def test_eviction_and_restart_survive_a_power_cut(tmp_path: Path, memory: Path) -> None:
-    """S0-24: what eviction took and what was put again in its place."""
+    """S0-24: what was evicted and then put again."""
     recorder = Recorder(tmp_path / "store", n_bytes=200_000)
     for block in WORLD[:3]:
         recorder.put(block)

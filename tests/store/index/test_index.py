@@ -116,11 +116,11 @@ class Bookkeeping(RuleBasedStateMachine):
         stays = {key for key, _ in self.pins}
         stays |= {ref.key for ref in writes} | {ref.parent for ref in writes}
         held = {key for key, _ in self.sizes}
-        loose = {key for key in held - stays if not held_below(key, held) & stays}
-        n_bytes = sum(n for (key, _), n in self.sizes.items() if key in loose)
+        evictable = {key for key in held - stays if not held_below(key, held) & stays}
+        n_bytes = sum(n for (key, _), n in self.sizes.items() if key in evictable)
         chosen = [victim.key for victim in self.index.find_victims(n_bytes)]
         assert len(chosen) == len(set(chosen))
-        assert set(chosen) == loose
+        assert set(chosen) == evictable
         for n, key in enumerate(chosen):
             assert not held_below(key, held) & set(chosen[n:])
         assert self.index.find_victims(n_bytes + 1) == []
@@ -174,7 +174,7 @@ def test_victims_free_no_more_than_needed(index):
     assert [v.key for v in spared] == [first_block([n]).key for n in (1, 2, 3)]
 
 
-def test_condemned_blocks_are_gone_for_everybody_at_once(index):
+def test_selected_victims_are_hidden_at_once(index):
     refs = [first_block([n]) for n in range(3)]
     fill(index, refs)
     index.select_victims(15)
@@ -258,7 +258,7 @@ def test_two_connections_see_one_index(tmp_path):
 
 
 def test_holding_changes_in_one_step(tmp_path):
-    """Whoever dies over it leaves the old pins, not none."""
+    """A crash in the middle leaves the old pins."""
     index = Index(tmp_path / "i")
     first, second = (first_block([n]) for n in (1, 2))
     index.pin_only("me", [first.key])

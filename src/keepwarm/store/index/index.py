@@ -124,14 +124,7 @@ class Index:
         with self._transaction() as db:
             _end_write(db, reservation)
 
-    def add(
-        self,
-        header: Header,
-        n_bytes: int,
-        now: float,
-        reservation: int | None = None,
-        value: float = 0,
-    ) -> None:
+    def add(self, header: Header, n_bytes: int, now: float, reservation: int | None = None) -> None:
         """Add the row of a published record and end its reservation."""
         key, n_tokens = header.key, len(header.tokens) // 4
         sizes = [n_bytes if part is header.part else 0 for part in Part]
@@ -141,10 +134,10 @@ class Index:
             self._supersede(db, header, now)
             cost = self.cost_of(header.number, n_tokens, *sizes)
             row = (key, header.parent, self._columns.encode_namespace(header), header.number,
-                   n_tokens, *sizes, header.w_rows, now, value, cost)  # fmt: skip
+                   n_tokens, *sizes, header.w_rows, now, cost)  # fmt: skip
             query = (
                 "INSERT INTO blocks(key, parent, namespace, number, n_tokens, d, w, s, w_rows, "
-                "used, value, cost) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+                "used, cost) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
                 "ON CONFLICT DO NOTHING"
             )
             if db.execute(query, row).rowcount:
