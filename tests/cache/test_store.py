@@ -55,7 +55,7 @@ def test_a_cache_must_hold_what_is_named(model, tmp_path):
     with keepwarm.Store(tmp_path / "store") as store:
         kw = store.attach(model.module, source=model.path)
         cache = prefill(model.module, make_prompt_cache(model.module), prompt)
-        with pytest.raises(BadInput, match="holds 20 tokens and 19 were named"):
+        with pytest.raises(BadInput, match="holds 20 tokens, but 19 were given"):
             kw.commit(prompt[:-1], cache)
         with pytest.raises(BadInput, match="no tokens"):
             kw.restore([])

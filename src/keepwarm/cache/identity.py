@@ -1,7 +1,7 @@
-"""Who made these numbers: digests of weights, tokenizer and layout.
+"""The identity of a model: digests of weights, tokenizer and layout.
 
-Weights count by content. A file is read once in full; its digest is remembered by path, size,
-mtime and inode, so the next start reads nothing.
+Weights count by content. A file is read once; its digest is cached by path, size, mtime and inode,
+so that the next start reads nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOKENIZER = ("tokenizer*", "*.tiktoken", "vocab*", "merges.txt", "special_tokens
 
 
 class Digests:
-    """Content digests of files, remembered in a small file of their own."""
+    """Content digests of files, cached in a small file."""
 
     def __init__(self, memo: Path) -> None:
         self._memo = memo
@@ -46,7 +46,7 @@ class Digests:
             self._memo.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._memo, json.dumps(self._known))
         except OSError:
-            return  # it is only a memo: the next start reads the weights again
+            return  # best effort: the next start reads the weights again
 
 
 def identify(
@@ -58,27 +58,27 @@ def identify(
     kv_options: Mapping[str, Any] | None = None,
     salt: str = "",
 ) -> Identity:
-    """What tells the blocks of this model, with these options, from all others."""
+    """The identity of this model with these options."""
     weights = _digests(source, WEIGHTS, digests)
     if not weights:
-        raise BadInput(f"{source} holds no weights, so its blocks could not be told from others'.")
-    learnt = _digests(adapter, ("*",), digests) if adapter else {}
-    if adapter and not learnt:
-        raise BadInput(f"There is no adapter in {adapter}; name the directory that it lies in.")
+        raise BadInput(f"There are no weights in {source}, so its blocks could not be identified.")
+    adapter_files = _digests(adapter, ("*",), digests) if adapter else {}
+    if adapter and not adapter_files:
+        raise BadInput(f"There is no adapter in {adapter}; name its directory.")
     config = source / "config.json"
     return Identity(
         weights=weights,
         config=digests.of(config) if config.is_file() else "",
         tokenizer=digest(_digests(source, TOKENIZER, digests)) if source.is_dir() else "",
         layout=digest([_layer_json(layer) for layer in layout.layers]),
-        adapter=digest(learnt) if adapter else "",
+        adapter=digest(adapter_files) if adapter else "",
         kv_options=dict(kv_options or {}),
         salt=salt,
     )
 
 
 def _digests(source: Path, patterns: tuple[str, ...], digests: Digests) -> dict[str, str]:
-    """By name, so that the same files in another directory are the same model."""
+    """By file name, so that the same files in another directory are the same model."""
     if source.is_file():
         return {"": digests.of(source)}
     files = {path for pattern in patterns for path in source.glob(pattern) if path.is_file()}

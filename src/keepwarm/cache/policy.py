@@ -8,9 +8,9 @@ from enum import StrEnum
 class Policy(StrEnum):
     READ_WRITE = "read-write"
     READ_ONLY = "read-only"
-    EPHEMERAL = "ephemeral"  # found by others while it is in memory, never on disk
+    EPHEMERAL = "ephemeral"  # shared while in memory, never on disk
     NO_STORE = "no-store"
-    DURABLE = "durable"  # answered after everything is on disk
+    DURABLE = "durable"  # answered once everything is on disk
 
     @property
     def reads(self) -> bool:
@@ -26,5 +26,5 @@ class Policy(StrEnum):
 
     @property
     def leads(self) -> bool:
-        """Whether others may wait for what this request is computing."""
+        """Whether other requests may wait for what this one computes."""
         return self.writes

@@ -1,4 +1,4 @@
-"""The block store for library users: three lines give a plain mlx-lm script a lasting prompt cache.
+"""The block store: three lines give a plain mlx-lm script a persistent prompt cache.
 
 kw = keepwarm.Store().attach(model, source=path_or_id)
 cache, rest = kw.restore(tokens)
@@ -109,11 +109,11 @@ class Store:
         salt: str = "",
         **kv_options: Any,
     ) -> AttachedModel:
-        """Keep and find the caches of this mlx-lm model; `source` is where its weights lie.
+        """Save and restore caches of this mlx-lm model; `source` is the path or id of its weights.
 
-        `adapter` is where those of its adapter lie. `kv_options` are those of
-        `keepwarm.kv.make_caches`. All of them are part of the model's identity, as is the salt:
-        with another one nothing of this is found.
+        `adapter` is the directory of its adapter, `kv_options` are those of
+        `keepwarm.kv.make_caches`. These and the salt are part of the model's identity: blocks saved
+        with others are not found.
         """
         blas.start(self.settings.home)  # the probe runs the model
         layout = kv.probe(model, kv.make_caches(model, **kv_options))
@@ -142,7 +142,7 @@ class Store:
             self._on_disk.agents.check_id(agent_id)
 
     def forget(self, agent_id: str) -> int:
-        """Delete an agent with every block no other reaches, in memory too; their number."""
+        """Delete an agent and all blocks that no other uses, also in memory; how many blocks."""
         agent = self.on_disk.agents.show(agent_id)
         n_deleted = self.on_disk.agents.delete(agent_id)
         left = self.on_disk.disk.have(agent.blocks)
@@ -211,20 +211,20 @@ def identity_of(
     salt: str = "",
     **kv_options: Any,
 ) -> Identity:
-    """What tells this model's blocks from all others; reads the weights once in a lifetime."""
+    """The identity that this model's blocks belong to; reads the weights once, then caches it."""
     if adapter is None:
         _refuse_adapter(model)
     layout = layout or kv.probe(model, kv.make_caches(model, **kv_options))
     memo = Digests(settings.home / "digests.json")
-    place = locate(str(source), settings)
+    path = locate(str(source), settings)
     weights = None if adapter is None else Path(adapter)
-    return identify(place, layout, memo, adapter=weights, kv_options=kv_options, salt=salt)
+    return identify(path, layout, memo, adapter=weights, kv_options=kv_options, salt=salt)
 
 
 def _refuse_adapter(model: Any) -> None:
-    """Its files are not those of the model: unnamed, its blocks would pass for the model's own."""
+    """Without the adapter's files its blocks would have the identity of the bare model."""
     layers: list[Any] = getattr(model, "modules", list)()
-    if any("lora_a" in layer for layer in layers):  # of LoRA and DoRA alike
+    if any("lora_a" in layer for layer in layers):  # in LoRA and DoRA layers
         raise BadInput(
             "The model has an adapter, which changes its keys and values; name the adapter's "
             "directory (attach(…, adapter=…)), or fuse it into the weights with mlx_lm.fuse."
@@ -232,7 +232,7 @@ def _refuse_adapter(model: Any) -> None:
 
 
 class AttachedModel:
-    """One model's view of a store."""
+    """A store as one model uses it."""
 
     def __init__(self, model: Any, manager: Manager, kv_options: dict[str, Any]) -> None:
         self._model = model
@@ -240,7 +240,7 @@ class AttachedModel:
         self.manager = manager
 
     def restore(self, tokens: Sequence[int]) -> RestoredPrompt:
-        """Caches for the longest known prefix, fresh ones where nothing is known."""
+        """Caches for the longest stored prefix, or empty ones."""
         if not tokens:
             raise BadInput("There are no tokens to restore; pass a prompt.")
         found = self.manager.restore(tokens)
@@ -248,11 +248,11 @@ class AttachedModel:
         return RestoredPrompt(caches, list(tokens[found.n_tokens :]))
 
     def commit(self, tokens: Sequence[int], cache: kv.Caches) -> None:
-        """Keep a cache that represents exactly these tokens. It is findable at once."""
+        """Save a cache that represents exactly these tokens. It can be restored at once."""
         kv.evaluate(cache)
         count = kv.token_count(cache)
         if count is not None and count != len(tokens):
             raise BadInput(
-                f"The cache holds {count} tokens and {len(tokens)} were named; name those it holds."
+                f"The cache holds {count} tokens, but {len(tokens)} were given; pass its tokens."
             )
         self.manager.open(tokens).finish(tokens, cache)

@@ -1,8 +1,8 @@
-"""A prompt as a chain of blocks: a key says what a block holds and everything before it.
+"""A prompt as a chain of blocks: a key identifies a block and everything before it.
 
     key = hash(namespace, parent key, token ids)
 
-So equal keys mean equal prefixes, whoever computed them, and a block is its own name.
+So equal keys mean equal prefixes, whichever process computed them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BlockKey = NewType("BlockKey", bytes)
 
 
 class BlockRef(NamedTuple):
-    """One block of a prompt: its place in the chain, and its token ids as `pack` gives them."""
+    """One block of a prompt: its position in the chain, and its packed token ids."""
 
     key: BlockKey
     parent: BlockKey

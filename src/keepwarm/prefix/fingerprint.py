@@ -1,4 +1,4 @@
-"""Digests in, namespace out: two caches may share blocks only if everything here is equal."""
+"""From digests to a namespace: two caches share blocks only if everything here is equal."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ NAMESPACE_BYTES = 32
 FORMAT_VERSION = 1
 
 
-_START = re.compile(r" from \d+$")
+_QUANTIZED_FROM = re.compile(r" from \d+$")
 
 
 def salt_of(tenant: str, quantized_from: int) -> str:
-    """What keeps blocks apart: whose they are, and from which token on rows are quantised."""
+    """Separates blocks by tenant, and by the token from which on rows are quantised."""
     return f"{tenant} from {quantized_from}" if quantized_from else tenant
 
 
 def tenant_of(salt: str) -> str:
-    return _START.sub("", salt)
+    return _QUANTIZED_FROM.sub("", salt)
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from keepwarm.prefix.blocks import common_tokens_beyond, pack
 
-SIMILAR_TOKENS = 16  # the opening of a template is shared by all, and says nothing
+SIMILAR_TOKENS = 16  # fewer may be just the start of the chat template
 
 
 class RememberedPrompt(NamedTuple):
-    """An earlier prompt, with its answer where there was one."""
+    """An earlier prompt, with its answer if there was one."""
 
     packed: bytes
     cuts: tuple[int, ...]
@@ -28,7 +28,7 @@ class RememberedPrompt(NamedTuple):
 
 
 class NearestPrompt(NamedTuple):
-    """The most similar earlier prompt, and how far it agrees; None and 0 where there is none."""
+    """The most similar earlier prompt, and how many tokens agree; None and 0 if there is none."""
 
     n_common: int
     entry: RememberedPrompt | None
@@ -40,24 +40,24 @@ Reason: TypeAlias = Literal["new", "diverged", "evicted"]
 class MissExplanation(NamedTuple):
     """Why a prompt was not restored further. Positions only, no text.
 
-    new        nothing like it was seen, or only its beginning, and that was restored
-    diverged   an earlier prompt was the same up to `nearest` and then another
-    evicted    an earlier prompt was the same further on, but that is no longer kept
+    new        no similar prompt was seen, or all that was similar was restored
+    diverged   an earlier prompt was the same up to `nearest` and then differed
+    evicted    an earlier prompt was the same for longer, but is no longer stored
     """
 
     position: int  # the first token that was not restored
-    message: int | None  # which message it stands in; None: after the last
+    message: int | None  # the message it is in; None: after the last
     reason: Reason
     nearest: int
 
 
-MAX_PROMPTS = 1024  # every one is looked at for each request
+MAX_PROMPTS = 1024  # each request is compared with all of them
 
 
 class RecentPrompts:
-    """Prompts seen lately, bounded in bytes and number, least recently seen first out.
+    """Recent prompts, bounded in bytes and number; the least recent are dropped.
 
-    `whose` tells namespaces and tenants apart: nobody's miss is explained by another's prompt.
+    `owner` separates namespaces and tenants: a miss is never explained by another tenant's prompt.
     """
 
     def __init__(self, max_bytes: int = 16 << 20) -> None:
@@ -69,20 +69,20 @@ class RecentPrompts:
     def __len__(self) -> int:
         return len(self._seen)
 
-    def remember(self, whose: Hashable, tokens: Sequence[int], cuts: Sequence[int] = ()) -> None:
-        """Keep a prompt in mind; the shorter ones that it continues need not be."""
+    def remember(self, owner: Hashable, tokens: Sequence[int], cuts: Sequence[int] = ()) -> None:
+        """Add a prompt, in place of shorter ones that it continues."""
         entry = RememberedPrompt(pack(tokens), tuple(cuts))
-        for key in self._of(whose):
+        for key in self._of(owner):
             if entry.packed.startswith(self._seen[key].packed):
                 self._forget(key)
-        self._seen[whose, next(self._numbers)] = entry
+        self._seen[owner, next(self._numbers)] = entry
         self._n_bytes += len(entry.packed)
         while self._n_bytes > self._max_bytes or len(self._seen) > MAX_PROMPTS:
             self._forget(next(iter(self._seen)))
 
-    def nearest(self, whose: Hashable, tokens: Sequence[int]) -> NearestPrompt:
+    def nearest(self, owner: Hashable, tokens: Sequence[int]) -> NearestPrompt:
         packed, best = pack(tokens), NearestPrompt(0, None)
-        for key in reversed(self._of(whose)):
+        for key in reversed(self._of(owner)):
             entry = self._seen[key]
             if n_common := common_tokens_beyond(entry.packed, packed, best.n_common):
                 best = NearestPrompt(n_common, entry)
@@ -90,21 +90,21 @@ class RecentPrompts:
 
     def explain(
         self,
-        whose: Hashable,
+        owner: Hashable,
         tokens: Sequence[int],
         cuts: Sequence[int],
         restored: int,
         *,
         only_at_cuts: bool = False,
     ) -> MissExplanation | None:
-        """Why no more than `restored` tokens were; None where all were that can be.
+        """Why no more than `restored` tokens were restored; None if that is all that can be.
 
         `cuts[i]` is where message i ends. A model with state layers is restored `only_at_cuts`.
-        Ask before the prompt itself is remembered.
+        Call it before the prompt itself is remembered.
         """
         if restored >= len(tokens) - 1:
             return None
-        n_common, entry = self.nearest(whose, tokens)
+        n_common, entry = self.nearest(owner, tokens)
         message = bisect_right(cuts, restored)
         return MissExplanation(
             position=restored,
@@ -113,12 +113,12 @@ class RecentPrompts:
             nearest=n_common,
         )
 
-    def forget(self, whose: Hashable) -> None:
-        for key in self._of(whose):
+    def forget(self, owner: Hashable) -> None:
+        for key in self._of(owner):
             self._forget(key)
 
-    def _of(self, whose: Hashable) -> list[tuple[Hashable, int]]:
-        return [key for key in self._seen if key[0] == whose]
+    def _of(self, owner: Hashable) -> list[tuple[Hashable, int]]:
+        return [key for key in self._seen if key[0] == owner]
 
     def _forget(self, key: tuple[Hashable, int]) -> None:
         self._n_bytes -= len(self._seen.pop(key).packed)

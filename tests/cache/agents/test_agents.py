@@ -476,7 +476,7 @@ def test_a_damaged_bundle_is_refused_whole(member, at, disk_store, tmp_path):
     data[info.offset_data + int(info.size * at)] ^= 1
     bundle.write_bytes(data)
     with DiskStore(tmp_path / "other", LIMITS) as other:
-        with pytest.raises(BadCacheFile, match="not a whole bundle"):
+        with pytest.raises(BadCacheFile, match="not a complete bundle"):
             other.import_agent(bundle, IDENTITY)
         assert not list(other.disk.walk())
 

@@ -23,7 +23,7 @@ LAYOUT = Layout((LayerSpec("0", Kind.DELTA, "KVCache", {"keys": SPEC, "values": 
 @pytest.mark.parametrize("n_begun", [0, 1, 4])
 def test_a_start_that_fails_half_way_leaves_nobody_waiting(n_begun, disk, reads, monkeypatch):
     """Who has opened a file waits for its place, who fetches waits until others were read."""
-    monkeypatch.setattr(reading, "MAX_AHEAD", 1)
+    monkeypatch.setattr(reading, "MAX_PREFETCHED", 1)
     reader = Reader(Tiers([("disk", disk)]))
     submit, begun = reader._pool.submit, []
 

@@ -117,8 +117,8 @@ def test_window_rows_here_and_there():
     ("n_tokens", "blocks_of"), [(1000, [2, 3]), (1024, [2, 3]), (812, [2, 3]), (811, [1, 2, 3])]
 )
 def test_the_blocks_of_a_window(n_tokens, blocks_of):
-    assert list(WIDE.windowed(n_tokens)) == blocks_of
-    assert list(DELTA.windowed(n_tokens)) == []
+    assert list(WIDE.window_blocks(n_tokens)) == blocks_of
+    assert list(DELTA.window_blocks(n_tokens)) == []
 
 
 def test_a_window_alone_needs_no_older_block():

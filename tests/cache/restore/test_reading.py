@@ -54,7 +54,7 @@ class Watched:
 
 def all_fetched(reader):
     """Wait for what closing would cancel."""
-    reader._ahead.shutdown(wait=True)
+    reader._prefetch_pool.shutdown(wait=True)
 
 
 @needs_reading_through
@@ -122,7 +122,7 @@ def test_what_was_read_meanwhile_is_not_fetched(disk, reads):
     gate.set()
     all_fetched(reader)
     reader.close()
-    assert set(far.fetched) <= {read.key for read in reads[: reading.AHEAD_THREADS]}
+    assert set(far.fetched) <= {read.key for read in reads[: reading.PREFETCH_THREADS]}
 
 
 @needs_reading_through
@@ -140,7 +140,7 @@ def test_what_is_read_aside_is_fetched_for_nobody(disk, reads):
 @pytest.mark.parametrize("stops", ["failing", "stopping", "closing"])
 def test_whoever_fetches_waits_for_nobody_who_is_gone(stops, disk, reads, monkeypatch):
     """There are more records than may be fetched ahead, and none of them is ever read."""
-    monkeypatch.setattr(reading, "MAX_AHEAD", 1)
+    monkeypatch.setattr(reading, "MAX_PREFETCHED", 1)
     reader = Reader(Tiers([("disk", disk)]), n_threads=1)
     entered, gate = threading.Event(), threading.Event()
 
@@ -168,7 +168,7 @@ def test_whoever_fetches_waits_for_nobody_who_is_gone(stops, disk, reads, monkey
 
 @needs_reading_through
 def test_nobody_runs_too_far_ahead(disk, reads, monkeypatch):
-    monkeypatch.setattr(reading, "MAX_AHEAD", 2)
+    monkeypatch.setattr(reading, "MAX_PREFETCHED", 2)
     far = Watched(disk)
     reader = Reader(Tiers([("disk", far)]), n_threads=1)
     gates = [threading.Event() for _ in reads]

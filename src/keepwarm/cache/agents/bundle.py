@@ -1,9 +1,9 @@
-"""An agent, or any prefix, as one file that can be carried to another machine.
+"""An agent, or any prefix, as one file that can be moved to another machine.
 
 A tar archive: `manifest.json` first (identity of the model, token ids, blocks), then the records as
-they lie in a store that is not encrypted and belongs to nobody: a bundle is to be read where the
-keys are not. Everything is verified on the way in and gets the names of whoever takes it in. A
-bundle for other weights or another KV dtype is refused with the reason.
+a plain store without tenants has them, so that no key is needed to read it. An import verifies
+everything and gives the blocks the importer's namespace. A bundle for other weights or another KV
+dtype is refused with the reason.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from keepwarm.store.tier import as_store_errors
 
 VERSION = 1
 MAX_MANIFEST_BYTES = 64 << 20
-# What reading a file that is no bundle, or a hostile one, may raise.
-WRONG_INSIDE = (
+# Exceptions that reading a file that is not a bundle, or a hostile one, may raise.
+PARSE_ERRORS = (
     tarfile.TarError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
     MemoryError, OverflowError,
 )  # fmt: skip
@@ -55,7 +55,7 @@ WRONG_INSIDE = (
 class Manifest:
     identity: Identity
     tokens: bytes
-    blocks: tuple[str, ...]  # keys, in hex, of what is inside
+    blocks: tuple[str, ...]  # keys of the blocks inside, in hex
     turns: tuple[int, ...] = ()
     agent: str = ""
 
@@ -71,12 +71,12 @@ class Manifest:
         if fields.pop("digest") != digest(fields, 32):
             raise BadRecord("the manifest does not match its digest")
         if not all(type(n_tokens) is int and n_tokens >= 0 for n_tokens in fields["turns"]):
-            raise BadRecord("its turns are no numbers")
+            raise BadRecord("a turn in it is not a token count")
         if not isinstance(fields["agent"], str):
-            raise BadRecord("its agent has no name")
+            raise BadRecord("its agent id is not text")
         options = fields["identity"]["kv_options"].values()
         if not all(value is None or type(value) is int for value in options):
-            raise BadRecord("its KV options are no numbers")
+            raise BadRecord("a KV option in it is not a number")
         return cls(
             identity=Identity(**fields["identity"]),
             tokens=b64decode(fields["tokens"]),
@@ -90,8 +90,8 @@ class Manifest:
         return [BlockKey(bytes.fromhex(key)) for key in self.blocks]
 
 
-class _Held(NamedTuple):
-    """A block on disk that goes along, and its place."""
+class _ExportedBlock(NamedTuple):
+    """A block on disk that is exported, and its position in the chain."""
 
     key: BlockKey
     number: int
@@ -100,19 +100,19 @@ class _Held(NamedTuple):
 def export_bundle(
     disk: DiskTier, path: Path, manifest: Manifest, progress: Progress = no_progress
 ) -> int:
-    """Write the blocks of a prefix into one file; answers with the number of records.
+    """Write the blocks of a prefix to one file; the number of records.
 
-    Of the last block no more goes along than the tokens of the prefix. Checkpoints inside blocks
-    go along: states cannot be cut, so a model that has some could go on from nowhere else.
+    The last block is cut to the tokens of the prefix. Checkpoints inside blocks are included,
+    because a model with state layers can continue only from them.
     """
-    inside, tokens = _stored_name(disk, manifest.identity), manifest.tokens
+    inside, tokens = _stored_namespace(disk, manifest.identity), manifest.tokens
     manifest = _manifest_without_tenant(manifest)
     outside = namespace(manifest.identity)
-    held = [_Held(key, number) for number, key in enumerate(manifest.keys)]
+    held = [_ExportedBlock(key, number) for number, key in enumerate(manifest.keys)]
     held += _checkpoints(disk, inside, manifest)
     headers = list(_records(disk, held, tokens, tensors=()))
     if not _is_whole(inside, tokens, {record.header.key for record in headers}):
-        raise BadCacheFile("Some of the blocks cannot be read any more; nothing was exported.")
+        raise BadCacheFile("Some blocks are missing or unreadable; nothing was exported.")
     renames = renamed(headers, inside, outside)
     blocks = tuple(dict.fromkeys(record.header.key.hex() for record in renames))
     n_records = 0
@@ -129,53 +129,55 @@ def export_bundle(
 def import_bundle(
     disk: DiskTier, wear: Wear, path: Path, expected: Identity, progress: Progress = no_progress
 ) -> Manifest:
-    """Put a bundle's records into a store, once all of it is verified and of the right model.
+    """Save a bundle's records, once all of them are verified and of the right model.
 
     Raises InsufficientResources where it does not all fit, or today's write budget is used up.
     """
-    with _telling(path):
+    with _as_bundle_errors(path):
         half = path.stat().st_size  # it is read twice
         checked = _check(path, expected, lambda done: progress(done, 2 * half))
         if not wear.allows(checked.n_bytes):
             raise _over_budget(checked.n_bytes)
-        theirs, ours = namespace(checked.manifest.identity), _stored_name(disk, expected)
+        theirs, ours = namespace(checked.manifest.identity), _stored_namespace(disk, expected)
         headers = []
         with tarfile.open(path, "r:") as archive:
             _read_manifest(archive)
             for record in renamed(_records_in(archive), theirs, ours):
-                _keep(disk, wear, record)
+                _save(disk, wear, record)
                 headers.append(record.header)
                 progress(half + archive.offset, 2 * half)
-    _check_kept(disk, headers)
+    _check_saved(disk, headers)
     return checked.manifest
 
 
 def identity_in(path: Path) -> Identity:
-    """Of which model a bundle says it is, and with which KV options; nothing of it is verified."""
-    with _telling(path), tarfile.open(path, "r:") as archive:
+    """The model and KV options that a bundle names; nothing in it is verified."""
+    with _as_bundle_errors(path), tarfile.open(path, "r:") as archive:
         return without_tenant(_read_manifest(archive).identity)
 
 
 @contextmanager
-def _telling(path: Path) -> Iterator[None]:
-    """Whatever is wrong with a file is said in a sentence."""
+def _as_bundle_errors(path: Path) -> Iterator[None]:
+    """Raise every error about the file as a `BadCacheFile`."""
     try:
         yield
     except NewerFormat as error:
         raise BadCacheFile(f"{path} was made by a newer Keepwarm; update this one.") from error
-    except (*WRONG_INSIDE, BadRecord) as error:
-        raise BadCacheFile(f"{path} is not a whole bundle ({error}); export it again.") from error
+    except (*PARSE_ERRORS, BadRecord) as error:
+        raise BadCacheFile(
+            f"{path} is not a complete bundle ({error}); export it again."
+        ) from error
     except OSError as error:
-        raise BadCacheFile(f"{path} could not be read ({error}); name one that can.") from error
+        raise BadCacheFile(f"{path} could not be read ({error}).") from error
 
 
-class _Checked(NamedTuple):
+class _VerifiedBundle(NamedTuple):
     manifest: Manifest
     n_bytes: int
 
 
-def _check(path: Path, expected: Identity, progress: Callable[[int], None]) -> _Checked:
-    """Read all of a bundle and refuse what is not whole, or of another model."""
+def _check(path: Path, expected: Identity, progress: Callable[[int], None]) -> _VerifiedBundle:
+    """Read all of a bundle; raise if it is incomplete or of another model."""
     with tarfile.open(path, "r:") as archive:
         manifest = _read_manifest(archive)
         refuse_other_model(manifest.identity, expected)
@@ -186,11 +188,11 @@ def _check(path: Path, expected: Identity, progress: Callable[[int], None]) -> _
             n_bytes += record.n_bytes
             progress(archive.offset)
         _check_whole(manifest, found)
-        return _Checked(manifest, n_bytes)
+        return _VerifiedBundle(manifest, n_bytes)
 
 
-def _keep(disk: DiskTier, wear: Wear, record: Record) -> None:
-    with as_store_errors(disk, "keep the bundle"):
+def _save(disk: DiskTier, wear: Wear, record: Record) -> None:
+    with as_store_errors(disk, "save the bundle"):
         if not wear.take(record.n_bytes):
             raise _over_budget(record.n_bytes)
         put = disk.put(record)
@@ -201,13 +203,13 @@ def _keep(disk: DiskTier, wear: Wear, record: Record) -> None:
 
 def _over_budget(n_bytes: int) -> InsufficientResources:
     return InsufficientResources(
-        f"The bundle was not imported: {n_bytes} bytes are more than may still be written today; "
+        f"The bundle was not imported: {n_bytes} bytes exceed what is left of today's writes; "
         "raise disk_writes_per_day, or import it tomorrow."
     )
 
 
-def _check_kept(disk: DiskTier, headers: Sequence[Header]) -> None:
-    """All of it is there: what found no room is no error of the disk, and would just be missing."""
+def _check_saved(disk: DiskTier, headers: Sequence[Header]) -> None:
+    """Raise if a record is missing: a tier without room drops it and raises no error."""
     known = disk.have([header.key for header in headers])
     lost = [h for h in headers if h.key not in known or h.part not in known[h.key].parts]
     if lost:
@@ -218,18 +220,18 @@ def _check_kept(disk: DiskTier, headers: Sequence[Header]) -> None:
 
 
 def _check_whole(manifest: Manifest, found: set[BlockKey]) -> None:
-    """Every block is there and no other is."""
+    """Raise unless exactly the blocks of the manifest were found."""
     if found != set(manifest.keys):
         raise BadRecord(f"{len(manifest.blocks)} blocks are listed, {len(found)} are inside")
     if not _is_whole(namespace(manifest.identity), manifest.tokens, found):
-        raise BadRecord("its blocks are not those of its tokens")
+        raise BadRecord("its blocks do not match its tokens")
 
 
 def _check_tokens(manifest: Manifest, header: Header) -> None:
-    """Nothing comes along that the manifest does not say."""
+    """Raise if a record has tokens that the manifest does not."""
     start = 4 * BLOCK_TOKENS * header.number
     if not manifest.tokens[start:].startswith(header.tokens):
-        raise BadRecord("its blocks are not those of its tokens")
+        raise BadRecord("its blocks do not match its tokens")
 
 
 def _is_whole(name: Namespace, tokens: bytes, found: Collection[BlockKey]) -> bool:
@@ -237,22 +239,22 @@ def _is_whole(name: Namespace, tokens: bytes, found: Collection[BlockKey]) -> bo
 
 
 def without_tenant(identity: Identity) -> Identity:
-    """The same model without the key that its blocks were made under.
+    """The same model without the tenant that its blocks belong to.
 
-    What else is in a salt stays: from which token on rows are quantised.
+    The rest of the salt stays: from which token on rows are quantised.
     """
     return replace(identity, salt=identity.salt.removeprefix(tenant_of(identity.salt)))
 
 
 def _manifest_without_tenant(manifest: Manifest) -> Manifest:
-    """Without the key in the agent's name either, which begins with it in a shared store."""
-    whose = tenant_of(manifest.identity.salt)
-    agent = manifest.agent.removeprefix(f"{whose}.") if whose else manifest.agent
+    """Also without the tenant in the agent's id, which starts with it in a shared store."""
+    tenant = tenant_of(manifest.identity.salt)
+    agent = manifest.agent.removeprefix(f"{tenant}.") if tenant else manifest.agent
     return replace(manifest, identity=without_tenant(manifest.identity), agent=agent)
 
 
 def refuse_other_model(theirs: Identity, ours: Identity) -> None:
-    """Raise, saying what differs, where blocks of one model cannot serve the other."""
+    """Raise, naming the differences, if blocks of one model cannot serve the other."""
     wanted = asdict(without_tenant(ours))
     different = [n for n, value in asdict(without_tenant(theirs)).items() if value != wanted[n]]
     if different:
@@ -264,28 +266,28 @@ def refuse_other_model(theirs: Identity, ours: Identity) -> None:
 
 
 def renamed(records: Iterable[Record], old: Namespace, new: Namespace) -> Iterator[Record]:
-    """The same records under the keys of another namespace; every parent comes before its child.
+    """The same records under the keys of another namespace; parents come before children.
 
-    Raises where one is of a third: nobody may bring blocks under another's names.
+    Raises for a record of a third namespace, so that no tenant imports blocks into another's.
     """
-    places = {root(old): (root(new), 0)}  # of what may follow: its new parent, its number
+    parents = {root(old): (root(new), 0)}  # by old parent: new parent, number of its children
     for record in records:
         header = record.header
-        parent, number = places.get(header.parent, (None, 0))
+        parent, number = parents.get(header.parent, (None, 0))
         if parent is None or header.namespace != old or header.number != number:
-            raise BadRecord("a block does not follow one that came before it")
+            raise BadRecord("a block does not follow an earlier one")
         key = block_key(new, parent, header.tokens)
         if len(header.tokens) == 4 * BLOCK_TOKENS:
-            places[header.key] = (key, number + 1)
+            parents[header.key] = (key, number + 1)
         yield replace(record, header=replace(header, namespace=new, key=key, parent=parent))
 
 
-def _stored_name(disk: DiskTier, identity: Identity) -> Namespace:
+def _stored_namespace(disk: DiskTier, identity: Identity) -> Namespace:
     return stored_namespace(disk.seal, namespace(identity))
 
 
-def _checkpoints(disk: DiskTier, name: Namespace, manifest: Manifest) -> Iterator[_Held]:
-    """Blocks with a state inside those of a prefix."""
+def _checkpoints(disk: DiskTier, name: Namespace, manifest: Manifest) -> Iterator[_ExportedBlock]:
+    """Checkpoints inside the blocks of a prefix."""
     tokens, keys = manifest.tokens, manifest.keys
     numbers = {parent: number for number, parent in enumerate([root(name), *keys])}
     for state in disk.states(list(numbers)):
@@ -293,28 +295,31 @@ def _checkpoints(disk: DiskTier, name: Namespace, manifest: Manifest) -> Iterato
         start, end = number * BLOCK_TOKENS, number * BLOCK_TOKENS + state.n_tokens
         own = tokens[4 * start : 4 * end]
         if state.key not in keys and block_key(name, state.parent, own) == state.key:
-            yield _Held(state.key, number)
+            yield _ExportedBlock(state.key, number)
 
 
 def _records(
-    disk: DiskTier, held: Sequence[_Held], tokens: bytes, tensors: Collection[str] | None = None
+    disk: DiskTier,
+    held: Sequence[_ExportedBlock],
+    tokens: bytes,
+    tensors: Collection[str] | None = None,
 ) -> Iterator[Record]:
     known = disk.have([block.key for block in held])
     for key, number in held:
         if key in known:
             parts = [part for part in Part if part in known[key].parts]
             found = [r for part in parts if (r := disk.read(key, part, tensors)) is not None]
-            yield from _firsts(found, len(tokens) // 4 - number * BLOCK_TOKENS)
+            yield from _first_tokens(found, len(tokens) // 4 - number * BLOCK_TOKENS)
 
 
-def _firsts(records: Sequence[Record], n_tokens: int) -> Iterator[Record]:
-    """The parts of one block as far as its first tokens; without any, the tokens alone."""
+def _first_tokens(records: Sequence[Record], n_tokens: int) -> Iterator[Record]:
+    """The parts of one block cut to its first tokens; if none is left, the tokens alone."""
     firsts = [first for r in records if (first := trimmed(r, n_tokens)) is not None]
     yield from firsts or [_only_tokens(record.header, n_tokens) for record in records[:1]]
 
 
 def _only_tokens(header: Header, n_tokens: int) -> Record:
-    """A block that holds nothing is kept as no rows of a window."""
+    """A block without rows is a window record with zero rows."""
     return Record(replace(_shorter(header, n_tokens), part=Part.WINDOW, extra={"w_rows": 0}), ())
 
 
@@ -325,10 +330,9 @@ def _shorter(header: Header, n_tokens: int) -> Header:
 
 
 def trimmed(record: Record, n_tokens: int) -> Record | None:
-    """The first tokens of a record as one of its own, so that no later token goes along.
+    """A record cut to its first tokens, so that no later token is exported.
 
-    A state stands behind its last token, so nothing is left of it, nor of window rows that begin
-    later.
+    None for a state, which belongs to the last token, and for window rows that begin later.
     """
     header = record.header
     n_held = len(header.tokens) // 4
@@ -343,11 +347,11 @@ def trimmed(record: Record, n_tokens: int) -> Record | None:
 
 
 def _without_last_rows(tensor: Tensor, n_rows: int) -> Tensor:
-    """Rows are the last dimension but one, in K and V of every kind."""
+    """Rows are the second-to-last dimension in K and V of every kind."""
     *outer, rows, inner = tensor.shape if len(tensor.shape) > 1 else (0, 0)
     left = rows - n_rows
     if left <= 0:
-        raise BadCacheFile(f"{tensor.name} has no rows that could be cut; export more tokens.")
+        raise BadCacheFile(f"{tensor.name} cannot be cut to fewer rows; export more tokens.")
     row_bytes = inner * ITEM_BYTES[tensor.dtype]
     words = np.frombuffer(tensor.data, np.uint8).reshape(math.prod(outer), rows, row_bytes)
     data = memoryview(words[:, :left].tobytes())
@@ -364,7 +368,7 @@ def _add(archive: tarfile.TarFile, name: str, buffers: Sequence[bytes | memoryvi
 def _read_manifest(archive: tarfile.TarFile) -> Manifest:
     first = archive.next()
     if first is None or first.name != "manifest.json" or first.size > MAX_MANIFEST_BYTES:
-        raise BadCacheFile("The file does not begin with a manifest; it is no bundle.")
+        raise BadCacheFile("The file does not begin with a manifest; it is not a bundle.")
     return Manifest.from_json(_open(archive, first).read())
 
 

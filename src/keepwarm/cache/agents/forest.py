@@ -1,7 +1,7 @@
-"""All that is kept, as a forest: who shares what, where conversations part, where each block lies.
+"""All stored blocks as a forest: which agents share them, where conversations fork, which tiers.
 
-Blocks that follow each other and do not differ in any of this are one run, so that thousands of
-them can be drawn.
+Consecutive blocks with the same agents, tiers and pins are one run, so that the dashboard can draw
+thousands of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_BLOCKS = 10_000
 
 @dataclass(frozen=True)
 class Node:
-    """One block, wherever it is kept."""
+    """One block, with all tiers it is in."""
 
     key: BlockKey
     parent: BlockKey
@@ -30,38 +30,38 @@ class Node:
     n_bytes: int
     used: float
     tiers: frozenset[str]
-    pinned: bool = False  # by itself or by something that follows it
-    agents: tuple[str, ...] = ()  # whose conversations it is part of
+    pinned: bool = False  # itself or a descendant
+    agents: tuple[str, ...] = ()  # ids of the agents that use it
 
-    def continues(self, before: Node) -> bool:
-        """Whether it looks the same as the block before it."""
+    def extends_run_of(self, before: Node) -> bool:
+        """Whether it has the same tiers, pin and agents as the block before it."""
         same = self.tiers == before.tiers and self.pinned == before.pinned
         return same and self.agents == before.agents
 
 
 class BlockRun(NamedTuple):
-    """Blocks in a row, told apart from others by the key of the first."""
+    """Consecutive blocks, identified by the key of the first."""
 
     key: BlockKey
-    parent: BlockKey | None  # the first block of the run that it follows
+    parent: BlockKey | None  # key of the run before it
     namespace: Namespace
     number: int  # of the first block
     n_blocks: int
     n_tokens: int
     n_bytes: int
-    oldest: float  # least recent use of any of its blocks
-    used: float  # most recent one
+    oldest: float  # least recent use of its blocks
+    used: float  # most recent use
     tiers: frozenset[str]
     pinned: bool
     agents: tuple[str, ...]
-    ends: tuple[str, ...]  # of them, those whose conversation ends here
+    ends: tuple[str, ...]  # of these agents, those that end here
 
 
 @dataclass(frozen=True)
 class Forest:
-    runs: tuple[BlockRun, ...]  # each after the one that it follows
+    runs: tuple[BlockRun, ...]  # parents before children
     n_blocks: int
-    left_out: int  # blocks, the least recently used
+    left_out: int  # number of least recently used blocks
 
 
 def build_forest(
@@ -69,17 +69,17 @@ def build_forest(
     agents: Iterable[Agent] = (),
     max_blocks: int = MAX_BLOCKS,
 ) -> Forest:
-    """The forest of all blocks in these tiers, as these agents see it."""
+    """The forest of all blocks in these tiers, labelled with these agents."""
     everything = _nodes(tiers)
     nodes = _latest(everything, max_blocks)
-    ends = _name(nodes, agents)
+    ends = _add_agents(nodes, agents)
     _pin_ancestors(nodes)
     runs = tuple(_runs(nodes, ends))
     return Forest(runs, len(nodes), len(everything) - len(nodes))
 
 
 def _nodes(tiers: Mapping[str, Iterable[StoredBlock]]) -> dict[BlockKey, Node]:
-    """Every block once."""
+    """Every block once, tiers merged."""
     nodes: dict[BlockKey, Node] = {}
     for tier, blocks in tiers.items():
         for block in blocks:
@@ -114,10 +114,10 @@ def _merged(a: Node, b: Node) -> Node:
 
 
 def _latest(nodes: Mapping[BlockKey, Node], max_blocks: int) -> dict[BlockKey, Node]:
-    """The most recently used, each with all that comes before it."""
+    """The most recently used blocks, each with its ancestors."""
     kept: dict[BlockKey, Node] = {}
     for node in sorted(nodes.values(), key=lambda node: -node.used):
-        new = list(takewhile(lambda one: one.key not in kept, _way_up(nodes, node.key)))
+        new = list(takewhile(lambda one: one.key not in kept, _ancestors(nodes, node.key)))
         room = max_blocks - len(kept)
         kept.update((one.key, one) for one in new[::-1][:room])
         if len(new) >= room:
@@ -125,15 +125,17 @@ def _latest(nodes: Mapping[BlockKey, Node], max_blocks: int) -> dict[BlockKey, N
     return kept
 
 
-def _way_up(nodes: Mapping[BlockKey, Node], key: BlockKey) -> Iterator[Node]:
-    """A block and all before it, as far as they are there."""
+def _ancestors(nodes: Mapping[BlockKey, Node], key: BlockKey) -> Iterator[Node]:
+    """A block and its ancestors, up to the first missing one."""
     while (node := nodes.get(key)) is not None:
         yield node
         key = node.parent
 
 
-def _name(nodes: dict[BlockKey, Node], agents: Iterable[Agent]) -> dict[BlockKey, tuple[str, ...]]:
-    """Write on every block whose it is; answers with who ends where."""
+def _add_agents(
+    nodes: dict[BlockKey, Node], agents: Iterable[Agent]
+) -> dict[BlockKey, tuple[str, ...]]:
+    """Add to every block the agents that use it; answers with the agents that end at each block."""
     ends: dict[BlockKey, tuple[str, ...]] = {}
     for agent in agents:
         own = [key for key in agent.blocks if key in nodes]
@@ -145,9 +147,9 @@ def _name(nodes: dict[BlockKey, Node], agents: Iterable[Agent]) -> dict[BlockKey
 
 
 def _pin_ancestors(nodes: dict[BlockKey, Node]) -> None:
-    """Only ends are evicted, so a pin protects all that comes before it too."""
+    """Only leaves are evicted, so a pin protects its ancestors too."""
     for pinned in [node for node in nodes.values() if node.pinned]:
-        for node in _way_up(nodes, pinned.parent):
+        for node in _ancestors(nodes, pinned.parent):
             if node.pinned:
                 break
             nodes[node.key] = replace(node, pinned=True)
@@ -163,7 +165,7 @@ def _runs(
     waiting: list[tuple[Node, BlockKey | None]] = [(node, None) for node in _latest_last(roots)]
     while waiting:
         first, parent = waiting.pop()
-        blocks = _in_a_row(first, children)
+        blocks = _consecutive(first, children)
         yield _run(blocks, parent, ends)
         after = _latest_last(children.get(blocks[-1].key, []))
         waiting += [(node, first.key) for node in after]
@@ -173,9 +175,11 @@ def _latest_last(nodes: Iterable[Node]) -> list[Node]:
     return sorted(nodes, key=lambda node: (node.used, node.key))
 
 
-def _in_a_row(first: Node, children: Mapping[BlockKey, list[Node]]) -> list[Node]:
+def _consecutive(first: Node, children: Mapping[BlockKey, list[Node]]) -> list[Node]:
     blocks = [first]
-    while len(after := children.get(blocks[-1].key, [])) == 1 and after[0].continues(blocks[-1]):
+    while len(after := children.get(blocks[-1].key, [])) == 1 and after[0].extends_run_of(
+        blocks[-1]
+    ):
         blocks += after
     return blocks
 

@@ -1,4 +1,4 @@
-"""What a store holds after a prompt: its token ids, read from the headers of blocks."""
+"""Stored tokens that follow a prompt, read from the headers of blocks."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ def continuations(
     tokens: Sequence[int],
     guesses: Sequence[Sequence[int]],
 ) -> Iterator[list[int]]:
-    """Stored tokens that follow these, to the end of the block, those most like a guess first.
+    """Stored tokens that follow these, up to the end of the block, most similar to a guess first.
 
-    Reads headers, no tensor. Of many that follow, a few are given. Blocks are found by how they
-    begin: where a new one begins, only those that begin like one of the guesses are.
+    Reads headers, no tensors, and yields only a few of many. Blocks are found by their first
+    tokens: at the start of a block only those that begin like one of the guesses are found.
     """
     whole = [ref.key for ref in chain(namespace, tokens) if ref.n_tokens == BLOCK_TOKENS]
     parent = whole[-1] if whole else root(namespace)
-    begun = pack(tokens[len(whole) * BLOCK_TOKENS :])
-    likes = [begun + pack(guess[:BLOCK_TOKENS]) for guess in guesses[: 1 if begun else None]]
-    children = (tiers.children(parent, like[: 4 * BLOCK_TOKENS]) for like in likes)
+    open_tokens = pack(tokens[len(whole) * BLOCK_TOKENS :])
+    starts = [
+        open_tokens + pack(guess[:BLOCK_TOKENS]) for guess in guesses[: 1 if open_tokens else None]
+    ]
+    children = (tiers.children(parent, start[: 4 * BLOCK_TOKENS]) for start in starts)
     found = list(dict.fromkeys(child.key for some in children for child in some))
     known = tiers.have(found)
     for key in found:
         held = _tokens(tiers, key, known[key]) if key in known else b""
-        if held.startswith(begun) and len(held) > len(begun):
-            yield unpack(held[len(begun) :])
+        if held.startswith(open_tokens) and len(held) > len(open_tokens):
+            yield unpack(held[len(open_tokens) :])
 
 
 def _tokens(tiers: Tiers, key: BlockKey, known: BlockInfo) -> bytes:
-    """The token ids of a block, confirmed by its header; none if it cannot be read any more."""
+    """The token ids of a block from its header; empty if it can no longer be read."""
     tokens: list[bytes] = []
 
-    def look(record: RecordView) -> None:
+    def keep_tokens(record: RecordView) -> None:
         tokens.append(record.header.tokens)
 
-    tiers.visit(key, min(known.parts), look, ReadBuffer())
+    tiers.visit(key, min(known.parts), keep_tokens, ReadBuffer())
     return tokens[0] if tokens else b""

@@ -1,8 +1,7 @@
-"""Finished caches as arrays, with the exact tokens they hold: the fastest place to go on from.
+"""Live caches: finished caches as arrays, with the exact tokens they hold; the fastest tier.
 
-A cache that a prompt continues is moved out and copied nowhere. One that must be trimmed, because
-a conversation was forked, rewound or edited, is lent as a copy that shares its memory until it is
-written to, and stays.
+A cache that the prompt continues is moved out, without a copy. One that must be trimmed, because a
+conversation was forked, rewound or edited, stays; the request gets a copy-on-write copy.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from keepwarm.prefix.blocks import Namespace, common_tokens_beyond, pack
 
 
 class LiveHit(NamedTuple):
-    """Caches of the first `n_tokens` of a prompt, for the taker alone."""
+    """Caches of the first `n_tokens` of a prompt, for the caller's use alone."""
 
     caches: kv.Caches
     n_tokens: int
@@ -65,8 +64,8 @@ class _Match(NamedTuple):
 
 
 class Live:
-    """Bounded by bytes, least recently used first out. Put and take on the thread that owns MLX;
-    shed, clear and drop from any.
+    """Bounded by bytes; evicts the least recently used. `put` and `take` on the thread that owns
+    MLX; the other methods on any.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -80,9 +79,9 @@ class Live:
     def put(
         self, namespace: Namespace, tokens: Sequence[int], caches: kv.Caches, owner: str = ""
     ) -> bool:
-        """Keep caches that represent exactly these tokens; False where they are too large.
+        """Keep caches that represent exactly these tokens; False if they are too large.
 
-        They must not be used by whoever gives them. `owner` is for `release_owned` alone.
+        The caller must not use them afterwards. `owner` is only for `release_owned`.
         """
         held = kv.token_count(caches)
         if held not in (None, len(tokens)):
@@ -106,10 +105,10 @@ class Live:
     def take(
         self, namespace: Namespace, tokens: Sequence[int], beyond: int = 0, *, keep: bool = False
     ) -> LiveHit | None:
-        """Caches of the longest beginning of the prompt that some entry serves, if that is more
-        than `beyond` tokens. The prompt's last token is never served, for a model must be fed one.
+        """Caches of the longest prefix of the prompt that an entry serves, if that is more than
+        `beyond` tokens. The last token is never served, because a model must be fed one.
 
-        With `keep` even an entry that is moved otherwise stays and is copied.
+        With `keep` the entry is always copied and stays.
         """
         with self._lock:
             match = self._best(namespace, tokens, beyond)
@@ -127,17 +126,17 @@ class Live:
             return LiveHit(_copy(entry.caches, n_excess), n_tokens)
 
     def release(self, n_bytes: int) -> int:
-        """Drop the least recently used until so many bytes are free; how many it was."""
+        """Evict the least recently used until this many bytes are free; the bytes freed."""
         with self._lock:
             return self._evict(n_bytes)
 
     def clear(self, namespace: Namespace | None = None) -> int:
-        """Drop all entries, or one model's; the bytes that frees."""
-        return self._drop(lambda entry: namespace in (None, entry.namespace))
+        """Release all entries, or one model's; the bytes freed."""
+        return self._release(lambda entry: namespace in (None, entry.namespace))
 
     def release_owned(self, owner: str) -> int:
-        """Drop what one conversation put, whichever model it spoke to; the bytes that frees."""
-        return self._drop(lambda entry: entry.owner == owner)
+        """Release the entries of one conversation, of all models; the bytes freed."""
+        return self._release(lambda entry: entry.owner == owner)
 
     @property
     def stats(self) -> LiveStats:
@@ -176,10 +175,10 @@ class Live:
             self._evicted += 1
         return freed
 
-    def _drop(self, is_meant: Callable[[_Entry], bool]) -> int:
+    def _release(self, matches: Callable[[_Entry], bool]) -> int:
         with self._lock:
-            meant = [number for number, entry in self._entries.items() if is_meant(entry)]
-            return sum(self._remove(number).n_bytes for number in meant)
+            numbers = [number for number, entry in self._entries.items() if matches(entry)]
+            return sum(self._remove(number).n_bytes for number in numbers)
 
     def _remove(self, number: int) -> _Entry:
         entry = self._entries.pop(number)
@@ -188,24 +187,24 @@ class Live:
 
 
 def _detached(caches: kv.Caches) -> kv.Caches:
-    """The same caches, in memory of their own size: not the room to grow, and not the batch whose
-    row a state is. So what is counted is what is held; nothing is copied where it is so already.
+    """The same caches in arrays of exactly their size, without room to grow and not as views of a
+    batch, so that `n_bytes` is what is held. Arrays that are like this already are not copied.
     """
     return [kv.decode(_contiguous(kv.encode(cache))) for cache in caches]
 
 
 def _contiguous(encoded: kv.EncodedCache) -> kv.EncodedCache:
     tensors = {name: mx.contiguous(array) for name, array in encoded.tensors.items()}
-    mx.eval(list(tensors.values()))  # layer by layer, so that no second cache is ever whole
+    mx.eval(list(tensors.values()))  # layer by layer, so that there are never two whole caches
     return replace(encoded, tensors=tensors, parts=tuple(map(_contiguous, encoded.parts)))
 
 
 def _copy(caches: kv.Caches, n_excess: int) -> kv.Caches:
-    """A copy without the last tokens."""
+    """A copy without the last `n_excess` tokens."""
     copy = kv.copy_caches(caches)
     if n_excess:
         kv.trim(copy, n_excess)
-        copy = kv.copy_caches(copy)  # in buffers that hold no more than is left
+        copy = kv.copy_caches(copy)  # into buffers of the smaller size
     return kv.evaluate(copy)
 
 

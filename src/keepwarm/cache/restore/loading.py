@@ -1,4 +1,4 @@
-"""A restore under way: reader threads put records into place, and its owner may go on meanwhile."""
+"""A restore in progress: reader threads copy records into caches while the model runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOG = logging.getLogger(__name__)
 
 
 class RestoredPrefix(NamedTuple):
-    """Caches that hold exactly the first `n_tokens` of the prompt, and where they came from."""
+    """Caches that hold exactly the first `n_tokens` of the prompt, and their tiers."""
 
     caches: Caches | None
     n_tokens: int
@@ -35,14 +35,14 @@ EMPTY = RestoredPrefix(None, 0, {})
 
 
 class LoadResult(NamedTuple):
-    """A restore, or the blocks that could not be read or are not what the index said."""
+    """A restore, or the blocks that could not be read or differ from the index."""
 
     restored: RestoredPrefix | None
     missed: set[BlockKey]
 
 
 class Loading:
-    """Begin, finish or abandon it on the thread that owns MLX."""
+    """Create, finish or abandon it on the thread that owns MLX."""
 
     def __init__(
         self,
@@ -59,20 +59,20 @@ class Loading:
         self.point = point
         self.in_background = in_background
         self._packed = pack(tokens[: point.n_tokens])
-        self.seconds = 0.0  # from its first read on, without the time that nobody asked for its end
+        self.seconds = 0.0  # from first to last read, and for assembling; not waiting for `finish`
         self._saver = saver
         self._lock = threading.Lock()
         self._first_read = self._last_read = 0.0
 
         def prepared() -> Use:
             self._assembly = Assembly(layout, point.n_tokens, reader.staging)
-            return self._place
+            return self._add
 
         self._reads = reader.start(point.reads, prepared, in_background)
 
     @property
     def is_done(self) -> bool:
-        """Whether finishing it would wait for nobody."""
+        """Whether `finish` would not wait."""
         return self._reads.is_done
 
     @property
@@ -91,7 +91,7 @@ class Loading:
         try:
             caches = self._assembly.finish()
         except CacheError as error:
-            LOG.warning("blocks of a prompt could not be put together: %s", error)
+            LOG.warning("the blocks of a prompt could not be assembled: %s", error)
             return LoadResult(None, set(self.keys))
         self.seconds = self._last_read - self._first_read + perf_counter() - began
         return LoadResult(
@@ -99,14 +99,14 @@ class Loading:
         )
 
     def abandon(self) -> None:
-        """Nobody waits for it any more; what is being read is read to its end, and dropped."""
+        """Cancel it; records being read are read to their end and discarded."""
         self._reads.stop()
 
-    def _place(self, read: Read, record: RecordView) -> None:
+    def _add(self, read: Read, record: RecordView) -> None:
         start = read.number * BLOCK_TOKENS
         end = min(start + BLOCK_TOKENS, self.point.n_tokens)
         if not record.header.tokens.startswith(self._packed[4 * start : 4 * end]):
-            raise BadRecord("its tokens are not those of the prompt")
+            raise BadRecord("its tokens differ from the prompt")
         began = perf_counter()
         with self._saver.restoring():
             self._assembly.add(block_of(record))
@@ -115,13 +115,13 @@ class Loading:
             self._last_read = perf_counter()
 
     def _by_tier(self, tiers: Sequence[str]) -> dict[str, int]:
-        """Each block counts for the tier that its first record came from."""
+        """Each block counts for the tier of its first record."""
         by_number: dict[int, str] = {}
         for read, tier in zip(self.point.reads, tiers, strict=True):
             by_number.setdefault(read.number, tier)
         counts: Counter[str] = Counter()
         for number, tier in by_number.items():
             counts[tier] += min(BLOCK_TOKENS, self.point.n_tokens - number * BLOCK_TOKENS)
-        # Blocks that no layer had to read, before a window or a state, go with the last.
+        # Blocks before a window or a state that no layer had to read count for the last tier.
         counts[tiers[-1]] += self.point.n_tokens - counts.total()
         return dict(counts)

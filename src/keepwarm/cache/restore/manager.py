@@ -1,7 +1,7 @@
-"""Plan, load, capture: the one place where prompts meet stored blocks.
+"""Plan, load, capture: restoring prompts from stored blocks, and saving them.
 
-A manager serves one namespace: one model with one set of KV options. It keeps no request state;
-what is under way lives in the `Capture` that `open` returns.
+A manager serves one namespace: one model with one set of KV options. It has no request state; that
+is in the `Capture` that `open` returns.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from keepwarm.store.tier import BlockInfo
 from keepwarm.store.tiers import Tiers
 
 SMALL_LOAD_S = 0.02
-LONG_LOAD_S = 0.1  # a restore that others should not have to wait for
+LONG_LOAD_S = 0.1  # a longer restore runs in background if others would have to wait
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What would be restored for a prompt, and what that costs against computing it."""
+    """What can be restored for a prompt, and the cost compared with prefilling it."""
 
     point: Point
     load_s: float
@@ -73,7 +73,7 @@ class Manager:
         self.needs = Needs.of(self.layout)
 
     def plan(self, tokens: Sequence[int], without: Collection[BlockKey] = ()) -> Plan:
-        """The longest known prefix; at least one token is left, because a model must be fed."""
+        """The longest stored prefix; one token is always left, because a model must be fed one."""
         point = self._longest(tokens, len(tokens) - 1, without) if len(tokens) > 1 else NOTHING
         load_s = point.n_bytes / self.rates.load_bytes_per_s
         return Plan(point, load_s, point.n_tokens / self.rates.prefill_tokens_per_s)
@@ -81,9 +81,9 @@ class Manager:
     def restore(
         self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE, beyond: int = 0
     ) -> RestoredPrefix:
-        """Plan, load and wait. Call it on the thread that owns MLX.
+        """Plan, load and wait, on the thread that owns MLX.
 
-        Nothing is loaded that reaches no further than the tokens one has already, `beyond`.
+        Loads only if that restores more than `beyond` tokens, which the caller has already.
         """
         loading = self.begin(tokens, policy, beyond)
         return EMPTY if loading is None else self.finish(loading, beyond)
@@ -111,26 +111,26 @@ class Manager:
         )
 
     def finish(self, loading: Loading, beyond: int = 0) -> RestoredPrefix:
-        """What was loaded. A bad record is a miss: the next plan is made without it."""
+        """Wait for a load. A bad record is a miss: a new plan is made without it."""
         missed: set[BlockKey] = set()
-        under_way: Loading | None = loading
-        while under_way is not None:
-            loaded = under_way.finish()
+        current: Loading | None = loading
+        while current is not None:
+            loaded = current.finish()
             if loaded.restored is not None:
-                if not under_way.in_background:  # else others have read or computed meanwhile
-                    self.rates.saw_load(under_way.point.n_bytes, under_way.seconds)
-                self.tiers.touch(under_way.keys)
+                if not current.in_background:  # else other work slowed it down
+                    self.rates.saw_load(current.point.n_bytes, current.seconds)
+                self.tiers.touch(current.keys)
                 return loaded.restored
             self.restore_failures += 1
             missed |= loaded.missed
-            under_way = self.begin(loading.tokens, Policy.READ_ONLY, beyond, missed)
+            current = self.begin(loading.tokens, Policy.READ_ONLY, beyond, missed)
         return EMPTY
 
     def n_saved(self, tokens: Sequence[int], policy: Policy) -> int:
-        """How many tokens that were found, wherever, a request need not put again.
+        """How many restored tokens a request need not save again.
 
-        Blocks in memory alone are put again where the policy wants them on disk: what comes after
-        them would be of no use there.
+        Blocks that are only in memory are saved again if the policy wants them on disk: blocks
+        after them would be useless there.
         """
         if not self.writer.accepts_resaves(policy):
             return len(tokens)
@@ -145,9 +145,9 @@ class Manager:
         return point.n_tokens == len(tokens)
 
     def open(self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE) -> Capture:
-        """Begin keeping what a request computes, from wherever it starts.
+        """Start saving what a request computes.
 
-        The tokens are looked at, not copied: a list that grows says what comes next.
+        The list of tokens is not copied, so the caller may append to it.
         """
         return Capture(self, tokens, policy)
 
@@ -162,12 +162,12 @@ class Manager:
         rest = packed[4 * BLOCK_TOKENS * matched : 4 * BLOCK_TOKENS * (matched + 1)]
         children = [] if needs.state else self.tiers.children(parent, rest)
         states = self._states(refs, packed) if needs.state else {}
-        beside = [child.key for child in children] + list(states.values())
-        known |= self._have(beside, without)
+        partial = [child.key for child in children] + list(states.values())
+        known |= self._have(partial, without)
         return longest(needs, KnownBlocks(refs, known, matched, children, states), limit)
 
     def _states(self, refs: Sequence[BlockRef], packed: bytes) -> dict[int, BlockKey]:
-        """Checkpoints inside blocks of this very prompt, by the token they stand at."""
+        """Checkpoints inside the blocks of this prompt, by position."""
         starts = {root(self.namespace): 0}
         starts |= {ref.key: (ref.number + 1) * BLOCK_TOKENS for ref in refs}
         found = {}
@@ -185,11 +185,11 @@ class Manager:
 
 
 class Capture:
-    """Keeps the blocks of one request as they are computed.
+    """Saves the blocks of one request as they are computed.
 
-    `capture` may be called after any slice; blocks that are whole by then are kept at once. Window
-    rows are worth a file only within a window before a place that may be restored; of all other
-    blocks they stay in memory.
+    `capture` may be called after any slice and saves the blocks that are whole by then. Window rows
+    are written to disk only within a window before a position that may be restored; those of other
+    blocks stay in memory.
     """
 
     def __init__(self, manager: Manager, tokens: Sequence[int], policy: Policy) -> None:
@@ -197,41 +197,41 @@ class Capture:
         self._tokens = tokens
         self._policy = policy
         self._n_start = 0
-        self._n_blocks = 0  # whole blocks kept so far
+        self._n_blocks = 0  # whole blocks saved so far
         self._parent = root(manager.namespace)
-        self._windowed: set[int] = set()  # blocks whose window rows are worth a file
-        self._behind: dict[int, int] = {}  # those of them that were passed before, and the place
+        self._windowed: set[int] = set()  # blocks whose window rows go to disk
+        self._behind: dict[int, int] = {}  # those saved without them, and the position to restore
         self._latest: deque[BlockRef] = deque(maxlen=manager.needs.window // BLOCK_TOKENS + 2)
 
     def start_at(self, n_tokens: int) -> None:
-        """Say that the first tokens were restored, so their blocks need not be put again."""
+        """Skip the first tokens, which were restored and need not be saved again."""
         for ref in self._refs(n_tokens // BLOCK_TOKENS * BLOCK_TOKENS):
             self._passed(ref)
         self._n_start = n_tokens
-        if n_tokens % BLOCK_TOKENS:  # what was worth restoring will be again
+        if n_tokens % BLOCK_TOKENS:  # a prefix that was restored once is likely to be again
             self._windowed.add(self._n_blocks)
 
-    def expect(self, places: Iterable[int]) -> None:
-        """Say where it may be restored, from the start on: at ends of messages, say."""
-        for place in sorted(place for place in places if place >= self._n_start):
-            for number in self._manager.needs.windowed(place):
+    def expect(self, positions: Iterable[int]) -> None:
+        """Prepare for restores at these positions, such as the ends of messages."""
+        for position in sorted(n for n in positions if n >= self._n_start):
+            for number in self._manager.needs.window_blocks(position):
                 if number < self._n_blocks and number not in self._windowed:
-                    self._behind[number] = place
+                    self._behind[number] = position
                 self._windowed.add(number)
 
     def capture(
         self, caches: Caches, upto: int, checkpoint: bool = False, temporary: bool = False
     ) -> None:
-        """Keep what the caches, which represent `upto` tokens, hold beyond what was kept before.
+        """Save what the caches, which represent `upto` tokens, hold beyond what is saved already.
 
-        A checkpoint keeps the open block too, so that the very token can be restored; where it
-        will soon be outgrown, as a temporary one it is not worth a file.
+        A checkpoint saves the open block too, so that exactly `upto` can be restored; a temporary
+        one, soon replaced by a longer block, is not written to disk.
         """
         if not self._policy.writes:
             return
         if checkpoint and not temporary:
             self.expect([upto])
-        behind, n_whole = self._lost_behind(), upto // BLOCK_TOKENS
+        behind, n_whole = self._missing_windows(), upto // BLOCK_TOKENS
         first = min([self._n_blocks, *(ref.number for ref in behind)])
         if checkpoint and self._is_stateless_end(upto):
             first = min(first, self._n_blocks - 1)
@@ -248,13 +248,13 @@ class Capture:
                 self._passed(ref)
 
     def finish(self, all_tokens: Sequence[int], caches: Caches) -> None:
-        """Keep everything, generated tokens and the last open block included."""
+        """Save everything, including generated tokens and the open block."""
         self._tokens = all_tokens
-        self.expect([len(all_tokens) - 1])  # asked again, all but the last token is to be restored
+        self.expect([len(all_tokens) - 1])  # the same prompt again restores all but its last token
         self.capture(caches, len(self._tokens), checkpoint=True)
 
     def _refs(self, upto: int) -> Iterator[BlockRef]:
-        """The blocks from the first that is not kept yet up to a token."""
+        """The blocks from the first unsaved one up to a position."""
         parent = self._parent
         for number in range(self._n_blocks, -(-upto // BLOCK_TOKENS)):
             start = number * BLOCK_TOKENS
@@ -269,29 +269,29 @@ class Capture:
         self._n_blocks, self._parent = ref.number + 1, ref.key
         self._latest.append(ref)
 
-    def _lost_behind(self) -> list[BlockRef]:
-        """Passed blocks whose window rows are worth a file now and have none. Each is told once."""
+    def _missing_windows(self) -> list[BlockRef]:
+        """Saved blocks whose window rows should be on disk now and are not. Each is listed once."""
         behind, self._behind = self._behind, {}
         if not behind:
             return []
         refs = [ref for ref in self._latest if ref.number in behind]
         kept = self._manager.writer.kept([ref.key for ref in refs])
 
-        def is_lost(ref: BlockRef) -> bool:
-            place = behind[ref.number]
-            return not self._manager.needs.window_held(kept.get(ref.key), ref.number, place)
+        def has_window(ref: BlockRef) -> bool:
+            position = behind[ref.number]
+            return self._manager.needs.has_window(kept.get(ref.key), ref.number, position)
 
-        return [ref for ref in refs if is_lost(ref)]
+        return [ref for ref in refs if not has_window(ref)]
 
     def _is_stateless_end(self, upto: int) -> bool:
-        """Whether this is the end of a block that was passed without keeping the state there."""
+        """Whether this is the end of a block that was saved without the state there."""
         at_end = bool(self._latest) and upto == self._n_blocks * BLOCK_TOKENS
         return at_end and self._manager.needs.state and upto > self._n_start
 
     def _keep_behind(
         self, refs: Sequence[BlockRef], blocks: Iterable[Block], checkpoint: bool
     ) -> None:
-        """The caches still have the rows of the last window: put those, and the state if any."""
+        """Save the rows of the last window, which the caches still have, and the state if any."""
         wanted = {ref.number for ref in refs}
         passed = {ref.number: ref for ref in self._latest}
         for block in blocks:
@@ -301,11 +301,11 @@ class Capture:
                 self._keep(passed[block.index], _state_of(block), self._policy)
 
     def _keep(self, ref: BlockRef, block: Block, policy: Policy) -> None:
-        # Where no layer keeps every row, window rows are all there is of a block.
+        # Without delta layers, window rows are all that a block has.
         all_parts = ref.number in self._windowed or not self._manager.needs.delta
         for record in records_of(self._manager.namespace, ref, block):
-            loose = record.header.part is Part.WINDOW and not all_parts
-            self._manager.writer.put(record, policy, loose)
+            memory_only = record.header.part is Part.WINDOW and not all_parts
+            self._manager.writer.put(record, policy, memory_only)
 
 
 def _stateless(block: Block) -> Block:

@@ -1,10 +1,10 @@
-"""The longest prefix that every layer can be restored at, and the records that takes.
+"""The longest prefix at which every layer can be restored, and the records to read for it.
 
     delta    rows of every block from the first on
     window   rows of the last window before the point
     state    a checkpoint exactly at the point
 
-Pure: what the tiers hold comes in, what to read goes out.
+Pure: takes what the tiers hold, returns what to read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from keepwarm.store.tier import BlockInfo, Child
 
 @dataclass(frozen=True)
 class Needs:
-    """What a model's layers need to go on from a point."""
+    """What a model's layers need to continue from a point."""
 
     delta: bool
     window: int  # rows before the point; 0 where no layer has a window
@@ -32,17 +32,17 @@ class Needs:
 
     @property
     def checkpoints(self) -> bool:
-        """Whether a place inside a block must be kept on purpose to be restored there."""
+        """Whether a position inside a block can be restored only from a checkpoint."""
         return self.state or 0 < self.window < BLOCK_TOKENS
 
-    def windowed(self, n_tokens: int) -> range:
-        """The blocks whose window rows it takes to go on from a point."""
+    def window_blocks(self, n_tokens: int) -> range:
+        """The blocks whose window rows are needed to continue from a point."""
         n_blocks = -(-n_tokens // BLOCK_TOKENS)
         first = max(0, n_tokens - self.window) // BLOCK_TOKENS if self.window else n_blocks
         return range(first, n_blocks)
 
-    def window_held(self, known: BlockInfo | None, number: int, n_tokens: int) -> bool:
-        """Whether a block has the window rows that a point takes of it."""
+    def has_window(self, known: BlockInfo | None, number: int, n_tokens: int) -> bool:
+        """Whether a block has the window rows that are needed at a point."""
         if known is None or Part.WINDOW not in known.parts:
             return False
         first_needed = max(0, n_tokens - self.window - number * BLOCK_TOKENS)
@@ -73,26 +73,28 @@ NOTHING = Point(0, (), 0)
 
 @dataclass(frozen=True)
 class KnownBlocks:
-    """What is known around one prompt: its own blocks, and what lies beside its last one."""
+    """What is stored around one prompt: its own blocks, and others that share part of one."""
 
     refs: Sequence[BlockRef]  # the prompt's whole blocks
     known: Mapping[BlockKey, BlockInfo]
-    n_matched: int  # how many of them to build on
-    children: Sequence[Child] = ()  # after the last of those, the nearest first
-    states: Mapping[int, BlockKey] = field(default_factory=dict)  # inside blocks, by token
+    n_matched: int  # how many leading ones can be used
+    children: Sequence[Child] = ()  # siblings after the last of those, nearest first
+    states: Mapping[int, BlockKey] = field(
+        default_factory=dict
+    )  # checkpoints inside blocks, by position
 
 
 class Candidate(NamedTuple):
-    """A point that might be restored, and the block that would serve the rows past the match."""
+    """A point that might be restored, and the block with the rows past the matched ones."""
 
     n_tokens: int
-    beside: BlockKey | None
+    sibling: BlockKey | None
 
 
 def n_matched(needs: Needs, refs: Sequence[BlockRef], known: Mapping[BlockKey, BlockInfo]) -> int:
-    """Leading blocks whose rows are there; where no layer needs them all, up to the last that is.
+    """Leading blocks whose rows are stored; without delta layers, all up to the last stored one.
 
-    A block may have lost its delta rows and still have others: what follows it is of no use then.
+    A block may have lost its delta rows and still have others; later blocks are useless then.
     """
     if needs.delta:
         held = (ref.key in known and Part.DELTA in known[ref.key].parts for ref in refs)
@@ -112,7 +114,7 @@ def longest(needs: Needs, blocks: KnownBlocks, limit: int) -> Point:
 
 
 def _candidates(needs: Needs, blocks: KnownBlocks, limit: int) -> Iterator[Candidate]:
-    """The furthest first; ends of blocks are hundreds, and mostly not needed."""
+    """The furthest first; lazily, because there may be hundreds."""
     last = min(blocks.n_matched, limit // BLOCK_TOKENS) * BLOCK_TOKENS
     ends = (Candidate(n_tokens, None) for n_tokens in range(last, 0, -BLOCK_TOKENS))
     inside = sorted(_inside(needs, blocks, limit), key=_nearness)
@@ -137,8 +139,8 @@ def _inside(needs: Needs, blocks: KnownBlocks, limit: int) -> Iterator[Candidate
 
 def _reads(needs: Needs, blocks: KnownBlocks, candidate: Candidate) -> tuple[Read, ...] | None:
     """The records for one point, or None if something is missing."""
-    windowed = needs.windowed(candidate.n_tokens)
-    # These first: they are few, and mostly it is they that are missing.
+    windowed = needs.window_blocks(candidate.n_tokens)
+    # First, because they are few and the most likely to be missing.
     if not _windows_held(needs, blocks, candidate, windowed):
         return None
     reads: list[Read] = []
@@ -154,7 +156,7 @@ def _reads(needs: Needs, blocks: KnownBlocks, candidate: Candidate) -> tuple[Rea
         if number in windowed:
             reads.append(Read(key, Part.WINDOW, number))
     if needs.state:
-        key = candidate.beside or blocks.refs[windowed.stop - 1].key
+        key = candidate.sibling or blocks.refs[windowed.stop - 1].key
         known = blocks.known.get(key)
         if known is None or Part.STATE not in known.parts:
             return None
@@ -165,14 +167,14 @@ def _reads(needs: Needs, blocks: KnownBlocks, candidate: Candidate) -> tuple[Rea
 def _windows_held(needs: Needs, blocks: KnownBlocks, candidate: Candidate, windowed: range) -> bool:
     holders = ((number, _holder(blocks, candidate, number)) for number in windowed)
     return all(
-        key is not None and needs.window_held(blocks.known.get(key), number, candidate.n_tokens)
+        key is not None and needs.has_window(blocks.known.get(key), number, candidate.n_tokens)
         for number, key in holders
     )
 
 
 def _holder(blocks: KnownBlocks, candidate: Candidate, number: int) -> BlockKey | None:
-    """The block with the rows of this number; past the match there is only the last one, beside."""
+    """The block with these rows; past the matched ones that is the sibling, for the last."""
     if number < blocks.n_matched:
         return blocks.refs[number].key
     is_last = number == (candidate.n_tokens - 1) // BLOCK_TOKENS
-    return candidate.beside if is_last else None
+    return candidate.sibling if is_last else None

@@ -1,4 +1,4 @@
-"""Measured speeds, from which loading and recomputing are compared; remembered between starts."""
+"""Measured speeds, to choose between loading and prefilling; kept between starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keepwarm.prefix.blocks import Namespace
 class Rates:
     load_bytes_per_s: float = 5e8
     prefill_tokens_per_s: float = 50.0
-    measured: bool = False  # else they are guesses
+    measured: bool = False  # else defaults
 
     def saw_load(self, n_bytes: int, seconds: float) -> None:
         self.load_bytes_per_s = _blend(self.load_bytes_per_s, n_bytes, seconds)
@@ -26,7 +26,7 @@ class Rates:
 
 
 class RateBook:
-    """The rates of every model, in a small file of their own."""
+    """The rates of every model, in a small file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -35,7 +35,7 @@ class RateBook:
             known = json.loads(path.read_text())
             self._rates = {name: Rates(**rates) for name, rates in known.items()}
         except (OSError, ValueError, TypeError, AttributeError):
-            return  # guesses will do until something is measured
+            return  # use defaults until something is measured
 
     def of(self, namespace: Namespace) -> Rates:
         return self._rates.setdefault(namespace.hex(), Rates())
@@ -48,7 +48,7 @@ class RateBook:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path, json.dumps(measured))
         except OSError:
-            return  # it is only a memo
+            return  # best effort
 
 
 def _blend(rate: float, amount: float, seconds: float) -> float:

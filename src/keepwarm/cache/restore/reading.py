@@ -1,5 +1,5 @@
-"""Getting records from where they lie, beside the running model: a few threads read them, others
-have the disk bring the next."""
+"""Reading records while the model runs: reader threads read them, prefetch threads have the
+operating system load the next files."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from keepwarm.store.record import ReadBuffer, RecordView
 from keepwarm.store.tiers import Tiers
 
 LOG = logging.getLogger(__name__)
-# The best of 1 to 8 on two cores and on sixteen: more of them wait for each other's Python.
+# The best of 1 to 8 on 2 and on 16 cores: more of them contend for the interpreter lock.
 READER_THREADS = 3
-AHEAD_THREADS = 2  # so that the disk need not wait for one to get its turn
-MAX_AHEAD = 16  # records
+PREFETCH_THREADS = 2  # keep the disk busy
+MAX_PREFETCHED = 16  # records
 
 Use: TypeAlias = Callable[[Read, RecordView], None]
 
 
 class ReadOutcome(NamedTuple):
-    """The tier of each record, in order, and the blocks that were of no use."""
+    """The tier of each record, in order, and the blocks that could not be used."""
 
     tiers: list[str]
     missed: set[BlockKey]
 
 
-class Reads:
+class PendingReads:
     """Records that are being read."""
 
     def __init__(self, n_records: int) -> None:
         self.futures: list[Future[str]] = []
-        self.use: Future[Use] = Future()  # who takes the records, once that is prepared
-        self.missed: set[BlockKey] = set()  # so far
-        self.ahead = threading.Semaphore(MAX_AHEAD)  # how many more may be fetched
+        self.use: Future[Use] = Future()  # the function that takes the records, once prepared
+        self.missed: set[BlockKey] = set()
+        self.prefetch_slots = threading.Semaphore(MAX_PREFETCHED)
         self._n_records = n_records
         self._is_stopped = False
 
@@ -50,35 +50,35 @@ class Reads:
 
     def add(self, future: Future[str]) -> None:
         self.futures.append(future)
-        future.add_done_callback(lambda _: self.ahead.release())
+        future.add_done_callback(lambda _: self.prefetch_slots.release())
 
-    def has(self, number: int) -> bool:
-        """Whether nobody needs that record brought nearer."""
+    def is_prefetch_useless(self, number: int) -> bool:
+        """Whether that record has been read, or reading was stopped."""
         n_begun = len(self.futures)
         return self._is_stopped or (number < n_begun and self.futures[number].done())
 
     def stop(self) -> None:
-        """Begin no more of them."""
+        """Start no more reads."""
         self._is_stopped = True
         self.use.cancel()
         for future in self.futures:
             future.cancel()
-        self.ahead.release(self._n_records)  # nobody need wait who would have fetched them
+        self.prefetch_slots.release(self._n_records)  # wake the prefetch threads
 
     def outcome(self) -> ReadOutcome:
-        """Wait for all of them."""
+        """Wait for all reads."""
         return ReadOutcome([future.result() for future in self.futures], self.missed)
 
 
 class _PerThread(threading.local):
-    """Memory that each reader uses for one tensor after the other."""
+    """A buffer that each reader thread reuses for every tensor."""
 
     def __init__(self) -> None:
         self.buffer = ReadBuffer()
 
 
 class Reader:
-    """Reads the records of a plan in several threads, each putting its own where it belongs."""
+    """Reads the records of a plan in several threads."""
 
     def __init__(self, tiers: Tiers, n_threads: int = READER_THREADS) -> None:
         self._tiers = tiers
@@ -89,22 +89,24 @@ class Reader:
         self._background = ThreadPoolExecutor(
             self.n_threads, thread_name_prefix="keepwarm-background"
         )
-        self._ahead = ThreadPoolExecutor(AHEAD_THREADS, thread_name_prefix="keepwarm-ahead")
+        self._prefetch_pool = ThreadPoolExecutor(
+            PREFETCH_THREADS, thread_name_prefix="keepwarm-prefetch"
+        )
 
     def start(
         self, reads: Sequence[Read], prepare: Callable[[], Use], in_background: bool = False
-    ) -> Reads:
-        """Hand every record, at least one, to what `prepare` returns, in no order; the first miss
-        or refusal ends it. While that is prepared files are opened and fetched already.
+    ) -> PendingReads:
+        """Pass every record, in no order, to the function that `prepare` returns; stop at the
+        first miss or refusal. Files are opened and prefetched while `prepare` runs.
 
-        Each thread has one tensor in hand at a time: memory stays small, and in reach. What is
-        read aside has threads of its own, so that nobody who waits stands behind it.
+        Each thread holds one tensor at a time, so memory stays small. Background reads have
+        threads of their own, so that other requests do not queue behind them.
         """
-        pool, started = self._background if in_background else self._pool, Reads(len(reads))
+        pool, started = self._background if in_background else self._pool, PendingReads(len(reads))
         try:
             if CAN_PREFETCH and not in_background:
                 for number, read in enumerate(reads):
-                    self._ahead.submit(self._fetch, started, number, read)
+                    self._prefetch_pool.submit(self._prefetch, started, number, read)
             for read in reads:
                 started.add(pool.submit(self._one, started, read))
             started.use.set_result(prepare())
@@ -113,8 +115,8 @@ class Reader:
             raise
         return started
 
-    def _one(self, started: Reads, read: Read) -> str:
-        """Read a record, and say from which tier."""
+    def _one(self, started: PendingReads, read: Read) -> str:
+        """Read a record; the tier it came from, or "" if it could not be used."""
 
         def use(record: RecordView) -> None:
             started.use.result()(read, record)
@@ -124,21 +126,21 @@ class Reader:
         try:
             tier = self._tiers.visit(read.key, read.part, use, self._own.buffer)
         except CacheError as error:
-            LOG.warning("a block is of no use: %s", error)
+            LOG.warning("a block could not be used: %s", error)
             tier = None
         if tier is None:
             started.missed.add(read.key)
         return tier or ""
 
-    def _fetch(self, started: Reads, number: int, read: Read) -> None:
-        """Have a record brought nearer, so that the disk works on while threads are at theirs.
+    def _prefetch(self, started: PendingReads, number: int, read: Read) -> None:
+        """Have the operating system load a record while reader threads process earlier ones.
 
-        Not too far ahead: where memory is short, the first would be gone before they are read.
+        Not too far ahead: if memory is short, it would be dropped before it is read.
         """
-        started.ahead.acquire()
-        if not started.has(number):
+        started.prefetch_slots.acquire()
+        if not started.is_prefetch_useless(number):
             self._tiers.prefetch(read.key, read.part)
 
     def close(self) -> None:
-        for pool in (self._pool, self._background, self._ahead):
+        for pool in (self._pool, self._background, self._prefetch_pool):
             pool.shutdown(wait=True, cancel_futures=True)

@@ -14,14 +14,14 @@ LOG = logging.getLogger(__name__)
 
 
 def records_of(namespace: Namespace, ref: BlockRef, block: Block) -> Iterator[Record]:
-    """One record for each part that holds something; bytes are shared with the block.
+    """One record for each part that is not empty; bytes are shared with the block.
 
-    A block that holds nothing, before a state or a window, still says its tokens: as no rows of a
-    window. Else nobody could tell of which conversation that state is.
+    A block without rows, before a state or a window, is a window record with zero rows: its tokens
+    are needed to tell which conversation the state belongs to.
     """
     parts = {part: tensors for part, tensors in _parts(block).items() if tensors}
     for part, tensors in (parts or {Part.WINDOW: {}}).items():
-        _tell(part, ref, tensors)
+        _log_shapes(part, ref, tensors)
         header = Header(
             namespace, ref.key, ref.parent, part, ref.number, ref.tokens, _extra(part, block)
         )
@@ -30,7 +30,7 @@ def records_of(namespace: Namespace, ref: BlockRef, block: Block) -> Iterator[Re
 
 
 def block_of(record: Record | RecordView) -> Block:
-    """What one record knows of its block. Nothing is copied: the bytes stay the record's."""
+    """The part of a block that is in one record; nothing is copied."""
     header, arrays = record.header, {t.name: _array_of(t) for t in record.tensors}
     return Block(
         index=header.number,
@@ -48,9 +48,9 @@ def _array_of(tensor: Tensor | UnreadTensor) -> HostArray:
     return from_buffer(tensor.dtype, tensor.shape, tensor.data)
 
 
-def _tell(part: Part, ref: BlockRef, tensors: Mapping[str, Rows]) -> None:
-    """The shapes of what is saved, for whoever looks for a wrong one."""
-    if LOG.isEnabledFor(logging.DEBUG):  # hundreds of tensors a block are long to write
+def _log_shapes(part: Part, ref: BlockRef, tensors: Mapping[str, Rows]) -> None:
+    """For debugging wrong shapes."""
+    if LOG.isEnabledFor(logging.DEBUG):  # a block has hundreds of tensors
         shapes = (f"{name} shape={tuple(array.shape)}" for name, array in tensors.items())
         LOG.debug("%s of block %d: %s", part.name.lower(), ref.number, ", ".join(shapes))
 

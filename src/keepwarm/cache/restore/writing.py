@@ -1,8 +1,8 @@
-"""Getting records to disk beside the running model.
+"""Writing records to disk while the model runs.
 
-A record is findable from the moment it is put: it waits in a memory tier of its own until it is on
-disk. That tier is the bounded queue: when it is full it lets go of its least valuable records,
-deepest first, exactly as every tier does.
+A record can be found as soon as it is put: until it is on disk it is in a memory tier of its own.
+That tier is the bounded queue: when full it evicts the least valuable records, deepest first, as
+every tier does.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from keepwarm.store.tier import BlockInfo, PutResult, Tier
 from keepwarm.store.tiers import Tiers
 
 LOG = logging.getLogger(__name__)
-MAX_DEFERRAL_S = 2.0  # a save waits for restores, but not for ever
-WRITE_BACKOFF_S = 60.0  # a disk that took no save is not offered old blocks again for so long
+MAX_DEFERRAL_S = 2.0  # how long a save waits for restores
+WRITE_BACKOFF_S = 60.0  # seconds without re-saves after a refusal
 
 
 @dataclass(frozen=True)
 class WriteStats:
     written_records: int = 0
     written_bytes: int = 0
-    dropped: int = 0  # saves given up for lack of room in the queue
+    dropped: int = 0  # saves for which the queue had no room
     failed: int = 0  # saves that the disk refused
-    over_budget: int = 0  # saves given up because today's writes are used up
+    over_budget: int = 0  # saves beyond today's write budget
 
 
 class Saver(Protocol):
     """Where captured records go."""
 
-    def put(self, record: Record, policy: Policy, loose: bool = False) -> None:
-        """Make a record findable at once and, where the policy says so, durable in its own time.
+    def put(self, record: Record, policy: Policy, memory_only: bool = False) -> None:
+        """Make a record findable now and, if the policy says so, durable later.
 
-        Loose window rows are the first to go from memory, and no file is written for them.
+        Window rows that are `memory_only` are evicted first and never written to disk.
         """
 
     def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
-        """Which blocks are, or will be, where they last as long as records do here."""
+        """Which of these blocks are saved, or queued to be."""
 
     def accepts_resaves(self, policy: Policy) -> bool:
-        """Whether blocks that are known, and not kept, are worth being put again."""
+        """Whether blocks that are in memory only should be put again."""
 
     def flush(self) -> None:
-        """Return once everything put so far is on disk or was given up."""
+        """Return once everything put so far is on disk or has been dropped."""
 
     def restoring(self) -> AbstractContextManager[None]:
         """While inside, saves wait."""
@@ -62,7 +62,7 @@ class Saver(Protocol):
     def stats(self) -> WriteStats: ...
 
     def close(self) -> None:
-        """Write what is queued, then stop."""
+        """Write the queue, then stop."""
 
 
 class MemorySaver:
@@ -71,13 +71,13 @@ class MemorySaver:
     def __init__(self, memory: Tier) -> None:
         self._memory = memory
 
-    def put(self, record: Record, policy: Policy, loose: bool = False) -> None:  # noqa: ARG002
-        _put_in_memory(self._memory, record, loose)
+    def put(self, record: Record, policy: Policy, memory_only: bool = False) -> None:  # noqa: ARG002
+        _put_in_memory(self._memory, record, memory_only)
 
     def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         memory = self._memory
-        loose = memory.demoted_windows(keys) if isinstance(memory, MemoryTier) else set()
-        return memory.have([key for key in keys if key not in loose])
+        demoted = memory.demoted_windows(keys) if isinstance(memory, MemoryTier) else set()
+        return memory.have([key for key in keys if key not in demoted])
 
     def accepts_resaves(self, policy: Policy) -> bool:  # noqa: ARG002
         return False
@@ -96,7 +96,7 @@ class MemorySaver:
 
 
 class Writer:
-    """Puts records on disk, in order, off the request path; restores go first."""
+    """Writes records to disk, in order, on its own thread; restores have priority."""
 
     def __init__(
         self, memory: Tier | None, disk: Tier, max_queued_bytes: int, wear: Wear | None = None
@@ -111,16 +111,16 @@ class Writer:
         self._restores = 0
         self._closing = False
         self._n_put = self._n_done = 0  # records
-        self._n_flushing = 0  # who wait for all that was put
+        self._n_flushing = 0  # threads waiting in `flush`
         self._backoff_until = 0.0  # by the monotonic clock
         self._stats = WriteStats()
         self._thread = threading.Thread(target=self._run, name="keepwarm-writer", daemon=True)
         self._thread.start()
 
-    def put(self, record: Record, policy: Policy, loose: bool = False) -> None:
+    def put(self, record: Record, policy: Policy, memory_only: bool = False) -> None:
         if self._memory is not None:
-            _put_in_memory(self._memory, record, loose)
-        if loose or not policy.to_disk:
+            _put_in_memory(self._memory, record, memory_only)
+        if memory_only or not policy.to_disk:
             return
         with self._changed:
             if self._is_orphan(record):
@@ -136,7 +136,7 @@ class Writer:
         return record.header.part in _parts(self.queued, record.header.key)
 
     def _is_orphan(self, record: Record) -> bool:
-        """Rows are of no use without those before them: with a save its descendants are dropped."""
+        """Whether its parent is not saved: rows are useless without those before them."""
         header = record.header
         if header.part is not Part.DELTA or header.number == 0:
             return False
@@ -146,9 +146,9 @@ class Writer:
         return Tiers([("queue", self.queued), ("disk", self._disk)]).have(keys)
 
     def accepts_resaves(self, policy: Policy) -> bool:
-        """Cutting them takes the engine's time: after a refusal only for who wants them safe."""
-        in_time = time.monotonic() >= self._backoff_until
-        return policy is Policy.DURABLE or (policy.to_disk and in_time)
+        """Slicing blocks takes the engine's time, so after a refusal only for durable requests."""
+        is_over = time.monotonic() >= self._backoff_until
+        return policy is Policy.DURABLE or (policy.to_disk and is_over)
 
     def flush(self) -> None:
         with self._changed:
@@ -183,7 +183,7 @@ class Writer:
         while (item := self._next()) is not None:
             try:
                 self._write(*item)
-            except Exception:  # the writer must outlive any one record
+            except Exception:  # one bad record must not stop the writer thread
                 LOG.exception("a block could not be saved")
                 self._count(failed=1)
             with self._changed:
@@ -195,11 +195,11 @@ class Writer:
             self._changed.wait_for(lambda: self._order or self._closing)
             if not self._order:
                 return None
-            self._changed.wait_for(lambda: not self._gives_way(), MAX_DEFERRAL_S)
+            self._changed.wait_for(lambda: not self._must_wait(), MAX_DEFERRAL_S)
             return self._order.popleft()
 
-    def _gives_way(self) -> bool:
-        """To restores, unless somebody waits or much is queued: what finds no room is lost."""
+    def _must_wait(self) -> bool:
+        """For restores, unless a flush waits or the queue is half full and may drop records."""
         if not self._restores or self._closing or self._n_flushing:
             return False
         return 2 * self.queued.stats().n_bytes < self._max_queued_bytes
@@ -227,7 +227,7 @@ class Writer:
         if put.durable.exception() is not None:
             self._refused(failed=1)
         elif record.header.part not in _parts(self._disk, record.header.key):
-            self._refused()  # the tier counts that
+            self._refused()  # the tier counts it
 
     def _refused(self, **why: int) -> None:
         self._backoff_until = time.monotonic() + WRITE_BACKOFF_S
@@ -250,11 +250,11 @@ def _put(tier: Tier, record: Record) -> PutResult:
     return put
 
 
-def _put_in_memory(memory: Tier, record: Record, loose: bool) -> None:
+def _put_in_memory(memory: Tier, record: Record, memory_only: bool) -> None:
     put = _put(memory, record)
     if record.header.part is not Part.WINDOW or not isinstance(memory, MemoryTier):
         return
-    if not loose:
+    if not memory_only:
         memory.promote_window(record.header.key)
     elif put.stored:
         memory.demote_window(record.header.key)
