@@ -119,7 +119,7 @@ class Case:
             self.model,
             self.tokens,
             lambda checkpoint, prefill: capture.capture(prefill.caches, prefill.n_done, checkpoint),
-            exact_places=self.manager.needs.checkpoints,
+            needs_checkpoints=self.manager.needs.checkpoints,
         )
         capture.finish(self.tokens, caches)
         seconds = (time.perf_counter() - started,)
@@ -179,19 +179,19 @@ def _prefilled(
     model: Model,
     tokens: list[int],
     keep: Callable[[bool, Prefill], None] | None,
-    exact_places: bool = False,
+    needs_checkpoints: bool = False,
 ) -> kv.Caches:
     prefill = Prefill(
         model.module,
         tokens,
         kv.make_caches(model.module),
         0,
-        exact_places=exact_places,
+        needs_checkpoints=needs_checkpoints,
     )
-    while prefill.n_left:
+    while prefill.n_done < len(tokens):
         prefill.feed(SLICE)
         if keep is not None:
-            keep(prefill.at_cut, prefill)
+            keep(prefill.is_at_cut, prefill)
     return prefill.caches
 
 

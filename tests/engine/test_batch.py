@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm import kv
 from keepwarm.engine.batch import Batch, Row
-from keepwarm.engine.sampling import Chooser
+from keepwarm.engine.sampling import Sampler
 from keepwarm.text.request import Delta, Sampling
 from tests.kit.engines import ask, engine_on
 from tests.kit.models import ARCHITECTURES
@@ -24,7 +24,7 @@ VOCABULARY = 128
 
 
 def row_of(tokens, **wishes) -> Row:
-    return Row(tokens, Chooser(Sampling(**wishes), VOCABULARY, tokens), top_logprobs=None)
+    return Row(tokens, Sampler(Sampling(**wishes), VOCABULARY, tokens), top_logprobs=None)
 
 
 def join(batch: Batch, module, prompt, **wishes) -> Row:
@@ -32,19 +32,19 @@ def join(batch: Batch, module, prompt, **wishes) -> Row:
     prefill(module, caches, prompt[:-1])
     logits = module(mx.array([[prompt[-1]]]), cache=caches)[:, -1, :]
     kv.evaluate(caches)
-    batch.join(row, caches, row.choose_first(logits))
+    batch.join(row, caches, row.sample_first(logits))
     return row
 
 
 def feed(batch: Batch) -> None:
     batch.feed()
-    for row, token in batch.give():
-        row.fed(token)
+    for row, token in batch.emit():
+        row.append(token)
 
 
 def step(batch: Batch) -> None:
     feed(batch)
-    assert not batch.choose()
+    assert not batch.sample()
 
 
 def said(row: Row, prompt) -> list[int]:
@@ -113,7 +113,7 @@ def test_rows_between_feed_and_choose(tiny_model):
     feed(batch)
     (caches,) = batch.leave([rows[1]])
     assert continue_from(module, caches, [5], 2).tokens
-    batch.choose()
+    batch.sample()
     for _ in range(3):
         step(batch)
     for i in (0, 2):
@@ -139,15 +139,15 @@ def test_a_batch_that_is_given_up_tells_what_was_chosen(tiny_model, fed):
     caches = prefill(module, make_prompt_cache(module), row.tokens[:-1])
     logits = module(mx.array([[row.tokens[-1]]]), cache=caches)[:, -1, :]
     again: Batch[Row] = Batch(module)
-    again.join(row, caches, row.choose_first(logits))
+    again.join(row, caches, row.sample_first(logits))
     while len(row.tokens) < len(twin.tokens):
         step(again)
     assert row.tokens == twin.tokens
 
 
-class Stuck(Chooser):
+class Stuck(Sampler):
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         return False
 
     def adjust(self, logits: mx.array) -> mx.array:
@@ -161,9 +161,9 @@ def test_a_row_whose_rules_fail_is_named(tiny_model):
     prompt = prompt_of(15)
     row = join(batch, module, prompt)
     bad = join(batch, module, prompt_of(9, 1))
-    bad.chooser = Stuck(Sampling(), VOCABULARY)
+    bad.sampler = Stuck(Sampling(), VOCABULARY)
     feed(batch)
-    failed = batch.choose()
+    failed = batch.sample()
     assert list(failed) == [bad]
     batch.leave([bad])
     for _ in range(3):

@@ -43,7 +43,7 @@ def engine(models, tmp_path, request) -> Iterator[Engine]:
     model = models.of(request.param)
     model = replace(model, module=Halting(model.module.model))
     with engine_on(model, tmp_path) as engine:
-        engine._scheduler.pace.max_slice = SLICE
+        engine._scheduler.slice_sizer.max_slice = SLICE
         yield engine
 
 

@@ -15,7 +15,8 @@ import pytest
 from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.jobs import Sequence
+from keepwarm.engine.jobs import RunningSequence
+from keepwarm.engine.lane import Lane
 from keepwarm.errors import Cancelled, InsufficientResources, Stopping
 from keepwarm.prefix.blocks import chain
 from keepwarm.text.prepare import PreparedRequest
@@ -35,11 +36,11 @@ class Slow(Engine):
     ready: threading.Event | None = None
     looking = threading.Event()
 
-    def prepare(self, request: Request) -> PreparedRequest:
+    def _prepare(self, request: Request) -> tuple[PreparedRequest, Lane]:
         if self.ready is not None:
             self.looking.set()
             assert self.ready.wait(PATIENCE_S)
-        return super().prepare(request)
+        return super()._prepare(request)
 
 
 def test_an_answer_ends_though_its_end_cannot_be_noted(models, tmp_path):
@@ -59,7 +60,7 @@ def test_who_comes_to_a_closing_door_is_refused_at_once(models, tmp_path):
         assert engine.looking.wait(PATIENCE_S)
         engine._chores._pool.submit(written.wait)  # something is still to be on disk
         closing = pool.submit(engine.close)
-        while engine.accepting:
+        while engine._accepting:
             time.sleep(0.001)
         engine.call(lambda: None).result(PATIENCE_S)  # all that ran has been ended
         engine.ready.set()
@@ -162,15 +163,15 @@ def busy_disk(engine: Engine) -> None:
 class SlowDisk(Engine):
     """After the first of several answers was kept, the disk takes its time."""
 
-    def _kept(self, sequence: Sequence) -> None:
-        super()._kept(sequence)
+    def _on_kept(self, sequence: RunningSequence) -> None:
+        super()._on_kept(sequence)
         if sequence.choice == 0:
             self._chores.settle()
             busy_disk(self)
 
 
 def on_disk(engine: Engine, tokens: list[int]) -> bool:
-    manager = engine._lanes.of(engine.config.kv, "").manager
+    manager = engine._lanes.get(engine.config.kv, "").manager
     keys = [ref.key for ref in chain(manager.namespace, tokens)]
     return set(keys) <= set(engine.store.on_disk.disk.have(keys))
 
@@ -219,7 +220,7 @@ def test_an_answer_that_was_cut_short_is_not_audited(models, tmp_path):
 
 def spoil(engine: Engine, prompt: list[int]) -> None:
     """What is live of a prompt becomes something else, and nobody is told."""
-    namespace = engine._lanes.of(engine.config.kv, "").manager.namespace
+    namespace = engine._lanes.get(engine.config.kv, "").manager.namespace
     taken = engine.live.take(namespace, prompt)
     assert taken is not None
     for cache in taken.caches:

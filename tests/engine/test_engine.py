@@ -155,7 +155,7 @@ def test_a_prompt_is_read_and_kept_without_an_answer(engine, exam):
 
 def test_a_look_up_changes_nothing(engine):
     prompt = prompt_of(300)
-    assert engine.lookup(Request(prompt=prompt)).warm_tokens == 0
+    assert engine.lookup(Request(prompt=prompt)).warm == {}
     engine.submit(ask(prompt, 4)).result()
     for _ in range(2):
         found = engine.lookup(Request(prompt=[*prompt, 1, 2]))
@@ -237,7 +237,7 @@ def test_several_prompts_are_read_fairly(models, tmp_path):
     """A short prompt that comes after a long one does not wait for all of it."""
     model = models.of("llama")
     with engine_on(model, tmp_path) as engine:
-        engine._scheduler.pace.max_slice = 50
+        engine._scheduler.slice_sizer.max_slice = 50
         with held(engine):
             long = engine.submit(ask(prompt_of(2000), 1))
             short = engine.submit(ask(prompt_of(100, 1), 1))
@@ -249,7 +249,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(models, tmp_path):
     model = replace(model, module=Watched(model.module.model, slow_s=0.002))
     with engine_on(model, tmp_path) as engine:
         prompt = prompt_of(1000)
-        with pytest.raises(TimedOut, match="asking again is quicker"):
+        with pytest.raises(TimedOut, match="a retry is faster"):
             engine.submit(ask(prompt, 5, timeout_s=1.0)).result()  # while it is read
         with pytest.raises(TimedOut):
             engine.submit(ask(prompt_of(10, 2), 2000, timeout_s=0.5)).result()  # while it speaks
@@ -259,7 +259,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(models, tmp_path):
 
 def test_cancelling_keeps_what_was_computed(engine, exam):
     """Within a step: while a prompt is read, and while an answer is spoken."""
-    engine._scheduler.pace.max_slice = 100
+    engine._scheduler.slice_sizer.max_slice = 100
     prompt = prompt_of(3000)
     answer = engine.submit(ask(prompt, 5))
     assert isinstance(next(answer), Started)

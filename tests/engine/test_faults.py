@@ -13,7 +13,8 @@ import pytest
 from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.sampling import Chooser
+from keepwarm.engine.lane import Lane
+from keepwarm.engine.sampling import Sampler
 from keepwarm.errors import KeepwarmError
 from keepwarm.models.load import Model
 from keepwarm.text.prepare import PreparedRequest
@@ -85,7 +86,7 @@ class StuckRule:
         return
 
 
-class Keyless(Chooser):
+class Keyless(Sampler):
     """Has nothing to draw with."""
 
     @property
@@ -182,7 +183,7 @@ def test_prefill_of_states(model_of, models, tmp_path, architecture):
                 raise ValueError("a kernel failed")
 
         model.module.fault = fault
-        engine._scheduler.pace.max_slice = 40
+        engine._scheduler.slice_sizer.max_slice = 40
         assert "a kernel failed" in error_of(engine.submit(ask(prompt, 4)))
         assert model.module.fed > 256 + 40
         model.module.fault = None
@@ -275,9 +276,10 @@ def test_detokenise(model_of, models, tmp_path, architecture):
 class WithRule(Engine):
     """Gives requests of agent `stuck` a rule that breaks."""
 
-    def prepare(self, request: Request) -> PreparedRequest:
-        prepared = super().prepare(request)
-        return replace(prepared, start=StuckRule()) if request.agent == "stuck" else prepared
+    def _prepare(self, request: Request) -> tuple[PreparedRequest, Lane]:
+        prepared, lane = super()._prepare(request)
+        is_stuck = request.agent == "stuck"
+        return replace(prepared, start=StuckRule()) if is_stuck else prepared, lane
 
 
 @each_batched
@@ -309,7 +311,7 @@ def test_drawing(model_of, tmp_path):
         def break_it() -> None:
             others, last = engine._scheduler.rows
             assert others.job.answer is again
-            last.chooser = Keyless(broken.sampling, 128)
+            last.sampler = Keyless(broken.sampling, 128)
 
         engine.call(break_it).result()
         assert "no key" in error_of(faulty)
@@ -376,7 +378,7 @@ def test_capture(model_of, models, tmp_path, architecture, policy):
 
 
 def lane_of(engine: Engine) -> Any:
-    return engine.call(lambda: engine._lanes.of(engine.config.kv, "")).result()
+    return engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
 
 
 # -- the loop itself ------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def load(architecture: str, n_requests: int, home: Path) -> dict[str, Any]:
         work.run(n_requests - 200)
         at_last = at_rest(engine)
         stats = engine.stats()
-        lane = engine.call(lambda: engine._lanes.of(engine.config.kv, "")).result()
+        lane = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
         restore_failures = lane.manager.restore_failures
     tiers = stats.tiers.values()
     return {

@@ -120,7 +120,7 @@ def test_a_leader_cancelled_half_way(models, tmp_path):
     model = models.of("llama")
     prompts = agents(3)
     with engine_on(model, tmp_path) as engine:
-        engine._scheduler.pace.max_slice = 50
+        engine._scheduler.slice_sizer.max_slice = 50
         leader, *others = ask_together(engine, [ask(prompt, N) for prompt in prompts])
         events = [next(leader), next(leader), next(leader)]  # started, and two slices
         leader.cancel()
@@ -171,7 +171,7 @@ def cached(engine: Engine, prompt: list[int]) -> int:
 def test_a_waiter_holds_no_memory(models, tmp_path):
     """Only what is being read or decoded is counted against the budget."""
     with engine_on(models.of("llama"), tmp_path) as engine:
-        engine._scheduler.pace.max_slice = 100
+        engine._scheduler.slice_sizer.max_slice = 100
         answers = ask_together(engine, [ask(prompt, N) for prompt in agents(6)])
         [next(answers[0]) for _ in range(3)]
         leases = engine.call(lambda: [job.lease for job in engine._scheduler.waiting]).result()
@@ -183,7 +183,7 @@ def test_a_waiter_holds_no_memory(models, tmp_path):
 
 def test_the_urgent_goes_first_and_lifts_whom_it_waits_for(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
-        engine._scheduler.pace.max_slice = 50
+        engine._scheduler.slice_sizer.max_slice = 50
         prompts = [prompt_of(500, seed=80), *agents(1)]
         urgent = [*prompts[1][:SHARED], 9, 9]
         with held(engine):

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.cache.restore.reading import Reader
-from keepwarm.engine.admission import Admission
+from keepwarm.engine.admission import kv_bytes
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import Lane
 from keepwarm.errors import Cancelled
@@ -71,7 +71,7 @@ def reader(engine: Engine) -> Iterator[Held]:
 
 
 def lane_of(engine: Engine) -> Lane:
-    return engine.call(lambda: engine._lanes.of(engine.config.kv, "")).result()
+    return engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
 
 
 def test_others_go_on_while_blocks_are_loaded(engine: Engine, reader: Held) -> None:
@@ -131,7 +131,7 @@ def test_it_may_be_cancelled_while_it_loads(engine: Engine, reader: Held) -> Non
 def test_memory_that_a_load_holds_comes_free_again(models: Models, tmp_path: Path) -> None:
     """One that does not fit beside it stands before it in the queue; both are answered."""
     model = models.of("llama")
-    n_bytes = Admission.needs(len(LONG), 6, layout_of(model))
+    n_bytes = kv_bytes(layout_of(model), len(LONG) + 6)
     with engine_on(model, tmp_path, memory=memory(batch_bytes=3 * n_bytes)) as engine:
         engine.submit(ask(LONG)).result()
         engine.call(engine.live.clear).result()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.engine.prefill import SHORT_SLICE, Pace, Prefill
+from keepwarm.engine.prefill import SHORT_SLICE, Prefill, SliceSizer
 from tests.kit.compare import TOLERANCE
 from tests.kit.models import ARCHITECTURES
 from tests.kit.runs import FedCounter, cold, prompt_of
@@ -23,7 +23,7 @@ class Read:
         self.logits = None
         while self.logits is None:
             self.logits = self.prefill.feed(at_most)
-            self.places.append((self.prefill.n_done, self.prefill.at_cut))
+            self.places.append((self.prefill.n_done, self.prefill.is_at_cut))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -32,13 +32,12 @@ def test_slices_change_nothing(tiny_model, architecture, at_most):
     """Whatever the slices, the logits after the prompt are those of a cold run."""
     module = tiny_model(architecture)
     n_tokens = 60 if at_most == 7 else 290
-    read = Read(module, n_tokens, at_most, exact_places=True)
+    read = Read(module, n_tokens, at_most, needs_checkpoints=True)
     run = cold(module, read.tokens, 1)
     logprobs = read.logits[0] - read.logits[0].logsumexp()
     assert abs(logprobs - run.logprobs[0]).max().item() <= 1.7 * TOLERANCE
     assert read.counter.fed == n_tokens
     assert read.prefill.n_done == n_tokens
-    assert read.prefill.n_left == 0
 
 
 def test_rows_are_read_in_slices_as_long_as_may_be(tiny_model):
@@ -55,7 +54,7 @@ def test_the_last_token_goes_with_a_short_slice(tiny_model):
 
 def test_states_and_windows_are_read_to_the_ends_of_blocks_and_cuts(tiny_model):
     """So that they can be restored there: every block, every message, and before the last token."""
-    read = Read(tiny_model("mamba2"), 600, 400, cuts=[100, 300], exact_places=True)
+    read = Read(tiny_model("mamba2"), 600, 400, cuts=[100, 300], needs_checkpoints=True)
     expected = [(100, True), (256, False), (300, True), (512, False), (599, True), (600, False)]
     assert read.places == expected
 
@@ -70,26 +69,26 @@ def test_a_cut_that_is_asked_for_on_the_way(tiny_model):
     module = tiny_model("llama")
     prefill = Prefill(module, prompt_of(100), make_prompt_cache(module), 0)
     prefill.feed(20)
-    assert not prefill.at_cut
-    prefill.cut_at(40)
-    prefill.cut_at(10)  # that is behind it already
+    assert not prefill.is_at_cut
+    prefill.add_cut(40)
+    prefill.add_cut(10)  # that is behind it already
     prefill.feed(100)
-    assert (prefill.n_done, prefill.at_cut) == (40, True)
+    assert (prefill.n_done, prefill.is_at_cut) == (40, True)
     assert prefill.feed(100) is not None
 
 
 def test_a_slice_takes_the_time_that_running_answers_can_bear():
-    pace = Pace(max_slice=512, patience=5)
+    sizer = SliceSizer(max_slice=512, steps_per_slice=5)
     for _ in range(20):
-        pace.saw_slice(100, 1.0)  # 10 ms a token
-        pace.saw_step(0.04)
-    assert pace.slice_tokens(decoding=True) == pytest.approx(5 * 0.04 / 0.01, abs=1)
-    assert pace.slice_tokens(decoding=False) == pytest.approx(0.5 / 0.01, abs=1)
+        sizer.record_slice(100, 1.0)  # 10 ms a token
+        sizer.record_step(0.04)
+    assert sizer.slice_tokens(decoding=True) == pytest.approx(5 * 0.04 / 0.01, abs=1)
+    assert sizer.slice_tokens(decoding=False) == pytest.approx(0.5 / 0.01, abs=1)
 
 
 def test_a_slice_has_bounds():
-    slow, fast = Pace(token_s=10.0), Pace(token_s=1e-9, max_slice=512)
+    slow, fast = SliceSizer(token_s=10.0), SliceSizer(token_s=1e-9, max_slice=512)
     assert slow.slice_tokens(decoding=True) == 16
     assert fast.slice_tokens(decoding=False) == 512
-    fast.saw_slice(1, 100.0)  # one token tells of the weights
+    fast.record_slice(1, 100.0)  # one token tells of the weights
     assert fast.slice_tokens(decoding=False) == 512

@@ -23,7 +23,7 @@ def test_a_failed_restore_is_counted_told_and_a_miss(models, tmp_path, caplog):
     """S0-03: never in silence; what the blocks before the bad one hold is still of use."""
     prompt = prompt_of(600)
     with engine_on(models.of("llama"), tmp_path, budgets=ON_DISK) as engine:
-        manager = engine.call(lambda: engine._lanes.of(engine.config.kv, "")).result().manager
+        manager = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().manager
         cold = engine.submit(ask(prompt, policy=Policy.DURABLE)).result()
         engine.call(engine.live.clear).result()
         second = manager.plan(prompt).point.reads[1].key.hex()
@@ -53,7 +53,7 @@ def test_a_failure_of_any_kind_is_counted_told_and_a_miss(models, tmp_path, capl
     """S0-03."""
     prompt = prompt_of(300)
     with engine_on(models.of("llama"), tmp_path, budgets=ON_DISK) as engine:
-        manager = engine.call(lambda: engine._lanes.of(engine.config.kv, "")).result().manager
+        manager = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().manager
         cold = engine.submit(ask(prompt, policy=Policy.DURABLE)).result()
         engine.call(engine.live.clear).result()
         manager.reader = Broken()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
-from keepwarm.engine.sampling import Chooser, logprobs_of, sample, token_info
+from keepwarm.engine.sampling import Sampler, logprobs_of, sample, token_info
 from keepwarm.errors import BadInput
 from keepwarm.text.request import Sampling, TokenInfo, TopLogprob
 from keepwarm.text.sampling_rules import check_sampling
@@ -22,9 +22,9 @@ quick = settings(max_examples=40, deadline=None)
 
 def draws(sampling, n_draws=4000, logits=LOGITS):
     """One draw from each of many seeds, all in one call."""
-    choosers = [Chooser(replace(sampling, seed=seed), len(logits)) for seed in range(n_draws)]
+    samplers = [Sampler(replace(sampling, seed=seed), len(logits)) for seed in range(n_draws)]
     rows = mx.broadcast_to(mx.array(logits), (n_draws, len(logits)))
-    return np.array(sample(choosers, rows))
+    return np.array(sample(samplers, rows))
 
 
 def softmax(scores):
@@ -85,7 +85,7 @@ def test_the_test_of_distributions_can_fail(drawn, claimed):
 def test_draws_of_one_seed_are_independent():
     """The chain of one sequence, not only the first draw of many, has the distribution."""
     sampling = Sampling(temperature=1.0, seed=3)
-    tokens = np.array(tokens_of(Chooser(sampling, N_VOCAB), [mx.array(LOGITS)] * 2000))
+    tokens = np.array(tokens_of(Sampler(sampling, N_VOCAB), [mx.array(LOGITS)] * 2000))
     assert is_drawn_from(tokens, reference(sampling))
     pairs = (tokens[:-1] == tokens[1:]).mean()
     assert abs(pairs - (reference(sampling) ** 2).sum()) < 0.04
@@ -101,13 +101,13 @@ samplings = st.builds(
 )
 
 
-def tokens_of(chooser, rows):
-    return [chosen(chooser, row) for row in rows]
+def tokens_of(sampler, rows):
+    return [chosen(sampler, row) for row in rows]
 
 
-def chosen(chooser, row):
-    token = sample([chooser], row[None]).item()
-    chooser.accept(token)
+def chosen(sampler, row):
+    token = sample([sampler], row[None]).item()
+    sampler.accept(token)
     return token
 
 
@@ -117,8 +117,8 @@ def test_neighbours_never_change_a_rows_tokens(neighbours, place, seed):
     """The same seed gives the same tokens alone and among others that come and go."""
     mine = Sampling(temperature=1.0, top_p=0.95, min_p=0.01, seed=seed)
     logits = mx.random.normal((4, N_VOCAB), key=mx.random.key(seed)) * 3
-    alone = tokens_of(Chooser(mine, N_VOCAB), logits)
-    me, others = Chooser(mine, N_VOCAB), [Chooser(other, N_VOCAB) for other in neighbours]
+    alone = tokens_of(Sampler(mine, N_VOCAB), logits)
+    me, others = Sampler(mine, N_VOCAB), [Sampler(other, N_VOCAB) for other in neighbours]
     among = []
     for row in logits:
         here = min(place, len(others))
@@ -146,7 +146,7 @@ def test_only_tokens_that_the_filters_leave_are_drawn(sampling, seed):
 
 def test_all_greedy_is_the_best_token_of_each_row():
     rows = mx.random.normal((5, N_VOCAB), key=mx.random.key(0))
-    tokens = sample([Chooser(Sampling(), N_VOCAB) for _ in range(5)], rows)
+    tokens = sample([Sampler(Sampling(), N_VOCAB) for _ in range(5)], rows)
     assert tokens.dtype == mx.uint32
     assert tokens.tolist() == mx.argmax(rows, axis=-1).tolist()
 
@@ -154,41 +154,41 @@ def test_all_greedy_is_the_best_token_of_each_row():
 def test_greedy_and_drawn_rows_mix():
     rows = mx.random.normal((6, N_VOCAB), key=mx.random.key(0))
     hot = Sampling(temperature=5.0, seed=1)
-    choosers = [Chooser(Sampling() if i % 2 else hot, N_VOCAB) for i in range(6)]
-    tokens = sample(choosers, rows).tolist()
+    samplers = [Sampler(Sampling() if i % 2 else hot, N_VOCAB) for i in range(6)]
+    tokens = sample(samplers, rows).tolist()
     assert tokens[1::2] == mx.argmax(rows, axis=-1).tolist()[1::2]
-    assert tokens[::2] == [sample([Chooser(hot, N_VOCAB)], row[None]).item() for row in rows[::2]]
+    assert tokens[::2] == [sample([Sampler(hot, N_VOCAB)], row[None]).item() for row in rows[::2]]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_equal_logits_of_half_precision_are_no_obstacle(dtype):
     """Filters are thresholds: tokens that are equal are kept or dropped together."""
     logits = mx.array([[1.0, 1.0, 1.0, 0.0]]).astype(dtype)
-    choosers = [Chooser(Sampling(temperature=1.0, top_k=2, seed=i), 4) for i in range(64)]
-    tokens = sample(choosers, mx.broadcast_to(logits, (64, 4)))
+    samplers = [Sampler(Sampling(temperature=1.0, top_k=2, seed=i), 4) for i in range(64)]
+    tokens = sample(samplers, mx.broadcast_to(logits, (64, 4)))
     assert set(tokens.tolist()) == {0, 1, 2}
 
 
 def test_the_coldest_draw_in_half_precision_is_the_best_token():
     logits = mx.log(mx.array([[0.1, 0.9]])).astype(mx.float16)
-    assert sample([Chooser(Sampling(temperature=1e-6, seed=0), 2)], logits).item() == 1
+    assert sample([Sampler(Sampling(temperature=1e-6, seed=0), 2)], logits).item() == 1
 
 
 def test_without_a_seed_every_sequence_draws_its_own():
     flat = mx.zeros((8, 4096))
-    assert len(set(tokens_of(Chooser(Sampling(temperature=1.0), 4096), flat))) > 1
-    fresh = [Chooser(Sampling(temperature=1.0), 4096) for _ in range(8)]
+    assert len(set(tokens_of(Sampler(Sampling(temperature=1.0), 4096), flat))) > 1
+    fresh = [Sampler(Sampling(temperature=1.0), 4096) for _ in range(8)]
     assert len(set(sample(fresh, flat).tolist())) > 1
 
 
 def test_a_draw_that_is_made_again_is_the_same_draw():
     """What was drawn and lost, because something else failed, costs nobody a key."""
     sampling, flat = Sampling(temperature=1.0, seed=7), mx.zeros((6, 4096))
-    calm, shaken = tokens_of(Chooser(sampling, 4096), flat), []
-    chooser = Chooser(sampling, 4096)
+    calm, shaken = tokens_of(Sampler(sampling, 4096), flat), []
+    sampler = Sampler(sampling, 4096)
     for row in flat:
-        lost = [sample([chooser], row[None]).item() for _ in range(2)]
-        shaken.append(chosen(chooser, row))
+        lost = [sample([sampler], row[None]).item() for _ in range(2)]
+        shaken.append(chosen(sampler, row))
         assert set(lost) == {shaken[-1]}
     assert shaken == calm
     assert len(set(calm)) > 1
@@ -197,19 +197,19 @@ def test_a_draw_that_is_made_again_is_the_same_draw():
 def test_the_answers_of_one_request_differ_and_repeat():
     sampling, flat = Sampling(temperature=1.0, seed=11), mx.zeros((4, 4096))
     first, second = (
-        sample([Chooser(sampling, 4096, choice=i) for i in range(4)], flat).tolist()
+        sample([Sampler(sampling, 4096, choice=i) for i in range(4)], flat).tolist()
         for _ in range(2)
     )
     assert first == second
     assert len(set(first)) == 4
-    assert first[0] == sample([Chooser(sampling, 4096)], flat[:1]).item()
+    assert first[0] == sample([Sampler(sampling, 4096)], flat[:1]).item()
 
 
 # Penalties and bias
 
 
-def adjusted(chooser, logits=LOGITS):
-    return np.array(chooser.adjust(mx.array(logits)[None])[0])
+def adjusted(sampler, logits=LOGITS):
+    return np.array(sampler.adjust(mx.array(logits)[None])[0])
 
 
 def penalised(sampling, prompt, answer, logits):
@@ -242,14 +242,14 @@ tokens_in = st.lists(st.integers(0, N_VOCAB - 1), max_size=30)
     tokens_in,
 )
 def test_penalties_and_bias_are_what_a_plain_loop_gives(sampling, prompt, answer):
-    chooser = Chooser(sampling, N_VOCAB, prompt)
+    sampler = Sampler(sampling, N_VOCAB, prompt)
     for i, token in enumerate(answer):
         if i % 7 == 0:
             expected = penalised(sampling, prompt, answer[:i], LOGITS)
-            np.testing.assert_allclose(adjusted(chooser), expected, rtol=1e-5, atol=1e-4)
-        chooser.accept(token)
+            np.testing.assert_allclose(adjusted(sampler), expected, rtol=1e-5, atol=1e-4)
+        sampler.accept(token)
     expected = penalised(sampling, prompt, answer, LOGITS)
-    np.testing.assert_allclose(adjusted(chooser), expected, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(adjusted(sampler), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -264,27 +264,27 @@ def test_penalties_and_bias_are_what_a_plain_loop_gives(sampling, prompt, answer
     ],
 )
 def test_a_row_without_rules_is_plain(sampling, plain):
-    chooser = Chooser(sampling, N_VOCAB)
-    assert chooser.plain is plain
-    assert not chooser.finished
+    sampler = Sampler(sampling, N_VOCAB)
+    assert sampler.is_plain is plain
+    assert not sampler.is_finished
     if plain:
-        assert (adjusted(chooser) == LOGITS).all()
+        assert (adjusted(sampler) == LOGITS).all()
 
 
 def test_a_bias_bans_and_forces():
     best = int(LOGITS.argmax())
-    banned = Chooser(Sampling(logit_bias={best: -100}), N_VOCAB)
-    forced = Chooser(Sampling(logit_bias={7: 100}, temperature=1.0), N_VOCAB)
+    banned = Sampler(Sampling(logit_bias={best: -100}), N_VOCAB)
+    forced = Sampler(Sampling(logit_bias={7: 100}, temperature=1.0), N_VOCAB)
     assert adjusted(banned).argmax() != best
     assert sample([forced], forced.adjust(mx.array(LOGITS)[None])).item() == 7
 
 
 def test_a_stop_token_is_no_part_of_the_answer():
-    chooser = Chooser(Sampling(presence_penalty=1.0), N_VOCAB, stop_tokens={2})
-    chooser.accept(2)
-    assert (adjusted(chooser) == LOGITS).all()
-    chooser.accept(3)
-    assert adjusted(chooser)[3] == LOGITS[3] - 1
+    sampler = Sampler(Sampling(presence_penalty=1.0), N_VOCAB, stop_tokens={2})
+    sampler.accept(2)
+    assert (adjusted(sampler) == LOGITS).all()
+    sampler.accept(3)
+    assert adjusted(sampler)[3] == LOGITS[3] - 1
 
 
 # Log-probabilities
@@ -360,5 +360,5 @@ def test_whatever_means_something_is_taken():
         stop=("x",) * 16,
     )
     check_sampling(edges, N_VOCAB)
-    chooser = Chooser(edges, N_VOCAB)
-    assert sample([chooser], chooser.adjust(mx.array(LOGITS)[None])).item() == 23
+    sampler = Sampler(edges, N_VOCAB)
+    assert sample([sampler], sampler.adjust(mx.array(LOGITS)[None])).item() == 23

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.jobs import Sequence
+from keepwarm.engine.jobs import RunningSequence
 from tests.kit.engines import ask, engine_on, tokens_of
 from tests.kit.runs import prompt_of
 
@@ -18,10 +18,10 @@ LATE_S = 0.2
 class Late(Engine):
     """Takes its time between the last event of an answer and keeping it, and then to note it."""
 
-    def _kept(self, sequence: Sequence) -> None:
+    def _on_kept(self, sequence: RunningSequence) -> None:
         time.sleep(LATE_S)
         self._chores._pool.submit(time.sleep, LATE_S)
-        super()._kept(sequence)
+        super()._on_kept(sequence)
 
 
 @pytest.fixture

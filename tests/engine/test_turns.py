@@ -8,7 +8,7 @@ import pytest
 
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.scheduler import MAX_BESIDE, MAX_READINGS
+from keepwarm.engine.scheduler import MAX_EXTRA_PREFILLS, MAX_PREFILLS
 from keepwarm.text.request import Started
 from tests.kit.engines import Exam, ask, engine_on, held
 from tests.kit.runs import prompt_of
@@ -20,7 +20,7 @@ LONG = 10 * SLICE
 @pytest.fixture(params=["llama", "mamba2"])
 def engine(models, tmp_path, request) -> Iterator[Engine]:
     with engine_on(models.of(request.param), tmp_path) as engine:
-        engine._scheduler.pace.max_slice = SLICE
+        engine._scheduler.slice_sizer.max_slice = SLICE
         yield engine
 
 
@@ -44,7 +44,7 @@ def test_who_is_warm_waits_for_nobody_who_is_cold(engine, models):
     exam = Exam(models.module(engine.model.name))
     prompt = warmed(engine, seed=1)
     with held(engine):
-        cold = [engine.submit(ask(long, 2)) for long in long_prompts(MAX_READINGS + 1)]
+        cold = [engine.submit(ask(long, 2)) for long in long_prompts(MAX_PREFILLS + 1)]
         warm = engine.submit(ask(prompt, 2))
     result = warm.result()
     exam.add(prompt, result.choices[0])
@@ -56,8 +56,8 @@ def test_who_is_warm_waits_for_nobody_who_is_cold(engine, models):
 def test_who_is_urgent_waits_for_none_of_those(engine):
     """A long prompt of its own, but more urgent than all that are read."""
     with held(engine):
-        plain = [engine.submit(ask(long, 2)) for long in long_prompts(MAX_READINGS + 1)]
-    assert isinstance(next(plain[MAX_READINGS - 1]), Started)  # all places are taken
+        plain = [engine.submit(ask(long, 2)) for long in long_prompts(MAX_PREFILLS + 1)]
+    assert isinstance(next(plain[MAX_PREFILLS - 1]), Started)  # all places are taken
     urgent = engine.submit(ask(prompt_of(LONG, seed=99), 2, priority=1, agent="urgent"))
     for answer in (urgent, *plain):
         answer.result()
@@ -66,16 +66,16 @@ def test_who_is_urgent_waits_for_none_of_those(engine):
 
 def test_they_are_a_few(engine):
     """However urgent the next one is, those that read already take all the memory they may."""
-    engine._scheduler.pace.max_slice = 16
+    engine._scheduler.slice_sizer.max_slice = 16
     answers = []
-    for number in range(MAX_READINGS + MAX_BESIDE):
+    for number in range(MAX_PREFILLS + MAX_EXTRA_PREFILLS):
         prompt = prompt_of(3000, seed=number)
-        answers.append(engine.submit(ask(prompt, 1, priority=max(0, number - MAX_READINGS + 1))))
+        answers.append(engine.submit(ask(prompt, 1, priority=max(0, number - MAX_PREFILLS + 1))))
         assert isinstance(next(answers[-1]), Started)
-    answers.append(engine.submit(ask(prompt_of(20), 1, priority=MAX_BESIDE + 1)))
+    answers.append(engine.submit(ask(prompt_of(20), 1, priority=MAX_EXTRA_PREFILLS + 1)))
     for _ in range(3):
         engine.call(lambda: None).result()
     stats = engine.stats()
     for answer in answers:
         answer.cancel()
-    assert (stats.prefilling, stats.waiting) == (MAX_READINGS + MAX_BESIDE, 1)
+    assert (stats.prefilling, stats.waiting) == (MAX_PREFILLS + MAX_EXTRA_PREFILLS, 1)

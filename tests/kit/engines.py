@@ -120,7 +120,7 @@ def engine_on(
         Store(budgets=budgets, settings=settings) as store,
         engine_class(model, store, EngineConfig(**options), settings=settings) as engine,
     ):
-        lane = engine.call(lambda: engine._lanes.of(engine.config.kv, "")).result()
+        lane = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
         if fixed_rates:
             lane.manager.rates = FixedRates()
         model.module.shapes.clear()

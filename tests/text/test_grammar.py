@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import keepwarm
-from keepwarm.engine.sampling import Chooser, sample
+from keepwarm.engine.sampling import Sampler, sample
 from keepwarm.errors import BadInput, EngineFailed
 from keepwarm.kv import make_caches
 from keepwarm.text.detokenize import decode
@@ -54,22 +54,22 @@ def encode(model, text):
     return model.tokenizer.encode(text, add_special_tokens=False)
 
 
-def answers(model, choosers, max_tokens):
-    """The answer tokens of all choosers, decoded in one batch. The padded ids get higher logits
+def answers(model, samplers, max_tokens):
+    """The answer tokens of all samplers, decoded in one batch. The padded ids get higher logits
     than every real token."""
     stops, caches = model.tokenizer.eos_token_ids, make_caches(model.module)
-    tokens = mx.full((len(choosers), 1), 5, mx.uint32)
-    said, going = [[] for _ in choosers], set(range(len(choosers)))
+    tokens = mx.full((len(samplers), 1), 5, mx.uint32)
+    said, going = [[] for _ in samplers], set(range(len(samplers)))
     for _ in range(max_tokens):
         logits = model.module(tokens, cache=caches)[:, -1, :]
-        logits = mx.concatenate([logits, mx.full((len(choosers), N_PADDED), 50.0)], axis=-1)
-        rows = [c.adjust(logits[i : i + 1]) for i, c in enumerate(choosers)]
-        chosen = sample(choosers, mx.concatenate(rows))
+        logits = mx.concatenate([logits, mx.full((len(samplers), N_PADDED), 50.0)], axis=-1)
+        rows = [c.adjust(logits[i : i + 1]) for i, c in enumerate(samplers)]
+        chosen = sample(samplers, mx.concatenate(rows))
         for i, token in enumerate(chosen.tolist()):
             if i in going and token not in stops:
                 said[i].append(token)
-                choosers[i].accept(token)
-            if token in stops or choosers[i].finished:
+                samplers[i].accept(token)
+            if token in stops or samplers[i].is_finished:
                 going.discard(i)
         if not going:
             break
@@ -80,8 +80,8 @@ def answers(model, choosers, max_tokens):
 def run(model, grammars, wanted, n_answers, max_tokens, after=(), **wishes):
     n_vocab = model.config["vocab_size"] + N_PADDED
     matcher = grammars.compile(wanted, after)
-    choosers = [
-        Chooser(
+    samplers = [
+        Sampler(
             Sampling(temperature=1.5, seed=seed, **wishes),
             n_vocab,
             grammar=matcher.copy(),
@@ -89,7 +89,7 @@ def run(model, grammars, wanted, n_answers, max_tokens, after=(), **wishes):
         )
         for seed in range(n_answers)
     ]
-    return answers(model, choosers, max_tokens)
+    return answers(model, samplers, max_tokens)
 
 
 def texts_of(model, said):
@@ -141,9 +141,9 @@ def test_an_answer_cut_off_is_the_beginning_of_a_whole_one(model, grammars):
 
 def test_without_a_grammar_the_same_model_says_no_json(model):
     """Control: it is the grammar that makes the answer JSON."""
-    choosers = [Chooser(Sampling(temperature=1.5, seed=i), 0) for i in range(30)]
+    samplers = [Sampler(Sampling(temperature=1.5, seed=i), 0) for i in range(30)]
     logits = model.module(mx.full((30, 1), 5, mx.uint32))[:, -1, :]
-    texts = [decode(model.tokenizer, [token]) for token in sample(choosers, logits).tolist()]
+    texts = [decode(model.tokenizer, [token]) for token in sample(samplers, logits).tolist()]
     assert sum(text.startswith("{") for text in texts) < 3
 
 
@@ -321,13 +321,13 @@ def test_a_bad_format_is_refused_with_the_reason_in_one_sentence(grammars, wante
 
 
 def test_a_token_that_the_grammar_forbids_ends_this_answer_only(model, grammars, n_vocab):
-    bad, good = (Chooser(Sampling(), n_vocab, grammar=grammars.compile(WEATHER)) for _ in range(2))
+    bad, good = (Sampler(Sampling(), n_vocab, grammar=grammars.compile(WEATHER)) for _ in range(2))
     bad.accept(encode(model, "x")[0])
     good.accept(encode(model, "It")[0])
     logits = mx.zeros((1, n_vocab))
     with pytest.raises(EngineFailed, match=r"cannot follow its format .*x.*\)\.$"):
         bad.adjust(logits)
-    assert not bad.finished
+    assert not bad.is_finished
     assert good.adjust(logits).max().item() == 0
 
 
@@ -341,8 +341,8 @@ def test_a_tokenizer_that_does_not_support_grammars(model):
 
 def test_a_chooser_masks_after_bias_and_penalties(model, grammars, n_vocab):
     wishes = Sampling(logit_bias={5: 100.0}, presence_penalty=1.0, temperature=1.0)
-    chooser = Chooser(replace(wishes, seed=0), n_vocab, grammar=grammars.compile(ANY))
-    assert not chooser.plain
-    scores = np.array(chooser.adjust(mx.zeros((1, n_vocab)))[0])
+    sampler = Sampler(replace(wishes, seed=0), n_vocab, grammar=grammars.compile(ANY))
+    assert not sampler.plain
+    scores = np.array(sampler.adjust(mx.zeros((1, n_vocab)))[0])
     assert np.isneginf(scores[5])
     assert set(np.flatnonzero(np.isfinite(scores)).tolist()) == allowed_by(grammars.compile(ANY))

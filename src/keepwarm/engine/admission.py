@@ -1,4 +1,4 @@
-"""Which requests may run beside each other, decided by what their keys and values will take."""
+"""Which requests may run at the same time, decided by the memory of their keys and values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keepwarm.units import format_bytes
 
 
 def kv_bytes(layout: Layout, n_tokens: int) -> int:
-    """What caches of this layout take for so many tokens, the room they grow by included."""
+    """Bytes that caches of this layout take for `n_tokens`, rounded up to whole blocks."""
     return sum(
         _tensor_bytes(spec, _rows(leaf, n_tokens))
         for leaf in layout.leaves()
@@ -22,7 +22,7 @@ def kv_bytes(layout: Layout, n_tokens: int) -> int:
 
 
 def _rows(leaf: LayerSpec, n_tokens: int) -> int:
-    """A window is bounded, but a slice of a prompt comes on top of it before old rows go."""
+    """A window is bounded, but the rows of a slice are added before old ones are removed."""
     whole = -(-n_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
     window = leaf.window or leaf.scalars.get("max_size")
     return min(whole, window + BLOCK_TOKENS) if window else whole
@@ -37,20 +37,20 @@ def _tensor_bytes(spec: TensorSpec, n_rows: int) -> int:
 
 @dataclass(eq=False)
 class Lease:
-    """Memory that one request may use. Release it exactly once or more often: it counts once."""
+    """Memory that one request may use. Releasing it again has no effect."""
 
-    n_bytes: int  # for each of its answers
-    batch: Hashable | None  # whom it joins; None: it runs alone
-    n_rows: int  # answers that it asks for, from one prompt
+    n_bytes: int  # of each of its answers
+    batch: Hashable | None  # the batch that it joins; None: it runs alone
+    n_rows: int  # answers to one prompt
     _admission: Admission = field(repr=False)
-    joining: bool = True  # its own caches are there beside the batch
+    is_joining: bool = True  # it has its own caches beside the batch
 
-    def joined(self) -> None:
-        """Its rows are in the batch and its own caches are gone."""
-        self.joining = False
+    def end_joining(self) -> None:
+        """Its rows are in the batch and its own caches are freed."""
+        self.is_joining = False
 
     def grow(self, n_bytes: int) -> bool:
-        """Have more for an answer that goes on; False where there is no more."""
+        """Raise it to `n_bytes` for a longer answer; False if there is not enough memory."""
         return self._admission._grow(self, n_bytes)
 
     def release(self) -> None:
@@ -58,10 +58,10 @@ class Lease:
 
 
 class Admission:
-    """Decides by bytes which requests may run beside each other.
+    """Decides by bytes which requests may run at the same time.
 
-    In a batch every row takes as much as the longest, because mlx-lm pads. A request that joins
-    counts twice until it has: as caches of its own, and as a row of the batch.
+    In a batch every row takes as much as the longest, because mlx-lm pads. A request counts twice
+    until it has joined: as caches of its own, and as a row of the batch.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -69,21 +69,17 @@ class Admission:
         self._lock = threading.Lock()
         self._leases: list[Lease] = []
 
-    @staticmethod
-    def needs(n_prompt: int, max_tokens: int, layout: Layout) -> int:
-        return kv_bytes(layout, n_prompt + max_tokens)
-
     @property
     def used_bytes(self) -> int:
         with self._lock:
-            return _together(self._leases)
+            return _total_bytes(self._leases)
 
     def reserve(
         self, n_bytes: int, batch: Hashable | None = "batch", n_rows: int = 1
     ) -> Lease | None:
-        """Memory for a request, or None while others need it; raises if it could never run."""
+        """Memory for a request; None while others need it. Raises if it could never fit."""
         lease = Lease(n_bytes, batch, n_rows, self)
-        alone = _together([lease])
+        alone = _total_bytes([lease])
         if alone > self.limit_bytes:
             raise InsufficientResources(
                 f"This request needs {format_bytes(alone)} for its keys and values, and all "
@@ -97,12 +93,12 @@ class Admission:
         return lease
 
     def _fits(self, lease: Lease) -> bool:
-        return _together([*self._leases, lease]) <= self.limit_bytes
+        return _total_bytes([*self._leases, lease]) <= self.limit_bytes
 
     def _grow(self, lease: Lease, n_bytes: int) -> bool:
         with self._lock:
             before, lease.n_bytes = lease.n_bytes, max(lease.n_bytes, n_bytes)
-            if _together(self._leases) > self.limit_bytes:
+            if _total_bytes(self._leases) > self.limit_bytes:
                 lease.n_bytes = before
             return lease.n_bytes >= n_bytes
 
@@ -111,7 +107,7 @@ class Admission:
             self._leases = [other for other in self._leases if other is not lease]
 
 
-def _together(leases: Sequence[Lease]) -> int:
+def _total_bytes(leases: Sequence[Lease]) -> int:
     batches: dict[Hashable, list[Lease]] = {}
     for lease in leases:
         batches.setdefault(lease if lease.batch is None else lease.batch, []).append(lease)
@@ -119,4 +115,4 @@ def _together(leases: Sequence[Lease]) -> int:
         sum(lease.n_rows for lease in rows) * max(lease.n_bytes for lease in rows)
         for rows in batches.values()
     )
-    return padded + sum(x.n_bytes for x in leases if x.joining and x.batch is not None)
+    return padded + sum(x.n_bytes for x in leases if x.is_joining and x.batch is not None)

@@ -1,4 +1,4 @@
-"""An answer on its way: the engine puts events in, one reader takes them out.
+"""A streamed answer: the engine puts events in, one reader takes them out.
 
 The reader may be a thread (`for`) or a coroutine on any loop (`async for`).
 """
@@ -29,20 +29,20 @@ Wake: TypeAlias = Callable[[], None]
 
 
 class Answer(Iterator[Event], AsyncIterator[Event]):
-    """Iterate once, for events; it ends after `Done` or raises what went wrong."""
+    """Iterate once over its events; ends after `Done`, or raises the error."""
 
     def __init__(
         self, cancel: Callable[[Answer], None], prepared: PreparedRequest | None = None
     ) -> None:
-        self.prepared = prepared  # what was asked, as tokens
+        self.prepared = prepared  # the request as tokens
         self._cancel = cancel
         self._outcomes: deque[Outcome] = deque()
         self._changed = threading.Condition()
-        self._wake: Wake | None = None  # of a coroutine that waits
-        self._ended = False  # the reader has seen the last of it
+        self._wake: Wake | None = None  # wakes the coroutine that waits
+        self._ended = False  # the reader has seen the last event
 
     def put(self, outcome: Outcome) -> None:
-        """For the engine, from its thread."""
+        """For the engine's thread."""
         with self._changed:
             self._outcomes.append(outcome)
             self._changed.notify_all()
@@ -51,7 +51,7 @@ class Answer(Iterator[Event], AsyncIterator[Event]):
             wake()
 
     def cancel(self) -> None:
-        """Ask the engine to stop; it does within a step. What was computed is kept."""
+        """Ask the engine to stop, which takes at most a step. What was computed is kept."""
         self._cancel(self)
 
     def __iter__(self) -> Self:
@@ -62,7 +62,7 @@ class Answer(Iterator[Event], AsyncIterator[Event]):
             raise StopIteration
         with self._changed:
             self._changed.wait_for(lambda: self._outcomes)
-        return self._seen(self._outcomes.popleft())  # there is one reader
+        return self._unwrap(self._outcomes.popleft())  # there is one reader
 
     def __aiter__(self) -> Self:
         return self
@@ -73,8 +73,8 @@ class Answer(Iterator[Event], AsyncIterator[Event]):
         while True:
             with self._changed:
                 if self._outcomes:
-                    return self._seen(self._outcomes.popleft())
-                woken = self._register()
+                    return self._unwrap(self._outcomes.popleft())
+                woken = self._register_wake()
             await woken.wait()
 
     def result(self) -> Result:
@@ -85,23 +85,23 @@ class Answer(Iterator[Event], AsyncIterator[Event]):
         """The whole answer, for coroutines."""
         return collect([event async for event in self])
 
-    def _register(self) -> asyncio.Event:
+    def _register_wake(self) -> asyncio.Event:
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed, so no coroutine waits
                 loop.call_soon_threadsafe(woken.set)
 
         self._wake = wake
         return woken
 
-    def _seen(self, outcome: Outcome) -> Event:
+    def _unwrap(self, outcome: Outcome) -> Event:
         if isinstance(outcome, KeepwarmError):
             self._ended = True
             try:
                 raise outcome
             finally:
-                del outcome  # its traceback knows this frame, and so would keep the whole answer
+                del outcome  # its traceback refers to this frame, and would keep the answer alive
         self._ended = isinstance(outcome, Done)
         return outcome
 
@@ -116,7 +116,7 @@ def collect(events: Iterator[Event] | list[Event]) -> Result:
         elif isinstance(event, Done):
             done = event
     if done is None:
-        raise EngineFailed("The answer ended without an end; ask again.")
+        raise EngineFailed("The response stopped unexpectedly; retry.")
     choices = tuple(_choice(by_choice[number]) for number in sorted(by_choice))
     return Result(choices, done.usage, done.receipt)
 

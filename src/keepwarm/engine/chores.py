@@ -1,4 +1,4 @@
-"""What follows an answer and touches files: on a thread of its own, one after the other."""
+"""File work after an answer (agents, pins, expiry), on a thread of its own and in order."""
 
 from __future__ import annotations
 
@@ -9,73 +9,73 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from keepwarm.cache.store import Store
-from keepwarm.engine.jobs import Job, Sequence
+from keepwarm.engine.jobs import Job, RunningSequence
 
-EXPIRY_S = 60.0  # how often agents are looked at that may be past their retention
-GRACE_S = 600.0  # an answer under way may be an agent's next use, and is noted when it has ended
+EXPIRY_INTERVAL_S = 60.0
+GRACE_S = 600.0  # an agent's running request counts as a use only when it has ended
 LOG = logging.getLogger(__name__)
 
 
 class Chores:
     def __init__(self, store: Store, end: Callable[[Job], None]) -> None:
-        """`end` says the last word to whoever wanted the answer to be on disk first."""
+        """`end` ends a durable job once it is on disk."""
         self._store = store
         self._end = end
         self._next_expiry = 0.0  # by the monotonic clock
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-chores")
 
-    def after(self, sequence: Sequence) -> None:
-        """A sequence is over: note whose it was, hold what was marked."""
+    def record_sequence(self, sequence: RunningSequence) -> None:
+        """After a sequence has ended: record its agent's new turn, pin its breakpoints."""
         job = sequence.job
         if not job.request.policy.to_disk:
             return
         tokens = list(sequence.tokens)
         if job.request.agent and sequence.choice == 0:
-            self._pool.submit(self._do, self._advance, job, tokens)
+            self._pool.submit(self._run, self._advance_agent, job, tokens)
         if job.request.breakpoints:
-            self._pool.submit(self._do, self._hold, job, tokens)
+            self._pool.submit(self._run, self._pin, job, tokens)
 
-    def after_reading(self, job: Job) -> None:
-        """A prompt was read for its own sake: hold what was marked."""
+    def record_prompt(self, job: Job) -> None:
+        """After a prompt was cached without an answer: pin its breakpoints."""
         if job.request.policy.to_disk and job.request.breakpoints:
-            self._pool.submit(self._do, self._hold, job, list(job.tokens))
+            self._pool.submit(self._run, self._pin, job, list(job.tokens))
 
     def end_durably(self, job: Job) -> None:
-        """Say the last word when all that was kept so far is on disk, and whether that is all."""
+        """End a job when its blocks are on disk; the receipt says whether all of them are."""
         self._pool.submit(self._end_durably, job)
 
     def settle(self) -> None:
-        """Return once all that was to be done so far is."""
+        """Return once all chores submitted so far are done."""
         self._pool.submit(_nothing).result()
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
 
-    def _do(self, note: Callable[[Job, list[int]], None], job: Job, tokens: list[int]) -> None:
-        """Once the blocks are on disk; what fails is told, and costs nobody an answer."""
+    def _run(self, chore: Callable[[Job, list[int]], None], job: Job, tokens: list[int]) -> None:
+        """Once the blocks are on disk; a failure is logged."""
         try:
             self._store.flush()
-            note(job, tokens)
+            chore(job, tokens)
         except Exception:
-            LOG.exception("what agent %r has said could not be noted", job.request.agent)
+            LOG.exception("a turn of agent %r could not be recorded", job.request.agent)
         else:
-            self._expire()
+            self._forget_expired()
 
-    def _advance(self, job: Job, tokens: list[int]) -> None:
+    def _advance_agent(self, job: Job, tokens: list[int]) -> None:
         agents = self._store.on_disk.agents
-        agents.advance(str(job.request.agent), job.home.manager.namespace, tokens)
+        agents.advance(str(job.request.agent), job.lane.manager.namespace, tokens)
 
-    def _hold(self, job: Job, tokens: list[int]) -> None:
+    def _pin(self, job: Job, tokens: list[int]) -> None:
         pins = self._store.on_disk.ttl_pins
         pins.expire()
-        for place, ttl_s in job.prepared.breakpoints:
-            pins.pin(job.home.manager.namespace, tokens, place, ttl_s)
+        for position, ttl_s in job.prepared.breakpoints:
+            pins.pin(job.lane.manager.namespace, tokens, position, ttl_s)
 
-    def _expire(self) -> None:
-        """Forget the agents that nobody has used for as long as they were to be kept."""
+    def _forget_expired(self) -> None:
+        """Forget the agents that were not used for their retention time."""
         if time.monotonic() < self._next_expiry:
             return
-        self._next_expiry = time.monotonic() + EXPIRY_S
+        self._next_expiry = time.monotonic() + EXPIRY_INTERVAL_S
         try:
             for agent_id in self._store.on_disk.agents.expired(GRACE_S):
                 self._store.forget(agent_id)
@@ -83,20 +83,20 @@ class Chores:
             LOG.exception("agents past their retention could not be forgotten")
 
     def _end_durably(self, job: Job) -> None:
-        is_safe = False
+        is_durable = False
         try:
             self._store.flush()
-            is_safe = all(job.home.manager.is_on_disk(tokens) for tokens in _kept_of(job))
+            is_durable = all(job.lane.manager.is_on_disk(tokens) for tokens in _kept_tokens(job))
         except Exception:
-            LOG.exception("whether an answer is on disk could not be found out")
+            LOG.exception("whether an answer is on disk could not be checked")
         finally:
             if job.receipt is not None:
-                job.receipt = replace(job.receipt, durable=is_safe)
+                job.receipt = replace(job.receipt, durable=is_durable)
             self._end(job)
 
 
-def _kept_of(job: Job) -> list[list[int]]:
-    """All that is to be found again: its answers, each behind the prompt, or the prompt alone."""
+def _kept_tokens(job: Job) -> list[list[int]]:
+    """Prompt and answer of each sequence, or the prompt alone."""
     return [sequence.tokens for sequence in job.sequences] or [job.tokens]
 
 

@@ -1,14 +1,16 @@
-"""Requests inside the engine: a job is one of them, a sequence one of its answers.
+"""Requests inside the engine.
 
-A reading is a prompt on its way into caches; its sequences join the batch when it is done.
+Job               one request, from its arrival to its last event
+RunningSequence   one of its answers
+PrefillTask       a prompt being prefilled; afterwards its sequences join the batch
+Counters          what all of them add up to
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from keepwarm.cache.restore.loading import Loading
@@ -18,7 +20,7 @@ from keepwarm.engine.answer import Answer
 from keepwarm.engine.batch import Row
 from keepwarm.engine.lane import Lane
 from keepwarm.engine.prefill import Prefill
-from keepwarm.engine.sampling import Chooser
+from keepwarm.engine.sampling import Sampler
 from keepwarm.errors import KeepwarmError, TimedOut
 from keepwarm.kv import Caches
 from keepwarm.prefix.blocks import pack
@@ -41,68 +43,102 @@ from keepwarm.text.request import (
 
 LOG = logging.getLogger(__name__)
 
-PATIENCE_S = 1.0
+HEARTBEAT_S = 1.0
 
 
-class Sequence(Row):
-    """One answer: the tokens it has so far, the text they make, and when it ends."""
+@dataclass
+class Counters:
+    """Counts since the engine started. Only the engine's thread writes them.
+
+    Tokens are counted where the model is called.
+    """
+
+    requests: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    prefilled_tokens: int = 0
+    rebuilt_tokens: int = 0  # prefilled again because a batch failed
+    audited_tokens: int = 0  # prefilled again to compare a restored cache with a cold one
+    generated_tokens: int = 0
+    waited_for_prefix: int = 0
+    rebuilt_batches: int = 0
+    failed_saves: int = 0
+    audits: int = 0
+    drifts: int = 0  # audits whose answer differed
+    reused_tokens: dict[str, int] = field(default_factory=dict)  # by tier
+    saved_ms: float = 0.0
+
+    def add_audit(self, is_equal: bool) -> None:
+        self.audits += 1
+        self.drifts += not is_equal
+
+    def add_reused(self, reused: Mapping[str, int]) -> None:
+        for tier, n_tokens in reused.items():
+            self.reused_tokens[tier] = self.reused_tokens.get(tier, 0) + n_tokens
+
+
+class RunningSequence(Row):
+    """One answer: its tokens so far, their text, and when it ends."""
 
     def __init__(
         self,
         job: Job,
         choice: int,
-        chooser: Chooser,
+        sampler: Sampler,
         reader: AnswerReader,
-        room: int,
+        max_tokens: int,
     ) -> None:
-        super().__init__(job.tokens, chooser, job.request.sampling.top_logprobs)
+        super().__init__(job.tokens, sampler, job.request.sampling.top_logprobs)
         self.job = job
         self.choice = choice
-        self.capture = job.home.manager.open(self.tokens, job.request.policy)
+        self.capture = job.lane.manager.open(self.tokens, job.request.policy)
         self.capture.start_at(len(self.tokens))
         self.reason: FinishReason | None = None
-        self.n_failures = 0  # batches that died under it
+        self.n_failures = 0  # failed batches that it was in
         self._reader = reader
-        self._room = room
+        self._max_tokens = max_tokens
         self._infos: list[TokenInfo] = []  # not yet part of an event
-        self._called = False
+        self._has_called = False
 
     @property
     def n_tokens(self) -> int:
+        """Tokens of the answer."""
         return len(self.tokens) - len(self.job.tokens)
 
     @property
     def n_left(self) -> int:
-        """Tokens that it may still have."""
-        return self._room - self.n_tokens
+        """Tokens that the answer may still get."""
+        return self._max_tokens - self.n_tokens
 
     @property
     def n_reasoning(self) -> int:
         return self._reader.n_reasoning
 
-    def take(self, token: int) -> list[Event]:
-        """The token was given out: what that means to whoever waits for the answer."""
-        self._infos.append(self.fed(token))
+    def add_token(self, token: int) -> list[Event]:
+        """Append a token; the events that follow from it."""
+        self._infos.append(self.append(token))
         pieces = self._reader.add(token)
-        self.reason = self._why_finished(token)
+        self.reason = self._finish_reason(token)
         if self.reason:
             pieces += self._reader.finish()
         events = [self._event(piece) for piece in pieces]
         if self.reason:
-            if self._called and self.reason == "stop":
+            if self._has_called and self.reason == "stop":
                 self.reason = "tool_calls"
             events.append(Finished(self.choice, self.reason, self._reader.stopped, self._flush()))
         return events
 
-    def _why_finished(self, token: int) -> FinishReason | None:
-        is_end = token in self.job.prepared.stop_tokens or self.chooser.finished
+    def _finish_reason(self, token: int) -> FinishReason | None:
+        is_end = token in self.job.prepared.stop_tokens or self.sampler.is_finished
         if is_end or self._reader.done:
             return "stop"
-        return "length" if self.n_tokens >= self._room else None
+        return "length" if self.n_tokens >= self._max_tokens else None
 
     def _event(self, piece: Piece) -> Event:
         if isinstance(piece, ToolCall):
-            self._called = True
+            self._has_called = True
             return ToolCalled(self.choice, piece, self._flush())
         if isinstance(piece, ReasoningText):
             return Delta(self.choice, reasoning=piece.text, tokens=self._flush())
@@ -119,24 +155,24 @@ class Job:
 
     request: Request
     prepared: PreparedRequest
+    lane: Lane
     answer: Answer
-    audit: bool = False  # asked by nobody: a check of an earlier answer
+    audit: bool = False  # not a client's request: a check of an earlier answer
     number: int = 0
-    cuts: Items[int] = ()  # where its prompt is to be kept, if not everywhere
+    cuts: Sequence[int] = ()  # where checkpoints of its prompt are kept
     on_end: Callable[[Job, KeepwarmError | None], None] | None = None
     arrived: float = field(default_factory=time.perf_counter)
-    lane: Lane | None = None  # from when it is let in
     lease: Lease | None = None
     receipt: Receipt | None = None
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[RunningSequence] = field(default_factory=list)
     first_token: float | None = None
     last_token: float | None = None
-    loading: Loading | None = None  # blocks that come while others go on
-    waits_for: Reading | None = None
-    wait_until: int = 0  # tokens that the other must have read
-    n_unread: int | None = None  # tokens that were not known, once somebody has looked
+    loading: Loading | None = None  # blocks that are loaded while other requests run
+    waits_for: PrefillTask | None = None
+    wait_until: int = 0  # tokens that `waits_for` must have prefilled
+    n_uncached: int | None = None  # tokens that were not cached at the first look-up
     ended: bool = False
-    _spoke: float = field(default_factory=time.perf_counter)
+    _last_heartbeat: float = field(default_factory=time.perf_counter)
 
     @property
     def tokens(self) -> list[int]:
@@ -144,14 +180,8 @@ class Job:
 
     @property
     def n_answers(self) -> int:
-        """None for a prompt that is read for its own sake."""
+        """0 where a prompt is only to be cached."""
         return self.request.n if self.request.sampling.max_tokens != 0 else 0
-
-    @property
-    def home(self) -> Lane:
-        """The lane that it runs in."""
-        assert self.lane is not None, "the job was not let in"
-        return self.lane
 
     @property
     def is_overdue(self) -> bool:
@@ -160,7 +190,7 @@ class Job:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether it still waits for what somebody else is computing."""
+        """Whether it still waits for a prefix that another request is computing."""
         other = self.waits_for
         if other is not None and (other.ended or other.prefill.n_done >= self.wait_until):
             self.waits_for = None
@@ -170,85 +200,88 @@ class Job:
     def is_finished(self) -> bool:
         return all(sequence.reason for sequence in self.sequences)
 
-    def take(self, sequence: Sequence, token: int) -> None:
-        """Pass on what a token of one of its sequences means."""
+    def add_token(self, sequence: RunningSequence, token: int) -> None:
+        """Append a token to one of its sequences and send the events."""
         if self.ended:
-            sequence.fed(token)  # nobody reads it, but it goes into the cache
+            sequence.append(token)  # no client reads it, but it goes into the cache
             return
         self.last_token = time.perf_counter()
         self.first_token = self.first_token or self.last_token
-        for event in sequence.take(token):
+        for event in sequence.add_token(token):
             self.answer.put(event)
 
     def done(self) -> Done:
         assert self.receipt is not None
         first, last = self.first_token or self.arrived, self.last_token or self.arrived
-        made = sum(sequence.n_tokens for sequence in self.sequences)
+        n_generated = sum(sequence.n_tokens for sequence in self.sequences)
         usage = Usage(
             prompt_tokens=len(self.tokens),
             cached_tokens=self.receipt.cached_tokens,
-            completion_tokens=made,
+            completion_tokens=n_generated,
             reasoning_tokens=sum(sequence.n_reasoning for sequence in self.sequences),
             ttft_ms=round((first - self.arrived) * 1000, 1),
-            tokens_per_second=round((made - 1) / (last - first), 1) if last > first else 0.0,
+            tokens_per_second=round((n_generated - 1) / (last - first), 1) if last > first else 0.0,
         )
         return Done(usage, self.receipt)
 
     def end(self, error: KeepwarmError | None = None) -> None:
-        """Say the last word, once."""
+        """Send the last event; only the first call has an effect."""
         if self.ended:
             return
         self.ended = True
-        self.let_go()
-        self._tell_end(error)
+        self.release()
+        self._call_on_end(error)
         self.answer.put(self.done() if error is None else error)
-        self.sequences = []  # they know their job: both would stay until garbage is collected
+        self.sequences = []  # they refer to the job: the cycle would delay freeing both
 
-    def let_go(self) -> None:
-        """Give back memory that was set aside, and what is being loaded into it."""
+    def release(self) -> None:
+        """Give back its memory lease and stop loading blocks."""
         if self.loading is not None:
             self.loading.abandon()
         if self.lease is not None:
             self.lease.release()
         self.loading = self.lease = None
 
-    def _tell_end(self, error: KeepwarmError | None) -> None:
-        """Whoever keeps books may fail; the answer ends all the same."""
+    def _call_on_end(self, error: KeepwarmError | None) -> None:
+        """If the callback fails, the answer ends all the same."""
         try:
             if self.on_end is not None:
                 self.on_end(self, error)
         except Exception:
-            LOG.exception("the end of a request could not be noted")
+            LOG.exception("the end of a request could not be recorded")
 
-    def reassure(self) -> None:
-        """Tell whoever waits, now and then, that it is not forgotten."""
+    def send_heartbeat(self) -> None:
+        """Send progress every HEARTBEAT_S while the request waits."""
         now = time.perf_counter()
-        if now - self._spoke > PATIENCE_S:
-            self._spoke = now
+        if now - self._last_heartbeat > HEARTBEAT_S:
+            self._last_heartbeat = now
             self.answer.put(Progress(0, len(self.tokens)))
 
-    def overdue(self) -> TimedOut:
+    def timeout_error(self) -> TimedOut:
         return TimedOut(
             f"The answer was not finished within {self.request.timeout_s:g} seconds; "
-            "what was read of the prompt is kept, so asking again is quicker."
+            "the part of the prompt that was prefilled is cached, so a retry is faster."
         )
 
 
 @dataclass(eq=False)
-class Reading:
-    """A prompt, or a sequence that lost its batch, on its way into caches."""
+class PrefillTask:
+    """A prompt, or a sequence whose batch failed, that is being prefilled."""
 
     job: Job
-    lane: Lane
-    tokens: Items[int]
+    tokens: Sequence[int]
     prefill: Prefill
     capture: Capture
-    sequences: list[Sequence]  # that go on from its end
-    states: Caches | None = None  # after its last whole block, where no place was kept since
+    sequences: list[RunningSequence]  # that decode from its end
+    states: Caches | None = None  # at its last whole block, if no checkpoint was kept since
     ended: bool = False
 
     def __post_init__(self) -> None:
         self.packed = pack(self.tokens)
+
+    @property
+    def lane(self) -> Lane:
+        return self.job.lane
 
     @property
     def is_rebuild(self) -> bool:

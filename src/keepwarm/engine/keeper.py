@@ -1,4 +1,7 @@
-"""Keeping what was computed. A save that fails is counted and costs nobody an answer."""
+"""Keeping what was computed, in blocks and as live caches.
+
+A save that fails is counted and logged; the answer goes on.
+"""
 
 from __future__ import annotations
 
@@ -10,75 +13,74 @@ from typing import Any, TypeAlias
 from keepwarm import kv
 from keepwarm.cache.restore.manager import Capture
 from keepwarm.engine.batch import Batch
-from keepwarm.engine.insight.counters import Counters
-from keepwarm.engine.jobs import Job, Reading, Sequence
+from keepwarm.engine.jobs import Counters, Job, PrefillTask, RunningSequence
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 LOG = logging.getLogger(__name__)
 
-OnKept: TypeAlias = Callable[[Sequence], None]
+OnKept: TypeAlias = Callable[[RunningSequence], None]
 
 
 class Keeper:
-    """Captures blocks while a prompt is read, while an answer grows, and at the end of both."""
+    """Captures blocks during prefill and decode, and at the end of both."""
 
     def __init__(self, counters: Counters, on_kept: OnKept) -> None:
-        """`on_kept` is told of every finished sequence, after its blocks are findable."""
+        """`on_kept` is called with every finished sequence, after its blocks can be found."""
         self._counters = counters
         self._on_kept = on_kept
 
-    def slice_done(self, reading: Reading, checkpoint: bool) -> None:
-        """Keep the blocks that a slice completed; a checkpoint keeps the very place."""
-        prefill = reading.prefill
-        self._capture(reading.capture, prefill.caches, prefill.n_done, checkpoint)
+    def keep_slice(self, task: PrefillTask, checkpoint: bool) -> None:
+        """Keep the blocks that a slice completed, and a checkpoint if asked."""
+        prefill = task.prefill
+        self._capture(task.capture, prefill.caches, prefill.n_done, checkpoint)
         if checkpoint:
-            reading.states = None
-        elif reading.lane.manager.needs.state and prefill.n_done % BLOCK_TOKENS == 0:
+            task.states = None
+        elif task.lane.manager.needs.state and prefill.n_done % BLOCK_TOKENS == 0:
             with self._saving():
-                reading.states = _states(prefill.caches, reading.lane.fresh())
+                task.states = _copy_states(prefill.caches, task.lane.make_caches())
 
-    def place(self, reading: Reading) -> None:
-        """Make findable all that a reading has, its open block too."""
-        prefill = reading.prefill
-        if not reading.lane.exact_places:  # those others keep their places as they pass them
-            self._capture(reading.capture, prefill.caches, prefill.n_done, True, temporary=True)
+    def publish_partial_block(self, task: PrefillTask) -> None:
+        """Let other requests find all that a task has prefilled, its open block included."""
+        prefill = task.prefill
+        if not task.lane.needs_checkpoints:  # such a lane keeps checkpoints at its cuts
+            self._capture(task.capture, prefill.caches, prefill.n_done, True, temporary=True)
 
-    def interrupted(self, reading: Reading) -> None:
-        """Keep what was read of a prompt that nobody waits for any more."""
-        self._capture(reading.capture, reading.prefill.caches, reading.prefill.n_done, True)
+    def keep_prefix(self, task: PrefillTask) -> None:
+        """Keep all that a task has prefilled."""
+        self._capture(task.capture, task.prefill.caches, task.prefill.n_done, True)
 
-    def failed(self, reading: Reading) -> None:
-        """Keep what the last whole block left: a slice that failed may have changed the rest."""
-        if reading.states is not None:
-            n_whole = reading.prefill.n_done // BLOCK_TOKENS * BLOCK_TOKENS
-            self._capture(reading.capture, reading.states, n_whole, checkpoint=True)
+    def keep_whole_blocks(self, task: PrefillTask) -> None:
+        """After a failed slice: keep the states at the last whole block; the rest may be wrong."""
+        if task.states is not None:
+            n_whole = task.prefill.n_done // BLOCK_TOKENS * BLOCK_TOKENS
+            self._capture(task.capture, task.states, n_whole, checkpoint=True)
 
-    def answer_grows(self, batch: Batch[Sequence], row: Sequence) -> None:
-        """Now and then keep the blocks of a long answer: a crash must not cost all of it."""
-        window = row.job.home.manager.needs.window
+    def keep_running(self, batch: Batch[RunningSequence], row: RunningSequence) -> None:
+        """Keep the blocks of a long answer at intervals: a crash must not lose all of it."""
+        window = row.job.lane.manager.needs.window
         interval = min(window, BLOCK_TOKENS) // 2 if window else BLOCK_TOKENS
         if row.n_tokens and len(row.tokens) % interval == 0:
             with self._saving():
                 row.capture.capture(batch.peek(row), len(row.tokens))
 
-    def answered(self, row: Sequence, caches: kv.Caches) -> None:
-        """Keep a whole sequence, in blocks and as it is, and tell who must know."""
+    def keep_answer(self, row: RunningSequence, caches: kv.Caches) -> None:
+        """Keep a finished sequence, in blocks and as a live cache, and call `on_kept`."""
         self._capture(row.capture, caches, len(row.tokens), checkpoint=True)
         if row.job.request.policy.writes:
             self._keep_live(row.job, row.tokens, caches)
         with self._saving():
             self._on_kept(row)
 
-    def warmed(self, reading: Reading) -> None:
-        """Keep a prompt that was read for its own sake."""
-        self.interrupted(reading)
-        if reading.job.request.policy.writes:
-            self._keep_live(reading.job, list(reading.tokens), reading.prefill.caches)
+    def keep_prompt(self, task: PrefillTask) -> None:
+        """Keep a prompt that is cached without an answer."""
+        self.keep_prefix(task)
+        if task.job.request.policy.writes:
+            self._keep_live(task.job, list(task.tokens), task.prefill.caches)
 
     def _keep_live(self, job: Job, tokens: list[int], caches: kv.Caches) -> None:
-        namespace, owner = job.home.manager.namespace, job.request.agent or ""
+        namespace, owner = job.lane.manager.namespace, job.request.agent or ""
         with self._saving():
-            job.home.live.put(namespace, tokens, caches, owner)
+            job.lane.live.put(namespace, tokens, caches, owner)
 
     def _capture(
         self,
@@ -97,16 +99,16 @@ class Keeper:
             yield
         except Exception:
             self._counters.failed_saves += 1
-            LOG.exception("what was computed could not be kept")
+            LOG.exception("computed state could not be kept")
 
 
-def _states(caches: kv.Caches, empty: kv.Caches) -> kv.Caches:
-    """The states as they are now, in arrays that nobody writes to; of other layers nothing."""
-    return [_state(cache, other) for cache, other in zip(caches, empty, strict=True)]
+def _copy_states(caches: kv.Caches, empty: kv.Caches) -> kv.Caches:
+    """The state layers in arrays of their own; every other layer is the empty one."""
+    return [_copy_state(cache, other) for cache, other in zip(caches, empty, strict=True)]
 
 
-def _state(cache: Any, empty: Any) -> Any:
+def _copy_state(cache: Any, empty: Any) -> Any:
     kind = kv.kind_of(cache)
     if kind is kv.Kind.COMPOSITE:
-        return type(cache)(*_states(cache.caches, empty.caches))
+        return type(cache)(*_copy_states(cache.caches, empty.caches))
     return kv.copy_caches([cache])[0] if kind is kv.Kind.STATE else empty

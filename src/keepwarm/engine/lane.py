@@ -1,6 +1,6 @@
 """A lane: one model with one choice of KV options, for one tenant.
 
-Requests of one lane share blocks; those that differ in nothing but the tenant still share a batch.
+Requests of one lane share blocks; lanes that differ only in the tenant share a batch.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from keepwarm.text.request import KVOptions
 
 LOG = logging.getLogger(__name__)
 
-MIN_SHARED = 16  # tokens that are worth waiting for
+MIN_SHARED_TOKENS = 16  # a shorter shared prefix is not worth waiting for
 
 
-class Warm(NamedTuple):
-    """Caches that hold the first `n_tokens` of a prompt, and where these came from."""
+class WarmPrefix(NamedTuple):
+    """Caches that hold the first `n_tokens` of a prompt, and where they came from."""
 
     caches: kv.Caches
     n_tokens: int
-    reused: dict[str, int]
-    n_kept: int  # of them, in blocks of this lane that need not be put again
+    reused: dict[str, int]  # tokens by tier
+    n_kept: int  # tokens that this lane already stores, and that need not be put again
 
 
 @dataclass
@@ -43,57 +43,67 @@ class Lane:
     manager: Manager
     live: Live
     can_batch: bool
-    before: Lane | None = None  # where a prompt was before it grew long enough to be quantised
+    exact_lane: Lane | None = None  # for prompts shorter than `quantized_kv_start`
 
     @property
-    def exact(self) -> bool:
+    def is_exact(self) -> bool:
         """Whether keys and values are as the model computed them."""
         return self.options.kv_bits is None
 
     @property
-    def exact_places(self) -> bool:
+    def needs_checkpoints(self) -> bool:
         """Whether a prompt can be restored only where a slice of it ended."""
         return self.manager.needs.checkpoints
 
     @property
-    def has_places(self) -> bool:
-        """Whether what is kept for longer depends on where the messages of a prompt end."""
+    def needs_cuts(self) -> bool:
+        """Whether what is stored depends on where the messages of a prompt end."""
         return self.manager.needs.state or self.manager.needs.window > 0
 
     @property
-    def stored(self) -> Continuations:
+    def continuations(self) -> Continuations:
         """What the store holds after a prompt."""
         return partial(continuations, self.manager.namespace, self.manager.tiers)
 
-    def begin(self, tokens: list[int], policy: Policy) -> Loading | None:
-        """Have what the store knows of a prompt loaded, where nothing live reaches as far."""
+    @property
+    def loads_in_background(self) -> bool:
+        """Whether blocks can be loaded while the model runs: not if a device copies them."""
+        return self.manager.reader.staging is None
+
+    def for_prompt(self, n_tokens: int) -> Lane:
+        """The lane that a prompt of this length runs in."""
+        if self.exact_lane is not None and n_tokens < self.options.quantized_kv_start:
+            return self.exact_lane
+        return self
+
+    def begin_loading(self, tokens: list[int], policy: Policy) -> Loading | None:
+        """Begin to load a prompt's stored blocks, if they reach further than a live cache."""
         try:
             return self.manager.begin(tokens, policy, self.n_live(tokens), others_wait=True)
         except Exception:
-            self._failed()
+            self._count_failure()
             return None
 
-    @property
-    def loads_beside(self) -> bool:
-        """Whether blocks can be loaded while the model runs: not where a device copies them."""
-        return self.manager.reader.staging is None
+    def restore(
+        self, tokens: list[int], policy: Policy, loading: Loading | None = None
+    ) -> WarmPrefix:
+        """The longest known prefix of a prompt; empty caches if none is known.
 
-    def warm(self, tokens: list[int], policy: Policy, loading: Loading | None = None) -> Warm:
-        """The longest known prefix of a prompt as caches; fresh ones where nothing is known.
-
-        `loading` is what `begin` has begun for it.
+        `loading` is what `begin_loading` returned for this prompt.
         """
-        found = self._known(tokens, policy, loading) if policy.reads else None
-        if self.before is not None and policy.reads:
+        found = self._restore_or_none(tokens, policy, loading) if policy.reads else None
+        if self.exact_lane is not None and policy.reads:
             n_known = found.n_tokens if found else 0
-            found = self.before.quantised(tokens, self.options, n_known) or found
-        return found or Warm(self.fresh(), 0, {}, 0)
+            found = self.exact_lane.restore_quantized(tokens, self.options, n_known) or found
+        return found or WarmPrefix(self.make_caches(), 0, {}, 0)
 
-    def quantised(self, tokens: list[int], options: KVOptions, beyond: int) -> Warm | None:
-        """What this lane knows of a prompt, quantised; nothing if that is no more than `beyond`."""
+    def restore_quantized(
+        self, tokens: list[int], options: KVOptions, beyond: int
+    ) -> WarmPrefix | None:
+        """The longest known prefix of this lane, quantized; None if not longer than `beyond`."""
         if self.n_warm(tokens) <= beyond:
             return None
-        found = self._known(tokens, Policy.READ_ONLY)
+        found = self._restore_or_none(tokens, Policy.READ_ONLY)
         if found is None or options.kv_bits is None:
             return None
         caches = kv.quantize_caches(found.caches, options.kv_bits, options.kv_group_size)
@@ -105,33 +115,30 @@ class Lane:
     def n_live(self, tokens: list[int]) -> int:
         return self.live.n_served(self.manager.namespace, tokens)
 
-    def saw_prefill(self, n_tokens: int, seconds: float) -> None:
-        if n_tokens >= 8:  # fewer tell of the weights, not of the tokens
+    def record_prefill(self, n_tokens: int, seconds: float) -> None:
+        if n_tokens >= 8:  # shorter slices measure the weights' bandwidth
             self.manager.rates.saw_prefill(n_tokens, seconds)
 
-    def fresh(self) -> kv.Caches:
+    def make_caches(self) -> kv.Caches:
         return kv.make_caches(self.model.module, **make_options(self.options))
 
-    def _known(
+    def _restore_or_none(
         self, tokens: list[int], policy: Policy, loading: Loading | None = None
-    ) -> Warm | None:
-        """What fails to come back is a miss, whatever the reason."""
+    ) -> WarmPrefix | None:
+        """A restore that fails counts as a miss."""
         try:
-            return self._found(tokens, policy, loading)
+            return self._restore(tokens, policy, loading)
         except Exception:
-            self._failed()
+            self._count_failure()
             return None
 
-    def _is_stale(self, loading: Loading) -> bool:
-        """Whether somebody has kept more of the same prompt meanwhile."""
-        n_known = self.manager.plan(loading.tokens).n_tokens
-        return n_known >= loading.point.n_tokens + MIN_SHARED
-
-    def _failed(self) -> None:
-        LOG.exception("a restore failed; the prompt is read anew")
+    def _count_failure(self) -> None:
+        LOG.exception("a restore failed; the prompt is prefilled")
         self.manager.restore_failures += 1
 
-    def _found(self, tokens: list[int], policy: Policy, loading: Loading | None) -> Warm | None:
+    def _restore(
+        self, tokens: list[int], policy: Policy, loading: Loading | None
+    ) -> WarmPrefix | None:
         n_live = self.n_live(tokens)
         if loading is not None and loading.in_background and self._is_stale(loading):
             loading.abandon()
@@ -141,38 +148,42 @@ class Lane:
             stored = self.manager.finish(loading, beyond=n_live)
             if stored.caches is not None:
                 n_kept = self.manager.n_saved(tokens[: stored.n_tokens], policy)
-                return Warm(stored.caches, stored.n_tokens, stored.tokens_by_tier, n_kept)
+                return WarmPrefix(stored.caches, stored.n_tokens, stored.tokens_by_tier, n_kept)
         elif loading is not None:
-            loading.abandon()  # somebody has left a longer one alive meanwhile
-        mine = self.live.take(self.manager.namespace, tokens, keep=not policy.writes)
-        if mine is None:
+            loading.abandon()  # meanwhile another request left a longer live cache
+        taken = self.live.take(self.manager.namespace, tokens, keep=not policy.writes)
+        if taken is None:
             return None
-        n_kept = self.manager.n_saved(tokens[: mine.n_tokens], policy)
-        return Warm(mine.caches, mine.n_tokens, {"live": mine.n_tokens}, n_kept)
+        n_kept = self.manager.n_saved(tokens[: taken.n_tokens], policy)
+        return WarmPrefix(taken.caches, taken.n_tokens, {"live": taken.n_tokens}, n_kept)
+
+    def _is_stale(self, loading: Loading) -> bool:
+        """Whether other requests have stored more of the same prompt meanwhile."""
+        n_known = self.manager.plan(loading.tokens).n_tokens
+        return n_known >= loading.point.n_tokens + MIN_SHARED_TOKENS
 
 
 @dataclass
 class Lanes:
-    """All lanes of an engine, each made when it is first asked for, on the engine's thread."""
+    """All lanes of an engine, each made at its first use, on the engine's thread."""
 
     model: Model
     store: Store
     live: Live
     _made: dict[tuple[KVOptions, str], Lane] = field(default_factory=dict)
 
-    def known(self, options: KVOptions, tenant: str) -> Lane | None:
-        """A lane that is there already; any thread may ask."""
+    def find(self, options: KVOptions, tenant: str) -> Lane | None:
+        """A lane that was made before; from any thread."""
         return self._made.get((options, tenant))
 
-    def of(self, options: KVOptions, tenant: str) -> Lane:
+    def get(self, options: KVOptions, tenant: str) -> Lane:
         key = (options, tenant)
         if key not in self._made:
             self._made[key] = self._make(options, tenant)
         return self._made[key]
 
     def _make(self, options: KVOptions, tenant: str) -> Lane:
-        start = options.quantized_kv_start
-        exactly = replace(options, kv_bits=None, quantized_kv_start=0)
+        start, is_exact = options.quantized_kv_start, options.kv_bits is None
         attached = self.store.attach(
             self.model.module,
             self.model.path,
@@ -186,19 +197,17 @@ class Lanes:
             attached.manager,
             self.live,
             can_batch=kv.can_batch(fresh),
-            before=self.of(exactly, tenant) if start and options.kv_bits else None,
+            exact_lane=None if is_exact or not start else self.get(exact_options(options), tenant),
         )
 
 
-def options_for(options: KVOptions, n_prompt: int) -> KVOptions:
-    """A prompt shorter than `quantized_kv_start` is held exactly."""
-    if options.kv_bits is None or n_prompt < options.quantized_kv_start:
-        return replace(options, kv_bits=None, quantized_kv_start=0)
-    return options
+def exact_options(options: KVOptions) -> KVOptions:
+    """The same without quantization."""
+    return replace(options, kv_bits=None, quantized_kv_start=0)
 
 
 def make_options(options: KVOptions) -> dict[str, Any]:
-    """Those that differ from the default, so that naming a default changes no identity."""
+    """Only those that differ from the default, so that naming a default changes no identity."""
     default = asdict(KVOptions())
     given = {name: value for name, value in asdict(options).items() if value != default[name]}
     given.pop("quantized_kv_start", None)

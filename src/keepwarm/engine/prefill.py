@@ -1,4 +1,4 @@
-"""Reading a prompt into a cache, a slice at a time, and keeping each block as it is done."""
+"""Prefilling a prompt, a slice at a time, and how long a slice may be."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import mlx.core as mx
 from keepwarm import kv
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
-# Up to here the last token is read with the slice before it: one run of the weights less, for
-# some more rows of the vocabulary's projection.
+# Up to this length the last token is fed with the slice before it: one forward pass less, for a
+# few more rows of logits.
 SHORT_SLICE = 64
 
 
 class Prefill:
-    """One prompt on its way into its caches. `n_done` tokens are in them, whatever happens."""
+    """One prompt that is being prefilled. Its caches hold `n_done` tokens, even after an error."""
 
     def __init__(
         self,
@@ -28,37 +28,32 @@ class Prefill:
         n_done: int,
         *,
         cuts: Iterable[int] = (),
-        exact_places: bool = False,
+        needs_checkpoints: bool = False,
     ) -> None:
-        """`exact_places`: layers restored only where a slice ended: states, small windows."""
+        """`needs_checkpoints`: some layers (states, small windows) restore only at slice ends."""
         self._module = module
         self._tokens = tokens
-        self._exact = exact_places
-        self._cuts = {*cuts, len(tokens) - 1} if exact_places else set()
+        self._needs_checkpoints = needs_checkpoints
+        self._cuts = {*cuts, len(tokens) - 1} if needs_checkpoints else set()
         self.caches = caches
         self.n_done = n_done
 
     @property
-    def n_left(self) -> int:
-        return len(self._tokens) - self.n_done
-
-    @property
-    def at_cut(self) -> bool:
-        """Whether the very place that it has come to is to be kept."""
+    def is_at_cut(self) -> bool:
+        """Whether a checkpoint is to be kept here."""
         return self.n_done in self._cuts
 
-    def cut_at(self, n_tokens: int) -> None:
-        """End a slice there and keep the very place: somebody waits for it."""
+    def add_cut(self, n_tokens: int) -> None:
+        """End a slice there and keep a checkpoint: another request waits for it."""
         if n_tokens > self.n_done:
             self._cuts.add(n_tokens)
 
     def feed(self, n_tokens: int) -> mx.array | None:
-        """Feed at most so many tokens; the logits after the last of the prompt, else None."""
+        """Feed at most `n_tokens`; the logits after the last token of the prompt, else None."""
         end = self._end_of_slice(n_tokens)
         logits = self._module(mx.array([self._tokens[self.n_done : end]]), cache=self.caches)
         last = logits[:, -1, :] if end == len(self._tokens) else None
-        # Logits that nobody reads are never computed.
-        kv.evaluate(self.caches)
+        kv.evaluate(self.caches)  # MLX is lazy: other logits are never computed
         if last is not None:
             mx.eval(last)
         self.n_done = end
@@ -67,7 +62,7 @@ class Prefill:
     def _end_of_slice(self, n_tokens: int) -> int:
         start, total = self.n_done, len(self._tokens)
         end = min(start + max(n_tokens, 1), total)
-        if self._exact:
+        if self._needs_checkpoints:
             end = min(end, (start // BLOCK_TOKENS + 1) * BLOCK_TOKENS)
         end = min([end, *(cut for cut in self._cuts if start < cut < end)])
         if end == total and end - start > SHORT_SLICE:
@@ -76,24 +71,24 @@ class Prefill:
 
 
 @dataclass
-class Pace:
-    """How long things take here, and so how long a slice may be."""
+class SliceSizer:
+    """Measures prefill and decode speed and derives the length of a slice."""
 
     max_slice: int = 512
-    patience: float = 4.25  # a slice beside running answers takes as long as so many of their steps
-    slice_s: float = 0.5  # a slice of its own: cancellation and newcomers wait for it
-    token_s: float = 0.005  # reading one token in a slice
-    step_s: float = 0.05  # one token for everybody
+    steps_per_slice: float = 4.25  # a slice beside decoding takes as long as this many steps
+    slice_s: float = 0.5  # a slice without decoding; bounds how long a cancellation waits
+    token_s: float = 0.005  # to prefill one token
+    step_s: float = 0.05  # one decode step of the batch
 
     def slice_tokens(self, decoding: bool) -> int:
-        target = self.patience * self.step_s if decoding else self.slice_s
+        target = self.steps_per_slice * self.step_s if decoding else self.slice_s
         return int(min(max(target / self.token_s, 16), self.max_slice))
 
-    def saw_slice(self, n_tokens: int, seconds: float) -> None:
-        if n_tokens >= 8:  # fewer tell of the weights, not of the tokens
+    def record_slice(self, n_tokens: int, seconds: float) -> None:
+        if n_tokens >= 8:  # shorter slices measure the weights' bandwidth
             self.token_s = 0.5 * self.token_s + 0.5 * seconds / n_tokens
 
-    def saw_step(self, seconds: float) -> None:
+    def record_step(self, seconds: float) -> None:
         self.step_s = 0.8 * self.step_s + 0.2 * seconds
 
 

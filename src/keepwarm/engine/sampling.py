@@ -1,9 +1,9 @@
-"""The next token from the logits: each sequence by its own rules, all of them in one call.
+"""Sampling: the next token of every row of a batch, each by its own rules, in one call.
 
     adjust    one row: repetition penalty, then bias and the other penalties, then the grammar
     sample    all rows: the best token, or a draw from what top_p, min_p and top_k leave
 
-A row draws with keys of its own seed, so its neighbours never change what it says.
+A row draws with random keys of its own seed, so other rows never change its tokens.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from keepwarm.text.request import Sampling, TokenInfo, TopLogprob
 if TYPE_CHECKING:
     from keepwarm.text.grammar import GrammarMatcher
 
-NEVER = -9999.0  # the log of a probability of zero, as OpenAI writes it: JSON has no infinity
-COLDEST = 1e-6  # below it a draw is the best token anyway, and the division overflows
+ZERO_LOGPROB = -9999.0  # for probability 0, as OpenAI does: JSON has no infinity
+MIN_TEMPERATURE = 1e-6  # below it every draw is the best token, and the division overflows
 
 
-class Chooser:
-    """How one sequence chooses its tokens. The engine thread owns it.
+class Sampler:
+    """How one sequence samples its tokens. The engine's thread owns it.
 
-    `choice` tells the answers of one request apart: each has draws of its own from one seed.
+    `choice` numbers the answers of one request: from one seed each gets its own draws.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Chooser:
         choice: int = 0,
     ) -> None:
         self.sampling = sampling
-        self.greedy = sampling.temperature == 0 or sampling.top_k == 1
+        self.is_greedy = sampling.temperature == 0 or sampling.top_k == 1
         self._grammar = grammar
         self._stop_tokens = frozenset(stop_tokens)
         self._seen: set[int] = set()  # tokens of the answer
@@ -53,13 +53,13 @@ class Chooser:
         self.key = self._next_key()
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether `adjust` has nothing to do: no bias, no penalties, no grammar."""
         return self._repeated is None and self._offset is None and self._grammar is None
 
     @property
-    def finished(self) -> bool:
-        """Whether the grammar allows nothing more: the answer is complete."""
+    def is_finished(self) -> bool:
+        """Whether the grammar allows no further token: the answer is complete."""
         return self._grammar is not None and self._grammar.finished
 
     def adjust(self, logits: mx.array) -> mx.array:
@@ -76,7 +76,7 @@ class Chooser:
         return scores
 
     def accept(self, token: int) -> None:
-        """Note the token that was chosen. A stop token ends the answer and is no part of it."""
+        """Update the rules with a sampled token. A stop token is not part of the answer."""
         self.key = self._next_key()
         if token in self._stop_tokens:
             return
@@ -91,8 +91,7 @@ class Chooser:
             self._grammar.advance(token)
 
     def _next_key(self) -> NDArray[np.uint32]:
-        """The key of the k-th token depends on the seed and on k alone: a draw that failed and is
-        made again gives the same."""
+        """The key of the k-th token depends only on the seed and k, so a repeated draw is equal."""
         return np.asarray(self._keys.random_raw(1)).view(np.uint32)
 
     @property
@@ -108,7 +107,7 @@ class Chooser:
         return mx.array(repeated)
 
     def _start_offset(self, n_vocab: int) -> mx.array | None:
-        """What is added to each logit, (vocabulary,): the bias, later the penalties too."""
+        """Added to each logit, (vocabulary,): the bias, later also the penalties."""
         bias = self.sampling.logit_bias
         if not bias and not self._penalises:
             return None
@@ -117,14 +116,14 @@ class Chooser:
         return mx.array(offset)
 
 
-def sample(choosers: Sequence[Chooser], logits: mx.array) -> mx.array:
-    """Adjusted logits (rows, vocabulary) to tokens (rows,), lazily. Changes no chooser."""
+def sample(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
+    """Adjusted logits (rows, vocabulary) to tokens (rows,), lazily. Changes no sampler."""
     best = mx.argmax(logits, axis=-1)
-    drawn = [i for i, chooser in enumerate(choosers) if not chooser.greedy]
+    drawn = [i for i, sampler in enumerate(samplers) if not sampler.is_greedy]
     if not drawn:
         return best
     rows = mx.array(drawn)
-    best[rows] = _draw([choosers[i] for i in drawn], logits[rows])
+    best[rows] = _draw([samplers[i] for i in drawn], logits[rows])
     return best
 
 
@@ -135,10 +134,10 @@ def logprobs_of(logits: mx.array) -> mx.array:
 
 
 def token_info(logprobs_row: mx.array, token: int, top: int | None) -> TokenInfo:
-    """A token with its log-probability and those of the `top` likeliest; waits for the values."""
+    """A token with its log-probability and those of the `top` likeliest; evaluates the array."""
     if top is None:
         return TokenInfo(token)
-    row = np.maximum(np.array(logprobs_row), NEVER)
+    row = np.maximum(np.array(logprobs_row), ZERO_LOGPROB)
     likeliest = _likeliest(row, min(top, row.size))
     return TokenInfo(
         token, float(row[token]), tuple(TopLogprob(i, float(row[i])) for i in likeliest)
@@ -154,38 +153,38 @@ def _likeliest(row: NDArray[np.float32], n_tokens: int) -> list[int]:
     return sorted(candidates, key=lambda i: (-row[i], i))[:n_tokens]
 
 
-def _draw(choosers: Sequence[Chooser], logits: mx.array) -> mx.array:
-    """One token a row, by Gumbel noise: no token of probability zero ever comes out."""
+def _draw(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
+    """One token for each row, by Gumbel noise, which never picks a token of probability zero."""
     scores = logits.astype(mx.float32)
     scores = scores - scores.max(axis=-1, keepdims=True)
-    kept = mx.where(scores < _thresholds(choosers, scores), -mx.inf, scores)
-    temperatures = _column([max(c.sampling.temperature, COLDEST) for c in choosers])
-    keys = mx.array(np.stack([chooser.key for chooser in choosers]))
+    kept = mx.where(scores < _thresholds(samplers, scores), -mx.inf, scores)
+    temperatures = _column([max(c.sampling.temperature, MIN_TEMPERATURE) for c in samplers])
+    keys = mx.array(np.stack([sampler.key for sampler in samplers]))
     noise = mx.vmap(lambda key: mx.random.gumbel(scores.shape[1:], key=key))(keys)
     return mx.argmax(kept / temperatures + noise, axis=-1)
 
 
-def _thresholds(choosers: Sequence[Chooser], scores: mx.array) -> mx.array:
-    """The least score, (rows, 1), that top_p, min_p and top_k leave; the best one scores 0.
+def _thresholds(samplers: Sequence[Sampler], scores: mx.array) -> mx.array:
+    """The lowest score, (rows, 1), that top_p, min_p and top_k keep; the best score is 0.
 
-    Each filter looks at the whole distribution, so together they are the highest threshold.
+    Each filter sees the whole distribution, so together they are the highest threshold.
     """
     least = _column(
-        [math.log(c.sampling.min_p) if c.sampling.min_p else -math.inf for c in choosers]
+        [math.log(c.sampling.min_p) if c.sampling.min_p else -math.inf for c in samplers]
     )
-    ranked = [i for i, c in enumerate(choosers) if c.sampling.top_k or c.sampling.top_p < 1]
+    ranked = [i for i, c in enumerate(samplers) if c.sampling.top_k or c.sampling.top_p < 1]
     if ranked:
         rows = mx.array(ranked)
-        by_rank = _rank_thresholds([choosers[i].sampling for i in ranked], scores[rows])
+        by_rank = _rank_thresholds([samplers[i].sampling for i in ranked], scores[rows])
         least[rows] = mx.maximum(least[rows], by_rank)
     return least
 
 
 def _rank_thresholds(samplings: Sequence[Sampling], scores: mx.array) -> mx.array:
-    """The least score among the first top_k, and among those that make up top_p."""
+    """The lowest score that both top_k and top_p keep."""
     n_vocab = scores.shape[-1]
     counts = [min(s.top_k or n_vocab, n_vocab) for s in samplings]
-    largest = max(counts)  # only so many need to be sorted
+    largest = max(counts)  # only these are sorted
     best = scores if largest == n_vocab else mx.topk(scores, largest, axis=-1)
     best = -mx.sort(-best, axis=-1)
     mass = mx.exp(best - mx.logsumexp(scores, axis=-1, keepdims=True))

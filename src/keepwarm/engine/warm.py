@@ -1,9 +1,8 @@
-"""Warming at start: conversations that will likely go on are brought from disk into memory.
+"""Warming at start: conversations that will likely continue are loaded from disk into memory.
 
-What is pinned first, agents and places that marks hold; then the other agents. Of both, what was
-used last goes first. Their files are read in a thread of its own, so that they lie in the system's
-memory; the engine's thread then copies them, one conversation at a time. While requests wait or run
-nothing is warmed.
+Pinned agents and TTL pins first, then the other agents; within both the most recently used first.
+The warmer's thread reads the files, so that they are in the page cache; the engine's thread then
+restores them, one conversation at a time. Warming pauses while requests wait or run.
 """
 
 from __future__ import annotations
@@ -28,37 +27,37 @@ from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.tier import TTL_PIN, StoredBlock
 
 LOG = logging.getLogger(__name__)
-MAX_HELD = 64  # places that marks hold; those used last
-PATIENCE_S = 0.05  # between two looks at an engine that is busy
+MAX_TTL_PINS = 64  # the most recently used
+POLL_S = 0.05  # while the engine is busy
 
 
-class Warmed(NamedTuple):
-    """A conversation that now lies in memory, and how much of it does."""
+class WarmedConversation(NamedTuple):
+    """A conversation that was restored into memory."""
 
-    agent: str  # empty for a place that a mark holds
+    agent: str  # empty for a TTL pin
     n_tokens: int
     n_bytes: int
 
 
 class Warmer:
-    """Ends at its budget, when it is closed, or with the engine. Nothing live gives way to it."""
+    """Ends at its budget, when closed, or with the engine. It evicts no live cache."""
 
     def __init__(self, engine: Engine, budget_bytes: int | None = None) -> None:
-        """Without a budget it fills half of what live caches may take."""
+        """Without a budget it uses half of the memory for live caches."""
         self._engine = engine
         self._left_bytes = engine.live.max_bytes // 2 if budget_bytes is None else budget_bytes
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self.warmed: list[Warmed] = []
+        self.warmed: list[WarmedConversation] = []
 
     def run_in_background(self) -> Self:
         self._thread = threading.Thread(target=self._run_quietly, name="keepwarm-warm", daemon=True)
         self._thread.start()
         return self
 
-    def run(self) -> list[Warmed]:
-        """Warm what fits; what was warmed, in that order."""
-        for manager, agent in self._likely():
+    def run(self) -> list[WarmedConversation]:
+        """Warm as many conversations as fit; these, in order."""
+        for manager, agent in self._candidates():
             self._warm(manager, agent)
         return self.warmed
 
@@ -68,7 +67,7 @@ class Warmer:
             self._thread.join()
 
     def close(self) -> None:
-        """Stop after what is being read."""
+        """Stop after the current conversation."""
         self._closed.set()
         self.wait()
 
@@ -76,37 +75,37 @@ class Warmer:
         try:
             self.run()
         except Stopping:
-            LOG.debug("stopped before all was warm")
+            LOG.debug("warming stopped before its end")
         except KeepwarmError as error:
-            LOG.warning("not all that is kept could be warmed: %s", error)
+            LOG.warning("warming ended early: %s", error)
 
-    def _likely(self) -> list[tuple[Manager, Agent]]:
-        """What is kept of this model, that first which is likely to be asked again."""
+    def _candidates(self) -> list[tuple[Manager, Agent]]:
+        """Stored conversations of this model, the likeliest to continue first."""
         try:
             disk_store = self._engine.store.on_disk
-        except BadInput:  # nothing is kept on disk
+        except BadInput:  # there is no disk tier
             return []
-        agents = [*disk_store.agents.all(), *_held(disk_store)]
+        agents = [*disk_store.agents.all(), *_ttl_pins(disk_store)]
         if not agents:
             return []
         managers = {name: self._manager(salt) for name, salt in self._salts(agents).items()}
-        mine = [agent for agent in agents if agent.namespace in managers]
-        mine.sort(key=lambda agent: (not agent.pinned, -agent.used))
-        return [(managers[agent.namespace], agent) for agent in mine]
+        ours = [agent for agent in agents if agent.namespace in managers]
+        ours.sort(key=lambda agent: (not agent.pinned, -agent.used))
+        return [(managers[agent.namespace], agent) for agent in ours]
 
     def _salts(self, agents: Sequence[Agent]) -> dict[Namespace, str]:
-        """Of whose blocks of this model there are: what its manager is made with."""
+        """The salts of namespaces of this model, which differ by tenant."""
         identity_of = self._engine.store.on_disk.identity_of
         ours, found = identity_of(self._manager("").namespace), {}
         for name in {agent.namespace for agent in agents}:
-            with suppress(BadInput):  # nobody knows what it was made from
+            with suppress(BadInput):  # its identity is not recorded
                 theirs = identity_of(name)
                 if replace(theirs, salt=ours.salt) == ours:
                     found[name] = theirs.salt
         return found
 
     def _manager(self, salt: str) -> Manager:
-        """Of the engine's model with the options it has when nobody names others."""
+        """Of the engine's model with its default KV options."""
         self._wait_until_idle()
         model, attach = self._engine.model, self._engine.store.attach
         options = make_options(self._engine.config.kv)
@@ -115,30 +114,30 @@ class Warmer:
 
     def _warm(self, manager: Manager, agent: Agent) -> None:
         tokens = self._engine.store.on_disk.tokens_of(agent)
-        prompt = [*tokens, 0]  # one more, for a restore always leaves one to be fed
+        prompt = [*tokens, 0]  # one more: a restore always leaves a token to feed
         plan = manager.plan(prompt)
         n_bytes = plan.point.n_bytes
-        if not plan.n_tokens or n_bytes > self._room():
+        if not plan.n_tokens or n_bytes > self._free_bytes():
             return
-        self._read(plan.point.reads)
+        self._read_ahead(plan.point.reads)
         self._wait_until_idle()
-        n_tokens = self._engine.call(lambda: self._put(manager, agent.id, prompt)).result()
+        n_tokens = self._engine.call(lambda: self._restore(manager, agent.id, prompt)).result()
         if n_tokens:
             self._left_bytes -= n_bytes
-            self.warmed.append(Warmed(agent.id, n_tokens, n_bytes))
+            self.warmed.append(WarmedConversation(agent.id, n_tokens, n_bytes))
 
-    def _room(self) -> int:
+    def _free_bytes(self) -> int:
         live = self._engine.live.stats
         return min(self._left_bytes, live.max_bytes - live.n_bytes)
 
-    def _read(self, reads: Sequence[Read]) -> None:
-        """Bring files into the system's memory; what is bad is set aside here already."""
+    def _read_ahead(self, reads: Sequence[Read]) -> None:
+        """Read files into the page cache; damaged ones are quarantined."""
         for read in reads:
             self._wait_until_idle()
             self._engine.store.on_disk.disk.read(read.key, read.part)
 
-    def _put(self, manager: Manager, agent_id: str, prompt: Sequence[int]) -> int:
-        """On the engine's thread; how many tokens are live now that were not."""
+    def _restore(self, manager: Manager, agent_id: str, prompt: Sequence[int]) -> int:
+        """On the engine's thread; the tokens that are live now, 0 if nothing was gained."""
         live, namespace = self._engine.live, manager.namespace
         found = manager.restore(prompt, beyond=live.n_served(namespace, prompt))
         if found.caches is None:
@@ -148,9 +147,11 @@ class Warmer:
 
     def _wait_until_idle(self) -> None:
         while self._is_busy():
-            self._closed.wait(PATIENCE_S)
+            self._closed.wait(POLL_S)
         if self._closed.is_set() or not self._engine.alive:
-            raise Stopping("Warming was stopped; what is not warm is read from disk when needed.")
+            raise Stopping(
+                "Warming was stopped; other conversations are loaded from disk when needed."
+            )
 
     def _is_busy(self) -> bool:
         if self._closed.is_set() or not self._engine.alive:
@@ -159,24 +160,24 @@ class Warmer:
         return bool(stats.waiting or stats.prefilling or stats.decoding)
 
 
-def _held(disk_store: DiskStore) -> Iterator[Agent]:
-    """Places that requests asked to keep, as pinned agents without a name."""
+def _ttl_pins(disk_store: DiskStore) -> Iterator[Agent]:
+    """Prefixes with a TTL pin, as pinned agents without a name."""
     disk_store.ttl_pins.expire()
     disk = disk_store.disk
     pinned = [block for block in disk.walk() if block.pinned]
-    held = [block for block in pinned if _is_marked(disk.index.lookups.owners(block.key))]
-    for block in nlargest(MAX_HELD, held, key=lambda block: block.used):
-        way = tuple(disk.index.lookups.parents(block.key))[::-1]
-        n_tokens = block.number * BLOCK_TOKENS + _place_in(disk, block)
-        yield Agent("", block.namespace, way, n_tokens, pinned=True, used=block.used)
+    ttl_pinned = [block for block in pinned if _has_ttl_pin(disk.index.lookups.owners(block.key))]
+    for block in nlargest(MAX_TTL_PINS, ttl_pinned, key=lambda block: block.used):
+        path = tuple(disk.index.lookups.parents(block.key))[::-1]
+        n_tokens = block.number * BLOCK_TOKENS + _position_in(disk, block)
+        yield Agent("", block.namespace, path, n_tokens, pinned=True, used=block.used)
 
 
-def _is_marked(owners: Sequence[str]) -> bool:
+def _has_ttl_pin(owners: Sequence[str]) -> bool:
     return any(owner.startswith(TTL_PIN) for owner in owners)
 
 
-def _place_in(disk: DiskTier, block: StoredBlock) -> int:
-    """Up to which of its tokens others are likely to agree: its first checkpoint, or its end."""
+def _position_in(disk: DiskTier, block: StoredBlock) -> int:
+    """The likely end of the pinned prefix in this block: its first checkpoint, or its end."""
     record = disk.read(block.key, next(iter(block.n_bytes)), tensors=())
     children = disk.children(block.parent, record.header.tokens) if record is not None else []
     known = disk.have([child.key for child in children])

@@ -122,7 +122,7 @@ def test_a_disk_that_refuses_costs_nothing_else(path):
 
 
 def test_an_engine_is_watched_and_the_end_is_saved(path, monkeypatch):
-    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "OBSERVE_EVERY_S", 0.01)
     looks = []
 
     def look():

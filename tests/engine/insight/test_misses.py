@@ -2,7 +2,7 @@
 
 import pytest
 
-from keepwarm.engine.insight.misses import MissCandidate, find_miss, repeated
+from keepwarm.engine.insight.misses import MissCandidate, find_miss, n_repeated
 from keepwarm.prefix.blocks import common_tokens, pack
 from tests.kit.engines import Models, ask, engine_on
 from tests.store.kit import tokens_of
@@ -58,7 +58,7 @@ def test_more_was_restored_than_is_remembered():
     [(TAIL, TAIL, 200), (TAIL, TAIL[3:], 192), (TAIL[:7], TAIL, 0), ([], TAIL, 0), (TAIL, [], 0)],
 )
 def test_repetition_is_counted_by_phrases(now, earlier, n):
-    assert repeated(pack(now), pack(earlier)) == n
+    assert n_repeated(pack(now), pack(earlier)) == n
 
 
 def test_the_engine_finds_its_misses(tmp_path):

@@ -1,4 +1,4 @@
-"""What has happened in the engine: counters, recent requests, misses, audits, what-if.
+"""Observing the engine: statistics, recent requests, misses, audits, what-if.
 
-Imports `cache`, `engine`, `prefix`, `store`, `text`.
+In `engine` only `engine.engine` imports it. Imports `cache`, `engine`, `prefix`, `store`, `text`.
 """

@@ -1,6 +1,6 @@
-"""What was spared and what was computed, by minute and by day; a small file outlives the process.
+"""Tokens reused and computed, by minute and by day, in a small file.
 
-Several servers may share the file: each adds what it has seen since it last wrote.
+Several servers may share the file: each adds its counts since its last write.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOG = logging.getLogger(__name__)
 
 MINUTES_KEPT = 24 * 60
 DAYS_KEPT = 400
-LOOK_EVERY_S = 5.0
+OBSERVE_EVERY_S = 5.0
 SAVE_EVERY_S = 60.0
 
 Amounts: TypeAlias = Mapping[str, int]
@@ -32,10 +32,10 @@ Series: TypeAlias = Mapping[str, Amounts]  # by the ISO name of a minute or a da
 
 
 def amounts_of(stats: Stats) -> Amounts:
-    """Everything that only grows while an engine runs. Tokens, if nothing else is said."""
+    """All counts that only grow while an engine runs; in tokens unless the name has a unit."""
     counters = stats.counters
     return {
-        **counters["reused_tokens"],  # by place
+        **counters["reused_tokens"],  # by tier
         "prompt": counters["prompt_tokens"],
         "prefilled": counters["prefilled_tokens"],
         "generated": counters["generated_tokens"],
@@ -64,7 +64,7 @@ class Timeline:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """A lost or torn file counts as nothing seen."""
+        """A missing or damaged file counts as empty."""
         try:
             read = json.loads(path.read_text())
             return cls(_series(read["minutes"]), _series(read["days"]), _amounts(read["total"]))
@@ -98,7 +98,7 @@ def _amounts(read: Mapping[str, int]) -> Amounts:
 
 
 class History:
-    """Sees snapshots, remembers differences. Any thread may ask."""
+    """Adds up the differences between snapshots. Thread-safe."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._path = path
@@ -109,7 +109,7 @@ class History:
         self._unsaved = Timeline()
 
     def observe(self, stats: Stats) -> None:
-        """Note what has happened since the last look."""
+        """Add what has happened since the last snapshot."""
         now = amounts_of(stats)
         with self._lock:
             more = {name: _since(amount, self._seen.get(name, 0)) for name, amount in now.items()}
@@ -127,7 +127,7 @@ class History:
         return self.timeline.days.get(day_name(self._clock()), {})
 
     def save(self) -> None:
-        """Add to the file what is not in it; a disk that refuses costs only the history."""
+        """Add unsaved counts to the file; on an error they stay in memory."""
         with self._lock:
             if not self._unsaved.total:
                 return
@@ -145,25 +145,25 @@ class History:
 
 
 def _since(now: int, before: int) -> int:
-    """How much a count has grown; one that fell began anew, with another engine."""
+    """How much a count has grown; a smaller one comes from a new engine."""
     return now - before if now >= before else now
 
 
 @contextmanager
-def recording(history: History, look: Callable[[], Stats | None]) -> Iterator[None]:
-    """Inside, look at an engine every few seconds; None says that there is none now."""
-    over = threading.Event()
+def recording(history: History, snapshot: Callable[[], Stats | None]) -> Iterator[None]:
+    """Within the context, observe snapshots every few seconds; None: no engine is loaded."""
+    stopped = threading.Event()
 
     def observe() -> None:
         try:
-            if (stats := look()) is not None:
+            if (stats := snapshot()) is not None:
                 history.observe(stats)
         except Exception:
-            LOG.exception("the engine could not be looked at")
+            LOG.exception("the engine's statistics could not be read")
 
     def run() -> None:
         saved = time.monotonic()
-        while not over.wait(LOOK_EVERY_S):
+        while not stopped.wait(OBSERVE_EVERY_S):
             observe()
             if time.monotonic() - saved > SAVE_EVERY_S:
                 history.save()
@@ -174,7 +174,7 @@ def recording(history: History, look: Callable[[], Stats | None]) -> Iterator[No
     try:
         yield
     finally:
-        over.set()
+        stopped.set()
         thread.join()
         observe()
         history.save()

@@ -1,7 +1,4 @@
-"""The latest requests, running and ended: what people look at when they ask what is going on.
-
-No prompt and no answer is in it, only numbers and names.
-"""
+"""Recent requests, running and ended: numbers and names, no prompts and no answers."""
 
 from __future__ import annotations
 
@@ -21,20 +18,20 @@ RequestState = Literal["waiting", "reading", "answering", "done", "cancelled", "
 @dataclass(frozen=True)
 class JournalEntry:
     number: int
-    seconds: float  # since it arrived; of an ended one until its end
+    seconds: float  # from its arrival until now or its end
     tenant: str
     agent: str | None
     state: RequestState
     prompt_tokens: int
     answer_tokens: int
-    receipt: Receipt | None  # once its plan was made
+    receipt: Receipt | None  # None while it waits
     usage: Usage | None = None
     error: str = ""
     ended: float | None = None  # seconds since the epoch
 
 
 def entry_of(job: Job, error: KeepwarmError | None = None) -> JournalEntry:
-    """How a job stands now, or how it ended."""
+    """The state of a job, or how it ended."""
     usage = job.done().usage if job.ended and job.receipt and error is None else None
     return JournalEntry(
         number=job.number,
@@ -62,7 +59,7 @@ def _state(job: Job, error: KeepwarmError | None) -> RequestState:
 
 
 class Journal:
-    """The latest that ended; written by the engine's thread, read by any."""
+    """The last requests that ended. Written by the engine's thread, read by any."""
 
     def __init__(self, n_entries: int = 500) -> None:
         self._lock = threading.Lock()
@@ -73,6 +70,6 @@ class Journal:
             self._entries.append(entry)
 
     def entries(self) -> list[JournalEntry]:
-        """The latest last."""
+        """Oldest first."""
         with self._lock:
             return list(self._entries)

@@ -1,4 +1,4 @@
-"""How much of a prompt is warm, where, and what its first token would take. Loads nothing."""
+"""How much of a prompt is warm, in which tier, and the expected time to its first token."""
 
 from __future__ import annotations
 
@@ -15,36 +15,34 @@ from keepwarm.store.tiers import Tiers
 @dataclass(frozen=True)
 class Lookup:
     prompt_tokens: int
-    warm: Mapping[str, int]  # tokens by place: live, memory, disk
+    warm: Mapping[str, int]  # tokens by tier: live, memory, disk
     first_token_ms: float  # expected
-
-    @property
-    def warm_tokens(self) -> int:
-        return sum(self.warm.values())
 
 
 def look_up(lane: Lane, tokens: list[int]) -> Lookup:
-    """On the engine's thread."""
+    """Loads nothing. Runs on the engine's thread."""
     n_live, plan = lane.n_live(tokens), lane.manager.plan(tokens)
-    warm = {"live": n_live} if n_live >= plan.n_tokens else by_tier(plan, lane.manager.tiers)
+    warm = {"live": n_live} if n_live >= plan.n_tokens else _by_tier(plan, lane.manager.tiers)
     rest = len(tokens) - max(plan.n_tokens, n_live)
     load_s = plan.load_s if plan.n_tokens > n_live else 0.0
     first_ms = 1000 * (load_s + rest / lane.manager.rates.prefill_tokens_per_s)
     return Lookup(len(tokens), {k: n for k, n in warm.items() if n}, round(first_ms, 1))
 
 
-def by_tier(plan: Plan, tiers: Tiers) -> dict[str, int]:
-    """Which tier each block would come from; those that no layer reads go with the last."""
-    homes: dict[BlockKey, str] = {}
+def _by_tier(plan: Plan, tiers: Tiers) -> dict[str, int]:
+    """Tokens by the tier they would come from; blocks that no layer reads count with the last."""
+    tier_of: dict[BlockKey, str] = {}
     keys = [read.key for read in plan.point.reads]
     for name, tier in reversed(tiers.named):
-        homes |= dict.fromkeys(tier.have(keys), name)
+        tier_of |= dict.fromkeys(tier.have(keys), name)
     counts: Counter[str] = Counter()
     seen: set[int] = set()
     for read in plan.point.reads:
-        if read.number not in seen and read.key in homes:
+        if read.number not in seen and read.key in tier_of:
             seen.add(read.number)
-            counts[homes[read.key]] += min(BLOCK_TOKENS, plan.n_tokens - read.number * BLOCK_TOKENS)
-    if keys and keys[-1] in homes:
-        counts[homes[keys[-1]]] += plan.n_tokens - counts.total()
+            counts[tier_of[read.key]] += min(
+                BLOCK_TOKENS, plan.n_tokens - read.number * BLOCK_TOKENS
+            )
+    if keys and keys[-1] in tier_of:
+        counts[tier_of[keys[-1]]] += plan.n_tokens - counts.total()
     return dict(counts)

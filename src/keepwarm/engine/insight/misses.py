@@ -1,7 +1,6 @@
-"""Requests that computed again what an earlier one had: where they part from it, and the cost.
+"""Requests that recomputed tokens of an earlier prompt: where they differ from it, and the cost.
 
-The places are kept as a few tokens on each side; whose they are is kept too, for the server to
-show them to nobody else.
+A few tokens around the difference are kept, with their tenant: the server shows them to no other.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from keepwarm.engine.jobs import Job
 from keepwarm.prefix.blocks import pack, unpack
 from keepwarm.prefix.recent import NearestPrompt, RecentPrompts
 
-MIN_WASTED = 32  # tokens computed again that are worth a word
-MIN_SHARE = 4  # and at least a fourth of all that was computed
-PHRASE = 8  # tokens in a row that are no coincidence
-BEFORE, AFTER = 24, 48  # tokens shown around the place
-N_UNREAD, N_KEPT = 64, 100
+MIN_WASTED = 32  # fewer recomputed tokens are not reported
+MIN_SHARE = 4  # nor fewer than a fourth of all computed tokens
+PHRASE = 8  # equal tokens in a row that are not a coincidence
+BEFORE, AFTER = 24, 48  # tokens shown around the difference
+MAX_CANDIDATES, MAX_MISSES = 64, 100
 
 MissReason = Literal["changed", "not kept"]
 
 
 class MissCandidate(NamedTuple):
-    """A prompt and the most similar earlier one, packed; not yet looked into."""
+    """A prompt and the most similar earlier one, packed; not yet compared."""
 
     number: int
     tenant: str
@@ -38,8 +37,8 @@ class MissCandidate(NamedTuple):
     tokens_per_s: float
 
 
-class Miss(NamedTuple):
-    """A request that computed tokens again."""
+class PrefixMiss(NamedTuple):
+    """A request that recomputed tokens of an earlier prompt."""
 
     number: int
     tenant: str
@@ -47,39 +46,39 @@ class Miss(NamedTuple):
     when: float
     prompt_tokens: int
     restored: int
-    position: int  # the first token that could not be used
-    wasted: int  # tokens that an earlier prompt had too
-    seconds: float  # what they cost
+    position: int  # of the first token that could not be reused
+    wasted: int  # computed tokens that the earlier prompt had too
+    seconds: float  # to compute them
     reason: MissReason
-    before: tuple[int, ...]  # the tokens up to the place
-    earlier: tuple[int, ...]  # those after it in the earlier prompt
-    now: tuple[int, ...]  # and in this one
+    before: tuple[int, ...]  # tokens up to the position
+    earlier: tuple[int, ...]  # tokens after it in the earlier prompt
+    now: tuple[int, ...]  # and in this prompt
 
     @property
     def is_significant(self) -> bool:
-        """Some phrases are in every prompt; a good part of what was computed must be known."""
+        """Whether enough of what was computed was known: some phrases are in every prompt."""
         computed = self.prompt_tokens - self.restored
         return self.wasted >= max(MIN_WASTED, computed // MIN_SHARE)
 
 
 class Misses:
-    """Told of requests by the engine's thread, asked by any."""
+    """Written by the engine's thread, read by any."""
 
     def __init__(self, recent: RecentPrompts) -> None:
         self._recent = recent
         self._nearest: dict[int, NearestPrompt] = {}  # of requests that have not ended
         self._lock = threading.Lock()
-        self._unread: deque[MissCandidate] = deque(maxlen=N_UNREAD)
-        self._found: deque[Miss] = deque(maxlen=N_KEPT)
+        self._candidates: deque[MissCandidate] = deque(maxlen=MAX_CANDIDATES)
+        self._found: deque[PrefixMiss] = deque(maxlen=MAX_MISSES)
 
-    def arrived(self, job: Job) -> None:
-        """Find its predecessor, before it is one itself."""
+    def add_request(self, job: Job) -> None:
+        """Find the most similar earlier prompt, before this one is recorded."""
         if job.request.policy.reads:
             whose = (job.request.kv, job.request.tenant)
             self._nearest[job.number] = self._recent.nearest(whose, job.tokens)
 
-    def ended(self, job: Job) -> None:
-        """Put it aside if it may have been a miss; looking into it is for whoever asks."""
+    def end_request(self, job: Job) -> None:
+        """Queue it if it may be a miss; `latest` does the comparison."""
         nearest = self._nearest.pop(job.number, None)
         if nearest is None or nearest.entry is None or job.receipt is None:
             return
@@ -94,56 +93,57 @@ class Misses:
             nearest.entry.packed,
             nearest.n_common,
             job.receipt.cached_tokens,
-            job.home.manager.rates.prefill_tokens_per_s,
+            job.lane.manager.rates.prefill_tokens_per_s,
         )
         with self._lock:
-            self._unread.append(candidate)
+            self._candidates.append(candidate)
 
-    def latest(self) -> list[Miss]:
-        """The latest first."""
+    def latest(self) -> list[PrefixMiss]:
+        """Newest first."""
         with self._lock:
-            candidates = [self._unread.popleft() for _ in range(len(self._unread))]
+            candidates = list(self._candidates)
+            self._candidates.clear()
             found = [find_miss(candidate) for candidate in candidates]
             self._found.extend(miss for miss in found if miss.is_significant)
             return list(self._found)[::-1]
 
 
-def find_miss(candidate: MissCandidate) -> Miss:
-    """How much of a prompt was computed again, and where that began."""
+def find_miss(candidate: MissCandidate) -> PrefixMiss:
+    """How much of a prompt was recomputed, and from which position."""
     n_prompt = len(candidate.prompt) // 4
     lost = max(0, min(candidate.n_common, n_prompt - 1) - candidate.restored)
-    wasted = lost + _after_the_place(candidate)
-    place = candidate.restored if lost >= MIN_WASTED else candidate.n_common
-    return Miss(
+    wasted = lost + _repeated_later(candidate)
+    position = candidate.restored if lost >= MIN_WASTED else candidate.n_common
+    return PrefixMiss(
         candidate.number,
         candidate.tenant,
         candidate.agent,
         candidate.when,
         n_prompt,
         candidate.restored,
-        place,
+        position,
         wasted,
         wasted / candidate.tokens_per_s,
         "not kept" if lost >= MIN_WASTED else "changed",
-        _tokens(candidate.prompt, max(0, place - BEFORE), place),
-        _tokens(candidate.earlier, place, place + AFTER),
-        _tokens(candidate.prompt, place, place + AFTER),
+        _tokens(candidate.prompt, max(0, position - BEFORE), position),
+        _tokens(candidate.earlier, position, position + AFTER),
+        _tokens(candidate.prompt, position, position + AFTER),
     )
 
 
-def _after_the_place(candidate: MissCandidate) -> int:
-    """Tokens of the earlier prompt that come again after both have parted.
+def _repeated_later(candidate: MissCandidate) -> int:
+    """Tokens of the earlier prompt that come again after the first difference.
 
-    Where a good deal more was restored than the two share, some other prompt was nearer.
+    If clearly more was restored than the two share, another prompt was more similar.
     """
     if candidate.restored >= candidate.n_common + MIN_WASTED:
         return 0
     start = max(candidate.n_common, candidate.restored)
-    return repeated(candidate.prompt[4 * start :], candidate.earlier[4 * candidate.n_common :])
+    return n_repeated(candidate.prompt[4 * start :], candidate.earlier[4 * candidate.n_common :])
 
 
-def repeated(now: bytes, earlier: bytes) -> int:
-    """How many tokens of a packed sequence stand in another too, wherever; by whole phrases."""
+def n_repeated(now: bytes, earlier: bytes) -> int:
+    """How many tokens of one packed sequence are anywhere in another, in whole phrases."""
     size = 4 * PHRASE
     known = {earlier[at : at + size] for at in range(0, len(earlier) - size + 1, 4)}
     at = n = 0

@@ -1,4 +1,4 @@
-"""One snapshot of an engine, which metrics, dashboard, command line and benchmarks all read."""
+"""A snapshot of an engine, read by metrics, dashboard, command line and benchmarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keepwarm.store.tier import TierStats
 
 
 class MemoryUse(NamedTuple):
-    """One place that takes memory: live, memory (the tier), batch or buffers (MLX's own)."""
+    """Memory of one kind: live, memory (the tier), batch or buffers (MLX's own)."""
 
     name: str
     n_bytes: int
@@ -24,10 +24,10 @@ class MemoryUse(NamedTuple):
 @dataclass(frozen=True)
 class Stats:
     waiting: int
-    prefilling: int  # prompts
+    prefilling: int
     decoding: int  # sequences in the batch
     counters: Mapping[str, Any]
-    step_ms: float  # a token for everybody
+    step_ms: float  # one decode step
     prefill_tokens_per_s: float
     live: LiveStats
     tiers: Mapping[str, TierStats]
@@ -35,14 +35,14 @@ class Stats:
 
 
 def snapshot(scheduler: Scheduler, live: Live, store: Store) -> Stats:
-    """Read from any thread; numbers may be a step apart from each other."""
+    """From any thread; the numbers may be of different steps."""
     return Stats(
         waiting=len(scheduler.waiting),
-        prefilling=len(scheduler.reading),
+        prefilling=len(scheduler.prefilling),
         decoding=len(scheduler.rows),
         counters=asdict(scheduler.counters),
-        step_ms=round(1000 * scheduler.pace.step_s, 2),
-        prefill_tokens_per_s=round(1 / scheduler.pace.token_s, 1),
+        step_ms=round(1000 * scheduler.slice_sizer.step_s, 2),
+        prefill_tokens_per_s=round(1 / scheduler.slice_sizer.token_s, 1),
         live=live.stats,
         tiers=store.tier_stats(),
         writes=store.write_stats(),

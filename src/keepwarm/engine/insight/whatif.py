@@ -1,6 +1,6 @@
-"""What another budget would have saved: the latest look-ups, played again.
+"""What another disk budget would have saved: recent look-ups, replayed.
 
-A look-up is remembered as digests of its blocks' keys. No token is in it, and none can be had back.
+A look-up is kept as digests of its blocks' keys, from which no token can be recovered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
 
-MAX_BLOCKS = 100_000  # of all look-ups that are remembered
+MAX_BLOCKS = 100_000  # of all look-ups in the log
 DIGEST_BYTES = 8
 SCALES = (0.5, 1.0, 2.0, 4.0)
 
@@ -25,12 +25,12 @@ class LoggedLookup(NamedTuple):
 
     when: float
     blocks: Sequence[int]
-    n_asked: int  # those of the prompt, which were looked for
+    n_asked: int  # whole blocks of the prompt
     block_bytes: int
 
 
 class BudgetOutcome(NamedTuple):
-    """What would have been found under a budget; None is no limit."""
+    """Tokens that would have been found under a budget; None is no limit."""
 
     max_bytes: int | None
     n_tokens: int
@@ -44,7 +44,7 @@ class WhatIf(NamedTuple):
 
 
 class LookupLog:
-    """The latest look-ups, as many as have so many blocks together. Any thread may ask."""
+    """Recent look-ups, up to `max_blocks` blocks in total. Thread-safe."""
 
     def __init__(
         self, max_blocks: int = MAX_BLOCKS, clock: Callable[[], float] = time.time
@@ -58,11 +58,11 @@ class LookupLog:
     def add(
         self, namespace: Namespace, tokens: Sequence[int], n_prompt: int, block_bytes: int
     ) -> None:
-        """Remember a conversation whose first `n_prompt` tokens were asked for."""
+        """Log a conversation whose first `n_prompt` tokens were the prompt."""
         n_whole = len(tokens) // BLOCK_TOKENS
         refs = chain(namespace, tokens[: n_whole * BLOCK_TOKENS])
         blocks = array("Q", (int.from_bytes(ref.key[:DIGEST_BYTES]) for ref in refs))
-        # One token is always fed, so the block that ends with it is never found whole.
+        # The last prompt token is always fed, so the block that ends with it is never found whole.
         lookup = LoggedLookup(self._clock(), blocks, (n_prompt - 1) // BLOCK_TOKENS, block_bytes)
         if not n_whole:
             return
@@ -73,13 +73,13 @@ class LookupLog:
                 self._n_blocks -= len(self._lookups.popleft().blocks)
 
     def all(self) -> list[LoggedLookup]:
-        """The latest last."""
+        """Oldest first."""
         with self._lock:
             return list(self._lookups)
 
 
 def what_if(lookups: Sequence[LoggedLookup], max_bytes: int | None) -> WhatIf:
-    """The same look-ups under this budget, under part and multiples of it, and without any."""
+    """Replay the look-ups under this budget, under SCALES of it, and without a limit."""
     budgets = [] if max_bytes is None else [int(max_bytes * scale) for scale in SCALES]
     outcomes = [BudgetOutcome(budget, replay(lookups, budget)) for budget in [*budgets, None]]
     asked = sum(lookup.n_asked for lookup in lookups) * BLOCK_TOKENS
@@ -87,12 +87,12 @@ def what_if(lookups: Sequence[LoggedLookup], max_bytes: int | None) -> WhatIf:
 
 
 def replay(lookups: Iterable[LoggedLookup], max_bytes: int | None) -> int:
-    """How many prompt tokens would have been found, the least recently used let go first."""
+    """Prompt tokens that would have been found with LRU eviction."""
     kept: OrderedDict[int, int] = OrderedDict()  # bytes by block, least recently used first
     n_bytes = n_found = 0
     for lookup in lookups:
         n_found += sum(1 for _ in takewhile(kept.__contains__, lookup.blocks[: lookup.n_asked]))
-        for block in reversed(lookup.blocks):  # so that none goes before those that follow it
+        for block in reversed(lookup.blocks):  # a block is evicted after its successors
             n_bytes += lookup.block_bytes - kept.pop(block, 0)
             kept[block] = lookup.block_bytes
         while max_bytes is not None and n_bytes > max_bytes:

@@ -19,7 +19,7 @@ from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.insight.history import Amounts, History, Timeline, minute_name, recording
 from keepwarm.engine.insight.journal import JournalEntry
-from keepwarm.engine.insight.misses import Miss
+from keepwarm.engine.insight.misses import PrefixMiss
 from keepwarm.engine.insight.stats import Stats
 from keepwarm.engine.insight.whatif import LoggedLookup, WhatIf, what_if
 from keepwarm.errors import UnknownRequest
@@ -251,7 +251,7 @@ async def show_misses(host: Host, viewer: CurrentViewer) -> MissListOut:
     }
 
 
-def _miss(miss: Miss, viewer: Viewer) -> MissOut:
+def _miss(miss: PrefixMiss, viewer: Viewer) -> MissOut:
     return {
         "number": miss.number,
         "key": viewer.key_label(miss.tenant),
@@ -279,7 +279,7 @@ async def show_divergence(number: int, host: Host, viewer: CurrentViewer) -> Div
     return await asyncio.to_thread(_divergence, host.engine, own[0])
 
 
-def _divergence(engine: Engine, miss: Miss) -> DivergenceOut:
+def _divergence(engine: Engine, miss: PrefixMiss) -> DivergenceOut:
     tokenizer = engine.model.tokenizer
     return {
         "object": "dashboard.place",
