@@ -80,9 +80,9 @@ def test_speculative_decoding_is_researched():
     """S2-25, S3-60: which caches it needs, and that mlx-lm has none in batches."""
     text = page("speculative")
     assert "[mlx-lm#1423]" in text
-    assert "Taking back is `trim`" in text
-    assert "mlx-lm speculates for one sequence alone" in text
-    assert "**Not supported: speculative decoding.** mlx-lm has none in batches" in page("caches")
+    assert "Rejected tokens are removed with `trim`" in text
+    assert "mlx-lm speculates for single sequences only" in text
+    assert "mlx-lm does not support it in batches" in page("caches")
 
 
 def test_what_could_be_faster_is_named_and_measured_first():
