@@ -99,7 +99,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(KeepwarmError)
     async def keepwarm_error(request: Request, error: KeepwarmError) -> Response:
         if error.status == 500:
-            log.error("%s failed", request.url.path, exc_info=error)
+            log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return respond(request.url.path, problem_of(error))
 
     @app.exception_handler(RequestValidationError)
