@@ -3,6 +3,8 @@
 import pytest
 
 from keepwarm.errors import BadInput
+from keepwarm.text.prompt import Prompter
+from keepwarm.text.request import Request
 from keepwarm.text.template import SYSTEM_LABEL, Template, normalise, text_of, write
 from tests.kit.checkpoints import CHATML
 from tests.kit.tokenizers import WITH_TOOLS, make
@@ -75,7 +77,6 @@ def test_a_plain_template_takes_every_message_where_it_is(template_of):
     assert not template.drops_thinking
     talk = [SYSTEM, LATE, ASK, ANSWER, LATE, NEXT, NEXT]
     assert template.conform(talk) == talk
-    assert template.generation_prompt == "<|im_start|>assistant\n"
     assert template.after_answer_text == "<|im_end|>\n"
     assert list(template.after_answer) == tokenizer.encode("<|im_end|>\n", add_special_tokens=False)
     assert template.stops_after_answer
@@ -138,11 +139,12 @@ def test_system_messages_in_a_row_become_one_where_only_one_is_read(template_of)
 def test_thinking_that_is_dropped_and_thinking_that_is_opened(template_of):
     tokenizer, template = template_of(THINKING, tokens=("<think>", "</think>"))
     assert template.drops_thinking
-    assert template.generation_prompt == "<|im_start|>assistant\n<think>\n"
-    assert template.opens_thinking
-    _, silent = template_of(THINKING)  # without such tokens mlx-lm turns reasoning off
+    prompt = Prompter(tokenizer, template).render(Request(messages=[ASK]))
+    assert prompt.generation_prompt == "<|im_start|>assistant\n<think>\n"
+    assert prompt.opens_thinking
+    other, silent = template_of(THINKING)  # without such tokens mlx-lm turns reasoning off
     assert silent.drops_thinking
-    assert not silent.opens_thinking
+    assert not Prompter(other, silent).render(Request(messages=[ASK])).opens_thinking
     assert write(tokenizer, [ASK], enable_thinking=False).endswith("<think>\n\n</think>\n\n")
 
 

@@ -56,7 +56,3 @@ class Conversations:
             for key in keys:
                 del self._states[key]
             return len(keys)
-
-    def __len__(self) -> int:
-        with self._lock:
-            return len(self._states)

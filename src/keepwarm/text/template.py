@@ -16,7 +16,6 @@ from jinja2 import TemplateError
 
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import common_prefix
-from keepwarm.text.detokenize import decode
 from keepwarm.text.request import Message, Tool
 
 SYSTEM_LABEL = "System message:\n"  # before a system text inside a user message
@@ -55,8 +54,6 @@ class Template:
     after_answer: tuple[int, ...] = ()  # tokens after every answer, the last one included
     after_answer_text: str = ""
     stops_after_answer: bool = False  # a past answer is followed by a token that ends an answer
-    generation_prompt: str = ""  # text after the last message that asks for an answer
-    opens_thinking: bool = False  # the generation prompt begins the reasoning
 
     @classmethod
     def of(cls, tokenizer: Any) -> Template:
@@ -66,7 +63,6 @@ class Template:
         probe = _Probe(tokenizer)
         after = probe.after_answer()
         calls = probe.calls()
-        generation_prompt = probe.generation_prompt()
         return cls(
             exists=True,
             renders_tools="probetool" in probe.text([_ASK], [_TOOL]),
@@ -80,8 +76,6 @@ class Template:
             after_answer=after.tokens,
             after_answer_text=after.text,
             stops_after_answer=after.stops,
-            generation_prompt=generation_prompt,
-            opens_thinking=opens_thinking(tokenizer, generation_prompt),
         )
 
     def conform(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
@@ -226,11 +220,9 @@ class _Probe:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def text(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), generation: bool = False
-    ) -> str:
+    def text(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         try:
-            return write(self._tokenizer, messages, tools, generation)
+            return write(self._tokenizer, messages, tools, add_generation_prompt=False)
         except BadInput:
             return ""
 
@@ -261,11 +253,6 @@ class _Probe:
             if any(b.startswith(name, start) and start + len(name) > common for name in names)
         )
         return next(inside, common)
-
-    def generation_prompt(self) -> str:
-        """What `add_generation_prompt` adds, from the first token that differs."""
-        closed, asked = (self._encode(self.text([_ASK], generation=g)) for g in (False, True))
-        return decode(self._tokenizer, asked[common_prefix(closed, asked) :])
 
     def calls(self) -> _CallStyle:
         """The first style in which calls are rendered, and not as a Python dict."""
