@@ -108,6 +108,7 @@ class Session:
 
     @property
     def n_turns(self) -> int:
+        """Completed turns."""
         return len(self._turn_ends)
 
     def rewind(self, turn: int) -> None:
@@ -165,6 +166,7 @@ class Session:
         sampling: Sampling | None = None,
         format: Format | None = None,  # noqa: A002
     ) -> Reply:
+        """`respond` as a coroutine."""
         stream = self.stream(question, sampling=sampling, format=format)
         async for _ in stream:
             continue
@@ -256,6 +258,7 @@ class Session:
         return self.engine.warm(self._warm_request(tokens)).result().receipt if tokens else None
 
     async def aprewarm(self) -> Receipt | None:
+        """`prewarm` as a coroutine."""
         tokens = await asyncio.to_thread(self._before_question)
         if not tokens:
             return None
@@ -297,6 +300,7 @@ class Stream(Iterator[StreamEvent], AsyncIterator[StreamEvent]):
 
     @property
     def reply(self) -> Reply:
+        """The whole answer; BadInput before the stream has been read to its end."""
         return self._turn.reply
 
     def close(self) -> None:
@@ -304,6 +308,7 @@ class Stream(Iterator[StreamEvent], AsyncIterator[StreamEvent]):
         self._events.close()
 
     async def aclose(self) -> None:
+        """`close` for a stream that is read with `async for`."""
         await self._aevents.aclose()
 
     def __iter__(self) -> Self:

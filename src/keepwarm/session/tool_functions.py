@@ -31,7 +31,7 @@ class ToolResult(NamedTuple):
     """A call that was run, and its result as the model sees it."""
 
     call: ToolCall
-    result: str
+    result: str  # the error, if it failed
     failed: bool = False
 
 

@@ -33,13 +33,13 @@ class Reply:
     """The answer to a question; `usage` and `receipt` are totals of all rounds."""
 
     text: str  # of the last round
-    reasoning: str
+    reasoning: str  # of the last round
     calls: tuple[ToolResult, ...]  # that the session ran, in order
     pending: tuple[ToolCall, ...]  # for the caller to run; answer with `respond({id: result})`
-    reason: FinishReason
+    reason: FinishReason  # why the last round ended
     usage: Usage
     receipt: Receipt
-    rounds: tuple[Result, ...]
+    rounds: tuple[Result, ...]  # the answer of each round
 
 
 class SessionTurn:

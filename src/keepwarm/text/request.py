@@ -210,7 +210,7 @@ class Finished:
     """One choice is complete."""
 
     choice: int
-    reason: FinishReason
+    reason: FinishReason  # why it ended
     stop: str | None = None  # the stop string that ended it
     tokens: tuple[TokenInfo, ...] = ()
 
@@ -233,8 +233,8 @@ class Choice:
     text: str
     reasoning: str
     tool_calls: tuple[ToolCall, ...]
-    reason: FinishReason
-    stop: str | None
+    reason: FinishReason  # why it ended
+    stop: str | None  # the stop string that ended it
     tokens: tuple[TokenInfo, ...]
 
 
