@@ -39,7 +39,7 @@ ROOMY = 256 * MIB
 
 
 class Minutes:
-    """A clock on which every look is a minute later, so that what comes later is worth more."""
+    """A clock that advances a minute at every call, so that later blocks have higher priority."""
 
     def __init__(self):
         self._minutes = count()
@@ -141,7 +141,7 @@ def test_a_visitor_sees_what_is_read(tier):
 
 
 def read_into(tensor, n_bytes):
-    """The bytes in memory of the visitor's, for which a tensor in a file has a way of its own."""
+    """Reading into the caller's own memory, which a tensor in a file does directly."""
     memory = memoryview(bytearray(n_bytes))
     if isinstance(tensor, UnreadTensor):
         tensor.read_into(pieces_of(memory))
@@ -256,7 +256,7 @@ def test_have_on_more_keys_than_one_query_takes(tier):
     assert tier.have([]) == {}
 
 
-# What lies after a prefix
+# Children of a prefix
 
 
 def brute_force(held, tokens):
@@ -308,7 +308,7 @@ def test_the_nearest_of_many_children(tier):
 
 
 def test_children_are_those_of_one_parent(tier):
-    """Equal tokens after another prefix, or in another namespace, are no neighbours."""
+    """Equal tokens after another prefix, or in another namespace, do not match."""
     other = Namespace(bytes(32))
     tier.put(record(first_block([1, 2, 3], other), namespace=other))
     one, two = refs_of(2)
@@ -366,7 +366,7 @@ def test_walk_shows_every_block(tier):
 
 
 def test_walk_while_others_put_and_delete(tier):
-    """What stays is shown exactly once; what comes and goes may be shown or not."""
+    """A block that stays is shown exactly once; others may be shown or not."""
     stays = [record(first_block([n])) for n in range(60)]
     moves = [record(first_block([n, n])) for n in range(1000, 1010)]
     for one in stays:
@@ -495,7 +495,7 @@ def test_a_block_is_not_evicted_for_its_own_child(make):
 
 
 def test_a_reader_sees_a_whole_record_or_none(tier):
-    """Atomic visibility, with a record that comes, grows and goes."""
+    """Atomic visibility, with a record that is put, grows and is deleted."""
     (ref,) = refs_of(1)
     made = {n: record(ref, Part.WINDOW, 50_000 * n, w_rows=n) for n in (1, 2, 3)}
     seen = set()
@@ -645,7 +645,7 @@ def test_what_must_be_known_to_fail_fails_in_our_words(do, make):
     assert tier.stats().errors >= 1
 
 
-# Outages: what is broken is a miss, and what is mended is found again
+# Outages: a failing tier misses, and hits again once it is repaired
 
 
 def no_open(tier):
@@ -798,7 +798,7 @@ def test_tokens_of_the_kit_repeat():
 
 @pytest.mark.parametrize("take", [lambda one: one.data, lambda one: read_into(one, 2500)])
 def test_a_tensor_found_bad_half_way_is_a_miss_and_quarantined(take, tmp_path):
-    """The visitor is stopped before it sees a byte that is not what was put."""
+    """The caller never gets a byte that was not put."""
     tier = disk(tmp_path, ROOMY)
     (made,) = chain_of(1, n_bytes=5000)
     tier.put(made)

@@ -98,12 +98,12 @@ def decode(data: bytes) -> tuple[VerifiedHeader, tuple[Tensor, ...]]:
 
 
 def content(made: Record) -> list[tuple[str, str, tuple[int, ...], bytes]]:
-    """What a record holds, to be compared."""
+    """The content of a record, for comparison."""
     return [(t.name, t.dtype, tuple(t.shape), bytes(t.data)) for t in made.tensors]
 
 
 def files_under(directory: Path) -> Iterator[Path]:
-    """Every file, links not followed; what vanishes meanwhile is left out."""
+    """Every file, links not followed; files deleted meanwhile are left out."""
     for where, _, names in os.walk(directory):
         yield from (Path(where) / name for name in names)
 
@@ -120,7 +120,7 @@ def disk_use(directory: Path) -> int:
 
 
 class BrokenFiles(Files):
-    """A file system on which the named operations fail, as long as they are named."""
+    """A file system on which the operations in `failing` fail."""
 
     def __init__(self) -> None:
         self.failing: dict[str, int] = {}  # errno by operation
@@ -162,7 +162,7 @@ class BrokenFiles(Files):
         return super().remove(path)
 
     def sync(self, fd: int) -> None:
-        """Nothing: what survives a power cut is proved elsewhere, and waiting for it is slow."""
+        """Nothing: power cuts are tested elsewhere, and syncing is slow."""
 
     def open(self, path: Path) -> BinaryIO:
         time.sleep(self.read_delay_s)

@@ -1,4 +1,4 @@
-"""What is evicted first: the order that the worth of blocks gives."""
+"""The order of eviction."""
 
 import math
 import shutil
@@ -226,7 +226,7 @@ def test_tails_go_before_heads(tier, clock):
     assert held(tier, made) == [True] * 11 + [False] * 5
 
 
-# What a use spares
+# What a use saves
 
 
 def test_the_first_block_spares_one_and_later_ones_more():

@@ -1,4 +1,4 @@
-"""The memory tier: bytes are shared, counted, and really given back."""
+"""The memory tier: bytes are shared, counted, and really freed."""
 
 import gc
 import weakref
@@ -41,7 +41,7 @@ def test_bytes_are_shared_and_not_copied(tier):
 
 
 def test_evicted_bytes_are_given_back(tier):
-    """S0-61: what eviction says it freed, it freed."""
+    """S0-61: eviction frees the bytes it reports."""
     alive = []
     for n in range(40):
         made, array = big(n)

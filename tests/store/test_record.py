@@ -1,4 +1,4 @@
-"""A record proves itself: what is written comes back, and nothing else is taken for a record."""
+"""A record is read back as written, and anything else is refused."""
 
 import json
 import os
@@ -265,7 +265,7 @@ def test_the_header_digest_covers_every_word(field):
 
 
 def test_every_single_byte_flip_is_noticed():
-    """S0-53, S0-62: every position, every one of the 255 other values, nothing believed."""
+    """S0-53, S0-62: every position, every one of the 255 other values: all are refused."""
     data = encode(small(tensor("L0_B0_K", "U8", (3,))))
     unseen = [
         (at, value)
@@ -314,7 +314,7 @@ def test_no_forged_json_raises_anything_but_a_bad_record(data):
     assert [t.n_bytes for t in tensors] == [3]
 
 
-# Files made to hurt
+# Malicious files
 
 
 def forged(change, data=None):
@@ -449,7 +449,7 @@ def test_a_name_given_twice_is_refused():
         decode(struct.pack("<Q", len(twice)) + twice + body)
 
 
-# Files of every version that ever was
+# Files of every version
 
 
 FORMATS = Path(__file__).parents[1] / "data" / "format"

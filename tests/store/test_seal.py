@@ -1,4 +1,4 @@
-"""Encryption at rest: without the key a store tells nothing, and nothing in it can be forged."""
+"""Encryption at rest: without the key a store reveals nothing, and nothing in it can be forged."""
 
 import json
 import logging
@@ -278,7 +278,7 @@ def test_a_row_that_was_tampered_with_is_no_answer(sealed):
     assert sealed.read(made[0].header.key, Part.DELTA) is not None
 
 
-# Keys that fit, and keys that do not
+# Right and wrong keys
 
 
 def test_without_the_right_key_nothing_is_listed_loaded_or_touched(tmp_path):
@@ -311,7 +311,7 @@ def test_a_plain_store_is_not_opened_with_a_key(tmp_path):
 
 
 def test_a_lost_marker_costs_no_record(tmp_path, caplog):
-    """Taken for a plain store, it sets nothing aside; with the marker back all of it is found."""
+    """Opened as a plain store, nothing is quarantined; with the marker all is found again."""
     root = tmp_path / "store"
     made = chain_of(2)
     tier = open_sealed(root)

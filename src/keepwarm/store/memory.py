@@ -128,9 +128,9 @@ class MemoryTier:
         over -= self._evict_demoted(over)
         if over <= 0:
             return True
-        spare = {record.header.key, record.header.parent}
+        exclude = {record.header.key, record.header.parent}
         priority = self._index.priority_of(record.header, n_bytes, now)
-        victims = self._index.evict(over, spare, priority)
+        victims = self._index.evict(over, exclude, priority)
         self._drop_records([victim.key for victim in victims])
         self._counts.add(evicted=len(victims))
         return bool(victims)

@@ -37,7 +37,7 @@ class Outcome:
 
 
 class Worker:
-    """One thread's doings."""
+    """The work of one thread."""
 
     def __init__(self, tier: DiskTier, number: int) -> None:
         self._tier = tier
@@ -83,7 +83,7 @@ class Worker:
         self.outcome.deletes += 1
 
     def _hold(self) -> None:
-        """Pins come and go on blocks that others are evicting, deleting and putting."""
+        """Pin and unpin blocks that other threads evict, delete and put."""
         block = self._chance.choice(WORLD)
         self._tier.pin(block.key, self._name)
         self._tier.have([block.key])

@@ -1,4 +1,4 @@
-"""The program that the crash tests kill: a store at work, each step of it said aloud.
+"""The program that the crash tests kill: a store at work that prints each step.
 
 Run as a program it is a fork server, so that a kill costs no start of Python: a request a line in
 (JSON, the fields of `Request`), the lines of the dead child out (JSON). It never imports MLX.
@@ -34,7 +34,7 @@ from keepwarm.store.unlock import unlock
 NAMESPACE = Namespace(bytes(range(32)))
 KEY = b64encode(bytes(range(32))).decode()
 LIMITS = DiskLimits(max_bytes=3 << 20, min_free_bytes=0)
-N_BYTES = 60_000  # a dozen or two of them reach the cap
+N_BYTES = 60_000  # a dozen or two of them reach the limit
 CONVERSATIONS, LENGTH = 6, 8
 FURTHER = [1000] * (BLOCK_TOKENS - 2)  # no number of a block, so that its beginning is its own
 PARTS = (Part.DELTA, Part.WINDOW)
@@ -50,7 +50,7 @@ class Request(NamedTuple):
 
 
 class Block(NamedTuple):
-    """One block of the small world that the tests play in: all of it follows from two numbers."""
+    """One block of the tests' small set; two numbers determine all of it."""
 
     conversation: int
     number: int
@@ -91,13 +91,13 @@ def holds_its_content(record: Record) -> bool:
 
 
 def marked_for_deletion(index: Path) -> set[BlockKey]:
-    """What a dead process had chosen to delete; the next start must finish it."""
+    """Blocks that a dead process had marked for deletion; the next start must finish it."""
     if not index.exists():
         return set()
     db = sqlite3.connect(index)
     try:
         return {BlockKey(row[0]) for row in db.execute("SELECT key FROM blocks WHERE doomed")}
-    except sqlite3.OperationalError:  # the end came before the first table was there
+    except sqlite3.OperationalError:  # killed before the first table was created
         return set()
     finally:
         db.close()
@@ -127,7 +127,7 @@ def say(*words: object) -> None:
 
 
 class Steps:
-    """Counts what the store does, and ends the process at the chosen step."""
+    """Counts the store's operations, and kills the process at the chosen step."""
 
     def __init__(self, kill_at: int) -> None:
         self.n, self._kill_at = 0, kill_at
@@ -142,7 +142,7 @@ class Steps:
 
 
 class UnsyncedFiles(Files):
-    """A dead process loses nothing that a living system has in memory, so tests save the wait."""
+    """No sync: a killed process loses nothing that the system holds in memory."""
 
     def sync(self, fd: int) -> None:
         pass
@@ -183,7 +183,7 @@ class SteppedFiles(UnsyncedFiles):
 
 
 class SteppedTier(DiskTier):
-    """Each end of a transaction is a step too: what lies between is in memory only."""
+    """Each end of a transaction is a step too; everything between is in memory only."""
 
     def __init__(self, store_root: Path, steps: Steps, secret: str | None) -> None:
         self._steps = steps
@@ -191,7 +191,7 @@ class SteppedTier(DiskTier):
         super().__init__(store_root, LIMITS, files, seal=unlock(store_root, secret, files))
 
     def squeeze(self) -> None:
-        """From now on no block more than there are; what comes a minute later may evict."""
+        """Lower the limit to what is stored now; a record put a minute later may evict."""
         self._clock = lambda: time.time() + 60
         self.limits = replace(self.limits, max_bytes=self.stats().n_bytes + INDEX_ROOM)
 
@@ -207,7 +207,7 @@ class SteppedTier(DiskTier):
 
 
 class Player:
-    """Does things to a store and says so before and after."""
+    """Runs operations on a store, and prints a line before and after each."""
 
     def __init__(self, store_root: Path, steps: Steps, secret: str | None) -> None:
         self._store_root, self._steps, self._secret = store_root, steps, secret
@@ -294,7 +294,7 @@ class Player:
 
 
 def fill(player: Player, seed: int) -> None:
-    """What the stepwise scenarios begin with: close to the cap, a chain of it pinned, agents."""
+    """What the stepwise scenarios begin with: close to the limit, one chain pinned, some agents."""
     for block in (*WORLD[:16], *WORLD[24:27], WORLD[40]):
         player.put(block)
     player.put(WORLD[2], Part.WINDOW)
@@ -327,7 +327,7 @@ def evict(player: Player, seed: int) -> None:
 
 def rm(player: Player, seed: int) -> None:
     player.name("new", WORLD[8:11])
-    player.remove("leaves")  # and what descends from it, but nothing of the one that stays
+    player.remove("leaves")  # and its descendants, but nothing that the remaining agent has
     player.remove("pinned")
 
 

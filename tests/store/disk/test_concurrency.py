@@ -1,4 +1,4 @@
-"""S0-69: threads and processes share one directory, one of them dying again and again."""
+"""S0-69: threads and processes share one directory, while one of them is killed again and again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.store.disk.crash import WORLD, Block, holds_its_content
 from tests.store.disk.test_crash import check_files
 
 PROCESSES = 4
-PATIENCE = 60  # seconds after which a process that should have ended is held up for ever
+PATIENCE = 60  # seconds after which a process counts as hung
 
 
 def start(store_root: Path, number: int, seconds: float) -> subprocess.Popen[str]:
@@ -40,7 +40,7 @@ def start(store_root: Path, number: int, seconds: float) -> subprocess.Popen[str
 
 
 def die_again_and_again(store_root: Path, number: int, seconds: float) -> int:
-    """Start a process over and over and kill it in the middle; says how often."""
+    """Start a process again and again and kill it half-way; returns how often."""
     chance, until, n_kills = random.Random(number), time.monotonic() + seconds, 0
     while time.monotonic() < until:
         process = start(store_root, number, seconds=PATIENCE)
@@ -64,7 +64,7 @@ def result_of(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
 
 
 def contend_for(store_root: Path, seconds: float) -> list[dict[str, Any]]:
-    """Everybody at work for so long; returns what each thread of the survivors says."""
+    """Run all processes for so long; returns the report of each surviving thread."""
     steady = [start(store_root, number, seconds) for number in range(PROCESSES - 1)]
     try:
         assert die_again_and_again(store_root, PROCESSES - 1, seconds - 1) > 2
@@ -96,7 +96,7 @@ def check_share(store_root: Path, seconds: float) -> None:
 
 
 def test_threads_and_processes_share_a_directory(tmp_path: Path) -> None:
-    """S0-69: every value is right, nothing acknowledged is lost, and the books agree at the end."""
+    """S0-69: every value is right, nothing acknowledged is lost, index and files agree."""
     check_share(tmp_path, seconds=12)
 
 

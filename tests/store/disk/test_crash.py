@@ -82,14 +82,14 @@ class Named(NamedTuple):
 
 
 class Expected:
-    """What must be in the store, from what the child said."""
+    """What must be in the store, from the lines that the child printed."""
 
     def __init__(self) -> None:
         self.rows: dict[Name, int] = {}
         self.pinned: set[BlockKey] = set()
         self.deleted: set[BlockKey] = set()
         self.agents: dict[str, Named] = {}
-        self.forgotten: set[BlockKey] = set()  # went with an agent: not even tokens are left
+        self.forgotten: set[BlockKey] = set()  # deleted with an agent: not even tokens are left
         self.spoiled: set[BlockKey] = set()
         # Operations that a kill ended; either outcome is right.
         self.cut: dict[BlockKey, str] = {}
@@ -122,7 +122,7 @@ class Expected:
                 self.forgotten.discard(block)
 
     def _begin_removing(self, agents: Iterable[str]) -> None:
-        """All that descends from them may go, but nothing that another agent has."""
+        """All their descendants may be deleted, but nothing that another agent has."""
         for name in agents:
             if name in self.agents:
                 self.cut_agents[name] = self.agents.pop(name)
@@ -176,7 +176,7 @@ class Expected:
             self.pinned.discard(block)
 
     def settle(self, disk_store: DiskStore) -> None:
-        """Take over what became of the operations that were cut."""
+        """Accept the outcome of the interrupted operations."""
         tier = disk_store.disk
         for key in self.cut:
             known = tier.have([key]).get(key)
@@ -203,7 +203,7 @@ def keys_of(agents: Mapping[str, Named]) -> set[BlockKey]:
 
 
 def check_after_start(store_root: Path, expected: Expected, secret: str | None = None) -> None:
-    """Everything the next start owes, and that the books agree with the files."""
+    """Check what the next start must repair, and that the index agrees with the files."""
     assert not holding_tokens(store_root, expected.forgotten)  # before the log is truncated
     marked = marked_for_deletion(store_root / "index.sqlite")
     with DiskStore(store_root, crash.LIMITS, secret=secret) as disk_store:
@@ -242,7 +242,7 @@ def check_agents(disk_store: DiskStore, expected: Expected) -> None:
 def finish_removing(
     store_root: Path, expected: Expected, cut: Mapping[str, Named], secret: str | None
 ) -> None:
-    """What a kill cut short is asked for again, unless it is done; then nothing is left of it."""
+    """Repeat deletions that a kill interrupted; then nothing of them is left."""
     with DiskStore(store_root, crash.LIMITS, secret=secret) as disk_store:
         for name in cut.keys() & expected.agents.keys():
             disk_store.agents.delete(name)
@@ -266,7 +266,7 @@ def check_found(tier: DiskTier, expected: Expected) -> None:
 
 
 def check_files(tier: DiskTier, spoiled: Collection[BlockKey] = ()) -> None:
-    """No orphan, no corrupt record, and the index counts what is really there."""
+    """No orphan, no corrupt record, and the index counts the actual bytes."""
     assert not [checked for checked in fsck.verify(tier) if checked.wrong or checked.newer]
     files = [path for path in (tier.root / "blocks").rglob("*") if path.is_file()]
     sizes = {parse_name(path.name): path.stat().st_size for path in files}

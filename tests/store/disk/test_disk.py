@@ -1,4 +1,4 @@
-"""The disk tier: the cap, the modes of files, an index that is lost, and what eviction frees."""
+"""The disk tier: the limit, file modes, a lost index, and what eviction frees."""
 
 import os
 import random
@@ -67,7 +67,7 @@ def test_the_cap_holds_after_every_put(n_bytes, n_puts, open_tier, store):
 
 
 def test_what_others_left_counts(open_tier, store):
-    """Files of other versions, other programs or other hands, wherever they lie."""
+    """Files of other versions, programs or users, anywhere under the root."""
     store.mkdir()
     (store / "notes.tmp").write_bytes(bytes(MIB))
     (store / "blocks" / "00").mkdir(parents=True)
@@ -295,7 +295,7 @@ def test_a_newer_record_is_a_miss_and_is_left_alone(open_tier, store):
 
 
 def test_a_newer_record_is_not_adopted_but_counts(open_tier, store):
-    """S0-54: with the index lost it lies among the blocks as something of others."""
+    """S0-54: with the index lost it counts as a file that is not a record."""
     one, two = made = chain_of(2, n_bytes=100_000)
     tier = open_tier()
     put_all(tier, made)
@@ -413,7 +413,7 @@ HURTFUL = [
 
 @pytest.mark.parametrize("words", HURTFUL, ids=repr)
 def test_no_file_keeps_a_store_from_opening(words, open_tier):
-    """A record that says impossible things of itself, with every digest right."""
+    """A record with impossible values and correct digests."""
     (ref,) = refs_of(1)
     made = chain_of(1)
     fields = {"part": Part.DELTA, "number": 0, "tokens": ref.tokens, "extra": {}, **words}
@@ -453,7 +453,7 @@ def test_a_directory_in_place_of_a_file_is_quarantined(open_tier, store):
 
 
 def test_a_directory_in_place_of_a_file_being_deleted_stops_nothing(open_tier):
-    """Neither the delete that meets it leaves the block findable, nor is the next start barred."""
+    """The deletion still hides the block, and the next start succeeds."""
     one, two = made = chain_of(2)
     tier = open_tier()
     put_all(tier, made)
@@ -490,7 +490,7 @@ def test_a_bad_record_is_quarantined_with_its_reason(open_tier, store):
 
 
 def test_a_range_read_does_not_judge_other_tensors(open_tier):
-    """Only what is asked for is read, and only what is read is believed."""
+    """Only the requested tensors are read and verified."""
     (one,) = chain_of(1)
     tier = open_tier()
     put_all(tier, [one])
@@ -571,7 +571,7 @@ time.sleep(60)
 
 @contextmanager
 def writer(store):
-    """Another process with a file on its way."""
+    """Another process with an unfinished file."""
     source = Path(keepwarm.__file__).parents[1]
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(store)],

@@ -1,4 +1,4 @@
-"""A file that is read once leaves the system's memory again; one that is read again stays."""
+"""A file that is restored once is dropped from the page cache; one restored again stays."""
 
 import ctypes
 import mmap
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 class System(Files):
-    """Files of which the test says whether they are in memory."""
+    """Files; the test decides which are cached."""
 
     def __init__(self):
         self.cached = set()
@@ -79,7 +79,7 @@ def test_what_is_read_for_the_first_time_is_not_kept_twice(disk, system, records
 def test_what_is_read_again_is_kept(disk, system, records):
     restore(disk, records)
     system.dropped.clear()
-    restore(disk, records[:2])  # another agent that begins alike
+    restore(disk, records[:2])  # another agent with the same prefix
     restore(disk, records)
     assert system.dropped == []
 
@@ -103,7 +103,7 @@ def test_what_was_brought_before_is_in_memory_because_of_us(bring, disk, system,
 
 
 def test_a_look_at_a_header_is_no_reading(disk, system, records):
-    """It leaves the file to the restore that comes next, for which it is the first."""
+    """The next restore counts as the first."""
     seen = []
     for record in records:
         assert disk.visit(record.header.key, Part.DELTA, seen.append, ReadBuffer())
@@ -137,7 +137,7 @@ def on_disk(pytestconfig):
 
 @pytest.mark.linux
 def test_pages_really_go_and_stay(on_disk):
-    """As far as that file system gives pages up at all."""
+    """If that file system drops pages at all."""
     (made,) = chain_of(1, n_bytes=8 * MIB)
     with closing(DiskTier(on_disk / "store", DiskLimits(min_free_bytes=0))) as tier:
         assert tier.put(made).stored
@@ -155,7 +155,7 @@ def test_pages_really_go_and_stay(on_disk):
 
 @pytest.mark.linux
 def test_the_system_is_asked_in_a_way_that_it_answers(on_disk):
-    """`mincore` knows it by another way."""
+    """`mincore` gives an independent answer."""
     path, files = on_disk / "file", Files()
     files.write(path, [os.urandom(8 * MIB)])
     with files.open(path) as file:

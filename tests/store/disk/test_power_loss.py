@@ -234,7 +234,7 @@ class Recorder:
 
 
 class Cut(NamedTuple):
-    """How unlucky it is: which changes without a sync were made anyway, and which index is left."""
+    """Which unsynced changes reached the disk, and which index is left."""
 
     keeps: Callable[[], bool]
     database: bytes
@@ -300,7 +300,7 @@ def possible_indexes(events: list[Event]) -> list[Indexed]:
 
 
 def promised(events: list[Event]) -> tuple[set[tuple[Block, Part]], set[Block]]:
-    """Records that must be found, and blocks that must not; eviction may take what it likes."""
+    """Records that must be found, and blocks that must not; any block may have been evicted."""
     names = {f"{b.key.hex()}.{p.value}.safetensors": (b, p) for b in WORLD for p in Part}
     there: set[tuple[Block, Part]] = set()
     gone: set[Block] = set()
@@ -326,7 +326,7 @@ def promised_agents(events: list[Event]) -> tuple[set[str], set[str]]:
 
 
 def forgotten(events: list[Event]) -> set[BlockKey]:
-    """What went with an agent and was not put again: not even its tokens may be left."""
+    """Blocks deleted with an agent and not put again: not even tokens may be left."""
     keys: set[BlockKey] = set()
     for event in events:
         if isinstance(event, SaidOfAgent) and event.done:
@@ -372,7 +372,7 @@ def check_agents(tier: DiskTier, events: list[Event]) -> None:
 
 
 def marks(events: list[Event], file: Path) -> set[BlockKey]:
-    """What is being deleted at this moment; marks of any other moment excuse nothing."""
+    """Blocks being deleted at this moment; earlier or later tombstones do not count."""
     databases = [event.database for event in events if isinstance(event, Indexed)]
     if not databases:
         return set()

@@ -32,7 +32,7 @@ def found_in(root, words):
 
 @pytest.mark.parametrize("seed", [3, 10])
 def test_pages_that_were_split_and_merged_keep_nothing(seed, tmp_path):
-    """SQLite overwrites what it deletes, but not the copies it leaves when it moves rows about."""
+    """SQLite overwrites what it deletes, but not the copies it leaves when it moves rows."""
     index = Index(tmp_path / "index.sqlite")
     came = list(children(seed))
     for header, _ in came:

@@ -1,4 +1,4 @@
-"""The index: what it counts always adds up, and its queries use their indexes."""
+"""The index: its counts are right, and its queries use SQL indexes."""
 
 import random
 import sqlite3

@@ -1,4 +1,4 @@
-"""A conversation that ended inside a block is found among any number that went on otherwise."""
+"""A conversation that ended inside a block is found among any number of siblings."""
 
 import time
 from base64 import b64encode

@@ -266,9 +266,9 @@ class DiskTier:
         """How many bytes must be freed before so many can be written."""
         short = n_bytes + self.limits.min_free_bytes - shutil.disk_usage(self.root).free
         limit = self._record_limit()
-        return (
-            short if limit is None else max(short, self.index.lookups.n_bytes() + n_bytes - limit)
-        )
+        if limit is None:
+            return short
+        return max(short, self.index.lookups.n_bytes() + n_bytes - limit)
 
     def _record_limit(self) -> int | None:
         if self.limits.max_bytes is None:
