@@ -71,7 +71,7 @@ def test_a_server_that_keeps_nothing_warm_fails():
             usage = {"prompt_tokens": 100, "prompt_tokens_details": details}
             return json.dumps({"usage": usage})
 
-    with pytest.raises(module.Wrong, match="3 of 100 were warm"):
+    with pytest.raises(module.CheckFailed, match="3 of 100 were warm"):
         module.warm(Cold("http://nowhere", ""))
 
 

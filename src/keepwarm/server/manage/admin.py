@@ -163,12 +163,12 @@ def _resident_of(request: Request) -> ResidentModel:
     return resident
 
 
-Model = Annotated[ResidentModel, Depends(_resident_of)]
+Resident = Annotated[ResidentModel, Depends(_resident_of)]
 
 
 @router.post("/load")
 @router.post("/swap")
-async def load_model(body: LoadBody, resident: Model) -> ResidentOut:
+async def load_model(body: LoadBody, resident: Resident) -> ResidentOut:
     """Replace the model: drain, unload, load.
 
     If the new model cannot be loaded, the old one is loaded again and the error is returned.
@@ -177,6 +177,6 @@ async def load_model(body: LoadBody, resident: Model) -> ResidentOut:
 
 
 @router.post("/unload")
-async def unload_model(body: UnloadBody, resident: Model) -> ResidentOut:
+async def unload_model(body: UnloadBody, resident: Resident) -> ResidentOut:
     """Drain and unload the model; requests get a 503 until another one is loaded."""
     return await asyncio.to_thread(resident.unload, body.drain_s)
