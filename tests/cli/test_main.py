@@ -65,4 +65,4 @@ def test_the_module_is_the_command(tmp_path):
     (tmp_path / "config.toml").write_text("model = ")
     done = keepwarm("run", "hi", home=tmp_path)
     assert (done.returncode, done.stdout) == (2, b"")
-    assert re.fullmatch(rb"[^\n]*config.toml is not TOML[^\n]*\n", done.stderr)
+    assert re.fullmatch(rb"[^\n]*config.toml is not valid TOML[^\n]*\n", done.stderr)
