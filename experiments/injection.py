@@ -1,15 +1,15 @@
-"""A saved KV cache put into a new BatchGenerator: is the prompt read again, is the text the same?
+"""A saved KV cache in a new BatchGenerator: is the prompt prefilled again, is the text the same?
 
     python experiments/injection.py [--model NAME] [--max-tokens N]
 
-The first generator reads the prompt; its cache is saved. New generators, here and in a new
-process, get that cache with the tokens it has not read. A run without a cache is the reference,
+The first generator prefills the prompt; its cache is saved. New generators, here and in a new
+process, get that cache and the tokens it does not hold. A run without a cache is the reference,
 and a run with the cache of another prompt must differ from it. Prefilled tokens are counted where
-the model is called. Prints a page of Markdown; exit code 1 where a check fails.
+the model is called. Prints a page of Markdown; exits with 1 if a check fails.
 
-What a generator takes and gives (mlx-lm 0.32): it knows no tokenizer, prompts are lists of ids;
-one `Response` is one token; `Response.prompt_cache` is an attribute, None until the sequence has
-ended; then `all_tokens` are the tokens that it holds.
+The generator of mlx-lm 0.32 has no tokenizer, prompts are lists of ids; one `Response` is one
+token; `Response.prompt_cache` is an attribute, None until the sequence has ended; then
+`all_tokens` are the tokens that the cache holds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OTHER = "In 1984 there were 365 days, 12 months and 52 weeks."
 
 
 class CountedModel:
-    """A model that counts the tokens it is fed; everything else is its own."""
+    """Wraps a model and counts the tokens it is fed."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -58,9 +58,9 @@ class CountedModel:
 class Run(NamedTuple):
     name: str
     n_held: int  # tokens in the injected cache
-    n_new: int  # prompt tokens that it does not hold
+    n_new: int  # prompt tokens that are not in it
     n_prefilled: int
-    made: list[int]
+    generated: list[int]
 
 
 class Finished(NamedTuple):
@@ -77,30 +77,30 @@ def generate(
     n_held = kv.token_count(cache) or 0 if cache else 0
     generator = BatchGenerator(counted, max_tokens=n)
     generator.insert([tokens[n_held:]], caches=[cache], all_tokens=[tokens[:n_held]])
-    made = []
+    generated = []
     while True:
         (response,) = generator.next_generated()
-        made.append(response.token)
+        generated.append(response.token)
         if response.finish_reason is not None:
             break
-        assert response.prompt_cache is None, "the cache is there only at the end"
+        assert response.prompt_cache is None, "the cache is set only at the end"
     generator.close()
     assert kv.token_count(response.prompt_cache) == len(response.all_tokens)
     mx.eval([layer.state for layer in response.prompt_cache])
-    # At the end every token that was made has been fed too.
-    run = Run(name, n_held, len(tokens) - n_held, counted.n_fed - len(made), made)
+    # At the end every generated token has been fed too.
+    run = Run(name, n_held, len(tokens) - n_held, counted.n_fed - len(generated), generated)
     return Finished(run, response.all_tokens, response.prompt_cache)
 
 
 def experiment(model: Model, n: int, file: Path) -> list[Run]:
-    """All runs; the file holds what the first one left."""
+    """All runs; the file holds the cache of the first one."""
     module, encode = model.module, model.tokenizer.encode
     prompt = encode(PROMPT)
     first = generate("prompt, no cache", module, prompt, n)
     export_prompt_cache(file, first.cache, {"tokens": json.dumps(first.tokens)})
 
     again = reload(file)
-    kv.trim(again, len(first.tokens) - len(prompt) + 1)  # a model must be fed one token
+    kv.trim(again, len(first.tokens) - len(prompt) + 1)  # at least one token must be fed
     longer = first.tokens + encode(FOLLOWING)
     other = kv.make_caches(module)
     module(mx.array([(encode(OTHER) * len(longer))[: len(first.tokens)]]), cache=other)
@@ -115,7 +115,7 @@ def experiment(model: Model, n: int, file: Path) -> list[Run]:
 
 
 def reload(file: Path) -> kv.Caches:
-    """By mlx-lm itself: the file is one of its own."""
+    """Load the file with mlx-lm: it has mlx-lm's format."""
     caches: kv.Caches = load_prompt_cache(str(file))
     return caches
 
@@ -129,7 +129,7 @@ def in_new_process(model: str, n: int, file: Path) -> Run:
 
 
 def continue_file(model: Model, n: int, file: Path) -> Run:
-    """What the new process does: its tokens come from the file too."""
+    """Runs in the new process; the tokens come from the file too."""
     caches, metadata, _ = import_prompt_cache(file)
     tokens = json.loads(metadata["tokens"]) + model.tokenizer.encode(FOLLOWING)
     return generate("more text, new process", model.module, tokens, n, caches).run
@@ -142,15 +142,15 @@ def checks(runs: list[Run]) -> dict[str, bool]:
             run.n_prefilled == run.n_new for run in runs
         ),
         "the prompt again: one token prefilled, the same text": again.n_prefilled == 1
-        and again.made == first.made,
-        "more text: the same with and without the cache": warm.made == cold.made,
-        "more text: the same in a new process": resumed.made == cold.made,
-        "more text after the cache of another prompt: different": wrong.made != cold.made,
+        and again.generated == first.generated,
+        "more text: the same with and without the cache": warm.generated == cold.generated,
+        "more text: the same in a new process": resumed.generated == cold.generated,
+        "more text after the cache of another prompt: different": wrong.generated != cold.generated,
     }
 
 
 def page(model: Model, runs: list[Run]) -> str:
-    """The result as it is kept."""
+    """The results as Markdown."""
     found = checks(runs)
     versions = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "keepwarm"))
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
@@ -160,11 +160,11 @@ def page(model: Model, runs: list[Run]) -> str:
         f"{'Passed' if all(found.values()) else 'FAILED'} on {datetime.now(UTC).date()} with"
         f" {model.name}, {versions}, {system}: the output of `python experiments/injection.py`.",
         "",
-        "| run | in the cache | new | prefilled | made |",
+        "| run | in the cache | new | prefilled | generated |",
         "|---|---|---|---|---|",
         *(
             f"| {run.name} | {run.n_held} | {run.n_new} | {run.n_prefilled} |"
-            f" {json.dumps(model.tokenizer.decode(run.made))} |"
+            f" {json.dumps(model.tokenizer.decode(run.generated))} |"
             for run in runs
         ),
         "",

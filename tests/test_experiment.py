@@ -75,12 +75,12 @@ def injection():
 @pytest.mark.parametrize(
     ("row", "change", "n_failed"),
     [
-        (1, {"made": [9]}, 1),
+        (1, {"generated": [9]}, 1),
         (1, {"n_prefilled": 8}, 2),
         (3, {"n_prefilled": 24}, 1),
-        (3, {"made": [9]}, 1),
-        (4, {"made": [9]}, 1),
-        (5, {"made": [2]}, 1),
+        (3, {"generated": [9]}, 1),
+        (4, {"generated": [9]}, 1),
+        (5, {"generated": [2]}, 1),
     ],
 )
 def test_a_run_that_is_wrong_is_seen(injection, row, change, n_failed):

@@ -1,8 +1,8 @@
-"""A tiny random model that coding agents can be tried with: long context, real tokenizer, tools.
+"""A tiny random model for testing coding agents: long context, real tokenizer, tools.
 
-What such a model would say is noise, so a grammar leads it: `Leading` stands where the server asks
-its engine, lets the first answers be the calls that a test wants, of those tools that are offered,
-and every other one a few words. The words are the model's own; all else is as it always is.
+Such a model generates noise, so a grammar constrains it: `Leading` stands between server and
+engine, makes the first answers the calls that a test wants, among the tools offered, and limits
+every other answer to a few words of the model's own.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ TOOLS_CHATML = r"""
 
 
 def write_agent_checkpoint(directory: Path) -> Path:
-    """The checkpoint; its tokenizer has learnt its merges from what Keepwarm's pages say."""
+    """The checkpoint; its tokenizer is trained on Keepwarm's documentation."""
     corpus = [path.read_text() for path in sorted(DOCS.glob("*.md"))]
     tokenizer = make_tokenizer(corpus, N_VOCAB, (*SPECIALS, "<tool_call>", "</tool_call>"))
     return write_checkpoint(
@@ -75,7 +75,7 @@ def write_agent_checkpoint(directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request as the engine got it, and its prompt as the model sees it."""
+    """A request as the engine receives it, and its rendered prompt."""
 
     request: Request
     text: str
@@ -87,7 +87,7 @@ class Asked:
 
 
 class Leading(EngineHost):
-    """Leads the model by grammars, where the client does not do so itself."""
+    """Constrains the model with grammars where the client does not."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Leading(EngineHost):
         return replace(request, format=Format(grammar=grammar), sampling=sampling)
 
     def _call(self, request: Request) -> str | None:
-        """A grammar for the next of the wanted calls, if there is one left."""
+        """A grammar for the next planned call, if one is left."""
         offered = {tool["function"]["name"] for tool in request.tools}
         wanted = [name for name in self._calls if name in offered]
         n_done = sum(message["role"] == "tool" for message in request.messages or ())
@@ -127,7 +127,7 @@ class Leading(EngineHost):
 
 
 def _only(name: str, arguments: Mapping[str, Any]) -> Tool:
-    """The tool as if it could be given nothing else."""
+    """The tool with a schema that allows only these arguments."""
     properties = {key: {"const": value} for key, value in arguments.items()}
     schema = {"type": "object", "properties": properties, "required": list(arguments)}
     parameters = {**schema, "additionalProperties": False}

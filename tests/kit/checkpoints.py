@@ -38,9 +38,9 @@ def write_checkpoint(
     n_context: int = 4096,
     tokenizer: Tokenizer | None = None,
     template: str = CHATML,
-    shape: Mapping[str, int] = NO_CHANGE,  # of the model, where it is to be another
+    shape: Mapping[str, int] = NO_CHANGE,  # changes to the config
 ) -> Path:
-    """Write a Hugging Face style checkpoint that `load` and the command line take as it is."""
+    """Write a Hugging Face style checkpoint that `load` and the command line accept."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizer or make_tokenizer()
     config = make_config(tokenizer, n_context) | shape
@@ -77,7 +77,7 @@ def make_tokenizer(
 
 
 def make_config(tokenizer: Tokenizer, n_context: int = 4096) -> dict[str, Any]:
-    """Untied embeddings: with tied random weights a model repeats its input, whatever the cache."""
+    """Untied embeddings: with tied random weights a model repeats its input in any case."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

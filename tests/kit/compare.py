@@ -1,8 +1,8 @@
-"""What "the same as a cold run" means, in one place.
+"""The definition of "the same as a cold run".
 
-On equal slices and padding the logits are equal bit by bit. On others a sum may be taken in
+With equal slices and padding the logits are bit-identical. Otherwise sums may be computed in
 another order: then |Δlogprob| ≤ 1e-4 in fp32, and greedy tokens are equal up to the first
-step at which the cold run's two best tokens lie closer than 1e-3, where either may be picked.
+step at which the cold run's two best tokens are closer than 1e-3, where either may be picked.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ def differences(a: Run, b: Run) -> list[float]:
 
 
 def assert_same(cold: Run, other: Run, *, bitwise: bool = False) -> Agreement:
-    """Fail unless `other` is the cold run as defined above; answer how much was compared."""
+    """Fail unless `other` equals the cold run as defined above; return how much was compared."""
     _check_shapes(cold, other)
     n = len(cold.tokens)
     tie = None if bitwise else next((i for i, g in enumerate(gaps(cold)) if g < TIE), None)
@@ -57,7 +57,7 @@ def assert_same(cold: Run, other: Run, *, bitwise: bool = False) -> Agreement:
 
 
 def assert_differs(cold: Run, other: Run) -> None:
-    """Fail unless `other` is plainly another run from its first step on: for controls."""
+    """Fail unless `other` clearly differs from its first step on: for controls."""
     _check_shapes(cold, other)
     (first, *_) = differences(cold, other)
     if not first > APART:

@@ -1,4 +1,4 @@
-"""Engines around the kit's tiny models, and cold runs that their answers are held against."""
+"""Engines with the kit's tiny models, and cold runs to compare their answers with."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MIB = 1 << 20
 
 
 class FixedRates(Rates):
-    """Speeds that nothing changes, so that what is worth loading does not depend on the machine."""
+    """Fixed speeds, so that the choice to load does not depend on the machine."""
 
     def saw_load(self, n_bytes: int, seconds: float) -> None:
         return
@@ -46,7 +46,7 @@ class FixedRates(Rates):
 
 
 def small_tokenizer() -> Tokenizer:
-    """Byte level over ASCII, of exactly as many tokens as the tiny models have."""
+    """Byte level over ASCII, with exactly the vocabulary size of the tiny models."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -62,7 +62,7 @@ def small_tokenizer() -> Tokenizer:
 
 
 def write_tiny(directory: Path, architecture: str, module: Any) -> Path:
-    """What the identity of a model is made of: weights, config and tokenizer."""
+    """Write the files that identify a model: weights, config and tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     weights: Any = tree_flatten(module.parameters(), destination={})
     mx.save_safetensors(str(directory / "model.safetensors"), weights)
@@ -84,7 +84,7 @@ class Models:
         self._path = cache(self._write)
 
     def of(self, architecture: str, *, endless: bool = True) -> Model:
-        """A model with a counter of its own. An endless one has no token that ends an answer."""
+        """A model with its own token counter. An endless one has no stop token."""
         path = self._path(architecture)
         tokenizer = load_tokenizer(path)
         if endless:
@@ -97,7 +97,7 @@ class Models:
 
 
 def memory(**bytes_of: int) -> MemoryConfig:
-    """Small budgets, those named changed."""
+    """Small budgets, with changes."""
     usual = MemoryConfig(64 * MIB, 16 * MIB, 64 * MIB, 64 * MIB, 256 * MIB)
     return replace(usual, **bytes_of)
 
@@ -112,7 +112,7 @@ def engine_on(
     engine_class: type[Engine] = Engine,
     **options: Any,
 ) -> Iterator[Engine]:
-    """An engine with a store of its own under `home`; both are closed. Its model counts from 0."""
+    """An engine with its own store under `home`, both closed at the end; token count from 0."""
     settings = config.load({"KEEPWARM_HOME": str(home)})
     options = {"memory": memory(), **options}
     budgets = budgets or Budgets(min_free_disk_bytes=0)
@@ -129,7 +129,7 @@ def engine_on(
 
 @contextmanager
 def held(engine: Engine) -> Iterator[None]:
-    """The engine's thread waits; whatever is asked inside is there at once when it goes on."""
+    """Pause the engine's thread; requests submitted inside arrive together when it resumes."""
     go_on = threading.Event()
     waiting = engine.call(go_on.wait)
     try:
@@ -140,7 +140,7 @@ def held(engine: Engine) -> Iterator[None]:
 
 
 def ask(prompt: Sequence[int], n: int = 6, /, **wishes: Any) -> Request:
-    """A request for n tokens after these, with logprobs; more wishes by their names."""
+    """A request for n tokens after these, with logprobs and other options."""
     names = Sampling.__dataclass_fields__
     sampling = {name: wishes.pop(name) for name in list(wishes) if name in names}
     chosen = Sampling(**{"max_tokens": n, "top_logprobs": 20, **sampling})
@@ -152,16 +152,16 @@ def tokens_of(choice: Choice) -> list[int]:
 
 
 class Exam:
-    """Answers to be held against a cold run of their model on the same tokens, all in one go.
+    """Answers to compare with a cold run of their model on the same tokens, all at once.
 
-    The cold run is one pass from empty caches over prompt and answer. Every token must be its best,
-    or as good as that (a tie), and every logprob that was asked for must be its own.
+    The cold run is one pass from empty caches over prompt and answer. Every token must be its best
+    one or a tie, and every requested logprob must be equal.
     """
 
     def __init__(
         self, module: Any, tolerance: float = TOLERANCE, without: int | None = None
     ) -> None:
-        """`without` is a token that nobody was allowed to say."""
+        """`without` is a token that was forbidden."""
         self._module = module
         self._without = without
         self._tolerance = tolerance
@@ -172,7 +172,7 @@ class Exam:
         self._answers.append(([*prompt, *tokens_of(choice)], len(prompt), choice))
 
     def check(self) -> int:
-        """Compare all that was added; how many tokens that were."""
+        """Compare all added answers; return the number of tokens."""
         answers, self._answers = self._answers, []
         assert answers, "nothing to compare"
         longest = _not_begun([tokens for tokens, _, _ in answers])
@@ -183,7 +183,7 @@ class Exam:
         return sum(len(choice.tokens) for _, _, choice in answers)
 
     def _logprobs(self, sequences: Sequence[Sequence[int]]) -> mx.array:
-        """What a token sees lies before it, so what fills up the shorter ones changes nothing."""
+        """Attention is causal, so padding at the end changes nothing."""
         longest = max(map(len, sequences))
         padded = mx.array([[*tokens, *[0] * (longest - len(tokens))] for tokens in sequences])
         logits = self._module(padded, cache=make_prompt_cache(self._module))
@@ -208,7 +208,7 @@ class Exam:
 
 
 def _not_begun(sequences: Sequence[list[int]]) -> list[list[int]]:
-    """Those that no other one begins with: the last turn of a talk stands for all before it."""
+    """Sequences that are no prefix of another: the last turn covers the earlier ones."""
     ordered = sorted(sequences)
     following = [*ordered[1:], []]
     return [one for one, after in zip(ordered, following, strict=True) if after[: len(one)] != one]

@@ -1,4 +1,4 @@
-"""Writes GGUF files byte by byte, after the published format, independently of the reader."""
+"""Writes GGUF files by the published format, independently of the reader."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class U32(int):
 
 
 def metadata_for(config: dict[str, Any]) -> dict[str, Any]:
-    """What llama.cpp's converter writes for such a model."""
+    """The metadata that llama.cpp's converter writes for such a model."""
     tokenizer = make_tokenizer()
     tokens = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
     return {
@@ -71,7 +71,7 @@ def metadata_for(config: dict[str, Any]) -> dict[str, Any]:
 def encode_weights(
     config: dict[str, Any], weights: dict[str, mx.array], kind: str
 ) -> tuple[dict[str, Encoded], dict[str, mx.array]]:
-    """The tensors of the file, and the exact values that they stand for under our own names."""
+    """The tensors of the file, and their exact values under our names."""
     tensors, meant = {}, {}
     for name, array in weights.items():
         values = np.array(array)
@@ -99,7 +99,7 @@ def interleaved(values: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def encode(values: np.ndarray, kind: str) -> tuple[bytes, np.ndarray]:
-    """Bytes of a tensor, and the fp32 values that a reader must get out of them."""
+    """Bytes of a tensor, and the fp32 values that a reader must decode."""
     if kind in ("F32", "F16"):
         stored = values.astype(np.float32 if kind == "F32" else np.float16)
         return stored.tobytes(), stored.astype(np.float32)

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class Hub:
-    """The repositories it serves, by id, and what it was asked."""
+    """The repositories served, by id, and the requests received."""
 
     repos: dict[str, Path]
     url: str = ""
@@ -47,7 +47,7 @@ def serving(repos: dict[str, Path]) -> Iterator[Hub]:
 
 
 def digest(path: Path) -> str:
-    """Of name, size and beginning: tests serve sparse files larger than any disk."""
+    """Hashes name, size and first bytes: tests serve sparse files larger than any disk."""
     with path.open("rb") as file:
         beginning = file.read(1 << 20)
     return hashlib.sha1(f"{path.name} {path.stat().st_size}".encode() + beginning).hexdigest()
@@ -113,4 +113,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *arguments: Any) -> None:
-        """Quiet: the tests look at `requests`."""
+        """Log nothing; tests read `requests`."""

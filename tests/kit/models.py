@@ -21,11 +21,11 @@ WINDOW = 32
 CHUNK = 32
 GAIN = 2.0
 SEED = 7
-# Parameters of state layers that say how fast they forget. Plain noise forgets within twenty
-# tokens, and a wrong state of before that would pass unseen.
+# Decay parameters of state layers. With random values a state decays within twenty tokens, and an
+# earlier error would not be seen.
 SLOW_DECAY = ("A_log", "recurrent_param")
 
-# What nearly every config calls the same thing.
+# Fields that nearly every config shares.
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -175,7 +175,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "layer_types": ["sliding_attention", "full_attention"] * 3,
     },
-    # Its own LayerCache. Head sizes that are no multiple of 16 keep its fp4 and fp8 rounding out.
+    # Its own LayerCache. Head sizes that are not multiples of 16 avoid its fp4 and fp8 rounding.
     "deepseek_v41": {
         "head_dim": 24,
         "q_lora_rank": 32,
@@ -198,7 +198,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def tiny(name: str, **changes: Any) -> Model:
-    """A new tiny model of this architecture, or nearly; two calls give equal weights."""
+    """A new tiny model of this architecture, with changes; equal calls give equal weights."""
     return ARCHITECTURES[name](**changes)
 
 
@@ -213,14 +213,14 @@ def _build(name: str, **changes: Any) -> Model:
 
 
 def _randomise(model: Model) -> None:
-    """Give every parameter fresh fp32 numbers that depend on the seed and nothing else."""
+    """Set every parameter to fp32 numbers that depend only on the seed."""
     parameters: Any = sorted(tree_flatten(model.parameters()))
     keys = mx.random.split(mx.random.key(SEED), len(parameters))
     fresh = [
         (path, _random(path, p.shape, k)) for (path, p), k in zip(parameters, keys, strict=True)
     ]
     model.update(tree_unflatten(fresh))
-    mx.eval(model)  # RoPE tables and the like are no parameters, and lazy too
+    mx.eval(model)  # RoPE tables are lazy too, and not parameters
 
 
 def _random(path: str, shape: tuple[int, ...], key: mx.array) -> mx.array:

@@ -15,7 +15,7 @@ STEP = 2048
 
 
 class Run(NamedTuple):
-    """What a run gave: its tokens, the distribution each was picked from, its final cache."""
+    """The result of a run: tokens, the distribution of each, and the final cache."""
 
     tokens: list[int]
     logprobs: mx.array  # (n, vocabulary)
@@ -52,7 +52,7 @@ def settle(cache: Cache) -> Cache:
 
 
 def cold(model: Any, prompt: Sequence[int], n: int, *, step: int = STEP) -> Run:
-    """A run from an empty cache: the reference every other run is held against."""
+    """A run from an empty cache: the reference for every other run."""
     return continue_from(model, make_prompt_cache(model), prompt, n, step=step)
 
 
@@ -84,7 +84,7 @@ def _settled(tokens: list[int], logprobs: list[mx.array], cache: Cache) -> Run:
 
 
 def batched(model: Any, jobs: Sequence[Job], *, step: int = STEP) -> list[Run]:
-    """Run all jobs in one BatchGenerator and answer in their order; donor caches stay as given."""
+    """Run all jobs in one BatchGenerator, results in their order; donor caches stay unchanged."""
     generator = BatchGenerator(model, prefill_step_size=step)
     waiting = sorted(range(len(jobs)), key=lambda i: jobs[i].joins_at)
     rows: dict[int, int] = {}
@@ -122,7 +122,7 @@ def _collect(responses: list[Any]) -> Run:
 
 
 class FedCounter:
-    """Stands for a model and counts the tokens it is really fed, padding included.
+    """Wraps a model and counts the tokens it is fed, padding included.
 
     Everything but the call is the model's own, so `make_cache` is there only if it has one.
     """
@@ -138,7 +138,7 @@ class FedCounter:
         return out
 
     def __getattr__(self, name: str) -> Any:
-        # Copying asks for names before __init__ ran; without this it would ask for ever.
+        # Copying looks up names before __init__ has run; without this it would recurse.
         if name == "model" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.model, name)

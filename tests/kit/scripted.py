@@ -1,4 +1,4 @@
-"""A tiny real checkpoint that says what a test wrote for it, answer after answer.
+"""A tiny real checkpoint that generates the answers a test has scripted.
 
 Its template ends every request for an answer with a token that counts the answers before; its
 weights lead from that token to one token that is the whole answer, and from there to the end.
@@ -29,12 +29,12 @@ TEMPLATE = (
 
 
 def call(name: str, **arguments: Any) -> str:
-    """An answer that calls a tool, as models write it whose template shows none."""
+    """An answer that calls a tool, in the default syntax."""
     return call_text(name, json.dumps(arguments))
 
 
 def write_scripted(directory: Path, answers: Sequence[str], n_context: int = 16384) -> Path:
-    """A checkpoint whose k-th answer of a conversation is `answers[k]`; then it is silent."""
+    """A checkpoint whose k-th answer of a conversation is `answers[k]`; further ones are empty."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     steps = [f"<|step{number}|>" for number in range(MAX_ANSWERS)]
@@ -63,7 +63,7 @@ def _script(
 
 
 def _leading(weights: dict[str, mx.array], script: list[tuple[int, int]]) -> dict[str, mx.array]:
-    """What a token is alone decides what follows; attention runs, and adds nothing to it."""
+    """The last token alone decides the next one; attention runs but contributes nothing."""
     for name, array in list(weights.items()):
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weights[name] = mx.zeros_like(array)
@@ -71,7 +71,7 @@ def _leading(weights: dict[str, mx.array], script: list[tuple[int, int]]) -> dic
             weights[name] = mx.ones_like(array)
     embedded = weights["model.embed_tokens.weight"]
     head = mx.zeros_like(embedded)
-    own = mx.eye(embedded.shape[1])  # a direction for each, so that none sounds like another
+    own = mx.eye(embedded.shape[1])  # orthogonal directions, so that tokens are not confused
     for index, (token, following) in enumerate(script):
         embedded[token] = own[index]
         head[following] += own[index]

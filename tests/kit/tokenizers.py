@@ -1,4 +1,4 @@
-"""Tokenizers with the marks and templates of many model families, on the kit's byte-level one."""
+"""The kit's byte-level tokenizer with the special tokens and templates of many model families."""
 
 import json
 from collections.abc import Sequence
