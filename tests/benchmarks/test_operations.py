@@ -29,7 +29,7 @@ def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         env=os.environ | {"KEEPWARM_BLAS": "none", "PYTHONUTF8": "1", "COLUMNS": "200"},
-        timeout=120,
+        timeout=400,
         check=False,
     )
 
