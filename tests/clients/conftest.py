@@ -1,4 +1,4 @@
-"""A server around a tiny model that clients of all kinds can work with, and what they sent it."""
+"""A server with a tiny model for all kinds of clients, and a record of their requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coding agents as they are published, against a running server: `make soak`.
+"""Published coding agents against a running server: `make soak`.
 
 They are installed from the npm registry into a directory that goes again, and find a home of their
 own. Each is asked twice in one conversation and reads a file in between.

@@ -1,4 +1,4 @@
-"""Programs that use the official SDKs, and what others have built upon them.
+"""Programs that use the official SDKs and frameworks built on them.
 
 The SDKs are here anyway; the frameworks are installed for `make soak` alone.
 """

@@ -1,4 +1,4 @@
-"""What coding agents send, played again: `shapes/README.md` says how the files are read."""
+"""Replays the structure of coding agents' requests; see `shapes/README.md`."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def of_codex(events):
 
 
 def of_opencode(events):
-    """One message; arguments are written anew, without spaces."""
+    """One message; arguments are serialised again, without spaces."""
     deltas = [choice["delta"] for event in events for choice in event["choices"]]
     message = {"role": "assistant", "content": "".join(d.get("content") or "" for d in deltas)}
     parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
@@ -138,7 +138,7 @@ def test_without_scrubbing_the_beginning_changes(watching):
 
 
 def test_a_tool_that_is_found_later_can_be_called(watching):
-    """Claude Code's search brings a tool along; the model may call it, and nothing is read anew."""
+    """Claude Code's search adds a tool; the model may call it, and nothing is prefilled again."""
     shape = shape_of("claude-code")
     arguments = {"url": "http://127.0.0.1/", "prompt": "What is there?"}
     with watching({**shape["calls"], "WebFetch": arguments}) as watched:

@@ -1,4 +1,4 @@
-"""Talks through OpenAI's client, greedy, so that those of two servers can be compared."""
+"""Greedy conversations through OpenAI's client, comparable between two servers."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Five turns as coding agents take them: from the second on, only what is new is computed."""
+"""Five turns of a coding agent: from the second on, only new tokens are computed."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""What the OpenAPI document promises holds for requests nobody thought of."""
+"""The OpenAPI document holds for generated requests."""
 
 import pytest
 import schemathesis

@@ -1,4 +1,4 @@
-"""`cache_control` and `prompt_cache_key` over HTTP: a pin that ends, and a name that is known."""
+"""`cache_control` and `prompt_cache_key` over HTTP: a pin with a TTL, and an agent's name."""
 
 import time
 import uuid
@@ -13,7 +13,7 @@ DURABLE = {"X-Keepwarm-Cache": "durable"}
 
 
 def words(n=10):
-    """What nobody has asked before; some hundred tokens."""
+    """A new prompt of some hundred tokens."""
     return f"{uuid.uuid4()} The quick brown fox jumps over the lazy dog. " * n
 
 

@@ -1,4 +1,4 @@
-"""While a long prompt is read, streams say how far it is, and the official clients read past it."""
+"""During a long prefill, streams report progress, and the official clients skip it."""
 
 import re
 import time

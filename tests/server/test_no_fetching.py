@@ -1,4 +1,4 @@
-"""Nothing that a request names is fetched: a socket that listens at every address sees nobody."""
+"""No address in a request is fetched: a listening socket sees no connection."""
 
 import socket
 
@@ -9,7 +9,7 @@ ADMIN = {"Authorization": "Bearer admin"}
 
 
 class Bait:
-    """An address that a request can name; whoever connects to it waits in line and is seen."""
+    """An address for requests; the socket sees every connection to it."""
 
     def __init__(self):
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -125,7 +125,7 @@ def test_schemas_that_refer_elsewhere(trusting, bait):
 
 
 def test_tools_that_others_would_run(trusting, bait):
-    """Left out, or refused; nobody asks the servers that they name."""
+    """Ignored or rejected; the servers that they name are not contacted."""
     server = {"type": "url", "url": bait.url, "name": "it"}
     mcp = {"type": "mcp", "server_label": "it", "server_url": bait.url}
     fetch = {"type": "web_fetch_20250910", "name": "web_fetch"}
@@ -153,7 +153,7 @@ def test_models_that_are_addresses(trusting, bait):
     assert not bait.was_taken()
 
 
-def test_whoever_connects_is_seen(bait):
+def test_a_connection_is_seen(bait):
     """Without this the tests above would prove nothing."""
     with socket.create_connection(("127.0.0.1", bait.port)):
         assert bait.was_taken()

@@ -1,4 +1,4 @@
-"""On request a receipt says why tokens were computed: in every API, whole and streamed."""
+"""If requested, the receipt says why tokens were computed: in every API, streamed or not."""
 
 import json
 import uuid
@@ -21,7 +21,7 @@ def said(text):
 
 
 def words():
-    """What nobody has asked before."""
+    """A new prompt."""
     return f"{uuid.uuid4()} is the question, and what is the answer to it?"
 
 

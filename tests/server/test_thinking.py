@@ -1,4 +1,4 @@
-"""A model that thinks, through the official clients: shown, sent back, and left out when told."""
+"""A thinking model through the official clients: thoughts shown, sent back, turned off."""
 
 import json
 
@@ -96,7 +96,7 @@ def test_thoughts_that_come_back_are_where_they_were(claude):
 
 
 def test_reasoning_is_an_item_that_comes_back(gpt):
-    """As Codex does it: nothing is stored, the reasoning travels sealed."""
+    """As Codex does it: nothing is stored, the reasoning is sent back encoded."""
     asked = {"model": "x", "max_output_tokens": 8, "store": False}
     include = ["reasoning.encrypted_content"]
     first = gpt.responses.create(input=[USER], include=include, **asked)

@@ -1,4 +1,4 @@
-"""Two servers, one store: each finds what the other wrote. One port is one server's."""
+"""Two servers, one store: each reuses what the other wrote; a port belongs to one server."""
 
 import asyncio
 import os

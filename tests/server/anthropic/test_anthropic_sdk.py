@@ -205,7 +205,7 @@ def test_the_count_is_what_generation_sees(client, fields):
     assert counted.input_tokens == prompt_tokens(ask(client, **given).usage)
 
 
-# Who asks.
+# API keys and sessions
 
 
 def test_the_session_of_claude_code_is_an_agent(live, client):

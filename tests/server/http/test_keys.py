@@ -1,4 +1,4 @@
-"""Keys are compared in constant time, each of them, whichever was given."""
+"""Every accepted key is compared, each in constant time."""
 
 import hashlib
 import hmac

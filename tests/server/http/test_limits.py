@@ -76,14 +76,14 @@ def test_each_key_is_a_tenant_of_its_own_unless_shared():
 
 
 def test_an_admin_alone_is_no_tenant_of_its_own():
-    """Where nobody else has a key, the admin sees what everybody sees."""
+    """If there are no other keys, the admin shares the one tenant."""
     answer = ask(settings(admin_key="root"), x_api_key="root").json()
     assert (answer["tenant"], answer["admin"]) == ("", True)
     apart = settings(api_keys="a", admin_key="root")
     assert ask(apart, x_api_key="root").json()["tenant"]
 
 
-def test_keys_come_from_a_file_nobody_else_reads(tmp_path):
+def test_keys_come_from_a_file_that_only_its_owner_can_read(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("one\ntwo\n")
     keys.chmod(0o600)
@@ -228,17 +228,17 @@ def test_more_than_fit_are_told_to_come_back(limits):
     assert all(answer.is_success for answer in [*answers, after])
 
 
-def test_one_key_cannot_take_all_the_room():
-    room = ConcurrencyLimit(3, 2)
-    room.enter("a")
-    room.enter("a")
+def test_one_key_cannot_use_the_whole_limit():
+    limit = ConcurrencyLimit(3, 2)
+    limit.enter("a")
+    limit.enter("a")
     with pytest.raises(Busy, match="This API key"):
-        room.enter("a")
-    room.enter("b")
+        limit.enter("a")
+    limit.enter("b")
     with pytest.raises(Busy, match="in progress, which is the limit"):
-        room.enter("c")
-    room.leave("a")
-    room.enter("c")
+        limit.enter("c")
+    limit.leave("a")
+    limit.enter("c")
 
 
 def test_pages_that_are_named_may_read_the_answer_but_never_with_cookies():

@@ -1,4 +1,4 @@
-"""Prompts are never in the log: whatever becomes of a request, the log says what failed and where.
+"""Prompts are never in the log: it says what failed and where, without messages.
 
 The model of these tests quotes its prompt when it breaks, and its template when it refuses.
 """

@@ -1,4 +1,4 @@
-"""What is removed from prompts, and that nothing else is."""
+"""Scrubbing rules remove the lines they name, and nothing else."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Streams on their way: headers, signs of life, clients that leave, errors in mid-stream.
+"""Streams: headers, keep-alives, clients that disconnect, errors in mid-stream.
 
 The answers here are scripted: a real engine neither stalls nor fails on demand.
 """

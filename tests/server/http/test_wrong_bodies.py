@@ -1,4 +1,4 @@
-"""Whatever is sent, it is refused in the shape of the API spoken: never a 500, never a hang."""
+"""Bad bodies are rejected in the format of the API: never a 500, never a hang."""
 
 import json
 

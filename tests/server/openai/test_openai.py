@@ -1,4 +1,4 @@
-"""OpenAI's wire: bodies to requests, events to chunks, errors to sentences. No engine yet."""
+"""OpenAI's completions as pure functions: JSON to a request, events to chunks, errors."""
 
 import json
 

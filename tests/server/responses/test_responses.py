@@ -1,4 +1,4 @@
-"""OpenAI's responses as pure functions: JSON to a request, events to JSON, answers by their id."""
+"""OpenAI's responses as pure functions: JSON to a request, events to JSON, stored responses."""
 
 import asyncio
 import json
@@ -418,7 +418,7 @@ def test_items_are_found_by_their_id():
     assert store.item("other", "msg_a") is None
 
 
-def test_nobody_finds_an_answer_of_another_tenant():
+def test_a_response_of_another_tenant_is_not_found():
     store = ResponseStore()
     stored(store, "a", tenant="one")
     for touch in (store.get, store.delete):

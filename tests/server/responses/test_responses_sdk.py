@@ -232,7 +232,7 @@ def test_the_count_is_what_generation_sees(client):
     assert counted.input_tokens == ask(client, **given).usage.input_tokens
 
 
-# Who asks, and what is wrong.
+# API keys, sessions and errors
 
 
 def test_the_session_of_codex_is_an_agent(live, client):

@@ -1,4 +1,4 @@
-"""`truncation: auto`: what is left of a conversation that is longer than the context."""
+"""`truncation: auto`: which turns of a conversation that exceeds the context stay."""
 
 from itertools import chain
 

@@ -167,7 +167,7 @@ def _other(item: Item, where: str) -> dict[str, Any]:
     kind = _kind(item)
     if kind == "function_call_output":
         if item.call_id is None:
-            raise BadField(f"{where}.call_id is needed and not there.", f"{where}.call_id")
+            raise BadField(f"{where}.call_id is required but missing.", f"{where}.call_id")
         output = text_of(item.output, f"{where}.output")
         return {"role": "tool", "tool_call_id": item.call_id, "content": output}
     if kind != "message":
