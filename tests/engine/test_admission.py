@@ -1,4 +1,4 @@
-"""What would not fit is refused or waits; what is let in really takes no more than was said."""
+"""Requests that do not fit wait or are refused; admitted ones take no more than estimated."""
 
 import mlx.core as mx
 import pytest
@@ -70,7 +70,7 @@ def test_caches_grow_by_whole_blocks(tiny_model):
     assert kv_bytes(layout, 1048) == 5 * kv_bytes(layout, 256)
 
 
-# Who is let in.
+# Which requests are admitted.
 
 
 def test_a_request_that_could_never_run_is_refused_with_numbers(admission):

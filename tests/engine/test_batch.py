@@ -1,4 +1,4 @@
-"""Rows that join and leave a batch say what they would have said alone."""
+"""Rows that join and leave a batch generate the same tokens as alone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def said(row: Row, prompt) -> list[int]:
 
 @pytest.mark.parametrize("architecture", BATCHED)
 def test_rows_come_and_go(tiny_model, architecture):
-    """At every step somebody may join or leave; each row's tokens are a cold run's, and the caches
+    """At every step a row may join or leave; each row's tokens are a cold run's, and the caches
     it leaves with go on as if it had been alone."""
     module = tiny_model(architecture)
     chance = random.Random(3)
@@ -104,8 +104,8 @@ def test_looking_at_a_row_changes_nothing(tiny_model):
         assert said(row, prompt) == cold(module, prompt, 6).tokens
 
 
-def test_rows_between_feed_and_choose(tiny_model):
-    """That is when the engine lets them go; those that stay choose from their own logits."""
+def test_rows_between_feed_and_sample(tiny_model):
+    """That is when rows leave; the others sample from their own logits."""
     module = tiny_model("qwen3_next")
     batch: Batch[Row] = Batch(module)
     prompts = [prompt_of(12), prompt_of(20, 1), prompt_of(7, 2)]
@@ -121,7 +121,7 @@ def test_rows_between_feed_and_choose(tiny_model):
 
 
 @pytest.mark.parametrize("fed", [False, True])
-def test_a_batch_that_is_given_up_tells_what_was_chosen(tiny_model, fed):
+def test_a_disbanded_batch_returns_what_was_sampled(tiny_model, fed):
     """A token that was drawn and not fed is not drawn again: a seeded answer stays the same."""
     module = tiny_model("llama")
     prompt = prompt_of(10)
@@ -155,7 +155,7 @@ class Stuck(Sampler):
 
 
 def test_a_row_whose_rules_fail_is_named(tiny_model):
-    """The others choose as ever."""
+    """The other rows go on."""
     module = tiny_model("llama")
     batch: Batch[Row] = Batch(module)
     prompt = prompt_of(15)
@@ -172,7 +172,7 @@ def test_a_row_whose_rules_fail_is_named(tiny_model):
 
 
 class Slow(FedCounter):
-    """A model that, asked for a step after the prompt, waits until somebody has seen a token."""
+    """A model that waits in the first decode step until a token was read."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)

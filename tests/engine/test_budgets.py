@@ -1,4 +1,4 @@
-"""What engines do with the memory they are told of: MLX's limits, and the share of blocks."""
+"""What engines do with their memory budgets: MLX's limits, and the share of blocks."""
 
 import time
 from dataclasses import replace
@@ -31,7 +31,7 @@ def an_engine(models, home, told=None):
 
 
 def limit():
-    """MLX tells its limit only when it is set."""
+    """MLX returns its limit only when it is set."""
     now = mx.set_cache_limit(0)
     mx.set_cache_limit(now)
     return now

@@ -1,4 +1,4 @@
-"""Whoever leaves costs at most one more step, counted where the model is called."""
+"""A cancelled request costs at most one more step, counted where the model is called."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Shape = tuple[int, int]
 
 
 class Halting(FedCounter):
-    """A model that halts inside the first call that `halts_at` is true of, until it may go on."""
+    """A model that halts in the first call for which `halts_at` is true, until released."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -50,7 +50,7 @@ def engine(models, tmp_path, request) -> Iterator[Engine]:
 def cancelled_at(
     engine: Engine, halts_at: Callable[[Shape], bool], *requests: Request
 ) -> tuple[list[Answer], list[Shape]]:
-    """Cancel the last in the middle of such a call; the others, and what was called after it."""
+    """Cancel the last request during such a call; the other answers, and the calls after it."""
     module = engine.model.module
     with held(engine):
         module.halts_at = halts_at
@@ -65,8 +65,8 @@ def cancelled_at(
     return others, module.shapes[n_before:]
 
 
-def test_a_prompt_is_read_no_further_than_its_slice(engine):
-    """Of thirty slices the third is under way."""
+def test_a_prompt_is_prefilled_no_further_than_its_slice(engine):
+    """Cancelled in the third of thirty slices."""
     module, prompt = engine.model.module, prompt_of(30 * SLICE)
     _, after = cancelled_at(engine, lambda _: len(module.shapes) == 3, ask(prompt, 5))
     assert len(after) <= 1
@@ -77,7 +77,7 @@ def test_a_prompt_is_read_no_further_than_its_slice(engine):
 
 
 def test_an_answer_goes_on_for_one_token_at_most(engine):
-    """Of two thousand tokens some are spoken."""
+    """Cancelled after some of two thousand tokens."""
     module = engine.model.module
     _, after = cancelled_at(engine, lambda _: len(module.shapes) == 10, ask(prompt_of(20), 2000))
     assert after in ([], [(1, 1)])
@@ -88,7 +88,7 @@ def test_an_answer_goes_on_for_one_token_at_most(engine):
 
 
 def test_a_neighbour_goes_on_alone(engine):
-    """Whoever shares the batch is told every token, and the row beside it is gone in a step."""
+    """The other sequence gets every token, and the cancelled row leaves within a step."""
     requests = ask(prompt_of(20, 1), 40), ask(prompt_of(20, 2), 2000)
     (staying,), after = cancelled_at(engine, lambda shape: shape[0] == 2, *requests)
     assert len(staying.result().choices[0].tokens) == 40

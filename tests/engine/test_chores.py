@@ -10,7 +10,7 @@ from tests.kit.runs import prompt_of
 
 
 def test_agents_past_their_retention_are_forgotten_after_an_answer(models, tmp_path):
-    """Nobody has to clean up; an agent whose answer is under way is not forgotten for it."""
+    """Expired agents are forgotten without a command, but not while a request of theirs runs."""
     with engine_on(models.of("llama"), tmp_path) as engine:
         agents = engine.store.on_disk.agents
         for seed, name in enumerate(("old", "late", "kept")):

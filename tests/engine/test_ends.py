@@ -43,14 +43,14 @@ class Slow(Engine):
         return super()._prepare(request)
 
 
-def test_an_answer_ends_though_its_end_cannot_be_noted(models, tmp_path):
+def test_an_answer_ends_though_its_end_cannot_be_recorded(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
-        engine._journal = None  # whatever keeps books may break
+        engine._journal = None  # recording fails
         assert engine.submit(ask(prompt_of(20))).result().choices[0].tokens
 
 
-def test_who_comes_to_a_closing_door_is_refused_at_once(models, tmp_path):
-    """Asked before, looked at since: nobody would answer it any more."""
+def test_a_request_during_close_is_refused_at_once(models, tmp_path):
+    """Submitted before `close`, prepared after it: the engine would never answer."""
     with (
         engine_on(models.of("llama"), tmp_path, engine_class=Slow) as engine,
         ThreadPoolExecutor(2) as pool,
@@ -70,8 +70,8 @@ def test_who_comes_to_a_closing_door_is_refused_at_once(models, tmp_path):
     assert isinstance(refused, Stopping)
 
 
-def test_a_door_that_closes_twice(models, tmp_path):
-    """Whoever closes second waits for the first, and comes back when all is closed."""
+def test_closing_twice(models, tmp_path):
+    """The second caller returns when the first has closed everything."""
     for _ in range(5):
         with engine_on(models.of("llama"), tmp_path) as engine, ThreadPoolExecutor(4) as pool:
             for closed in [pool.submit(engine.close) for _ in range(4)]:
@@ -81,7 +81,7 @@ def test_a_door_that_closes_twice(models, tmp_path):
 
 @pytest.fixture
 def quick_switches() -> Iterator[None]:
-    """Threads take turns so often that they meet everywhere."""
+    """Threads switch so often that races show."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -89,7 +89,7 @@ def quick_switches() -> Iterator[None]:
 
 
 class Talker(threading.Thread):
-    """Asks again and again until it is refused; `outcome` says by which error."""
+    """Submits until it is refused; `outcome` is the error."""
 
     def __init__(self, say: Callable[[], object]) -> None:
         super().__init__(daemon=True)  # one that hangs must not hold up the end of the test
@@ -109,7 +109,7 @@ class Talker(threading.Thread):
 
 
 def test_what_was_asked_of_the_thread_is_done_before_it_ends(models, tmp_path, quick_switches):
-    """Or is refused: a future that nobody fulfils is waited for without end."""
+    """Or is refused: a future without a result would block its caller for ever."""
     for _ in range(8):
         with engine_on(models.of("llama"), tmp_path) as engine:
             talkers = [Talker(lambda e=engine: e.call(lambda: None).result()) for _ in range(6)]
@@ -120,7 +120,7 @@ def test_what_was_asked_of_the_thread_is_done_before_it_ends(models, tmp_path, q
 
 
 def test_many_ask_while_the_engine_closes(models, tmp_path):
-    """Each is answered or refused, and nobody hangs."""
+    """Each is answered or refused, and none hangs."""
     outcomes: list[str] = []
     for round_ in range(6):
         with engine_on(models.of("llama"), tmp_path) as engine:
@@ -154,14 +154,14 @@ def sayings(engine: Engine) -> list[Callable[[], object]]:
 
 
 def busy_disk(engine: Engine) -> None:
-    """For a moment nothing is written."""
+    """The writer pauses for a moment."""
     busy = ExitStack()
     busy.enter_context(engine.store.saver.restoring())
     threading.Timer(0.3, busy.close).start()
 
 
 class SlowDisk(Engine):
-    """After the first of several answers was kept, the disk takes its time."""
+    """The disk is slow after the first of several answers was kept."""
 
     def _on_kept(self, sequence: RunningSequence) -> None:
         super()._on_kept(sequence)
@@ -177,7 +177,7 @@ def on_disk(engine: Engine, tokens: list[int]) -> bool:
 
 
 def test_durable_means_every_answer(models, tmp_path):
-    """Several that end in one step: the last word is said when the last of them is on disk."""
+    """Several answers end in one step: `Done` comes when all of them are on disk."""
     prompt = prompt_of(300)
     with engine_on(models.of("llama"), tmp_path, engine_class=SlowDisk) as engine:
         request = ask(prompt, 5, n=3, temperature=1.5, seed=1, policy=Policy.DURABLE)
@@ -199,7 +199,7 @@ def test_durable_means_a_prompt_without_an_answer_too(models, tmp_path):
 
 
 def test_an_answer_that_was_cut_short_is_not_audited(models, tmp_path):
-    """Computed again it would be whole, and nothing drifted."""
+    """Recomputed it would be longer, which is not a drift."""
     with engine_on(models.of("llama"), tmp_path, audit_share=1.0) as engine:
         prompt = prompt_of(100)
         engine.submit(ask(prompt, 4)).result()
@@ -219,7 +219,7 @@ def test_an_answer_that_was_cut_short_is_not_audited(models, tmp_path):
 
 
 def spoil(engine: Engine, prompt: list[int]) -> None:
-    """What is live of a prompt becomes something else, and nobody is told."""
+    """Replace the live cache of a prompt by another one."""
     namespace = engine._lanes.get(engine.config.kv, "").manager.namespace
     taken = engine.live.take(namespace, prompt)
     assert taken is not None
@@ -230,7 +230,7 @@ def spoil(engine: Engine, prompt: list[int]) -> None:
 
 
 def audited(engine: Engine, n_audits: int) -> tuple[int, int]:
-    """Audits and drifts, once there were so many of them."""
+    """The numbers of audits and drifts, once there were enough audits."""
     while engine.stats().counters["audits"] < n_audits:
         time.sleep(0.01)
     counters = engine.stats().counters
@@ -251,15 +251,15 @@ def test_a_cache_that_has_changed_is_found_out(models, tmp_path):
 
 
 class Unhurried(Engine):
-    """Audits come, and nobody gets to them."""
+    """Audits are queued and never run."""
 
     def _step(self) -> bool:
         self._scheduler.waiting = [job for job in self._scheduler.waiting if not job.audit]
         return super()._step()
 
 
-def test_audits_take_nobodys_place(models, tmp_path):
-    """One at a time, not counted among those who wait, and left undone at the end."""
+def test_audits_do_not_count_against_the_queue(models, tmp_path):
+    """One at a time, not counted as waiting, and abandoned by `drain`."""
     with engine_on(
         models.of("llama"), tmp_path, engine_class=Unhurried, audit_share=1.0, max_queue=2
     ) as engine:
@@ -288,7 +288,7 @@ def listen(answer: Answer, said: list[int]) -> None:
 
 
 def test_a_long_answer_is_counted_as_it_grows(models, tmp_path):
-    """Room is set aside for 1,024 tokens at first, later for no more than may still come."""
+    """Memory is reserved for 1,024 tokens at first, later for at most what is left."""
     with engine_on(models.of("llama"), tmp_path) as engine:
         answer = engine.submit(ask(prompt_of(256), ROOM + 250, top_logprobs=None))
         next(event for event in answer if isinstance(event, Delta))
@@ -302,7 +302,7 @@ def test_a_long_answer_is_counted_as_it_grows(models, tmp_path):
 
 
 def test_an_answer_that_outgrows_the_memory_ends_alone(models, tmp_path):
-    """It is told why, and what it said is kept; its neighbour goes on, and so does the engine."""
+    """The error says why, the tokens are kept; the other sequence and the engine go on."""
     long, short = prompt_of(200, 1), prompt_of(200, 2)
     budget = memory(batch_bytes=3 * ROW * (256 + ROOM))
     with engine_on(models.of("llama"), tmp_path, memory=budget) as engine:

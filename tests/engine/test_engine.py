@@ -1,4 +1,4 @@
-"""The engine's thread: who runs when, how answers end, and what its callers may rely on."""
+"""The engine's thread: the order of requests, how answers end, what callers may rely on."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_stop_string_across_tokens(engine):
 
 
 def test_a_stop_token_ends_the_answer_and_is_in_the_cache(models, tmp_path):
-    """What was generated, the end included, is known when the conversation goes on."""
+    """The generated tokens, the stop token included, are cached for the next turn."""
     model = models.of("llama", endless=False)
     (eos,) = model.tokenizer.eos_token_ids
     with engine_on(model, tmp_path) as engine:
@@ -115,7 +115,7 @@ def test_a_stop_token_ends_the_answer_and_is_in_the_cache(models, tmp_path):
 
 
 def test_several_answers_from_one_prefill(engine, exam):
-    """n > 1: the prompt is read once, the answers are drawn each from a seed of its own."""
+    """n > 1: the prompt is prefilled once, each answer has its own draws."""
     prompt = prompt_of(200)
     result = engine.submit(ask(prompt, 6, n=3, temperature=1.5, seed=3)).result()
     assert engine.model.module.fed == 200 + 3 * 6
@@ -177,7 +177,7 @@ def test_what_cannot_be_asked_is_refused_at_once(engine):
 
 
 def test_the_queue_is_bounded(models, tmp_path):
-    """Those beyond the bound are told so at once; those within it are answered."""
+    """Requests beyond the bound are refused at once; those within it are answered."""
     with engine_on(models.of("llama"), tmp_path, max_queue=5) as engine:
         answers = [engine.submit(ask(prompt_of(10, i), 300)) for i in range(5)]
         engine.call(lambda: None).result()  # all of them have come in
@@ -215,7 +215,7 @@ def test_admission_does_not_wait_for_running_answers(engine):
 
 
 def test_a_long_prompt_does_not_freeze_a_running_answer(models, tmp_path):
-    """While it is read, the answer beside it gets a token between any two slices."""
+    """During its prefill another answer gets a token between any two slices."""
     model = models.of("llama")
     model = replace(model, module=Watched(model.module.model, slow_s=0.001))
     with engine_on(model, tmp_path) as engine:
@@ -258,7 +258,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(models, tmp_path):
 
 
 def test_cancelling_keeps_what_was_computed(engine, exam):
-    """Within a step: while a prompt is read, and while an answer is spoken."""
+    """Within a step: during prefill, and during decode."""
     engine._scheduler.slice_sizer.max_slice = 100
     prompt = prompt_of(3000)
     answer = engine.submit(ask(prompt, 5))
@@ -423,8 +423,8 @@ def test_coroutines_may_ask(engine, exam):
     exam.check()
 
 
-def test_a_loop_that_is_gone_harms_nobody(engine):
-    """Whoever awaited an event left with its loop; the engine goes on."""
+def test_a_closed_event_loop_does_no_harm(engine):
+    """The coroutine that awaited an event is gone with its loop; the engine goes on."""
 
     async def leave_early() -> Any:
         with held(engine):

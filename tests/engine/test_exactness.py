@@ -44,7 +44,7 @@ class Talk:
     first_places: set[int] = field(default_factory=set)  # those on the way all branches share
 
     def turn(self, engine: Engine, new: Sequence[int]) -> Receipt:
-        """Ask with all that was said and something new; exactly what is not known is fed."""
+        """Send the whole conversation and something new; exactly the unknown tokens are fed."""
         prompt = [*self.tokens, *new]
         counter = self.model.module
         before = counter.fed
@@ -73,7 +73,7 @@ def talk_of(models: Models):
 
 
 def fresh(turn: int, salt: int = 0) -> list[int]:
-    """What the user says in a turn: 1 to 16 tokens."""
+    """A user's turn: 1 to 16 tokens."""
     n_tokens = random.Random(1000 * salt + turn).randint(1, 16)
     return prompt_of(n_tokens, seed=100 * salt + turn)
 
@@ -188,9 +188,9 @@ def test_neighbours_that_join_and_leave(models, tmp_path, architecture):
     ],
 )
 def test_caches_of_another_choice(models, tmp_path, architecture, options):
-    """S0-66, S4-04, S4-05: a talk with quantised or bounded caches, over a restart and beside
-    others, is what it is without store and neighbours. That is compared, for a cold run rounds
-    otherwise."""
+    """S0-66, S4-04, S4-05: a conversation with quantized or bounded caches, over a restart and in
+    a batch, gives the tokens it gives alone and without a store. It is not compared with a cold
+    run, which rounds differently."""
     model = models.of(architecture)
     said: list[list[int]] = []
     for policy in (Policy.NO_STORE, Policy.READ_WRITE):

@@ -1,4 +1,4 @@
-"""A fault at any stage ends one request at most; its neighbours say what they would have said."""
+"""A fault at any stage ends at most one request; the others give the same answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ each_batched = pytest.mark.parametrize("architecture", BATCHED)
 
 
 class Faulty(FedCounter):
-    """A model that fails when it is told to: `fault` sees the tokens and the caches it is fed."""
+    """A model that fails on demand: `fault` sees the tokens and the caches it is fed."""
 
     fault: Callable[[mx.array, Any], None] | None = None
 
@@ -87,7 +87,7 @@ class StuckRule:
 
 
 class Keyless(Sampler):
-    """Has nothing to draw with."""
+    """Fails when it draws."""
 
     @property
     def key(self) -> Any:
@@ -108,8 +108,8 @@ def model_of(models: Models) -> Callable[[str], Model]:
 
 
 def among_neighbours(engine: Engine, exam: Exam, request: Request | None, n_before: int = 2) -> str:
-    """Ask this while others answer, and what became of it; their answers are a cold run's, and
-    one that is drawn is what it was in peace."""
+    """Submit a request while others decode; its error. Greedy neighbours must equal a cold run,
+    and a sampled one the same request without a fault."""
     prompts = [unmarked(30 + 11 * i, seed=20 + i) for i in range(4)]
     drawn = ask(unmarked(25, seed=30), 40, temperature=1.0, seed=5, logit_bias=UNMARKED)
     calm = engine.submit(drawn).result()
@@ -171,8 +171,8 @@ def test_prefill(model_of, models, tmp_path, architecture):
 
 @pytest.mark.parametrize("architecture", STATES)
 def test_prefill_of_states(model_of, models, tmp_path, architecture):
-    """They are good at one place only: what is kept is of the last whole block, not of the slice
-    after it and not of the one that failed, which has gone through all layers."""
+    """States are valid at one position only: those of the last whole block are kept, not those
+    after the slice that failed."""
     model, exam = model_of(architecture), Exam(models.module(architecture), without=MARKER)
     prompt = marked(330)
     with engine_on(model, tmp_path) as engine:
@@ -194,7 +194,7 @@ def test_prefill_of_states(model_of, models, tmp_path, architecture):
 
 @each_batched
 def test_join(model_of, models, tmp_path, architecture):
-    """Caches that do not fit the batch end their own request; the batch is put together again."""
+    """Caches that do not fit the batch end their own request; the batch is rebuilt."""
     model, exam = model_of(architecture), Exam(models.module(architecture), without=MARKER)
     with engine_on(model, tmp_path) as engine:
 
@@ -212,7 +212,7 @@ def test_join(model_of, models, tmp_path, architecture):
 
 
 def spoil(cache: Any) -> None:
-    """Another dtype, as a broken restore might bring."""
+    """Another dtype, as a broken restore might return."""
     if hasattr(cache, "keys"):
         cache.keys, cache.values = (x.astype(mx.float16) for x in (cache.keys, cache.values))
     else:
@@ -222,7 +222,7 @@ def spoil(cache: Any) -> None:
 @each_batched
 @pytest.mark.parametrize("n_before", [1, 4])
 def test_a_step_that_always_fails_for_one(model_of, models, tmp_path, architecture, n_before):
-    """A batch that dies is rebuilt from blocks; in the end only who killed it is out."""
+    """A failed batch is rebuilt from blocks; in the end only the cause has failed."""
     model, exam = model_of(architecture), Exam(models.module(architecture), without=MARKER)
     with engine_on(model, tmp_path) as engine:
 
@@ -243,7 +243,7 @@ def test_a_step_that_always_fails_for_one(model_of, models, tmp_path, architectu
 
 @each_batched
 def test_a_step_that_fails_once(model_of, models, tmp_path, architecture):
-    """Nobody is out: all go on, greedy and drawn, with no token lost or changed."""
+    """All sequences go on, greedy and sampled, with no token lost or changed."""
     model, exam = model_of(architecture), Exam(models.module(architecture), without=MARKER)
     seen = []
     with engine_on(model, tmp_path) as engine:
@@ -279,13 +279,13 @@ class WithRule(Engine):
     def _prepare(self, request: Request) -> tuple[PreparedRequest, Lane]:
         prepared, lane = super()._prepare(request)
         is_stuck = request.agent == "stuck"
-        return replace(prepared, start=StuckRule()) if is_stuck else prepared, lane
+        return replace(prepared, grammar=StuckRule()) if is_stuck else prepared, lane
 
 
 @each_batched
-def test_choosing(model_of, models, tmp_path, architecture):
-    """The rules of one row fail after two tokens. What is kept of it is true: the token that was
-    fed afterwards is in its cache, so it must be in its ledger."""
+def test_sampling_rules(model_of, models, tmp_path, architecture):
+    """The rules of one row fail after two tokens. What is kept of it is right: the token that was
+    fed afterwards is in its cache, so it must be in `row.tokens`."""
     model, exam = model_of(architecture), Exam(models.module(architecture), without=MARKER)
     prompt = unmarked(20, seed=53)
     with engine_on(model, tmp_path, engine_class=WithRule) as engine:
@@ -298,8 +298,8 @@ def test_choosing(model_of, models, tmp_path, architecture):
     exam.check()
 
 
-def test_drawing(model_of, tmp_path):
-    """A draw that fails takes the whole batch along; what the others had drawn is drawn again."""
+def test_draws(model_of, tmp_path):
+    """A failed draw fails the whole batch; the others draw the same tokens again."""
     drawn = ask(unmarked(25, seed=30), 200, temperature=1.0, seed=5)
     broken = ask(unmarked(30, seed=31), 200, temperature=1.0)
     with engine_on(model_of("llama"), tmp_path) as engine:
@@ -344,7 +344,7 @@ class BrokenWriter:
 
 @each_batched
 def test_restore(model_of, models, tmp_path, architecture):
-    """What cannot be loaded is a miss, whatever the reason."""
+    """A prefix that cannot be loaded is a miss, for any reason."""
     model, exam = model_of(architecture), Exam(models.module(architecture), without=MARKER)
     prompt = unmarked(300, seed=54)
     with engine_on(model, tmp_path) as engine:
@@ -363,7 +363,7 @@ def test_restore(model_of, models, tmp_path, architecture):
 @each_batched
 @pytest.mark.parametrize("policy", [Policy.READ_WRITE, Policy.DURABLE])
 def test_capture(model_of, models, tmp_path, architecture, policy):
-    """A save that fails is counted, and nobody waits for it for ever."""
+    """A failed save is counted, and no request hangs."""
     model, exam = model_of(architecture), Exam(models.module(architecture), without=MARKER)
     prompt = unmarked(300, seed=55)
     with engine_on(model, tmp_path) as engine:
@@ -385,7 +385,7 @@ def lane_of(engine: Engine) -> Any:
 
 
 def test_the_loop_outlives_a_failing_scheduler(model_of, models, tmp_path):
-    """Everybody who runs is told; whoever asks next is served."""
+    """All running requests end with an error; the next one is served."""
     model, exam = model_of("llama"), Exam(models.module("llama"), without=MARKER)
     with engine_on(model, tmp_path) as engine:
         running = engine.submit(ask(prompt_of(20), 2000))
@@ -401,7 +401,7 @@ def test_the_loop_outlives_a_failing_scheduler(model_of, models, tmp_path):
     exam.check()
 
 
-def test_a_command_that_fails_says_so_to_whoever_gave_it(model_of, tmp_path):
+def test_a_command_that_fails_raises_in_its_caller(model_of, tmp_path):
     with engine_on(model_of("llama"), tmp_path) as engine:
         with pytest.raises(ZeroDivisionError):
             engine.call(lambda: 1 // 0).result()

@@ -1,4 +1,4 @@
-"""What is let go of leaves the process: no request lingers, and freed pages go back."""
+"""Released memory leaves the process: no request stays alive, and freed pages go back."""
 
 from __future__ import annotations
 

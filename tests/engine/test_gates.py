@@ -46,7 +46,7 @@ MIB = 1 << 20
 
 
 class Gated(Faulty):
-    """A model that fails over a prompt with `FAULT` in it, and in as many steps as it is told."""
+    """A model that fails on a prompt with `FAULT` in it, and in a set number of steps."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -120,7 +120,7 @@ class Load:
         return self.fates.pop()
 
     def cancelled(self, prompt: list[int]) -> Answer:
-        """While it waits, is read or is answered: an answer too long to be there by then."""
+        """While it waits, in prefill or in decode; its answer is too long to be finished."""
         answer = self.engine.submit(ask(prompt, 1000, top_logprobs=None, logit_bias=UNMARKED))
         for _, _ in zip(range(self.random.randint(0, 6)), answer, strict=False):
             continue
@@ -128,7 +128,7 @@ class Load:
         return answer
 
     def faulty(self, prompt: list[int], fault: str) -> Answer:
-        """Broken in its prompt, in a rule, in what it says, or in a step of all that run."""
+        """Fails in its prompt, in a rule, in its text, or in a step of the whole batch."""
         agent = "stuck" if fault == "rule" else None
         bias = MARKED if fault == "text" else UNMARKED
         if fault == "prompt":
@@ -179,7 +179,7 @@ def _clean(n_tokens: int, seed: int) -> list[int]:
 
 
 class Complaints(logging.Handler):
-    """Counts what the cache says when a record is bad or a restore or a save fails."""
+    """Counts log lines of the cache about bad records, failed restores and failed saves."""
 
     n = 0
 

@@ -1,4 +1,4 @@
-"""Prompts that begin alike and arrive together: what they share is computed once."""
+"""Prompts with a common prefix that arrive together: the prefix is computed once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ each_kind = pytest.mark.parametrize("architecture", KINDS)
 
 
 def agents(n: int) -> list[list[int]]:
-    """Prompts that begin with the same 600 tokens and part at the very next one."""
+    """Prompts that begin with the same 600 tokens and differ from the next one on."""
     return [[*prompt_of(SHARED), i, *prompt_of(10 + i, seed=i)] for i in range(n)]
 
 
@@ -33,7 +33,7 @@ def ask_together(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
 
 @each_kind
 def test_ten_at_once_share_one_prefill(models, tmp_path, architecture):
-    """Every kind of cache: the shared part is fed once, and each is fed only its own rest."""
+    """For every kind of cache: the common prefix is fed once, then each its own rest."""
     model, exam, n = models.of(architecture), Exam(models.module(architecture)), 10
     prompts = agents(n)
     with engine_on(model, tmp_path) as engine:
@@ -53,7 +53,7 @@ def test_ten_at_once_share_one_prefill(models, tmp_path, architecture):
     ("architecture", "least"), [("llama", SHARED), ("llama4", SHARED), ("gemma3_text", 512)]
 )
 def test_one_after_another_share_it_too(models, tmp_path, architecture, least):
-    """What knows any place knows this one too, though nobody had told where they would part."""
+    """Caches that restore at any token restore here, though no cut was requested."""
     model = models.of(architecture)
     prompts = agents(10)
     with engine_on(model, tmp_path) as engine:
@@ -64,8 +64,8 @@ def test_one_after_another_share_it_too(models, tmp_path, architecture, least):
 
 
 @each_kind
-def test_one_after_another_share_what_they_are_told_first(models, tmp_path, architecture):
-    """Where a message ends everything is kept, states too: each reads its own question alone."""
+def test_one_after_another_share_the_system_message(models, tmp_path, architecture):
+    """At the end of a message all layers are kept, states too: each prefills only its question."""
     model, exam = models.of(architecture), Exam(models.module(architecture))
     system = {"role": "system", "content": "the answer is in the dog " * 40}
     fed = []
@@ -98,7 +98,7 @@ def test_a_waiter_that_is_asked_later_still_waits(models, tmp_path):
 
 @each_kind
 def test_the_first_waiter_leads_when_the_leader_is_cancelled(models, tmp_path, architecture):
-    """What the leader had read is not read again."""
+    """What the leader has prefilled is not computed again."""
     model, exam = models.of(architecture), Exam(models.module(architecture))
     prompts = agents(4)
     with engine_on(model, tmp_path) as engine:
@@ -116,7 +116,7 @@ def test_the_first_waiter_leads_when_the_leader_is_cancelled(models, tmp_path, a
 
 
 def test_a_leader_cancelled_half_way(models, tmp_path):
-    """Its waiters go on from what it had read."""
+    """The waiters continue from what it has prefilled."""
     model = models.of("llama")
     prompts = agents(3)
     with engine_on(model, tmp_path) as engine:
@@ -169,7 +169,7 @@ def cached(engine: Engine, prompt: list[int]) -> int:
 
 
 def test_a_waiter_holds_no_memory(models, tmp_path):
-    """Only what is being read or decoded is counted against the budget."""
+    """Only requests that prefill or decode count against the budget."""
     with engine_on(models.of("llama"), tmp_path) as engine:
         engine._scheduler.slice_sizer.max_slice = 100
         answers = ask_together(engine, [ask(prompt, N) for prompt in agents(6)])
@@ -181,7 +181,7 @@ def test_a_waiter_holds_no_memory(models, tmp_path):
         assert engine.call(lambda: engine._scheduler._intake._admission.used_bytes).result() == 0
 
 
-def test_the_urgent_goes_first_and_lifts_whom_it_waits_for(models, tmp_path):
+def test_an_urgent_request_raises_the_priority_of_what_it_waits_for(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
         engine._scheduler.slice_sizer.max_slice = 50
         prompts = [prompt_of(500, seed=80), *agents(1)]
@@ -203,8 +203,8 @@ def finishing_order(answers: dict[str, Answer]) -> list[str]:
     return sorted(ends, key=lambda name: ends[name])
 
 
-def test_priorities_decide_who_waits(models, tmp_path):
-    """Of those that wait together the urgent one is let in first, and read first."""
+def test_priorities_decide_the_order(models, tmp_path):
+    """Of several waiting requests the most urgent starts first and is prefilled first."""
     with engine_on(models.of("llama"), tmp_path) as engine:
         with held(engine):
             plain = [engine.submit(ask(prompt_of(400, seed=90 + i), 2)) for i in range(6)]

@@ -78,7 +78,7 @@ def test_a_model_that_speaks_in_channels_is_heard(channels, tmp_path):
 
 
 def test_where_mlx_lm_knows_a_header_it_comes_first(tmp_path):
-    """As Muse Spark begins its answers, to whomever they go."""
+    """Muse Spark begins its answers so, for any recipient."""
     model = model_with(tmp_path, [])
     muse = TokenizerWrapper(model.tokenizer._tokenizer, response_format=RESPONSE_FORMAT)
     addressed = replace(model, tokenizer=muse)
@@ -107,7 +107,7 @@ def test_who_is_told_not_to_think_does_not(thinker, channels):
 
 
 def test_a_raw_prompt_is_gone_on_with_as_it_stands(thinker, channels):
-    """Whoever writes the prompt writes all that stands before the answer, too."""
+    """Anything before the answer belongs in a raw prompt."""
     for model in (thinker, channels):
         assert fits(model, '{"kind": "cat"}', messages=None, prompt="Which?")
     assert not fits(thinker, '<think></think>{"kind": "cat"}', messages=None, prompt="Which?")

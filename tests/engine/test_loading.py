@@ -1,4 +1,4 @@
-"""A long restore does not keep others waiting."""
+"""A long restore does not block other requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG, SHORT = prompt_of(1000, seed=5), prompt_of(20, seed=6)
 
 
 class Held:
-    """A reader whose records come when they are let."""
+    """A reader that delivers records only when released."""
 
     staging = None
 
@@ -52,7 +52,7 @@ class Held:
 
 @pytest.fixture
 def engine(models: Models, tmp_path: Path) -> Iterator[Engine]:
-    """It has a long prompt in blocks, believes that loading it takes long, computing it longer."""
+    """It stores a long prompt, with rates by which loading is slow and prefill slower."""
     with engine_on(models.of("llama"), tmp_path) as engine:
         engine.submit(ask(LONG)).result()
         engine.call(engine.live.clear).result()
@@ -107,8 +107,8 @@ def test_two_that_load_the_same_compute_what_follows_once(engine: Engine, reader
     talking.cancel()
 
 
-def test_whoever_is_alone_is_not_made_to_wait(engine: Engine, reader: Held) -> None:
-    """Nobody else would be served meanwhile: it is loaded at once."""
+def test_a_single_request_loads_at_once(engine: Engine, reader: Held) -> None:
+    """There is no other request to serve meanwhile."""
     reader.let.set()
     result = engine.submit(ask(LONG)).result()
     assert result.receipt.cached_tokens == len(LONG) - 1
@@ -129,7 +129,7 @@ def test_it_may_be_cancelled_while_it_loads(engine: Engine, reader: Held) -> Non
 
 
 def test_memory_that_a_load_holds_comes_free_again(models: Models, tmp_path: Path) -> None:
-    """One that does not fit beside it stands before it in the queue; both are answered."""
+    """A request that does not fit beside it is before it in the queue; both are answered."""
     model = models.of("llama")
     n_bytes = kv_bytes(layout_of(model), len(LONG) + 6)
     with engine_on(model, tmp_path, memory=memory(batch_bytes=3 * n_bytes)) as engine:

@@ -1,4 +1,4 @@
-"""One thread owns the model and its caches, whoever asks; text goes in, pieces of text come out."""
+"""One thread owns the model and its caches, whichever thread submits; text in, text out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A restore that fails is counted and told with its reason, and costs nobody an answer."""
+"""A failed restore is counted and logged with its reason; the request is still answered."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_failed_restore_is_counted_told_and_a_miss(models, tmp_path, caplog):
 
 
 class Broken:
-    """A reader that fails in a way that nobody has thought of."""
+    """A reader that fails with an unexpected exception."""
 
     staging = None
 

@@ -1,4 +1,4 @@
-"""What lies on disk after an answer: every layer's rows in blocks, their place, their owner."""
+"""What is on disk after an answer: every layer's rows in blocks, their position, their owner."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""An answer is given before it is kept; whoever needs what was kept waits for it, however late."""
+"""An answer is sent before it is kept; `settle`, `forget` and `drain` wait until it is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LATE_S = 0.2
 
 
 class Late(Engine):
-    """Takes its time between the last event of an answer and keeping it, and then to note it."""
+    """Slow between the last event of an answer and keeping it, and slow to record the agent."""
 
     def _on_kept(self, sequence: RunningSequence) -> None:
         time.sleep(LATE_S)
@@ -34,8 +34,8 @@ def agents(engine: Engine) -> list[str]:
     return [agent.id for agent in engine.store.on_disk.agents.all()]
 
 
-def test_settled_means_noted_with_its_agent(engine):
-    """What was just answered belongs to a fork, a rewind or an export that follows."""
+def test_settled_means_recorded_with_its_agent(engine):
+    """The last answer is part of a fork, a rewind or an export that follows."""
     prompt = prompt_of(300)
     for turn in range(1, 3):
         choice = engine.submit(ask(prompt, 3, agent="ada")).result().choices[0]
@@ -45,8 +45,8 @@ def test_settled_means_noted_with_its_agent(engine):
         assert (len(shown.turns), shown.n_tokens) == (turn, len(prompt))
 
 
-def test_who_is_forgotten_does_not_come_back(engine):
-    """Neither on disk nor in memory, though the last answer was not kept yet."""
+def test_a_forgotten_agent_does_not_come_back(engine):
+    """Neither on disk nor in memory, though its last answer was not kept yet."""
     prompt = prompt_of(300)
     engine.submit(ask(prompt, 3, agent="ada")).result()
     assert engine.forget("ada") > 0
@@ -56,14 +56,14 @@ def test_who_is_forgotten_does_not_come_back(engine):
     assert engine.submit(ask(prompt, 1)).result().receipt.cached_tokens == 0
 
 
-def test_drained_means_noted(engine):
+def test_drained_means_recorded(engine):
     engine.submit(ask(prompt_of(300), 3, agent="ada")).result()
     assert engine.drain(timeout_s=10)
     assert agents(engine) == ["ada"]
 
 
 def test_there_is_nothing_to_settle_on_its_own_thread_or_after_the_end(engine):
-    """Neither waits for what cannot come."""
+    """Neither call blocks."""
     engine.call(engine.settle).result(timeout=10)
     engine.close()
     engine.settle()

@@ -1,4 +1,4 @@
-"""Who is let in while as many prompts are read as may share the time."""
+"""Which requests start while MAX_PREFILLS prompts are already being prefilled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def long_prompts(n: int) -> list[list[int]]:
 
 
 def warmed(engine: Engine, seed: int) -> list[int]:
-    """A prompt of which all but the last token is known."""
+    """A prompt of which all but the last token is cached."""
     prompt = prompt_of(300, seed)
     engine.submit(ask(prompt, 1)).result()
     return prompt
@@ -39,8 +39,8 @@ def first_tokens(answers: Sequence[Answer]) -> list[float]:
     return [answer.result().usage.ttft_ms for answer in answers]
 
 
-def test_who_is_warm_waits_for_nobody_who_is_cold(engine, models):
-    """One token to feed is no reason to wait until a long prompt is read to its end."""
+def test_a_warm_request_does_not_wait_for_cold_ones(engine, models):
+    """One token to feed need not wait until a long prompt is prefilled."""
     exam = Exam(models.module(engine.model.name))
     prompt = warmed(engine, seed=1)
     with held(engine):
@@ -53,8 +53,8 @@ def test_who_is_warm_waits_for_nobody_who_is_cold(engine, models):
     exam.check()
 
 
-def test_who_is_urgent_waits_for_none_of_those(engine):
-    """A long prompt of its own, but more urgent than all that are read."""
+def test_an_urgent_request_does_not_wait_for_them(engine):
+    """It has a long prompt, but a higher priority than all that are prefilled."""
     with held(engine):
         plain = [engine.submit(ask(long, 2)) for long in long_prompts(MAX_PREFILLS + 1)]
     assert isinstance(next(plain[MAX_PREFILLS - 1]), Started)  # all places are taken
@@ -64,8 +64,8 @@ def test_who_is_urgent_waits_for_none_of_those(engine):
     assert engine.requests()[0].agent == "urgent"  # the first that ended
 
 
-def test_they_are_a_few(engine):
-    """However urgent the next one is, those that read already take all the memory they may."""
+def test_extra_prefills_are_limited(engine):
+    """Even an urgent request waits once all extra prefills are taken."""
     engine._scheduler.slice_sizer.max_slice = 16
     answers = []
     for number in range(MAX_PREFILLS + MAX_EXTRA_PREFILLS):

@@ -1,4 +1,4 @@
-"""At start what will likely be asked again is brought from disk into memory, and nobody waits."""
+"""At start likely conversations are loaded from disk into memory; requests do not wait."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fill(models: Models, home: Path, names: Sequence[str] = NAMES, kind: str = "
 
 
 def goes_on(engine: Engine, tokens: Sequence[int]) -> dict[str, int]:
-    """Where the tokens of a conversation come from when it goes on."""
+    """Tokens by tier when a conversation continues."""
     return dict(engine.submit(ask([*tokens, 5], 2)).result().receipt.reused)
 
 
@@ -43,7 +43,7 @@ WORDS = "the quick brown fox jumps over the lazy dog while the other dog sleeps.
 
 
 def with_words(question: str, *breakpoints: Breakpoint, seed: int = 0) -> Request:
-    """Somebody without a name, who asks about a text of some blocks."""
+    """A request without an agent about a text of some blocks."""
     messages = [
         {"role": "system", "content": f"{seed} {WORDS}"},
         {"role": "user", "content": question},
@@ -52,8 +52,8 @@ def with_words(question: str, *breakpoints: Breakpoint, seed: int = 0) -> Reques
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-def test_what_a_mark_holds_is_live_too(models, tmp_path, kind):
-    """Nobody's conversation, only a place that a request asked to keep."""
+def test_a_ttl_pin_is_warmed_too(models, tmp_path, kind):
+    """No agent, only a breakpoint with a TTL."""
     with engine_on(models.of(kind), tmp_path) as engine:
         prepared = engine.prepare(with_words("Which dog?", Breakpoint(0, 3600)))
         engine.submit(prepared.request).result()
@@ -67,7 +67,7 @@ def test_what_a_mark_holds_is_live_too(models, tmp_path, kind):
         assert again.receipt.cached_tokens >= place
 
 
-def test_marks_that_have_ended_hold_nothing(models, tmp_path):
+def test_expired_ttl_pins_are_not_warmed(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path) as engine:
         engine.submit(with_words("Which dog?", Breakpoint(0, -1.0))).result()
         engine.submit(with_words("Which dog?", seed=1)).result()
@@ -85,7 +85,7 @@ def test_places_that_are_held_come_before_who_is_not_pinned(models, tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next", "deepseek_v32"])
 def test_after_a_restart_agents_are_live(models, tmp_path, kind):
-    """S0-75, S0-24: all of a conversation, before anybody asks, whatever the layers."""
+    """S0-75, S0-24: a whole conversation, before any request, for every kind of layer."""
     said = fill(models, tmp_path, ["ada"], kind)
     model = models.of(kind)
     with engine_on(model, tmp_path) as engine:
@@ -148,7 +148,7 @@ def test_nothing_live_gives_way(models, tmp_path):
 
 
 def test_it_stands_back_while_requests_run(models, tmp_path):
-    """Requests that come first are answered first; then it goes on."""
+    """Warming waits for running requests, then continues."""
     said = fill(models, tmp_path)
     with engine_on(models.of("llama"), tmp_path) as engine:
         answer = engine.submit(ask(prompt_of(20), 400))

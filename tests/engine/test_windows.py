@@ -1,4 +1,4 @@
-"""Window rows on disk: within one window before a place that may be restored, nowhere else."""
+"""Window rows on disk: within one window before a restore point, nowhere else."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def said(engine: Engine, prompt: list[int], n: int = 6) -> list[int]:
 
 
 def test_files_do_not_grow_with_the_prompt(made, tmp_path):
-    """S0-52, S0-65, D4: two places, before the last token of the prompt and after the answer."""
+    """S0-52, S0-65, D4: two restore points, before the last prompt token and after the answer."""
     for n_tokens in (1500, 1500 + 6 * BLOCK_TOKENS):
         with engine_on(made, tmp_path / str(n_tokens)) as engine:
             window, row_bytes = window_of(engine)
@@ -111,7 +111,7 @@ def test_a_long_answer_is_found_again(made, tmp_path):
 
 @pytest.mark.parametrize("n_common", [1100, 1024])
 def test_a_place_after_rows_that_were_in_memory_only(made, tmp_path, n_common):
-    """A prompt that parts from another far from all its places is on disk itself."""
+    """A prompt that differs from another far from its restore points is stored itself."""
     exam, first = Exam(made.module.model), prompt_of(2200)
     parted = [*first[:n_common], (first[n_common] + 1) % 128, *prompt_of(20, seed=2)]
     with engine_on(made, tmp_path) as engine:
@@ -136,7 +136,7 @@ def text(n: int, seed: int) -> str:
 
 
 def test_after_a_restart_a_talk_goes_on_from_where_its_messages_ended(made, tmp_path):
-    """S2-20, S4-21: an earlier question is put differently, far from the end of the talk."""
+    """S2-20, S4-21: an earlier question is edited, far from the end of the conversation."""
     parts = [text(n, n) for n in (150, 90, 160, 110)]
     other = [*parts[:1], text(20, 5)]
     with engine_on(made, tmp_path) as engine:

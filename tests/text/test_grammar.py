@@ -339,10 +339,10 @@ def test_a_tokenizer_that_does_not_support_grammars(model):
         Grammars(Slow(), 100, [2]).compile(ANY)
 
 
-def test_a_chooser_masks_after_bias_and_penalties(model, grammars, n_vocab):
+def test_a_sampler_masks_after_bias_and_penalties(model, grammars, n_vocab):
     wishes = Sampling(logit_bias={5: 100.0}, presence_penalty=1.0, temperature=1.0)
     sampler = Sampler(replace(wishes, seed=0), n_vocab, grammar=grammars.compile(ANY))
-    assert not sampler.plain
+    assert not sampler.is_plain
     scores = np.array(sampler.adjust(mx.zeros((1, n_vocab)))[0])
     assert np.isneginf(scores[5])
     assert set(np.flatnonzero(np.isfinite(scores)).tolist()) == allowed_by(grammars.compile(ANY))

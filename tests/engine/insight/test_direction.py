@@ -1,4 +1,4 @@
-"""The engine's modules do not know who observes them, except for the engine itself."""
+"""Of the engine's modules only `engine.engine` knows `insight`."""
 
 from pathlib import Path
 

@@ -74,7 +74,7 @@ def test_today_survives_a_restart(path):
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_another_engine_begins_anew(path):
+def test_another_engine_counts_from_zero(path):
     history = History(path, Clock())
     for n in (10, 12, 4):  # the engine was exchanged before the last look
         history.observe(stats(live=n))

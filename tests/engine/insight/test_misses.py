@@ -1,4 +1,4 @@
-"""Which requests computed again what was known, and where they parted from it."""
+"""Which requests recomputed known tokens, and where they differ from the earlier prompt."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_a_change_at_the_top_costs_all_below_it():
     assert miss.earlier[1:] == miss.now[1:]
 
 
-def test_a_question_that_nobody_asked_costs_nothing():
+def test_a_new_question_wastes_nothing():
     assert find_miss(candidate([*HEAD, *tokens_of(300, 3)], [*HEAD, *TAIL])).wasted == 0
 
 
