@@ -126,12 +126,12 @@ class Store:
             salt=salt,
             **kv_options,
         )
-        manager = self.manager(identity, layout)
+        manager = self.make_manager(identity, layout)
         manager.rates = self._rates.of(manager.namespace)
         return AttachedModel(model, manager, kv_options)
 
-    def manager(self, identity: Identity, layout: kv.Layout) -> Manager:
-        """Plans, loads and saves for one model with one set of KV options."""
+    def make_manager(self, identity: Identity, layout: kv.Layout) -> Manager:
+        """The manager of one model with one set of KV options."""
         on_disk = self._on_disk
         name = namespace(identity) if on_disk is None else on_disk.register(identity)
         return Manager(name, layout, self._lookups, self._reader, self.saver)

@@ -74,11 +74,11 @@ class RecentPrompts:
         entry = RememberedPrompt(pack(tokens), tuple(cuts))
         for key in self._of(owner):
             if entry.packed.startswith(self._seen[key].packed):
-                self._forget(key)
+                self._drop(key)
         self._seen[owner, next(self._numbers)] = entry
         self._n_bytes += len(entry.packed)
         while self._n_bytes > self._max_bytes or len(self._seen) > MAX_PROMPTS:
-            self._forget(next(iter(self._seen)))
+            self._drop(next(iter(self._seen)))
 
     def nearest(self, owner: Hashable, tokens: Sequence[int]) -> NearestPrompt:
         packed, best = pack(tokens), NearestPrompt(0, None)
@@ -113,14 +113,10 @@ class RecentPrompts:
             nearest=n_common,
         )
 
-    def forget(self, owner: Hashable) -> None:
-        for key in self._of(owner):
-            self._forget(key)
-
     def _of(self, owner: Hashable) -> list[tuple[Hashable, int]]:
         return [key for key in self._seen if key[0] == owner]
 
-    def _forget(self, key: tuple[Hashable, int]) -> None:
+    def _drop(self, key: tuple[Hashable, int]) -> None:
         self._n_bytes -= len(self._seen.pop(key).packed)
 
 

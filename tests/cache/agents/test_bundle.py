@@ -195,7 +195,7 @@ def bundle_of(tmp_path, model, whose="", **wanted):
     """What a store of its own exports of an agent."""
     home, file = Store(tmp_path / "home", BUDGETS), tmp_path / "a.kw"
     identity = replace(IDENTITY, salt=whose)
-    talk(home, home.manager(identity, probe(model, make_prompt_cache(model))), model)
+    talk(home, home.make_manager(identity, probe(model, make_prompt_cache(model))), model)
     home.on_disk.export_agent(home.on_disk.find("a", **wanted), file)
     home.close()
     return file
@@ -215,7 +215,7 @@ def test_an_imported_prefix_goes_on_there(name, wanted, n_restored, tiny_model, 
     model = tiny_model(name)
     made = away.on_disk.import_agent(bundle_of(tmp_path, model, **wanted), IDENTITY)
     assert away.on_disk.tokens_of(made) == PROMPT[: made.n_tokens]
-    manager = away.manager(IDENTITY, probe(model, make_prompt_cache(model)))
+    manager = away.make_manager(IDENTITY, probe(model, make_prompt_cache(model)))
     has_states = name in ("qwen3_next", "mamba2")
     assert_goes_on(manager, model, 300 if has_states else n_restored, 500)
 
@@ -225,7 +225,7 @@ def test_an_imported_agent_goes_on_and_back(name, tiny_model, away, tmp_path):
     """Its last turn is restored, and the one before: the checkpoints of all turns went along."""
     model = tiny_model(name)
     away.on_disk.import_agent(bundle_of(tmp_path, model), IDENTITY)
-    manager = away.manager(IDENTITY, probe(model, make_prompt_cache(model)))
+    manager = away.make_manager(IDENTITY, probe(model, make_prompt_cache(model)))
     more = [*PROMPT, 1, 2, 3]
     assert manager.restore(more).n_tokens == 600
     assert_goes_on(manager, model, 300 if name != "llama" else 309, 310)
@@ -235,7 +235,7 @@ def test_a_prefix_of_states_alone_is_listed_and_travels(tiny_model, away, tmp_pa
     """Blocks that hold nothing say their tokens, so that whoever looks finds the whole prompt."""
     model = tiny_model("mamba2")
     home, file = Store(tmp_path / "home", BUDGETS), tmp_path / "a.kw"
-    manager = home.manager(IDENTITY, probe(model, make_prompt_cache(model)))
+    manager = home.make_manager(IDENTITY, probe(model, make_prompt_cache(model)))
     manager.open(PROMPT).finish(PROMPT, prefill(model, make_prompt_cache(model), PROMPT))
     home.flush()
     (prefix,) = home.on_disk.prefixes()
@@ -243,7 +243,7 @@ def test_a_prefix_of_states_alone_is_listed_and_travels(tiny_model, away, tmp_pa
     home.on_disk.export_agent(prefix.id, file)
     home.close()
     assert away.on_disk.tokens_of(away.on_disk.import_agent(file, IDENTITY)) == PROMPT
-    manager = away.manager(IDENTITY, probe(model, make_prompt_cache(model)))
+    manager = away.make_manager(IDENTITY, probe(model, make_prompt_cache(model)))
     assert manager.restore([*PROMPT, 1]).n_tokens == len(PROMPT)
 
 
@@ -256,8 +256,8 @@ def test_a_bundle_becomes_that_of_whoever_takes_it_in(theirs, ours, tiny_model, 
     mine = replace(IDENTITY, salt=ours)
     layout = probe(model, make_prompt_cache(model))
     away.on_disk.import_agent(file, mine)
-    assert_goes_on(away.manager(mine, layout), model, 599, 600)
-    assert away.manager(replace(IDENTITY, salt=theirs), layout).plan(PROMPT).n_tokens == 0
+    assert_goes_on(away.make_manager(mine, layout), model, 599, 600)
+    assert away.make_manager(replace(IDENTITY, salt=theirs), layout).plan(PROMPT).n_tokens == 0
 
 
 def blocks_of(disk_store, name):
