@@ -122,7 +122,7 @@ def test_only_two_rooms_know_mlx_lm():
 
 
 def test_every_cache_class_of_mlx_lm_is_known(capfd):
-    """S3-11: a class that is new upstream is classified before anybody meets it."""
+    """S3-11: a new upstream class is classified before users meet it."""
     found, broken = set(), set()
     for module in pkgutil.iter_modules(mlx_lm.models.__path__):
         try:

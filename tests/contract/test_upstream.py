@@ -68,7 +68,7 @@ def number(text):
     return tuple(int(part) for part in text.split("."))
 
 
-# Names that there are not.
+# Names that do not exist.
 
 
 def test_nobody_calls_prompt_cache():

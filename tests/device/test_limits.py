@@ -15,7 +15,7 @@ LARGE = MemoryConfig.automatic(64 * GIB)
 
 
 def set_limit(n_bytes):
-    """MLX tells its limit only when it is set."""
+    """MLX reports its limit only when a new one is set."""
     return mx.set_cache_limit(n_bytes)
 
 
@@ -27,7 +27,7 @@ def limit():
 
 @pytest.fixture
 def before():
-    """The limit as it was, which every test must leave behind."""
+    """The limit before the test, which every test must restore."""
     before = limit()
     yield before
     assert limit() == before
@@ -47,7 +47,7 @@ def test_limits_are_high_while_something_runs(before):
 
 
 def test_the_limit_stays_until_the_last_ends(before):
-    """S4-10: whichever that is."""
+    """S4-10: whichever scope closes last."""
     scopes = MemoryScopes()
     with scopes.join(LARGE):
         first, second = scopes.active(LARGE), scopes.active(LARGE)
@@ -58,7 +58,7 @@ def test_the_limit_stays_until_the_last_ends(before):
 
 
 def test_a_scope_is_released_once_however_often_it_is_closed(before):
-    """S4-11: a token a scope, not a counter that a second close would lower again."""
+    """S4-11: one token per scope, not a counter that a second close would lower again."""
     scopes = MemoryScopes()
     with scopes.active(LARGE):
         other = scopes.active(LARGE)
@@ -78,7 +78,7 @@ def test_errors_and_cancellation_release(before, error):
 
 
 def test_an_abandoned_answer_releases(before):
-    """S4-11: a generator that nobody reads to its end."""
+    """S4-11: a generator that the caller does not read to its end."""
     scopes = MemoryScopes()
 
     def answer():
@@ -95,7 +95,7 @@ def test_an_abandoned_answer_releases(before):
 
 @pytest.mark.parametrize("order", [(SMALL, LARGE), (LARGE, SMALL)])
 def test_two_engines_with_different_settings_do_not_race(before, order, caplog):
-    """S4-24, D6: whoever comes first, the larger holds while it is active, and somebody is told."""
+    """S4-24, D6: in either order the larger limit holds while active, and a warning is logged."""
     scopes = MemoryScopes()
     with caplog.at_level(logging.WARNING), scopes.join(order[0]), scopes.join(order[1]):
         assert "different memory settings" in caplog.text
@@ -165,7 +165,7 @@ class Recorder:
 
 
 def test_memory_is_wired_and_let_go():
-    """S4-15: from the first engine to the last, not under a running evaluation."""
+    """S4-15: from the first engine to the last, never during an evaluation."""
     device = Recorder(wired=10 * GIB)
     scopes = MemoryScopes(device)
     first, second = scopes.join(SMALL), scopes.join(SMALL)
@@ -189,7 +189,7 @@ def test_a_device_without_wired_memory_is_left_alone():
 
 
 def test_unconstrained_is_more_than_there_is():
-    """S4-08: and MLX takes it for a limit."""
+    """S4-08: and MLX accepts it as a limit."""
     config = MemoryConfig.unconstrained()
     assert set(astuple(config)) == {UNLIMITED}
     with MemoryScopes().active(config):

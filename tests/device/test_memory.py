@@ -39,7 +39,7 @@ def test_buffers_of_small_machines(gib, active):
 
 
 def test_buffers_of_large_machines_grow_with_them():
-    """S4-09: a workstation is no telephone."""
+    """S4-09: limits scale with the machine."""
     config = MemoryConfig.automatic(64 * GIB)
     assert config.buffer_active_bytes == 4 * GIB
     assert config.buffer_idle_bytes == GIB // 4
@@ -48,7 +48,7 @@ def test_buffers_of_large_machines_grow_with_them():
 @pytest.mark.parametrize("gib", SIZES)
 @pytest.mark.parametrize("share", [0, 0.1, 0.3])
 def test_all_budgets_together_leave_room(gib, share):
-    """S4-08: a quarter for the system, and a tenth of the rest for what a step computes with."""
+    """S4-08: a quarter for the system, and a tenth of the rest for temporaries of a step."""
     total, model = gib * GIB, int(share * gib * GIB)
     config = MemoryConfig.automatic(total, model)
     caches = config.live_bytes + config.tier_bytes + config.batch_bytes
@@ -69,7 +69,7 @@ def test_a_model_that_fills_the_machine_leaves_little_but_something():
 
 
 def test_a_gpu_with_memory_of_its_own_leaves_the_machines_to_blocks():
-    """Everything but the tier is on the GPU, where there is no system to spare."""
+    """Everything but the tier is on the GPU, where no memory is reserved for a system."""
     config = MemoryConfig.automatic(80 * GIB, 16 * GIB, host_bytes=128 * GIB)
     assert config.tier_bytes == 32 * GIB
     on_gpu = config.buffer_active_bytes + (config.live_bytes + config.batch_bytes) / 0.9
@@ -123,7 +123,7 @@ def container(path, limit, current=0, **parts):
 
 
 def test_a_container_has_what_it_may_take(tmp_path):
-    """Its page cache is not in the way of anybody."""
+    """Its page cache counts as available."""
     parts = {"anon": 300 * MIB, "active_file": 100 * MIB, "inactive_file": 400 * MIB}
     inside = container(tmp_path, GIB, current=800 * MIB, **parts)
     assert host_memory(inside) == (GIB, GIB - 300 * MIB)
@@ -142,13 +142,13 @@ def test_what_is_left_of_this_machine():
 
 
 def test_without_a_gpu_of_its_own_memory_there_is_one():
-    """Arrays and blocks are beside each other, so dropping either leaves more for both."""
+    """Arrays and blocks share one memory, so releasing either frees memory for both."""
     arrays, blocks = memories()
     assert (arrays is blocks) == (gpu_memory() is None)
 
 
 def test_a_gpu_with_memory_of_its_own_makes_two():
-    """Each with a floor by its own size, and with what is left there."""
+    """Each has a floor by its own size and its own free bytes."""
     arrays, blocks = memories(gpu_bytes=80 * GIB)
     assert arrays.floor_bytes == 4 * GIB
     assert blocks.floor_bytes == max(256 * MIB, host_memory().total_bytes // 20)

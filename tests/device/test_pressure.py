@@ -1,4 +1,4 @@
-"""Memory that runs low: the right things go, from the right memory, and no more than that."""
+"""Low memory: the right caches are released, from the right memory, and no more than needed."""
 
 import threading
 
@@ -15,7 +15,7 @@ TOTAL = 20 * FLOOR
 
 
 class Fake:
-    """A memory of which so much is left; whoever sheds gives some back."""
+    """A memory with so many free bytes; its release functions add to them."""
 
     def __init__(self, left, total=TOTAL):
         self.left = left
@@ -68,7 +68,7 @@ def test_what_nobody_uses_goes_before_all_else():
 
 
 def test_it_sheds_until_there_is_a_good_deal_more_than_the_floor(fake):
-    """Hysteresis: not one block at every look, and nothing between floor and enough."""
+    """Hysteresis: not one block per check, and nothing between floor and enough."""
     guard = MemoryGuard(fake.memory, [fake.shedder("live", 9 * FLOOR)])
     for left, sheds in [(1200, 0), (999, 1), (1200, 1), (1499, 1), (1500, 0), (1200, 0), (999, 1)]:
         fake.left, fake.asked = left * MIB, []
@@ -87,7 +87,7 @@ def test_one_that_fails_does_not_spare_the_others(fake, caplog):
 
 
 def test_shedding_frees_memory_of_the_process():
-    """S4-30: what a shedder drops is MLX's no longer, not even as a buffer for reuse."""
+    """S4-30: released arrays leave MLX, even as buffers for reuse."""
     held = [mx.zeros((MIB,)) for _ in range(4)]
     mx.eval(held)
     start = mx.get_active_memory()
@@ -115,28 +115,28 @@ def of_two(gpu_left, host_left):
 
 
 def test_a_gpu_that_is_smaller_than_the_machines_floor_is_not_low():
-    """S4-31: a twentieth of the machine is more than the GPU has; its own floor counts."""
+    """S4-31: a twentieth of the machine is more than the GPU has, so its own floor is used."""
     gpu, host, watcher = of_two(60 * GIB, 1000 * GIB)
     assert watcher.check() == 0
     assert gpu.asked == host.asked == []
 
 
 def test_a_gpu_that_is_low_sheds_what_lies_there():
-    """S4-31: blocks of the machine would free nothing on it."""
+    """S4-31: releasing blocks of the machine would free nothing on it."""
     gpu, host, watcher = of_two(3 * GIB, 1000 * GIB)
     assert watcher.check() == 3 * GIB
     assert (gpu.asked, host.asked) == ([("live", 3 * GIB)], [])
 
 
 def test_a_machine_that_is_low_sheds_its_blocks():
-    """S4-31: and live caches, which are on the GPU, stay."""
+    """S4-31: live caches, which are on the GPU, stay."""
     gpu, host, watcher = of_two(60 * GIB, 100 * GIB)
     assert watcher.check() == host.left - 100 * GIB > 50 * GIB
     assert (gpu.asked, [name for name, _ in host.asked]) == ([], ["tier"])
 
 
 def test_one_memory_sheds_both():
-    """S4-31: live caches first, for their blocks stay."""
+    """S4-31: live caches first, because their blocks stay."""
     fake = Fake(FLOOR // 2)
     shared = Memories(fake.memory, fake.memory)
     shed = fake.shedder("live", 0), fake.shedder("tier", 9 * FLOOR)
@@ -146,7 +146,7 @@ def test_one_memory_sheds_both():
 
 @pytest.mark.parametrize("low", ["gpu", "host"])
 def test_an_engine_sheds_where_it_is_low(models, tmp_path, low):
-    """S4-31: of its own caches and blocks; the others are there as before."""
+    """S4-31: in the low memory only; the other keeps its content."""
     with engine_on(models.of("llama"), tmp_path) as engine:
         engine.warm(ask(prompt_of(600))).result()
         engine.settle()
@@ -184,7 +184,7 @@ def test_it_watches_on_a_thread_of_its_own(fake):
 
 
 def test_a_machine_that_cannot_be_read_is_looked_at_again():
-    """The thread outlives whatever one look meets."""
+    """The thread survives an error in one check."""
     looks, again = [], threading.Event()
 
     def left():

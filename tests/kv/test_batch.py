@@ -153,7 +153,7 @@ def test_batch_cache_filter():
 
 
 def test_batch_cache_extend():
-    """S3-17, S3-64: two batches of different lengths end at one place and go on together."""
+    """S3-17, S3-64: two batches of different lengths end at one position and continue together."""
     batch, other = merge([[kv(1, 2)], [kv(3)]]), merge([[kv(4, 5, 6)], [kv()]])
     extend(batch, other)
     assert batch[0].offset.tolist() == [2, 1, 3, 0]
@@ -163,7 +163,7 @@ def test_batch_cache_extend():
 
 
 def test_batch_cache_extract():
-    """S3-18, S3-64: a plain cache of its own, without padding; the batch goes on untouched."""
+    """S3-18, S3-64: a plain cache of its own, without padding; the batch is not changed."""
     batch = merge([[kv(1, 2, 3)], [kv(4)]])
     (row,) = extract(batch, 1)
     assert type(row) is KVCache

@@ -1,4 +1,4 @@
-"""Whole models in a batch, by our own functions and by BatchGenerator, against cold runs."""
+"""Models in a batch, with `kv.batch` and with BatchGenerator, against cold runs."""
 
 import json
 
@@ -96,7 +96,7 @@ def prefilled_rows(model, prompts, fresh=make_prompt_cache):
 
 
 def among_copies(model, prompt, n, *, step):
-    """A cold run in a batch of two of itself: no padding, nobody joins, two rows in each sum."""
+    """A cold run in a batch with a copy of itself: no padding, no joins, two rows in each sum."""
     held = prefill(model, make_prompt_cache(model), prompt[:-1], step)
     return Rows(model, merge([held, held]), prompt[-1:] * 2).step(n).run(0)
 
@@ -128,7 +128,7 @@ def test_rows_join_and_leave_as_if_each_were_alone(name, tiny_model):
 
 @every_batchable
 def test_beams_fork_from_one_row(name, tiny_model):
-    """S3-18, S3-54, S3-59, S3-67: a row is taken out twice and goes on with two tokens."""
+    """S3-18, S3-54, S3-59, S3-67: a row is extracted twice and continues with two tokens."""
     model = tiny_model(name)
     rows = prefilled_rows(model, PROMPTS).step(2)
     (first, _), _ = rows.seen[0]
@@ -144,7 +144,7 @@ def test_beams_fork_from_one_row(name, tiny_model):
 
 @every_batchable
 def test_an_extracted_row_goes_on_alone_and_in_a_generator(name, tiny_model):
-    """S0-08, S3-18: through BatchGenerator too, beside a row that has no cache and joins late."""
+    """S0-08, S3-18: through BatchGenerator too, with a row that has no cache and joins late."""
     model = tiny_model(name)
     rows = prefilled_rows(model, PROMPTS).step(3)
     answered = [token for token, _ in rows.seen[1]]
@@ -220,7 +220,7 @@ def test_prompts_padded_on_both_sides_get_their_cold_runs(name, tiny_model):
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "gemma4_text"])
 def test_slices_between_decode_steps_are_masked_right(name, tiny_model):
-    """S3-30, S3-67: rings that have turned are given a slice; short rows lose sight of nothing."""
+    """S3-30, S3-67: rotated rings are fed a slice; short rows still attend to everything."""
     model = tiny_model(name)
     rows = prefilled_rows(model, PROMPTS).step(2)
     fed = [[*PROMPTS[i], *(t for t, _ in rows.seen[i][:-1])] for i in range(3)]

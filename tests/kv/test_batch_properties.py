@@ -315,7 +315,7 @@ def test_every_row_stays_the_sequence_it_would_be_alone(family, joining, program
     program=st.lists(steps, max_size=4),
 )
 def test_an_empty_batch_may_be_padded_on_both_sides(family, amounts, program):
-    """S3-14, S3-55, S3-69: and goes on like any other."""
+    """S3-14, S3-55, S3-69: and continues like any other."""
     world = World(FAMILIES[family], [[] for _ in amounts])
     left, lengths = zip(*amounts, strict=True)
     world.feed_padded(left, lengths)

@@ -59,7 +59,7 @@ def sight(cache, *rows, **how):
 
 
 def test_batch_rotating_temporal_order():
-    """S3-25, S3-26, S3-31, S3-56, S3-65: a turned ring is saved and extracted oldest first."""
+    """S3-25, S3-26, S3-31, S3-56, S3-65: a rotated ring is saved and extracted oldest first."""
     batch = merge([[window(1, 2, 3)], [window(*range(11, 18))]])
     for step in range(4):
         batch[0].update_and_fetch(*labelled([30 + step], [40 + step]))
@@ -110,7 +110,7 @@ def test_batch_rotating_masking():
 
 
 def test_a_window_may_be_asked_for_less_than_it_holds():
-    """S3-30: `window_size` below `max_size`, while growing, on a turned ring and for a slice."""
+    """S3-30: `window_size` below `max_size`, while growing, on a rotated ring and for a slice."""
     batch = merge([[window(1, 2)], [window(*range(11, 18))]])
     (cache,) = batch
     for n in range(3, 9):
@@ -148,7 +148,7 @@ def test_a_row_without_new_tokens_is_kept_out_of_a_padded_slice():
 
 
 def test_defect_a_row_without_new_tokens_takes_padding_into_its_window():
-    """What mlx-lm does there; when this fails, the refusal above can go."""
+    """What mlx-lm does; when this fails, the refusal above can be deleted."""
     (cache,) = merge([[window(*range(1, 9))], [window(11)]])
     cache.prepare(lengths=[0, 2], right_padding=[2, 0])
     cache.update_and_fetch(*labelled([-1, -1], [12, 13]))

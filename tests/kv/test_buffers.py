@@ -1,4 +1,4 @@
-"""Memory that nobody fills first, and arrays that lie in bytes of ours."""
+"""Uninitialized arrays, and arrays in host bytes."""
 
 from itertools import islice
 

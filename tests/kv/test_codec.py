@@ -1,4 +1,4 @@
-"""A cache turned into tensors and back goes on exactly as the original would have."""
+"""A cache encoded as tensors and decoded continues exactly as the original would have."""
 
 import copy
 
@@ -83,7 +83,7 @@ def assert_goes_on_alike(original, again, dtype=mx.float32):
 
 
 def sorted_rows(keys_and_values):
-    """K and V in one new order: a single token sees its whole ring, wherever that begins."""
+    """K and V in one new order: a single token attends to its whole ring, wherever that begins."""
     rows = keys_and_values[0][0, 0].tolist()
     order = mx.array(sorted(range(len(rows)), key=rows.__getitem__))
     return [array[:, :, order] for array in keys_and_values]
@@ -98,7 +98,7 @@ def test_every_known_class_has_a_codec():
 @pytest.mark.parametrize("slices", [(), (5,), (3, 1, 1), (20,), (7, 1, 1, 1, 1, 1), (300, 1)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_single_cache_goes_on_after_a_round_trip(name, slices, dtype):
-    """S0-07, S0-09, S0-10, S0-51, S3-02 to S3-04: empty, growing, turned, after a long slice."""
+    """S0-07, S0-09, S0-10, S0-51, S3-02 to S3-04: empty, growing, rotated, after a long slice."""
     original = fed(SINGLES[name](), *slices, dtype=dtype)
     again = decode(encode(original))
     expected = QuantKVCache if isinstance(original, QuantizedKVCache) else type(original)
@@ -249,7 +249,7 @@ every_batch = pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("slices", [(), (1,), (5,), (12, 1, 1, 1)])
 @pytest.mark.parametrize("lengths", [(3, 0, 9), (0, 0), (20, 8)])
 def test_a_batch_goes_on_after_a_round_trip(name, lengths, slices):
-    """S3-68: mlx-lm saves batches but cannot go on with what it loads."""
+    """S3-68: mlx-lm saves batches but cannot continue what it loads."""
     fresh, cls = BATCHES[name]
     (original,) = merge([[fed(fresh(), *[n] * bool(n))] for n in lengths])
     fed(original, *slices, n_rows=len(lengths))
@@ -301,7 +301,7 @@ def test_a_batch_between_prepare_and_finalize_is_refused(fresh):
 
 
 class Derived(KVCache):
-    """Stands for a class that somebody adds: it may keep what nobody here knows of."""
+    """Stands for a new class, whose attributes the codec does not know."""
 
 
 def test_unknown_classes_are_refused_by_name():
@@ -316,7 +316,7 @@ def test_unknown_classes_are_refused_by_name():
 
 
 def test_encoding_changes_nothing():
-    """S0-04: reading a batch whose ring has turned leaves the ring as it was."""
+    """S0-04: encoding a batch with a rotated ring does not change the ring."""
     (batch,) = merge([[fed(RotatingKVCache(8), 9)], [fed(RotatingKVCache(8), 2)]])
     feed(batch, 1, n_rows=2)
     state = batch.state

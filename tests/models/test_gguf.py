@@ -1,4 +1,4 @@
-"""GGUF files: what is read is exactly what was written; what is not whole is refused in words."""
+"""GGUF files: read exactly as written; incomplete ones are refused with a reason."""
 
 import struct
 from collections import Counter
@@ -27,7 +27,7 @@ TEXTS = [
 
 
 def parts(kind="F32", config=CONFIG):
-    """Metadata and tensors of a whole file; tests spoil one thing in them."""
+    """Metadata and tensors of a valid file; tests break one thing in them."""
     tensors, _ = encode_weights(config, make_weights(config), kind)
     return metadata_for(config), tensors
 
@@ -37,7 +37,7 @@ def logits(module):
 
 
 def refuse(path, error, *words):
-    """Loading is refused with that error, in one sentence that has these words."""
+    """Loading raises this error, with these words in one sentence."""
     with pytest.raises(error) as refusal:
         load(str(path))
     assert all(word in str(refusal.value) for word in (*words, str(path)))
@@ -51,7 +51,7 @@ def test_gguf_equals_the_same_weights_from_a_directory(tmp_path, kind):
     directory = write_checkpoint(tmp_path / "directory")
     mx.save_safetensors(str(directory / "model.safetensors"), meant)
     got, wanted = load(str(path)), load(str(directory))
-    # On a GPU the weights stay quantised, and its kernels round on their way.
+    # On a GPU the weights stay quantised, and its kernels round.
     tolerance = 0.0 if mx.default_device() == mx.cpu else 2e-2
     assert mx.abs(logits(got.module) - logits(wanted.module)).max() <= tolerance
     assert got.n_context == wanted.n_context == 4096

@@ -1,4 +1,4 @@
-"""Models by hub id, against a server that speaks the hub's file protocol.
+"""Models by hub id, against a server with the hub's file protocol.
 
 Each look runs in a process of its own: the hub's library reads its environment once, on import.
 """
@@ -47,7 +47,7 @@ except KeepwarmError as error:
 
 @pytest.fixture
 def repo(tmp_path):
-    """A checkpoint beside files that a text model does not need."""
+    """A model, and files that a text model does not need."""
     directory = write_checkpoint(tmp_path / "repo")
     for name in ("README.md", "pytorch_model.bin", "modeling.py", "model.Q4_0.gguf"):
         (directory / name).write_text("not needed")
@@ -56,7 +56,7 @@ def repo(tmp_path):
 
 @pytest.fixture
 def ask(tmp_path):
-    """Runs a program with a hub cache of its own, and gives what it printed."""
+    """Runs a program with its own hub cache and returns its output."""
 
     def run(program, name, endpoint):
         outside = ("HF_", "HUGGING", "KEEPWARM_")

@@ -1,4 +1,4 @@
-"""Models from directories: real ones load and run, everything else is refused in one sentence."""
+"""Models from directories: valid ones load and run, others are refused with a reason."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def directory(tmp_path):
 
 
 def refuse(name, error, *words):
-    """Loading is refused with that error, in one sentence that has these words."""
+    """Loading raises this error, with these words in one sentence."""
     with pytest.raises(KeepwarmError) as refusal:
         load(str(name))
     assert refusal.type is error
@@ -75,7 +75,7 @@ def test_caches_fit_the_model(directory):
 
 
 def test_another_thread_may_run_a_loaded_model(directory):
-    """Lazy arrays would belong to the thread that loaded them, the RoPE's table among them."""
+    """Lazy arrays, as the RoPE's table, would belong to the thread that loaded them."""
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling |= {"rope_type": "llama3", "original_max_position_embeddings": 1024}
     edit_config(directory, rope_scaling=scaling)
@@ -212,7 +212,7 @@ def test_too_little_room_is_said_with_both_numbers():
 
 
 def test_model_larger_than_memory_is_refused_before_it_is_read(directory):
-    """A sparse file of half a terabyte: to read any of it would take minutes."""
+    """A sparse file of half a terabyte: reading it would take minutes."""
     rows = 2**31 - 1
     config = make_config(make_tokenizer()) | {"vocab_size": rows, "tie_word_embeddings": True}
     (directory / "config.json").write_text(json.dumps(config))

@@ -6,7 +6,6 @@ import importlib.metadata
 import math
 import os
 import platform
-import shutil
 import subprocess
 import time
 from dataclasses import dataclass, replace
@@ -17,12 +16,13 @@ import psutil
 
 from keepwarm import __version__, blas
 from keepwarm.config import Settings
+from keepwarm.device.memory import GIB
+from keepwarm.device.space import free_disk_bytes
 
 # Rows, depth and columns of a prefill; larger ones are skipped on slow machines.
 GEMM_SHAPES = ((512, 576, 1536), (1024, 2048, 2048), (4096, 4096, 4096))
 GEMM_SECONDS = 0.12  # for each shape
 PACKAGES = ("mlx", "mlx-lm", "transformers")
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def snapshot(settings: Settings) -> Machine:
         memory_available_bytes=memory.available,
         home=settings.home,
         store=settings.store,
-        free_disk_bytes=_free_disk_bytes(settings.store),
+        free_disk_bytes=free_disk_bytes(settings.store),
         versions=_versions(),
     )
     return replace(machine, advice=_advice(machine))
@@ -103,11 +103,6 @@ def _processor_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
-
-
-def _free_disk_bytes(path: Path) -> int:
-    existing = next(p for p in (path, *path.parents) if p.exists())
-    return shutil.disk_usage(existing).free
 
 
 def _versions() -> dict[str, str]:

@@ -22,8 +22,12 @@ def require(what: str, needed: int, free: int, kind: str) -> None:
 
 def require_disk(what: str, needed: int, directory: Path) -> None:
     """Checks the disk that will hold `directory`, which need not exist yet."""
+    require(what, needed, free_disk_bytes(directory), f"disk in {directory}")
+
+
+def free_disk_bytes(directory: Path) -> int:
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    require(what, needed, shutil.disk_usage(existing).free, f"disk in {directory}")
+    return shutil.disk_usage(existing).free
 
 
 def require_memory(what: str, needed: int) -> None:

@@ -128,23 +128,14 @@ def _set_rows(cache: Cache, tensors: Tensors) -> Cache:
     return cache
 
 
-def _encode_kv(cache: Cache) -> EncodedCache:
-    return EncodedCache("KVCache", _rows(cache, cache.offset), {"offset": cache.offset})
-
-
-def _decode_kv(encoded: EncodedCache) -> KVCache:
-    cache = _set_rows(KVCache(), encoded.tensors)
-    cache.offset = encoded.scalars["offset"]
-    return cache
-
-
-def _encode_concatenate(cache: ConcatenateKVCache) -> EncodedCache:
+def _encode_kv(cache: KVCache | ConcatenateKVCache) -> EncodedCache:
     # After mlx-lm's trim there are more rows than `offset`; the offset is right.
-    return EncodedCache("ConcatenateKVCache", _rows(cache, cache.offset), {"offset": cache.offset})
+    return EncodedCache(type(cache).__name__, _rows(cache, cache.offset), {"offset": cache.offset})
 
 
-def _decode_concatenate(encoded: EncodedCache) -> ConcatenateKVCache:
-    cache = _set_rows(ConcatenateKVCache(), encoded.tensors)
+def _decode_kv(encoded: EncodedCache) -> KVCache | ConcatenateKVCache:
+    empty = KVCache() if encoded.cls == "KVCache" else ConcatenateKVCache()
+    cache = _set_rows(empty, encoded.tensors)
     cache.offset = encoded.scalars["offset"]
     return cache
 
@@ -311,7 +302,7 @@ class Codec(NamedTuple):
 
 CODECS: dict[type, Codec] = {
     KVCache: Codec(_encode_kv, _decode_kv),
-    ConcatenateKVCache: Codec(_encode_concatenate, _decode_concatenate),
+    ConcatenateKVCache: Codec(_encode_kv, _decode_kv),
     QuantizedKVCache: Codec(_encode_quantized, _decode_quantized),
     QuantKVCache: Codec(_encode_quantized, _decode_quantized),
     RotatingKVCache: Codec(_encode_rotating, _decode_rotating),

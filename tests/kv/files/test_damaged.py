@@ -178,7 +178,7 @@ NEW, RING, OLD, OLD_RING = "0.32.2-kv", "0.32.2-rotating-turned", "0.31.3-kv", "
     ],
 )
 def test_damaged_files(stem, change, reason, tmp_path):
-    """Every lie in a file is one sentence that names the file, and the layer where there is one."""
+    """Every error is one sentence that names the file, and the layer if there is one."""
     path = changed(tmp_path / "bad.safetensors", stem, change)
     with pytest.raises(BadCacheFile, match=reason) as caught:
         import_prompt_cache(path)

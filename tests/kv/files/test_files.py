@@ -1,4 +1,4 @@
-"""Prompt-cache files of every mlx-lm there has been, of Swift, and of nobody's making."""
+"""Prompt-cache files of every mlx-lm format and of Swift, and invalid ones."""
 
 import resource
 import struct
@@ -105,7 +105,7 @@ def test_golden_files_are_there():
 
 
 def test_s1_04_prompt_cache_files_interoperate(tiny_model, tmp_path):
-    """S1-04: a file of mlx-lm's comes in, goes on as before, goes out, and mlx-lm goes on."""
+    """S1-04: a file of mlx-lm is imported, continued, exported, and continued by mlx-lm."""
     model, path = tiny_model("llama"), str(tmp_path / "theirs.safetensors")
     reference = cold(model, PROMPT, N, step=HELD)
     save_prompt_cache(path, prefill(model, make_prompt_cache(model), PROMPT[:HELD]), {"a": "b"})
@@ -273,7 +273,7 @@ def files_no_larger_than(n_bytes):
 
 
 def test_export_is_all_or_nothing(tmp_path):
-    """A write that fails leaves the old file whole, and nothing beside it."""
+    """A failed write leaves the old file intact and no other file."""
     path = tmp_path / "cache.safetensors"
     export_prompt_cache(path, [filled(10)])
     before = path.read_bytes()
@@ -298,7 +298,7 @@ def test_export_is_private(tmp_path):
 
 
 class Homemade(KVCache):
-    """A class nobody knows."""
+    """An unknown class."""
 
 
 @pytest.mark.parametrize(
