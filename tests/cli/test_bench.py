@@ -90,7 +90,7 @@ def test_a_baseline_is_compared(ran, checkpoint):
     [
         (["nonsense"], "no workload 'nonsense'"),
         (["late", "--target", "nobody"], "is not a target"),
-        (["late", "--json", "missing/r.json"], "make it first"),
+        (["late", "--json", "missing/r.json"], "create it first"),
         (["late", "--compare", "missing.json"], "cannot be read"),
         (["late", "--model", "no-such-model"], "no-such-model"),
     ],
