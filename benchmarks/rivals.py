@@ -13,6 +13,11 @@ from keepwarm.bench.recorded import RecordedRequest
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 
+def reusable(request: RecordedRequest, n_held: int) -> int:
+    """Tokens reused of `n_held` stored ones; at least one token must be fed."""
+    return min(request.n_common, n_held, request.n_input - 1)
+
+
 class Cache(Protocol):
     def serve(self, request: RecordedRequest) -> int:
         """The prompt tokens that are reused; then store prompt and answer."""
@@ -33,7 +38,7 @@ class Sessions:
         self._sum += size - held
         while self._sum > self._limit:
             self._sum -= self._held.popitem(last=False)[1]
-        return request.reusable(held)
+        return reusable(request, held)
 
 
 class TailFirst:
@@ -53,7 +58,7 @@ class TailFirst:
     def serve(self, request: RecordedRequest) -> int:
         name = self._name_of.get(request.conversation, -1)
         held = self._runs.get(name, 0)
-        found = request.reusable(held)
+        found = reusable(request, held)
         whole = found // BLOCK_TOKENS * BLOCK_TOKENS
         serving = min(BLOCK_TOKENS, held - whole) if found > whole else 0
         if held > whole + serving:
@@ -109,7 +114,7 @@ class Fifo:
         own = [e for e in self._entries if e.conversation == request.conversation]
         for entry in own:
             entry.n_shared = min(entry.n_shared, request.n_common)
-        found = max((request.reusable(entry.n_shared) for entry in own), default=0)
+        found = max((reusable(request, entry.n_shared) for entry in own), default=0)
         size = request.n_input + request.n_output
         self._entries.append(_Entry(request.conversation, size, size))
         if self._max_entries and len(self._entries) > self._max_entries:

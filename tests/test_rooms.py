@@ -2,8 +2,10 @@
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ import keepwarm
 SOURCE = Path(keepwarm.__file__).parent
 MAX_FILE_LINES = 400
 MAX_FILES = 14
+# Overridden methods: pydantic, logging and mlx-lm call them.
+CALLED_BY_LIBRARIES = {"field_title_should_be_set", "formatException", "make_mask"}
 MAX_FUNCTION_LINES = 60
 
 # A room imports rooms of a lower level. Rooms of one level are siblings and never meet, except
@@ -43,6 +47,7 @@ DEVICE = {"mlx", "mlx_lm"}
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "__import__"}
 
 Trees = dict[str, ast.Module]
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def read_source() -> Trees:
@@ -179,6 +184,52 @@ def unsorted_exports(trees: Trees) -> list[str]:
     return wrong
 
 
+def shared_class_names(trees: Trees) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(module)
+    return {name: modules for name, modules in found.items() if len(modules) > 1}
+
+
+def unused_names(trees: Trees) -> list[str]:
+    """Functions, classes and methods that nothing in the source mentions but their definition.
+
+    Those of public classes are for users, decorated ones for whatever decorates them.
+    """
+    mentioned = Counter(chain.from_iterable(map(_mentions, trees.values())))
+    return [
+        f"{module}.{node.name}"
+        for module, tree in trees.items()
+        for node in _definitions(tree)
+        if not mentioned[node.name] and not node.name.startswith("__")
+    ]
+
+
+def _mentions(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name):
+                yield name
+            case ast.Constant(value=str(text)):
+                yield from re.findall(r"\w+", text)  # `__all__`, annotations in quotes, getattr
+
+
+def _definitions(tree: ast.Module) -> Iterator[Definition]:
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield node
+            yield from () if node.name in keepwarm.__all__ else _functions(node)
+    yield from (function for function in _functions(tree) if not function.decorator_list)
+
+
+def _functions(node: ast.Module | ast.ClassDef) -> Iterator[Definition]:
+    for inner in node.body:
+        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from () if inner.name in CALLED_BY_LIBRARIES else (inner,)
+
+
 def globals_of(trees: Trees) -> list[str]:
     return [m for m, t in trees.items() for n in ast.walk(t) if isinstance(n, ast.Global)]
 
@@ -233,6 +284,14 @@ def test_no_global_statement(trees):
 
 def test_exports_are_sorted(trees):
     assert unsorted_exports(trees) == []
+
+
+def test_no_two_public_classes_share_a_name(trees):
+    assert shared_class_names(trees) == {}
+
+
+def test_nothing_is_there_for_tests_alone(trees):
+    assert unused_names(trees) == []
 
 
 def test_functions_are_short(trees):
@@ -292,6 +351,10 @@ def test_the_small_readers_see_what_is_wrong():
     assert long_functions(_parsed(a=long)) == ["keepwarm.a.f"]
     assert long_functions(_parsed(a=long.replace("    x = 1\n", "", 1))) == []
     assert unsorted_exports(_parsed(a="__all__ = ['b', 'a']")) == ["keepwarm.a"]
+    twice = _parsed(a="class A: pass", b="class A: pass\nclass _B: pass", c="class _B: pass")
+    assert shared_class_names(twice) == {"A": ["keepwarm.a", "keepwarm.b"]}
+    used = "class A:\n    def m(self): pass\n    def n(self): pass\nA().m()\ndef f(): pass"
+    assert unused_names(_parsed(a=used)) == ["keepwarm.a.n", "keepwarm.a.f"]
     assert globals_of(_parsed(a="def f():\n    global x")) == ["keepwarm.a"]
     pure = _parsed(prefix__a="import hashlib", prefix__b="from mlx import core\nopen('x')")
     assert impurities(pure) == ["keepwarm.prefix.b: mlx.core", "keepwarm.prefix.b: open()"]

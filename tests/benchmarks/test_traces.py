@@ -7,7 +7,7 @@ from itertools import islice
 
 import mlx.core as mx
 import pytest
-from benchmarks.rivals import Fifo, Sessions, TailFirst
+from benchmarks.rivals import Fifo, Sessions, TailFirst, reusable
 from benchmarks.traces import (
     BUDGETS,
     FIFO_10,
@@ -78,7 +78,7 @@ def test_much_less_is_prefilled_than_by_whole_sessions_or_a_list(budget):
 
 def test_without_pressure_everything_in_common_is_found():
     n_tokens = 10_000_000
-    ideal = sum(r.n_input - r.reusable(r.n_common) for r in requests(load(20, 16)))
+    ideal = sum(r.n_input - reusable(r, r.n_common) for r in requests(load(20, 16)))
     for policy in (OURS, TAIL_FIRST, SESSIONS):
         assert result(policy, n_tokens).prefilled_tokens == ideal
 
@@ -106,7 +106,7 @@ class BruteForce:
 
     def serve(self, request):
         chain = [b for b in self.chains.get(request.conversation, []) if b in self.blocks]
-        found = request.reusable(sum(self.blocks[b][1] for b in chain))
+        found = reusable(request, sum(self.blocks[b][1] for b in chain))
         for block in chain[: -(-found // 256)]:
             self.blocks[block][2] = request.now
         chain = chain[: found // 256]

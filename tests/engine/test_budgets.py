@@ -51,7 +51,7 @@ def limit_at_rest(engine):
     """The limit once an engine has begun its thread and has nothing to do."""
     engine.call(lambda: None).result()
     deadline = time.monotonic() + 5
-    while engine._scopes.is_active and time.monotonic() < deadline:
+    while not engine._scopes.release_if_idle() and time.monotonic() < deadline:
         time.sleep(0.001)
     return limit()
 

@@ -26,10 +26,6 @@ class RecordedRequest(NamedTuple):
     n_input: int
     n_output: int
 
-    def reusable(self, n_held: int) -> int:
-        """Tokens reused of `n_held` stored ones; at least one token must be fed."""
-        return min(self.n_common, n_held, self.n_input - 1)
-
 
 def load(n_conversations: int | None = None, divisor: int = 1) -> list[RecordedConversation]:
     """The first conversations, all lengths divided by `divisor`."""

@@ -87,11 +87,6 @@ class MemoryScopes:
         """Mark the process as running something until the scope is closed."""
         return self._open(_ScopeEntry(config, active=True))
 
-    @property
-    def is_active(self) -> bool:
-        with self._lock:
-            return self._is_active()
-
     def became_idle(self) -> bool:
         """Whether the process ran something and is idle now; True once for each such change."""
         with self._lock:

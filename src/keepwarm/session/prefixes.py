@@ -56,10 +56,6 @@ class PrefixStats:
     def misses(self) -> int:
         return self.requests - self.hits
 
-    @property
-    def hit_rate(self) -> float:
-        return self.hits / self.requests if self.requests else 0.0
-
 
 _Key: TypeAlias = tuple[str, str]  # conversation, digest
 
