@@ -284,7 +284,7 @@ def in_use() -> Blas | None:
 
 
 def _layer_and_threads(name: str, path: str, process: ctypes.CDLL) -> tuple[str, int]:
-    """As the library itself tells them; a library nobody here knows is taken for one thread."""
+    """As reported by the library; an unknown one is assumed to use one thread."""
     if name == "mkl":
         threads = process.MKL_Get_Max_Threads()  # also makes MKL load its layer
         layer = re.search(r"libmkl_(intel|sequential|gnu|tbb)", _layers_of_mkl())

@@ -1,6 +1,6 @@
 """One BLAS setting: how it is loaded, and how fast it is.
 
-Runs by path in a child process, where a library that fails or hangs harms nobody; so this file
+Runs by path in a child process, where a library that fails or hangs does no harm; so this file
 imports the standard library only.
 """
 

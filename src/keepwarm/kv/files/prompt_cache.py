@@ -66,8 +66,8 @@ def import_prompt_cache(
     file = os.fspath(path)
     contents = dialects.read(file)
     n_tokens = next(_token_counts(contents.layers), None)
-    places = [LayerLocation(file, str(i)) for i in range(len(contents.layers))]
-    live = [_normalize(raw, at, n_tokens) for raw, at in zip(contents.layers, places, strict=True)]
+    locations = [LayerLocation(file, str(i)) for i in range(len(contents.layers))]
+    live = [_normalize(raw, at, n_tokens) for raw, at in zip(contents.layers, locations, strict=True)]
     _evaluate(file, live)
     caches = [decode(layer) for layer in live]
     try:
