@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 import keepwarm
@@ -59,7 +60,7 @@ def _entry(name: str) -> str:
         return f"### `{name}`\n\n{_alias(value)}\n"
     parts = [_signature(name, value), _text(value)]
     if inspect.isclass(value):
-        parts += [_fields(value), _members(value)]
+        parts += [_values(value), _fields(value), _members(value)]
     return f"### `{name}`\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -95,6 +96,14 @@ def _text(value: Any) -> str:
     return "" if re.match(r"\w+\(", text) else text  # a dataclass without one repeats its fields
 
 
+def _values(value: type) -> str:
+    """Members of an enumeration, and what the code says beside each."""
+    if not issubclass(value, Enum):
+        return ""
+    rows = "".join(f"| `{m.name}` | `{m.value!r}` | {_comment(value, m.name)} |\n" for m in value)
+    return f"| value | text | |\n|---|---|---|\n{rows}".rstrip()
+
+
 def _fields(value: type) -> str:
     rows = "".join(_rows(value))
     return f"| field | type | default | |\n|---|---|---|---|\n{rows}".rstrip() if rows else ""
@@ -125,7 +134,7 @@ def _default(field: Field[Any]) -> str:
 
 def _comment(value: type, name: str) -> str:
     """What the code says beside a field."""
-    said = re.search(rf"^    {name}: [^#\n]+#(.+)$", inspect.getsource(value), re.MULTILINE)
+    said = re.search(rf"^    {name}(?:: | = )[^#\n]+#(.+)$", inspect.getsource(value), re.MULTILINE)
     return said[1].strip().replace("|", "\\|") if said else ""
 
 

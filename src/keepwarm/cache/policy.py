@@ -6,10 +6,12 @@ from enum import StrEnum
 
 
 class Policy(StrEnum):
-    READ_WRITE = "read-write"
-    READ_ONLY = "read-only"
-    EPHEMERAL = "ephemeral"  # shared while in memory, never on disk
-    NO_STORE = "no-store"
+    """What a request may reuse, and where its KV state is kept."""
+
+    READ_WRITE = "read-write"  # reuse, keep in memory and on disk
+    READ_ONLY = "read-only"  # reuse, keep nothing
+    EPHEMERAL = "ephemeral"  # reuse, keep in memory only
+    NO_STORE = "no-store"  # compute everything, keep nothing
     DURABLE = "durable"  # answered once everything is on disk
 
     @property

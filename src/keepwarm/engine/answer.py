@@ -29,7 +29,8 @@ Wake: TypeAlias = Callable[[], None]
 
 
 class Answer(Iterator[Event], AsyncIterator[Event]):
-    """Iterate once over its events; ends after `Done`, or raises the error."""
+    """What `Engine.submit` returns. Iterate once over its events; ends after `Done`, or raises the
+    error."""
 
     def __init__(
         self, cancel: Callable[[Answer], None], prepared: PreparedRequest | None = None

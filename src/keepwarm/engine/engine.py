@@ -65,7 +65,10 @@ class EngineConfig:
 
 
 class Engine:
-    """Close it, or use `with`: only then is everything computed certain to be on disk."""
+    """Runs one model on a thread of its own, all requests in one batch.
+
+    Close it, or use `with`: only then is everything computed certain to be on disk.
+    """
 
     def __init__(
         self,

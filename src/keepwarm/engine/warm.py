@@ -40,7 +40,10 @@ class WarmedConversation(NamedTuple):
 
 
 class Warmer:
-    """Ends at its budget, when closed, or with the engine. It evicts no live cache."""
+    """Loads conversations from disk into memory after a start, while no request runs.
+
+    Ends at its budget, when closed, or with the engine. It evicts no live cache.
+    """
 
     def __init__(self, engine: Engine, budget_bytes: int | None = None) -> None:
         """Without a budget it uses half of the memory for live caches."""

@@ -26,6 +26,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoke
 
 @dataclass(frozen=True)
 class Model:
+    """A loaded model with its tokenizer."""
+
     name: str  # as requested
     path: Path  # the directory or .gguf file that the weights came from
     module: Any  # mlx-lm's model, an mlx.nn.Module

@@ -67,7 +67,9 @@ def import_prompt_cache(
     contents = dialects.read(file)
     n_tokens = next(_token_counts(contents.layers), None)
     locations = [LayerLocation(file, str(i)) for i in range(len(contents.layers))]
-    live = [_normalize(raw, at, n_tokens) for raw, at in zip(contents.layers, locations, strict=True)]
+    live = [
+        _normalize(raw, at, n_tokens) for raw, at in zip(contents.layers, locations, strict=True)
+    ]
     _evaluate(file, live)
     caches = [decode(layer) for layer in live]
     try:
