@@ -42,8 +42,8 @@ def test_the_temporary_file_lies_beside_it_and_keeps_its_suffix(tmp_path):
 
 def test_what_a_killed_process_left_is_removed_when_it_is_old(tmp_path):
     path = tmp_path / "a[1].json"
-    old, new = (tmp_path / f".a[1].json.part-{name}.json" for name in ("old", "new"))
-    other = tmp_path / ".a1.json.part-old.json"
+    old, new = (tmp_path / f".a[1].json.part-{name}.json" for name in ("old_0001", "new_0001"))
+    other = tmp_path / ".a1.json.part-old_0001.json"
     for leftover in (old, new, other):
         leftover.touch()
     long_ago = time.time() - STALE_AFTER_S - 60

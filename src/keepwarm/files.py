@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import glob
 import os
+import re
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+RANDOM = "[a-z0-9_]{8}"  # in names that `tempfile` makes
 STALE_AFTER_S = 3600.0  # an unfinished file that was not written to for so long is a leftover
 
 
@@ -27,7 +30,7 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
     are on disk afterwards.
     """
     prefix = f".{path.name}.part-"
-    _remove_leftovers(path.parent, prefix)
+    _remove_leftovers(path.parent, prefix, path.suffix)
     handle, name = tempfile.mkstemp(path.suffix, prefix, path.parent)
     temp = Path(name)
     try:
@@ -51,11 +54,14 @@ def _sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def _remove_leftovers(directory: Path, prefix: str) -> None:
-    """Delete what killed processes left unfinished."""
+def _remove_leftovers(directory: Path, prefix: str, suffix: str) -> None:
+    """Delete what killed processes left unfinished: files under names that `mkstemp` makes."""
+    ours = re.compile(f"{re.escape(prefix)}{RANDOM}{re.escape(suffix)}")
     for path in directory.glob(f"{glob.escape(prefix)}*"):
         try:
-            if time.time() - path.stat().st_mtime > STALE_AFTER_S:
+            about = path.lstat()
+            is_old = time.time() - about.st_mtime > STALE_AFTER_S
+            if is_old and stat.S_ISREG(about.st_mode) and ours.fullmatch(path.name):
                 path.unlink()
         except OSError:
             continue  # another process was faster, or it is not ours to delete

@@ -184,9 +184,10 @@ def test_python_without_pip_is_told_so(tiny, settings, tmp_path):
 
 
 def test_leftovers_of_killed_processes_are_removed_when_old(tiny, settings):
-    old, young = settings.models / ".tiny-old", settings.models / ".tiny-young"
+    old, young = settings.models / ".tiny-old_0001", settings.models / ".tiny-young001"
     for path in (old, young):
         path.mkdir(parents=True)
+        (path / builtin.WORK_MARKER).touch()
         (path / "model.gguf").write_text("half")
     os.utime(old, (0, time.time() - 2 * builtin.STALE_AFTER_S))
     builtin.fetch(tiny, settings)

@@ -26,6 +26,7 @@ from keepwarm.prefix.blocks import BlockKey, chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk import fsck
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
+from keepwarm.store.names import SEALED
 from keepwarm.store.record import (
     Part,
     Record,
@@ -35,7 +36,7 @@ from keepwarm.store.record import (
     read_tensors,
 )
 from keepwarm.store.seal import Seal, stored_namespace
-from keepwarm.store.unlock import MARKER, derive_key, unlock
+from keepwarm.store.unlock import derive_key, unlock
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.compare import assert_same
 from tests.kit.runs import cold, continue_from, prefill, prompt_of
@@ -318,8 +319,8 @@ def test_a_lost_marker_costs_no_record(tmp_path, caplog):
     for each in made:
         tier.put(each)
     tier.close()
-    marker = (root / MARKER).read_bytes()
-    for name in (MARKER, "index.sqlite"):
+    marker = (root / SEALED).read_bytes()
+    for name in (SEALED, "index.sqlite"):
         (root / name).unlink()
     with pytest.raises(BadInput, match="is not encrypted"):
         open_sealed(root)
@@ -329,7 +330,7 @@ def test_a_lost_marker_costs_no_record(tmp_path, caplog):
     assert "it is encrypted, and no key is given" in caplog.text
     assert plain.stats().quarantined == plain.stats().blocks == 0
     plain.close()
-    (root / MARKER).write_bytes(marker)
+    (root / SEALED).write_bytes(marker)
     tier = open_sealed(root)
     assert set(tier.have(keys_of(made))) == set(keys_of(made))
     tier.close()
@@ -340,7 +341,7 @@ def test_a_passphrase_goes_through_scrypt_with_the_salt_of_the_store(tmp_path):
     tier = open_sealed(tmp_path / "store", PASSPHRASE)
     tier.put(made)
     tier.close()
-    marker = json.loads((tmp_path / "store" / MARKER).read_text())
+    marker = json.loads((tmp_path / "store" / SEALED).read_text())
     assert marker["scrypt"]["n"] >= 1 << 17
     assert len(bytes.fromhex(marker["salt"])) == 16
     again = open_sealed(tmp_path / "store", PASSPHRASE)
@@ -351,7 +352,7 @@ def test_a_passphrase_goes_through_scrypt_with_the_salt_of_the_store(tmp_path):
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 1}', "[]", '{"version": 2}'])
 def test_a_damaged_or_newer_marker_is_one_sentence(text, tmp_path):
     unlock(tmp_path, KEY)
-    (tmp_path / MARKER).write_text(text)
+    (tmp_path / SEALED).write_text(text)
     with pytest.raises(BadInput, match=r"damaged|newer"):
         unlock(tmp_path, KEY)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from keepwarm.config import Settings
 from keepwarm.device.space import require_disk
 from keepwarm.errors import BadInput, BadModelFile, Unreachable, WrongDigest
+from keepwarm.files import RANDOM
 
+WORK_MARKER = ".keepwarm-download"  # in a temporary directory of ours
 STALE_AFTER_S = 24 * 3600
 
 
@@ -78,6 +81,7 @@ def _download_and_convert(model: Builtin, models: Path, target: Path) -> None:
     require_disk(f"Downloading {model.name}", n_bytes, models)
     with tempfile.TemporaryDirectory(prefix=_prefix(model), dir=models) as temporary:
         work, converted = Path(temporary), Path(temporary, "converted")
+        (work / WORK_MARKER).touch()
         converted.mkdir()
         _convert(_unpack(model, _download(model, work), work), converted)
         _publish(converted, target)
@@ -194,7 +198,15 @@ def _prefix(model: Builtin) -> str:
 
 
 def _delete_leftovers(model: Builtin, models: Path) -> None:
-    """Delete temporary directories of killed processes."""
+    """Delete temporary directories of killed processes, and no others that are called alike."""
+    ours = re.compile(re.escape(_prefix(model)) + RANDOM)
     for path in models.glob(f"{_prefix(model)}*"):
-        if time.time() - path.stat().st_mtime > STALE_AFTER_S:
+        is_old = time.time() - path.lstat().st_mtime > STALE_AFTER_S
+        if is_old and ours.fullmatch(path.name) and _is_work(path):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_work(path: Path) -> bool:
+    """Whether we made this directory; `rmtree` itself refuses a link."""
+    marker = path / WORK_MARKER
+    return marker.is_file() and not marker.is_symlink() and not path.is_symlink()

@@ -5,19 +5,24 @@ All file operations of the store go through `Files`, so that a test can record o
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
-import shutil
+import re
+import stat
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import FileIO
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
+SCRATCH = re.compile("[0-9a-f]{32}")
+UNFINISHED = re.compile(r"[0-9]+\.tmp")
 MAX_PIECES = 512  # of one writev call
 CAN_PREFETCH = sys.platform == "linux"  # elsewhere sendfile needs a socket
 RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux only
@@ -44,12 +49,14 @@ class Files:
 
     def publish(self, temp: Path, target: Path) -> None:
         """Rename a written file to its final name, replacing an older file. Synced."""
+        _refuse_link(target.parent)
         temp.replace(target)
         self.sync_directory(target.parent)
 
     def remove(self, path: Path) -> bool:
         """Delete a file; returns whether it existed. Synced."""
         try:
+            _refuse_link(path.parent)
             path.unlink()
         except FileNotFoundError:
             return False
@@ -61,7 +68,8 @@ class Files:
         temp.unlink(missing_ok=True)
 
     def open(self, path: Path) -> BinaryIO:
-        return path.open("rb", buffering=0)
+        _refuse_link(path.parent)
+        return open_unlinked(path)
 
     def read_into_page_cache(self, file: BinaryIO) -> None:
         """Read a whole file without copying it. Needs CAN_PREFETCH."""
@@ -102,6 +110,16 @@ class Files:
         os.fsync(fd)
 
 
+def open_unlinked(path: Path) -> BinaryIO:
+    """Open a file for reading; raises OSError if it is a symbolic link."""
+    return FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW))
+
+
+def _refuse_link(directory: Path) -> None:
+    if directory.is_symlink():
+        raise OSError(errno.ELOOP, "its directory is a symbolic link", str(directory))
+
+
 def _write_all(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
     rest = [memoryview(piece).cast("B") for piece in pieces if len(memoryview(piece).cast("B"))]
     while rest:
@@ -115,7 +133,8 @@ def _write_all(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
 class Scratch:
     """A directory of this process for unfinished files; deletes those of dead processes.
 
-    Each process holds a lock in its directory as long as it lives.
+    Each process holds a lock in its directory as long as it lives. What has another name, or no
+    lock, is not ours and stays.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -126,7 +145,7 @@ class Scratch:
         with exclusive(directory / "lock"):
             for name in _names(directory):
                 if not is_alive(directory, name):
-                    shutil.rmtree(directory / name, ignore_errors=True)
+                    _clear(directory / name)
             self.path.mkdir(mode=DIRECTORY_MODE)
             self._lock: int | None = _open_lock(self.path / "lock")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -137,7 +156,7 @@ class Scratch:
         return self.path / f"{next(self._numbers)}.tmp"
 
     def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        _clear(self.path)
         lock, self._lock = self._lock, None
         if lock is not None:  # closing twice could close another file
             os.close(lock)
@@ -146,7 +165,9 @@ class Scratch:
 def is_alive(directory: Path, name: str) -> bool:
     """Whether the process that made this scratch directory still runs."""
     try:
-        fd = os.open(directory / name / "lock", os.O_RDWR | os.O_CLOEXEC)
+        if not _has_lock(directory / name):
+            return False
+        fd = os.open(directory / name / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
     try:
@@ -170,8 +191,39 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def _open_lock(path: Path) -> int:
-    return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, FILE_MODE)
+    return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
 
 
 def _names(directory: Path) -> list[str]:
-    return [entry.name for entry in os.scandir(directory) if entry.is_dir()]
+    """Scratch directories, by their names."""
+    found = (e for e in os.scandir(directory) if e.is_dir(follow_symlinks=False))
+    return [entry.name for entry in found if SCRATCH.fullmatch(entry.name)]
+
+
+def _has_lock(scratch: Path) -> bool:
+    """Whether the lock is an empty file, as we make it."""
+    if scratch.is_symlink():
+        return False
+    lock = (scratch / "lock").lstat()
+    return stat.S_ISREG(lock.st_mode) and lock.st_size == 0
+
+
+def _clear(scratch: Path) -> None:
+    """Delete a scratch directory and the files that we make in it; with others in it, it stays.
+
+    The lock goes last: without it the directory is taken for someone else's.
+    """
+    with suppress(OSError):
+        fd = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if _has_lock(scratch):
+                _delete_unfinished(fd)
+        finally:
+            os.close(fd)
+            scratch.rmdir()  # also one without a lock, if it is empty: its process was killed
+
+
+def _delete_unfinished(fd: int) -> None:
+    found = [entry.name for entry in os.scandir(fd) if entry.is_file(follow_symlinks=False)]
+    for name in (*filter(UNFINISHED.fullmatch, found), "lock"):
+        os.unlink(name, dir_fd=fd)

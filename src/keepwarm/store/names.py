@@ -16,9 +16,12 @@ SUFFIX = ".safetensors"
 SUFFIXES = [f".{part.value}{SUFFIX}" for part in Part]
 MAY_GROW = f".{Part.WINDOW.value}{SUFFIX}"  # window rows; other records never change size
 INDEX = "index.sqlite"
+SEALED = "sealed.json"  # marks an encrypted store
 INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm")
 DIRECTORY = re.compile("[0-9a-f]{2}")
 TEMPORARY = ".tmp"
+WHY = ".why"
+QUARANTINED = re.compile(r"(?P<name>.+)\.[0-9]{19}(\.why)?")  # nanoseconds since 1970
 MEASURE_EVERY_S = 1.0
 
 
@@ -42,6 +45,14 @@ def parse_name(name: str) -> RecordName | None:
         return None
     exact = name == f"{key.hex()}.{part.value}{SUFFIX}"
     return RecordName(key, part) if exact and len(key) == KEY_BYTES else None
+
+
+def is_quarantined(name: str) -> bool:
+    """Whether we have put a file of this name into quarantine: a record or an agent, or why."""
+    found = QUARANTINED.fullmatch(name)
+    return found is not None and (
+        parse_name(found["name"]) is not None or found["name"].endswith(".json")
+    )
 
 
 class Changes(NamedTuple):

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from keepwarm.errors import BadInput, BadRecord
 from keepwarm.store.atomic import Files, exclusive
-from keepwarm.store.names import INDEX
+from keepwarm.store.marker import claim
+from keepwarm.store.names import INDEX, SEALED
 from keepwarm.store.seal import KEY_BYTES, Seal
 
-MARKER = "sealed.json"
 VERSION = 1
 SALT_BYTES = 16
 SCRYPT: dict[str, int] = {"n": 1 << 17, "r": 8, "p": 1}  # 128 MiB, and half a second
@@ -32,18 +32,17 @@ def unlock(root: Path, secret: str | None, files: Files | None = None) -> Seal |
     if not secret:
         return None
     files = files or Files()
-    missing = [path for path in root.parents if not path.exists()]
-    for path in (*reversed(missing), root, root / "tmp"):
-        files.make_directory(path)
+    root = claim(root, files)
+    files.make_directory(root / "tmp")
     with exclusive(root / "tmp" / "index"):
-        if not (root / MARKER).exists():
+        if not (root / SEALED).exists():
             return _mark(root, secret, files)
         return _check(root, secret)
 
 
 def check_encryption(root: Path, seal: Seal | None) -> None:
     """Raise where a store is sealed and there is no key, or the reverse. Changes nothing."""
-    is_sealed = (root / MARKER).exists()
+    is_sealed = (root / SEALED).exists()
     if is_sealed and seal is None:
         raise BadInput(f"The store {root} is encrypted; set {SETTINGS} to open it.")
     if seal is not None and not is_sealed:
@@ -57,15 +56,15 @@ def _mark(root: Path, secret: str, files: Files) -> Seal:
     seal = Seal(derive_key(secret, salt, SCRYPT))
     marker = {"version": VERSION, "salt": salt.hex(), "scrypt": SCRYPT,
               "check": seal.seal(CHECK, b"").hex()}  # fmt: skip
-    temp = root / "tmp" / MARKER
+    temp = root / "tmp" / SEALED
     files.discard(temp)
     files.write(temp, [json.dumps(marker).encode()])
-    files.publish(temp, root / MARKER)
+    files.publish(temp, root / SEALED)
     return seal
 
 
 def _check(root: Path, secret: str) -> Seal:
-    path = root / MARKER
+    path = root / SEALED
     try:
         marker = json.loads(path.read_text())
         if marker["version"] > VERSION:

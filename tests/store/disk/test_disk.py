@@ -68,7 +68,7 @@ def test_the_cap_holds_after_every_put(n_bytes, n_puts, open_tier, store):
 
 def test_what_others_left_counts(open_tier, store):
     """Files of other versions, programs or users, anywhere under the root."""
-    store.mkdir()
+    open_tier().close()
     (store / "notes.tmp").write_bytes(bytes(MIB))
     (store / "blocks" / "00").mkdir(parents=True)
     (store / "blocks" / "00" / "old.v0").write_bytes(bytes(MIB))

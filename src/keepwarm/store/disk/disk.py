@@ -22,6 +22,7 @@ from keepwarm.store.disk.reconcile import make_directories, reconcile
 from keepwarm.store.disk.records import RecordFiles
 from keepwarm.store.index.index import Index
 from keepwarm.store.index.opening import open_index
+from keepwarm.store.marker import claim
 from keepwarm.store.record import (
     Header,
     Part,
@@ -66,10 +67,11 @@ class DiskTier:
         seal: Seal | None = None,
     ) -> None:
         self.limits = limits or DiskLimits()
-        self.root, self.seal = root, seal
         self._clock = clock
         self._refused = RefusedBlocks()
         files = files or Files()
+        self.root = root = claim(root, files)
+        self.seal = seal
         self._directories = make_directories(root, files)
         self.records = RecordFiles(root, files, self._open_index(), seal)
         self.scratch = Scratch(root / "tmp")
@@ -228,7 +230,7 @@ class DiskTier:
 
     def ensure_directory(self, path: Path) -> None:
         """Once per process: a directory that another has just made may not be synced yet."""
-        if path not in self._directories or not path.is_dir():
+        if path not in self._directories or not path.is_dir() or path.is_symlink():
             self.files.make_directory(path)
             self._directories.add(path)
 

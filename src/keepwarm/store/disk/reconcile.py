@@ -18,13 +18,10 @@ LOG = logging.getLogger(__name__)
 
 def make_directories(root: Path, files: Files) -> set[Path]:
     """Make missing directories; returns those of blocks, which are synced."""
-    missing = [path for path in root.parents if not path.exists()]
-    for path in (*reversed(missing), root):
-        files.make_directory(path)
     for name in ("blocks", "agents", "quarantine", "tmp"):
         files.make_directory(root / name)
     blocks = root / "blocks"
-    found = {path for path in blocks.iterdir() if path.is_dir()}
+    found = {path for path in blocks.iterdir() if path.is_dir() and not path.is_symlink()}
     files.sync_directory(blocks)
     return found
 

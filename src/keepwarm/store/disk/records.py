@@ -110,7 +110,7 @@ class RecordFiles:
     def use_record(self, key: BlockKey, part: Part, use: Use[T]) -> T:
         """What `use` returns for a record; raises what is wrong with it."""
         path = self.path_of(key, part)
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             raise BadRecord("it is a directory")
         with self.files.open(path) as file:
             opened = open_record(file, os.fstat(file.fileno()).st_size, self.seal)

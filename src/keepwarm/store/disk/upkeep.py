@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.names import size_of
+from keepwarm.store.names import WHY, is_quarantined, size_of
 from keepwarm.store.tier import as_store_errors
 
 AT_ONCE = 64  # blocks deleted in one step
@@ -39,7 +39,8 @@ def write_file(disk: DiskTier, path: Path, data: bytes) -> None:
 
 def read_file(disk: DiskTier, path: Path) -> bytes:
     """The content of a small file; raises BadRecord if it is sealed and does not open."""
-    data = path.read_bytes()
+    with disk.files.open(path) as file:
+        data = file.read()
     return data if disk.seal is None else disk.seal.open(_label(path), data)
 
 
@@ -80,20 +81,33 @@ def _branches(
 
 
 def clear_quarantine(disk: DiskTier, progress: Progress = no_progress) -> int:
-    """Delete all quarantined records; returns their bytes."""
+    """Delete all that we have put into quarantine; returns its bytes."""
     freed = 0
     with as_store_errors(disk, "empty its quarantine"):
-        paths = list((disk.root / "quarantine").iterdir())
+        paths = sorted(_quarantined(disk.root / "quarantine"))  # a record before its reason
         for number, path in enumerate(paths):
-            freed += size_of(path)
-            _remove(disk, path)
+            n_bytes = size_of(path)
+            freed += n_bytes if _remove(disk, path) else 0
             progress(number + 1, len(paths))
     return freed
 
 
-def _remove(disk: DiskTier, path: Path) -> None:
-    """A directory may have been in the place of a file."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        disk.files.remove(path)
+def _quarantined(directory: Path) -> Iterator[Path]:
+    """Files that we have moved there with their reasons; everything else is someone else's."""
+    if directory.is_symlink():
+        return
+    names = {entry.name: entry for entry in os.scandir(directory) if is_quarantined(entry.name)}
+    for name, entry in names.items():
+        if not entry.is_symlink() and (name.endswith(WHY) or f"{name}{WHY}" in names):
+            yield Path(entry.path)
+
+
+def _remove(disk: DiskTier, path: Path) -> bool:
+    """A directory may have been in the place of a file; what is in it is not ours."""
+    if not path.is_dir():
+        return disk.files.remove(path)
+    try:
+        path.rmdir()
+    except OSError:
+        return False
+    return True
