@@ -36,16 +36,15 @@ LIMITS = DiskLimits(min_free_bytes=0)
 YEAR_S = 365 * 24 * 3600
 
 
-def tree(root: Path) -> dict[str, bytes | str | None]:
+def tree(root: Path) -> dict[str, bytes | Path | None]:
     """Everything under a root: content of files, targets of links."""
-    return {
-        str(path.relative_to(root)): os.readlink(path)
-        if path.is_symlink()
-        else path.read_bytes()
-        if path.is_file()
-        else None
-        for path in root.rglob("*")
-    }
+    return {str(path.relative_to(root)): content(path) for path in root.rglob("*")}
+
+
+def content(path: Path) -> bytes | Path | None:
+    if path.is_symlink():
+        return path.readlink()
+    return path.read_bytes() if path.is_file() else None
 
 
 def write(path: Path, text: str = "mine") -> Path:
