@@ -111,6 +111,13 @@ def test_another_programs_index_is_not_taken_for_ours(tmp_path):
     assert tree(tmp_path) == before
 
 
+def test_pipes_under_our_names_do_not_stop_us(tmp_path):
+    for name in (MARKER, "index.sqlite", "sealed.json"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(BadInput, match="is not a store"):
+        DiskTier(tmp_path, LIMITS)
+
+
 def test_a_file_called_like_the_marker_is_not_enough(folder):
     write(folder / MARKER, '{"keepwarm": "shop"}')
     with pytest.raises(BadInput, match="is not a store"):

@@ -63,7 +63,7 @@ class DiskStore:
             ) from error
         self.agents = Agents(self.disk)
         self.ttl_pins = TtlPins(self.disk)
-        self.wear = Wear(root, writes_per_day)
+        self.wear = Wear(self.disk.root, writes_per_day)
         with as_store_errors(self.disk, "pin the blocks of agents"):
             if not self.disk.index.database.has_flag(PINS_MADE):
                 self.agents.pin_all()

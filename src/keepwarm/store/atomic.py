@@ -111,8 +111,11 @@ class Files:
 
 
 def open_unlinked(path: Path) -> BinaryIO:
-    """Open a file for reading; raises OSError if it is a symbolic link."""
-    return FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW))
+    """Open a file for reading; raises OSError if it is a symbolic link. A pipe is empty: waiting
+    for its writer could take for ever.
+    """
+    more = os.O_NOFOLLOW | os.O_NONBLOCK
+    return FileIO(path, opener=lambda name, flags: os.open(name, flags | more))
 
 
 def _refuse_link(directory: Path) -> None:
