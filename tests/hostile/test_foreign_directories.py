@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from keepwarm.cache.disk_store import DiskStore
+from keepwarm.cache.store import Store
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput, StoreFailed
 from keepwarm.files import write_atomically
@@ -24,6 +25,7 @@ from keepwarm.store.disk.upkeep import clear_quarantine
 from keepwarm.store.marker import MARKER, claim
 from keepwarm.store.record import Part
 from tests.cli import keepwarm
+from tests.kit.checkpoints import write_checkpoint
 from tests.store.kit import chain_of
 
 DATA = Path(__file__).parents[1] / "data"
@@ -96,6 +98,20 @@ def test_a_folder_that_is_not_a_store_is_refused_by_name_and_stays_as_it_was(fol
 def test_no_cache_command_touches_a_folder_that_is_not_a_store(folder, tmp_path, arguments):
     before = tree(folder)
     done = keepwarm("cache", *arguments, home=tmp_path / "home", KEEPWARM_STORE=str(folder))
+    assert done.returncode == 2
+    assert f"{folder} is not empty and is not a store of Keepwarm" in done.stderr.decode()
+    assert tree(folder) == before
+
+
+def test_neither_the_server_nor_the_library_touches_a_folder_that_is_not_a_store(folder, tmp_path):
+    before = tree(folder)
+    with pytest.raises(BadInput, match="is not a store of Keepwarm"):
+        Store(settings=Settings(home=tmp_path / "home", store=folder))
+    model = write_checkpoint(tmp_path / "model")
+    home, port = tmp_path / "home", "0"
+    done = keepwarm(
+        "serve", "--model", model, "--port", port, home=home, KEEPWARM_STORE=str(folder)
+    )
     assert done.returncode == 2
     assert f"{folder} is not empty and is not a store of Keepwarm" in done.stderr.decode()
     assert tree(folder) == before

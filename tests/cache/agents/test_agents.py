@@ -322,16 +322,21 @@ def test_deleting_finds_a_record_set_aside_under_another_name(disk_store):
     assert not holds_tokens(disk_store.disk.root, mine)
 
 
-def test_deleting_clears_a_directory_that_lay_in_the_place_of_a_file(disk_store):
+@pytest.mark.parametrize("inside", [[], ["letter"]])
+def test_deleting_keeps_what_lay_in_a_directory_in_the_place_of_a_file(disk_store, inside):
+    """We did not write it; an empty directory goes."""
     (key,) = turn(disk_store, "mine", tokens_of(256)).blocks
     path = disk_store.disk.records.path_of(key, Part.DELTA)
     path.unlink()
     path.mkdir()
-    (path / "inside").write_bytes(b"anything")
+    for name in inside:
+        (path / name).write_bytes(b"anything")
     assert disk_store.disk.read(key, Part.DELTA) is None
-    assert list((disk_store.disk.root / "quarantine").iterdir())
+    quarantine = disk_store.disk.root / "quarantine"
+    assert list(quarantine.iterdir())
     disk_store.agents.delete("mine")
-    assert not list((disk_store.disk.root / "quarantine").iterdir())
+    assert [one.name for one in quarantine.glob("*/*")] == inside
+    assert len(list(quarantine.iterdir())) == len(inside)
 
 
 def test_deleting_one_of_many_leaves_nothing_in_the_index(disk_store):
