@@ -347,7 +347,7 @@ def test_links_in_tmp_and_quarantine_are_neither_followed_nor_deleted(store, tmp
     (away / "lock").touch()
     (store / "tmp" / UUID).symlink_to(away)
     quarantined = f"{'0' * 40}.d.safetensors.{time.time_ns()}"
-    (store / "quarantine" / quarantined).symlink_to(away)
+    (store / "quarantine" / quarantined).symlink_to(away / "0.tmp")
     write(store / "quarantine" / f"{quarantined}.why")
     with DiskStore(store, LIMITS) as opened:
         clear_quarantine(opened.disk)
