@@ -5,10 +5,12 @@ Order, last wins: defaults, `config.toml` in the home directory, `KEEPWARM_…` 
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -22,6 +24,26 @@ SECRET_FILES = {
     "api_keys": "put them in a separate file and set api_key_file to its path",
 }
 FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+PREFIX = "KEEPWARM_"
+OTHER_VARIABLES = frozenset({"API_KEY", "BLAS", "BLAS_THREADS"})  # with this prefix too
+BYTES = (0, 1 << 62)  # SQLite and the system count bytes in 63 bits
+SECONDS = (0.0, 1e9)  # threads cannot wait much longer
+COUNT = (1, 1 << 31)
+RANGES: Mapping[str, tuple[float, float]] = {
+    "max_tokens": COUNT,
+    "temperature": (0.0, 1e30),
+    "memory_bytes": BYTES,
+    "disk_bytes": BYTES,
+    "disk_writes_per_day": BYTES,
+    "port": (0, 65535),
+    "max_body_bytes": (1, BYTES[1]),
+    "max_concurrency": COUNT,
+    "max_queue": COUNT,
+    "audit_share": (0.0, 1.0),
+    "request_timeout_s": SECONDS,
+    "rate_per_minute": (0, COUNT[1]),
+    "drain_s": SECONDS,
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +79,10 @@ class Settings:
     rate_per_minute: int = 0  # requests per key; 0 is no limit
     drain_s: float = 20.0  # how long a stopping server waits for running answers
 
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(Settings).items():
+            _parse_setting(name, kind, getattr(self, name), "Settings")
+
     def read_encryption_key(self) -> str:
         """The key of the block store, or "": from the environment, else from the key file."""
         if self.encryption_key or not self.encryption_key_file:
@@ -79,8 +105,7 @@ class Settings:
 def load(environ: Mapping[str, str] | None = None, **arguments: Any) -> Settings:
     """Settings from all four sources. Arguments that are None count as not given."""
     environ = os.environ if environ is None else environ
-    home = Path(environ.get("KEEPWARM_HOME") or platformdirs.user_cache_path("keepwarm"))
-    home = home.expanduser().absolute()
+    home = _home(environ)
     settings = Settings(home=home, store=home / "store")
     settings = _override(settings, _from_file(home / "config.toml"), "config.toml")
     settings = _override(settings, _from_environment(environ), "the environment")
@@ -88,13 +113,46 @@ def load(environ: Mapping[str, str] | None = None, **arguments: Any) -> Settings
     return _override(settings, given, "the arguments")
 
 
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A sentence for each `KEEPWARM_…` variable that means nothing.
+
+    These are no errors: orchestrators set such names for a service that is called keepwarm.
+    """
+    known = OTHER_VARIABLES | {field.name.upper() for field in fields(Settings)}
+    given = sorted(name for name in environ if name.startswith(PREFIX))
+    names = [name.removeprefix(PREFIX) for name in given]
+    return [_unknown_variable(name, sorted(known)) for name in names if name not in known]
+
+
+def _unknown_variable(name: str, known: list[str]) -> str:
+    nearest = get_close_matches(name, known, n=1)
+    hint = (
+        f"did you mean {PREFIX}{nearest[0]}?" if nearest else "docs/tuning.md lists all that are."
+    )
+    return f"Warning: the variable {PREFIX}{name} is not a setting and is ignored; {hint}"
+
+
+def _home(environ: Mapping[str, str]) -> Path:
+    given = environ.get("KEEPWARM_HOME") or platformdirs.user_cache_path("keepwarm")
+    try:
+        return _parse_path(given)
+    except ValueError as error:
+        raise BadInput(f"KEEPWARM_HOME must be a path, not {given!r}.") from error
+
+
 def _from_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
         values = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror}); check it.") from error
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number too long
         raise BadInput(f"{path} is not valid TOML ({error}); fix or delete it.") from error
+    if "home" in values:
+        raise BadInput(
+            f"The setting home is not allowed in {path}, which is found by it; set KEEPWARM_HOME."
+        )
     for name in SECRETS & values.keys():
         raise BadInput(
             f"The setting {name} is not allowed in {path}; "
@@ -118,7 +176,7 @@ def _read_secret(path: Path) -> str:
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     names = {field.name for field in fields(Settings)} - {"home"}
-    found = {name: environ.get(f"KEEPWARM_{name.upper()}") for name in names}
+    found = {name: environ.get(f"{PREFIX}{name.upper()}") for name in names}
     return {name: value for name, value in found.items() if value}
 
 
@@ -129,15 +187,99 @@ def _override(settings: Settings, values: Mapping[str, Any], source: str) -> Set
         if name not in kinds:
             known = ", ".join(sorted(kinds))
             raise BadInput(f"Unknown setting {name!r} in {source}; known are {known}.")
-        try:
-            changes[name] = _parse_flag(value) if kinds[name] is bool else kinds[name](value)
-        except (KeyError, TypeError, ValueError) as error:
-            must = f"must be {kinds[name].__name__}, not {value!r}"
-            raise BadInput(f"Setting {name!r} in {source} {must}.") from error
-    if "store" in changes:
-        changes["store"] = changes["store"].expanduser().absolute()
+        changes[name] = _parse_setting(name, kinds[name], value, source)
     return replace(settings, **changes)
 
 
-def _parse_flag(value: bool | str) -> bool:
-    return value if isinstance(value, bool) else FLAGS[value.lower()]
+def _parse_setting(name: str, kind: type, value: Any, source: str) -> Any:
+    try:
+        return _parse(name, kind, value)
+    except ValueError as error:
+        shown = "not valid" if name in SECRETS else _shown(value)
+        must = f"it must be {_must(name, kind)}"
+        raise BadInput(f"The setting {name} is {shown} in {source}; {must}.") from error
+
+
+def _parse(name: str, kind: type, value: Any) -> Any:
+    """ValueError if the value is not of this kind, or out of the setting's range."""
+    parsed = PARSERS[kind](value)
+    if name in RANGES:
+        low, high = RANGES[name]
+        if not low <= parsed <= high:
+            raise ValueError(name)
+    return parsed
+
+
+def _must(name: str, kind: type) -> str:
+    if name not in RANGES:
+        return KINDS[kind]
+    low, high = RANGES[name]
+    return f"{KINDS[kind]} from {low:,} to {high:,}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of thousands of digits
+        return "too long"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
+
+def _parse_flag(value: Any) -> bool:
+    if isinstance(value, str):
+        value = FLAGS.get(value.lower())
+    if not isinstance(value, bool):
+        raise ValueError(value)
+    return value
+
+
+def _parse_whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(value)
+    return int(value)
+
+
+def _parse_number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(value)
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise ValueError(value) from error
+    if not math.isfinite(number):
+        raise ValueError(value)
+    return number
+
+
+def _parse_text(value: Any) -> str:
+    if not isinstance(value, str | Path) or "\0" in str(value):
+        raise ValueError(value)
+    return str(value)
+
+
+def _parse_path(value: Any) -> Path:
+    text = _parse_text(value)
+    try:
+        path = Path(text).expanduser().absolute()
+    except RuntimeError as error:  # the home of a user who does not exist
+        raise ValueError(value) from error
+    if not text:
+        raise ValueError(value)
+    return path
+
+
+MAX_SHOWN = 80  # characters of a bad value in the error
+PARSERS: Mapping[type, Callable[[Any], Any]] = {
+    bool: _parse_flag,
+    int: _parse_whole,
+    float: _parse_number,
+    str: _parse_text,
+    Path: _parse_path,
+}
+KINDS: Mapping[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    Path: "a path",
+}

@@ -66,3 +66,21 @@ def test_the_module_is_the_command(tmp_path):
     done = keepwarm("run", "hi", home=tmp_path)
     assert (done.returncode, done.stdout) == (2, b"")
     assert re.fullmatch(rb"[^\n]*config.toml is not valid TOML[^\n]*\n", done.stderr)
+
+
+@pytest.mark.parametrize("line", ["disk_bytes = -1", "port = 8181.7", 'home = "/elsewhere"'])
+def test_a_bad_setting_is_one_sentence_and_exit_2(main_here, tmp_path, line):
+    (tmp_path / "config.toml").write_text(line)
+    code, out, err = main_here("models")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert line.split()[0] in err
+
+
+def test_an_unknown_variable_is_one_warning(main_here, monkeypatch):
+    """Even where the settings are read more than once."""
+    monkeypatch.setenv("KEEPWARM_MODLE", "smollm2")
+    code, _, err = main_here("doctor", "--json")
+    assert code == 0
+    assert err.count("KEEPWARM_MODLE") == 1
+    assert "did you mean KEEPWARM_MODEL?" in err

@@ -6,12 +6,13 @@ The verbs import MLX inside their functions, so that `--help` is fast.
 from __future__ import annotations
 
 import io
+import os
 import sys
 from typing import Annotated
 
 import typer
 
-from keepwarm import __version__
+from keepwarm import __version__, config
 from keepwarm.cli import cache
 from keepwarm.cli.bench import bench
 from keepwarm.cli.chat import chat
@@ -60,6 +61,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character the terminal cannot encode is printed as a question mark, not an error.
         sys.stdout.reconfigure(errors="replace")
+    for sentence in config.unknown_variables(os.environ):
+        typer.echo(sentence, err=True)
     try:
         app()
     except KeepwarmError as error:

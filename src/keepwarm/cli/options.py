@@ -58,8 +58,6 @@ def make_request(
 
     if agent is not None and no_cache:
         raise BadInput("--agent and --no-cache cannot be combined: --no-cache stores nothing.")
-    if settings.max_tokens < 1:
-        raise BadInput(f"max-tokens is {settings.max_tokens}; it must be 1 or more.")
     sampling = Sampling(max_tokens=settings.max_tokens, temperature=settings.temperature, seed=seed)
     check_sampling(sampling, n_vocab=0)
     policy = Policy.NO_STORE if no_cache else Policy.READ_WRITE

@@ -103,7 +103,7 @@ def test_keys_do_not_belong_into_the_settings_file(tmp_path):
 def test_flags_are_read_as_words():
     assert config.load({"KEEPWARM_SHARE_CACHE": "yes"}).share_cache is True
     assert config.load({"KEEPWARM_SHARE_CACHE": "false"}).share_cache is False
-    with pytest.raises(BadInput, match="must be bool"):
+    with pytest.raises(BadInput, match="must be true or false"):
         config.load({"KEEPWARM_SHARE_CACHE": "perhaps"})
 
 

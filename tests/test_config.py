@@ -1,0 +1,116 @@
+"""Settings are checked wherever they come from: one sentence, exit code 2."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+import keepwarm
+from keepwarm import config
+from keepwarm.config import RANGES, Settings
+from keepwarm.errors import BadInput
+
+NUMBERS = [name for name, kind in get_type_hints(Settings).items() if kind in (int, float)]
+
+
+def load_file(home: Path, text: str) -> Settings:
+    (home / "config.toml").write_text(text)
+    return config.load({"KEEPWARM_HOME": str(home)})
+
+
+def test_every_number_has_a_range_that_holds_its_default():
+    defaults = {field.name: field.default for field in fields(Settings)}
+    assert RANGES.keys() == set(NUMBERS)
+    assert all(low <= defaults[name] <= high for name, (low, high) in RANGES.items())
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_out_of_range_is_refused_from_every_source(name, tmp_path):
+    low, high = RANGES[name]
+    for value in (-1, low - 1, high * 2 + 1):
+        says = rf"^The setting {name} is .+; it must be a (whole )?number from .+\.$"
+        with pytest.raises(BadInput, match=says):
+            load_file(tmp_path, f"{name} = {value}")
+        with pytest.raises(BadInput, match="in the environment; it must be"):
+            config.load({f"KEEPWARM_{name.upper()}": str(value)})
+        with pytest.raises(BadInput, match="in the arguments; it must be"):
+            config.load({}, **{name: value})
+        with pytest.raises(BadInput, match="in Settings; it must be"):
+            Settings(tmp_path, tmp_path / "store", **{name: value})
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_ends_of_a_range_are_accepted(name, tmp_path):
+    for value in RANGES[name]:
+        assert getattr(load_file(tmp_path, f"{name} = {value}"), name) == value
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("port = 8181.7", "port is 8181.7 .*a whole number from 0 to 65,535"),
+        ("port = 8181.0", "port is 8181.0 .*a whole number"),
+        ("port = true", "port is True .*a whole number"),
+        ("port = 1979-05-27", "a whole number"),
+        ("port = []", "a whole number"),
+        (f"port = {'9' * 3000}", r"port is 9{80}… in config.toml; it must be"),
+        (f"drain_s = {'9' * 3000}", "a number from"),
+        (f"port = {'9' * 5000}", "is not valid TOML"),
+        ("drain_s = nan", "a number from"),
+        ("drain_s = inf", "a number from"),
+        ("drain_s = false", "a number from"),
+        ("share_cache = 1", "share_cache is 1 .*true or false"),
+        ("share_cache = []", "true or false"),
+        ("model = 5", "model is 5 .*a text"),
+        ("host = true", "a text"),
+        ('host = "a\\u0000b"', "a text"),
+        ("store = 5", "a path"),
+        ('store = ""', "a path"),
+        ('store = "~no-such-user-here/x"', "a path"),
+        ("[server]\nport = 1", "Unknown setting 'server'"),
+        ("prot = 1", "Unknown setting 'prot'"),
+        (f"x = {'[' * 5000}{']' * 5000}", "is not valid TOML"),
+    ],
+)
+def test_a_wrong_value_in_the_file_is_one_sentence(line, says, tmp_path):
+    with pytest.raises(BadInput, match=says) as refused:
+        load_file(tmp_path, line)
+    assert "\n" not in str(refused.value)
+
+
+def test_home_in_the_file_would_do_nothing_and_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"home is not allowed in .*; set KEEPWARM_HOME"):
+        load_file(tmp_path, 'home = "/elsewhere"')
+
+
+def test_a_home_that_is_no_path():
+    with pytest.raises(BadInput, match="KEEPWARM_HOME must be a path"):
+        config.load({"KEEPWARM_HOME": "~no-such-user-here/x"})
+
+
+def test_a_secret_is_not_repeated():
+    with pytest.raises(BadInput, match="admin_key is not valid") as refused:
+        config.load({}, admin_key="hidden\0key")
+    assert "hidden" not in str(refused.value)
+
+
+def test_an_unknown_variable_is_a_warning_with_the_nearest_name():
+    given = {"KEEPWARM_DISK_BYTE": "1", "KEEPWARM_8XQ": "2", "KEEPWARM_PORT": "1", "PATH": "/"}
+    far, near = config.unknown_variables(given)
+    assert "KEEPWARM_8XQ is not a setting and is ignored; docs/tuning.md" in far
+    assert "KEEPWARM_DISK_BYTE is not a setting" in near
+    assert near.endswith("did you mean KEEPWARM_DISK_BYTES?")
+    assert config.load(given).port == 1
+
+
+def test_every_variable_that_the_source_names_is_known():
+    source = Path(keepwarm.__file__).parent
+    named = {
+        name
+        for file in source.rglob("*.py")
+        for name in re.findall(r"KEEPWARM_[A-Z]+(?:_[A-Z]+)*", file.read_text())
+    }
+    assert "KEEPWARM_BLAS" in named  # control
+    assert config.unknown_variables(dict.fromkeys(named, "x")) == []
