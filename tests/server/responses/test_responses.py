@@ -426,12 +426,19 @@ def test_a_response_of_another_tenant_is_not_found():
             touch("two", "a")
 
 
+def bytes_of_one() -> int:
+    store = ResponseStore()
+    stored(store, "a")
+    return store.n_bytes
+
+
 def test_the_oldest_go_first_and_the_bytes_hold():
-    store = ResponseStore(max_bytes=5000)
+    max_bytes = 4 * bytes_of_one()
+    store = ResponseStore(max_bytes)
     for name in "abcdefgh":
         stored(store, name)
         store.get("", "a")  # still in use
-    assert store.n_bytes <= 5000
+    assert max_bytes // 2 < store.n_bytes <= max_bytes
     assert store.get("", "a")
     with pytest.raises(UnknownResponse):
         store.get("", "b")
@@ -444,7 +451,35 @@ def test_the_oldest_go_first_and_the_bytes_hold():
 
 
 def test_an_answer_too_large_to_keep_is_not_kept():
-    store = ResponseStore(max_bytes=5000)
+    store = ResponseStore(bytes_of_one() + 1000)
+    stored(store, "a")  # control
     with pytest.raises(UnknownResponse):
-        stored(store, "a", size=9000)
+        stored(store, "b", size=9000)
+    assert store.n_bytes == 0
+
+
+def test_every_byte_is_counted():
+    """Of ids, of names that only the tables hold, and of many small values."""
+    size = bytes_of_one()
+    for change in (
+        {"id": "i" * 9000},
+        {"unknown": "x" * 9000},
+        {"content": [{"type": "input_text", "text": ""}] * 300},
+        {"x" * 9000: 1},
+    ):
+        store = ResponseStore()
+        response = initial_response(body(), "tiny", asked()) | {"id": "a", "output": []}
+        store.put("", response, items({"role": "user", **change}), 1)
+        assert store.n_bytes > size + 6000, change
+
+
+def test_items_count_for_as_long_as_a_later_response_holds_them():
+    store = ResponseStore()
+    first = stored(store, "a", size=100_000)
+    whole = store.n_bytes
+    stored(store, "b", before=first.items)
+    assert store.n_bytes < whole + 100_000  # counted once
+    store.delete("", "a")
+    assert store.n_bytes > 100_000
+    store.delete("", "b")
     assert store.n_bytes == 0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from sys import getsizeof
 from typing import NamedTuple
+
+from pydantic import BaseModel
 
 from keepwarm.errors import UnknownResponse
 from keepwarm.server.responses.shapes import Item, ResponseOut
 
 MAX_BYTES = 64 << 20
+ENTRY_BYTES = 256  # an entry of a dictionary here, with its key
 
 
 class StoredResponse(NamedTuple):
@@ -18,7 +21,7 @@ class StoredResponse(NamedTuple):
     items: Sequence[Item]  # the whole conversation, this answer included
     given: Sequence[Item]  # the input of the request itself
     output: Sequence[Item]
-    n_bytes: int
+    n_bytes: int  # without the items, which other responses may hold too
 
 
 class ResponseStore:
@@ -28,17 +31,26 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._stored: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
         self._items: dict[tuple[str, str], Item] = {}  # by tenant and item id
-        self.n_bytes = 0
+        self._held = HeldItems()
+        self._n_bytes = 0  # without items
+
+    @property
+    def n_bytes(self) -> int:
+        """Everything that is held: responses, items, ids and the tables themselves."""
+        return self._n_bytes + self._held.n_bytes
 
     def put(self, tenant: str, response: ResponseOut, items: Sequence[Item], n_given: int) -> None:
-        """Store the response to the last `n_given` items; earlier items were counted before."""
+        """Store the response to the last `n_given` items."""
         output = [Item.model_validate(item) for item in response["output"]]
         given = items[len(items) - n_given :]
-        n_bytes = len(json.dumps([response, [item.model_dump() for item in given]]))
-        stored = StoredResponse(response, [*items, *output], given, output, n_bytes)
-        self._stored[tenant, response["id"]] = stored
+        key, whole = (tenant, response["id"]), [*items, *output]
+        n_bytes = (
+            memory_of([key, response]) + sum(map(getsizeof, (whole, given, output))) + ENTRY_BYTES
+        )
+        self._stored[key] = StoredResponse(response, whole, given, output, n_bytes)
         self._items |= {(tenant, item.id): item for item in (*given, *output) if item.id}
-        self.n_bytes += n_bytes
+        self._n_bytes += n_bytes
+        self._held.add(whole)
         while self.n_bytes > self._max_bytes:
             self._remove(next(iter(self._stored)))
 
@@ -63,6 +75,58 @@ class ResponseStore:
 
     def _remove(self, key: tuple[str, str]) -> None:
         stored = self._stored.pop(key)
-        self.n_bytes -= stored.n_bytes
+        self._n_bytes -= stored.n_bytes
+        self._held.remove(stored.items)
         for item in (*stored.given, *stored.output):
             self._items.pop((key[0], item.id or ""), None)
+
+
+class HeldItems:
+    """Items that responses hold, each counted once, for as long as any response holds it."""
+
+    def __init__(self) -> None:
+        self._uses: dict[int, _Use] = {}  # by `id`, which is unique while the item is held
+        self.n_bytes = 0
+
+    def add(self, items: Iterable[Item]) -> None:
+        for item in items:
+            n_times, n_bytes = self._uses.get(id(item)) or _Use(0, _item_bytes(item))
+            self._uses[id(item)] = _Use(n_times + 1, n_bytes)
+            self.n_bytes += 0 if n_times else n_bytes
+
+    def remove(self, items: Iterable[Item]) -> None:
+        for item in items:
+            n_times, n_bytes = self._uses.pop(id(item))
+            if n_times > 1:
+                self._uses[id(item)] = _Use(n_times - 1, n_bytes)
+            else:
+                self.n_bytes -= n_bytes
+
+
+class _Use(NamedTuple):
+    n_times: int
+    n_bytes: int
+
+
+def _item_bytes(item: Item) -> int:
+    return memory_of([item]) + 2 * ENTRY_BYTES  # by its id, and among the items held
+
+
+def memory_of(values: Sequence[object]) -> int:
+    """The memory of these values and all that they hold, each object counted once."""
+    seen: dict[int, object] = {}
+    waiting: list[object] = list(values)
+    while waiting:
+        value = waiting.pop()
+        if id(value) not in seen:
+            seen[id(value)] = value
+            waiting += _parts(value)
+    return sum(map(getsizeof, seen.values()))
+
+
+def _parts(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, BaseModel):
+        return (value.__dict__, value.__pydantic_extra__, value.__pydantic_fields_set__)
+    return value if isinstance(value, list | tuple) else ()
