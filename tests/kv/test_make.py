@@ -119,8 +119,9 @@ def test_every_number_of_bits_on_offer_fits_every_usual_head(bits, width):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"max_kv_size": 0}, "max_kv_size is 0; it must be at least 1"),
+        ({"max_kv_size": 0}, "max_kv_size is 0; it must be from 1 to 2147483647"),
         ({"max_kv_size": -3}, "max_kv_size is -3"),
+        ({"max_kv_size": 2**31}, "max_kv_size is 2147483648"),
         ({"kv_bits": 5}, "kv_bits is 5; it must be one of 2, 4, 8"),
         ({"kv_bits": 0}, "kv_bits is 0"),
         ({"kv_bits": 4, "kv_group_size": 7}, "kv_group_size is 7; it must be one of 32, 64, 128"),

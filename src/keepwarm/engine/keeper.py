@@ -58,7 +58,7 @@ class Keeper:
     def keep_running(self, batch: Batch[RunningSequence], row: RunningSequence) -> None:
         """Keep the blocks of a long answer at intervals: a crash must not lose all of it."""
         window = row.job.lane.manager.needs.window
-        interval = min(window, BLOCK_TOKENS) // 2 if window else BLOCK_TOKENS
+        interval = max(1, min(window, BLOCK_TOKENS) // 2) if window else BLOCK_TOKENS
         if row.n_tokens and len(row.tokens) % interval == 0:
             with self._saving():
                 row.capture.capture(batch.peek(row), len(row.tokens))

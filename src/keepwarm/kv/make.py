@@ -14,6 +14,7 @@ from keepwarm.kv.quant import QuantKVCache
 
 BITS = (2, 4, 8)  # mlx-lm sizes its buffers wrongly for 3, 5 and 6 bits and wide heads
 GROUP_SIZES = (32, 64, 128)
+KV_SIZES = range(1, 1 << 31)  # MLX counts in 32 bits
 
 
 def make_caches(
@@ -31,8 +32,10 @@ def make_caches(
     """
     if max_kv_size is not None and kv_bits is not None:
         raise BadInput("max_kv_size and kv_bits cannot be combined; choose one.")
-    if max_kv_size is not None and max_kv_size < 1:
-        raise BadInput(f"max_kv_size is {max_kv_size}; it must be at least 1.")
+    if max_kv_size is not None and max_kv_size not in KV_SIZES:
+        raise BadInput(
+            f"max_kv_size is {max_kv_size}; it must be from {KV_SIZES[0]} to {KV_SIZES[-1]}."
+        )
     if kv_bits is not None and kv_bits not in BITS:
         raise BadInput(f"kv_bits is {kv_bits}; it must be one of {', '.join(map(str, BITS))}.")
     if kv_bits is not None and kv_group_size not in GROUP_SIZES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from keepwarm.errors import BadInput, ContextTooLong
@@ -109,7 +109,18 @@ class Preparer:
         )
 
     def render(self, request: Request, stored: Continuations | None = None) -> Prompt:
-        return self._prompter.render(request, stored)
+        prompt = self._prompter.render(request, stored)
+        self._check_tokens(prompt.tokens)
+        return prompt
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        """The model's vocabulary counts: it generates ids that its tokenizer does not have."""
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token < self._n_vocab:  # MLX would read past the end of the embeddings
+                raise BadInput(
+                    f"The prompt holds the token {token}, and the model's tokens are 0 to "
+                    f"{self._n_vocab - 1}; send ids of this model."
+                )
 
     def _max_new_tokens(self, sampling: Sampling, n_prompt: int) -> int:
         if not n_prompt:

@@ -26,10 +26,12 @@ CUTS_TIMEOUT_S = 0.5  # some templates take a second to render a long conversati
 REACH = 8_000  # characters to tokenise for one cut, at most
 MARGIN = 1_000  # characters; text further on no longer changes the tokens before it
 
-# Template options that Keepwarm sets itself, or that would change the type of the result.
+# Template options that Keepwarm sets itself, or that would change the type of the result: every
+# argument on the way to the template. tests/contract compares them with transformers.
 RESERVED = frozenset(
     {
-        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt"),
+        *("self", "tokenizer", "conversation", "conversations", "messages", "tools"),
+        *("chat_template", "add_generation_prompt", "sanitize_control_tokens"),
         *("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
         *("padding", "truncation", "max_length", "tokenizer_kwargs"),
     }
@@ -195,10 +197,6 @@ class Prompter:
     def _raw(self, prompt: str | Sequence[int]) -> TokenisedText:
         if isinstance(prompt, str):
             return TokenisedText(prompt, list(self._tokenizer.encode(prompt)), [])
-        n_vocabulary = len(self._tokenizer)
-        bad = [token for token in prompt if not 0 <= token < n_vocabulary]
-        if bad:
-            raise BadInput(f"The model has {n_vocabulary:,} tokens and none is {bad[0]}.")
         return TokenisedText("", list(prompt), [])
 
 

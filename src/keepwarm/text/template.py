@@ -21,8 +21,11 @@ from keepwarm.text.request import Message, Tool
 SYSTEM_LABEL = "System message:\n"  # before a system text inside a user message
 BETWEEN = "\n\n"  # between texts joined into one message
 
-# What a template may raise on messages it does not support.
-REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
+# What a template may raise on messages and options it does not support.
+REFUSALS = (
+    *(TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError),
+    *(ArithmeticError, AssertionError),  # a division by an option, a `range` that is too long
+)
 
 _TOOL = {
     "type": "function",

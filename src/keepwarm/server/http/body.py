@@ -16,6 +16,7 @@ from keepwarm.server.http.limits import UPLOADS
 
 MAX_DEPTH = 100  # levels; schema parsers give up at 128
 NESTED = (dict, list)
+SMALLEST, LARGEST = -(2**63), 2**64 - 1  # of whole numbers: what fits 64 bits
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -26,7 +27,7 @@ class JsonInput(BaseModel):
 
 
 async def check_json(request: Request) -> None:
-    """Reject lone surrogates, NaN and infinities, and deep nesting."""
+    """Reject lone surrogates, NaN, infinities and very long numbers, and deep nesting."""
     if "json" not in request.headers.get("content-type", "").lower() or request.url.path in UPLOADS:
         return
     body = await request.body()
@@ -53,7 +54,7 @@ def _inside(outer: dict[str, object] | list[object]) -> Iterable[object]:
 
 
 def _nested(values: Iterable[object]) -> list[dict[str, object] | list[object]]:
-    """The objects and lists among these values; a number that is not finite is an error."""
+    """The objects and lists among these values; numbers are checked."""
     found = []
     for value in values:
         if isinstance(value, NESTED):
@@ -61,6 +62,11 @@ def _nested(values: Iterable[object]) -> list[dict[str, object] | list[object]]:
         elif isinstance(value, float) and not math.isfinite(value):
             raise BadInput(
                 "The body contains a number that is not finite; JSON has no NaN or infinity."
+            )
+        elif isinstance(value, int) and not SMALLEST <= value <= LARGEST:
+            raise BadInput(
+                "The body contains a whole number that does not fit 64 bits; send a smaller one, "
+                "or one with an exponent."
             )
     return found
 

@@ -68,7 +68,7 @@ def _retry_after_s(error: errors.KeepwarmError) -> float | None:
 def http_problem(status: int, detail: str, method: str, path: str) -> Problem:
     """An error raised by the web framework."""
     sentences = {
-        400: "The body cannot be parsed as JSON; send UTF-8 with less nesting.",
+        400: "The body cannot be parsed as JSON; send UTF-8 with less nesting and shorter numbers.",
         404: f"There is no endpoint {path}; see /docs.",
         405: f"{path} does not support {method}; see /docs.",
     }
