@@ -132,7 +132,7 @@ def test_a_second_server_on_the_port_is_told(checkpoint, tmp_path):
     ("arguments", "sentence"),
     [
         (("--host", "0.0.0.0"), "no API key is set"),
-        (("--port", "70000"), "Port 70000 does not exist"),
+        (("--port", "70000"), "port is 70000 in the arguments"),
         (("--host", "no.such.host.invalid"), "no API key is set"),
         (("--api-key-file", "/nowhere/keys"), "cannot be read"),
     ],

@@ -18,17 +18,12 @@ from keepwarm.server.host import EngineHost
 from keepwarm.server.http.logs import log_to_stderr
 
 KEEP_ALIVE_S = 75
-MAX_PORT = 65535
 AFTER_DRAIN_S = 2  # for the last frames of streams that the drain cut short
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def bind(host: str, port: int) -> socket.socket:
     """Listen before the model is loaded, so that a port in use is reported at once."""
-    if not 0 <= port <= MAX_PORT:
-        raise BadInput(
-            f"Port {port} does not exist; choose one from 1 to {MAX_PORT}, or 0 for any free port."
-        )
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
