@@ -158,7 +158,7 @@ def test_the_library_in_ten_lines_is_warm_the_second_time(checkpoint, capsys):
     warm = []
     for _ in range(2):
         execute(ROOT / "README.md", checkpoint)
-        warm.append(re.search(r"(\d+) of (\d+) tokens were warm", capsys.readouterr().out))
+        warm.append(re.search(r"(\d+) of (\d+) tokens reused", capsys.readouterr().out))
     assert warm[0][1] == "0"
     assert int(warm[1][1]) == int(warm[1][2]) - 1
     (program,) = code_of(ROOT / "README.md", "python")

@@ -257,5 +257,7 @@ def test_a_turn_that_fails_in_the_engine_leaves_no_trace(checkpoint, tmp_path):
         check=True,
     )
     failed, answered = done.stderr.decode().splitlines()
-    assert re.fullmatch(r"This request failed .* Ask again\. /clear starts over\.", failed)
+    assert re.fullmatch(
+        r"The engine failed on this request .* Retry\. /clear starts over\.", failed
+    )
     assert re.fullmatch(SUMMARY, answered)

@@ -395,7 +395,7 @@ def test_the_loop_outlives_a_failing_scheduler(model_of, models, tmp_path):
             engine._scheduler.waiting = None
 
         engine.call(break_it).result()
-        assert "others go on" in error_of(running)
+        assert "other requests continue" in error_of(running)
         assert engine.alive
         works(engine, exam, prompt_of(20))
     exam.check()

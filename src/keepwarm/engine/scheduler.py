@@ -325,7 +325,7 @@ class Scheduler:
         job.end(error)
 
     def _fail(self, job: Job, error: Exception) -> None:
-        """End one job with an error; the others go on."""
+        """End one job with an error; the others continue."""
         if not job.ended:
             self.counters.failed += 1
             self._close(job, _as_keepwarm_error(error))
@@ -361,4 +361,6 @@ def _as_keepwarm_error(error: Exception) -> KeepwarmError:
         return error
     LOG.error("a request failed", exc_info=error)
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    return EngineFailed(f"The engine failed on this request ({reason}); others go on. Retry.")
+    return EngineFailed(
+        f"The engine failed on this request ({reason}); other requests continue. Retry."
+    )
