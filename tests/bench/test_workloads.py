@@ -17,7 +17,6 @@ from keepwarm.bench.workloads import lengths, overhead
 from keepwarm.errors import BadInput
 from tests.kit import generated
 from tests.kit.checkpoints import write_checkpoint
-from tests.kit.engines import FixedRates
 
 IN_PROCESS = [name for name, workload in suite.WORKLOADS.items() if not workload.has_own_targets]
 
@@ -27,20 +26,9 @@ def model(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("model"), n_context=16384)
 
 
-class FixedInProcess(InProcess):
-    """On a tiny model computing may win over loading; what is reused must not depend on that."""
-
-    def start(self):
-        seconds = super().start()
-        engine = self.engine._engine
-        lane = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
-        lane.manager.rates = FixedRates()
-        return seconds
-
-
 @pytest.fixture(scope="module")
 def engine(model, tmp_path_factory):
-    target = FixedInProcess("engine", model, tmp_path_factory.mktemp("store"))
+    target = InProcess("engine", model, tmp_path_factory.mktemp("store"))
     target.start()
     yield target
     target.close()
