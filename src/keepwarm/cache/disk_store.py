@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from keepwarm.cache.agents.agents import Agent, Agents
-from keepwarm.cache.agents.bundle import Manifest, export_bundle, import_bundle
+from keepwarm.cache.agents.bundle import export_bundle, import_bundle
 from keepwarm.cache.agents.holders import Holder, find_holders, read_header
+from keepwarm.cache.agents.manifest import Manifest
 from keepwarm.cache.agents.pins import TtlPins
 from keepwarm.errors import BadInput, BadRecord
 from keepwarm.prefix.blocks import (

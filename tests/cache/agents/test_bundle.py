@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.agents.bundle import Manifest, _add, identity_in, trimmed
+from keepwarm.cache.agents.bundle import _add, identity_in
+from keepwarm.cache.agents.manifest import Manifest
+from keepwarm.cache.agents.rewriting import trimmed
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.restore.records import block_of, records_of
 from keepwarm.cache.store import Budgets, Store

@@ -9,31 +9,30 @@ dtype is refused with the reason.
 from __future__ import annotations
 
 import io
-import json
-import math
 import tarfile
-from base64 import b64decode, b64encode
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
-import numpy as np
-
+from keepwarm.cache.agents.manifest import (
+    Manifest,
+    manifest_without_tenant,
+    refuse_other_model,
+    without_tenant,
+)
+from keepwarm.cache.agents.rewriting import prefix_blocks, prefix_records, renamed
 from keepwarm.errors import BadCacheFile, BadRecord, InsufficientResources, NewerFormat
 from keepwarm.files import replacing
-from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, chain, root, unpack
-from keepwarm.prefix.fingerprint import Identity, digest, namespace, tenant_of
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, chain, unpack
+from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.upkeep import Progress, no_progress
 from keepwarm.store.disk.wear import Wear
 from keepwarm.store.record import (
-    ITEM_BYTES,
     Header,
-    Part,
     Record,
-    Tensor,
     check_identity,
     encode_record,
     open_record,
@@ -42,7 +41,6 @@ from keepwarm.store.record import (
 from keepwarm.store.seal import stored_namespace
 from keepwarm.store.tier import as_store_errors
 
-VERSION = 1
 MAX_MANIFEST_BYTES = 64 << 20
 # Exceptions that reading a file that is not a bundle, or a hostile one, may raise.
 PARSE_ERRORS = (
@@ -51,66 +49,18 @@ PARSE_ERRORS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Manifest:
-    identity: Identity
-    tokens: bytes
-    blocks: tuple[str, ...]  # keys of the blocks inside, in hex
-    turns: tuple[int, ...] = ()
-    agent: str = ""
-
-    def to_json(self) -> bytes:
-        fields = asdict(self) | {"version": VERSION, "tokens": b64encode(self.tokens).decode()}
-        return json.dumps(fields | {"digest": digest(fields, 32)}).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Manifest:
-        fields: dict[str, Any] = json.loads(text)
-        if fields["version"] > VERSION:
-            raise BadCacheFile("The bundle was made by a newer Keepwarm; update this one.")
-        if fields.pop("digest") != digest(fields, 32):
-            raise BadRecord("the manifest does not match its digest")
-        if not all(type(n_tokens) is int and n_tokens >= 0 for n_tokens in fields["turns"]):
-            raise BadRecord("a turn in it is not a token count")
-        if not isinstance(fields["agent"], str):
-            raise BadRecord("its agent id is not text")
-        options = fields["identity"]["kv_options"].values()
-        if not all(value is None or type(value) is int for value in options):
-            raise BadRecord("a KV option in it is not a number")
-        return cls(
-            identity=Identity(**fields["identity"]),
-            tokens=b64decode(fields["tokens"]),
-            blocks=tuple(fields["blocks"]),
-            turns=tuple(fields["turns"]),
-            agent=fields["agent"],
-        )
-
-    @property
-    def keys(self) -> list[BlockKey]:
-        return [BlockKey(bytes.fromhex(key)) for key in self.blocks]
-
-
-class _ExportedBlock(NamedTuple):
-    """A block on disk that is exported, and its position in the chain."""
-
-    key: BlockKey
-    number: int
-
-
 def export_bundle(
     disk: DiskTier, path: Path, manifest: Manifest, progress: Progress = no_progress
 ) -> int:
     """Write the blocks of a prefix to one file; the number of records.
 
-    The last block is cut to the tokens of the prefix. Checkpoints inside blocks are included,
-    because a model with state layers can continue only from them.
+    The last block is cut to the tokens of the prefix.
     """
     inside, tokens = _stored_namespace(disk, manifest.identity), manifest.tokens
-    manifest = _manifest_without_tenant(manifest)
+    manifest = manifest_without_tenant(manifest)
     outside = namespace(manifest.identity)
-    held = [_ExportedBlock(key, number) for number, key in enumerate(manifest.keys)]
-    held += _checkpoints(disk, inside, manifest)
-    headers = list(_records(disk, held, tokens, tensors=()))
+    held = prefix_blocks(disk, inside, tokens, manifest.keys)
+    headers = list(prefix_records(disk, held, tokens, tensors=()))
     if not _is_whole(inside, tokens, {record.header.key for record in headers}):
         raise BadCacheFile("Some blocks are missing or unreadable; nothing was exported.")
     renames = renamed(headers, inside, outside)
@@ -118,7 +68,7 @@ def export_bundle(
     n_records = 0
     with replacing(path) as temp, tarfile.open(temp, mode="w") as archive:
         _add(archive, "manifest.json", [replace(manifest, blocks=blocks).to_json()])
-        for record in renamed(_records(disk, held, tokens), inside, outside):
+        for record in renamed(prefix_records(disk, held, tokens), inside, outside):
             name = f"{record.header.key.hex()}.{record.header.part.value}.safetensors"
             _add(archive, name, encode_record(record))
             n_records += 1
@@ -238,124 +188,8 @@ def _is_whole(name: Namespace, tokens: bytes, found: Collection[BlockKey]) -> bo
     return all(ref.key in found for ref in chain(name, unpack(tokens)))
 
 
-def without_tenant(identity: Identity) -> Identity:
-    """The same model without the tenant that its blocks belong to.
-
-    The rest of the salt stays: from which token on rows are quantised.
-    """
-    return replace(identity, salt=identity.salt.removeprefix(tenant_of(identity.salt)))
-
-
-def _manifest_without_tenant(manifest: Manifest) -> Manifest:
-    """Also without the tenant in the agent's id, which starts with it in a shared store."""
-    tenant = tenant_of(manifest.identity.salt)
-    agent = manifest.agent.removeprefix(f"{tenant}.") if tenant else manifest.agent
-    return replace(manifest, identity=without_tenant(manifest.identity), agent=agent)
-
-
-def refuse_other_model(theirs: Identity, ours: Identity) -> None:
-    """Raise, naming the differences, if blocks of one model cannot serve the other."""
-    wanted = asdict(without_tenant(ours))
-    different = [n for n, value in asdict(without_tenant(theirs)).items() if value != wanted[n]]
-    if different:
-        names = ("quantized_kv_start" if name == "salt" else name for name in different)
-        raise BadCacheFile(
-            f"The bundle is of another model: {', '.join(names)} differ; "
-            "load the model it was made with."
-        )
-
-
-def renamed(records: Iterable[Record], old: Namespace, new: Namespace) -> Iterator[Record]:
-    """The same records under the keys of another namespace; parents come before children.
-
-    Raises for a record of a third namespace, so that no tenant imports blocks into another's.
-    """
-    parents = {root(old): (root(new), 0)}  # by old parent: new parent, number of its children
-    for record in records:
-        header = record.header
-        parent, number = parents.get(header.parent, (None, 0))
-        if parent is None or header.namespace != old or header.number != number:
-            raise BadRecord("a block does not follow an earlier one")
-        key = block_key(new, parent, header.tokens)
-        if len(header.tokens) == 4 * BLOCK_TOKENS:
-            parents[header.key] = (key, number + 1)
-        yield replace(record, header=replace(header, namespace=new, key=key, parent=parent))
-
-
 def _stored_namespace(disk: DiskTier, identity: Identity) -> Namespace:
     return stored_namespace(disk.seal, namespace(identity))
-
-
-def _checkpoints(disk: DiskTier, name: Namespace, manifest: Manifest) -> Iterator[_ExportedBlock]:
-    """Checkpoints inside the blocks of a prefix."""
-    tokens, keys = manifest.tokens, manifest.keys
-    numbers = {parent: number for number, parent in enumerate([root(name), *keys])}
-    for state in disk.states(list(numbers)):
-        number = numbers[state.parent]
-        start, end = number * BLOCK_TOKENS, number * BLOCK_TOKENS + state.n_tokens
-        own = tokens[4 * start : 4 * end]
-        if state.key not in keys and block_key(name, state.parent, own) == state.key:
-            yield _ExportedBlock(state.key, number)
-
-
-def _records(
-    disk: DiskTier,
-    held: Sequence[_ExportedBlock],
-    tokens: bytes,
-    tensors: Collection[str] | None = None,
-) -> Iterator[Record]:
-    known = disk.have([block.key for block in held])
-    for key, number in held:
-        if key in known:
-            parts = [part for part in Part if part in known[key].parts]
-            found = [r for part in parts if (r := disk.read(key, part, tensors)) is not None]
-            yield from _first_tokens(found, len(tokens) // 4 - number * BLOCK_TOKENS)
-
-
-def _first_tokens(records: Sequence[Record], n_tokens: int) -> Iterator[Record]:
-    """The parts of one block cut to its first tokens; if none is left, the tokens alone."""
-    firsts = [first for r in records if (first := trimmed(r, n_tokens)) is not None]
-    yield from firsts or [_only_tokens(record.header, n_tokens) for record in records[:1]]
-
-
-def _only_tokens(header: Header, n_tokens: int) -> Record:
-    """A block without rows is a window record with zero rows."""
-    return Record(replace(_shorter(header, n_tokens), part=Part.WINDOW, extra={"w_rows": 0}), ())
-
-
-def _shorter(header: Header, n_tokens: int) -> Header:
-    tokens = header.tokens[: 4 * n_tokens]
-    key = block_key(header.namespace, header.parent, tokens)
-    return replace(header, key=key, tokens=tokens)
-
-
-def trimmed(record: Record, n_tokens: int) -> Record | None:
-    """A record cut to its first tokens, so that no later token is exported.
-
-    None for a state, which belongs to the last token, and for window rows that begin later.
-    """
-    header = record.header
-    n_held = len(header.tokens) // 4
-    if n_held <= n_tokens:
-        return record
-    w_rows = header.w_rows - (n_held - n_tokens)
-    if header.part is Part.STATE or (header.part is Part.WINDOW and w_rows <= 0):
-        return None
-    extra = dict(header.extra) | ({"w_rows": w_rows} if header.part is Part.WINDOW else {})
-    tensors = tuple(_without_last_rows(t, n_held - n_tokens) for t in record.tensors)
-    return Record(replace(_shorter(header, n_tokens), extra=extra), tensors)
-
-
-def _without_last_rows(tensor: Tensor, n_rows: int) -> Tensor:
-    """Rows are the second-to-last dimension in K and V of every kind."""
-    *outer, rows, inner = tensor.shape if len(tensor.shape) > 1 else (0, 0)
-    left = rows - n_rows
-    if left <= 0:
-        raise BadCacheFile(f"{tensor.name} cannot be cut to fewer rows; export more tokens.")
-    row_bytes = inner * ITEM_BYTES[tensor.dtype]
-    words = np.frombuffer(tensor.data, np.uint8).reshape(math.prod(outer), rows, row_bytes)
-    data = memoryview(words[:, :left].tobytes())
-    return tensor._replace(shape=(*outer, left, inner), data=data)
 
 
 def _add(archive: tarfile.TarFile, name: str, buffers: Sequence[bytes | memoryview]) -> None:

@@ -1,0 +1,80 @@
+"""What a bundle says about itself: the model, the token ids, the blocks inside."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode, b64encode
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from keepwarm.errors import BadCacheFile, BadRecord
+from keepwarm.prefix.blocks import BlockKey
+from keepwarm.prefix.fingerprint import Identity, digest, tenant_of
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    identity: Identity
+    tokens: bytes
+    blocks: tuple[str, ...]  # keys of the blocks inside, in hex
+    turns: tuple[int, ...] = ()
+    agent: str = ""
+
+    def to_json(self) -> bytes:
+        fields = asdict(self) | {"version": VERSION, "tokens": b64encode(self.tokens).decode()}
+        return json.dumps(fields | {"digest": digest(fields, 32)}).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Manifest:
+        fields: dict[str, Any] = json.loads(text)
+        if fields["version"] > VERSION:
+            raise BadCacheFile("The bundle was made by a newer Keepwarm; update this one.")
+        if fields.pop("digest") != digest(fields, 32):
+            raise BadRecord("the manifest does not match its digest")
+        if not all(type(n_tokens) is int and n_tokens >= 0 for n_tokens in fields["turns"]):
+            raise BadRecord("a turn in it is not a token count")
+        if not isinstance(fields["agent"], str):
+            raise BadRecord("its agent id is not text")
+        options = fields["identity"]["kv_options"].values()
+        if not all(value is None or type(value) is int for value in options):
+            raise BadRecord("a KV option in it is not a number")
+        return cls(
+            identity=Identity(**fields["identity"]),
+            tokens=b64decode(fields["tokens"]),
+            blocks=tuple(fields["blocks"]),
+            turns=tuple(fields["turns"]),
+            agent=fields["agent"],
+        )
+
+    @property
+    def keys(self) -> list[BlockKey]:
+        return [BlockKey(bytes.fromhex(key)) for key in self.blocks]
+
+
+def without_tenant(identity: Identity) -> Identity:
+    """The same model without the tenant that its blocks belong to.
+
+    The rest of the salt stays: from which token on rows are quantised.
+    """
+    return replace(identity, salt=identity.salt.removeprefix(tenant_of(identity.salt)))
+
+
+def manifest_without_tenant(manifest: Manifest) -> Manifest:
+    """Also without the tenant in the agent's id, which starts with it in a shared store."""
+    tenant = tenant_of(manifest.identity.salt)
+    agent = manifest.agent.removeprefix(f"{tenant}.") if tenant else manifest.agent
+    return replace(manifest, identity=without_tenant(manifest.identity), agent=agent)
+
+
+def refuse_other_model(theirs: Identity, ours: Identity) -> None:
+    """Raise, naming the differences, if blocks of one model cannot serve the other."""
+    wanted = asdict(without_tenant(ours))
+    different = [n for n, value in asdict(without_tenant(theirs)).items() if value != wanted[n]]
+    if different:
+        names = ("quantized_kv_start" if name == "salt" else name for name in different)
+        raise BadCacheFile(
+            f"The bundle is of another model: {', '.join(names)} differ; "
+            "load the model it was made with."
+        )
