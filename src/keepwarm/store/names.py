@@ -31,19 +31,22 @@ class RecordName(NamedTuple):
 
 
 def path_of(root: Path, key: BlockKey, part: Part) -> Path:
-    name = key.hex()
-    return root / "blocks" / name[:2] / f"{name}.{part.value}{SUFFIX}"
+    return root / "blocks" / key.hex()[:2] / record_name(key, part)
+
+
+def record_name(key: BlockKey, part: Part) -> str:
+    return f"{key.hex()}.{part.value}{SUFFIX}"
 
 
 def parse_name(name: str) -> RecordName | None:
-    """The record that a file name stands for; None if `path_of` would not write that name."""
+    """The record that a file name stands for; None if `record_name` would not make it."""
     stem, _, suffix = name.partition(".")
     try:
         key = BlockKey(bytes.fromhex(stem))
         part = Part(suffix.removesuffix(SUFFIX))
     except ValueError:
         return None
-    exact = name == f"{key.hex()}.{part.value}{SUFFIX}"
+    exact = name == record_name(key, part)
     return RecordName(key, part) if exact and len(key) == KEY_BYTES else None
 
 

@@ -3,13 +3,13 @@
 import errno
 import gzip
 import shutil
-import tarfile
 from dataclasses import replace
 
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.cache.agents.bundle import _add, identity_in
+from keepwarm.cache.agents.archive import MANIFEST, ArchiveWriter
+from keepwarm.cache.agents.bundle import identity_in
 from keepwarm.cache.agents.manifest import Manifest
 from keepwarm.cache.agents.rewriting import trimmed
 from keepwarm.cache.disk_store import DiskStore
@@ -286,10 +286,16 @@ def test_where_quantisation_starts_is_nobodys_name(disk_store, other, tmp_path):
 def forged(file, said, records):
     """A bundle by somebody who knows the format and tells lies."""
     keys = tuple(one.header.key.hex() for one in records)
-    with tarfile.open(file, "w") as archive:
-        _add(archive, "manifest.json", [replace(said, blocks=keys).to_json()])
-        for one in records:
-            _add(archive, f"{one.header.key.hex()}.d.safetensors", encode_record(one))
+    entries = {f"{one.header.key.hex()}.d.safetensors": encode_record(one) for one in records}
+    write_archive(file, {MANIFEST: [replace(said, blocks=keys).to_json()]} | entries)
+
+
+def write_archive(path, entries):
+    with path.open("wb") as file:
+        archive = ArchiveWriter(file)
+        for name, pieces in entries.items():
+            archive.add(name, pieces)
+        archive.close()
 
 
 def test_nobody_brings_blocks_under_anothers_names(disk_store, other, tmp_path):
@@ -322,8 +328,7 @@ def test_a_bundle_whose_tokens_are_others_is_refused(disk_store, other, tmp_path
     [(b"[" * 100_000, "recursion"), (b"[]", "must be"), (b"{}", "version"), (b"\xff", "decode")],
 )
 def test_a_manifest_that_is_none_is_refused(manifest, says, other, tmp_path):
-    with tarfile.open(tmp_path / "a.kw", "w") as archive:
-        _add(archive, "manifest.json", [manifest])
+    write_archive(tmp_path / "a.kw", {MANIFEST: [manifest]})
     with pytest.raises(BadCacheFile, match=says):
         other.import_agent(tmp_path / "a.kw", IDENTITY)
 

@@ -8,14 +8,13 @@ dtype is refused with the reason.
 
 from __future__ import annotations
 
-import io
-import tarfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, cast
 
+from keepwarm.cache.agents.archive import MANIFEST, ArchiveEntry, ArchiveReader, ArchiveWriter
 from keepwarm.cache.agents.manifest import (
     Manifest,
     manifest_without_tenant,
@@ -30,13 +29,14 @@ from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.upkeep import Progress, no_progress
 from keepwarm.store.disk.wear import Wear
+from keepwarm.store.names import parse_name, record_name
 from keepwarm.store.record import (
     Header,
     Record,
     check_identity,
     encode_record,
     open_record,
-    read_tensors,
+    read_record,
 )
 from keepwarm.store.seal import stored_namespace
 from keepwarm.store.tier import as_store_errors
@@ -44,8 +44,7 @@ from keepwarm.store.tier import as_store_errors
 MAX_MANIFEST_BYTES = 64 << 20
 # Exceptions that reading a file that is not a bundle, or a hostile one, may raise.
 PARSE_ERRORS = (
-    tarfile.TarError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
-    MemoryError, OverflowError,
+    ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError, OverflowError,
 )  # fmt: skip
 
 
@@ -66,13 +65,14 @@ def export_bundle(
     renames = renamed(headers, inside, outside)
     blocks = tuple(dict.fromkeys(record.header.key.hex() for record in renames))
     n_records = 0
-    with replacing(path) as temp, tarfile.open(temp, mode="w") as archive:
-        _add(archive, "manifest.json", [replace(manifest, blocks=blocks).to_json()])
+    with replacing(path) as temp, temp.open("wb") as file:
+        archive = ArchiveWriter(file)
+        archive.add(MANIFEST, [replace(manifest, blocks=blocks).to_json()])
         for record in renamed(prefix_records(disk, held, tokens), inside, outside):
-            name = f"{record.header.key.hex()}.{record.header.part.value}.safetensors"
-            _add(archive, name, encode_record(record))
+            archive.add(record_name(record.header.key, record.header.part), encode_record(record))
             n_records += 1
             progress(n_records, len(headers))
+        archive.close()
     return n_records
 
 
@@ -90,9 +90,11 @@ def import_bundle(
             raise _over_budget(checked.n_bytes)
         theirs, ours = namespace(checked.manifest.identity), _stored_namespace(disk, expected)
         headers = []
-        with tarfile.open(path, "r:") as archive:
-            _read_manifest(archive)
-            for record in renamed(_records_in(archive), theirs, ours):
+        with path.open("rb") as file:
+            archive = ArchiveReader(file, half)
+            entries = iter(archive)
+            _read_manifest(entries)
+            for record in renamed(_records_in(entries), theirs, ours):
                 _save(disk, wear, record)
                 headers.append(record.header)
                 progress(half + archive.offset, 2 * half)
@@ -102,8 +104,9 @@ def import_bundle(
 
 def identity_in(path: Path) -> Identity:
     """The model and KV options that a bundle names; nothing in it is verified."""
-    with _as_bundle_errors(path), tarfile.open(path, "r:") as archive:
-        return without_tenant(_read_manifest(archive).identity)
+    with _as_bundle_errors(path), path.open("rb") as file:
+        entries = iter(ArchiveReader(file, path.stat().st_size))
+        return without_tenant(_read_manifest(entries).identity)
 
 
 @contextmanager
@@ -128,11 +131,13 @@ class _VerifiedBundle(NamedTuple):
 
 def _check(path: Path, expected: Identity, progress: Callable[[int], None]) -> _VerifiedBundle:
     """Read all of a bundle; raise if it is incomplete or of another model."""
-    with tarfile.open(path, "r:") as archive:
-        manifest = _read_manifest(archive)
+    with path.open("rb") as file:
+        archive = ArchiveReader(file, path.stat().st_size)
+        entries = iter(archive)
+        manifest = _read_manifest(entries)
         refuse_other_model(manifest.identity, expected)
         name, found, n_bytes = namespace(manifest.identity), set(), 0
-        for record in renamed(_records_in(archive), name, name):
+        for record in renamed(_records_in(entries), name, name):
             _check_tokens(manifest, record.header)
             found.add(record.header.key)
             n_bytes += record.n_bytes
@@ -192,30 +197,19 @@ def _stored_namespace(disk: DiskTier, identity: Identity) -> Namespace:
     return stored_namespace(disk.seal, namespace(identity))
 
 
-def _add(archive: tarfile.TarFile, name: str, buffers: Sequence[bytes | memoryview]) -> None:
-    data = b"".join(buffers)
-    info = tarfile.TarInfo(name)
-    info.size, info.mode = len(data), 0o600
-    archive.addfile(info, io.BytesIO(data))
-
-
-def _read_manifest(archive: tarfile.TarFile) -> Manifest:
-    first = archive.next()
-    if first is None or first.name != "manifest.json" or first.size > MAX_MANIFEST_BYTES:
+def _read_manifest(entries: Iterator[ArchiveEntry]) -> Manifest:
+    first = next(entries, None)
+    if first is None or first.name != MANIFEST or first.n_bytes > MAX_MANIFEST_BYTES:
         raise BadCacheFile("The file does not begin with a manifest; it is not a bundle.")
-    return Manifest.from_json(_open(archive, first).read())
+    return Manifest.from_json(first.read())
 
 
-def _records_in(archive: tarfile.TarFile) -> Iterator[Record]:
-    while (member := archive.next()) is not None:
-        file = _open(archive, member)
-        opened = open_record(file, member.size)
-        check_identity(opened.header, opened.header.key, opened.header.part)
-        yield Record(opened.header, read_tensors(file, opened))
-
-
-def _open(archive: tarfile.TarFile, member: tarfile.TarInfo) -> BinaryIO:
-    file = archive.extractfile(member)
-    if file is None or member.issparse():
-        raise BadCacheFile(f"{member.name} in the bundle is not a file.")
-    return file  # type: ignore[return-value]
+def _records_in(entries: Iterator[ArchiveEntry]) -> Iterator[Record]:
+    for entry in entries:
+        name = parse_name(entry.name)
+        if name is None:
+            raise BadRecord(f"{entry.name} is not a record")
+        file = cast("BinaryIO", entry)
+        opened = open_record(file, entry.n_bytes)
+        check_identity(opened.header, name.key, name.part)
+        yield read_record(file, opened)
