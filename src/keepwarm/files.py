@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import os
 import re
@@ -9,7 +10,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 RANDOM = "[a-z0-9_]{8}"  # in names that `tempfile` makes
@@ -32,6 +33,8 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
     prefix = f".{path.name}.part-"
     _remove_leftovers(path.parent, prefix, path.suffix)
     handle, name = tempfile.mkstemp(path.suffix, prefix, path.parent)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(handle, fcntl.LOCK_SH)  # as long as it is written, whatever the clock says
     temp = Path(name)
     try:
         yield temp
@@ -60,8 +63,20 @@ def _remove_leftovers(directory: Path, prefix: str, suffix: str) -> None:
     for path in directory.glob(f"{glob.escape(prefix)}*"):
         try:
             about = path.lstat()
-            is_old = time.time() - about.st_mtime > STALE_AFTER_S
-            if is_old and stat.S_ISREG(about.st_mode) and ours.fullmatch(path.name):
+            is_old = abs(time.time() - about.st_mtime) > STALE_AFTER_S
+            is_ours = stat.S_ISREG(about.st_mode) and ours.fullmatch(path.name)
+            if is_old and is_ours and not _is_locked(path):
                 path.unlink()
         except OSError:
             continue  # another process was faster, or it is not ours to delete
+
+
+def _is_locked(path: Path) -> bool:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False

@@ -9,8 +9,9 @@ from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
 
 
-def test_agents_past_their_retention_are_forgotten_after_an_answer(models, tmp_path):
+def test_agents_past_their_retention_are_forgotten_after_an_answer(models, tmp_path, monkeypatch):
     """Expired agents are forgotten without a command, but not while a request of theirs runs."""
+    monkeypatch.setattr(chores, "CONFIRM_S", 0.0)
     with engine_on(models.of("llama"), tmp_path) as engine:
         agents = engine.store.on_disk.agents
         for seed, name in enumerate(("old", "late", "kept")):

@@ -612,7 +612,21 @@ If nothing can be written there are no locks among processes, and an interrupted
 finished. The start ends with one sentence (exit code 2) that says why and what to do: free some
 space, or name another directory as `KEEPWARM_STORE`. The store is not changed, and the next start
 that can write finds all of it.
-"""
+
+## The clock
+
+The clock of the system may jump ([tests](../tests/hostile/test_clock.py)). Waits, rates and limits
+go by the monotonic clock. What must outlast a process goes by the system's clock, and follows it
+back:
+
+| what | the clock was ahead, and is corrected | the clock jumps ahead |
+|---|---|---|
+| order of eviction | uses in the future count as now, from the next eviction or start on | new blocks displace old ones |
+| pins with a TTL | they keep the time that was left | they end early |
+| retention of agents | begins at the correction | a server deletes an agent only if it is still expired ten minutes later; `keepwarm cache gc` deletes it at once |
+| write budget, history | days and minutes in the future are dropped | a new day begins |
+| unfinished files | one that is being written is locked, and is no leftover | the same |
+"""  # noqa: E501
 
 
 def page() -> str:

@@ -13,6 +13,7 @@ from keepwarm.engine.jobs import Job, RunningSequence
 
 EXPIRY_INTERVAL_S = 60.0
 GRACE_S = 600.0  # an agent's running request counts as a use only when it has ended
+CONFIRM_S = 600.0  # an agent is deleted if it is still expired then: the clock may have jumped
 LOG = logging.getLogger(__name__)
 
 
@@ -22,6 +23,7 @@ class Chores:
         self._store = store
         self._end = end
         self._next_expiry = 0.0  # by the monotonic clock
+        self._expired_since: dict[str, float] = {}  # by the same clock
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-chores")
 
     def record_sequence(self, sequence: RunningSequence) -> None:
@@ -77,10 +79,15 @@ class Chores:
             return
         self._next_expiry = time.monotonic() + EXPIRY_INTERVAL_S
         try:
-            for agent_id in self._store.on_disk.agents.expired(GRACE_S):
+            for agent_id in self._long_expired():
                 self._store.forget(agent_id)
         except Exception:
             LOG.exception("agents past their retention could not be forgotten")
+
+    def _long_expired(self) -> list[str]:
+        now, expired = time.monotonic(), self._store.on_disk.agents.expired(GRACE_S)
+        self._expired_since = {each: self._expired_since.get(each, now) for each in expired}
+        return [each for each, since in self._expired_since.items() if now - since >= CONFIRM_S]
 
     def _end_durably(self, job: Job) -> None:
         is_durable = False

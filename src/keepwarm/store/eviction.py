@@ -22,13 +22,14 @@ MEMORY_HALF_LIFE_S = 20.0  # best of 10, 20, 30 on the traces, where pauses are 
 DISK_HALF_LIFE_S = 600.0  # a disk holds hours, memory minutes
 SUPERSEDED = -180.0  # half-lives: evicted before everything recent
 SHORT_BRANCH = 8  # blocks; a wrong guess costs only their prefill
+CLOCK_TOLERANCE_S = 1.0  # a use may lie so far in the future: threads note them out of order
 DOUBLE_COST_AT = 1 << 14  # block number at which a token counts twice
 
 
 def after_use(used: float, value: float, now: float, half_life_s: float) -> float:
     """The value of a block used now; it was `value` after the use before, at `used`."""
-    halvings = (now - used - value) / half_life_s
-    return half_life_s * log2(1 + 2 ** min(-halvings, 64))  # a clock set back must not overflow
+    age = max(0.0, now - used)  # the clock may have been set back
+    return half_life_s * log2(1 + 2 ** min((value - age) / half_life_s, 64))
 
 
 def prefill_saved(number: int, n_tokens: int, d: int, w: int, s: int) -> float:

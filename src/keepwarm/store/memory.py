@@ -128,6 +128,7 @@ class MemoryTier:
         over -= self._evict_demoted(over)
         if over <= 0:
             return True
+        self._index.follow_clock(now)
         exclude = {record.header.key, record.header.parent}
         priority = self._index.priority_of(record.header, n_bytes, now)
         victims = self._index.evict(over, exclude, priority)

@@ -36,6 +36,7 @@ from keepwarm.store.disk.upkeep import (
     read_file,
     write_file,
 )
+from keepwarm.store.eviction import CLOCK_TOLERANCE_S
 from keepwarm.store.tier import as_store_errors
 
 VERSION = 2  # version 1 had no `left`
@@ -291,13 +292,12 @@ class Agents:
 
     def expired(self, grace_s: float = 0.0) -> list[str]:
         """Agents unused for longer than their retention plus a grace period."""
-        now = self._clock() - grace_s
-        return [
-            agent.id
-            for agent in self.all()
-            if agent.retention_s is not None and not agent.pinned
-            if now - agent.used > agent.retention_s
-        ]
+        now = self._clock()
+        kept = [a for a in self.all() if a.retention_s is not None and not a.pinned]
+        for agent in kept:
+            if agent.used > now + CLOCK_TOLERANCE_S:  # the clock was set back since
+                self._save(replace(agent, used=now))
+        return [a.id for a in kept if now - grace_s - a.used > (a.retention_s or 0.0)]
 
     @property
     def _directory(self) -> Path:

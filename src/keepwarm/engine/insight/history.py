@@ -57,6 +57,15 @@ class Timeline:
             _added(self.total, other.total),
         )
 
+    def until(self, when: float) -> Timeline:
+        """Without what was counted while the clock was ahead; it would displace what is new."""
+        minute, day = minute_name(when), day_name(when)
+        return Timeline(
+            {name: n for name, n in self.minutes.items() if name <= minute},
+            {name: n for name, n in self.days.items() if name <= day},
+            self.total,
+        )
+
     @classmethod
     def entry(cls, when: float, amounts: Amounts) -> Self:
         minute, day = minute_name(when), day_name(when)
@@ -121,7 +130,7 @@ class History:
     @property
     def timeline(self) -> Timeline:
         with self._lock:
-            return self._saved.plus(self._unsaved)
+            return self._saved.until(self._clock()).plus(self._unsaved)
 
     def today(self) -> Amounts:
         return self.timeline.days.get(day_name(self._clock()), {})
@@ -139,7 +148,8 @@ class History:
     def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with exclusive(self._path.with_suffix(".lock")):
-            timeline = Timeline.read(self._path).plus(self._unsaved)
+            saved = Timeline.read(self._path).until(self._clock())
+            timeline = saved.plus(self._unsaved)
             write_atomically(self._path, json.dumps(asdict(timeline), separators=(",", ":")))
         self._saved, self._unsaved = timeline, Timeline()
 

@@ -258,6 +258,7 @@ class DiskTier:
             missing = self._missing_bytes(n_bytes)
             if missing <= 0:  # another process has just evicted
                 return True
+            self.index.follow_clock(self._clock())
             self.index.expire_ttl_pins(self._clock())
             victims = self.index.select_victims(missing, {header.key, header.parent}, priority)
             self._finish_deleting(victims)
@@ -307,4 +308,7 @@ class DiskTier:
         return open_index(self.root, self.seal)
 
     def _reconcile(self) -> None:
-        self.records.others.stray_bytes = reconcile(self.records, self._retry_deleting)
+        self.index.follow_clock(self._clock())
+        self.records.others.stray_bytes = reconcile(
+            self.records, self._retry_deleting, self._clock()
+        )

@@ -26,7 +26,7 @@ def make_directories(root: Path, files: Files) -> set[Path]:
     return found
 
 
-def reconcile(records: RecordFiles, finish_deleting: Callable[[BlockKey], None]) -> int:
+def reconcile(records: RecordFiles, finish_deleting: Callable[[BlockKey], None], now: float) -> int:
     """Finish deletions, cancel reservations of dead processes, add rows for files without one, and
     delete rows without a file. Returns the bytes of files in `blocks/` that are not records.
     """
@@ -40,19 +40,20 @@ def reconcile(records: RecordFiles, finish_deleting: Callable[[BlockKey], None])
     for directory in directories(records.root):
         changes = directory.changes(records.index.lookups.names(directory.first))
         n_bytes += sum(map(bytes_of, changes.strays))
-        n_bytes += sum(_adopt(records, key, part) for key, part in changes.added)
+        n_bytes += sum(_adopt(records, key, part, now) for key, part in changes.added)
         for key, part in changes.missing:
             records.delete_missing(key, part)
     return n_bytes
 
 
-def _adopt(records: RecordFiles, key: BlockKey, part: Part) -> int:
+def _adopt(records: RecordFiles, key: BlockKey, part: Part, now: float) -> int:
     """Add the row of a file; returns the file's bytes if it must stay without one."""
     path = records.path_of(key, part)
     try:
         with records.names_lock():
             header = records.use_record(key, part, lambda _, opened: opened.header)
-            records.index.add(header, path.stat().st_size, path.stat().st_mtime)
+            about = path.stat()
+            records.index.add(header, about.st_size, min(about.st_mtime, now))
     except BadRecord as bad:
         records.quarantine(key, part, str(bad))
     except NewerFormat as newer:

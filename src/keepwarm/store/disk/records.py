@@ -154,7 +154,7 @@ class RecordFiles:
 
     def move_to_quarantine(self, path: Path, why: str) -> bool:
         """Move any file of the store there, with the reason beside it; False if that failed."""
-        target = self.root / "quarantine" / f"{path.name}.{time.time_ns()}"
+        target = self.root / "quarantine" / f"{path.name}.{time.time_ns():019d}"
         try:
             self.files.write(target.with_name(f"{target.name}.why"), [f"{why}\n".encode()])
             self.files.publish(path, target)

@@ -56,7 +56,8 @@ class Wear:
         return self._max_bytes_per_day is None or written <= self._max_bytes_per_day
 
     def _write(self, written: int) -> None:
-        days = self.by_day() | {self._day(): written}
+        today = self._day()
+        days = {day: n for day, n in self.by_day().items() if day < today} | {today: written}
         write_atomically(self._path, json.dumps(dict(sorted(days.items())[-DAYS_KEPT:])))
 
     def by_day(self) -> dict[str, int]:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.eviction import (
+    CLOCK_TOLERANCE_S,
     MEMORY_HALF_LIFE_S,
     SHORT_BRANCH,
     SUPERSEDED,
@@ -31,6 +32,7 @@ from keepwarm.store.seal import Seal
 from keepwarm.store.tier import TTL_PIN, StoredBlock
 
 MAX_TOUCHES = 20_000  # waiting for the next write
+LATEST = "latest use"  # in `counts`, in seconds since 1970
 EVICTABLE = (
     "pins = 0 AND doomed = 0 AND used + value + cost <= ? "
     "AND NOT EXISTS (SELECT 1 FROM writes w WHERE b.key IN (w.key, w.parent))"
@@ -85,9 +87,10 @@ class Index:
     @contextmanager
     def _transaction(self, synced: bool = False) -> Iterator[sqlite3.Connection]:
         with self.database.transaction(synced) as db:
-            if self._touched:
+            if touches := list(self._take_touches()):
                 set_to = "value = after_use(used, value, ?), used = ?"
-                db.executemany(f"UPDATE blocks SET {set_to} WHERE key = ?", self._take_touches())  # noqa: S608
+                db.executemany(f"UPDATE blocks SET {set_to} WHERE key = ?", touches)  # noqa: S608
+                _note_time(db, max(now for now, *_ in touches))
             yield db
 
     def _take_touches(self) -> Iterator[tuple[float, float, BlockKey]]:
@@ -131,6 +134,7 @@ class Index:
         with self._transaction() as db:
             if reservation is not None:
                 _end_write(db, reservation)
+            _note_time(db, now)
             self._supersede(db, header, now)
             cost = self.cost_of(header.number, n_tokens, *sizes)
             row = (key, header.parent, self._columns.encode_namespace(header), header.number,
@@ -283,6 +287,34 @@ class Index:
         with self._transaction() as db:
             return db.execute(query, (len(TTL_PIN), TTL_PIN, now)).rowcount
 
+    def follow_clock(self, now: float) -> None:
+        """If the clock was set back, move uses and TTL pins back with it.
+
+        Otherwise what was used while it was ahead would outlive everything new.
+        """
+        known = self.database.rows("SELECT value FROM counts WHERE name = ?", (LATEST,))
+        if known and known[0][0] <= now + CLOCK_TOLERANCE_S:
+            return
+        with self._transaction() as db:
+            (used,) = db.execute("SELECT max(used) FROM blocks").fetchone()
+            latest = known[0][0] if known else used or now
+            if latest > now:
+                db.execute("UPDATE blocks SET used = ?1 WHERE used > ?1", (now,))
+                self._move_ttl_pins(db, latest, now - latest)
+            db.execute("INSERT OR REPLACE INTO counts VALUES (?, ?)", (LATEST, now))
+
+    def _move_ttl_pins(self, db: sqlite3.Connection, after: float, by_s: float) -> None:
+        """What was left of them then is what is left now."""
+        rows = db.execute(
+            "SELECT key, owner FROM pins WHERE substr(owner, 1, ?1) = ?2", (len(TTL_PIN), TTL_PIN)
+        ).fetchall()
+        for key, owner in rows:
+            until = float(owner.removeprefix(TTL_PIN))
+            if until > after:
+                db.execute("DELETE FROM pins WHERE key = ? AND owner = ?", (key, owner))
+                moved = (key, f"{TTL_PIN}{until + by_s:.0f}")
+                db.execute("INSERT OR IGNORE INTO pins VALUES (?, ?)", moved)
+
     def cancel_writes(self, writer: str) -> None:
         """End all reservations of a process that has died."""
         with self._transaction() as db:
@@ -291,6 +323,11 @@ class Index:
 
 def _mark_deleting(db: sqlite3.Connection, keys: Iterable[BlockKey]) -> None:
     db.executemany("UPDATE blocks SET doomed = 1 WHERE key = ?", ((key,) for key in keys))
+
+
+def _note_time(db: sqlite3.Connection, now: float) -> None:
+    query = "INSERT INTO counts VALUES (?1, ?2) ON CONFLICT DO UPDATE SET value = max(value, ?2)"
+    db.execute(query, (LATEST, now))
 
 
 def _end_write(db: sqlite3.Connection, reservation: int) -> None:
