@@ -157,7 +157,9 @@ def test_an_agent_travels_in_one_file(home, tmp_path):
     away.mkdir()
     (away / "model").symlink_to(home / "model")
     cache(away, "import", str(bundle), "--model", str(away / "model"))
-    again = run(away, prompt)
+    assert run(away, prompt)["usage"]["cached_tokens"] == 0, "nobody here vouches for it"
+    again = run(away, prompt, "--agent", "traveller")
+    assert again["usage"]["inexact"] == ["imported"]
     assert again["usage"]["cached_tokens"] == first["usage"]["prompt_tokens"] - 1
     assert again["text"] == first["text"]
     write_checkpoint(tmp_path / "other", seed=3)
@@ -175,7 +177,8 @@ def test_an_agent_with_rounded_keys_travels_too(main_here, tmp_path):
     assert main_here("cache", "rm", "a")[0] == 0
     code, _, error = main_here("cache", "import", tmp_path / "a.kw", *model)
     assert (code, error) == (0, "")
-    again = json.loads(main_here(*asked, "--kv-bits", 8)[1])
+    again = json.loads(main_here(*asked, "--kv-bits", 8, "--agent", "a")[1])
+    assert again["usage"]["inexact"] == ["quantised", "imported"]
     assert again["usage"]["cached_tokens"] == first["usage"]["prompt_tokens"] - 1
     assert again["text"] == first["text"]
 

@@ -62,7 +62,8 @@ def ask(engine: Engine, wanted: Request) -> dict[str, Any]:
     """The tokens and the receipt of one answer, once everything it computed is kept."""
     result = engine.submit(wanted).result()
     engine.settle()
-    receipt = {k: v for k, v in asdict(result.receipt).items() if k != "saved_ms"}
+    receipt = asdict(result.receipt) | {"exact": result.receipt.exact}
+    receipt = {k: v for k, v in receipt.items() if k not in ("saved_ms", "inexact")}
     return {
         "tokens": [[info.token for info in choice.tokens] for choice in result.choices],
         "receipt": json.loads(json.dumps(receipt)),

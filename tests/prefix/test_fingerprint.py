@@ -38,6 +38,7 @@ OTHERS = {
     "salt": ["tenant", "Tenant"],
     "block_tokens": [128],
     "format_version": [2],
+    "origin": ["an import", "another"],
 }
 
 

@@ -6,13 +6,14 @@ Imports no MLX, so that the command line starts quickly.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from keepwarm.cache.agents.agents import Agent, Agents
-from keepwarm.cache.agents.bundle import export_bundle, import_bundle
+from keepwarm.cache.agents.bundle import CheckRecord, accept_any, export_bundle, import_bundle
 from keepwarm.cache.agents.holders import Holder, find_holders, read_header
 from keepwarm.cache.agents.manifest import Manifest
 from keepwarm.cache.agents.pins import TtlPins
@@ -75,7 +76,7 @@ class DiskStore:
         name = stored_namespace(self.disk.seal, namespace(identity))
         path = self._identity_path(name)
         if not path.exists():
-            write_file(self.disk, path, json.dumps(asdict(identity)).encode())
+            write_file(self.disk, path, json.dumps(identity.to_json()).encode())
         return name
 
     def identity_of(self, name: Namespace) -> Identity:
@@ -85,6 +86,13 @@ class DiskStore:
             raise BadInput(
                 "The model of these blocks is not known here; run it once, then try again."
             ) from error
+
+    def origin_of(self, agent: Agent) -> str:
+        """The import that an agent's blocks came with; "" if they were computed here."""
+        try:
+            return self.identity_of(agent.namespace).origin
+        except BadInput:  # no look-up without its origin reaches a block of an import
+            return ""
 
     def holders(self, agent: Agent) -> Iterator[Holder]:
         """The blocks that hold an agent's conversation, up to the first missing one."""
@@ -170,12 +178,19 @@ class DiskStore:
         expected: Identity,
         agent_id: str | None = None,
         progress: Progress = no_progress,
+        check_record: CheckRecord = accept_any,
     ) -> Agent:
         """Read and verify an agent from a file; raises if it belongs to another model.
 
-        Its blocks get the namespace of `expected`, whichever tenant exported them.
+        Its blocks get the namespace of `expected`, whichever tenant exported them, but of an origin
+        of their own: digests prove that bytes are whole, not who computed them. So only the agent
+        and its forks are served from them, and whatever is computed on top has that origin too.
+        `check_record` raises for a record that does not fit the model; a restore checks it anyway.
         """
-        manifest = import_bundle(self.disk, self.wear, path, expected, progress)
+        expected = replace(expected, origin=secrets.token_hex(16))
+        manifest = import_bundle(
+            self.disk, self.wear, path, expected, check_record=check_record, progress=progress
+        )
         name = self.register(expected)
         tokens = unpack(manifest.tokens)
         return self.agents.create(

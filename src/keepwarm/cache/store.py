@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -128,13 +129,31 @@ class Store:
         )
         manager = self.make_manager(identity, layout)
         manager.rates = self._rates.of(manager.namespace)
-        return AttachedModel(model, manager, kv_options)
+        return AttachedModel(model, identity, manager, kv_options)
 
     def make_manager(self, identity: Identity, layout: kv.Layout) -> Manager:
         """The manager of one model with one set of KV options."""
         on_disk = self._on_disk
         name = namespace(identity) if on_disk is None else on_disk.register(identity)
         return Manager(name, layout, self._lookups, self._reader, self.saver)
+
+    def origin_of(self, agent_id: str) -> str:
+        """The import that an agent's blocks came with; "" for any other agent, or none."""
+        if self._on_disk is None:
+            return ""
+        try:
+            return self._on_disk.origin_of(self._on_disk.agents.show(agent_id))
+        except BadInput:  # new, or its file is damaged
+            return ""
+
+    def fork_import(self, agent_id: str, fork_id: str) -> None:
+        """Record a fork of an imported agent, unless it is known: by its name it finds the blocks.
+
+        Blocks that were computed here are found without a name.
+        """
+        if self.origin_of(agent_id):
+            with suppress(BadInput):
+                self.on_disk.agents.fork(agent_id, fork_id)
 
     def check_agent(self, agent_id: str) -> None:
         """Raise if this cannot be an agent's id."""
@@ -234,9 +253,12 @@ def _refuse_adapter(model: Any) -> None:
 class AttachedModel:
     """A store as one model uses it."""
 
-    def __init__(self, model: Any, manager: Manager, kv_options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Any, identity: Identity, manager: Manager, kv_options: dict[str, Any]
+    ) -> None:
         self._model = model
         self._kv_options = kv_options
+        self.identity = identity
         self.manager = manager
 
     def restore(self, tokens: Sequence[int]) -> RestoredPrompt:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -74,10 +75,10 @@ def list_agents(
 
 
 def _agent_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("agent", "turns", "tokens", "size", "pinned", "used")
+    table = Table("agent", "turns", "tokens", "size", "pinned", "imported", "used")
     for row in rows:
-        pinned = "yes" if row["pinned"] else ""
-        table.add_row(row["id"], str(row["turns"]), *_size(row), pinned, _when(row))
+        marks = ("yes" if row[mark] else "" for mark in ("pinned", "imported"))
+        table.add_row(row["id"], str(row["turns"]), *_size(row), *marks, _when(row))
     return table
 
 
@@ -101,8 +102,7 @@ def show(agent: AgentId, as_json: AsJson = False) -> None:
     """Show one agent: turns, size, pin, quota, retention."""
     with _open_store() as store:
         found = store.agents.show(agent)
-        fields = json.loads(found.to_json()) | {"n_bytes": _n_bytes(store, found)}
-    _print(fields, as_json)
+        _print(_agent_fields(store, found) | {"n_bytes": _n_bytes(store, found)}, as_json)
 
 
 @app.command()
@@ -257,18 +257,18 @@ def import_(
 ) -> None:
     """Import a bundle made with the same weights and KV dtype."""
     from keepwarm.cache.agents.bundle import identity_in
-    from keepwarm.cache.store import identity_of
+    from keepwarm.cache.restore.records import check_record
+    from keepwarm.cache.store import Store
     from keepwarm.models.load import load
 
     settings = config.load(model=model)
     theirs = identity_in(file)
-    loaded = load(settings.model, settings)
-    expected = identity_of(
-        loaded.module, loaded.path, settings, salt=theirs.salt, **_kv_options(theirs)
-    )
-    with _open_store() as store, _bar("importing") as progress:
-        made = store.import_agent(file, expected, agent, progress)
-    _print(json.loads(made.to_json()), as_json)
+    loaded, options = load(settings.model, settings), _kv_options(theirs)
+    with Store(settings=settings) as store, _bar("importing") as progress:
+        ours = store.attach(loaded.module, loaded.path, salt=theirs.salt, **options)
+        fits = partial(check_record, ours.manager.layout)
+        made = store.on_disk.import_agent(file, ours.identity, agent, progress, fits)
+        _print(_agent_fields(store.on_disk, made), as_json)
 
 
 def _kv_options(theirs: Identity) -> dict[str, Any]:
@@ -284,6 +284,11 @@ def _update_agent(agent: str, as_json: bool, **changes: Any) -> None:
         _print(json.loads(store.agents.update(agent, **changes).to_json()), as_json)
 
 
+def _agent_fields(store: DiskStore, agent: Agent) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(agent.to_json())
+    return fields | {"imported": bool(store.origin_of(agent))}
+
+
 def _summary(store: DiskStore, agent: Agent) -> dict[str, Any]:
     return {
         "id": agent.id,
@@ -291,6 +296,7 @@ def _summary(store: DiskStore, agent: Agent) -> dict[str, Any]:
         "n_tokens": agent.n_tokens,
         "n_bytes": _n_bytes(store, agent),
         "pinned": agent.pinned,
+        "imported": bool(store.origin_of(agent)),
         "used": agent.used,
     }
 

@@ -83,5 +83,6 @@ def _as_json(result: Result) -> str:
         "ttft_ms": usage.ttft_ms,
         "tokens_per_second": usage.tokens_per_second,
         "exact": receipt.exact,
+        "inexact": list(receipt.inexact),
     }
     return json.dumps({"text": choice.text, "finish_reason": choice.reason, "usage": counts})

@@ -40,6 +40,7 @@ from keepwarm.engine.insight.whatif import LookupLog
 from keepwarm.engine.jobs import Job, RunningSequence
 from keepwarm.engine.lane import Lane, Lanes, exact_options, make_options
 from keepwarm.engine.prefill import SliceSizer
+from keepwarm.engine.sampling import n_logits
 from keepwarm.engine.scheduler import Scheduler
 from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping
 from keepwarm.kv import make_caches
@@ -98,7 +99,7 @@ class Engine:
         self.lookup_log = LookupLog()
         self._auditor = Auditor(self.config.audit_share)
         self._numbers = count(1)
-        self._preparer = Preparer(model, _vocabulary(model), self._recent)
+        self._preparer = Preparer(model, n_logits(model), self._recent)
         self._lanes = Lanes(model, self.store, self.live)
         on_gpu = mx.default_device() == mx.gpu
         self._admission = Admission(memory.batch_bytes)
@@ -124,6 +125,10 @@ class Engine:
 
     # requests
 
+    def lane_of(self, tenant: str = "") -> Lane:
+        """The lane of a tenant's requests that name no agent and no KV options."""
+        return self._lane(self._with_defaults(Request(tenant=tenant)))
+
     def prepare(self, request: Request) -> PreparedRequest:
         """Render, tokenise and check a request. Runs nothing."""
         return self._prepare(request)[0]
@@ -131,7 +136,7 @@ class Engine:
     def count_tokens(self, request: Request) -> int:
         """Tokens of a prompt, also of one that is too long for the model."""
         request = self._with_defaults(request)
-        lane = self._lane(request.kv, request.tenant)
+        lane = self._lane(request)
         return len(self._preparer.render(request, lane.continuations).tokens)
 
     def submit(self, request: Request) -> Answer:
@@ -317,7 +322,7 @@ class Engine:
         make_caches(self.model.module, **make_options(request.kv))  # refuses bad options
         if request.agent is not None:
             self.store.check_agent(request.agent)
-        lane = self._lane(request.kv, request.tenant)
+        lane = self._lane(request)
         prepared = self._preparer.prepare(request, lane.continuations)
         return prepared, lane.for_prompt(len(prepared.tokens))
 
@@ -369,11 +374,13 @@ class Engine:
                 text = job.prepared.prompt.text
                 self._preparer.splicer.remember(job.request.tenant, text, job.tokens, generated)
 
-    def _lane(self, options: KVOptions, tenant: str) -> Lane:
+    def _lane(self, request: Request) -> Lane:
         """From any thread; a new lane is made on the engine's."""
+        options, tenant = request.kv, request.tenant
         options = exact_options(options) if options.kv_bits is None else options
         found = self._lanes.find(options, tenant)
-        return found or self.call(lambda: self._lanes.get(options, tenant)).result()
+        lane = found or self.call(lambda: self._lanes.get(options, tenant)).result()
+        return self._lanes.of_agent(lane, request.agent)
 
     def _add(self, job: Job) -> None:
         self._scheduler.add(job)
@@ -390,9 +397,3 @@ class Engine:
             manager = job.lane.manager
             block_bytes = kv_bytes(manager.layout, BLOCK_TOKENS)
             self.lookup_log.add(manager.namespace, tokens, len(job.tokens), block_bytes)
-
-
-def _vocabulary(model: Model) -> int:
-    """The number of logits, often more than the tokenizer has tokens."""
-    logits = model.module(mx.array([[0]]))
-    return int(logits.shape[-1])

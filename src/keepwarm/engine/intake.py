@@ -133,7 +133,7 @@ def _task(
 
 
 def _can_share(task: PrefillTask, job: Job) -> bool:
-    return task.lane is job.lane and task.job.request.policy.leads
+    return task.lane.shares_blocks_with(job.lane) and task.job.request.policy.leads
 
 
 def _receipt(job: Job, reused: dict[str, int], load_s: float) -> Receipt:
@@ -144,7 +144,7 @@ def _receipt(job: Job, reused: dict[str, int], load_s: float) -> Receipt:
         reused=reused,
         recomputed=len(job.tokens) - n_known,
         saved_ms=round(max(0.0, saved_ms), 1) if n_known and rates.measured else 0.0,
-        exact=job.lane.is_exact,
+        inexact=job.lane.inexact(n_known),
         spliced=job.prepared.spliced,
         scrubbed=job.request.scrubbed,
         miss=job.prepared.explain(n_known) if job.request.explain else None,

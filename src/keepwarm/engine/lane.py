@@ -1,6 +1,6 @@
-"""A lane: one model with one choice of KV options, for one tenant.
+"""A lane: one model with one choice of KV options, for one tenant, or for one import of a tenant.
 
-Requests of one lane share blocks; lanes that differ only in the tenant share a batch.
+Requests of one lane share blocks; lanes that differ only in tenant or import share a batch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from keepwarm.cache.restore.loading import Loading
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.store import Store
 from keepwarm.models.load import Model
-from keepwarm.prefix.fingerprint import salt_of
+from keepwarm.prefix.fingerprint import Identity, salt_of
 from keepwarm.text.past_answers import Continuations
-from keepwarm.text.request import KVOptions
+from keepwarm.text.request import Inexact, KVOptions
 
 LOG = logging.getLogger(__name__)
 
@@ -40,15 +40,22 @@ class WarmPrefix(NamedTuple):
 class Lane:
     model: Model
     options: KVOptions
+    identity: Identity
     manager: Manager
     live: Live
     can_batch: bool
     exact_lane: Lane | None = None  # for prompts shorter than `quantized_kv_start`
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether keys and values are as the model computed them."""
-        return self.options.kv_bits is None
+    def inexact(self, n_reused: int) -> tuple[Inexact, ...]:
+        """Why the answer to a prompt is not exact: the only definition, as docs/serving.md has it.
+
+        Blocks of an import are whatever the bundle's author wrote, and so is what follows them.
+        """
+        reasons: dict[Inexact, bool] = {
+            "quantised": self.options.kv_bits is not None,
+            "imported": bool(self.identity.origin and n_reused),
+        }
+        return tuple(reason for reason, holds in reasons.items() if holds)
 
     @property
     def needs_checkpoints(self) -> bool:
@@ -69,6 +76,20 @@ class Lane:
     def loads_in_background(self) -> bool:
         """Whether blocks can be loaded while the model runs: not if a device copies them."""
         return self.manager.reader.staging is None
+
+    def of_import(self, origin: str, store: Store) -> Lane:
+        """The same for an imported agent and its forks: a lane that shares blocks with no other."""
+        identity = replace(self.identity, origin=origin)
+        exact_lane = self.exact_lane
+        return replace(
+            self,
+            identity=identity,
+            manager=self.manager.in_namespace(store.on_disk.register(identity)),
+            exact_lane=None if exact_lane is None else exact_lane.of_import(origin, store),
+        )
+
+    def shares_blocks_with(self, other: Lane) -> bool:
+        return self.manager.namespace == other.manager.namespace
 
     def for_prompt(self, n_tokens: int) -> Lane:
         """The lane that a prompt of this length runs in."""
@@ -182,6 +203,11 @@ class Lanes:
             self._made[key] = self._make(options, tenant)
         return self._made[key]
 
+    def of_agent(self, lane: Lane, agent: str | None) -> Lane:
+        """The lane that a tenant's agent runs in; from any thread. Reads the agent's file."""
+        origin = self.store.origin_of(agent) if agent else ""
+        return lane.of_import(origin, self.store) if origin else lane
+
     def _make(self, options: KVOptions, tenant: str) -> Lane:
         start, is_exact = options.quantized_kv_start, options.kv_bits is None
         attached = self.store.attach(
@@ -194,6 +220,7 @@ class Lanes:
         return Lane(
             self.model,
             options,
+            attached.identity,
             attached.manager,
             self.live,
             can_batch=kv.can_batch(fresh),

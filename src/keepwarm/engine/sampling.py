@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from keepwarm.models.load import Model
 from keepwarm.text.request import Sampling, TokenInfo, TopLogprob
 
 if TYPE_CHECKING:
@@ -197,3 +198,9 @@ def _rank_thresholds(samplings: Sequence[Sampling], scores: mx.array) -> mx.arra
 
 def _column(values: Sequence[float]) -> mx.array:
     return mx.array(list(values), mx.float32)[:, None]
+
+
+def n_logits(model: Model) -> int:
+    """Often more than the tokenizer has tokens."""
+    logits = model.module(mx.array([[0]]))
+    return int(logits.shape[-1])

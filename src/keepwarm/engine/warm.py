@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from heapq import nlargest
 from typing import NamedTuple, Self
@@ -19,10 +18,12 @@ from keepwarm.cache.agents.agents import Agent
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.plan import Read
+from keepwarm.cache.store import AttachedModel
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import make_options
 from keepwarm.errors import BadInput, KeepwarmError, Stopping
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace
+from keepwarm.prefix.fingerprint import Identity
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.tier import TTL_PIN, StoredBlock
 
@@ -91,29 +92,27 @@ class Warmer:
         agents = [*disk_store.agents.all(), *_ttl_pins(disk_store)]
         if not agents:
             return []
-        managers = {name: self._manager(salt) for name, salt in self._salts(agents).items()}
-        ours = [agent for agent in agents if agent.namespace in managers]
-        ours.sort(key=lambda agent: (not agent.pinned, -agent.used))
-        return [(managers[agent.namespace], agent) for agent in ours]
+        attached = self._attach()
+        names = {agent.namespace for agent in agents}
+        ours = {name for name in names if self._is_of(attached.identity, name)}
+        found = [agent for agent in agents if agent.namespace in ours]
+        found.sort(key=lambda agent: (not agent.pinned, -agent.used))
+        return [(attached.manager.in_namespace(agent.namespace), agent) for agent in found]
 
-    def _salts(self, agents: Sequence[Agent]) -> dict[Namespace, str]:
-        """The salts of namespaces of this model, which differ by tenant."""
-        identity_of = self._engine.store.on_disk.identity_of
-        ours, found = identity_of(self._manager("").namespace), {}
-        for name in {agent.namespace for agent in agents}:
-            with suppress(BadInput):  # its identity is not recorded
-                theirs = identity_of(name)
-                if replace(theirs, salt=ours.salt) == ours:
-                    found[name] = theirs.salt
-        return found
+    def _is_of(self, model: Identity, name: Namespace) -> bool:
+        """Whether a namespace is of this model, whichever its tenant or import."""
+        try:
+            theirs = self._engine.store.on_disk.identity_of(name)
+        except BadInput:  # it is not recorded
+            return False
+        return replace(theirs, salt=model.salt, origin=model.origin) == model
 
-    def _manager(self, salt: str) -> Manager:
-        """Of the engine's model with its default KV options."""
+    def _attach(self) -> AttachedModel:
+        """The engine's model with its default KV options."""
         self._wait_until_idle()
         model, attach = self._engine.model, self._engine.store.attach
         options = make_options(self._engine.config.kv)
-        made = self._engine.call(lambda: attach(model.module, model.path, salt=salt, **options))
-        return made.result().manager
+        return self._engine.call(lambda: attach(model.module, model.path, **options)).result()
 
     def _warm(self, manager: Manager, agent: Agent) -> None:
         tokens = self._engine.store.on_disk.tokens_of(agent)

@@ -96,7 +96,7 @@ class FileArray(HostArray):
     """An array whose bytes are in a file. Each access to `words` reads them."""
 
     def __init__(self, dtype: str, shape: Shape, source: ByteSource) -> None:
-        self.shape, self.dtype = shape, DTYPES[dtype]
+        self.shape, self.dtype = shape, dtype_of(dtype)
         self._name, self._source = dtype, source
 
     @property
@@ -135,7 +135,13 @@ def _name_of(dtype: mx.Dtype) -> str:
 
 def from_buffer(dtype: str, shape: Shape, data: Any) -> HostArray:
     """View bytes as an array; nothing is copied."""
-    return HostArray(_words(dtype, shape, data), DTYPES[dtype])
+    return HostArray(_words(dtype, shape, data), dtype_of(dtype))
+
+
+def dtype_of(name: str) -> mx.Dtype:
+    if name not in DTYPES:
+        raise CacheMismatch("A tensor", "the dtype", "one of MLX", name)
+    return DTYPES[name]
 
 
 def _words(dtype: str, shape: Shape, data: Any) -> np.ndarray[Any, Any]:

@@ -40,11 +40,17 @@ class Identity:
     salt: str = ""  # one tenant cannot probe another's prompts
     block_tokens: int = BLOCK_TOKENS
     format_version: int = FORMAT_VERSION
+    origin: str = ""  # the import that the blocks came with: they are whatever a stranger wrote
+
+    def to_json(self) -> dict[str, Any]:
+        """Without an empty origin, so that what was computed here keeps the names it always had."""
+        fields = asdict(self)
+        return fields if self.origin else {n: v for n, v in fields.items() if n != "origin"}
 
 
 def namespace(identity: Identity) -> Namespace:
     """Stable across processes, machines and Python versions."""
-    return Namespace(bytes.fromhex(digest(asdict(identity), NAMESPACE_BYTES)))
+    return Namespace(bytes.fromhex(digest(identity.to_json(), NAMESPACE_BYTES)))
 
 
 def digest(value: Any, n_bytes: int = 16) -> str:

@@ -122,7 +122,7 @@ class Session:
 
     def fork(self, id: str | None = None) -> Session:  # noqa: A002
         """Another session with the same messages; their common prefix is not computed again."""
-        return Session(
+        forked = Session(
             self.engine,
             system=self.system,
             tools=self._toolbox.tools,
@@ -135,6 +135,8 @@ class Session:
             busy=self._gate.rule,
             registry=self.registry,
         )
+        self.engine.store.fork_import(self.id, forked.id)
+        return forked
 
     def close(self) -> None:
         """Free its caches in memory. It cannot be used afterwards."""

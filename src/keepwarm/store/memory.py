@@ -192,6 +192,10 @@ class MemoryTier:
         self._index.touch(keys, self._clock())
 
     @default_on_io_error(lambda: None)
+    def discard(self, key: BlockKey, part: Part, why: str) -> None:  # noqa: ARG002
+        self.delete_part(key, part)
+
+    @default_on_io_error(lambda: None)
     def delete_outgrown(self, key: BlockKey) -> None:
         for state in find_surplus(*self._index.lookups.checkpoints(key)):
             self.delete_part(state.key, Part.STATE)

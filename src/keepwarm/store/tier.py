@@ -199,6 +199,9 @@ class Tier(Protocol):
     def unpin(self, key: BlockKey, owner: str) -> None:
         """Remove a pin; a missing one is not an error."""
 
+    def discard(self, key: BlockKey, part: Part, why: str) -> None:
+        """Make a record that its reader cannot use a miss, so that the next put replaces it."""
+
     def delete_outgrown(self, key: BlockKey) -> None:
         """Delete what a block makes redundant: shorter siblings that it can replace, and surplus
         checkpoints before it.

@@ -54,6 +54,10 @@ class Tiers:
             return self._tiers
         return sorted(self._tiers, key=lambda named: -_window_rows(named[1], key))
 
+    def discard(self, key: BlockKey, part: Part, why: str) -> None:
+        for _, tier in self._tiers:
+            tier.discard(key, part, why)
+
     def touch(self, keys: Collection[BlockKey]) -> None:
         for _, tier in self._tiers:
             tier.touch(keys)

@@ -19,6 +19,7 @@ from keepwarm.errors import KeepwarmError
 Message: TypeAlias = Mapping[str, Any]  # as in OpenAI's API: role, content (text), tool_calls, …
 Tool: TypeAlias = Mapping[str, Any]  # {"type": "function", "function": {name, description, …}}
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+Inexact: TypeAlias = Literal["quantised", "imported"]  # `Lane.inexact` says what each one means
 
 
 @dataclass(frozen=True)
@@ -147,11 +148,16 @@ class Receipt:
     reused: Mapping[str, int]  # tokens by tier: live, memory, disk
     recomputed: int  # prompt tokens that were prefilled
     saved_ms: float  # prefill time saved, less the time to restore
-    exact: bool  # not quantised, and every restored row verified
+    inexact: tuple[Inexact, ...] = ()  # why keys and values may differ from those of a cold run
     spliced: int = 0  # tokens of past answers, used as they were generated
     scrubbed: tuple[str, ...] = ()  # scrubbing rules that were applied
     miss: Miss | None = None  # only if the request asks to `explain`
     durable: bool | None = None  # in Done, with Policy.DURABLE: whether all of it is on disk
+
+    @property
+    def exact(self) -> bool:
+        """Whether keys and values are those that this model computes, as far as is known."""
+        return not self.inexact
 
     @property
     def cached_tokens(self) -> int:
@@ -259,7 +265,7 @@ def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
         reused={tier: sum(r.reused.get(tier, 0) for r in receipts) for tier in tiers},
         recomputed=sum(receipt.recomputed for receipt in receipts),
         saved_ms=round(sum(receipt.saved_ms for receipt in receipts), 1),
-        exact=all(receipt.exact for receipt in receipts),
+        inexact=tuple(dict.fromkeys(reason for r in receipts for reason in r.inexact)),
         spliced=sum(receipt.spliced for receipt in receipts),
         scrubbed=tuple(dict.fromkeys(rule for r in receipts for rule in r.scrubbed)),
         miss=max(receipts, key=lambda receipt: receipt.recomputed).miss,

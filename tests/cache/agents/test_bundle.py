@@ -56,7 +56,7 @@ def test_the_first_tokens_travel_and_no_later_one(n_tokens, disk_store, other, t
     (tmp_path / "alone").mkdir()
     bundle.rename(tmp_path / "alone" / "a.kw")
     assert not holds_tokens(tmp_path / "alone", tokens[n_tokens:])
-    assert [ref.key for ref in chain(NAME, tokens[:n_tokens])] == list(made.blocks)
+    assert [ref.key for ref in chain(made.namespace, tokens[:n_tokens])] == list(made.blocks)
     assert other.disk.have(made.blocks).keys() == set(made.blocks)
 
 
@@ -203,6 +203,12 @@ def bundle_of(tmp_path, model, whose="", **wanted):
     return file
 
 
+def manager_of(store, agent, model):
+    """The manager that finds an imported agent's blocks, as an engine makes it for its requests."""
+    identity = store.on_disk.identity_of(agent.namespace)
+    return store.make_manager(identity, probe(model, make_prompt_cache(model)))
+
+
 def assert_goes_on(manager, model, n_restored, n_prompt):
     restored = manager.restore(PROMPT[:n_prompt])
     assert restored.n_tokens == n_restored
@@ -217,7 +223,7 @@ def test_an_imported_prefix_goes_on_there(name, wanted, n_restored, tiny_model, 
     model = tiny_model(name)
     made = away.on_disk.import_agent(bundle_of(tmp_path, model, **wanted), IDENTITY)
     assert away.on_disk.tokens_of(made) == PROMPT[: made.n_tokens]
-    manager = away.make_manager(IDENTITY, probe(model, make_prompt_cache(model)))
+    manager = manager_of(away, made, model)
     has_states = name in ("qwen3_next", "mamba2")
     assert_goes_on(manager, model, 300 if has_states else n_restored, 500)
 
@@ -226,8 +232,8 @@ def test_an_imported_prefix_goes_on_there(name, wanted, n_restored, tiny_model, 
 def test_an_imported_agent_goes_on_and_back(name, tiny_model, away, tmp_path):
     """Its last turn is restored, and the one before: the checkpoints of all turns went along."""
     model = tiny_model(name)
-    away.on_disk.import_agent(bundle_of(tmp_path, model), IDENTITY)
-    manager = away.make_manager(IDENTITY, probe(model, make_prompt_cache(model)))
+    made = away.on_disk.import_agent(bundle_of(tmp_path, model), IDENTITY)
+    manager = manager_of(away, made, model)
     more = [*PROMPT, 1, 2, 3]
     assert manager.restore(more).n_tokens == 600
     assert_goes_on(manager, model, 300 if name != "llama" else 309, 310)
@@ -244,22 +250,26 @@ def test_a_prefix_of_states_alone_is_listed_and_travels(tiny_model, away, tmp_pa
     assert prefix.n_tokens == len(PROMPT)
     home.on_disk.export_agent(prefix.id, file)
     home.close()
-    assert away.on_disk.tokens_of(away.on_disk.import_agent(file, IDENTITY)) == PROMPT
-    manager = away.make_manager(IDENTITY, probe(model, make_prompt_cache(model)))
+    made = away.on_disk.import_agent(file, IDENTITY)
+    assert away.on_disk.tokens_of(made) == PROMPT
+    manager = manager_of(away, made, model)
     assert manager.restore([*PROMPT, 1]).n_tokens == len(PROMPT)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("k-ada", "k-bob"), ("k-ada", ""), ("", "k-bob")])
 def test_a_bundle_becomes_that_of_whoever_takes_it_in(theirs, ours, tiny_model, away, tmp_path):
-    """Under its own key an importer finds every block, and under the exporter's nobody does."""
+    """An importer finds every block, by the agent's name; under either key alone nobody does."""
     model = tiny_model("llama")
     file = bundle_of(tmp_path, model, theirs)
     assert not theirs or theirs.encode() not in file.read_bytes()
     mine = replace(IDENTITY, salt=ours)
     layout = probe(model, make_prompt_cache(model))
-    away.on_disk.import_agent(file, mine)
-    assert_goes_on(away.make_manager(mine, layout), model, 599, 600)
-    assert away.make_manager(replace(IDENTITY, salt=theirs), layout).plan(PROMPT).n_tokens == 0
+    made = away.on_disk.import_agent(file, mine)
+    assert away.on_disk.identity_of(made.namespace).salt == ours
+    assert_goes_on(manager_of(away, made, model), model, 599, 600)
+    for key in (theirs, ours):
+        manager = away.make_manager(replace(IDENTITY, salt=key), layout)
+        assert manager.plan(PROMPT).n_tokens == 0
 
 
 def blocks_of(disk_store, name):
@@ -390,22 +400,16 @@ def test_a_bundle_that_finds_no_room_makes_no_agent(limits, disk_store, tmp_path
         with pytest.raises(InsufficientResources, match=r"of the 8 records .* found no room"):
             small.import_agent(tmp_path / "a.kw", IDENTITY)
         assert list(small.agents.all()) == []
-
-
-def test_what_a_bundle_already_has_here_needs_no_room(disk_store, tmp_path):
-    turn(disk_store, "a", tokens_of(700))
-    disk_store.export_agent("a", tmp_path / "a.kw")
-    disk_store.disk.limits = no_room(tmp_path)
-    assert disk_store.import_agent(tmp_path / "a.kw", IDENTITY, "b").n_tokens == 700
+        assert list(small.disk.walk()) == [], "no name would reach them"
 
 
 def test_a_bundle_counts_as_written_today(disk_store, other, tmp_path):
-    """Once: what is here already is not written again."""
+    """Each time: a stranger's block does not take the place of an equal one."""
     turn(disk_store, "a", tokens_of(700))
     disk_store.export_agent("a", tmp_path / "a.kw")
-    for name in ("a", "b"):
+    for number, name in enumerate(("a", "b"), start=1):
         other.import_agent(tmp_path / "a.kw", IDENTITY, name)
-        assert list(other.wear.by_day().values()) == [3 * 2048]
+        assert list(other.wear.by_day().values()) == [number * 3 * 2048]
 
 
 def test_a_bundle_over_the_daily_budget_is_not_written(disk_store, tmp_path):

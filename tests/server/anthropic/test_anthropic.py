@@ -353,7 +353,7 @@ def test_newly_kept_tokens_are_told_by_their_time():
 
 def receipt(prompt=20, cached=5):
     reused = {"live": cached} if cached else {}
-    return Receipt(prompt, reused, prompt - cached, 1.0, exact=True)
+    return Receipt(prompt, reused, prompt - cached, 1.0)
 
 
 USAGE = Usage(20, 5, 8, 3, 1.0, 2.0)

@@ -26,7 +26,7 @@ from keepwarm.text.request import (
     Usage,
 )
 
-RECEIPT = Receipt(7, {"memory": 5}, 2, 12.3456, True)
+RECEIPT = Receipt(7, {"memory": 5}, 2, 12.3456)
 USAGE = Usage(7, 5, 2, 0, 10.0, 20.0)
 ANSWER = [Started(RECEIPT), Delta(0, "Hel"), Delta(0, "lo"), Finished(0, "stop")]
 END = Done(USAGE, RECEIPT)

@@ -41,7 +41,7 @@ from tests.kit.checkpoints import make_tokenizer
 SETTINGS = config.load({})
 CALLER = RequestFields("t", "me", Policy.READ_WRITE, False, KVOptions(), 60.0)
 META = CompletionMeta("chatcmpl-1", 1700000000, "tiny")
-RECEIPT = Receipt(9, {"live": 4, "disk": 4}, 1, 3.0, True, miss=Miss(8, 1, "new"))
+RECEIPT = Receipt(9, {"live": 4, "disk": 4}, 1, 3.0, miss=Miss(8, 1, "new"))
 USAGE = Usage(9, 8, 5, 2, 4.0, 100.0)
 WEATHER = {
     "type": "function",

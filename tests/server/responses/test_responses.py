@@ -230,7 +230,7 @@ def test_effort_and_sampling():
 
 # Answers.
 
-RECEIPT = Receipt(20, {"live": 5}, 15, 1.0, exact=True, scrubbed=("budget",))
+RECEIPT = Receipt(20, {"live": 5}, 15, 1.0, scrubbed=("budget",))
 USAGE = Usage(20, 5, 8, 3, 1.0, 2.0)
 CALL = ToolCall("call_1", "files__read", '{"path": "a"}')
 ANSWER = [

@@ -12,17 +12,24 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple, TypeAlias, cast
 
 from keepwarm.cache.agents.archive import MANIFEST, ArchiveEntry, ArchiveReader, ArchiveWriter
 from keepwarm.cache.agents.manifest import (
     Manifest,
-    manifest_without_tenant,
+    for_others,
+    model_alone,
     refuse_other_model,
-    without_tenant,
 )
 from keepwarm.cache.agents.rewriting import prefix_blocks, prefix_records, renamed
-from keepwarm.errors import BadCacheFile, BadRecord, InsufficientResources, NewerFormat
+from keepwarm.errors import (
+    BadCacheFile,
+    BadRecord,
+    CacheMismatch,
+    CorruptBlock,
+    InsufficientResources,
+    NewerFormat,
+)
 from keepwarm.files import replacing
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, chain, unpack
 from keepwarm.prefix.fingerprint import Identity, namespace
@@ -41,6 +48,7 @@ from keepwarm.store.record import (
 from keepwarm.store.seal import stored_namespace
 from keepwarm.store.tier import as_store_errors
 
+CheckRecord: TypeAlias = Callable[[Record], None]
 MAX_MANIFEST_BYTES = 64 << 20
 # Exceptions that reading a file that is not a bundle, or a hostile one, may raise.
 PARSE_ERRORS = (
@@ -56,7 +64,7 @@ def export_bundle(
     The last block is cut to the tokens of the prefix.
     """
     inside, tokens = _stored_namespace(disk, manifest.identity), manifest.tokens
-    manifest = manifest_without_tenant(manifest)
+    manifest = for_others(manifest)
     outside = namespace(manifest.identity)
     held = prefix_blocks(disk, inside, tokens, manifest.keys)
     headers = list(prefix_records(disk, held, tokens, tensors=()))
@@ -76,37 +84,58 @@ def export_bundle(
     return n_records
 
 
+def accept_any(record: Record) -> None:
+    """Where no model is loaded that could tell whether a record fits."""
+
+
 def import_bundle(
-    disk: DiskTier, wear: Wear, path: Path, expected: Identity, progress: Progress = no_progress
+    disk: DiskTier,
+    wear: Wear,
+    path: Path,
+    expected: Identity,
+    *,
+    check_record: CheckRecord = accept_any,
+    progress: Progress = no_progress,
 ) -> Manifest:
     """Save a bundle's records, once all of them are verified and of the right model.
 
-    Raises InsufficientResources where it does not all fit, or today's write budget is used up.
+    `check_record` raises for a record that does not fit the model. Raises InsufficientResources
+    where there is no room for all of them, or today's write budget is used up.
     """
     with _as_bundle_errors(path):
         half = path.stat().st_size  # it is read twice
-        checked = _check(path, expected, lambda done: progress(done, 2 * half))
+        checked = _check(path, expected, check_record, lambda done: progress(done, 2 * half))
         if not wear.allows(checked.n_bytes):
             raise _over_budget(checked.n_bytes)
         theirs, ours = namespace(checked.manifest.identity), _stored_namespace(disk, expected)
-        headers = []
-        with path.open("rb") as file:
+        headers: list[Header] = []
+        with _all_or_nothing(disk, headers), path.open("rb") as file:
             archive = ArchiveReader(file, half)
             entries = iter(archive)
             _read_manifest(entries)
             for record in renamed(_records_in(entries), theirs, ours):
-                _save(disk, wear, record)
                 headers.append(record.header)
+                _save(disk, wear, record)
                 progress(half + archive.offset, 2 * half)
-    _check_saved(disk, headers)
+            _check_saved(disk, headers)
     return checked.manifest
+
+
+@contextmanager
+def _all_or_nothing(disk: DiskTier, headers: Sequence[Header]) -> Iterator[None]:
+    """Delete the records of an import that fails: no agent would ever reach them."""
+    try:
+        yield
+    except BaseException:
+        disk.delete_all([header.key for header in headers])
+        raise
 
 
 def identity_in(path: Path) -> Identity:
     """The model and KV options that a bundle names; nothing in it is verified."""
     with _as_bundle_errors(path), path.open("rb") as file:
         entries = iter(ArchiveReader(file, path.stat().st_size))
-        return without_tenant(_read_manifest(entries).identity)
+        return model_alone(_read_manifest(entries).identity)
 
 
 @contextmanager
@@ -116,6 +145,10 @@ def _as_bundle_errors(path: Path) -> Iterator[None]:
         yield
     except NewerFormat as error:
         raise BadCacheFile(f"{path} was made by a newer Keepwarm; update this one.") from error
+    except (CacheMismatch, CorruptBlock) as error:
+        raise BadCacheFile(
+            f"{path} does not fit the model ({str(error).rstrip('.')}); export it again."
+        ) from error
     except (*PARSE_ERRORS, BadRecord) as error:
         raise BadCacheFile(
             f"{path} is not a complete bundle ({error}); export it again."
@@ -129,7 +162,9 @@ class _VerifiedBundle(NamedTuple):
     n_bytes: int
 
 
-def _check(path: Path, expected: Identity, progress: Callable[[int], None]) -> _VerifiedBundle:
+def _check(
+    path: Path, expected: Identity, check_record: CheckRecord, progress: Callable[[int], None]
+) -> _VerifiedBundle:
     """Read all of a bundle; raise if it is incomplete or of another model."""
     with path.open("rb") as file:
         archive = ArchiveReader(file, path.stat().st_size)
@@ -139,6 +174,7 @@ def _check(path: Path, expected: Identity, progress: Callable[[int], None]) -> _
         name, found, n_bytes = namespace(manifest.identity), set(), 0
         for record in renamed(_records_in(entries), name, name):
             _check_tokens(manifest, record.header)
+            check_record(record)
             found.add(record.header.key)
             n_bytes += record.n_bytes
             progress(archive.offset)

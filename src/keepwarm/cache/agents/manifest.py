@@ -21,9 +21,14 @@ class Manifest:
     blocks: tuple[str, ...]  # keys of the blocks inside, in hex
     turns: tuple[int, ...] = ()
     agent: str = ""
+    imported: bool = False  # whoever exported it had it from a bundle, and did not compute it
 
     def to_json(self) -> bytes:
-        fields = asdict(self) | {"version": VERSION, "tokens": b64encode(self.tokens).decode()}
+        fields = asdict(self) | {
+            "version": VERSION,
+            "identity": self.identity.to_json(),
+            "tokens": b64encode(self.tokens).decode(),
+        }
         return json.dumps(fields | {"digest": digest(fields, 32)}).encode()
 
     @classmethod
@@ -46,6 +51,7 @@ class Manifest:
             blocks=tuple(fields["blocks"]),
             turns=tuple(fields["turns"]),
             agent=fields["agent"],
+            imported=bool(fields.get("imported", False)),
         )
 
     @property
@@ -53,25 +59,29 @@ class Manifest:
         return [BlockKey(bytes.fromhex(key)) for key in self.blocks]
 
 
-def without_tenant(identity: Identity) -> Identity:
-    """The same model without the tenant that its blocks belong to.
+def model_alone(identity: Identity) -> Identity:
+    """The same model without the tenant that its blocks belong to, or the import they came with.
 
     The rest of the salt stays: from which token on rows are quantised.
     """
-    return replace(identity, salt=identity.salt.removeprefix(tenant_of(identity.salt)))
+    return replace(identity, salt=identity.salt.removeprefix(tenant_of(identity.salt)), origin="")
 
 
-def manifest_without_tenant(manifest: Manifest) -> Manifest:
-    """Also without the tenant in the agent's id, which starts with it in a shared store."""
-    tenant = tenant_of(manifest.identity.salt)
+def for_others(manifest: Manifest) -> Manifest:
+    """As a bundle has it: without the tenant, which an agent's id in a shared store starts with.
+
+    Which import the blocks came with is nobody's business, that they came with one is.
+    """
+    identity, tenant = manifest.identity, tenant_of(manifest.identity.salt)
     agent = manifest.agent.removeprefix(f"{tenant}.") if tenant else manifest.agent
-    return replace(manifest, identity=without_tenant(manifest.identity), agent=agent)
+    imported = bool(identity.origin)
+    return replace(manifest, identity=model_alone(identity), agent=agent, imported=imported)
 
 
 def refuse_other_model(theirs: Identity, ours: Identity) -> None:
     """Raise, naming the differences, if blocks of one model cannot serve the other."""
-    wanted = asdict(without_tenant(ours))
-    different = [n for n, value in asdict(without_tenant(theirs)).items() if value != wanted[n]]
+    wanted = asdict(model_alone(ours))
+    different = [n for n, value in asdict(model_alone(theirs)).items() if value != wanted[n]]
     if different:
         names = ("quantized_kv_start" if name == "salt" else name for name in different)
         raise BadCacheFile(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -13,14 +12,12 @@ from keepwarm.cache.restore.plan import Point, Read
 from keepwarm.cache.restore.reading import Reader, Use
 from keepwarm.cache.restore.records import block_of
 from keepwarm.cache.restore.writing import Saver
-from keepwarm.errors import BadRecord, CacheError
+from keepwarm.errors import CorruptBlock
 from keepwarm.kv.assembly import Assembly
 from keepwarm.kv.kinds import Caches
 from keepwarm.kv.layout import Layout
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, pack
 from keepwarm.store.record import RecordView
-
-LOG = logging.getLogger(__name__)
 
 
 class RestoredPrefix(NamedTuple):
@@ -60,6 +57,7 @@ class Loading:
         self.in_background = in_background
         self._packed = pack(tokens[: point.n_tokens])
         self.seconds = 0.0  # from first to last read, and for assembling; not waiting for `finish`
+        self._reader = reader
         self._saver = saver
         self._lock = threading.Lock()
         self._first_read = self._last_read = 0.0
@@ -90,9 +88,10 @@ class Loading:
         began = perf_counter()
         try:
             caches = self._assembly.finish()
-        except CacheError as error:
-            LOG.warning("the blocks of a prompt could not be assembled: %s", error)
-            return LoadResult(None, set(self.keys))
+        except CorruptBlock as error:
+            faulty = [read for read in self.point.reads if read.number == error.block]
+            self._reader.discard(faulty, str(error))
+            return LoadResult(None, {read.key for read in faulty} or set(self.keys))
         self.seconds = self._last_read - self._first_read + perf_counter() - began
         return LoadResult(
             RestoredPrefix(caches, self.point.n_tokens, self._by_tier(outcome.tiers)), set()
@@ -106,7 +105,7 @@ class Loading:
         start = read.number * BLOCK_TOKENS
         end = min(start + BLOCK_TOKENS, self.point.n_tokens)
         if not record.header.tokens.startswith(self._packed[4 * start : 4 * end]):
-            raise BadRecord("its tokens differ from the prompt")
+            raise CorruptBlock("?", read.number, "its tokens differ from the prompt")
         began = perf_counter()
         with self._saver.restoring():
             self._assembly.add(block_of(record))

@@ -72,6 +72,10 @@ class Manager:
     def __post_init__(self) -> None:
         self.needs = Needs.of(self.layout)
 
+    def in_namespace(self, name: Namespace) -> Manager:
+        """The same model for blocks of another tenant, or of one import."""
+        return replace(self, namespace=name, restore_failures=0)
+
     def plan(self, tokens: Sequence[int], without: Collection[BlockKey] = ()) -> Plan:
         """The longest stored prefix; one token is always left, because a model must be fed one."""
         point = self._longest(tokens, len(tokens) - 1, without) if len(tokens) > 1 else NOTHING

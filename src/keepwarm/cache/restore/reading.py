@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
@@ -126,7 +126,7 @@ class Reader:
         try:
             tier = self._tiers.visit(read.key, read.part, use, self._own.buffer)
         except CacheError as error:
-            LOG.warning("a block could not be used: %s", error)
+            self._tiers.discard(read.key, read.part, str(error))
             tier = None
         if tier is None:
             started.missed.add(read.key)
@@ -140,6 +140,11 @@ class Reader:
         started.prefetch_slots.acquire()
         if not started.is_prefetch_useless(number):
             self._tiers.prefetch(read.key, read.part)
+
+    def discard(self, reads: Iterable[Read], why: str) -> None:
+        """Set records aside that do not fit together, so that computing replaces them."""
+        for read in reads:
+            self._pool.submit(self._tiers.discard, read.key, read.part, why)
 
     def close(self) -> None:
         for pool in (self._pool, self._background, self._prefetch_pool):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 
+from keepwarm.errors import CorruptBlock
 from keepwarm.kv.buffers import FileArray, HostArray, from_buffer, to_buffer
+from keepwarm.kv.fit import check_block
+from keepwarm.kv.layout import Layout
 from keepwarm.kv.slices import Block, Rows
 from keepwarm.prefix.blocks import BlockRef, Namespace
 from keepwarm.store.record import Header, Part, Record, RecordView, Tensor, UnreadTensor
@@ -29,6 +32,16 @@ def records_of(namespace: Namespace, ref: BlockRef, block: Block) -> Iterator[Re
         yield Record(header, tuple(Tensor(name, *buffer) for name, buffer in buffers))
 
 
+def check_record(layout: Layout, record: Record) -> None:
+    """Raise unless a record is one that this model could have made."""
+    header, block = record.header, block_of(record)
+    check_block(layout, block)
+    if header.part is not Part.WINDOW and not record.tensors:
+        raise CorruptBlock("?", header.number, "it has no tensors")
+    if header.w_rows != _n_window_rows(block):
+        raise CorruptBlock("?", header.number, "it has other window rows than it says")
+
+
 def block_of(record: Record | RecordView) -> Block:
     """The part of a block that is in one record; nothing is copied."""
     header, arrays = record.header, {t.name: _array_of(t) for t in record.tensors}
@@ -37,9 +50,18 @@ def block_of(record: Record | RecordView) -> Block:
         n_tokens=len(header.tokens) // 4,
         delta=arrays if header.part is Part.DELTA else {},
         window=arrays if header.part is Part.WINDOW else {},
-        first_rows={path: int(n) for path, n in header.extra.get("first_rows", {}).items()},
+        first_rows=_first_rows(header),
         state=arrays if header.part is Part.STATE else {},
     )
+
+
+def _first_rows(header: Header) -> dict[str, int]:
+    n_tokens, said = len(header.tokens) // 4, header.extra.get("first_rows", {})
+    if not isinstance(said, dict) or not all(type(n) is int for n in said.values()):
+        raise CorruptBlock("?", header.number, "its first rows are not numbers")
+    if not all(0 <= n < n_tokens for n in said.values()):
+        raise CorruptBlock("?", header.number, "its first rows are not in the block")
+    return dict(said)
 
 
 def _array_of(tensor: Tensor | UnreadTensor) -> HostArray:
@@ -62,5 +84,8 @@ def _parts(block: Block) -> dict[Part, Mapping[str, Rows]]:
 def _extra(part: Part, block: Block) -> dict[str, object]:
     if part is not Part.WINDOW:
         return {}
-    w_rows = block.n_tokens - max(block.first_rows.values(), default=block.n_tokens)
-    return {"first_rows": dict(block.first_rows), "w_rows": w_rows}
+    return {"first_rows": dict(block.first_rows), "w_rows": _n_window_rows(block)}
+
+
+def _n_window_rows(block: Block) -> int:
+    return block.n_tokens - max(block.first_rows.values(), default=block.n_tokens)

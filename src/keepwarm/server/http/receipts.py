@@ -8,7 +8,7 @@ from typing import NotRequired
 
 from typing_extensions import TypedDict
 
-from keepwarm.text.request import Receipt
+from keepwarm.text.request import Inexact, Receipt
 
 RECEIPT_HEADER = "x-keepwarm-receipt"
 
@@ -28,6 +28,7 @@ class ReceiptOut(TypedDict):
     recomputed: int
     saved_ms: float
     exact: bool
+    inexact: NotRequired[list[Inexact]]  # why not
     spliced: int
     scrubbed: list[str]
     miss: NotRequired[ReceiptMissOut]
@@ -36,10 +37,12 @@ class ReceiptOut(TypedDict):
 
 def receipt_dict(receipt: Receipt) -> ReceiptOut:
     fields = asdict(receipt)
+    fields["exact"] = receipt.exact
+    fields["inexact"] = list(receipt.inexact) or None
     fields["reused"] = dict(receipt.reused)
     fields["scrubbed"] = list(receipt.scrubbed)
     fields["saved_ms"] = round(receipt.saved_ms, 3)
-    for name in ("miss", "durable"):
+    for name in ("inexact", "miss", "durable"):
         if fields[name] is None:
             del fields[name]
     return fields  # type: ignore[return-value]

@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
 
@@ -20,12 +21,10 @@ from typing_extensions import TypedDict
 
 from keepwarm.cache.agents.agents import Agent
 from keepwarm.cache.disk_store import DiskStore
-from keepwarm.cache.store import identity_of
+from keepwarm.cache.restore.records import check_record
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.lane import make_options
 from keepwarm.errors import BadCacheFile, BadField, BadInput, TooLarge, UnknownAgent
-from keepwarm.prefix.fingerprint import Identity
 from keepwarm.server.http.body import JsonInput
 from keepwarm.server.http.request_fields import AGENT_ID, Config, Host, tenant_agent_id
 from keepwarm.server.openai.shapes import OpenAIErrorOut
@@ -90,6 +89,7 @@ class AgentOut(TypedDict):
     created: float
     used: float
     forked_from: str | None
+    imported: bool  # its blocks came with a bundle that nobody here vouches for
 
 
 class AgentList(TypedDict):
@@ -125,7 +125,7 @@ class TenantAgents:
         return self._out(self._find(agent_id))
 
     def create(self, agent_id: str, options: AgentOptions) -> AgentOut:
-        name = self._disk_store.register(self._identity())
+        name = self._engine.lane_of(self._tenant).manager.namespace
         made = self._disk_store.agents.create(
             self._unused_id(agent_id), name, **options.model_dump()
         )
@@ -157,8 +157,12 @@ class TenantAgents:
 
     def import_(self, file: Path, agent_id: str) -> AgentOut:
         new_id = self._unused_id(agent_id)
+        lane = self._engine.lane_of(self._tenant)
+        fits = partial(check_record, lane.manager.layout)
         try:
-            return self._out(self._disk_store.import_agent(file, self._identity(), new_id))
+            return self._out(
+                self._disk_store.import_agent(file, lane.identity, new_id, check_record=fits)
+            )
         except BadCacheFile as error:
             raise BadCacheFile(str(error).replace(str(file), "The bundle")) from error
 
@@ -180,15 +184,6 @@ class TenantAgents:
             return stored
         raise BadField(f"Agent {agent_id!r} already exists; choose another id.", "id")
 
-    def _identity(self) -> Identity:
-        """Identity of this tenant's blocks; computed on the engine's thread, which owns MLX."""
-        engine = self._engine
-        model, settings = engine.model, engine.store.settings
-        options = make_options(engine.config.kv)
-        return engine.call(
-            lambda: identity_of(model.module, model.path, settings, salt=self._tenant, **options)
-        ).result()
-
     def _out(self, agent: Agent) -> AgentOut:
         known = self._disk_store.disk.have(agent.blocks)
         prefix = tenant_agent_id(self._tenant, "")
@@ -204,6 +199,7 @@ class TenantAgents:
             "created": agent.created,
             "used": agent.used,
             "forked_from": agent.forked_from.removeprefix(prefix) or None,
+            "imported": bool(self._disk_store.origin_of(agent)),
         }
 
 

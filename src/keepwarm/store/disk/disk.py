@@ -147,6 +147,9 @@ class DiskTier:
         with as_store_errors(self, "pin blocks"):
             self.index.pin_only(owner, keys)
 
+    def discard(self, key: BlockKey, part: Part, why: str) -> None:
+        self.records.discard(key, part, why)
+
     @default_on_io_error(lambda: None)
     def delete_outgrown(self, key: BlockKey) -> None:
         lookups = self.index.lookups

@@ -120,12 +120,21 @@ class RecordFiles:
     @default_on_io_error(lambda: None)
     def quarantine(self, key: BlockKey, part: Part, why: str) -> None:
         """Move a bad record to quarantine, with the reason beside it; from now on it is a miss."""
-        path = self.path_of(key, part)
         with self.names_lock():
-            if not self._is_bad(key, part):  # another process may have replaced it meanwhile
-                return
-            self.move_to_quarantine(path, why)
-            self.index.delete_part(key, part)
+            if self._is_bad(key, part):  # another process may have replaced it meanwhile
+                self._quarantine(key, part, why)
+
+    @default_on_io_error(lambda: None)
+    def discard(self, key: BlockKey, part: Part, why: str) -> None:
+        """The same for a record with right digests that does not fit the model."""
+        with self.names_lock():
+            if self.path_of(key, part).exists():
+                self._quarantine(key, part, why)
+
+    def _quarantine(self, key: BlockKey, part: Part, why: str) -> None:
+        path = self.path_of(key, part)
+        self.move_to_quarantine(path, why)
+        self.index.delete_part(key, part)
         LOG.warning("%s is bad and was quarantined: %s", path.name, why)
         self.others.changed()
         self.counts.add(quarantined=1)

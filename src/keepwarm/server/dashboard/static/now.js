@@ -83,7 +83,7 @@ function requests(caption, list, now) {
 
 export function receipt(one) {
   if (!one.receipt) return `${count(one.prompt_tokens)} tokens`;
-  const { reused, recomputed, prompt_tokens: whole, saved_ms: saved, exact } = one.receipt;
+  const { reused, recomputed, prompt_tokens: whole, saved_ms: saved, inexact = [] } = one.receipt;
   const parts = [...Object.entries(reused), ["computed", recomputed]].filter(([, n]) => n);
   const warm = whole - recomputed;
   const details = parts.map(([tier, n]) => `${tier} ${count(n)}`).join(", ");
@@ -91,7 +91,7 @@ export function receipt(one) {
     stack(parts, whole),
     h("span", {}, `${count(warm)} of ${count(whole)} warm (${percent(warm, whole)})`),
     h("span", { class: "quiet" }, [` ${details}`, saved ? `; saved ${seconds(saved / 1000)}` : "",
-      exact ? "" : "; quantised"].join("")));
+      ...inexact.map((reason) => `; ${reason}`)].join("")));
 }
 
 function stack(parts, whole) {
