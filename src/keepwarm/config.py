@@ -68,6 +68,7 @@ class Settings:
     allowed_hosts: str = ""  # accepted Host headers besides this machine's names
     allowed_origins: str = ""  # web origins that may call the server
     share_cache: bool = False  # all API keys share cached blocks
+    raw_special_tokens: bool = True  # parse special tokens in raw prompts; false: they are text
     allow_model_paths: bool = False  # requests may name any directory as a model
     scrub: str = ""  # scrub rules to turn on, or off with `-`, as `-billing-header,date`
     strict_model: bool = False  # refuse requests that name another model than the loaded one

@@ -99,7 +99,8 @@ class Engine:
         self.lookup_log = LookupLog()
         self._auditor = Auditor(self.config.audit_share)
         self._numbers = count(1)
-        self._preparer = Preparer(model, n_logits(model), self._recent)
+        raw = settings.raw_special_tokens
+        self._preparer = Preparer(model, n_logits(model), self._recent, raw)
         self._lanes = Lanes(model, self.store, self.live)
         on_gpu = mx.default_device() == mx.gpu
         self._admission = Admission(memory.batch_bytes)

@@ -12,10 +12,12 @@ import threading
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.text.detokenize import decode
+from keepwarm.text.special_tokens import Encode
 from keepwarm.text.template import Template
 
 MAX_BYTES = 16 << 20
@@ -108,15 +110,18 @@ class Splicer:
         text: str,
         starts: Sequence[int] = (),
         stored: Continuations | None = None,
+        to_tokens: Encode | None = None,
     ) -> list[KnownSpan]:
         """The past answers in this text, in order, with the tokens that were generated.
 
-        At `starts`, answers that are not remembered are looked up in `stored`.
+        At `starts`, answers that are not remembered are looked up in `stored`. `to_tokens`
+        tokenises parts of this text, if they are not tokenised as any text.
         """
         found = self._remembered(tenant, text)
         if stored is None or {span.start for span in found}.issuperset(starts):
             return found
-        return self._with_stored(tenant, text, found, starts, stored)
+        to_tokens = to_tokens or partial(encode, self._tokenizer)
+        return self._with_stored(tenant, text, found, starts, stored, to_tokens=to_tokens)
 
     def _remembered(self, tenant: str, text: str) -> list[KnownSpan]:
         with self._lock:
@@ -151,6 +156,8 @@ class Splicer:
         remembered: Sequence[KnownSpan],
         starts: Sequence[int],
         stored: Continuations,
+        *,
+        to_tokens: Encode,
     ) -> list[KnownSpan]:
         """Answer by answer: each lookup needs the tokens of the answers before it."""
         known = {span.start: span for span in remembered}
@@ -160,7 +167,7 @@ class Splicer:
         for start in sorted({*known, *starts}):
             if start < at:
                 continue
-            prompt = before + encode(self._tokenizer, text[at:start], at)
+            prompt = before + to_tokens(text[at:start], at)
             span = known.get(start) or self._follow(text, start, prompt, stored)
             if span is None:  # this prompt is not stored, so no longer one is
                 return found + [span for span in remembered if span.start >= at]

@@ -70,7 +70,13 @@ class PreparedRequest:
 class Preparer:
     """Prepares requests for one model. Thread-safe."""
 
-    def __init__(self, model: Model, n_vocab: int, recent: RecentPrompts) -> None:
+    def __init__(
+        self,
+        model: Model,
+        n_vocab: int,
+        recent: RecentPrompts,
+        raw_special_tokens: bool = True,
+    ) -> None:
         tokenizer = model.tokenizer
         self._model = model
         self._n_vocab = n_vocab
@@ -79,7 +85,10 @@ class Preparer:
         self.template = Template.of(tokenizer)
         self.splicer = Splicer(tokenizer, self.template)
         self.markup = Markup.of(tokenizer, self.template)
-        self._prompter = Prompter(tokenizer, self.template, self.splicer, self.markup.tool_format)
+        self._prompter = Prompter(
+            *(tokenizer, self.template, self.splicer, self.markup.tool_format),
+            raw_special_tokens=raw_special_tokens,
+        )
         self._grammars = Grammars(tokenizer, n_vocab, self._stop_tokens)
 
     def prepare(self, request: Request, stored: Continuations | None = None) -> PreparedRequest:

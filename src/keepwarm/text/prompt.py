@@ -6,7 +6,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from time import thread_time
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,8 +15,9 @@ from keepwarm.prefix.blocks import common_prefix
 from keepwarm.text.detokenize import decode
 from keepwarm.text.past_answers import Continuations, KnownSpan, Splicer, encode
 from keepwarm.text.request import Message, Request, Tool
+from keepwarm.text.special_tokens import Chat, Encode, SpecialTokens
 from keepwarm.text.template import Template, normalise, opens_thinking, write
-from keepwarm.text.tools import ToolFormat, adapt_to_template, tool_format
+from keepwarm.text.tools import BLOCK, ToolFormat, adapt_to_template, tool_format
 
 RenderUpTo: TypeAlias = Callable[[int], str]  # the rendering of the messages up to this one
 
@@ -60,9 +61,15 @@ class Prompt:
     """The tokens of one request, and its cuts: where other prompts may diverge from it."""
 
     def __init__(
-        self, tokenizer: Any, whole: TokenisedText, n_messages: int, render_up_to: RenderUpTo
+        self,
+        tokenizer: Any,
+        whole: TokenisedText,
+        n_messages: int,
+        render_up_to: RenderUpTo,
+        to_tokens: Encode,
     ) -> None:
         self._tokenizer = tokenizer
+        self._to_tokens = to_tokens
         self._whole = whole
         self._render_up_to = render_up_to
         self._n_messages = n_messages
@@ -70,6 +77,7 @@ class Prompt:
 
     @property
     def text(self) -> str:
+        """The rendering, in which special tokens that the client spelled are masked."""
         return self._whole.text
 
     @property
@@ -131,7 +139,7 @@ class Prompt:
             except BadInput:
                 self._ends[message] = None
             else:
-                self._ends[message] = _cut(self._tokenizer, self._whole, part, reach)
+                self._ends[message] = _cut(self._to_tokens, self._whole, part, reach)
         return self._ends[message]
 
 
@@ -144,11 +152,15 @@ class Prompter:
         template: Template | None = None,
         splicer: Splicer | None = None,
         call_format: ToolFormat | None = None,
+        *,
+        raw_special_tokens: bool = True,
     ) -> None:
         self.template = template or Template.of(tokenizer)
         self._tokenizer = tokenizer
         self._splicer = splicer
         self._tool_format = call_format or tool_format(tokenizer, self.template)
+        self._specials = SpecialTokens(tokenizer, _written(tokenizer, self._tool_format))
+        self._raw_special_tokens = raw_special_tokens
 
     def render(self, request: Request, stored: Continuations | None = None) -> Prompt:
         """The prompt of a request; its breakpoints are among the cuts.
@@ -158,8 +170,7 @@ class Prompter:
         if (request.messages is None) == (request.prompt is None):
             raise BadInput("A request has either messages or a prompt; give one of them.")
         if request.messages is None:
-            whole = self._raw(request.prompt or "")
-            return Prompt(self._tokenizer, whole, 0, lambda _: "")
+            return self._raw(request.prompt or "")
         prompt = self._chat(request, [normalise(each) for each in request.messages], stored)
         for breakpoint_ in request.breakpoints:
             prompt.end_of(breakpoint_.message)
@@ -170,34 +181,49 @@ class Prompter:
     ) -> Prompt:
         if not messages:
             raise BadInput("There are no messages; send at least one.")
-        options = _options(request)
+        chat = Chat(list(messages), request.tools, _options(request))
+        masked = self._specials.mask(chat)
+        to_tokens = self._specials.encode if masked else partial(encode, self._tokenizer)
+        messages, tools, given = masked or chat
+        options = dict(given)
         continues = bool(options.pop("continue_final_message", False))
         asked = {"continue_final_message": True} if continues else {}
-        text = self._write(
-            messages, request.tools, add_generation_prompt=not continues, **options, **asked
-        )
+        text = self._write(messages, tools, add_generation_prompt=not continues, **options, **asked)
 
         def render_up_to(message: int) -> str:
             some = messages[: message + 1] if message != TOOLS else _others(messages)
-            return self._write(some, request.tools, add_generation_prompt=False, **options)
+            return self._write(some, tools, add_generation_prompt=False, **options)
 
         spans: Sequence[KnownSpan] = ()
         if self._splicer is not None and request.policy.reads:
             closed = render_up_to(len(messages) - 1) if stored else text
             starts = _answer_starts(text, closed)
-            spans = self._splicer.spans(request.tenant, text, starts, stored)
-        whole = _tokenise(self._tokenizer, text, spans)
-        return Prompt(self._tokenizer, whole, len(messages), render_up_to)
+            spans = self._splicer.spans(request.tenant, text, starts, stored, to_tokens)
+        whole = _tokenise(self._tokenizer, to_tokens, text, spans)
+        return Prompt(self._tokenizer, whole, len(messages), render_up_to, to_tokens)
 
     def _write(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
         adapted = adapt_to_template(self._tool_format, messages, tools)
         conforming = self.template.conform(adapted.messages)
         return write(self._tokenizer, conforming, adapted.tools, **options)
 
-    def _raw(self, prompt: str | Sequence[int]) -> TokenisedText:
-        if isinstance(prompt, str):
-            return TokenisedText(prompt, list(self._tokenizer.encode(prompt)), [])
-        return TokenisedText("", list(prompt), [])
+    def _raw(self, prompt: str | Sequence[int]) -> Prompt:
+        if not self._raw_special_tokens:
+            tokens = self._specials.raw(prompt)
+        elif isinstance(prompt, str):
+            tokens = list(self._tokenizer.encode(prompt))
+        else:
+            tokens = list(prompt)
+        whole = TokenisedText(prompt if isinstance(prompt, str) else "", tokens, [])
+        return Prompt(self._tokenizer, whole, 0, lambda _: "", partial(encode, self._tokenizer))
+
+
+def _written(tokenizer: Any, call_format: ToolFormat) -> list[str | None]:
+    """Texts in which the template and the model's answers write tokens."""
+    template = tokenizer.chat_template or ""
+    templates = template.values() if isinstance(template, dict) else [template]
+    markers = (tokenizer.think_start, tokenizer.think_end, call_format.start, call_format.end)
+    return [*templates, BLOCK, *markers]
 
 
 def _options(request: Request) -> dict[str, Any]:
@@ -231,14 +257,16 @@ def _worth_cutting(n_messages: int) -> list[int]:
     return [message for message in wanted if 0 <= message < n_messages]
 
 
-def _tokenise(tokenizer: Any, text: str, spans: Sequence[KnownSpan] = ()) -> TokenisedText:
+def _tokenise(
+    tokenizer: Any, to_tokens: Encode, text: str, spans: Sequence[KnownSpan] = ()
+) -> TokenisedText:
     """Past answers become their own tokens; the text between two of them is tokenised whole."""
     tokens: list[int] = []
     boundaries: list[TokenBoundary] = []
     names = _special_names(tokenizer)
     start = 0
     for span in (*spans, KnownSpan(len(text), len(text), ())):
-        between = encode(tokenizer, text[start : span.start], start)
+        between = to_tokens(text[start : span.start], start)
         boundaries.append(TokenBoundary(len(tokens), start, start))
         boundaries += _boundaries(names, text, start, between, len(tokens))
         tokens += between
@@ -248,7 +276,7 @@ def _tokenise(tokenizer: Any, text: str, spans: Sequence[KnownSpan] = ()) -> Tok
     return TokenisedText(text, tokens, boundaries, sum(len(span.tokens) for span in spans))
 
 
-def _cut(tokenizer: Any, whole: TokenisedText, part: str, reach: int) -> int | None:
+def _cut(to_tokens: Encode, whole: TokenisedText, part: str, reach: int) -> int | None:
     """The common token prefix with a text, tokenised from the last boundary both share."""
     shared = common_prefix(whole.text, part)
     if shared == len(whole.text):
@@ -257,7 +285,7 @@ def _cut(tokenizer: Any, whole: TokenisedText, part: str, reach: int) -> int | N
     n_before, start, _ = whole.boundaries[nearest]
     if shared - start > reach:
         return None
-    rest = encode(tokenizer, part[start : shared + MARGIN], start)
+    rest = to_tokens(part[start : shared + MARGIN], start)
     after = whole.tokens[n_before : n_before + len(rest)]
     return n_before + common_prefix(after, rest)
 
