@@ -8,8 +8,11 @@ BACKEND ?= $(shell if [ "$$(uname -s)" = Darwin ]; then echo metal; \
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(BACKEND)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Every package with its hashes, for all systems and Pythons; on macOS the CPU's file brings Metal.
+LOCK := requirements$(if $(filter cuda,$(BACKEND)),-cuda).lock
 
-.PHONY: run chat test lint format bench soak install backend clean
+.PHONY: run chat test lint format bench soak install lock backend clean
 
 run: install
 	$(BIN)/keepwarm pull smollm2
@@ -39,12 +42,21 @@ soak: install
 
 install: $(READY)
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml $(LOCK)
 	@test -n "$(PYTHON)" || { echo "keepwarm needs Python 3.11 or newer; none of python3, python3.11 … python3.14 is one. Install it, or name it: make PYTHON=/path/to/python"; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments; install its venv package (Debian: apt install python3-venv)."; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(BACKEND),dev]'
+	$(PIP) --require-hashes --only-binary :all: --requirement $(LOCK)
+	$(PIP) --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/.ready-* && touch $@
+
+lock: install
+	$(PIP) uv
+	$(call locked,requirements.lock,cpu)
+	$(call locked,requirements-cuda.lock,cuda)
+
+locked = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --upgrade \
+  --no-annotate --custom-compile-command 'make lock' --extra $(2) --extra dev --output-file $(1) pyproject.toml
 
 backend:
 	@echo $(BACKEND)

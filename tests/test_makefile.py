@@ -62,7 +62,8 @@ def test_the_backend_can_be_named(tmp_path, backend):
 def project(tmp_path: Path) -> Path:
     """A copy of the Makefile beside an environment that is installed for `cpu`."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    (tmp_path / "pyproject.toml").touch()
+    for name in ("pyproject.toml", "requirements.lock", "requirements-cuda.lock"):
+        (tmp_path / name).touch()
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv/.ready-cpu").touch()
     return tmp_path
@@ -86,12 +87,22 @@ def test_the_program_is_started_with_its_model(project, target, verb):
 
 
 @needs_make
-@pytest.mark.parametrize("why", ["another backend", "a newer pyproject.toml"])
-def test_what_changed_is_installed(project, why):
-    backend = "cuda" if why == "another backend" else "cpu"
-    if backend == "cpu":
-        os.utime(project / ".venv/.ready-cpu", (0, 0))
-    assert f".[{backend},dev]" in make("-n", "test", f"BACKEND={backend}", cwd=project)
+@pytest.mark.parametrize(
+    ("backend", "newer", "lock"),
+    [
+        ("cuda", None, "requirements-cuda.lock"),
+        ("metal", None, "requirements.lock"),
+        ("cpu", "pyproject.toml", "requirements.lock"),
+        ("cpu", "requirements.lock", "requirements.lock"),
+    ],
+)
+def test_what_changed_is_installed_from_the_lock(project, backend, newer, lock):
+    if newer:
+        os.utime(project / newer, (2**32, 2**32))
+    said = make("-n", "test", f"BACKEND={backend}", cwd=project)
+    packages, ours = (line for line in said.splitlines() if " pip install " in line)
+    assert packages.endswith(f"--require-hashes --only-binary :all: --requirement {lock}")
+    assert ours.endswith("--no-deps --no-build-isolation --editable .")
 
 
 SKIPS = """
