@@ -15,8 +15,10 @@ import keepwarm
 SOURCE = Path(keepwarm.__file__).parent
 MAX_FILE_LINES = 400
 MAX_FILES = 14
-# Overridden methods: pydantic, logging and mlx-lm call them.
-CALLED_BY_LIBRARIES = {"field_title_should_be_set", "formatException", "make_mask"}
+# Overridden methods: pydantic, logging, mlx-lm and uvicorn call them.
+CALLED_BY_LIBRARIES = {
+    *("field_title_should_be_set", "formatException", "make_mask", "timeout_keep_alive_handler"),
+}
 MAX_FUNCTION_LINES = 60
 
 # A room imports rooms of a lower level. Rooms of one level are siblings and never meet, except

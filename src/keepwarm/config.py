@@ -41,6 +41,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "max_queue": COUNT,
     "audit_share": (0.0, 1.0),
     "request_timeout_s": SECONDS,
+    "client_timeout_s": (0.1, SECONDS[1]),
     "rate_per_minute": (0, COUNT[1]),
     "drain_s": SECONDS,
 }
@@ -77,6 +78,7 @@ class Settings:
     max_queue: int = 256  # waiting and running requests of all keys
     audit_share: float = 0.0  # share of cached answers that is recomputed cold and compared
     request_timeout_s: float = 3600.0
+    client_timeout_s: float = 30.0  # for a client to send a header, go on with a body, or read
     rate_per_minute: int = 0  # requests per key; 0 is no limit
     drain_s: float = 20.0  # how long a stopping server waits for running answers
 

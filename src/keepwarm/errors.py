@@ -12,6 +12,7 @@
     │   ├── BadField                 400   an invalid field of a request; names the field
     │   │   └── NoThreads            400   a conversation that the server would have to store
     │   ├── TooLarge                 413   a body over the size limit
+    │   ├── SlowBody                 408   a body that comes too slowly
     │   ├── ContextTooLong           400   more tokens than the model's context length
     │   └── RepeatedToolCall         400   the model repeats a tool call with the same arguments
     ├── Refused                      401   the API key is missing or wrong
@@ -90,6 +91,10 @@ class NoThreads(BadField):
 
 class TooLarge(BadInput):
     status = 413
+
+
+class SlowBody(BadInput):
+    status = 408
 
 
 class ContextTooLong(BadInput):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from keepwarm import config
 
@@ -39,7 +39,12 @@ SMALL = ("-m", "tests.server.processes")
 
 @contextmanager
 def served(
-    checkpoint: Path, home: Path, *, command: tuple[str, ...] = PROGRAM, **environ: str
+    checkpoint: Path,
+    home: Path,
+    *,
+    command: tuple[str, ...] = PROGRAM,
+    log: IO[str] | int = subprocess.PIPE,
+    **environ: str,
 ) -> Iterator[Served]:
     """A server process, until the test ends, however it does."""
     process = subprocess.Popen(
@@ -47,7 +52,7 @@ def served(
         cwd=ROOT,
         env={**os.environ, "KEEPWARM_HOME": str(home), **environ},
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=log,
         text=True,
     )
     try:
@@ -56,7 +61,7 @@ def served(
         found = re.search(r"http://127\.0\.0\.1:\d+", greeting)
         if found is None:
             process.kill()
-            raise AssertionError(greeting + "".join(process.communicate()))
+            raise AssertionError(greeting + "".join(filter(None, process.communicate())))
         yield Served(process, found[0])
     finally:
         process.kill()

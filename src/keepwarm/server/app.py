@@ -108,6 +108,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
+        if isinstance(error.__cause__, KeepwarmError):  # FastAPI's way of saying: from the body
+            return respond(request.url.path, problem_of(error.__cause__))
         problem = http_problem(error.status_code, error.detail, request.method, request.url.path)
         answer = respond(request.url.path, problem)
         answer.headers.update(error.headers or {})

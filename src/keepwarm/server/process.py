@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import resource
 import signal
 import socket
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -15,10 +17,14 @@ from fastapi import FastAPI
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput
 from keepwarm.server.host import EngineHost
+from keepwarm.server.http.connections import Connection, ConnectionPool
 from keepwarm.server.http.logs import log_to_stderr
 
 KEEP_ALIVE_S = 75
 AFTER_DRAIN_S = 2  # for the last frames of streams that the drain cut short
+BACKLOG = 256  # connections that the system, and one turn of the loop, accept ahead
+SEND_BUFFER_BYTES = 256 << 10
+SPARE_CONNECTIONS = 768  # besides those of running requests
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -28,7 +34,7 @@ def bind(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listening = socket.create_server(address[:2], family=family, backlog=2048)
+        listening = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise BadInput(
@@ -36,8 +42,10 @@ def bind(host: str, port: int) -> socket.socket:
             ) from error
         why = error.strerror or str(error)
         raise BadInput(f"Cannot listen on {host}, port {port}: {why}.") from error
-    # Connections inherit this: otherwise each token waits for the previous one's TCP ACK.
+    # Connections inherit both. Otherwise each token waits for the previous one's TCP ACK, and the
+    # system buffers megabytes for a client that does not read.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     return listening
 
 
@@ -64,6 +72,13 @@ def serve(app: FastAPI, settings: Settings, listening: socket.socket) -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+def most_connections(settings: Settings) -> int:
+    """What requests may use and some more, within half of the files that may be open."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = settings.max_queue + SPARE_CONNECTIONS
+    return wanted if allowed == resource.RLIM_INFINITY else min(wanted, allowed // 2)
+
+
 def build_routes(app: FastAPI) -> None:
     """Build them now: FastAPI does it on the first request, and blocks for half a second."""
     app.openapi()
@@ -76,6 +91,13 @@ class DrainingServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=partial(  # type: ignore[arg-type]
+                    Connection,
+                    pool=ConnectionPool(most_connections(settings)),
+                    timeout_s=settings.client_timeout_s,
+                ),
+                ws="none",
+                backlog=BACKLOG,
                 lifespan="on",
                 access_log=False,
                 log_config=None,

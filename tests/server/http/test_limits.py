@@ -11,13 +11,14 @@ from keepwarm import config
 from keepwarm.errors import BadInput, Busy
 from keepwarm.server.app import create_app
 from keepwarm.server.host import EngineHost
+from keepwarm.server.http.body_limits import BodyBudget, BodyShare
 from keepwarm.server.http.limits import ConcurrencyLimit, Limits, RateLimit, check_binding
 
 
 async def echo(scope, receive, send):
     """Answers with what the limits have made of the request."""
     state = scope.get("state", {})
-    body = (await receive())["body"]
+    body = (await receive())["body"] if scope["method"] == "POST" else b""
     answer = json.dumps({**state, "n_bytes": len(body)}).encode()
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": answer})
@@ -175,8 +176,11 @@ def test_a_body_that_does_not_say_its_size_is_counted():
         for _ in range(3):
             yield b"x" * 40
 
-    assert ask(settings(max_body_bytes=100), content=parts()).status_code == 413
-    assert ask(settings(max_body_bytes=120), content=parts()).json()["n_bytes"] == 120
+    for max_bytes, status in ((100, 413), (120, 400)):  # 400: it is read, and no JSON
+        given = settings(max_body_bytes=max_bytes)
+        app = create_app(EngineHost(None, "x"), given)
+        answer = ask(given, app=app, content=parts(), content_type="application/json")
+        assert answer.status_code == status
 
 
 def test_a_key_may_ask_so_often():
@@ -239,6 +243,37 @@ def test_one_key_cannot_use_the_whole_limit():
         limit.enter("c")
     limit.leave("a")
     limit.enter("c")
+
+
+def test_one_key_cannot_use_the_whole_budget_for_bodies():
+    budget = BodyBudget(max_body_bytes=100)
+    share = {key: [BodyShare(budget, key, 100) for _ in range(5)] for key in "abc"}
+    for key in "ab":
+        for each in share[key][:4]:
+            each.reserve(40)
+            each.reserve(100)  # more has come than was announced
+    with pytest.raises(Busy, match="all requests"):
+        share["c"][0].reserve(1)
+    share["b"][0].release()
+    with pytest.raises(Busy, match="this key's"):
+        share["a"][4].reserve(1)
+    share["c"][0].reserve(100)
+
+
+def test_a_request_that_never_ends_leaves_its_slot():
+    """As of a client that reads a byte now and then: the engine has given up long before."""
+
+    async def run():
+        async def stuck(scope, receive, send):
+            await asyncio.Event().wait()
+
+        app = Limits(stuck, settings(max_queue=1, request_timeout_s=0.1, client_timeout_s=0.1))
+        scope = {"type": "http", "method": "POST", "path": "/v1/x", "headers": []}
+        scope["headers"] = [(b"host", b"localhost")]
+        for _ in range(2):
+            await asyncio.wait_for(app(scope, None, None), 60)
+
+    asyncio.run(run())
 
 
 def test_pages_that_are_named_may_read_the_answer_but_never_with_cookies():

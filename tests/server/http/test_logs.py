@@ -10,7 +10,7 @@ import signal
 import httpx
 import pytest
 
-from keepwarm.server.http.logs import LINE, RedactingFormatter
+from keepwarm.server.http.logs import LINE, LINES_PER_MINUTE, RedactingFormatter, RepeatLimit
 from tests.kit.checkpoints import CHATML, write_checkpoint
 from tests.server.conftest import wait_until
 from tests.server.processes import SMALL, served
@@ -121,3 +121,21 @@ def test_causes_are_named_without_their_words(how):
     assert "builtins.ValueError" in written.getvalue()
     assert how.__name__ in written.getvalue()
     assert SECRET not in written.getvalue()
+
+
+def test_what_is_repeated_is_logged_some_times_a_minute_and_then_counted():
+    now, said = [0.0], io.StringIO()
+    handler = logging.StreamHandler(said)
+    handler.addFilter(RepeatLimit(clock=lambda: now[0]))
+    logger = logging.Logger("repeats")
+    logger.addHandler(handler)
+    for second in range(61):
+        now[0] = second
+        logger.warning("no HTTP from %s", "there")
+        if second == 30:
+            logger.warning("another place")
+    lines = said.getvalue().splitlines()
+    assert lines[:LINES_PER_MINUTE] == ["no HTTP from there"] * LINES_PER_MINUTE
+    n_dropped = 60 - LINES_PER_MINUTE
+    again = f"no HTTP from there ({n_dropped} lines like this were left out)"
+    assert lines[LINES_PER_MINUTE:] == ["another place", again]

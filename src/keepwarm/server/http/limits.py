@@ -1,27 +1,32 @@
 """Access checks and limits. Pure ASGI: streams and disconnects pass through unchanged.
 
-Checked in this order: Host and Origin, API key, rate, body size, concurrency.
+Checked in this order: Host and Origin, API key, rate, announced size, concurrency. Then the route
+reads the body, and its bytes are counted as they come.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from keepwarm.config import Settings
-from keepwarm.errors import BadInput, Busy, Forbidden, KeepwarmError, Refused, TooLarge
+from keepwarm.errors import BadInput, Busy, Forbidden, KeepwarmError, Refused
+from keepwarm.server.http.body_limits import BodyBudget, BodyReader, BodyShare
 from keepwarm.server.http.problems import problem_of, respond
 
 OPEN_PATHS = ("/health", "/docs", "/openapi.json", "/dashboard")  # hold nothing about prompts
+OPEN_BODY_BYTES = 1024  # nothing there reads a body
 ADMIN_PATH = "/v1/admin"
 UPLOADS = frozenset({"/v1/agents/import"})  # files, streamed and never held in memory whole
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -177,7 +182,8 @@ class Limits:
         self._keys = ApiKeys(settings)
         self._rate = RateLimit(settings.rate_per_minute)
         self._concurrency = ConcurrencyLimit(settings.max_queue, settings.max_concurrency)
-        self._max_bytes = settings.max_body_bytes
+        self._bodies = BodyBudget(settings.max_body_bytes)
+        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -188,37 +194,65 @@ class Limits:
             await self._app(scope, receive, send)
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        metered = _is_metered(scope)
-        try:
-            owner = self._admit(scope, metered)
-            if scope["path"] not in UPLOADS:
-                receive = await read_body(receive, Headers(scope=scope), self._max_bytes)
-            if metered:
-                self._concurrency.enter(owner)
-        except KeepwarmError as error:
-            await respond(scope["path"], problem_of(error))(scope, receive, send)
-            return
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            if metered:
-                self._concurrency.leave(owner)
+        with ExitStack() as held:
+            try:
+                reader = self._admit(scope, receive, held)
+            except KeepwarmError as error:
+                await respond(scope["path"], problem_of(error))(scope, receive, send)
+                return
+            try:
+                async with asyncio.timeout(self._answer_s(scope)) as deadline:
+                    await self._app(scope, reader, send)
+            except TimeoutError:  # the connection ends with an unfinished answer
+                if not deadline.expired():
+                    raise
 
-    def _admit(self, scope: Scope, metered: bool) -> str:
-        """Whose request it is; raises if it is refused."""
+    def _admit(self, scope: Scope, receive: Receive, held: ExitStack) -> BodyReader:
+        """What reads the body; raises if the request is refused. Nothing is read here."""
         headers = Headers(scope=scope)
         self._origins.check(headers)
-        if scope["path"] == "/" or scope["path"].startswith(OPEN_PATHS):
-            return ""
+        owner = "" if _is_open(scope) else self._identify(scope, headers)
+        reserve = self._reserve(scope, headers, owner, held)
+        if _is_metered(scope):
+            self._concurrency.enter(owner)
+            held.callback(self._concurrency.leave, owner)
+        return BodyReader(receive, self._settings.client_timeout_s, reserve)
+
+    def _identify(self, scope: Scope, headers: Headers) -> str:
+        """Whose request it is; raises if it is refused."""
         caller = self._keys.check(headers)
         if _is_admin(scope) and not caller.admin:
             raise Forbidden(
                 "This endpoint needs the admin key; set KEEPWARM_ADMIN_KEY and send that key."
             )
-        if metered:
+        if _is_metered(scope):
             self._rate.take(caller.owner)
         scope.setdefault("state", {}).update(tenant=caller.tenant, admin=caller.admin)
         return caller.owner
+
+    def _reserve(
+        self, scope: Scope, headers: Headers, owner: str, held: ExitStack
+    ) -> Callable[[int], None]:
+        """How the bytes of the body are counted; raises if it announces too many."""
+        if scope["path"] in UPLOADS:
+            return lambda _: None  # counted where they are written
+        max_bytes = OPEN_BODY_BYTES if _is_open(scope) else self._settings.max_body_bytes
+        share = BodyShare(self._bodies, owner, max_bytes)
+        held.callback(share.release)
+        length = headers.get("content-length", "")
+        share.reserve(int(length) if length.isdecimal() else 0)
+        return share.reserve
+
+    def _answer_s(self, scope: Scope) -> float | None:
+        """Seconds until a slow reader loses its slot; the engine has ended its answer before."""
+        limited = self._settings.request_timeout_s and _is_metered(scope)
+        if not limited or scope["path"] in UPLOADS:
+            return None
+        return self._settings.request_timeout_s + self._settings.client_timeout_s
+
+
+def _is_open(scope: Scope) -> bool:
+    return bool(scope["path"] == "/" or scope["path"].startswith(OPEN_PATHS))
 
 
 def _is_admin(scope: Scope) -> bool:
@@ -229,35 +263,3 @@ def _is_metered(scope: Scope) -> bool:
     """Whether the limits apply: to requests that may use the engine, but not to the admin's."""
     posted = scope["method"] == "POST" and scope["path"].startswith("/v1/")
     return posted and not _is_admin(scope)
-
-
-async def read_body(receive: Receive, headers: Mapping[str, str], max_bytes: int) -> Receive:
-    """Read the body up to the limit; return a `receive` that replays it."""
-    length = headers.get("content-length", "0")
-    size, chunks, more = 0, [], True
-    if length.isdecimal() and int(length) > max_bytes:
-        raise _too_large(max_bytes)
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return _replay(message, receive)
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        more = message.get("more_body", False)
-        if size > max_bytes:
-            raise _too_large(max_bytes)
-    body = {"type": "http.request", "body": b"".join(chunks), "more_body": False}
-    return _replay(body, receive)
-
-
-def _replay(first: Message, receive: Receive) -> Receive:
-    waiting = [first]
-
-    async def replay() -> Message:
-        return waiting.pop() if waiting else await receive()
-
-    return replay
-
-
-def _too_large(max_bytes: int) -> TooLarge:
-    return TooLarge(f"The body is larger than {max_bytes} bytes; send a smaller one.")
