@@ -12,6 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 from mlx import nn
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from keepwarm.errors import UnknownModel
 from keepwarm.models.load import Model
@@ -82,6 +84,23 @@ def build(shape: str, directory: Path, *, quantised: bool = True, seed: int = 0)
     mx.eval(module)
     path = _name_weights(directory / shape, {**config, "seed": seed, "quantised": quantised})
     return Model(shape, path, module, None, config, config["max_position_embeddings"])
+
+
+def make_tokenizer(shape: str, directory: Path) -> Any:
+    """A tokenizer for every token id of the shape: bytes, then words without meaning."""
+    n_vocab = SHAPES[shape]["vocab_size"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, *(f"w{i}" for i in range(n_vocab - len(alphabet)))]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1 << 20}
+    (directory / "tokenizer_config.json").write_text(json.dumps(described))
+    loaded = load_tokenizer(directory)
+    loaded.eos_token_ids = set()  # answers end at their token limit
+    return loaded
 
 
 def _name_weights(path: Path, config: dict[str, Any]) -> Path:

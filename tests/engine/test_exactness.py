@@ -113,7 +113,7 @@ def test_fork_rewind_and_edit(talk_of, tmp_path, architecture):
             talk.turn(engine, prompt_of(250) if turn == 0 else fresh(turn))
         whole, ends = talk.tokens, list(talk.ends)
         talk.first_places = set(talk.places)
-        for salt, n_common in enumerate((ends[2], ends[1], ends[2] + 1, ends[1] - 2, 100), 1):
+        for salt, n_common in enumerate((ends[2], ends[1], ends[2] + 1, ends[1] - 2, 128), 1):
             talk.tokens = whole[:n_common]
             parting = [(whole[n_common] + 1) % 128, *fresh(salt, salt)]
             receipt = talk.turn(engine, parting)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from keepwarm.engine.prefill import SHORT_SLICE, Prefill, SliceSizer
+from keepwarm.cache.restore.costs import SliceCosts
+from keepwarm.engine.prefill import (
+    FIRST_SLICE,
+    MIN_SLICE,
+    SHORT_SLICE,
+    Prefill,
+    SliceSizer,
+    end_of_slice,
+)
 from tests.kit.compare import TOLERANCE
 from tests.kit.models import ARCHITECTURES
 from tests.kit.runs import FedCounter, cold, prompt_of
@@ -52,10 +60,10 @@ def test_the_last_token_goes_with_a_short_slice(tiny_model):
     assert longer.counter.shapes == [(1, SHORT_SLICE), (1, 1)]
 
 
-def test_slices_of_states_and_windows_end_at_blocks_and_cuts(tiny_model):
-    """They can be restored only there: at blocks, messages, and before the last token."""
-    read = PrefillRun(tiny_model("mamba2"), 600, 400, cuts=[100, 300], needs_checkpoints=True)
-    expected = [(100, True), (256, False), (300, True), (512, False), (599, True), (600, False)]
+def test_slices_of_states_and_windows_end_where_they_are_kept(tiny_model):
+    """At messages and before the last token; a block between two of these does not end a slice."""
+    read = PrefillRun(tiny_model("mamba2"), 1600, 600, cuts=[100, 700], needs_checkpoints=True)
+    expected = [(100, True), (512, False), (700, True), (1280, False), (1599, True), (1600, False)]
     assert read.ends == expected
 
 
@@ -77,18 +85,80 @@ def test_a_cut_that_is_added_during_prefill(tiny_model):
     assert prefill.feed(100) is not None
 
 
-def test_a_slice_takes_as_long_as_some_decode_steps():
-    sizer = SliceSizer(max_slice=512, steps_per_slice=5)
-    for _ in range(20):
-        sizer.record_slice(100, 1.0)  # 10 ms a token
-        sizer.record_step(0.04)
-    assert sizer.slice_tokens(decoding=True) == pytest.approx(5 * 0.04 / 0.01, abs=1)
-    assert sizer.slice_tokens(decoding=False) == pytest.approx(0.5 / 0.01, abs=1)
+@pytest.mark.parametrize(
+    ("start", "n_tokens", "end"),
+    [
+        (0, 64, 64),
+        (100, 512, 512),  # whole blocks
+        (100, 128, 228),  # none is completed
+        (200, 128, 256),
+        (5000, 2048, 6912),
+        (7000, 800, 8000 - 1),  # a rest of a quarter more is taken along; then the last token
+        (7950, 16, 7966),
+        (7980, 16, 8000),
+    ],
+)
+def test_where_slices_end(start, n_tokens, end):
+    assert end_of_slice(start, n_tokens, 8000, whole_blocks=True) == end
 
 
-def test_a_slice_has_bounds():
-    slow, fast = SliceSizer(token_s=10.0), SliceSizer(token_s=1e-9, max_slice=512)
-    assert slow.slice_tokens(decoding=True) == 16
-    assert fast.slice_tokens(decoding=False) == 512
-    fast.record_slice(1, 100.0)  # one token measures the weights' bandwidth
-    assert fast.slice_tokens(decoding=False) == 512
+# Milliseconds by tokens of a slice, as measured on an H200 with the shape of Llama-8B.
+FLAT_THEN_STEEP = {1: 15, 16: 23, 128: 34, 256: 42, 512: 65, 1024: 121, 2048: 231}
+
+
+def costs_of(milliseconds: dict[int, float]) -> SliceCosts:
+    return SliceCosts([(n, 0, ms / 1000) for n, ms in milliseconds.items()])
+
+
+def sizer_with(step_s: float, **options: float) -> SliceSizer:
+    sizer = SliceSizer(**options)
+    for _ in range(5):
+        sizer.record_step(step_s)
+    return sizer
+
+
+def test_beside_answers_a_slice_is_the_shortest_that_is_cheap_enough():
+    """Not the shortest of all, where that costs nearly as much as a long one."""
+    costs, sizer = costs_of(FLAT_THEN_STEEP), sizer_with(0.02, max_slice=2048, gap_s=0.25)
+    assert sizer.slice_tokens(costs, 0, decoding=True) == 768
+    assert sizer.slice_tokens(costs, 0, decoding=False) == 2048
+
+
+def test_a_slice_is_no_longer_than_an_answer_may_wait():
+    costs = costs_of({1: 50, 16: 140, 64: 540, 512: 4300})
+    steps = sizer_with(0.05)
+    n_tokens = steps.slice_tokens(costs, 0, decoding=True)
+    assert n_tokens == 24
+    assert costs.seconds(n_tokens) + 0.05 <= 8 * 0.05
+    assert sizer_with(0.1).slice_tokens(costs, 0, decoding=True) == 48
+    assert steps.slice_tokens(costs, 0, decoding=False) == 128  # within 1.5 s
+
+
+def test_a_long_context_makes_slices_shorter():
+    slices = [
+        (n, context, n / 1000 * (1 + context / 4096)) for n in (64, 128) for context in (0, 4096)
+    ]
+    costs, sizer = SliceCosts(slices), sizer_with(0.05)
+    assert costs.seconds(128, 8192) == pytest.approx(3 * costs.seconds(128))
+    assert sizer.slice_tokens(costs, 20_000, False) < sizer.slice_tokens(costs, 0, False)
+
+
+def test_slices_grow_to_what_was_not_measured_by_at_most_twice():
+    """A flat beginning promises much; it is tried step by step."""
+    costs, sizer = costs_of({16: 30, 64: 30}), sizer_with(0.02, max_slice=2048, gap_s=0.25)
+    tried = []
+    for _ in range(5):
+        tried.append(sizer.slice_tokens(costs, 0, decoding=True))
+        costs.add(tried[-1], 0, 0.03 + tried[-1] / 8192)
+    assert tried == [128, 256, 512, 1024, 1024]
+
+
+def test_the_first_slice_of_all_is_of_middling_length():
+    assert SliceSizer().slice_tokens(SliceCosts(), 0, decoding=False) == FIRST_SLICE
+
+
+def test_a_slow_slice_is_never_shorter_than_the_minimum():
+    """However slow, a prompt goes on."""
+    costs = costs_of({1: 9000, 512: 1e6})
+    assert sizer_with(0.01).slice_tokens(costs, 0, decoding=True) == MIN_SLICE
+    assert sizer_with(0.01).slice_tokens(costs, 0, decoding=False) == MIN_SLICE

@@ -19,6 +19,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from keepwarm import config
+from keepwarm.cache.restore.costs import SliceCosts
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.store import Budgets, Store
 from keepwarm.device.memory import MemoryConfig
@@ -36,13 +37,22 @@ MIB = 1 << 20
 
 
 class FixedRates(Rates):
-    """Fixed speeds, so that the choice to load does not depend on the machine."""
+    """Fixed speeds, so that no choice depends on the machine: slices are as long as they may be."""
+
+    def __init__(self) -> None:
+        super().__init__(load_bytes_per_s=5e8, slices=SliceCosts([(512, 0, 1e-4)]))
 
     def saw_load(self, n_bytes: int, seconds: float) -> None:
         return
 
-    def saw_prefill(self, n_tokens: int, seconds: float) -> None:
+    def saw_slice(self, n_tokens: int, context: int, seconds: float) -> None:
         return
+
+    def declined_load(self) -> None:
+        return
+
+    def prefill_s(self, start: int, end: int) -> float:
+        return (end - start) / self.prefill_tokens_per_s
 
 
 def small_tokenizer() -> Tokenizer:
@@ -123,6 +133,7 @@ def engine_on(
         lane = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
         if fixed_rates:
             lane.manager.rates = FixedRates()
+            engine._scheduler.slice_sizer.max_slice = 128
         model.module.shapes.clear()
         yield engine
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -128,7 +128,7 @@ class Store:
             **kv_options,
         )
         manager = self.make_manager(identity, layout)
-        manager.rates = self._rates.of(manager.namespace)
+        manager.rates = self._rates.of(namespace(replace(identity, salt="")))
         return AttachedModel(model, identity, manager, kv_options)
 
     def make_manager(self, identity: Identity, layout: kv.Layout) -> Manager:

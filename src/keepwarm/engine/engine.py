@@ -107,7 +107,7 @@ class Engine:
         self._chores = Chores(self.store, lambda job: self._post(partial(self._scheduler.end, job)))
         self._scheduler = Scheduler(
             self._admission,
-            SliceSizer(max_slice=2048 if on_gpu else 512),
+            SliceSizer(2048, gap_s=0.25) if on_gpu else SliceSizer(512),
             self._on_kept,
             self._chores.end_durably,
         )

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 from keepwarm.engine.admission import Admission, kv_bytes
 from keepwarm.engine.jobs import Counters, Job, PrefillTask, RunningSequence
-from keepwarm.engine.lane import MIN_SHARED_TOKENS, WarmPrefix
-from keepwarm.engine.prefill import Prefill, Stopwatch
+from keepwarm.engine.lane import WarmPrefix
+from keepwarm.engine.prefill import Clock, Prefill, Stopwatch
 from keepwarm.engine.sampling import Sampler
 from keepwarm.errors import InsufficientResources
 from keepwarm.prefix.blocks import common_tokens, pack
@@ -19,12 +19,17 @@ LEASE_TOKENS = 1024  # answer tokens that memory is reserved for at a time
 
 class Intake:
     def __init__(
-        self, admission: Admission, counters: Counters, publish: Callable[[PrefillTask], None]
+        self,
+        admission: Admission,
+        counters: Counters,
+        publish: Callable[[PrefillTask], None],
+        clock: Clock,
     ) -> None:
         """`publish` lets other requests find what a task has prefilled so far."""
         self._admission = admission
         self._counters = counters
         self._publish = publish
+        self._clock = clock
 
     def reserve(self, job: Job) -> bool:
         """Reserve memory; False while other requests need it. Raises if it could never fit."""
@@ -66,7 +71,7 @@ class Intake:
         packed, n_known = pack(job.tokens), job.lane.n_warm(job.tokens)
         for task in others:
             n_shared = min(common_tokens(task.packed, packed), len(job.tokens) - 1)
-            if n_shared < n_known + MIN_SHARED_TOKENS:
+            if not job.lane.is_worth_waiting(len(job.tokens), n_known, n_shared):
                 continue
             if n_shared > task.prefill.n_done:
                 self._wait_for(job, task, n_shared)
@@ -93,7 +98,7 @@ class Intake:
 
     def start(self, job: Job) -> PrefillTask:
         """Restore the known prefix and send the receipt; the task prefills the rest."""
-        watch = Stopwatch()
+        watch = Stopwatch(self._clock)
         loading, job.loading = job.loading, None
         warm = job.lane.restore(job.tokens, job.request.policy, loading)
         load_s = max(watch.seconds(), loading.seconds if loading else 0.0)
@@ -104,17 +109,21 @@ class Intake:
             self._counters.add_reused(warm.reused)
         job.sequences = [_sequence(job, choice) for choice in range(job.n_answers)]
         job.answer.put(Started(job.receipt))
-        return _task(job, job.tokens, warm, job.sequences)
+        return _task(job, job.tokens, warm, job.sequences, self._clock)
 
     def restart(self, sequence: RunningSequence) -> PrefillTask:
         """Restore a sequence whose batch failed, from its blocks."""
         job = sequence.job
         warm = job.lane.restore(sequence.tokens, job.request.policy)
-        return _task(job, sequence.tokens, warm, [sequence])
+        return _task(job, sequence.tokens, warm, [sequence], self._clock)
 
 
 def _task(
-    job: Job, tokens: list[int], warm: WarmPrefix, sequences: list[RunningSequence]
+    job: Job,
+    tokens: list[int],
+    warm: WarmPrefix,
+    sequences: list[RunningSequence],
+    clock: Clock,
 ) -> PrefillTask:
     lane = job.lane
     tokens = list(tokens)
@@ -128,6 +137,7 @@ def _task(
         warm.n_tokens,
         cuts=job.cuts,
         needs_checkpoints=lane.needs_checkpoints,
+        clock=clock,
     )
     return PrefillTask(job, tokens, prefill, capture, list(sequences))
 
@@ -137,12 +147,13 @@ def _can_share(task: PrefillTask, job: Job) -> bool:
 
 
 def _receipt(job: Job, reused: dict[str, int], load_s: float) -> Receipt:
-    n_known, rates = sum(reused.values()), job.lane.manager.rates
-    saved_ms = 1000 * (n_known / rates.prefill_tokens_per_s - load_s)
+    n_known, n_tokens, rates = sum(reused.values()), len(job.tokens), job.lane.manager.rates
+    spared_s = rates.prefill_s(0, n_tokens) - rates.prefill_s(n_known, n_tokens)
+    saved_ms = 1000 * (spared_s - load_s)
     return Receipt(
-        prompt_tokens=len(job.tokens),
+        prompt_tokens=n_tokens,
         reused=reused,
-        recomputed=len(job.tokens) - n_known,
+        recomputed=n_tokens - n_known,
         saved_ms=round(max(0.0, saved_ms), 1) if n_known and rates.measured else 0.0,
         inexact=job.lane.inexact(n_known),
         spliced=job.prepared.spliced,

@@ -19,7 +19,7 @@ from keepwarm.engine.admission import Lease
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.batch import Row
 from keepwarm.engine.lane import Lane
-from keepwarm.engine.prefill import Prefill
+from keepwarm.engine.prefill import Clock, Prefill
 from keepwarm.engine.sampling import Sampler
 from keepwarm.errors import KeepwarmError, TimedOut
 from keepwarm.kv import Caches
@@ -161,7 +161,7 @@ class Job:
     number: int = 0
     cuts: Sequence[int] = ()  # where checkpoints of its prompt are kept
     on_end: Callable[[Job, KeepwarmError | None], None] | None = None
-    arrived: float = field(default_factory=time.perf_counter)
+    clock: Clock = time.perf_counter
     lease: Lease | None = None
     receipt: Receipt | None = None
     sequences: list[RunningSequence] = field(default_factory=list)
@@ -172,7 +172,9 @@ class Job:
     wait_until: int = 0  # tokens that `waits_for` must have prefilled
     n_uncached: int | None = None  # tokens that were not cached at the first look-up
     ended: bool = False
-    _last_heartbeat: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.arrived = self._last_heartbeat = self.clock()
 
     @property
     def tokens(self) -> list[int]:
@@ -186,7 +188,7 @@ class Job:
     @property
     def is_overdue(self) -> bool:
         limit = self.request.timeout_s
-        return limit is not None and time.perf_counter() - self.arrived > limit
+        return limit is not None and self.clock() - self.arrived > limit
 
     @property
     def is_blocked(self) -> bool:
@@ -205,7 +207,7 @@ class Job:
         if self.ended:
             sequence.append(token)  # no client reads it, but it goes into the cache
             return
-        self.last_token = time.perf_counter()
+        self.last_token = self.clock()
         self.first_token = self.first_token or self.last_token
         for event in sequence.add_token(token):
             self.answer.put(event)
@@ -252,7 +254,7 @@ class Job:
 
     def send_heartbeat(self) -> None:
         """Send progress every HEARTBEAT_S while the request waits."""
-        now = time.perf_counter()
+        now = self.clock()
         if now - self._last_heartbeat > HEARTBEAT_S:
             self._last_heartbeat = now
             self.answer.put(Progress(0, len(self.tokens)))

@@ -15,8 +15,9 @@ from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.continuations import continuations
 from keepwarm.cache.restore.live import Live
 from keepwarm.cache.restore.loading import Loading
-from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.manager import SMALL_LOAD_S, Manager
 from keepwarm.cache.store import Store
+from keepwarm.engine.admission import kv_bytes
 from keepwarm.models.load import Model
 from keepwarm.prefix.fingerprint import Identity, salt_of
 from keepwarm.text.past_answers import Continuations
@@ -136,9 +137,15 @@ class Lane:
     def n_live(self, tokens: list[int]) -> int:
         return self.live.n_served(self.manager.namespace, tokens)
 
-    def record_prefill(self, n_tokens: int, seconds: float) -> None:
-        if n_tokens >= 8:  # shorter slices measure the weights' bandwidth
-            self.manager.rates.saw_prefill(n_tokens, seconds)
+    def is_worth_waiting(self, n_tokens: int, n_known: int, n_shared: int) -> bool:
+        """Whether restoring `n_shared` of a prompt's tokens, which another request is computing,
+        is quicker than computing what follows the first `n_known`."""
+        if n_shared < n_known + MIN_SHARED_TOKENS:
+            return False
+        rates = self.manager.rates
+        load_s = kv_bytes(self.manager.layout, n_shared) / rates.load_bytes_per_s
+        spared_s = rates.prefill_s(n_known, n_tokens) - rates.prefill_s(n_shared, n_tokens)
+        return load_s < SMALL_LOAD_S or load_s <= spared_s
 
     def make_caches(self) -> kv.Caches:
         return kv.make_caches(self.model.module, **make_options(self.options))

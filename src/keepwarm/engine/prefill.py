@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
 from keepwarm import kv
+from keepwarm.cache.restore.costs import SliceCosts
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 # Up to this length the last token is fed with the slice before it: one forward pass less, for a
 # few more rows of logits.
 SHORT_SLICE = 64
+FIRST_SLICE = 128  # until longer ones have been measured
+MIN_SLICE = 16
+DEARER = 1.25  # how much more a token may cost beside running answers than in the best slice
+MARGIN = 0.8  # of the longest wait for a token: slices vary
+
+Clock: TypeAlias = Callable[[], float]
 
 
 class Prefill:
@@ -29,14 +38,17 @@ class Prefill:
         *,
         cuts: Iterable[int] = (),
         needs_checkpoints: bool = False,
+        clock: Clock = time.perf_counter,
     ) -> None:
         """`needs_checkpoints`: some layers (states, small windows) restore only at slice ends."""
         self._module = module
         self._tokens = tokens
+        self._clock = clock
         self._needs_checkpoints = needs_checkpoints
         self._cuts = {*cuts, len(tokens) - 1} if needs_checkpoints else set()
         self.caches = caches
         self.n_done = n_done
+        self.waited_s = 0.0  # by the latest slice, for what the device had to finish before it
 
     @property
     def is_at_cut(self) -> bool:
@@ -49,52 +61,98 @@ class Prefill:
             self._cuts.add(n_tokens)
 
     def feed(self, n_tokens: int) -> mx.array | None:
-        """Feed at most `n_tokens`; the logits after the last token of the prompt, else None."""
-        end = self._end_of_slice(n_tokens)
+        """Feed about `n_tokens`; the logits after the last token of the prompt, else None."""
+        total, whole = len(self._tokens), self._needs_checkpoints
+        end = end_of_slice(self.n_done, n_tokens, total, self._cuts, whole_blocks=whole)
         logits = self._module(mx.array([self._tokens[self.n_done : end]]), cache=self.caches)
-        last = logits[:, -1, :] if end == len(self._tokens) else None
-        kv.evaluate(self.caches)  # MLX is lazy: other logits are never computed
+        last = logits[:, -1, :] if end == total else None
+        # MLX is lazy, so the slice has not begun; a GPU may still compute the last decode step.
+        watch = Stopwatch(self._clock)
+        mx.synchronize()
+        self.waited_s = watch.seconds()
+        kv.evaluate(self.caches)  # other logits are never computed
         if last is not None:
             mx.eval(last)
         self.n_done = end
         return last
 
-    def _end_of_slice(self, n_tokens: int) -> int:
-        start, total = self.n_done, len(self._tokens)
-        end = min(start + max(n_tokens, 1), total)
-        if self._needs_checkpoints:
-            end = min(end, (start // BLOCK_TOKENS + 1) * BLOCK_TOKENS)
-        end = min([end, *(cut for cut in self._cuts if start < cut < end)])
-        if end == total and end - start > SHORT_SLICE:
-            end -= 1
-        return end
+
+def end_of_slice(
+    start: int, n_tokens: int, total: int, cuts: Iterable[int] = (), *, whole_blocks: bool = False
+) -> int:
+    """Where a slice of about `n_tokens` ends.
+
+    At the next cut, if that is nearer. A rest of a quarter more is not worth a slice of its own.
+    With `whole_blocks` it ends with the last block that it completes, unless with the prompt. The
+    last token is fed alone, unless the slice is short.
+    """
+    end = start + max(n_tokens, 1)
+    if end + n_tokens // 4 >= total:
+        end = total
+    elif whole_blocks and end // BLOCK_TOKENS > start // BLOCK_TOKENS:
+        end -= end % BLOCK_TOKENS
+    end = min([end, *(cut for cut in cuts if start < cut < end)])
+    return end - 1 if end == total and end - start > SHORT_SLICE else end
 
 
 @dataclass
 class SliceSizer:
-    """Measures prefill and decode speed and derives the length of a slice."""
+    """How long the next slice of a prompt may be, by what slices and decode steps cost.
+
+    Alone: as long as `alone_s` permits. Beside running answers: the shortest that makes prefilling
+    no dearer than DEARER times the best, and no longer than an answer may wait for its next token:
+    `steps_per_gap` decode steps, or `gap_s` if that is more.
+    """
 
     max_slice: int = 512
-    steps_per_slice: float = 4.25  # a slice beside decoding takes as long as this many steps
-    slice_s: float = 0.5  # a slice without decoding; bounds how long a cancellation waits
-    token_s: float = 0.005  # to prefill one token
-    step_s: float = 0.05  # one decode step of the batch
+    gap_s: float = 0.0
+    steps_per_gap: float = 8.0
+    alone_s: float = 1.5  # bounds how long a cancellation waits
+    token_s: float = 0.005  # to prefill one token, as last measured
+    _steps: deque[float] = field(default_factory=lambda: deque([0.05], maxlen=5))
 
-    def slice_tokens(self, decoding: bool) -> int:
-        target = self.steps_per_slice * self.step_s if decoding else self.slice_s
-        return int(min(max(target / self.token_s, 16), self.max_slice))
+    @property
+    def step_s(self) -> float:
+        """One decode step of the batch."""
+        return median(self._steps)
+
+    def slice_tokens(self, costs: SliceCosts, context: int, decoding: bool) -> int:
+        """`context`: the tokens before the slice."""
+        lengths = self._lengths()
+        tried = max(FIRST_SLICE, 2 * costs.longest)  # no longer: what was not measured is a guess
+        if not costs:
+            return max(n for n in lengths if n <= tried)
+        seconds = {n: costs.seconds(n, context) for n in lengths}
+        longest_s = self._longest_wait() if decoding else self.alone_s
+        fitting = [n for n in lengths if n <= tried and seconds[n] <= longest_s] or lengths[:1]
+        if not decoding:
+            return fitting[-1]
+        per_token = {n: (seconds[n] + self.step_s) / n for n in lengths}
+        enough = DEARER * min(per_token.values())
+        return next((n for n in fitting if per_token[n] <= enough), fitting[-1])
 
     def record_slice(self, n_tokens: int, seconds: float) -> None:
-        if n_tokens >= 8:  # shorter slices measure the weights' bandwidth
-            self.token_s = 0.5 * self.token_s + 0.5 * seconds / n_tokens
+        if n_tokens >= MIN_SLICE:  # shorter slices measure the weights' bandwidth
+            self.token_s = seconds / n_tokens
 
     def record_step(self, seconds: float) -> None:
-        self.step_s = 0.8 * self.step_s + 0.2 * seconds
+        self._steps.append(seconds)
+
+    def _longest_wait(self) -> float:
+        """Of a running answer for a slice."""
+        return MARGIN * max(self.gap_s, self.steps_per_gap * self.step_s) - self.step_s
+
+    def _lengths(self) -> list[int]:
+        """Powers of two, those in the middle between them, and the longest."""
+        powers = [MIN_SLICE << i for i in range(self.max_slice.bit_length())]
+        between = [n for power in powers for n in (power, power * 3 // 2)]
+        return [*(n for n in between if n < self.max_slice), self.max_slice]
 
 
 class Stopwatch:
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
+        self._started = clock()
 
     def seconds(self) -> float:
-        return time.perf_counter() - self._started
+        return self._clock() - self._started

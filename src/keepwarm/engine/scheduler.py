@@ -10,6 +10,7 @@ Everything here belongs to the engine's thread. One turn:
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Hashable
 
@@ -22,7 +23,8 @@ from keepwarm.engine.batch import Batch
 from keepwarm.engine.intake import Intake
 from keepwarm.engine.jobs import Counters, Job, PrefillTask, RunningSequence
 from keepwarm.engine.keeper import Keeper, OnKept
-from keepwarm.engine.prefill import SliceSizer, Stopwatch
+from keepwarm.engine.lane import Lane
+from keepwarm.engine.prefill import Clock, Prefill, SliceSizer, Stopwatch
 from keepwarm.errors import EngineFailed, KeepwarmError
 from keepwarm.text.request import Progress
 
@@ -41,6 +43,7 @@ class Scheduler:
         slice_sizer: SliceSizer,
         on_kept: OnKept,
         end_durably: Callable[[Job], None],
+        clock: Clock = time.perf_counter,
     ) -> None:
         """`end_durably` ends a job, by `end`, once all that was kept of it is on disk."""
         self.slice_sizer = slice_sizer
@@ -49,10 +52,11 @@ class Scheduler:
         self.prefilling: deque[PrefillTask] = deque()
         self._batches: dict[Hashable, Batch[RunningSequence]] = {}
         self._open: dict[Job, None] = {}  # jobs not computed yet; other threads read it
-        self._has_prefilled = False  # since the last decode step
         self._end_durably = end_durably
         self._keeper = Keeper(self.counters, on_kept)
-        self._intake = Intake(admission, self.counters, self._keeper.publish_partial_block)
+        self._clock = clock
+        publish = self._keeper.publish_partial_block
+        self._intake = Intake(admission, self.counters, publish, clock)
 
     @property
     def rows(self) -> list[RunningSequence]:
@@ -81,9 +85,12 @@ class Scheduler:
         for job in self.waiting:
             job.send_heartbeat()
         started = self._start_one()
-        decoded = self._decode()
+        watch, decoded = Stopwatch(self._clock), self._decode()
+        step_s = watch.seconds()
         prefilled = self._prefill()
-        return started or decoded or prefilled
+        if decoded:
+            self.slice_sizer.record_step(step_s + (prefilled.waited_s if prefilled else 0.0))
+        return started or decoded or prefilled is not None
 
     def abort(self, job: Job, error: KeepwarmError) -> None:
         """End a job in whatever state it is; the blocks it finished are kept."""
@@ -133,7 +140,8 @@ class Scheduler:
         """Whether it may start beside MAX_PREFILLS others: it is urgent, or needs one slice."""
         if job.request.priority > max(task.job.request.priority for task in self.prefilling):
             return True
-        return self._intake.n_uncached(job) <= self._slice_tokens()
+        n_uncached = self._intake.n_uncached(job)
+        return n_uncached <= self._slice_tokens(job.lane, len(job.tokens) - n_uncached)
 
     def _is_ready(self, job: Job) -> bool:
         """Whether it waits neither for another job's prefix nor for its own blocks.
@@ -151,29 +159,30 @@ class Scheduler:
 
     # prefill
 
-    def _prefill(self) -> bool:
-        """One slice of one prompt."""
-        self._has_prefilled = bool(self.prefilling)
+    def _prefill(self) -> Prefill | None:
+        """One slice of one prompt; None if there is none."""
         if not self.prefilling:
-            return False
+            return None
         task = self._next_task()
-        n_before, watch = task.prefill.n_done, Stopwatch()
+        prefill = task.prefill
+        n_before, watch = prefill.n_done, Stopwatch(self._clock)
         try:
-            logits = task.prefill.feed(self._slice_tokens())
-            self._keeper.keep_slice(task, task.prefill.is_at_cut)
+            logits = prefill.feed(self._slice_tokens(task.lane, n_before))
+            self._keeper.keep_slice(task, prefill.is_at_cut)
         except Exception as error:
             self._keeper.keep_whole_blocks(task)
             self._end_prefill(task)
             self._fail(task.job, error)
-            return True
-        self._count_slice(task, task.prefill.n_done - n_before, watch.seconds())
+            return prefill
+        self._count_slice(task, n_before, watch.seconds() - prefill.waited_s)
         if logits is not None:
             self._end_prefill(task)
             self._start_decoding(task, logits)
-        return True
+        return prefill
 
-    def _slice_tokens(self) -> int:
-        return self.slice_sizer.slice_tokens(decoding=bool(self._batches))
+    def _slice_tokens(self, lane: Lane, context: int) -> int:
+        costs = lane.manager.rates.slices
+        return self.slice_sizer.slice_tokens(costs, context, decoding=bool(self._batches))
 
     def _next_task(self) -> PrefillTask:
         """The highest priority, that of waiting jobs included; equal ones take turns."""
@@ -184,8 +193,10 @@ class Scheduler:
         waiters = [job.request.priority for job in self.waiting if job.waits_for is task]
         return max([task.job.request.priority, *waiters])
 
-    def _count_slice(self, task: PrefillTask, n_tokens: int, seconds: float) -> None:
+    def _count_slice(self, task: PrefillTask, context: int, seconds: float) -> None:
+        n_tokens = task.prefill.n_done - context
         self.slice_sizer.record_slice(n_tokens, seconds)
+        task.lane.manager.rates.saw_slice(n_tokens, context, seconds)
         if task.is_rebuild:
             self.counters.rebuilt_tokens += n_tokens
             return
@@ -193,7 +204,6 @@ class Scheduler:
             self.counters.audited_tokens += n_tokens
             return
         self.counters.prefilled_tokens += n_tokens
-        task.lane.record_prefill(n_tokens, seconds)
         task.job.answer.put(Progress(task.prefill.n_done, len(task.tokens)))
 
     def _tasks_of(self, job: Job) -> list[PrefillTask]:
@@ -235,15 +245,13 @@ class Scheduler:
     # decode
 
     def _decode(self) -> bool:
-        watch, batches = Stopwatch(), list(self._batches.items())
+        batches = list(self._batches.items())
         for key, batch in batches:
             try:
                 self._decode_batch(key, batch)
             except Exception as error:
                 LOG.warning("a batch of %d sequences failed", len(batch.rows), exc_info=error)
                 self._recover(key, batch, error)
-        if batches and not self._has_prefilled:
-            self.slice_sizer.record_step(watch.seconds())
         return bool(batches)
 
     def _decode_batch(self, key: Hashable, batch: Batch[RunningSequence]) -> None:

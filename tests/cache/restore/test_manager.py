@@ -162,7 +162,7 @@ def test_a_slow_tier_loses_to_recomputing(tier, tiny_model):
 )
 def test_loading_is_weighed_against_what_it_spares_beyond_the_live_cache(beyond, load_s, is_worth):
     """S4-23: every path asks here whether stored blocks or a live cache are used."""
-    plan = Plan(Point(80, (), 0), load_s, prefill_s=0.8)
+    plan = Plan(Point(80, (), 0), load_s, Rates(prefill_tokens_per_s=100.0))
     assert plan.is_worth_loading(beyond) is is_worth
 
 

@@ -45,7 +45,7 @@ class Plan:
 
     point: Point
     load_s: float
-    prefill_s: float  # time to compute the tokens that the restore spares
+    rates: Rates
 
     @property
     def n_tokens(self) -> int:
@@ -55,8 +55,7 @@ class Plan:
         """Whether loading is no slower than computing the tokens after the first `beyond`."""
         # Below this the measurement is noise, and computing wears the machine more.
         load_s = 0.0 if self.load_s < SMALL_LOAD_S else self.load_s
-        spared = self.n_tokens - beyond
-        return spared > 0 and load_s * self.n_tokens <= self.prefill_s * spared
+        return self.n_tokens > beyond and load_s <= self.rates.prefill_s(beyond, self.n_tokens)
 
 
 @dataclass
@@ -79,8 +78,7 @@ class Manager:
     def plan(self, tokens: Sequence[int], without: Collection[BlockKey] = ()) -> Plan:
         """The longest stored prefix; one token is always left, because a model must be fed one."""
         point = self._longest(tokens, len(tokens) - 1, without) if len(tokens) > 1 else NOTHING
-        load_s = point.n_bytes / self.rates.load_bytes_per_s
-        return Plan(point, load_s, point.n_tokens / self.rates.prefill_tokens_per_s)
+        return Plan(point, point.n_bytes / self.rates.load_bytes_per_s, self.rates)
 
     def restore(
         self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE, beyond: int = 0
@@ -108,6 +106,8 @@ class Manager:
             return None
         plan = self.plan(tokens, without)
         if not plan.is_worth_loading(beyond):
+            if plan.n_tokens > beyond:
+                self.rates.declined_load()
             return None
         is_long = others_wait and plan.load_s >= LONG_LOAD_S
         return Loading(

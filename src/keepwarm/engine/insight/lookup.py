@@ -23,9 +23,9 @@ def look_up(lane: Lane, tokens: list[int]) -> Lookup:
     """Loads nothing. Runs on the engine's thread."""
     n_live, plan = lane.n_live(tokens), lane.manager.plan(tokens)
     warm = {"live": n_live} if n_live >= plan.n_tokens else _by_tier(plan, lane.manager.tiers)
-    rest = len(tokens) - max(plan.n_tokens, n_live)
+    rest_s = lane.manager.rates.prefill_s(max(plan.n_tokens, n_live), len(tokens))
     load_s = plan.load_s if plan.n_tokens > n_live else 0.0
-    first_ms = 1000 * (load_s + rest / lane.manager.rates.prefill_tokens_per_s)
+    first_ms = 1000 * (load_s + rest_s)
     return Lookup(len(tokens), {k: n for k, n in warm.items() if n}, round(first_ms, 1))
 
 

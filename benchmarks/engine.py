@@ -1,0 +1,352 @@
+"""What a user of the engine meets: first tokens and gaps, through `Engine.submit`.
+
+`python -m benchmarks.engine` takes a few minutes on a CUDA machine; `--tiny` checks that it runs.
+A loop over the bare model and a copy from pinned memory are measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from itertools import count, pairwise
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from benchmarks.shapes import build, make_tokenizer
+from keepwarm import config, kv
+from keepwarm.cache.policy import Policy
+from keepwarm.cache.store import Budgets, Store
+from keepwarm.engine.answer import Answer
+from keepwarm.engine.engine import Engine
+from keepwarm.errors import Cancelled
+from keepwarm.models.load import Model
+from keepwarm.text.request import Delta, Progress, Request, Sampling
+
+SLICE = 2048
+GIB = 1 << 30
+SOLO_TOKENS = 12  # of every running answer, before another request arrives
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One row of the table; `against` is what it is divided by."""
+
+    what: str
+    value: float  # ms
+    against: float | None = None
+    goal: float | None = None  # of the ratio; without `against` of the value
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float | None:
+        return self.value / self.against if self.against else None
+
+    @property
+    def holds(self) -> bool | None:
+        measured = self.ratio if self.against else self.value
+        return None if self.goal is None or measured is None else measured <= self.goal
+
+    def __str__(self) -> str:
+        ratio = "" if self.ratio is None else f"{self.ratio:8.2f}"
+        goal = "" if self.goal is None else f"{self.goal:8.2f} {'yes' if self.holds else 'NO'}"
+        return f"{self.what:<58} {self.value:>10,.1f} ms {ratio:>8} {goal}"
+
+
+class Running:
+    """Answers that are being decoded, and when each of their tokens arrived."""
+
+    def __init__(self, answers: Sequence[Answer]) -> None:
+        self.times: list[list[float]] = [[] for _ in answers]
+        self._answers = answers
+        self._threads = [
+            threading.Thread(target=self._read, args=pair, daemon=True)
+            for pair in zip(answers, self.times, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+        while min(map(len, self.times)) < SOLO_TOKENS:
+            time.sleep(0.005)
+
+    def _read(self, answer: Answer, times: list[float]) -> None:
+        try:
+            for event in answer:
+                if isinstance(event, Delta):
+                    times.append(time.perf_counter())
+        except Cancelled:
+            return
+
+    def gaps_ms(self, since: float, until: float) -> list[float]:
+        """Between two tokens, where the first arrived in this time."""
+        pairs = [pair for times in self.times for pair in pairwise(list(times))]
+        return [1000 * (b - a) for a, b in pairs if since <= a <= until] or [0.0]
+
+    def stop(self) -> None:
+        for answer in self._answers:
+            answer.cancel()
+        for thread in self._threads:
+            thread.join()
+
+
+class Case:
+    """One model with an engine; `unit` tokens stand for 8,192."""
+
+    def __init__(self, model: Model, engine: Engine, unit: int) -> None:
+        self.model = model
+        self.engine = engine
+        self.unit = unit
+        self.figures: list[Figure] = []
+        self._seeds = count(1)
+
+    def add(
+        self,
+        what: str,
+        value: float,
+        against: float | None = None,
+        goal: float | None = None,
+        **notes: Any,
+    ) -> None:
+        figure = Figure(what, value, against, goal, notes)
+        print(figure, notes or "", flush=True)
+        self.figures.append(figure)
+
+    # requests
+
+    def prompt(self, n_tokens: int) -> list[int]:
+        """Always another one."""
+        dice = np.random.default_rng(next(self._seeds))
+        return [int(token) for token in dice.integers(0, 250, n_tokens)]
+
+    def ask(self, prompt: Sequence[int], n: int = 1, policy: Policy = Policy.READ_WRITE) -> Answer:
+        request = Request(prompt=list(prompt), sampling=Sampling(max_tokens=n), policy=policy)
+        return self.engine.submit(request)
+
+    def first_ms(self, prompt: Sequence[int], policy: Policy = Policy.READ_WRITE) -> float:
+        ms = self.ask(prompt, policy=policy).result().usage.ttft_ms
+        self.engine.settle()  # the next measurement does not compete with its saves
+        return ms
+
+    @contextmanager
+    def running(self, n: int) -> Iterator[Running]:
+        asked = [self.ask(self.prompt(64), 3000, Policy.NO_STORE) for _ in range(n)]
+        running = Running(asked)
+        try:
+            yield running
+        finally:
+            running.stop()
+
+    def forget_live(self) -> None:
+        self.engine.call(self.engine.live.clear).result()
+
+    # measurements
+
+    def bare(self) -> dict[int, float]:
+        """Milliseconds by prompt length: slices of 2,048 tokens with nothing around them."""
+        step, marks = min(SLICE, self.unit), {}
+
+        def loop() -> None:
+            caches, started = kv.make_caches(self.model.module), time.perf_counter()
+            for done in range(step, 4 * self.unit + 1, step):
+                self.model.module(mx.array([self.prompt(step)]), cache=caches)
+                kv.evaluate(caches)
+                marks[done] = 1000 * (time.perf_counter() - started)
+
+        for _ in range(2):  # the first compiles
+            self.engine.call(loop).result()
+        return {n * self.unit: marks[n * self.unit] for n in (1, 2, 3, 4)}
+
+    def slices(self, context: int) -> dict[int, float]:
+        """Milliseconds of one slice by its length."""
+        lengths = [1 << i for i in range(12) if 1 << i <= min(SLICE, self.unit)]
+
+        def measure() -> dict[int, float]:
+            return {n: median(self._one_slice(n, context) for _ in range(3)) for n in lengths}
+
+        self.engine.call(lambda: [self._one_slice(n, context) for n in lengths]).result()
+        return {n: round(ms, 2) for n, ms in self.engine.call(measure).result().items()}
+
+    def _one_slice(self, n_tokens: int, context: int) -> float:
+        caches = kv.make_caches(self.model.module)
+        if context:
+            self.model.module(mx.array([self.prompt(context)]), cache=caches)
+        kv.evaluate(caches)
+        tokens = mx.array([self.prompt(n_tokens)])
+        started = time.perf_counter()
+        self.model.module(tokens, cache=caches)
+        kv.evaluate(caches)
+        return 1000 * (time.perf_counter() - started)
+
+    def first_requests(self) -> None:
+        """What only the first ones cost: kernels are compiled."""
+        for n_tokens in (20, 300):
+            first, second = (self.first_ms(self.prompt(n_tokens)) for _ in range(2))
+            self.add(f"first request of {n_tokens} tokens", first, second, 1.5)
+        self.first_ms(self.prompt(2 * self.unit))
+
+    def alone(self, bare: dict[int, float]) -> dict[Policy, float]:
+        """First tokens alone; milliseconds of the shortest prompt, by policy."""
+        shortest = {}
+        for n in (1, 2, 4):
+            n_tokens = n * self.unit
+            unkept = min(self.first_ms(self.prompt(n_tokens), Policy.NO_STORE) for _ in range(2))
+            self.add(f"{n_tokens:,} cold, no-store ÷ bare loop", unkept, bare[n_tokens], 1.05)
+            kept = median(self.first_ms(self.prompt(n_tokens)) for _ in range(3 - n // 2))
+            self.add(f"{n_tokens:,} cold, kept ÷ no-store", kept, unkept, 1.05)
+            if n == 1:
+                shortest = {Policy.NO_STORE: unkept, Policy.READ_WRITE: kept}
+        return shortest
+
+    def beside(self, n: int, policy: Policy, alone_ms: float, goal: float) -> None:
+        """The second of two: the first meets kernels for batches of this size."""
+        for _ in range(2):
+            with self.running(n) as running:
+                before = time.perf_counter()
+                answer = self.ask(self.prompt(self.unit), 1, policy)
+                done = [event.done for event in answer if isinstance(event, Progress)]
+                after = time.perf_counter()
+            self.engine.settle()
+        gaps = running.gaps_ms(before, after)
+        notes = {
+            "slices": [b - a for a, b in pairwise([0, *done])],
+            "solo_ms": round(median(running.gaps_ms(0.0, before)), 1),
+            "max_gap_ms": round(max(gaps), 1),
+        }
+        what = f"{self.unit:,} cold, {policy.value}, beside {n} ÷ alone"
+        self.add(what, 1000 * (after - before), alone_ms, goal, **notes)
+        p95 = quantiles([*gaps, *gaps], n=20, method="inclusive")[-1]
+        self.add(f"p95 gap of the {n} meanwhile", p95, None, 250.0)
+
+    def restores(self, pinned_gb_s: float | None) -> None:
+        prompt = self.prompt(4 * self.unit)
+        self.first_ms(prompt)
+        n_bytes = 4 * self.unit * self.engine.call(self._token_bytes).result()
+        for _ in range(2):  # the first measures how fast loading is
+            self.forget_live()
+            ms = self.first_ms(prompt)
+        copy_ms = None if pinned_gb_s is None else n_bytes / pinned_gb_s / 1e6
+        gb_s = round(n_bytes / ms / 1e6, 2)
+        goal = 2.0 if copy_ms else None
+        self.add(f"{len(prompt):,} from memory ÷ pinned copy", ms, copy_ms, goal, gb_s=gb_s)
+        for tier in ("memory", "disk"):
+            self._restore_among_answers(prompt, tier)
+
+    def _restore_among_answers(self, prompt: list[int], tier: str) -> None:
+        with self.running(4) as running:
+            self.forget_live()
+            if tier == "disk":
+                self.engine.store.clear_memory()
+            before = time.perf_counter()
+            result = self.ask(prompt).result()
+            gaps = running.gaps_ms(before, time.perf_counter())
+        notes = {"reused": result.receipt.reused, "first_ms": result.usage.ttft_ms}
+        what = f"longest gap of 4 while {len(prompt):,} come from {tier}"
+        self.add(what, max(gaps), None, 100.0, **notes)
+
+    def _token_bytes(self) -> int:
+        caches = kv.make_caches(self.model.module)
+        self.model.module(mx.array([self.prompt(256)]), cache=caches)
+        return kv.live_bytes(kv.evaluate(caches)) // 256
+
+    def agents(self, bare: dict[int, float]) -> None:
+        """Eight that share a prefix and arrive together."""
+        shared = self.prompt(self.unit)
+        prompts = [[*shared, *self.prompt(self.unit // 4)] for _ in range(8)]
+        started = time.perf_counter()
+        answers = [self.ask(prompt, 8) for prompt in prompts]
+        results = [answer.result() for answer in answers]
+        whole = 1000 * (time.perf_counter() - started)
+        last = max(result.usage.ttft_ms for result in results)
+        firsts = sorted(result.usage.ttft_ms for result in results)
+        computed = sum(result.receipt.recomputed for result in results)
+        what = f"eight agents, {self.unit:,} shared, last first token ÷ bare"
+        self.add(
+            what, last, bare[3 * self.unit], 1.5, firsts=firsts, computed=computed, all_ms=whole
+        )
+        self.engine.settle()
+
+
+def pinned_gb_per_s(n_bytes: int = GIB) -> float | None:
+    """From pinned host memory to the device; None without CUDA."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    host, there, size = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_size_t(n_bytes)
+    calls: list[Callable[[], int]] = [
+        lambda: cuda.cuInit(0),
+        lambda: cuda.cuDeviceGet(ctypes.byref(device), 0),
+        lambda: cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+        lambda: cuda.cuCtxSetCurrent(context),
+        lambda: cuda.cuMemHostAlloc(ctypes.byref(host), size, 0),
+        lambda: cuda.cuMemAlloc_v2(ctypes.byref(there), size),
+    ]
+    if any(call() for call in calls):  # in order, up to the first that fails
+        return None
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        cuda.cuMemcpyHtoD_v2(there, host, size)
+        seconds.append(time.perf_counter() - started)
+    cuda.cuMemFree_v2(there)
+    cuda.cuMemFreeHost(host)
+    return n_bytes / median(seconds) / 1e9
+
+
+def measure(shape: str, unit: int, folder: Path) -> dict[str, Any]:
+    settings = config.load({"KEEPWARM_HOME": str(folder / "home")}, store=folder / "store")
+    budgets = Budgets(
+        memory_bytes=32 * GIB, disk_bytes=24 * GIB, queue_bytes=16 * GIB, min_free_disk_bytes=0
+    )
+    tokenizer = make_tokenizer(shape, folder / "tokenizer")
+    model = replace(build(shape, folder), tokenizer=tokenizer)
+    with Store(budgets=budgets, settings=settings) as store, Engine(model, store) as engine:
+        case = Case(model, engine, unit)
+        pinned = pinned_gb_per_s()
+        case.first_requests()
+        bare = case.bare()
+        print("bare", bare, "pinned GB/s", pinned, flush=True)
+        for policy, alone_ms in case.alone(bare).items():
+            case.beside(1, policy, alone_ms, 1.3)
+            case.beside(4, policy, alone_ms, 1.5)
+        case.agents(bare)
+        case.restores(pinned)
+        lane = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
+        return {
+            "shape": shape,
+            "device": str(mx.default_device()),
+            "mlx": version("mlx"),
+            "bare_ms": bare,
+            "pinned_gb_per_s": pinned,
+            "slice_ms": {context: case.slices(context) for context in (0, unit)},
+            "learned": lane.manager.rates.slices.slices,
+            "figures": [asdict(f) | {"ratio": f.ratio, "holds": f.holds} for f in case.figures],
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__)
+    parser.add_argument("--tiny", action="store_true", help="a tiny shape: a check that it runs")
+    parser.add_argument("--folder", type=Path, help="where to write blocks")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    shape, unit = ("tiny", 512) if given.tiny else ("llama-8b", 8192)
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        found = measure(shape, unit, Path(folder))
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

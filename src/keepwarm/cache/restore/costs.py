@@ -1,0 +1,123 @@
+"""What prefilling costs, learned from the latest slices of prompts."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from math import log2
+from statistics import median, median_low
+from typing import NamedTuple
+
+LATEST = 5  # slices of each power of two that are remembered
+ENOUGH = 3  # of them outvote a disturbed one
+MIN_APART = 512  # tokens between two contexts that show what a longer one costs
+
+
+class TimedSlice(NamedTuple):
+    n_tokens: int
+    context: int  # tokens before it
+    seconds: float
+
+
+class CurvePoint(NamedTuple):
+    n_tokens: int
+    seconds: float
+    n_measured: int
+
+
+class SliceCosts:
+    """Seconds that a slice takes: a curve over its length, and a share for the context.
+
+    The curve has a point for every power of two that was measured, and is linear between them. The
+    share of the context is proportional to the tokens of the slice times those before it.
+    """
+
+    def __init__(self, slices: Iterable[Sequence[float]] = ()) -> None:
+        self._latest: dict[int, deque[TimedSlice]] = {}  # by power of two
+        self._curve: list[CurvePoint] | None = None  # None: not drawn
+        self._context_s = 0.0
+        for n_tokens, context, seconds in slices:
+            self.add(int(n_tokens), int(context), float(seconds))
+
+    def __bool__(self) -> bool:
+        return bool(self._latest)
+
+    @property
+    def slices(self) -> list[TimedSlice]:
+        """What it is learned from."""
+        return [timed for latest in self._latest.values() for timed in latest]
+
+    @property
+    def longest(self) -> int:
+        return max((timed.n_tokens for timed in self.slices), default=0)
+
+    def add(self, n_tokens: int, context: int, seconds: float) -> None:
+        latest = self._latest.setdefault(round(log2(n_tokens)), deque(maxlen=LATEST))
+        latest.append(TimedSlice(n_tokens, context, seconds))
+        self._curve = None
+
+    def seconds(self, n_tokens: int, context: int = 0) -> float:
+        """Of one slice; something must have been measured."""
+        curve = self._drawn()
+        return _on(curve, n_tokens) + self._context_s * n_tokens * context
+
+    def prefill_s(self, start: int, end: int) -> float:
+        """From one token of a prompt to another, in slices as long as any measured."""
+        n_tokens, longest = end - start, self.longest
+        n_whole, rest = divmod(n_tokens, longest)
+        without_context = n_whole * self.seconds(longest) + (self.seconds(rest) if rest else 0.0)
+        before = start + max(0, n_tokens - longest) / 2  # on average
+        return without_context + self._context_s * n_tokens * before
+
+    def _drawn(self) -> list[CurvePoint]:
+        if self._curve is None:
+            self._context_s = _context_s(self._latest.values())
+            points = [_point(latest, self._context_s) for latest in self._latest.values()]
+            self._curve = _corrected(sorted(points))
+        return self._curve
+
+
+def _context_s(groups: Iterable[Iterable[TimedSlice]]) -> float:
+    """Seconds for each token of a slice and each before it, from slices of equal length."""
+    slopes = [
+        (a.seconds - b.seconds) / (a.n_tokens * (a.context - b.context))
+        for group in groups
+        for a, b in combinations(group, 2)
+        if a.n_tokens == b.n_tokens and abs(a.context - b.context) >= MIN_APART
+    ]
+    return max(0.0, median(slopes)) if slopes else 0.0
+
+
+def _point(latest: Sequence[TimedSlice], context_s: float) -> CurvePoint:
+    """A slice of about this length without context."""
+    seconds = median_low(t.seconds - context_s * t.n_tokens * t.context for t in latest)
+    return CurvePoint(median_low(t.n_tokens for t in latest), max(seconds, 1e-6), len(latest))
+
+
+def _corrected(points: list[CurvePoint]) -> list[CurvePoint]:
+    """The same, but what was hardly measured takes no more time than a longer slice, and no more
+    for each token than a shorter one. Else one disturbed measurement would never be repeated.
+    """
+    for i in reversed(range(len(points) - 1)):
+        points[i] = _at_most(points[i], points[i + 1].seconds)
+    for i in range(1, len(points)):
+        shorter = points[i - 1]
+        points[i] = _at_most(points[i], shorter.seconds * points[i].n_tokens / shorter.n_tokens)
+    return points
+
+
+def _at_most(point: CurvePoint, seconds: float) -> CurvePoint:
+    if point.n_measured >= ENOUGH:
+        return point
+    return point._replace(seconds=min(point.seconds, seconds))
+
+
+def _on(curve: Sequence[CurvePoint], n_tokens: int) -> float:
+    """Below its first point in proportion, above its last on the line through the last two."""
+    i = min(bisect_left(curve, n_tokens, key=lambda point: point.n_tokens), len(curve) - 1)
+    more, above, _ = curve[i]
+    fewer, below, _ = curve[i - 1] if i else (0, 0.0, 0)
+    slope = (above - below) / (more - fewer)
+    return above + (max(slope, 0.0) if n_tokens > more else slope) * (n_tokens - more)

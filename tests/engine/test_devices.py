@@ -1,0 +1,118 @@
+"""What the scheduler's policy means on devices that nobody here owns, on a virtual clock.
+
+A change that helps one device and hurts another is seen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from tests.kit.devices import CPU, DEVICES, H200, M1, M4_MAX, Device, Simulation, p95, simulated
+
+LONG = 8192
+
+
+@pytest.fixture(params=DEVICES, ids=lambda device: device.name)
+def device(request) -> Device:
+    return request.param
+
+
+@pytest.fixture
+def sim(device, models, tmp_path) -> Iterator[Simulation]:
+    with simulated(device, models.of("llama"), tmp_path) as simulation:
+        simulation.learn()
+        yield simulation
+
+
+def longest_wait(device: Device, n_rows: int) -> float:
+    """For the next token of a running answer: a quarter of a second, or eight steps."""
+    return max(device.gap_s, 8 * device.step_seconds(n_rows))
+
+
+# How much later the first token of a cold prompt comes beside 1, 4 and 16 answers than alone.
+LATER = {
+    H200: (1.3, 1.5, 1.7),
+    M4_MAX: (1.3, 1.3, 1.3),
+    M1: (1.7, 1.7, 1.5),
+    CPU: (1.7, 1.7, 1.7),
+}
+
+
+@pytest.mark.parametrize("n", [1, 4, 16])
+def test_a_long_prompt_beside_running_answers(sim, device, n):
+    """It comes through, and they go on."""
+    alone = sim.first_s(LONG)
+    running = sim.running(n)
+    began, first_s = sim.clock.now, sim.first_s(LONG)
+    assert first_s <= LATER[device][(1, 4, 16).index(n)] * alone
+    gaps = [gap for sent in running for gap in sent.gaps(began, sim.clock.now)]
+    assert p95(gaps) <= longest_wait(device, n)
+    assert max(gaps) <= 1.5 * longest_wait(device, n)
+
+
+def test_alone_it_is_as_fast_as_in_the_longest_slices(sim, device):
+    contexts = range(0, LONG, device.max_slice)
+    best = sum(device.slice_seconds(device.max_slice, context) for context in contexts)
+    assert sim.first_s(LONG) <= 1.1 * best
+
+
+def test_prompts_take_turns(sim):
+    """Equal ones end together; a short one does not wait for a long one."""
+    four = [sim.send(LONG) for _ in range(4)]
+    sim.run_until(lambda: all(sent.job.ended for sent in four))
+    firsts = [sent.first_s for sent in four]
+    assert max(firsts) < 1.2 * min(firsts)
+    long, short = sim.send(LONG), sim.send(256)
+    sim.run_until(lambda: long.job.ended)
+    assert short.first_s < long.first_s / 3
+
+
+def test_nobody_starves(sim, device):
+    """Short requests keep coming for as long as a long prompt needs, and longer."""
+    alone = sim.first_s(LONG)
+    period = 3 * (device.slice_seconds(64, 0) + 4 * device.step_seconds(4))
+    long, short = sim.send(LONG, 4), []
+
+    def arrive(when: float) -> None:
+        short.append(sim.send(64, 4))
+        sim.arrivals.append((when + period, partial(arrive, when + period)))
+
+    arrive(sim.clock.now)
+    sim.run_until(lambda: long.job.ended)
+    assert long.first_s <= 4 * alone
+    ended = [sent for sent in short if sent.job.ended]
+    assert len(ended) >= len(short) - 8
+    assert max(sent.first_s for sent in ended) <= 10 * period
+
+
+SHARED, OWN = 4096, 1024
+
+
+def test_eight_agents_at_once(sim, device):
+    """What they share is computed once; the last first token is not far from the bare work."""
+    shared = sim.prompt(SHARED)
+    sim.module.fed.clear()
+    agents = [sim.send([*shared, *sim.prompt(OWN)], 4) for _ in range(8)]
+    sim.run_until(lambda: all(sent.job.ended for sent in agents))
+    assert sum(sim.module.fed) <= SHARED + 8 * OWN
+    bare = device.slice_seconds(1024, SHARED // 2) * (SHARED + 8 * OWN) / 1024
+    assert max(sent.first_s for sent in agents) <= 1.8 * bare
+
+
+def test_a_restore_among_answers(sim, device):
+    """It comes sooner than computing would; answers wait for it only where the device copies."""
+    prompt = sim.prompt(LONG)
+    cold = sim.first_s(prompt)
+    sim.lane.live.clear()
+    rates, plan = sim.lane.manager.rates, sim.lane.manager.plan(prompt)
+    load_s = plan.n_tokens / device.load_tokens_per_s
+    rates.load_bytes_per_s = plan.point.n_bytes / load_s
+    running = sim.running(4)
+    began, first_s = sim.clock.now, sim.first_s(prompt)
+    assert first_s <= load_s + longest_wait(device, 4) < cold
+    gaps = [gap for sent in running for gap in sent.gaps(began, sim.clock.now)]
+    blocked_s = 0.0 if device.loads_in_background else load_s
+    assert max(gaps) <= blocked_s + longest_wait(device, 4)
