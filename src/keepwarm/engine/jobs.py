@@ -286,5 +286,9 @@ class PrefillTask:
         return self.job.lane
 
     @property
+    def is_at_last_token(self) -> bool:
+        return self.prefill.n_done == len(self.tokens) - 1
+
+    @property
     def is_rebuild(self) -> bool:
         return len(self.tokens) > len(self.job.tokens)

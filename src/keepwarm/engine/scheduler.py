@@ -185,9 +185,10 @@ class Scheduler:
         return self.slice_sizer.slice_tokens(costs, context, decoding=bool(self._batches))
 
     def _next_task(self) -> PrefillTask:
-        """The highest priority, that of waiting jobs included; equal ones take turns."""
+        """The highest priority, that of waiting jobs included; equal ones take turns, but a last
+        token, which takes only a step, goes first."""
         self.prefilling.rotate(-1)
-        return max(self.prefilling, key=self._priority)
+        return max(self.prefilling, key=lambda task: (self._priority(task), task.is_at_last_token))
 
     def _priority(self, task: PrefillTask) -> int:
         waiters = [job.request.priority for job in self.waiting if job.waits_for is task]
