@@ -55,6 +55,7 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
         version=__version__,
         description=ABOUT,
         lifespan=_lifespan,
+        docs_url=None,  # FastAPI's page loads scripts from a public CDN
         redoc_url=None,
         dependencies=[Depends(check_json)],
     )

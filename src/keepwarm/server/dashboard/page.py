@@ -1,4 +1,7 @@
-"""The dashboard's files: page, style and scripts. They hold no data and need no key."""
+"""The pages of the server: the dashboard and the API's documentation.
+
+Their files hold no data and need no key.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import RedirectResponse
 
 PATH = "/dashboard"
+DOCS_PATH = "/docs"
 METHODS = ["GET", "HEAD"]  # Claude Code probes the server with HEAD /
 FILES = Path(__file__).parent / "static"
 TYPES = {
@@ -31,10 +35,11 @@ HEADERS = {
 
 
 def make_router() -> APIRouter:
-    """A route for every file, and a redirect from `/` to the page."""
+    """A route for both pages and every file, and a redirect from `/` to the dashboard."""
     router = APIRouter(include_in_schema=False)
     router.add_api_route("/", _redirect, methods=METHODS)
     router.add_api_route(PATH, _serve(FILES / "index.html"), methods=METHODS)
+    router.add_api_route(DOCS_PATH, _serve(FILES / "docs.html"), methods=METHODS)
     for file in sorted(FILES.iterdir()):
         router.add_api_route(f"{PATH}/{file.name}", _serve(file), methods=METHODS)
     return router
