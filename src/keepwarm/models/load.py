@@ -82,6 +82,11 @@ def _read_directory(path: Path) -> _Parts:
 def _read_module(path: Path) -> tuple[Any, dict[str, Any]]:
     try:
         return load_model(path, lazy=True)  # type: ignore[no-any-return]
+    except SystemExit as error:  # some of mlx-lm's models end the program if a package is missing
+        raise UnsupportedModel(
+            f"{path} is of architecture {read_config(path)['model_type']!r}, which mlx-lm cannot "
+            "run here: its module ends the program, usually because a package is missing."
+        ) from error
     except Exception as error:  # mlx-lm's models raise all kinds of errors on an unexpected config
         raise _load_error(path, error) from error
 

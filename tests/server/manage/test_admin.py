@@ -1,5 +1,7 @@
 """Changing the model while the server runs."""
 
+import json
+import shutil
 import threading
 import weakref
 
@@ -108,6 +110,19 @@ def test_the_old_one_comes_back_if_the_new_one_cannot_be_loaded(admin, tmp_path)
     after = admin.post("/v1/chat/completions", QUESTION).json()
     assert after["choices"] == before["choices"]
     assert after["keepwarm"]["recomputed"] == 1
+
+
+def test_the_old_one_comes_back_if_the_new_one_ends_the_program(admin, other, tmp_path):
+    """mlx-lm's `olmo` calls `sys.exit` where its own package is not installed."""
+    path = tmp_path / "olmo"
+    shutil.copytree(other, path)
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"model_type": "olmo"}))
+    answer = change(admin, "swap", {"model": str(path)})
+    assert answer.status_code == 422
+    assert "'olmo', which mlx-lm cannot run here" in answer.json()["error"]["message"]
+    assert resident(admin)["id"] == "tiny"
+    assert admin.post("/v1/chat/completions", QUESTION).status_code == 200
 
 
 def test_what_is_no_model_at_all_changes_nothing(admin, tmp_path):

@@ -86,7 +86,7 @@ class ResidentModel:
             old = self._close_engine(drain_s)
             try:
                 self._start(new)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._reload(old)
                 if isinstance(error, KeepwarmError):
                     raise
