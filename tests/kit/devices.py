@@ -305,11 +305,12 @@ def simulated(device: Device, model: Model, home: Path) -> Iterator[Simulation]:
     budgets = Budgets(memory_bytes=1 << 28, disk=False)
     with Store(budgets=budgets, settings=settings) as store:
         layout = kv.probe(module, kv.make_caches(module))
-        manager = store.make_manager(Identity({}, device.name, "", str(layout)), layout)
+        identity = Identity({}, device.name, "", str(layout))
+        manager = store.make_manager(identity, layout)
         manager.reader = ChargedReader(manager.reader, device, clock)  # type: ignore[assignment]
         manager.rates = KnownLoads()
         stand_in = replace(model, module=module, n_context=1 << 20)
-        lane = ChargedLane(stand_in, KVOptions(), manager, Live(1 << 28), can_batch=True)
+        lane = ChargedLane(stand_in, KVOptions(), identity, manager, Live(1 << 28), True)
         lane.device = device
         sizer = SliceSizer(device.max_slice, gap_s=device.gap_s)
         scheduler = Scheduler(

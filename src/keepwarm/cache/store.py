@@ -128,7 +128,7 @@ class Store:
             **kv_options,
         )
         manager = self.make_manager(identity, layout)
-        manager.rates = self._rates.of(namespace(replace(identity, salt="")))
+        manager.rates = self._rates.of(namespace(replace(identity, salt="", origin="")))
         return AttachedModel(model, identity, manager, kv_options)
 
     def make_manager(self, identity: Identity, layout: kv.Layout) -> Manager:
