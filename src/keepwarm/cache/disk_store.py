@@ -17,7 +17,7 @@ from keepwarm.cache.agents.bundle import CheckRecord, accept_any, export_bundle,
 from keepwarm.cache.agents.holders import Holder, find_holders, read_header
 from keepwarm.cache.agents.manifest import Manifest
 from keepwarm.cache.agents.pins import TtlPins
-from keepwarm.errors import BadInput, BadRecord
+from keepwarm.errors import BadInput, BadRecord, Busy
 from keepwarm.prefix.blocks import (
     BLOCK_TOKENS,
     Namespace,
@@ -58,6 +58,11 @@ class DiskStore:
     ) -> None:
         try:
             self.disk = DiskTier(root, limits, seal=unlock(root, secret))
+        except TimeoutError as error:
+            raise Busy(
+                f"Another process holds a lock of the store {root}, and may be stopped; "
+                "let it go on or end it, then try again."
+            ) from error
         except OSError as error:
             raise BadInput(
                 f"The store {root} cannot be used ({error.strerror}); "

@@ -106,6 +106,13 @@ class TierCounts:
             return TierStats(n_blocks, n_bytes, max_bytes, **self._counts)
 
 
+def is_busy(error: Exception) -> bool:
+    """Whether other processes hold a lock for too long; the files themselves may be fine."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+    is_locked = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+    return isinstance(error, TimeoutError) or is_locked
+
+
 class Fallible(Protocol):
     def note_error(self, error: Exception) -> None: ...
 
@@ -138,6 +145,11 @@ def as_store_errors(tier: Fallible, what: str) -> Iterator[None]:
         yield
     except (OSError, sqlite3.Error) as error:
         tier.note_error(error)
+        if is_busy(error):
+            raise StoreFailed(
+                f"The store could not {what}: another process holds its lock, and may be stopped; "
+                "let it go on or end it, then try again."
+            ) from error
         raise StoreFailed(
             f"The store could not {what} ({error}); look at its disk, then try again."
         ) from error

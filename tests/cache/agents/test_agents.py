@@ -15,6 +15,7 @@ from keepwarm.errors import BadCacheFile, BadInput, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
+from keepwarm.store.index import database
 from keepwarm.store.record import Part
 from tests.contract.test_tiers import Minutes
 from tests.store.kit import files_under, record, tokens_of
@@ -364,11 +365,11 @@ def holds_any(path, words):
     return any(data[i : i + 8] in words for i in range(len(data)))
 
 
-def test_deleting_says_so_where_the_log_cannot_be_cut(disk_store):
+def test_deleting_says_so_where_the_log_cannot_be_cut(disk_store, monkeypatch):
     """While another process reads the index, deleted tokens stay in its log."""
     mine = tokens_of(300)
     turn(disk_store, "mine", mine)
-    disk_store.disk.index.database.execute("PRAGMA busy_timeout = 10")
+    monkeypatch.setattr(database, "LOCK_WAIT_S", 0.1)
     with closing(sqlite3.connect(disk_store.disk.root / "index.sqlite")) as reader:
         reader.execute("BEGIN")
         reader.execute("SELECT count(*) FROM blocks").fetchone()

@@ -325,6 +325,8 @@ def test_uses_that_wait_are_bounded(tmp_path):
     one.add(record(ref).header, 10, 0.0)
     for n in range(1, MAX_TOUCHES + 2):
         one.touch([ref.key], float(n))
+    assert len(one._touched) == MAX_TOUCHES
+    one.pin(ref.key, "any change writes them")
     assert [stored.used for stored in two.walk()] == [MAX_TOUCHES + 1]
     one.close()
     two.close()

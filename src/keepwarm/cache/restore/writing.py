@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk.wear import Wear
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, Record
-from keepwarm.store.tier import BlockInfo, PutResult, Tier
+from keepwarm.store.tier import BlockInfo, PutResult, Tier, is_busy
 from keepwarm.store.tiers import Tiers
 
 LOG = logging.getLogger(__name__)
@@ -183,6 +183,10 @@ class Writer:
         while (item := self._next()) is not None:
             try:
                 self._write(*item)
+            except OSError as error:
+                level = logging.DEBUG if is_busy(error) else logging.WARNING
+                LOG.log(level, "a block could not be saved: %s", error)
+                self._refused(failed=1)
             except Exception:  # one bad record must not stop the writer thread
                 LOG.exception("a block could not be saved")
                 self._count(failed=1)
@@ -223,7 +227,8 @@ class Writer:
             self._count(written_records=1, written_bytes=record.n_bytes)
             return
         if self._wear is not None:
-            self._wear.give_back(record.n_bytes)
+            with suppress(OSError):  # then today's budget is a little smaller
+                self._wear.give_back(record.n_bytes)
         if put.durable.exception() is not None:
             self._refused(failed=1)
         elif record.header.part not in _parts(self._disk, record.header.key):

@@ -43,6 +43,7 @@ from keepwarm.store.tier import (
     TierStats,
     as_store_errors,
     default_on_io_error,
+    is_busy,
 )
 
 INDEX_ROOM = 1 << 19  # what index and log may grow by in one put or deletion
@@ -69,6 +70,7 @@ class DiskTier:
         self.limits = limits or DiskLimits()
         self._clock = clock
         self._refused = RefusedBlocks()
+        self._is_stuck = False  # another process may be stopped
         files = files or Files()
         self.root = root = claim(root, files)
         self.seal = seal
@@ -127,10 +129,13 @@ class DiskTier:
         try:
             stored = self._put(record)
         except (OSError, sqlite3.Error) as error:
-            LOG.warning("a block could not be written: %s", error)
+            if not (self._is_stuck and is_busy(error)):  # one warning for all blocks meanwhile
+                LOG.warning("a block could not be written: %s", error)
+            self._is_stuck = is_busy(error)
             self.note_error(error)
             durable.set_exception(error)
             return PutResult(False, durable)
+        self._is_stuck = False
         durable.set_result(None)
         return PutResult(stored, durable)
 
@@ -191,6 +196,7 @@ class DiskTier:
 
     def _put(self, record: Record) -> bool:
         header = record.header
+        self.records.mend()
         if self._has(header):
             return False
         buffers = encode_record(record, self.seal)
@@ -220,7 +226,7 @@ class DiskTier:
     def _publish(self, temp: Path, header: Header, n_bytes: int, reservation: int) -> bool:
         target = self.records.path_of(header.key, header.part)
         self.ensure_directory(target.parent)
-        with self.records.names_lock():
+        with self.records.names_lock.hold():
             if self.index.lookups.is_deleting(header.key):  # by a process that crashed
                 self._finish_deleting([header.key])
             if self._has(header):  # another thread or process was faster
@@ -257,7 +263,7 @@ class DiskTier:
     def _evict(self, header: Header, n_bytes: int) -> bool:
         """Evict for a record of so many bytes; False if nothing could be evicted."""
         priority = self.index.priority_of(header, n_bytes, self._clock())
-        with self.records.names_lock():
+        with self.records.names_lock.hold():
             missing = self._missing_bytes(n_bytes)
             if missing <= 0:  # another process has just evicted
                 return True
@@ -284,7 +290,7 @@ class DiskTier:
     def _delete(self, keys: Collection[BlockKey]) -> None:
         if not keys:
             return
-        with self.records.names_lock():
+        with self.records.names_lock.hold():
             self.index.mark_deleting(keys)
             self._finish_deleting(keys)
 
@@ -297,7 +303,7 @@ class DiskTier:
 
     def _delete_part(self, key: BlockKey, part: Part) -> None:
         """The file first: a start deletes a row without a file."""
-        with self.records.names_lock():
+        with self.records.names_lock.hold():
             self.files.remove(self.records.path_of(key, part))
             self.index.delete_part(key, part)
 

@@ -47,6 +47,7 @@ def _check(disk: DiskTier, record: RecordCheck, fix: bool) -> RecordCheck | None
         return record._replace(wrong=f"could not be read: {error.strerror or error}")
     if wrong is not None and fix:
         disk.read(key, part)  # reading a bad record quarantines it
+        disk.records.mend()
         return record._replace(
             wrong=wrong, quarantined=not disk.records.path_of(key, part).exists()
         )

@@ -33,7 +33,7 @@ def reconcile(records: RecordFiles, finish_deleting: Callable[[BlockKey], None],
     for writer in records.index.lookups.writers():
         if not is_alive(records.root / "tmp", writer):
             records.index.cancel_writes(writer)
-    with records.names_lock():
+    with records.names_lock.hold():
         for key in records.index.lookups.deleting():
             finish_deleting(key)
     n_bytes = sum(map(bytes_of, strays(records.root)))
@@ -50,7 +50,7 @@ def _adopt(records: RecordFiles, key: BlockKey, part: Part, now: float) -> int:
     """Add the row of a file; returns the file's bytes if it must stay without one."""
     path = records.path_of(key, part)
     try:
-        with records.names_lock():
+        with records.names_lock.hold():
             header = records.use_record(key, part, lambda _, opened: opened.header)
             about = path.stat()
             records.index.add(header, about.st_size, min(about.st_mtime, now))

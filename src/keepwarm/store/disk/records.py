@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import sqlite3
 import time
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, TypeAlias, TypeVar
+from typing import BinaryIO, NamedTuple, TypeAlias, TypeVar
 
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey
-from keepwarm.store.atomic import Files, exclusive
+from keepwarm.store.atomic import Files, SharedLock
 from keepwarm.store.disk.pages import Pages
 from keepwarm.store.index.database import is_damage
 from keepwarm.store.index.index import Index
@@ -31,11 +32,20 @@ from keepwarm.store.record import (
     view_record,
 )
 from keepwarm.store.seal import Seal
-from keepwarm.store.tier import TierCounts, default_on_io_error
+from keepwarm.store.tier import TierCounts, default_on_io_error, is_busy
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Use: TypeAlias = Callable[[BinaryIO, VerifiedHeader], T]
+
+
+class Repair(NamedTuple):
+    """A record that a reader found to be bad, and why, or whose file it did not find."""
+
+    key: BlockKey
+    part: Part
+    why: str | None
+    is_misfit: bool = False  # its digests are right
 
 
 class RecordFiles:
@@ -49,6 +59,9 @@ class RecordFiles:
         self.counts = TierCounts()
         self.others = OtherFiles(root)
         self.pages = Pages(files)
+        # Among processes: files are named, renamed and deleted under it.
+        self.names_lock = SharedLock(root / "tmp" / "names")
+        self._repairs: dict[Repair, None] = {}
 
     def read(
         self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
@@ -90,11 +103,11 @@ class RecordFiles:
         try:
             made = self.use_record(key, part, use)
         except BadRecord as bad:
-            self.quarantine(key, part, str(bad))
+            self._note_repair(Repair(key, part, str(bad)))
         except NewerFormat as newer:
             self.skip_newer(key, part, str(newer))
         except FileNotFoundError:
-            self.delete_missing(key, part)
+            self._note_repair(Repair(key, part, None))
         except OSError as error:
             LOG.warning("%s could not be read: %s", self.path_of(key, part).name, error)
             self.counts.add(errors=1)
@@ -117,24 +130,49 @@ class RecordFiles:
             check_identity(opened.header, key, part)
             return use(file, opened)
 
+    def _note_repair(self, repair: Repair) -> None:
+        """Repair now if no lock is held by others, for which a reader does not wait."""
+        self._repairs[repair] = None
+        self.mend(wait_s=0.0)
+
+    @default_on_io_error(lambda: None)
+    def mend(self, wait_s: float | None = None) -> None:
+        """Do the repairs that readers have noted."""
+        for repair in list(self._repairs):
+            try:
+                self._repair(repair, wait_s)
+            except (OSError, sqlite3.Error) as error:
+                if not is_busy(error):
+                    self._repairs.pop(repair, None)
+                    raise
+                return
+            self._repairs.pop(repair, None)
+
+    def _repair(self, repair: Repair, wait_s: float | None) -> None:
+        if repair.why is None:
+            self._delete_missing(repair.key, repair.part, wait_s)
+        else:
+            self._quarantine(repair, wait_s)
+
     @default_on_io_error(lambda: None)
     def quarantine(self, key: BlockKey, part: Part, why: str) -> None:
         """Move a bad record to quarantine, with the reason beside it; from now on it is a miss."""
-        with self.names_lock():
-            if self._is_bad(key, part):  # another process may have replaced it meanwhile
-                self._quarantine(key, part, why)
+        self._quarantine(Repair(key, part, why))
 
-    @default_on_io_error(lambda: None)
     def discard(self, key: BlockKey, part: Part, why: str) -> None:
         """The same for a record with right digests that does not fit the model."""
-        with self.names_lock():
-            if self.path_of(key, part).exists():
-                self._quarantine(key, part, why)
+        self._note_repair(Repair(key, part, why, is_misfit=True))
 
-    def _quarantine(self, key: BlockKey, part: Part, why: str) -> None:
+    def _quarantine(self, repair: Repair, wait_s: float | None = None) -> None:
+        key, part, why, is_misfit = repair
         path = self.path_of(key, part)
-        self.move_to_quarantine(path, why)
-        self.index.delete_part(key, part)
+        with self.names_lock.hold(wait_s):
+            if os.path.lexists(path):
+                # Another process may have replaced it meanwhile.
+                if not (is_misfit or self._is_bad(key, part)):
+                    return
+                self.move_to_quarantine(path, str(why))
+            self.index.delete_part(key, part, wait_s)
         LOG.warning("%s is bad and was quarantined: %s", path.name, why)
         self.others.changed()
         self.counts.add(quarantined=1)
@@ -175,16 +213,15 @@ class RecordFiles:
     @default_on_io_error(lambda: None)
     def delete_missing(self, key: BlockKey, part: Part) -> None:
         """Delete the row of a record without a file, unless the file has just been put."""
+        self._delete_missing(key, part)
+
+    def _delete_missing(self, key: BlockKey, part: Part, wait_s: float | None = None) -> None:
         known = self.index.lookups.have([key]).get(key)
         if known is None or part not in known.parts:
             return
-        with self.names_lock():
+        with self.names_lock.hold(wait_s):
             if not self.path_of(key, part).exists():
-                self.index.delete_part(key, part)
-
-    def names_lock(self) -> AbstractContextManager[None]:
-        """The lock among processes under which files are named, renamed and deleted."""
-        return exclusive(self.root / "tmp" / "names")
+                self.index.delete_part(key, part, wait_s)
 
     def note_error(self, error: Exception) -> None:
         self.counts.add(errors=1)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from keepwarm.files import write_atomically
-from keepwarm.store.atomic import exclusive
+from keepwarm.store.atomic import SharedLock
 
 DAYS_KEPT = 90
 
@@ -27,7 +27,7 @@ class Wear:
         day: Callable[[], str] = today,
     ) -> None:
         self._path = root / "wear.json"
-        self._lock = root / "tmp" / "wear"
+        self._lock = SharedLock(root / "tmp" / "wear")
         self._max_bytes_per_day = max_bytes_per_day
         self._day = day
 
@@ -40,7 +40,7 @@ class Wear:
 
         Atomic among all processes, so that together they stay within it.
         """
-        with exclusive(self._lock):
+        with self._lock.hold():
             written = self.by_day().get(self._day(), 0) + n_bytes
             fits = self._fits(written)
             if fits:
@@ -49,7 +49,7 @@ class Wear:
 
     def give_back(self, n_bytes: int) -> None:
         """Uncount bytes that were taken but not written."""
-        with exclusive(self._lock):
+        with self._lock.hold():
             self._write(max(0, self.by_day().get(self._day(), 0) - n_bytes))
 
     def _fits(self, written: int) -> bool:

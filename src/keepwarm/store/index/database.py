@@ -1,4 +1,8 @@
-"""One SQLite connection for all threads of a process, guarded by one lock."""
+"""Two SQLite connections for all threads of a process: one reads, one writes.
+
+A reader waits neither for a writer of another process (WAL) nor for a thread of its own that waits
+for one.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,28 @@ from pathlib import Path
 from typing import Any
 
 from keepwarm.errors import NewerFormat, StoreFailed
+from keepwarm.store.atomic import LOCK_WAIT_S
 from keepwarm.store.index.schema import PRAGMAS, SCHEMA_VERSION, statements
+from keepwarm.store.tier import is_busy
+
+READ_WAIT_S = 0.1  # only while another process opens, repairs or closes the index
+PRIVATE = ":memory:"
 
 
 class Database:
     """`path` is a file that several processes may share, or ":memory:"."""
 
     def __init__(self, path: Path | str) -> None:
-        self.lock = threading.RLock()
-        self._db = sqlite3.connect(
-            path, timeout=30, isolation_level=None, check_same_thread=False, cached_statements=64
-        )
+        self.lock = threading.RLock()  # of the connection that writes
+        self._reading = self.lock if path == PRIVATE else threading.RLock()
+        self._is_private = path == PRIVATE
+        self._is_stuck = False  # the last wait for another process was in vain
+        self._writer: int | None = None  # the thread in a transaction
+        self._db = self._reader = _connect(path, LOCK_WAIT_S)
         try:
             self._prepare()
+            if not self._is_private:
+                self._reader = _connect(path, READ_WAIT_S)
         except BaseException:
             self._db.close()
             raise
@@ -49,16 +62,20 @@ class Database:
         self._db.create_function(name, n_arguments, function, deterministic=True)
 
     @contextmanager
-    def transaction(self, synced: bool = False) -> Iterator[sqlite3.Connection]:
+    def transaction(
+        self, synced: bool = False, wait_s: float | None = None
+    ) -> Iterator[sqlite3.Connection]:
         """Commit at the end, roll back on an exception.
 
-        Synced, it is on disk before any other connection sees it.
+        Synced, it is on disk before any other connection sees it. Raises a busy error if others
+        write for longer than LOCK_WAIT_S, or than `wait_s`. Once a wait was in vain none waits any
+        more until a transaction could begin: the other process may be stopped.
         """
-        with self.lock:
+        with self._locked(LOCK_WAIT_S if wait_s is None else wait_s) as bound_s:
             if synced:
                 self._db.execute("PRAGMA synchronous = FULL")
             try:
-                self._db.execute("BEGIN IMMEDIATE")
+                self._begin(bound_s)
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException:
@@ -66,22 +83,48 @@ class Database:
                     self._db.execute("ROLLBACK")
                 raise
             finally:
+                self._writer = None
                 if synced:
                     self._db.execute("PRAGMA synchronous = NORMAL")
 
+    @contextmanager
+    def _locked(self, wait_s: float) -> Iterator[float]:
+        """Hold the lock among threads; yields how long to wait for other processes."""
+        wait_s = 0.0 if self._is_stuck else wait_s
+        if not self.lock.acquire(timeout=-1 if self._is_private else wait_s):
+            raise _busy()
+        try:
+            yield wait_s
+        finally:
+            self.lock.release()
+
+    def _begin(self, wait_s: float) -> None:
+        self._db.execute(f"PRAGMA busy_timeout = {round(1000 * wait_s)}")
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            self._is_stuck = self._is_stuck or (is_busy(error) and wait_s > 0)
+            raise
+        self._is_stuck = False
+        self._writer = threading.get_ident()
+
     def execute(self, query: str, arguments: Iterable[Any] = ()) -> sqlite3.Cursor:
-        """The caller holds the lock until it has read the rows."""
+        """On the connection that writes; the caller holds the lock until it has read the rows."""
         return self._db.execute(query, tuple(arguments))
 
     def rows(self, query: str, arguments: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
-        with self.lock:
+        """In a transaction, as it stands there; otherwise what was last committed."""
+        if self._writer == threading.get_ident():
             return self.execute(query, arguments).fetchall()
+        with self._reading:
+            return self._reader.execute(query, tuple(arguments)).fetchall()
 
     def checkpoint(self) -> None:
         """Fold the log into the file and truncate it."""
-        with self.lock:
-            is_busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        if is_busy:
+        with self._locked(LOCK_WAIT_S) as wait_s:
+            self._db.execute(f"PRAGMA busy_timeout = {round(1000 * wait_s)}")
+            failed, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if failed:
             raise StoreFailed(
                 "What was deleted is still in the log of the index, which other processes are "
                 "using; try again when they are done."
@@ -93,7 +136,8 @@ class Database:
         SQLite overwrites deleted rows, but not the copies that stay behind where pages were split
         or merged.
         """
-        with self.lock:
+        with self._locked(LOCK_WAIT_S) as wait_s:
+            self._db.execute(f"PRAGMA busy_timeout = {round(1000 * wait_s)}")
             self._db.execute("PRAGMA temp_store = MEMORY")  # no copy of it in another directory
             self._db.execute("VACUUM")
         self.checkpoint()
@@ -107,7 +151,8 @@ class Database:
         return bool(self.rows("SELECT 1 FROM counts WHERE name = ?", (name,)))
 
     def close(self) -> None:
-        with self.lock:
+        with self.lock, self._reading:
+            self._reader.close()
             self._db.close()
 
 
@@ -116,7 +161,14 @@ def is_damage(error: Exception) -> bool:
     return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-def is_busy(error: sqlite3.Error) -> bool:
-    """Whether other processes kept SQLite waiting for too long; the file itself may be fine."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-    return code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+def _connect(path: Path | str, wait_s: float) -> sqlite3.Connection:
+    return sqlite3.connect(
+        path, timeout=wait_s, isolation_level=None, check_same_thread=False, cached_statements=64
+    )
+
+
+def _busy() -> sqlite3.OperationalError:
+    """As SQLite raises it."""
+    error = sqlite3.OperationalError("database is locked")
+    error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+    return error

@@ -31,7 +31,7 @@ from keepwarm.store.record import Header, Part
 from keepwarm.store.seal import Seal
 from keepwarm.store.tier import TTL_PIN, StoredBlock
 
-MAX_TOUCHES = 20_000  # waiting for the next write
+MAX_TOUCHES = 20_000  # waiting for the next write; then the oldest are forgotten
 LATEST = "latest use"  # in `counts`, in seconds since 1970
 EVICTABLE = (
     "pins = 0 AND doomed = 0 AND used + value + cost <= ? "
@@ -63,7 +63,8 @@ class Index:
         seal: Seal | None = None,
     ) -> None:
         self._half_life_s = half_life_s
-        self._touched: deque[tuple[float, float, BlockKey]] = deque()
+        self._touched: deque[tuple[float, float, BlockKey]] = deque(maxlen=MAX_TOUCHES)
+        self._cancelled: deque[int] = deque()  # reservations that the next change ends
         self.database = Database(path)
         self.database.add_function("after_use", 3, self._after_use)
         self.database.add_function("cost_of", 5, self.cost_of)
@@ -85,8 +86,12 @@ class Index:
         return now + self.cost_of(header.number, len(header.tokens) // 4, *sizes)
 
     @contextmanager
-    def _transaction(self, synced: bool = False) -> Iterator[sqlite3.Connection]:
-        with self.database.transaction(synced) as db:
+    def _transaction(
+        self, synced: bool = False, wait_s: float | None = None
+    ) -> Iterator[sqlite3.Connection]:
+        with self.database.transaction(synced, wait_s) as db:
+            while self._cancelled:
+                _end_write(db, self._cancelled.popleft())
             if touches := list(self._take_touches()):
                 set_to = "value = after_use(used, value, ?), used = ?"
                 db.executemany(f"UPDATE blocks SET {set_to} WHERE key = ?", touches)  # noqa: S608
@@ -97,18 +102,20 @@ class Index:
         while self._touched:
             yield self._touched.popleft()
 
-    def _flush_touches(self) -> None:
-        if self._touched:
-            with self._transaction():
-                pass
+    def _flush_touches(self, wait_s: float | None = None) -> None:
+        """Unless other processes write meanwhile; losing a few uses does no harm."""
+        with suppress(sqlite3.OperationalError):
+            if self._touched:
+                with self._transaction(wait_s=wait_s):
+                    pass
 
     def walk(self) -> Iterator[StoredBlock]:
-        self._flush_touches()
+        self._flush_touches(wait_s=0.0)
         yield from self.lookups.walk()
 
     def close(self) -> None:
         with self.database.lock:
-            with suppress(sqlite3.Error):  # losing a few uses does no harm
+            with suppress(sqlite3.Error):
                 self._flush_touches()
             self.database.close()
 
@@ -124,8 +131,10 @@ class Index:
             return db.execute(query, (key, parent, n_bytes, writer)).lastrowid
 
     def cancel(self, reservation: int) -> None:
-        with self._transaction() as db:
-            _end_write(db, reservation)
+        """End a reservation now, or with the next change if another process writes for too long."""
+        self._cancelled.append(reservation)
+        with suppress(sqlite3.OperationalError), self._transaction():
+            pass
 
     def add(self, header: Header, n_bytes: int, now: float, reservation: int | None = None) -> None:
         """Add the row of a published record and end its reservation."""
@@ -153,8 +162,6 @@ class Index:
     def touch(self, keys: Collection[BlockKey], now: float) -> None:
         """Note a use; the next change writes it, as a write of its own would cost a request ms."""
         self._touched.extend((now, now, key) for key in dict.fromkeys(keys))
-        if len(self._touched) > MAX_TOUCHES:
-            self._flush_touches()
 
     def _supersede(self, db: sqlite3.Connection, header: Header, now: float) -> None:
         """Devalue a short sibling branch with the same first tokens: an answer rendered anew."""
@@ -183,9 +190,9 @@ class Index:
         with self._transaction(synced=True) as db:
             db.executemany("DELETE FROM blocks WHERE key = ? AND doomed", ((k,) for k in keys))
 
-    def delete_part(self, key: BlockKey, part: Part) -> None:
+    def delete_part(self, key: BlockKey, part: Part, wait_s: float | None = None) -> None:
         """Delete one part; the row goes with the last part."""
-        with self._transaction() as db:
+        with self._transaction(wait_s=wait_s) as db:
             self._set_part(db, key, part, 0, 0)
             db.execute("DELETE FROM blocks WHERE key = ? AND d + w + s = 0 AND NOT doomed", (key,))
 

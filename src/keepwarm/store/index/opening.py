@@ -9,10 +9,10 @@ from pathlib import Path
 from keepwarm.errors import BadInput, Busy, NewerFormat, StoreFailed
 from keepwarm.store.atomic import FILE_MODE, exclusive
 from keepwarm.store.eviction import DISK_HALF_LIFE_S
-from keepwarm.store.index.database import is_busy
 from keepwarm.store.index.index import Index
 from keepwarm.store.names import INDEX, INDEX_FILES
 from keepwarm.store.seal import Seal
+from keepwarm.store.tier import is_busy
 from keepwarm.store.unlock import check_encryption
 
 DAMAGED = f"{INDEX}-damaged"  # tells the next start to rebuild

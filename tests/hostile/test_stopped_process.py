@@ -1,0 +1,239 @@
+"""A process that is stopped while it holds a lock of the store costs the others no answer.
+
+Real processes: a child takes the lock and sends itself SIGSTOP.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from keepwarm.cache.disk_store import DiskStore
+from keepwarm.cache.policy import Policy
+from keepwarm.errors import Busy, StoreFailed
+from keepwarm.prefix.blocks import BlockKey
+from keepwarm.store import atomic
+from keepwarm.store.disk import fsck
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
+from keepwarm.store.index import database
+from keepwarm.store.record import Part
+from tests.hostile.test_fault_matrix import no_hanging
+from tests.kit.engines import ask, engine_on, tokens_of
+from tests.kit.runs import prompt_of
+from tests.store.kit import BrokenFiles, chain_of, content, keys_of
+
+HANGS_S = 60  # a guard against hanging, far above every bound
+NEVER_S = 3600.0
+
+HOLDER = """
+import os, signal, sys
+from pathlib import Path
+from keepwarm.store.atomic import exclusive
+from keepwarm.store.disk.disk import DiskTier
+
+root, lock = Path(sys.argv[1]), sys.argv[2]
+tier = DiskTier(root)
+held = tier.index.database.transaction() if lock == "index" else exclusive(root / "tmp" / lock)
+with held:
+    print("held", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+tier.close()
+print("went on", flush=True)
+sys.stdin.readline()
+"""
+LOCKS = pytest.mark.parametrize("lock", ["index", "names"])
+
+
+class Stopped:
+    """A process that was stopped while it held a lock."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "went on\n"
+
+
+@contextmanager
+def stopped(root, lock):
+    command = [sys.executable, "-c", HOLDER, str(root), lock]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "held\n"
+        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+        yield Stopped(process)
+    finally:
+        process.kill()
+        process.communicate(timeout=HANGS_S)
+
+
+@pytest.fixture(autouse=True)
+def guard():
+    with no_hanging(HANGS_S):
+        yield
+
+
+@pytest.fixture
+def wait(monkeypatch):
+    """Sets how long a writer waits for other processes."""
+
+    def set_wait(seconds):
+        monkeypatch.setattr(atomic, "LOCK_WAIT_S", seconds)
+        monkeypatch.setattr(database, "LOCK_WAIT_S", seconds)
+
+    return set_wait
+
+
+@pytest.fixture
+def tier(tmp_path):
+    opened = DiskTier(tmp_path / "store", DiskLimits(min_free_bytes=0), BrokenFiles())
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("lock", ["index", "names", "wear"])
+def test_answers_do_not_wait_for_a_stopped_process(lock, models, tmp_path, wait):
+    """Writers would wait for an hour: stored prompts are found, new ones are answered. When the
+    other process goes on, what has waited is saved.
+    """
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        known, new = prompt_of(600), prompt_of(600, seed=1)
+        cold = engine.submit(ask(known, 4)).result()
+        engine.settle()
+        engine.clear()
+        wait(NEVER_S)
+        root = engine.store.on_disk.disk.root
+        with stopped(root, lock) as other:
+            answer = engine.submit(ask(known, 4)).result()
+            assert tokens_of(answer.choices[0]) == tokens_of(cold.choices[0])
+            assert answer.receipt.reused == {"disk": 599}
+            engine.submit(ask(new, 4, agent="a")).result()
+            stats = engine.store.write_stats()
+            assert (stats.failed, stats.dropped) == (0, 0), "the writer waits"
+            other.go_on()
+            engine.settle()
+        assert engine.store.on_disk.agents.show("a").n_tokens == 604
+        engine.clear()
+        assert engine.submit(ask(new, 4)).result().receipt.reused == {"disk": 599}
+
+
+@LOCKS
+def test_a_durable_answer_comes_and_says_that_it_is_not_on_disk(lock, models, tmp_path, wait):
+    """The save is skipped and counted; the next request saves the blocks."""
+    wait(0.2)
+    prompt = prompt_of(600)
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        with stopped(engine.store.on_disk.disk.root, lock) as other:
+            request = ask(prompt, 4, policy=Policy.DURABLE)
+            assert not engine.submit(request).result().receipt.durable
+            stats = engine.store.write_stats()
+            assert stats.failed
+            assert not stats.written_records
+            other.go_on()
+        assert engine.submit(request).result().receipt.durable
+
+
+@LOCKS
+def test_many_writes_wait_once(lock, tier, wait, caplog):
+    """Forty saves after the first do not wait, or they would take 200 seconds."""
+    wait(5.0)
+    records = chain_of(40)
+    with stopped(tier.root, lock) as other:
+        start = time.monotonic()
+        assert not any(tier.put(record).stored for record in records)
+        with pytest.raises(StoreFailed, match=r"another process holds its lock.*then try again"):
+            tier.delete(records[0].header.key)
+        assert time.monotonic() - start < HANGS_S
+        assert tier.stats().errors == 41
+        assert caplog.text.count("could not be written") == 1
+        other.go_on()
+    assert all(tier.put(record).stored for record in records)
+    assert not tier.index.lookups.writers(), "no reservation is left"
+
+
+@LOCKS
+def test_a_bad_record_is_a_miss_at_once_and_repaired_later(lock, tier, wait):
+    records = chain_of(3)
+    for record in records:
+        tier.put(record)
+    tier.records.path_of(records[1].header.key, Part.DELTA).write_bytes(b"bad")
+    tier.records.path_of(records[2].header.key, Part.DELTA).unlink()
+    wait(NEVER_S)
+    with stopped(tier.root, lock) as other:
+        assert tier.read(records[1].header.key, Part.DELTA) is None
+        assert tier.read(records[2].header.key, Part.DELTA) is None
+        other.go_on()
+    for record in records[1:]:
+        assert tier.put(record).stored, "it is repaired first"
+        found = tier.read(record.header.key, Part.DELTA)
+        assert found is not None
+        assert content(found) == content(record)
+    assert not [check for check in fsck.verify(tier) if check.wrong]
+
+
+def test_a_look_up_does_not_wait_for_a_thread_that_waits(tier, wait):
+    """The thread that writes waits for another process, and holds the connection meanwhile."""
+    record, *_ = records = chain_of(2)
+    tier.put(record)
+    wait(NEVER_S)
+    with stopped(tier.root, "index") as other:
+        done = threading.Event()
+        writer = threading.Thread(target=lambda: (tier.put(records[1]), done.set()), daemon=True)
+        writer.start()
+        while tier.index.database.lock.acquire(blocking=False):  # until the writer has it
+            tier.index.database.lock.release()
+            time.sleep(0.01)
+        assert list(tier.have(keys_of(records))) == [record.header.key]
+        assert tier.children(record.header.parent, record.header.tokens)
+        tier.touch([record.header.key])
+        assert len(list(tier.walk())) == 1
+        assert tier.stats().blocks == 1
+        assert not done.is_set()
+        other.go_on()
+        assert done.wait(HANGS_S)
+    assert len(tier.have(keys_of(records))) == 2
+
+
+@pytest.mark.parametrize("lock", ["index", "names", "lock"])
+def test_a_start_ends_with_a_sentence(lock, tmp_path, wait):
+    """`tmp/lock` guards the directories of processes."""
+    root = tmp_path / "store"
+    DiskStore(root).close()
+    wait(0.2)
+    with stopped(root, lock) as other:
+        with pytest.raises((Busy, StoreFailed), match=r"[Oo]ther process.*try again"):
+            open_and_write(root)
+        other.go_on()
+    assert open_and_write(root)
+
+
+def open_and_write(root):
+    with DiskStore(root, DiskLimits(min_free_bytes=0)) as store:
+        store.disk.delete(BlockKey(bytes(20)))
+        return True
+
+
+def test_the_command_line_says_so(tmp_path):
+    root = tmp_path / "store"
+    DiskStore(root).close()
+    with stopped(root, "index"):
+        told = subprocess.run(
+            [sys.executable, "-m", "keepwarm", "cache", "ls"],
+            env={**os.environ, "KEEPWARM_HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=HANGS_S,
+        )
+    assert told.returncode == 2
+    assert told.stderr.count("\n") == 1
+    assert "try again" in told.stderr
