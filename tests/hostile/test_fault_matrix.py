@@ -613,6 +613,19 @@ finished. The start ends with one sentence (exit code 2) that says why and what 
 space, or name another directory as `KEEPWARM_STORE`. The store is not changed, and the next start
 that can write finds all of it.
 
+## Other processes
+
+Several processes may use one store. One that is stopped (`SIGSTOP`, a debugger, a frozen
+container) while it holds a lock of the store costs the others no answer
+([tests](../tests/hostile/test_stopped_process.py)):
+
+| who | waits for a stopped process |
+|---|---|
+| a request | not at all: look-ups use a connection of their own, which waits neither for writers of other processes nor for a thread that waits for one. A bad record is a miss at once, and is quarantined before the next save. Only if the other was stopped in the moment in which it opened or closed the index, a look-up waits 0.1 s and is a miss |
+| the writer thread | 5 s once, then not until the lock is free again; the saves are skipped and counted as failed, and a later request with the same prompt saves its blocks |
+| a `durable` request | as long as the writer, then its receipt says `durable: false` |
+| a deletion, a pin, a start of another process | 5 s, then one sentence says so |
+
 ## The clock
 
 The clock of the system may jump ([tests](../tests/hostile/test_clock.py)). Waits, rates and limits

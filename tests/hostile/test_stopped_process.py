@@ -30,7 +30,7 @@ from tests.kit.runs import prompt_of
 from tests.store.kit import BrokenFiles, chain_of, content, keys_of
 
 HANGS_S = 60  # a guard against hanging, far above every bound
-NEVER_S = 3600.0
+NEVER_S = 120.0  # longer than the guard
 
 HOLDER = """
 import os, signal, sys
@@ -102,7 +102,7 @@ def tier(tmp_path):
 
 @pytest.mark.parametrize("lock", ["index", "names", "wear"])
 def test_answers_do_not_wait_for_a_stopped_process(lock, models, tmp_path, wait):
-    """Writers would wait for an hour: stored prompts are found, new ones are answered. When the
+    """Writers would wait for two minutes: stored prompts are found, new ones are answered. When the
     other process goes on, what has waited is saved.
     """
     with engine_on(models.of("llama"), tmp_path) as engine:
@@ -113,10 +113,13 @@ def test_answers_do_not_wait_for_a_stopped_process(lock, models, tmp_path, wait)
         wait(NEVER_S)
         root = engine.store.on_disk.disk.root
         with stopped(root, lock) as other:
+            engine.submit(ask(new, 4, agent="a")).result()
+            writer = engine.store.saver
+            while writer._n_done < writer._n_put and len(writer._order) == writer._n_put:
+                time.sleep(0.01)  # until the writer has taken the first record
             answer = engine.submit(ask(known, 4)).result()
             assert tokens_of(answer.choices[0]) == tokens_of(cold.choices[0])
             assert answer.receipt.reused == {"disk": 599}
-            engine.submit(ask(new, 4, agent="a")).result()
             stats = engine.store.write_stats()
             assert (stats.failed, stats.dropped) == (0, 0), "the writer waits"
             other.go_on()
@@ -144,15 +147,13 @@ def test_a_durable_answer_comes_and_says_that_it_is_not_on_disk(lock, models, tm
 
 @LOCKS
 def test_many_writes_wait_once(lock, tier, wait, caplog):
-    """Forty saves after the first do not wait, or they would take 200 seconds."""
-    wait(5.0)
+    """Forty saves after the first do not wait, or they would take longer than the guard."""
+    wait(2.0)
     records = chain_of(40)
     with stopped(tier.root, lock) as other:
-        start = time.monotonic()
         assert not any(tier.put(record).stored for record in records)
         with pytest.raises(StoreFailed, match=r"another process holds its lock.*then try again"):
             tier.delete(records[0].header.key)
-        assert time.monotonic() - start < HANGS_S
         assert tier.stats().errors == 41
         assert caplog.text.count("could not be written") == 1
         other.go_on()
