@@ -167,11 +167,13 @@ class RecordFiles:
         key, part, why, is_misfit = repair
         path = self.path_of(key, part)
         with self.names_lock.hold(wait_s):
-            if os.path.lexists(path):
-                # Another process may have replaced it meanwhile.
-                if not (is_misfit or self._is_bad(key, part)):
-                    return
-                self.move_to_quarantine(path, str(why))
+            if not os.path.lexists(path):  # it was moved before, and the index was locked
+                self.index.delete_part(key, part, wait_s)
+                return
+            # Another process may have replaced it meanwhile.
+            if not (is_misfit or self._is_bad(key, part)):
+                return
+            self.move_to_quarantine(path, str(why))
             self.index.delete_part(key, part, wait_s)
         LOG.warning("%s is bad and was quarantined: %s", path.name, why)
         self.others.changed()
