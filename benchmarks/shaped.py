@@ -160,7 +160,7 @@ class Case:
                 manager.namespace,
                 manager.layout,
                 tiers,
-                Reader(tiers),
+                Reader(tiers, manager.reader.slabs),
                 manager.writer,
                 manager.rates,
             )

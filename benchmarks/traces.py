@@ -78,7 +78,7 @@ class Shipped:
         self.tier = MemoryTier(n_tokens * TOKEN_BYTES, clock=lambda: self._now)
         tiers = Tiers([("memory", self.tier)])
         self._manager = Manager(
-            NAMESPACE, DELTA_ONLY, tiers, Reader(tiers, 1), MemorySaver(self.tier)
+            NAMESPACE, DELTA_ONLY, tiers, Reader(tiers, n_threads=1), MemorySaver(self.tier)
         )
         self._tokens: dict[int, array[int]] = {}
         self._ids = np.random.default_rng(0)

@@ -322,7 +322,7 @@ def test_draws(model_of, tmp_path):
 
 
 class BrokenReader:
-    staging = None
+    slabs = None
 
     def start(self, reads: Any, prepare: Any, aside: bool = False) -> Any:
         raise ValueError("cannot broadcast")

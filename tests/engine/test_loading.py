@@ -27,7 +27,7 @@ LONG, SHORT = prompt_of(1000, seed=5), prompt_of(20, seed=6)
 class Held:
     """A reader that delivers records only when released."""
 
-    staging = None
+    slabs = None
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader

@@ -111,7 +111,7 @@ def test_a_record_that_does_not_fit_is_replaced_when_it_is_computed(
 class Broken:
     """A reader that fails with an unexpected exception."""
 
-    staging = None
+    slabs = None
 
     def start(self, reads, prepare, in_background=False):
         raise ValueError("cannot broadcast")

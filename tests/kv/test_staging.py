@@ -1,4 +1,4 @@
-"""Rows that take the way through staging arrive as they were; on this device too."""
+"""Rows that reach a device through slabs arrive as they were. Here the device is the CPU."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,8 +11,11 @@ from keepwarm.cache.restore.records import block_of, records_of
 from keepwarm.errors import BadRecord
 from keepwarm.kv.buffers import FileArray, HostArray
 from keepwarm.kv.layout import TensorSpec
-from keepwarm.kv.staging import DeviceRows, Staging
+from keepwarm.kv.slabs import SlabPool, aligned
+from keepwarm.kv.slices import cut_blocks, offload_blocks
+from keepwarm.kv.staging import PIECE_BYTES, DeviceRows, Staging
 from keepwarm.prefix.blocks import Namespace, chain
+from keepwarm.store.record import Part
 from tests.kit.models import ARCHITECTURES
 from tests.kit.runs import prefill, prompt_of
 
@@ -25,39 +28,82 @@ def rows_of(n_rows: int, seed: int) -> HostArray:
     return HostArray(words, mx.float32)
 
 
+@pytest.fixture
+def pool():
+    pool = SlabPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def staging(pool):
+    return Staging(pool, 1 << 20)
+
+
 def target_of(n_rows: int, staging: Staging) -> DeviceRows:
     zeros = mx.zeros(SPEC.with_rows(n_rows))
     mx.eval(zeros)
     return DeviceRows(SPEC, zeros, staging)
 
 
-def test_threads_write_beside_each_other():
-    staging = Staging()
-    target = target_of(64 * 16 + 8, staging)
-    pieces = [rows_of(16, seed) for seed in range(64)]
+def add(staging: Staging, *writes: tuple[DeviceRows, int, HostArray]) -> None:
+    """One record."""
+    staging.open(sum(aligned(rows.n_bytes) for _, _, rows in writes))
+    for target, at, rows in writes:
+        target.write(at, rows)
+    staging.publish()
+
+
+def copy_all(staging: Staging) -> None:
+    while not staging.is_empty:
+        staging.copy(is_complete=True)
+
+
+def test_threads_add_beside_each_other(staging):
+    targets = [target_of(64 * 16 + 8, staging) for _ in range(3)]
+    pieces = [[rows_of(16, 3 * seed + k) for k in range(3)] for seed in range(64)]
 
     def write(number: int) -> None:
-        target.write(number * 16, pieces[number])
-        staging.flush()
+        own = zip(targets, pieces[number], strict=True)
+        add(staging, *((target, number * 16, piece) for target, piece in own))
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(write, range(64)))
-    wanted = np.concatenate([piece.words for piece in pieces], axis=2)
-    assert np.array_equal(np.asarray(target.array)[:, :, : 64 * 16], wanted)
-    assert not np.asarray(target.array)[:, :, 64 * 16 :].any()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(write, range(64)))
+    copy_all(staging)
+    for k, target in enumerate(targets):
+        wanted = np.concatenate([own[k].words for own in pieces], axis=2)
+        assert np.array_equal(np.asarray(target.array)[:, :, : 64 * 16], wanted)
+        assert not np.asarray(target.array)[:, :, 64 * 16 :].any()
 
 
-def test_a_full_slot_is_emptied_and_a_larger_tensor_goes_by_itself():
-    staging = Staging(slot_bytes=4096)
-    target = target_of(1024, staging)
-    pieces = [rows_of(n_rows, n_rows) for n_rows in (40, 40, 200, 30)]
-    at = 0
-    for piece in pieces:
-        target.write(at, piece)
-        at += piece.shape[2]
-    staging.flush()
-    wanted = np.concatenate([piece.words for piece in pieces], axis=2)
-    assert np.array_equal(np.asarray(target.array)[:, :, :at], wanted)
+def test_rows_of_different_lengths_and_places(staging):
+    """Nothing is merged that does not belong together."""
+    one, other = target_of(400, staging), target_of(400, staging)
+    a, b, c, d = (rows_of(n_rows, n_rows) for n_rows in (40, 40, 200, 30))
+    add(staging, (one, 0, a), (other, 10, c))
+    add(staging, (other, 210, d), (one, 40, b))  # the next rows, elsewhere in the slab
+    add(staging, (one, 100, d))  # a gap
+    copy_all(staging)
+    found = np.asarray(one.array)
+    assert np.array_equal(found[:, :, :80], np.concatenate([a.words, b.words], axis=2))
+    assert not found[:, :, 80:100].any()
+    assert np.array_equal(found[:, :, 100:130], d.words)
+    found = np.asarray(other.array)
+    assert np.array_equal(found[:, :, 10:240], np.concatenate([c.words, d.words], axis=2))
+
+
+def test_a_piece_waits_until_it_is_full(pool):
+    staging = Staging(pool, PIECE_BYTES // 3)
+    target = target_of(64, staging)
+    for number in range(2):
+        add(staging, (target, number * 16, rows_of(16, number)))
+        staging.copy(is_complete=False)
+    assert not np.asarray(target.array).any()
+    add(staging, (target, 32, rows_of(16, 2)))
+    staging.copy(is_complete=False)
+    assert staging.is_empty
+    wanted = np.concatenate([rows_of(16, n).words for n in range(3)], axis=2)
+    assert np.array_equal(np.asarray(target.array)[:, :, :48], wanted)
 
 
 class Bytes:
@@ -76,19 +122,18 @@ class Bytes:
             raise BadRecord("its bytes are others")
 
 
-def test_bytes_of_a_file_go_straight_into_the_slot():
-    """And where they turn out to be bad, nothing of them is copied on."""
-    staging = Staging(slot_bytes=4096)
+def test_bytes_of_a_file_go_straight_into_a_slab(staging):
+    """A record that turns out to be bad leaves nothing behind."""
     target = target_of(64, staging)
     good, bad, last = (rows_of(16, seed) for seed in range(3))
     sources = [Bytes(good), Bytes(bad, fails=True), Bytes(last)]
     arrays = [FileArray("F32", (1, 2, 16, 8), source) for source in sources]
-    target.write(0, arrays[0])
+    add(staging, (target, 0, arrays[0]))
     with pytest.raises(BadRecord):
-        target.write(16, arrays[1])
-    target.write(32, arrays[2])
-    target.write(48, arrays[2].rows(0, 8))
-    staging.flush()
+        add(staging, (target, 16, arrays[1]))
+    staging.discard()
+    add(staging, (target, 32, arrays[2]), (target, 48, arrays[2].rows(0, 8)))
+    copy_all(staging)
     assert [source.n_direct for source in sources] == [1, 1, 1]
     found = np.asarray(target.array)
     assert np.array_equal(found[:, :, :16], good.words)
@@ -97,21 +142,34 @@ def test_bytes_of_a_file_go_straight_into_the_slot():
     assert np.array_equal(found[:, :, 48:56], last.words[:, :, :8])
 
 
+@pytest.mark.parametrize("n_tokens", [900, 700])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_kind_of_cache_is_put_together_the_same(architecture, tiny_model):
-    model, tokens = tiny_model(architecture), prompt_of(300)
+def test_every_kind_of_cache_is_put_together_the_same(architecture, n_tokens, tiny_model, pool):
+    """From records in slabs, in order and not, to their end and to the middle of one."""
+    model, tokens = tiny_model(architecture), prompt_of(n_tokens)
     caches = prefill(model, kv.make_caches(model), tokens, 64)
     layout = kv.layout_of(caches)
-    refs = chain(NAMESPACE, tokens)
-    records = [
-        record
-        for ref, block in zip(refs, kv.cut_blocks(caches, 300), strict=True)
-        for record in records_of(NAMESPACE, ref, block)
-    ]
-    plain, through = kv.Assembly(layout, 300), kv.Assembly(layout, 300, Staging())
+    cut = records_from(tokens, cut_blocks(caches, n_tokens))
+    offloaded = offload_blocks(pool, caches, n_tokens, range(-(-n_tokens // 256)), with_state=True)
+    in_slabs = records_from(tokens, offloaded)
+    is_rows_only = all(record.header.part is Part.DELTA for record in cut)
+    n_restored = 650 if is_rows_only else n_tokens
+    wanted = assembled(layout, n_restored, cut, None)
+    for records in (cut, in_slabs, in_slabs[::-1]):
+        found = assembled(layout, n_restored, records, pool)
+        for a, b in zip(wanted, found, strict=True):
+            for left, right in zip(kv.encode(a).arrays(), kv.encode(b).arrays(), strict=True):
+                assert mx.array_equal(left, right)
+
+
+def records_from(tokens, blocks):
+    pairs = zip(chain(NAMESPACE, tokens), blocks, strict=True)
+    return [record for ref, block in pairs for record in records_of(NAMESPACE, ref, block)]
+
+
+def assembled(layout, n_tokens, records, pool):
+    assembly = kv.Assembly(layout, n_tokens, pool)
     for record in records:
-        plain.add(block_of(record))
-        through.add(block_of(record))
-    for a, b in zip(plain.finish(), through.finish(), strict=True):
-        for left, right in zip(kv.encode(a).arrays(), kv.encode(b).arrays(), strict=True):
-            assert mx.array_equal(left, right)
+        assembly.add(block_of(record))
+        assembly.advance(is_complete=False)
+    return assembly.finish()

@@ -23,6 +23,7 @@ from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.restore.writing import MemorySaver, Saver, Writer, WriteStats
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.errors import BadInput
+from keepwarm.kv.slabs import SlabPool
 from keepwarm.models.catalog import locate
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk.disk import DiskLimits
@@ -87,7 +88,7 @@ class Store:
             self._tiers["disk"] = disk
             lookups += [("memory", writer.queued), ("disk", disk)]
         self._lookups = Tiers(lookups)
-        self._reader = Reader(self._lookups)
+        self._reader = Reader(self._lookups, SlabPool.if_cuda())
 
     def _open_disk(self, budgets: Budgets) -> DiskStore:
         limits = DiskLimits(budgets.disk_bytes, budgets.min_free_disk_bytes)
@@ -135,6 +136,8 @@ class Store:
         """The manager of one model with one set of KV options."""
         on_disk = self._on_disk
         name = namespace(identity) if on_disk is None else on_disk.register(identity)
+        if self._reader.slabs is not None:
+            self._reader.slabs.expect(kv.slab_sizes(layout))
         return Manager(name, layout, self._lookups, self._reader, self.saver)
 
     def origin_of(self, agent_id: str) -> str:
@@ -177,7 +180,10 @@ class Store:
 
     def release(self, n_bytes: int) -> int:
         """Free about this many bytes of memory, least valuable blocks first; the bytes freed."""
-        return self.memory.release(n_bytes)
+        freed = self.memory.release(n_bytes)
+        if self._reader.slabs is not None:
+            self._reader.slabs.trim(freed)
+        return freed
 
     def clear_memory(self) -> int:
         """Free all unpinned blocks in memory; blocks on disk stay."""

@@ -90,11 +90,11 @@ class Intake:
 
     def is_loading(self, job: Job) -> bool:
         """Begin a long restore in the background; whether it is still under way."""
-        if not job.lane.loads_in_background or not job.request.policy.reads:
+        if not job.request.policy.reads:
             return False
         if job.loading is None:
             job.loading = job.lane.begin_loading(job.tokens, job.request.policy)
-        return job.loading is not None and job.loading.in_background and not job.loading.is_done
+        return job.loading is not None and job.loading.in_background and not job.loading.advance()
 
     def start(self, job: Job) -> PrefillTask:
         """Restore the known prefix and send the receipt; the task prefills the rest."""

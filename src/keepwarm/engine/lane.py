@@ -73,11 +73,6 @@ class Lane:
         """What the store holds after a prompt."""
         return partial(continuations, self.manager.namespace, self.manager.tiers)
 
-    @property
-    def loads_in_background(self) -> bool:
-        """Whether blocks can be loaded while the model runs: not if a device copies them."""
-        return self.manager.reader.staging is None
-
     def of_import(self, origin: str, store: Store) -> Lane:
         """The same for an imported agent and its forks: a lane that shares blocks with no other."""
         identity = replace(self.identity, origin=origin)

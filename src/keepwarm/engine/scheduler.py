@@ -148,7 +148,7 @@ class Scheduler:
 
         While its blocks load another job may begin to prefill the same prefix: then it waits.
         """
-        if self._is_busy and job.loading is not None and not job.loading.is_done:
+        if self._is_busy and job.loading is not None and not job.loading.advance():
             return False
         if self._intake.waits_for_prefix(job, self.prefilling):
             return False

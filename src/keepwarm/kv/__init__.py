@@ -11,6 +11,7 @@ from keepwarm.kv.assembly import (
     concatenate_cache_blocks,
     create_cache_from_state,
     reconstruct_cache,
+    slab_sizes,
 )
 from keepwarm.kv.batch import (
     LeftPadding,
@@ -35,7 +36,6 @@ from keepwarm.kv.layout import Layout, layout_of, probe
 from keepwarm.kv.make import make_caches
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache, quantize_caches
 from keepwarm.kv.slices import Block, cut_blocks
-from keepwarm.kv.staging import Staging
 
 __all__ = [
     "Assembly",
@@ -49,7 +49,6 @@ __all__ = [
     "Padding",
     "QuantKVCache",
     "RightPadding",
-    "Staging",
     "TwoSidedPadding",
     "batch_size",
     "can_batch",
@@ -75,6 +74,7 @@ __all__ = [
     "probe",
     "quantize_caches",
     "reconstruct_cache",
+    "slab_sizes",
     "token_count",
     "trim",
 ]

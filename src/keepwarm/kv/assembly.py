@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ from keepwarm.kv.buffers import HostArray, WritableArray, host_view, uninitializ
 from keepwarm.kv.codec import LAYER_ARRAYS, EncodedCache, decode
 from keepwarm.kv.kinds import Cache, Caches, Kind
 from keepwarm.kv.layout import ROWS, LayerSpec, Layout, TensorSpec
+from keepwarm.kv.slabs import SlabPool, aligned
 from keepwarm.kv.slices import Block, Rows, tensor_name
 from keepwarm.kv.staging import DeviceRows, Staging
 from keepwarm.prefix.blocks import BLOCK_TOKENS
@@ -168,13 +171,16 @@ class Assembly:
     """Caches for the first `n_tokens` of a prompt, assembled from blocks in any order.
 
     Every tensor is checked against the layout. Rows are copied, so a block can be dropped right
-    after `add` and memory peaks at the cache itself plus the blocks being added. Create and finish
-    it on the thread that owns MLX; several threads may add blocks of host bytes at once.
+    after `add` and memory peaks at the cache itself plus the blocks being added. Create, advance
+    and finish it on the thread that owns MLX; several threads may add blocks of host bytes at once.
+    With a pool of slabs, `add` only leaves the rows in slabs, and `advance` copies them.
     """
 
-    def __init__(self, layout: Layout, n_tokens: int, staging: Staging | None = None) -> None:
+    def __init__(self, layout: Layout, n_tokens: int, pool: SlabPool | None = None) -> None:
         self._layout = layout
-        self._staging = staging
+        self._staging = staging = (
+            None if pool is None else Staging(pool, max(slab_sizes(layout), default=1))
+        )
         self._leaves = {leaf.path: _LayerAssembly(leaf, n_tokens) for leaf in layout.leaves()}
         allocations = [
             (leaf, name, rows)
@@ -187,14 +193,30 @@ class Assembly:
 
     def add(self, block: Block) -> None:
         try:
+            if self._staging is not None:
+                self._staging.open(block.host_bytes)
             for leaf in self._leaves.values():
                 leaf.add(block)
-        finally:
+        except BaseException:
             if self._staging is not None:
-                self._staging.flush()  # the block's bytes may be gone after this call
+                self._staging.discard()
+            raise
+        if self._staging is not None:
+            self._staging.publish()
+
+    def advance(self, is_complete: bool) -> bool:
+        """Have the device copy a piece of what was added; whether nothing is left to copy.
+
+        `is_complete` says that all blocks were added.
+        """
+        if self._staging is not None:
+            self._staging.copy(is_complete)
+        return self._staging is None or self._staging.is_empty
 
     def finish(self) -> Caches:
         """The caches, evaluated; if rows are missing, raises with layer and block."""
+        while not self.advance(is_complete=True):
+            continue
         encoded = [self._encoded(layer) for layer in self._layout.layers]
         mx.eval([array for layer in encoded for array in layer.arrays()])
         return [decode(layer) for layer in encoded]
@@ -203,6 +225,16 @@ class Assembly:
         if layer.kind is Kind.COMPOSITE:
             return EncodedCache(layer.cls, parts=tuple(self._encoded(part) for part in layer.parts))
         return self._leaves[layer.path].encoded()
+
+
+def slab_sizes(layout: Layout) -> list[int]:
+    """The bytes of a whole block's rows, by kind of layer."""
+    sizes: Counter[Kind] = Counter()
+    for leaf in layout.leaves():
+        if leaf.kind is not Kind.STATE:
+            shapes = [(spec.with_rows(BLOCK_TOKENS), spec.dtype) for spec in leaf.tensors.values()]
+            sizes[leaf.kind] += sum(aligned(math.prod(s) * dtype.size) for s, dtype in shapes)
+    return list(sizes.values())
 
 
 def _between(rows: Rows, start: int, end: int) -> Rows:

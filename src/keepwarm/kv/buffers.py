@@ -124,10 +124,10 @@ def to_buffer(array: mx.array | HostArray) -> ArrayBytes:
 
 def _array_bytes(words: np.ndarray[Any, Any], dtype: mx.Dtype) -> ArrayBytes:
     flat = np.ascontiguousarray(words).reshape(-1)
-    return ArrayBytes(_name_of(dtype), words.shape, flat.data.cast("B"))
+    return ArrayBytes(dtype_name(dtype), words.shape, flat.data.cast("B"))
 
 
-def _name_of(dtype: mx.Dtype) -> str:
+def dtype_name(dtype: mx.Dtype) -> str:
     if dtype not in NAMES:
         raise CacheMismatch("The array", "the dtype", "one that safetensors has", dtype)
     return NAMES[dtype]
@@ -150,7 +150,7 @@ def _words(dtype: str, shape: Shape, data: Any) -> np.ndarray[Any, Any]:
 
 def word_of(dtype: mx.Dtype) -> Any:
     """The numpy type of one item."""
-    return WORDS[_name_of(dtype)]
+    return WORDS[dtype_name(dtype)]
 
 
 def host_view(array: mx.array) -> np.ndarray[Any, Any]:
@@ -182,7 +182,7 @@ class _HeaderOnlyFile(io.BytesIO):
             start, self._n_bytes = self._n_bytes, self._n_bytes + math.prod(shape) * dtype.size
             offsets = [start, self._n_bytes]
             entries[str(number)] = {
-                "dtype": _name_of(dtype), "shape": shape, "data_offsets": offsets,
+                "dtype": dtype_name(dtype), "shape": shape, "data_offsets": offsets,
             }  # fmt: skip
         text = json.dumps(entries).encode()
         super().__init__(struct.pack("<Q", len(text)) + text)

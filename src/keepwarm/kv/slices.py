@@ -25,6 +25,8 @@ from keepwarm.kv.kinds import (
     token_count,
 )
 from keepwarm.kv.layout import ROWS
+from keepwarm.kv.offload import TensorPath, gather
+from keepwarm.kv.slabs import SlabPool, aligned
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 Rows: TypeAlias = mx.array | HostArray
@@ -76,6 +78,12 @@ class Block:
     def n_bytes(self) -> int:
         return sum(array.nbytes for array in self.arrays())
 
+    @property
+    def host_bytes(self) -> int:
+        """What its rows take in a slab."""
+        rows = (*self.delta.values(), *self.window.values())
+        return sum(aligned(array.n_bytes) for array in rows if isinstance(array, HostArray))
+
 
 class _Rows(NamedTuple):
     """K and V of one layer in token order; the first row belongs to token `first`."""
@@ -83,9 +91,15 @@ class _Rows(NamedTuple):
     first: int
     tensors: Tensors
 
-    def cut(self, start: int, end: int) -> Tensors:
+    def between(self, start: int, end: int) -> Tensors:
         a, b = start - self.first, end - self.first
-        return {name: mx.contiguous(rows[..., a:b, :]) for name, rows in self.tensors.items()}
+        return {name: rows[..., a:b, :] for name, rows in self.tensors.items()}
+
+    def cut(self, start: int, end: int) -> Tensors:
+        return {name: mx.contiguous(rows) for name, rows in self.between(start, end).items()}
+
+
+_RowsByPath: TypeAlias = dict[str, tuple[Kind, _Rows]]
 
 
 def cut_blocks(
@@ -107,6 +121,77 @@ def cut_blocks(
         yield block
 
 
+class _Cut(NamedTuple):
+    """Tensors of one kind for some consecutive blocks."""
+
+    kind: Kind
+    numbers: range
+    tensors: Mapping[TensorPath, mx.array]
+
+
+def offload_blocks(
+    pool: SlabPool, caches: Caches, n_tokens: int, numbers: range, with_state: bool
+) -> Iterator[Block]:
+    """These blocks as `cut_blocks` makes them, in slabs that the device may still be writing."""
+    rows, states = _rows_and_states(caches, _agreed_count(caches, n_tokens))
+    cuts = [*_delta_cuts(rows, numbers, n_tokens), *_window_cuts(rows, numbers, n_tokens)]
+    if with_state:
+        cuts.append(_Cut(Kind.STATE, numbers[-1:], _by_path(states)))
+    cuts = [cut for cut in cuts if cut.tensors and cut.numbers]
+    gathered = [gather(cut.tensors, len(cut.numbers)) for cut in cuts]
+    mx.eval([array for some in gathered for array in some.arrays()])
+    parts: dict[tuple[Kind, int], Mapping[str, Rows]] = {}
+    for cut, some in zip(cuts, gathered, strict=True):
+        for number, tensors in zip(cut.numbers, some.copy_to(pool), strict=True):
+            parts[cut.kind, number] = {
+                tensor_name(path, number, name): rows for (path, name), rows in tensors.items()
+            }
+    for number in numbers:
+        start, end = _bounds(number, n_tokens)
+        delta, window, state = (
+            parts.get((kind, number), {}) for kind in (Kind.DELTA, Kind.WINDOW, Kind.STATE)
+        )
+        yield Block(number, end - start, delta, window, _first_rows(rows, start, end), state)
+
+
+def _delta_cuts(rows: _RowsByPath, numbers: range, n_tokens: int) -> Iterator[_Cut]:
+    """All whole blocks together, and the open one."""
+    n_whole = n_tokens // BLOCK_TOKENS
+    whole = range(numbers.start, min(numbers.stop, n_whole))
+    for some in (whole, range(max(numbers.start, n_whole), numbers.stop)):
+        if some:
+            start, end = some.start * BLOCK_TOKENS, min(some.stop * BLOCK_TOKENS, n_tokens)
+            deltas = {p: held for p, (kind, held) in rows.items() if kind is Kind.DELTA}
+            tensors = {path: held.between(start, end) for path, held in deltas.items()}
+            yield _Cut(Kind.DELTA, some, _by_path(tensors))
+
+
+def _window_cuts(rows: _RowsByPath, numbers: range, n_tokens: int) -> Iterator[_Cut]:
+    for number in numbers:
+        start, end = _bounds(number, n_tokens)
+        tensors = {
+            path: rows[path][1].between(start + first, end)
+            for path, first in _first_rows(rows, start, end).items()
+        }
+        yield _Cut(Kind.WINDOW, range(number, number + 1), _by_path(tensors))
+
+
+def _first_rows(rows: _RowsByPath, start: int, end: int) -> dict[str, int]:
+    """The first row of a block that each window layer has; layers without any are left out."""
+    first = {
+        path: max(start, held.first) for path, (kind, held) in rows.items() if kind is Kind.WINDOW
+    }
+    return {path: row - start for path, row in first.items() if row < end}
+
+
+def _bounds(number: int, n_tokens: int) -> tuple[int, int]:
+    return number * BLOCK_TOKENS, min((number + 1) * BLOCK_TOKENS, n_tokens)
+
+
+def _by_path(tensors: Mapping[str, Tensors]) -> dict[TensorPath, mx.array]:
+    return {(path, name): array for path, own in tensors.items() for name, array in own.items()}
+
+
 def _agreed_count(caches: Caches, n_tokens: int | None) -> int:
     counted = token_count(caches)
     if counted is None and n_tokens is None:
@@ -118,10 +203,8 @@ def _agreed_count(caches: Caches, n_tokens: int | None) -> int:
     return n_tokens if counted is None and n_tokens is not None else counted or 0
 
 
-def _rows_and_states(
-    caches: Caches, total: int
-) -> tuple[dict[str, tuple[Kind, _Rows]], dict[str, Tensors]]:
-    rows: dict[str, tuple[Kind, _Rows]] = {}
+def _rows_and_states(caches: Caches, total: int) -> tuple[_RowsByPath, dict[str, Tensors]]:
+    rows: _RowsByPath = {}
     states: dict[str, Tensors] = {}
     for path, cache in leaves(caches):
         if is_batched(cache):
@@ -134,16 +217,14 @@ def _rows_and_states(
     return rows, states
 
 
-def _cut_one(index: int, n_tokens: int, rows: Mapping[str, tuple[Kind, _Rows]]) -> Block:
+def _cut_one(index: int, n_tokens: int, rows: _RowsByPath) -> Block:
     start, end = index * BLOCK_TOKENS, index * BLOCK_TOKENS + n_tokens
+    first_rows = _first_rows(rows, start, end)
     parts: dict[Kind, dict[str, mx.array]] = {Kind.DELTA: {}, Kind.WINDOW: {}}
-    first_rows = {}
     for path, (kind, held) in rows.items():
-        first = max(start, held.first)
-        if first >= end:
+        if kind is Kind.WINDOW and path not in first_rows:
             continue
-        if kind is Kind.WINDOW:
-            first_rows[path] = first - start
+        first = start + first_rows.get(path, 0)
         for name, array in held.cut(first, end).items():
             parts[kind][tensor_name(path, index, name)] = array
     return Block(index, n_tokens, parts[Kind.DELTA], parts[Kind.WINDOW], first_rows)

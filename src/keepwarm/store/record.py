@@ -22,7 +22,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import xxhash
 
@@ -44,6 +44,21 @@ class Part(StrEnum):
     DELTA = "d"
     WINDOW = "w"
     STATE = "s"
+
+
+class HasBytes(Protocol):
+    """A tensor of a record. On CUDA its bytes may still be on their way: `data` waits for them."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def data(self) -> memoryview: ...
+    @property
+    def n_bytes(self) -> int: ...
 
 
 class Tensor(NamedTuple):
@@ -83,7 +98,7 @@ class Header:
 @dataclass(frozen=True)
 class Record:
     header: Header
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[HasBytes, ...]
 
     @property
     def n_bytes(self) -> int:
@@ -152,7 +167,7 @@ class RecordView(NamedTuple):
     """A record whose tensors may still be in its file."""
 
     header: Header
-    tensors: tuple[Tensor | UnreadTensor, ...]
+    tensors: tuple[HasBytes | UnreadTensor, ...]
 
 
 def encode_record(record: Record, seal: Seal | None = None) -> list[bytes | memoryview]:
@@ -226,11 +241,11 @@ def view_record(file: BinaryIO, opened: VerifiedHeader, buffer: ReadBuffer) -> R
     )
 
 
-def tensor_digest(tensor: Tensor) -> str:
+def tensor_digest(tensor: HasBytes) -> str:
     return _digest(tensor, [tensor.data])
 
 
-def _digest(of: Tensor | TensorEntry, encode_record: Sequence[Any]) -> str:
+def _digest(of: HasBytes | TensorEntry, encode_record: Sequence[Any]) -> str:
     hasher = xxhash.xxh3_128(label(of.name, of.dtype, of.shape))
     for piece in encode_record:
         hasher.update(piece)
@@ -271,14 +286,14 @@ class _Payload(NamedTuple):
     digest: str
 
 
-def _stored(header: Header, tensor: Tensor, seal: Seal | None) -> _Payload:
+def _stored(header: Header, tensor: HasBytes, seal: Seal | None) -> _Payload:
     if seal is None:
         return _Payload(tensor.data, tensor_digest(tensor))
     data = seal.seal(_sealed_name(header, tensor), tensor.data)
     return _Payload(data, _tag(data))
 
 
-def _sealed_name(header: Header, of: Tensor | TensorEntry) -> bytes:
+def _sealed_name(header: Header, of: HasBytes | TensorEntry) -> bytes:
     whose = [header.key.hex(), header.part.value]
     return dumps([*whose, of.name, of.dtype, list(of.shape)]).encode()
 

@@ -12,7 +12,7 @@ import numpy as np
 from keepwarm.errors import BadCacheFile, BadRecord
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, root
 from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.record import ITEM_BYTES, Header, Part, Record, Tensor
+from keepwarm.store.record import ITEM_BYTES, HasBytes, Header, Part, Record, Tensor
 
 
 class PrefixBlock(NamedTuple):
@@ -89,7 +89,7 @@ def trimmed(record: Record, n_tokens: int) -> Record | None:
     return Record(replace(_shorter(header, n_tokens), extra=extra), tensors)
 
 
-def _without_last_rows(tensor: Tensor, n_rows: int) -> Tensor:
+def _without_last_rows(tensor: HasBytes, n_rows: int) -> Tensor:
     """Rows are the second-to-last dimension in K and V of every kind."""
     *outer, rows, inner = tensor.shape if len(tensor.shape) > 1 else (0, 0)
     left = rows - n_rows
@@ -98,7 +98,7 @@ def _without_last_rows(tensor: Tensor, n_rows: int) -> Tensor:
     row_bytes = inner * ITEM_BYTES[tensor.dtype]
     words = np.frombuffer(tensor.data, np.uint8).reshape(math.prod(outer), rows, row_bytes)
     data = memoryview(words[:, :left].tobytes())
-    return tensor._replace(shape=(*outer, left, inner), data=data)
+    return Tensor(tensor.name, tensor.dtype, (*outer, left, inner), data)
 
 
 def renamed(records: Iterable[Record], old: Namespace, new: Namespace) -> Iterator[Record]:

@@ -63,15 +63,15 @@ class Loading:
         self._first_read = self._last_read = 0.0
 
         def prepared() -> Use:
-            self._assembly = Assembly(layout, point.n_tokens, reader.staging)
+            self._assembly = Assembly(layout, point.n_tokens, reader.slabs)
             return self._add
 
         self._reads = reader.start(point.reads, prepared, in_background)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether `finish` would not wait."""
-        return self._reads.is_done
+    def advance(self) -> bool:
+        """Copy a piece of what has been read, where a device must; whether all is in place."""
+        is_read = self._reads.is_done  # asked first: afterwards no more are added
+        return self._assembly.advance(is_read) and is_read
 
     @property
     def keys(self) -> list[BlockKey]:
@@ -79,7 +79,7 @@ class Loading:
 
     def finish(self) -> LoadResult:
         try:
-            outcome = self._reads.outcome()
+            outcome = self._reads.outcome(lambda: self._assembly.advance(False))
         except Exception:
             self.abandon()
             raise

@@ -20,7 +20,7 @@ from keepwarm.cache.restore.records import records_of
 from keepwarm.cache.restore.writing import Saver
 from keepwarm.kv.kinds import Caches
 from keepwarm.kv.layout import Layout
-from keepwarm.kv.slices import Block, cut_blocks
+from keepwarm.kv.slices import Block, cut_blocks, offload_blocks
 from keepwarm.prefix.blocks import (
     BLOCK_TOKENS,
     BlockKey,
@@ -241,7 +241,8 @@ class Capture:
             first = min(first, self._n_blocks - 1)
         if not checkpoint and first == n_whole:
             return
-        blocks = cut_blocks(caches, upto, first_block=first)
+        n_blocks = -(-upto // BLOCK_TOKENS) if checkpoint else n_whole
+        blocks = self._cut(caches, upto, range(first, n_blocks), checkpoint)
         self._keep_behind(behind, islice(blocks, self._n_blocks - first), checkpoint)
         for ref in self._refs(upto if checkpoint else n_whole * BLOCK_TOKENS):
             block = next(blocks)
@@ -256,6 +257,11 @@ class Capture:
         self._tokens = all_tokens
         self.expect([len(all_tokens) - 1])  # the same prompt again restores all but its last token
         self.capture(caches, len(self._tokens), checkpoint=True)
+
+    def _cut(self, caches: Caches, upto: int, numbers: range, with_state: bool) -> Iterator[Block]:
+        if (slabs := self._manager.reader.slabs) is None:
+            return cut_blocks(caches, upto, first_block=numbers.start)
+        return offload_blocks(slabs, caches, upto, numbers, with_state)
 
     def _refs(self, upto: int) -> Iterator[BlockRef]:
         """The blocks from the first unsaved one up to a position."""

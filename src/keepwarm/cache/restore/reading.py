@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from keepwarm.cache.restore.plan import Read
 from keepwarm.errors import CacheError
-from keepwarm.kv.staging import Staging
+from keepwarm.kv.slabs import SlabPool
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.atomic import CAN_PREFETCH
 from keepwarm.store.record import ReadBuffer, RecordView
@@ -65,9 +65,13 @@ class PendingReads:
             future.cancel()
         self.prefetch_slots.release(self._n_records)  # wake the prefetch threads
 
-    def outcome(self) -> ReadOutcome:
-        """Wait for all reads."""
-        return ReadOutcome([future.result() for future in self.futures], self.missed)
+    def outcome(self, meanwhile: Callable[[], object]) -> ReadOutcome:
+        """Wait for all reads; `meanwhile` is called after each."""
+        tiers = []
+        for future in self.futures:
+            tiers.append(future.result())
+            meanwhile()
+        return ReadOutcome(tiers, self.missed)
 
 
 class _PerThread(threading.local):
@@ -80,10 +84,13 @@ class _PerThread(threading.local):
 class Reader:
     """Reads the records of a plan in several threads."""
 
-    def __init__(self, tiers: Tiers, n_threads: int = READER_THREADS) -> None:
+    def __init__(
+        self, tiers: Tiers, slabs: SlabPool | None = None, n_threads: int = READER_THREADS
+    ) -> None:
+        """On CUDA blocks are read into slabs."""
         self._tiers = tiers
         self._own = _PerThread()
-        self.staging = Staging.if_cuda()
+        self.slabs = slabs
         self.n_threads = n_threads
         self._pool = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-reader")
         self._background = ThreadPoolExecutor(
@@ -149,3 +156,5 @@ class Reader:
     def close(self) -> None:
         for pool in (self._pool, self._background, self._prefetch_pool):
             pool.shutdown(wait=True, cancel_futures=True)
+        if self.slabs is not None:
+            self.slabs.close()

@@ -6,12 +6,21 @@ import logging
 from collections.abc import Iterator, Mapping
 
 from keepwarm.errors import CorruptBlock
-from keepwarm.kv.buffers import FileArray, HostArray, from_buffer, to_buffer
+from keepwarm.kv.buffers import FileArray, HostArray, dtype_name, from_buffer, to_buffer
 from keepwarm.kv.fit import check_block
 from keepwarm.kv.layout import Layout
+from keepwarm.kv.slabs import SlabArray
 from keepwarm.kv.slices import Block, Rows
 from keepwarm.prefix.blocks import BlockRef, Namespace
-from keepwarm.store.record import Header, Part, Record, RecordView, Tensor, UnreadTensor
+from keepwarm.store.record import (
+    HasBytes,
+    Header,
+    Part,
+    Record,
+    RecordView,
+    Tensor,
+    UnreadTensor,
+)
 
 LOG = logging.getLogger(__name__)
 
@@ -28,8 +37,7 @@ def records_of(namespace: Namespace, ref: BlockRef, block: Block) -> Iterator[Re
         header = Header(
             namespace, ref.key, ref.parent, part, ref.number, ref.tokens, _extra(part, block)
         )
-        buffers = ((name, to_buffer(array)) for name, array in tensors.items())
-        yield Record(header, tuple(Tensor(name, *buffer) for name, buffer in buffers))
+        yield Record(header, tuple(_tensor_of(name, rows) for name, rows in tensors.items()))
 
 
 def check_record(layout: Layout, record: Record) -> None:
@@ -64,7 +72,25 @@ def _first_rows(header: Header) -> dict[str, int]:
     return dict(said)
 
 
-def _array_of(tensor: Tensor | UnreadTensor) -> HostArray:
+class SlabTensor:
+    """A tensor in a slab; `data` waits until the device has written it."""
+
+    def __init__(self, name: str, array: SlabArray) -> None:
+        self.name, self.array = name, array
+        self.dtype, self.shape, self.n_bytes = dtype_name(array.dtype), array.shape, array.n_bytes
+
+    @property
+    def data(self) -> memoryview:
+        return to_buffer(self.array).data
+
+
+def _tensor_of(name: str, rows: Rows) -> Tensor | SlabTensor:
+    return SlabTensor(name, rows) if isinstance(rows, SlabArray) else Tensor(name, *to_buffer(rows))
+
+
+def _array_of(tensor: HasBytes | UnreadTensor) -> HostArray:
+    if isinstance(tensor, SlabTensor):
+        return tensor.array
     if isinstance(tensor, UnreadTensor):
         return FileArray(tensor.dtype, tensor.shape, tensor)
     return from_buffer(tensor.dtype, tensor.shape, tensor.data)

@@ -1,0 +1,94 @@
+"""Tensors of blocks copied off a CUDA device while it computes.
+
+The rows of all blocks that a slice completed are gathered on the device, in one operation for each
+tensor, not for each tensor of each block; that is waited for, so the cache may change afterwards.
+The copies over the bus, into one slab for each block, are only enqueued: the reader of the bytes
+waits for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import mlx.core as mx
+
+from keepwarm.kv.buffers import Shape
+from keepwarm.kv.layout import ROWS
+from keepwarm.kv.slabs import SlabArray, SlabPool, aligned
+
+TensorPath: TypeAlias = tuple[str, str]  # path of the layer, name of the tensor
+
+
+class _Place(NamedTuple):
+    start: int
+    shape: Shape
+    dtype: mx.Dtype
+
+
+class _Group(NamedTuple):
+    """Tensors of one dtype, side by side in every slab; `bytes` has a row for each block."""
+
+    start: int
+    bytes: mx.array
+
+
+class Gathered(NamedTuple):
+    """The tensors of consecutive blocks in one array for each dtype."""
+
+    n_blocks: int
+    places: Mapping[TensorPath, _Place]
+    groups: Sequence[_Group]
+    n_bytes: int  # of a block
+
+    def arrays(self) -> list[mx.array]:
+        return [group.bytes for group in self.groups]
+
+    def copy_to(self, pool: SlabPool) -> list[dict[TensorPath, SlabArray]]:
+        """Begin to copy every block into a slab; its tensors there."""
+        slabs = [pool.take(self.n_bytes) for _ in range(self.n_blocks)]
+        for number, slab in enumerate(slabs):
+            for start, rows in self.groups:
+                slab.array[start : start + rows.shape[1]] = rows[number]
+        mx.async_eval([slab.array for slab in slabs])
+        return [
+            {name: SlabArray(slab, *place) for name, place in self.places.items()} for slab in slabs
+        ]
+
+
+def gather(tensors: Mapping[TensorPath, mx.array], n_blocks: int = 1) -> Gathered:
+    """Rows are divided among the blocks; a single block may have tensors of any shape."""
+    places: dict[TensorPath, _Place] = {}
+    groups: list[_Group] = []
+    at = 0
+    for dtype, names in _by_dtype(tensors).items():
+        flat = mx.concatenate([_by_block(tensors[name], n_blocks) for name in names], axis=1)
+        groups.append(_Group(at, flat.view(mx.uint8)))
+        for name in names:
+            shape = _shape_in_block(tensors[name].shape, n_blocks)
+            places[name] = _Place(at, shape, dtype)
+            at += math.prod(shape) * dtype.size
+        at = aligned(at)
+    return Gathered(n_blocks, {name: places[name] for name in tensors}, groups, at)
+
+
+def _by_dtype(tensors: Mapping[TensorPath, mx.array]) -> Mapping[mx.Dtype, Sequence[TensorPath]]:
+    names: dict[mx.Dtype, list[TensorPath]] = defaultdict(list)
+    for name, array in tensors.items():
+        names[array.dtype].append(name)
+    return names
+
+
+def _by_block(array: mx.array, n_blocks: int) -> mx.array:
+    """One row for each block."""
+    if n_blocks == 1:
+        return array.reshape(1, -1)
+    n_rows, width = array.shape[ROWS:]
+    split = array.reshape(-1, n_blocks, n_rows // n_blocks, width)
+    return mx.swapaxes(split, 0, 1).reshape(n_blocks, -1)
+
+
+def _shape_in_block(shape: Shape, n_blocks: int) -> Shape:
+    return (*shape[:ROWS], shape[ROWS] // n_blocks, *shape[ROWS + 1 :]) if n_blocks > 1 else shape

@@ -1,0 +1,205 @@
+"""Host memory that a CUDA device reads and writes at the speed of its bus.
+
+MLX keeps computed arrays in device memory. The host cannot get their address, and reading one moves
+all of it to managed memory, at a few GB/s, on the calling thread. A slab is managed memory that
+stays with the host and is mapped for the device: plain MLX operations copy rows into it and out of
+it, ordered like all others on their stream, so no copy can race with a change of its source.
+
+A slab is written as an MLX array by one owner; afterwards the host reads its memory. It returns to
+the pool with the last reference to that memory. Slabs never go back to MLX's own cache of buffers,
+which would hand them out for computing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+import numpy as np
+
+from keepwarm.kv.buffers import HostArray, Shape, word_of
+
+Memory: TypeAlias = np.ndarray[Any, Any]
+
+ALIGNMENT = 256
+MIN_STEP = 1 << 14  # between sizes of slabs
+READY_BYTES = 1 << 30  # prepared ahead, in at most so many slabs:
+MAX_READY = 32
+MAX_FREE_BYTES = 2 * READY_BYTES
+PREPARING_THREADS = 2  # one alone prepares fewer than a fast GPU fills
+STAYS_WITH_HOST = 3  # CU_MEM_ADVISE_SET_PREFERRED_LOCATION
+MAPPED_BY_DEVICE = 5  # CU_MEM_ADVISE_SET_ACCESSED_BY
+HOST, DEVICE = -1, 0
+
+
+def aligned(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Slab:
+    """One slab. The device writes `array`, or the host writes `memory`; then both may be read."""
+
+    def __init__(self, pool: SlabPool, array: mx.array) -> None:
+        self.array = array
+        self._memory: Memory | None = None
+        self._lock = threading.Lock()
+        self._give_back = pool.give_back
+        self._unread = weakref.finalize(self, pool.give_back, array)
+        self._unread.atexit = False
+
+    @property
+    def memory(self) -> Memory:
+        """Its bytes; waits until the device has written them."""
+        with self._lock:
+            if self._memory is None:
+                self._memory = self._map()
+            return self._memory
+
+    def _map(self) -> Memory:
+        """From here on the slab goes back to the pool with the last reference to its memory."""
+        memory: Memory = np.asarray(self.array)
+        self._unread.detach()
+        weakref.finalize(memory, self._give_back, self.array).atexit = False
+        return memory
+
+
+class SlabArray(HostArray):
+    """An array in a slab, which a device may still be writing."""
+
+    def __init__(self, slab: Slab, start: int, shape: Shape, dtype: mx.Dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.slab, self.start = slab, start
+
+    @property
+    def words(self) -> Memory:
+        memory: Memory = self.slab.memory[self.start : self.start + self.n_bytes]
+        words: Memory = memory.view(word_of(self.dtype)).reshape(self.shape)
+        return words
+
+
+class SlabPool:
+    """All slabs of a store. Any thread may take and give back. New ones are prepared ahead, because
+    the first use of a page takes longer than a copy into it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._free: dict[int, deque[mx.array]] = defaultdict(deque)  # by size
+        self._expected: list[int] = []  # the sizes that are prepared
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(target=self._prepare, name="keepwarm-slabs", daemon=True)
+            for _ in range(PREPARING_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @classmethod
+    def if_cuda(cls) -> SlabPool | None:
+        """On CUDA; elsewhere None: the host reads and writes MLX's memory directly."""
+        is_cuda = mx.default_device() == mx.gpu and mx.cuda.is_available()
+        return cls() if is_cuda else None
+
+    def expect(self, sizes: Iterable[int]) -> None:
+        """Prepare slabs of these sizes."""
+        with self._changed:
+            self._expected = [_rounded(n_bytes) for n_bytes in sizes]
+            self._changed.notify_all()
+
+    def take(self, n_bytes: int) -> Slab:
+        """A slab of at least this size, with arbitrary content."""
+        size = _rounded(n_bytes)
+        with self._changed:
+            # The one returned last may still have a reference, which ends any moment.
+            array = self._free[size].popleft() if self._free[size] else None
+            self._changed.notify_all()
+        return Slab(self, self._make(size) if array is None else array)
+
+    def give_back(self, array: mx.array) -> None:
+        with self._changed:
+            self._free[array.nbytes].append(array)
+
+    def trim(self, n_bytes: int) -> None:
+        """Free this many bytes of unused slabs."""
+        with self._changed:
+            dropped = []
+            for size, arrays in list(self._free.items()):
+                n_dropped = min(len(arrays), -(-max(0, n_bytes) // size))
+                dropped += [arrays.pop() for _ in range(n_dropped)]
+                n_bytes -= n_dropped * size
+        if dropped:
+            dropped.clear()
+            mx.clear_cache()  # or MLX would compute in them, over the bus
+
+    @property
+    def free_bytes(self) -> int:
+        with self._changed:
+            return sum(size * len(arrays) for size, arrays in self._free.items())
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _make(self, size: int) -> mx.array:
+        self.trim(self.free_bytes - MAX_FREE_BYTES)
+        return _make(size)
+
+    def _prepare(self) -> None:
+        while (size := self._next_size()) is not None:
+            self.give_back(_make(size))
+
+    def _next_size(self) -> int | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._short())
+            return None if self._is_closed else self._short()[0]
+
+    def _short(self) -> list[int]:
+        """Sizes of which too few are ready."""
+        wanted = {n: min(MAX_READY, max(2, READY_BYTES // n)) for n in self._expected}
+        return [size for size, n_ready in wanted.items() if len(self._free[size]) < n_ready]
+
+
+def _rounded(n_bytes: int) -> int:
+    """Up to an eighth more, so that there are few sizes; at least one byte more, because MLX takes
+    an update of a whole array as a new array."""
+    step = max(MIN_STEP, 1 << (n_bytes.bit_length() - 4)) if n_bytes > MIN_STEP else MIN_STEP
+    return (n_bytes // step + 1) * step
+
+
+def _make(n_bytes: int) -> mx.array:
+    """A slab whose pages exist, on the host: the CPU has written them."""
+    array = mx.zeros((n_bytes,), mx.uint8, stream=mx.cpu)
+    mx.eval(array)
+    _advise(np.asarray(array))
+    return array
+
+
+def _advise(memory: Memory) -> None:
+    """Keep these pages on the host, mapped for the device. Best effort; failure is ignored."""
+    driver, context = _driver()
+    if driver is not None and not driver.cuCtxSetCurrent(context):
+        for advice, processor in ((STAYS_WITH_HOST, HOST), (MAPPED_BY_DEVICE, DEVICE)):
+            driver.cuMemAdvise(memory.ctypes.data, memory.nbytes, advice, processor)
+
+
+@cache
+def _driver() -> tuple[Any, ctypes.c_void_p]:
+    """CUDA's driver and the context that MLX uses; the driver is None if there is none."""
+    context = ctypes.c_void_p()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None, context
+    driver.cuMemAdvise.argtypes = (
+        ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int, ctypes.c_int,
+    )  # fmt: skip
+    failed = driver.cuInit(0) or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), DEVICE)
+    return (None if failed else driver), context

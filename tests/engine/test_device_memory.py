@@ -1,0 +1,76 @@
+"""Engines whose blocks leave the device and come back through slabs, as on CUDA."""
+
+from pathlib import Path
+
+import pytest
+
+from keepwarm.cache.policy import Policy
+from keepwarm.kv.slabs import SlabPool
+from keepwarm.text.request import Delta
+from tests.kit.engines import Exam, Models, ask, engine_on, tokens_of
+from tests.kit.runs import prompt_of
+
+LONG = prompt_of(1000, seed=5)
+
+
+@pytest.fixture(autouse=True)
+def _as_on_cuda(monkeypatch):
+    monkeypatch.setattr(SlabPool, "if_cuda", classmethod(lambda cls: cls()))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
+def test_turns_and_restarts_are_exact(architecture: str, models: Models, tmp_path: Path) -> None:
+    exam = Exam(models.module(architecture))
+    with engine_on(models.of(architecture), tmp_path) as engine:
+        first = engine.submit(ask(LONG, 40, policy=Policy.DURABLE)).result().choices[0]
+        exam.add(LONG, first)
+        turn = [*LONG, *tokens_of(first), *prompt_of(50, seed=6)]
+        engine.call(engine.live.clear).result()
+        second = engine.submit(ask(turn, policy=Policy.DURABLE)).result()
+        assert second.receipt.reused.get("memory", 0) >= len(LONG)
+        exam.add(turn, second.choices[0])
+    with engine_on(models.of(architecture), tmp_path) as engine:
+        third = engine.submit(ask([*turn, 1])).result()
+        assert third.receipt.reused.get("disk", 0) >= len(LONG)
+        exam.add([*turn, 1], third.choices[0])
+    exam.check()
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_a_restore_in_pieces_beside_answers(tier: str, models: Models, tmp_path: Path) -> None:
+    exam = Exam(models.module("llama"))
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine.submit(ask(LONG, policy=Policy.DURABLE)).result()
+        engine.call(engine.live.clear).result()
+        if tier == "disk":
+            engine.store.clear_memory()
+        lane = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
+        lane.manager.rates.load_bytes_per_s, lane.manager.rates.prefill_tokens_per_s = 1e5, 1.0
+        talking = engine.submit(ask(prompt_of(20), 3000))
+        events = iter(talking)
+        next(event for event in events if isinstance(event, Delta))
+        restored = [engine.submit(ask([*LONG, last])) for last in (1, 2)]
+        for last, answer in enumerate(restored, start=1):
+            result = answer.result()
+            assert result.receipt.reused.get(tier, 0) >= 768
+            exam.add([*LONG, last], result.choices[0])
+        next(event for event in events if isinstance(event, Delta))
+        talking.cancel()
+    exam.check()
+
+
+def test_evicted_blocks_are_overwritten_only_after_the_last_use(
+    models: Models, tmp_path: Path
+) -> None:
+    """A budget of a few blocks: every prompt evicts the ones before it, and their slabs go on."""
+    exam = Exam(models.module("llama"))
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine.store.memory.resize(1 << 20)
+        prompts = [prompt_of(800, seed=seed) for seed in range(6)]
+        for prompt in [*prompts, *prompts]:
+            engine.call(engine.live.clear).result()
+            result = engine.submit(ask(prompt)).result()
+            exam.add(prompt, result.choices[0])
+        assert result.receipt.cached_tokens == len(prompt) - 1
+        assert engine.store.memory.stats().evicted
+    exam.check()

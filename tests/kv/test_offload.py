@@ -1,0 +1,83 @@
+"""Blocks that leave the device through slabs are those that `cut_blocks` makes."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from keepwarm import kv
+from keepwarm.cache.restore.records import records_of
+from keepwarm.kv.slabs import SlabArray, SlabPool
+from keepwarm.kv.slices import Block, cut_blocks, offload_blocks
+from keepwarm.prefix.blocks import Namespace, chain
+from keepwarm.store.record import encode_record
+from tests.kit.models import ARCHITECTURES
+from tests.kit.runs import prefill, prompt_of
+
+NAMESPACE = Namespace(bytes(32))
+N_TOKENS = 700
+
+
+@pytest.fixture
+def pool():
+    pool = SlabPool()
+    yield pool
+    pool.close()
+
+
+def files_of(tokens: list[int], blocks: list[Block]) -> list[bytes]:
+    """The record files of these blocks."""
+    refs = {ref.number: ref for ref in chain(NAMESPACE, tokens)}
+    records = [r for block in blocks for r in records_of(NAMESPACE, refs[block.index], block)]
+    return [b"".join(map(bytes, encode_record(record))) for record in records]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_same_records(architecture, tiny_model, pool):
+    model, tokens = tiny_model(architecture), prompt_of(N_TOKENS)
+    caches = prefill(model, kv.make_caches(model), tokens, 64)
+    cut = list(cut_blocks(caches, N_TOKENS))
+    offloaded = list(offload_blocks(pool, caches, N_TOKENS, range(3), with_state=True))
+    assert all(isinstance(rows, SlabArray) for block in offloaded for rows in block.delta.values())
+    assert files_of(tokens, offloaded) == files_of(tokens, cut)
+    (middle,) = offload_blocks(pool, caches, N_TOKENS, range(1, 2), with_state=False)
+    assert files_of(tokens, [middle]) == files_of(tokens, [cut[1]])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_same_records_of_quantized_caches(bits, tiny_model, pool):
+    """Their tensors have several dtypes."""
+    model, tokens = tiny_model("llama"), prompt_of(N_TOKENS)
+    caches = prefill(model, kv.make_caches(model, kv_bits=bits, kv_group_size=32), tokens, 128)
+    cut = list(cut_blocks(caches, N_TOKENS))
+    offloaded = list(offload_blocks(pool, caches, N_TOKENS, range(3), with_state=False))
+    assert files_of(tokens, offloaded) == files_of(tokens, cut)
+
+
+def test_what_the_cache_does_next_does_not_change_them(tiny_model, pool):
+    """The bytes are read only after the cache was trimmed, overwritten and extended."""
+    model, tokens = tiny_model("llama"), prompt_of(N_TOKENS)
+    caches = prefill(model, kv.make_caches(model), tokens, 128)
+    wanted = files_of(tokens, list(cut_blocks(caches, N_TOKENS)))
+    offloaded = list(offload_blocks(pool, caches, N_TOKENS, range(3), with_state=False))
+    for cache in caches:
+        cache.trim(N_TOKENS)
+    prefill(model, caches, prompt_of(N_TOKENS, seed=1), 128)
+    others = [
+        list(offload_blocks(pool, caches, N_TOKENS, range(3), with_state=False)) for _ in range(3)
+    ]
+    assert files_of(tokens, offloaded) == wanted
+    assert files_of(tokens, others[0]) != wanted
+
+
+def test_bytes_of_bfloat16_stay_as_they_are(pool):
+    """Through 16-bit words: numpy has no bfloat16."""
+    caches = [_cache_of(mx.bfloat16)]
+    (block,) = offload_blocks(pool, caches, 256, range(1), with_state=False)
+    rows = next(iter(block.delta.values()))
+    wanted = np.asarray(caches[0].keys[..., :256, :].view(mx.uint16))
+    assert np.array_equal(rows.words, wanted)
+
+
+def _cache_of(dtype: mx.Dtype):
+    rows = mx.random.normal((1, 2, 256, 8)).astype(dtype)
+    return kv.create_cache_from_state(rows, rows)

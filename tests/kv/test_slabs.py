@@ -1,0 +1,99 @@
+"""Slabs: host memory that a CUDA device shares. Here the device is the CPU."""
+
+import gc
+import time
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepwarm.kv import slabs
+from keepwarm.kv.slabs import Slab, SlabArray, SlabPool
+
+N_BYTES = 100_000
+
+
+@pytest.fixture
+def pool():
+    pool = SlabPool()
+    yield pool
+    pool.close()
+
+
+def fill(slab: Slab, value: int) -> None:
+    slab.array[:N_BYTES] = mx.full((N_BYTES,), value, mx.uint8)
+    mx.async_eval(slab.array)
+
+
+def test_a_write_changes_the_slab_itself(pool):
+    """Memory of another array would not be mapped for the device."""
+    slab = pool.take(N_BYTES)
+    address = np.asarray(slab.array).ctypes.data
+    fill(slab, 7)
+    assert slab.memory.ctypes.data == address
+    assert (slab.memory[:N_BYTES] == 7).all()
+
+
+def test_a_slab_returns_with_the_last_reference_to_its_bytes(pool):
+    slab = pool.take(N_BYTES)
+    fill(slab, 1)
+    bytes_held = SlabArray(slab, 0, (N_BYTES,), mx.uint8).words.data
+    del slab
+    gc.collect()
+    assert pool.free_bytes == 0
+    again = pool.take(N_BYTES)
+    fill(again, 2)
+    assert bytes_held[0] == bytes_held[-1] == 1
+    del bytes_held
+    gc.collect()
+    assert pool.free_bytes == slabs._rounded(N_BYTES)
+
+
+def test_a_slab_that_nobody_reads_returns_too(pool):
+    slab = pool.take(N_BYTES)
+    fill(slab, 1)
+    del slab
+    gc.collect()
+    assert pool.free_bytes == slabs._rounded(N_BYTES)
+    reused = pool.take(N_BYTES)
+    assert pool.free_bytes == 0
+    fill(reused, 3)
+    assert (reused.memory[:N_BYTES] == 3).all()
+
+
+def test_slabs_are_prepared_ahead_and_again(pool):
+    pool.expect([N_BYTES, 2 * N_BYTES])
+    wanted = slabs.MAX_READY * (slabs._rounded(N_BYTES) + slabs._rounded(2 * N_BYTES))
+    wait_until(lambda: pool.free_bytes >= wanted)
+    taken = [pool.take(N_BYTES) for _ in range(5)]
+    wait_until(lambda: pool.free_bytes >= wanted)
+    assert len(taken) == 5
+
+
+def wait_until(holds) -> None:
+    for _ in range(6000):
+        if holds():
+            return
+        time.sleep(0.01)
+    pytest.fail("it does not come about")
+
+
+def test_unused_slabs_are_freed(pool):
+    for slab in [pool.take(N_BYTES) for _ in range(4)]:
+        del slab
+    gc.collect()
+    size = slabs._rounded(N_BYTES)
+    assert pool.free_bytes == 4 * size
+    pool.trim(size + 1)
+    assert pool.free_bytes == 2 * size
+    pool.trim(-5)
+    assert pool.free_bytes == 2 * size
+
+
+@given(st.integers(0, 1 << 34))
+def test_a_slab_is_larger_than_asked_but_not_much(n_bytes):
+    size = slabs._rounded(n_bytes)
+    assert n_bytes < size <= max(n_bytes * 9 / 8, n_bytes + slabs.MIN_STEP)
+    assert size % slabs.MIN_STEP == 0
