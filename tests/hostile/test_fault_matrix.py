@@ -104,7 +104,7 @@ class Scene:
             self.saver = Writer(self.memory, self.disk, 1 << 30)
             tiers += [("disk", self.disk), ("queue", self.saver.queued)]
         self.tiers = Tiers(tiers)
-        self.reader = Reader(self.tiers, 2)
+        self.reader = Reader(self.tiers, n_threads=2)
 
     def close(self) -> None:
         self.saver.close()

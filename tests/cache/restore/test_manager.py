@@ -30,7 +30,7 @@ def manager(model, tier):
     layout = probe(model, make_prompt_cache(model))
     rates = Rates(load_bytes_per_s=1e12, prefill_tokens_per_s=1e-3)
     tiers = Tiers([("tier", tier)])
-    return Manager(NAMESPACE, layout, tiers, Reader(tiers, 1), MemorySaver(tier), rates)
+    return Manager(NAMESPACE, layout, tiers, Reader(tiers, n_threads=1), MemorySaver(tier), rates)
 
 
 def compute(model, kept, tokens, restored, checkpoints=()):

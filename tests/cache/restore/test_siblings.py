@@ -65,7 +65,7 @@ def tier(request, tmp_path_factory):
 def test_the_end_of_a_prompt_is_restored_among_many_siblings(tier):
     """S0-26: to the token, and in less than 10 ms."""
     tiers = Tiers([("tier", tier)])
-    manager = Manager(NAMESPACE, LAYOUT, tiers, Reader(tiers, 1), MemorySaver(tier))
+    manager = Manager(NAMESPACE, LAYOUT, tiers, Reader(tiers, n_threads=1), MemorySaver(tier))
     seconds = []
     for _ in range(9):
         start = time.thread_time()

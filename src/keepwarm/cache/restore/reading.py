@@ -65,7 +65,7 @@ class PendingReads:
             future.cancel()
         self.prefetch_slots.release(self._n_records)  # wake the prefetch threads
 
-    def outcome(self, meanwhile: Callable[[], object]) -> ReadOutcome:
+    def outcome(self, meanwhile: Callable[[], object] = lambda: None) -> ReadOutcome:
         """Wait for all reads; `meanwhile` is called after each."""
         tiers = []
         for future in self.futures:
