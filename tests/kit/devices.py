@@ -50,7 +50,6 @@ class Device:
     load_tokens_per_s: float
     max_slice: int = 2048
     gap_s: float = 0.25
-    loads_in_background: bool = True
 
     def slice_seconds(self, n_tokens: int, context: int) -> float:
         return _between(self.slice_s, n_tokens) + self.context_s * n_tokens * context
@@ -67,7 +66,6 @@ H200 = Device(
     9e-10,
     {1: 0.0061, 4: 0.0198, 16: 0.0593},
     56_000,  # from memory
-    loads_in_background=False,  # the device does the copying
 )
 # Not measured. Llama-8B in 4 bit on an M4: 224.8 prompt tokens and 20.9 tokens per second
 # (github.com/brand-o/normiebench/issues/3), scaled by arithmetic (4.6 TFLOPS there, 18.4 and 2.6
@@ -136,7 +134,7 @@ class ChargedModel:
 class ChargedReader:
     """Reads records at once, and has the clock say how long that took."""
 
-    staging = None
+    slabs = None
 
     def __init__(self, reader: Reader, device: Device, clock: VirtualClock) -> None:
         self._reader = reader
@@ -167,20 +165,12 @@ class _Until:
     def is_done(self) -> bool:
         return self.clock.now >= self.done_at
 
-    def outcome(self) -> Any:
+    def outcome(self, meanwhile: Callable[[], object]) -> Any:
         self.clock.now = max(self.clock.now, self.done_at)
-        return self.reads.outcome()
+        return self.reads.outcome(meanwhile)
 
     def stop(self) -> None:
         self.reads.stop()
-
-
-class ChargedLane(Lane):
-    device: Device
-
-    @property
-    def loads_in_background(self) -> bool:
-        return self.device.loads_in_background
 
 
 class KnownLoads(Rates):
@@ -232,7 +222,7 @@ class Simulation:
     device: Device
     clock: VirtualClock
     module: ChargedModel
-    lane: ChargedLane
+    lane: Lane
     scheduler: Scheduler
     preparer: Preparer
     arrivals: list[tuple[float, Callable[[], Any]]] = field(default_factory=list)
@@ -310,8 +300,7 @@ def simulated(device: Device, model: Model, home: Path) -> Iterator[Simulation]:
         manager.reader = ChargedReader(manager.reader, device, clock)  # type: ignore[assignment]
         manager.rates = KnownLoads()
         stand_in = replace(model, module=module, n_context=1 << 20)
-        lane = ChargedLane(stand_in, KVOptions(), identity, manager, Live(1 << 28), True)
-        lane.device = device
+        lane = Lane(stand_in, KVOptions(), identity, manager, Live(1 << 28), True)
         sizer = SliceSizer(device.max_slice, gap_s=device.gap_s)
         scheduler = Scheduler(
             Admission(1 << 30), sizer, lambda row: None, lambda job: None, clock=clock

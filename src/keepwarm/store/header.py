@@ -6,7 +6,7 @@ import json
 from base64 import b64decode, b64encode
 from functools import cached_property, lru_cache
 from json.encoder import encode_basestring_ascii as quoted
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -14,6 +14,21 @@ from keepwarm.errors import BadRecord
 from keepwarm.store.seal import Seal
 
 ENCODER = json.JSONEncoder(separators=(",", ":"))
+
+
+class HasBytes(Protocol):
+    """A tensor of a record. On CUDA its bytes may still be on their way: `data` waits for them."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def data(self) -> memoryview: ...
+    @property
+    def n_bytes(self) -> int: ...
 
 
 class HeaderText:

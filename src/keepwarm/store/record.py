@@ -22,14 +22,14 @@ from base64 import b64decode, b64encode
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace, block_key
 from keepwarm.prefix.fingerprint import FORMAT_VERSION, NAMESPACE_BYTES
-from keepwarm.store.header import HeaderText, dumps, entry_json, label
+from keepwarm.store.header import HasBytes, HeaderText, dumps, entry_json, label
 from keepwarm.store.seal import OVERHEAD, TAG_BYTES, Seal
 
 MAX_HEADER_BYTES = 32 << 20
@@ -44,21 +44,6 @@ class Part(StrEnum):
     DELTA = "d"
     WINDOW = "w"
     STATE = "s"
-
-
-class HasBytes(Protocol):
-    """A tensor of a record. On CUDA its bytes may still be on their way: `data` waits for them."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def data(self) -> memoryview: ...
-    @property
-    def n_bytes(self) -> int: ...
 
 
 class Tensor(NamedTuple):
