@@ -12,8 +12,8 @@ from keepwarm.kv.layout import Layout
 from keepwarm.kv.slabs import SlabArray
 from keepwarm.kv.slices import Block, Rows
 from keepwarm.prefix.blocks import BlockRef, Namespace
+from keepwarm.store.header import HasBytes
 from keepwarm.store.record import (
-    HasBytes,
     Header,
     Part,
     Record,
