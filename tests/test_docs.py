@@ -125,7 +125,7 @@ def test_shell_runs(page, checkpoint, server, tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert '"error"' not in done.stdout  # what curl shows and does not fail for

@@ -19,7 +19,7 @@ def checkpoint(tmp_path_factory):
 
 def output(name: str, *arguments: object) -> str:
     command = [sys.executable, EXAMPLES / name, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, timeout=300, check=False)
     assert (done.returncode, done.stderr.decode()) == (0, "")
     return done.stdout.decode()
 

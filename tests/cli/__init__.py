@@ -30,7 +30,7 @@ def keepwarm(
         input=stdin,
         capture_output=True,
         env=environment(home, **more),
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

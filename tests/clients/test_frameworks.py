@@ -65,7 +65,7 @@ def count_leaves(tree: str) -> str:
 
 
 def claude(watched, make=anthropic.Anthropic):
-    return make(base_url=watched.url, api_key="any", max_retries=0, timeout=60)
+    return make(base_url=watched.url, api_key="any", max_retries=0, timeout=300)
 
 
 def check_growth(watched, n_turns):
@@ -222,7 +222,7 @@ def run(frameworks, url, *command, **environ):
         env={"PATH": f"{frameworks}:{os.environ['PATH']}", "HOME": str(frameworks), **environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -46,7 +46,9 @@ class Player:
             if name in body:
                 body[name] = [each for item in body[name] for each in self.with_answers(item)]
         headers = self.filled(self.shape["headers"], turn)
-        response = httpx.post(self.url + self.shape["path"], json=body, headers=headers, timeout=60)
+        response = httpx.post(
+            self.url + self.shape["path"], json=body, headers=headers, timeout=300
+        )
         assert response.status_code == 200, response.text
         answer, calls = self.come_back(events_of(response.text))
         self.answers.append(answer)

@@ -110,7 +110,7 @@ def test_what_is_put_is_found_and_read(tier):
     (made,) = chain_of(1)
     put = tier.put(made)
     assert put.stored
-    put.durable.result(timeout=5)
+    put.durable.result(timeout=300)
     known = tier.have(keys_of([made]))[made.header.key]
     assert known.parts == {Part.DELTA}
     assert known.n_tokens == 256
@@ -191,7 +191,7 @@ def test_a_record_is_put_once(tier):
     assert tier.put(first).stored
     again = tier.put(second)
     assert not again.stored
-    again.durable.result(timeout=5)
+    again.durable.result(timeout=300)
     assert content(tier.read(ref.key, Part.DELTA)) == content(first)
     assert tier.stats().puts == 1
 
@@ -725,7 +725,7 @@ def test_a_write_that_fails_is_counted_and_leaves_nothing(operation, code, tmp_p
     tier.files.break_(code, operation)
     put = tier.put(made)
     assert not put.stored
-    assert put.durable.exception(timeout=5).errno == code
+    assert put.durable.exception(timeout=300).errno == code
     assert tier.have(keys_of([made])) == {}
     assert tier.read(made.header.key, Part.DELTA) is None
     assert tier.stats().errors == 1

@@ -50,7 +50,7 @@ def before():
 def limit_at_rest(engine):
     """The limit once an engine has begun its thread and has nothing to do."""
     engine.call(lambda: None).result()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 300
     while not engine._scopes.release_if_idle() and time.monotonic() < deadline:
         time.sleep(0.001)
     return limit()

@@ -17,7 +17,7 @@ from keepwarm.text.request import Request
 from tests.kit.engines import ask, engine_on, held
 from tests.kit.runs import FedCounter, prompt_of
 
-PATIENCE_S = 30
+PATIENCE_S = 300
 SLICE = 100
 Shape = tuple[int, int]
 

@@ -24,7 +24,7 @@ from keepwarm.text.request import Delta, Request
 from tests.kit.engines import ask, engine_on, held, memory, tokens_of
 from tests.kit.runs import prompt_of
 
-PATIENCE_S = 30
+PATIENCE_S = 300
 
 
 # -- closing --------------------------------------------------------------------------------------

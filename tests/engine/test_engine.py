@@ -350,7 +350,7 @@ def test_closing_while_a_durable_answer_is_written(models, tmp_path):
             if isinstance(event, Finished):
                 break
     with ThreadPoolExecutor(1) as pool:
-        rest = pool.submit(list, answer).result(timeout=20)
+        rest = pool.submit(list, answer).result(timeout=300)
     assert isinstance(rest[-1], Done)
 
 

@@ -110,7 +110,7 @@ def test_an_engine_that_rests_gives_back():
             start = rss()
             time.sleep(0.1)
             assert start - rss() < 10 * MIB
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 300
         while start - rss() < 20 * MIB and time.monotonic() < deadline:
             time.sleep(0.01)
         assert start - rss() > 20 * MIB

@@ -39,7 +39,7 @@ class Held:
 
             def late(read: Any, record: Any) -> None:
                 self.asked.set()
-                assert self.let.wait(20)
+                assert self.let.wait(300)
                 use(read, record)
 
             return late
@@ -79,7 +79,7 @@ def test_others_go_on_while_blocks_are_loaded(engine: Engine, reader: Held) -> N
     events = iter(talking)
     next(event for event in events if isinstance(event, Delta))
     waiting = engine.submit(ask(LONG))
-    assert reader.asked.wait(10)
+    assert reader.asked.wait(300)
     for _ in range(20):
         next(event for event in events if isinstance(event, Delta))
     assert engine.stats().waiting == 1
@@ -98,7 +98,7 @@ def test_two_that_load_the_same_compute_what_follows_once(engine: Engine, reader
     longer = [*LONG, *prompt_of(600, seed=7)]
     before = engine.stats().counters["prefilled_tokens"]
     both = [engine.submit(ask([*longer, last])) for last in (1, 2)]
-    assert reader.asked.wait(10)
+    assert reader.asked.wait(300)
     reader.let.set()
     for answer in both:
         answer.result()
@@ -118,7 +118,7 @@ def test_it_may_be_cancelled_while_it_loads(engine: Engine, reader: Held) -> Non
     talking = engine.submit(ask(SHORT, ENDLESS))
     next(event for event in talking if isinstance(event, Delta))
     waiting = engine.submit(ask(LONG))
-    assert reader.asked.wait(10)
+    assert reader.asked.wait(300)
     waiting.cancel()
     with pytest.raises(Cancelled):
         waiting.result()
@@ -141,7 +141,7 @@ def test_memory_that_a_load_holds_comes_free_again(models: Models, tmp_path: Pat
         talking = engine.submit(ask(SHORT, 200))
         next(event for event in talking if isinstance(event, Delta))
         loading = engine.submit(ask(LONG))
-        assert manager.reader.asked.wait(10)  # type: ignore[attr-defined]
+        assert manager.reader.asked.wait(300)  # type: ignore[attr-defined]
         urgent = engine.submit(ask(prompt_of(1000, seed=8), priority=1))
         talking.result()
         manager.reader.let.set()  # type: ignore[attr-defined]

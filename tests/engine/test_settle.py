@@ -58,12 +58,12 @@ def test_a_forgotten_agent_does_not_come_back(engine):
 
 def test_drained_means_recorded(engine):
     engine.submit(ask(prompt_of(300), 3, agent="ada")).result()
-    assert engine.drain(timeout_s=10)
+    assert engine.drain(timeout_s=300)
     assert agents(engine) == ["ada"]
 
 
 def test_there_is_nothing_to_settle_on_its_own_thread_or_after_the_end(engine):
     """Neither call blocks."""
-    engine.call(engine.settle).result(timeout=10)
+    engine.call(engine.settle).result(timeout=300)
     engine.close()
     engine.settle()

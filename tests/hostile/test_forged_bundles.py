@@ -74,7 +74,7 @@ def ask(live: Live, agent=None, text=LONG, more=(), **headers):
 
 def upload(live: Live, bundle, agent, **headers):
     url = f"{live.url}/v1/agents/import"
-    return httpx.post(url, params={"id": agent}, content=bundle, headers=headers, timeout=60)
+    return httpx.post(url, params={"id": agent}, content=bundle, headers=headers, timeout=300)
 
 
 @pytest.fixture(scope="module")

@@ -115,6 +115,6 @@ def test_long_prompts_are_compared_quickly():
     recent = RecentPrompts(max_bytes=1 << 30)
     for i in range(100):
         recent.remember("ours", [*prompt[: 1000 * i], 1, *prompt[1000 * i + 1 :]])
-    started = time.perf_counter()
+    started = time.thread_time()
     assert recent.nearest("ours", prompt).n_common == 99_000
-    assert time.perf_counter() - started < 1.0
+    assert time.thread_time() - started < 1.0

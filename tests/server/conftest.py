@@ -41,7 +41,7 @@ class Live:
         return openai.AsyncOpenAI(**self._options(options))
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        usual = {"base_url": f"{self.url}/v1", "api_key": "any", "max_retries": 0, "timeout": 60}
+        usual = {"base_url": f"{self.url}/v1", "api_key": "any", "max_retries": 0, "timeout": 300}
         return usual | given
 
     def http_seconds(self) -> float:
@@ -50,16 +50,16 @@ class Live:
         async def used() -> float:
             return time.thread_time()
 
-        return asyncio.run_coroutine_threadsafe(used(), self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(used(), self.loop).result(300)
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         """A plain request; `body` may be bytes that no client would send."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **headers}
-        return httpx.post(f"{self.url}{path}", content=content, headers=headers, timeout=60)
+        return httpx.post(f"{self.url}{path}", content=content, headers=headers, timeout=300)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", headers=headers, timeout=60)
+        return httpx.get(f"{self.url}{path}", headers=headers, timeout=300)
 
 
 Serving = Callable[..., AbstractContextManager[Live]]
@@ -124,11 +124,11 @@ def serve(
             yield Live(url, host, settings, loops[0])
         finally:
             server.should_exit = True
-            thread.join(60)
+            thread.join(300)
             assert not thread.is_alive()
 
 
-def wait_until(happened: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def wait_until(happened: Callable[[], bool], timeout_s: float = 300.0) -> None:
     """Return once it has; fail if it does not. The limit guards against hanging, not slowness."""
     end = time.monotonic() + timeout_s
     while not happened():

@@ -24,7 +24,7 @@ TOPICS = ("the fox", "the dog", "the tree", "the question", "the answer", "the d
 RULES = "You answer the questions of the user about the words of the document. " * 8
 LEAVES = 0.3  # of all requests
 LONGEST = 6  # messages of a talk
-PATIENCE_S = 60.0
+PATIENCE_S = 300
 ENDS = {  # how the last event of a whole stream begins
     "/v1/chat/completions": "data: [DONE]",
     "/v1/messages": "event: message_stop",

@@ -27,7 +27,7 @@ def plain_bias(checkpoint):
 
 
 def client_of(url):
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60)
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=300)
 
 
 def begun(number):

@@ -66,7 +66,7 @@ def test_a_third_on_the_same_port_is_told(pair, checkpoint, tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert answer.returncode == 2
     assert answer.stderr.count("\n") == 1

@@ -537,7 +537,7 @@ def test_processes_that_start_together_share_a_new_sealed_store(tmp_path):
     for writer in writers:
         with writer.stderr as errors:
             said = errors.read()
-        assert writer.wait(timeout=60) == 0, said
+        assert writer.wait(timeout=300) == 0, said
     tier = open_sealed(root, PASSPHRASE)
     for seed in (1, 2):
         keys = [ref.key for ref in refs_of(30, seed)]

@@ -354,7 +354,7 @@ def test_long_prompts_are_found_quickly(live, can_trim):
     for i in range(100):
         live.put(OURS, [*prompt[: 1000 * i], 1, *prompt[1000 * i + 1 :]], caches)
     live.put(OURS, prompt, caches)
-    started = time.perf_counter()
+    started = time.thread_time()
     assert live.take(OURS, [*prompt, 1]).n_tokens == 100_000
     assert live.n_served(OURS, [*prompt, 1]) == (99_000 if can_trim else 0)
-    assert time.perf_counter() - started < 0.5
+    assert time.thread_time() - started < 0.5

@@ -39,6 +39,6 @@ def test_a_start_that_fails_half_way_leaves_nobody_waiting(n_begun, disk, reads,
         Loading(tokens_of(point.n_tokens), point, LAYOUT, reader, MemorySaver(MemoryTier(0)))
     ended = threading.Thread(target=reader.close, daemon=True)
     ended.start()
-    ended.join(30)
+    ended.join(300)
     assert not ended.is_alive()
     assert all(future.done() for future in begun)

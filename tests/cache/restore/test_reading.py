@@ -65,7 +65,7 @@ def test_what_waits_to_be_read_is_fetched_from_where_it_lies(disk, records, read
     near, far = Watched(memory), Watched(disk)
     reader = Reader(Tiers([("memory", near), ("disk", far)]), n_threads=1)
     gate = threading.Event()
-    started = reader.start(reads, lambda: lambda read, record: gate.wait(30))
+    started = reader.start(reads, lambda: lambda read, record: gate.wait(300))
     _until(lambda: near.fetched and len(far.fetched) == len(reads) - 1)
     assert set(far.fetched) == {read.key for read in reads[:-1]}
     assert near.fetched == [reads[-1].key]
@@ -113,7 +113,7 @@ def test_what_was_read_meanwhile_is_not_fetched(disk, reads):
 
     class Slow(Watched):
         def prefetch(self, key, part):
-            assert gate.wait(30)
+            assert gate.wait(300)
             return super().prefetch(key, part)
 
     far = Slow(disk)
@@ -146,7 +146,7 @@ def test_whoever_fetches_waits_for_nobody_who_is_gone(stops, disk, reads, monkey
 
     def wait(read, record):
         entered.set()
-        gate.wait(30)
+        gate.wait(300)
 
     def fail():
         raise MemoryError
@@ -156,13 +156,13 @@ def test_whoever_fetches_waits_for_nobody_who_is_gone(stops, disk, reads, monkey
             reader.start(reads, fail)
     else:
         started = reader.start(reads, lambda: wait)
-        assert entered.wait(30)
+        assert entered.wait(300)
         if stops == "stopping":
             started.stop()
     gate.set()
     ended = threading.Thread(target=reader.close, daemon=True)
     ended.start()
-    ended.join(30)
+    ended.join(300)
     assert not ended.is_alive()
 
 
@@ -172,7 +172,7 @@ def test_nobody_runs_too_far_ahead(disk, reads, monkeypatch):
     far = Watched(disk)
     reader = Reader(Tiers([("disk", far)]), n_threads=1)
     gates = [threading.Event() for _ in reads]
-    started = reader.start(reads, lambda: lambda read, record: gates[read.number].wait(30))
+    started = reader.start(reads, lambda: lambda read, record: gates[read.number].wait(300))
     _until(lambda: len(far.fetched) == 2)
     time.sleep(0.05)
     assert len(far.fetched) == 2
@@ -185,7 +185,7 @@ def test_nobody_runs_too_far_ahead(disk, reads, monkeypatch):
 
 
 def _until(holds):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -26,7 +26,7 @@ class Gated:
         return getattr(self.disk, name)
 
     def put(self, record):
-        assert self.gate.wait(30)
+        assert self.gate.wait(300)
         return self.disk.put(record)
 
 
@@ -121,7 +121,7 @@ class OneByOne(Gated):
         self.turns = threading.Semaphore(0)
 
     def put(self, record):
-        assert self.turns.acquire(timeout=10)
+        assert self.turns.acquire(timeout=300)
         return self.disk.put(record)
 
 
@@ -136,7 +136,7 @@ def test_flushing_waits_for_no_more_than_was_there(disk, records):
         time.sleep(0.01)
     writer.put(records[1], Policy.READ_WRITE)
     slow.turns.release()
-    flushing.join(10)
+    flushing.join(300)
     assert not flushing.is_alive()
     assert disk.have([r.header.key for r in records[:2]]).keys() == {records[0].header.key}
     slow.turns.release()

@@ -30,7 +30,7 @@ class Weather(BaseModel):
 
 
 def connect(live, kind=anthropic.Anthropic, **options):
-    return kind(base_url=live.url, max_retries=0, timeout=60, **{"api_key": "any", **options})
+    return kind(base_url=live.url, max_retries=0, timeout=300, **{"api_key": "any", **options})
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def answering(live, agent):
         yield
     finally:
         over.set()
-        thread.join(60)
+        thread.join(300)
 
 
 def agents(live):

@@ -31,12 +31,12 @@ def test_it_lives_and_is_ready(live):
 def test_it_waits_for_nothing_that_the_engine_does(live):
     """The engine is blocked, with a request waiting."""
     released = threading.Event()
-    done = live.host.engine.call(lambda: released.wait(60))
+    done = live.host.engine.call(lambda: released.wait(600))
     asking = threading.Thread(target=live.post, args=("/v1/chat/completions", ENDLESS | SHORT))
     asking.start()
     try:
         for path in ("/health", "/health/live", "/health/ready", "/metrics"):
-            assert httpx.get(f"{live.url}{path}", timeout=20).status_code == 200
+            assert httpx.get(f"{live.url}{path}", timeout=300).status_code == 200
         assert not done.done()
     finally:
         released.set()

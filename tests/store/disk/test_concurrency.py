@@ -23,7 +23,7 @@ from tests.store.disk.crash import WORLD, Block, holds_its_content
 from tests.store.disk.test_crash import check_files
 
 PROCESSES = 4
-PATIENCE = 60  # seconds after which a process counts as hung
+PATIENCE = 300  # seconds after which a process counts as hung
 
 
 def start(store_root: Path, number: int, seconds: float) -> subprocess.Popen[str]:

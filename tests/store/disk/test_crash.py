@@ -58,7 +58,7 @@ class Server:
         return list(json.loads(self._process.stdout.readline()))
 
     def close(self) -> None:
-        self._process.communicate(timeout=30)
+        self._process.communicate(timeout=300)
 
 
 @pytest.fixture(scope="module")

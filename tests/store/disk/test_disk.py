@@ -133,7 +133,7 @@ def test_the_disk_is_never_filled(open_tier):
     tier = open_tier(min_free_bytes=shutil.disk_usage("/").total * 2)
     put = tier.put(chain_of(1)[0])
     assert not put.stored
-    put.durable.result(timeout=5)
+    put.durable.result(timeout=300)
     assert tier.stats().blocks == 0
 
 
@@ -367,7 +367,7 @@ def test_a_busy_index_is_not_a_damaged_one(store, open_tier):
     assert (store / "index.sqlite").stat().st_ino == inode
     blocker.execute("ROLLBACK")
     blocker.close()
-    assert child.wait(timeout=30) == 0
+    assert child.wait(timeout=300) == 0
     assert (store / "index.sqlite").stat().st_ino == inode
 
 
@@ -624,7 +624,7 @@ def test_a_disk_that_takes_no_more_fails_no_request(open_tier):
     assert [content(f) for f in found] == [content(one) for one in made]
     assert set(known) == set(keys_of(made))
     assert not put.stored
-    assert put.durable.exception(timeout=5) is not None
+    assert put.durable.exception(timeout=300) is not None
     assert tier.stats().errors >= 1
     assert tier.put(record(first_block([5]))).stored
 

@@ -31,7 +31,7 @@ def test_processes_together_stay_within_the_budget(root):
     for taker in takers:  # all are there: go
         taker.stdin.write("\n")
         taker.stdin.flush()
-    taken = [int(taker.communicate(timeout=60)[0]) for taker in takers]
+    taken = [int(taker.communicate(timeout=300)[0]) for taker in takers]
     assert sum(taken) == 50
     assert Wear(root).by_day() == {"2026-11-15": 5_000}
 

@@ -1,0 +1,28 @@
+"""The soak in small: see tests/hostile/soak; its full run is in docs/results/soak.json."""
+
+import pytest
+
+from tests.hostile.soak.attacks import ATTACKS
+from tests.hostile.soak.run import Soak
+from tests.hostile.soak.servers import DISK_BYTES, MIB
+from tests.kit.checkpoints import write_checkpoint
+
+SIZES = {"small": (120, 1, 4), "soak": (3000, 12, 24)}  # requests, kills, talks
+MAX_RSS = 1536 * MIB  # of one server; it takes 250 MiB
+LOG_BYTES_PER_REQUEST = 200
+
+
+@pytest.mark.parametrize("size", ["small", pytest.param("soak", marks=pytest.mark.soak)])
+def test_nothing_is_wrong_lost_or_left_after_attacks_and_kills(tmp_path, size):
+    n_requests, n_kills, n_talks = SIZES[size]
+    checkpoint = write_checkpoint(tmp_path / "model", n_context=4096)
+    report = Soak(tmp_path, checkpoint, n_talks, seed=1).run(n_requests, n_kills)
+    assert not report.unexpected
+    assert report.answers["wrong"] == report.kept["lost"] == 0
+    assert report.answers["right"] > n_requests / 2
+    assert report.kept["found"] > 0
+    assert len(report.attacks) > len(ATTACKS) / 2
+    for name in ("plain", "sealed"):
+        assert report.measures[name].store_bytes <= DISK_BYTES
+    assert max(each.rss for each in report.measures.values()) < MAX_RSS
+    assert report.events["log bytes"] < LOG_BYTES_PER_REQUEST * n_requests + 4096
