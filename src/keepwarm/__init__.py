@@ -15,8 +15,9 @@ _HOMES = {
     "keepwarm.cache.store": "AttachedModel Budgets Store",
     "keepwarm.config": "Settings",
     "keepwarm.device.memory": "MemoryConfig",
+    "keepwarm.engine.admission": "EngineConfig",
     "keepwarm.engine.answer": "Answer",
-    "keepwarm.engine.engine": "Engine EngineConfig",
+    "keepwarm.engine.engine": "Engine",
     "keepwarm.engine.warm": "Warmer",
     "keepwarm.errors": (
         "BadCacheFile BadInput BadModelFile BadRecord Busy CacheError CacheMismatch Cancelled "

@@ -4,9 +4,9 @@ from keepwarm.cache.store import Budgets as Budgets
 from keepwarm.cache.store import Store as Store
 from keepwarm.config import Settings as Settings
 from keepwarm.device.memory import MemoryConfig as MemoryConfig
+from keepwarm.engine.admission import EngineConfig as EngineConfig
 from keepwarm.engine.answer import Answer as Answer
 from keepwarm.engine.engine import Engine as Engine
-from keepwarm.engine.engine import EngineConfig as EngineConfig
 from keepwarm.engine.warm import Warmer as Warmer
 from keepwarm.errors import BadCacheFile as BadCacheFile
 from keepwarm.errors import BadInput as BadInput

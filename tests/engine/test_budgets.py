@@ -11,7 +11,8 @@ from keepwarm.cache.store import Budgets, Store
 from keepwarm.cli.options import open_engine
 from keepwarm.device.limits import scopes_of_process
 from keepwarm.device.memory import MIB, MemoryConfig, host_memory
-from keepwarm.engine.engine import Engine, EngineConfig
+from keepwarm.engine.admission import EngineConfig
+from keepwarm.engine.engine import Engine
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import ask, memory
 from tests.kit.runs import prompt_of

@@ -19,7 +19,8 @@ import keepwarm
 from keepwarm import config
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.store import Budgets, Store
-from keepwarm.engine.engine import Engine, EngineConfig
+from keepwarm.engine.admission import EngineConfig
+from keepwarm.engine.engine import Engine
 from keepwarm.text.request import KVOptions, Request, Sampling
 from tests.kit.engines import FixedRates, memory
 

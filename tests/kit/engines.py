@@ -23,7 +23,8 @@ from keepwarm.cache.restore.costs import SliceCosts
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.store import Budgets, Store
 from keepwarm.device.memory import MemoryConfig
-from keepwarm.engine.engine import Engine, EngineConfig
+from keepwarm.engine.admission import EngineConfig
+from keepwarm.engine.engine import Engine
 from keepwarm.models.load import Model
 from keepwarm.text.request import Choice, Request, Sampling
 from tests.kit.checkpoints import CORPUS, EOS, SPECIALS, tokenizer_config

@@ -53,6 +53,7 @@ PLAIN = {
     "port": "0 picks a free port",
     "max_body_bytes": "largest request body",
     "request_timeout_s": "time limit of a request; 0 is no limit",
+    "prepare_timeout_s": "seconds to parse, render and tokenise a request",
 }
 MEASURED = re.compile(
     r"(?<=<!-- measured, from docs/results/baseline.json -->\n).*?(?=<!-- end -->)", re.DOTALL

@@ -90,7 +90,8 @@ def main(checkpoint: str) -> None:
     """Serve with budgets so small that whatever grows is a leak."""
     from keepwarm.cache.store import Store
     from keepwarm.device.memory import MemoryConfig
-    from keepwarm.engine.engine import Engine, EngineConfig
+    from keepwarm.engine.admission import EngineConfig
+    from keepwarm.engine.engine import Engine
     from keepwarm.models.load import load
     from keepwarm.server.app import create_app
     from keepwarm.server.host import EngineHost

@@ -263,14 +263,17 @@ def test_a_copy_is_independent(model, grammars):
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_is_dropped(model, n_vocab):
-    grammars = Grammars(model.tokenizer, n_vocab, [2])
+    grammars, compiled = Grammars(model.tokenizer, n_vocab, [2]), []
     for _ in range(3):
-        grammars.compile(ANY)
-        grammars.compile(Format(json=True, schema=PERSON))
-    assert grammars._compiled.cache_info().currsize == 2
-    for i in range(MAX_COMPILED + 5):
+        grammars.compile(ANY, trial=compiled.append)
+        grammars.compile(Format(json=True, schema=PERSON), trial=compiled.append)
+    assert len(compiled) == 2
+    for i in range(MAX_COMPILED - 1):
         grammars.compile(Format(grammar=f'start: "{i}"'))
-    assert grammars._compiled.cache_info().currsize == MAX_COMPILED
+    grammars.compile(Format(json=True, schema=PERSON), trial=compiled.append)
+    assert len(compiled) == 2
+    grammars.compile(ANY, trial=compiled.append)
+    assert len(compiled) == 3
 
 
 def test_many_threads_share_one_vocabulary(model, n_vocab):

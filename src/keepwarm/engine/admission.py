@@ -5,11 +5,30 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
+from keepwarm.config import Settings
+from keepwarm.device.memory import MemoryConfig
 from keepwarm.errors import InsufficientResources
 from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec
 from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.text.request import KVOptions
 from keepwarm.units import format_bytes
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of an engine. Without `memory` the budgets are scaled to the machine."""
+
+    memory: MemoryConfig | None = None
+    max_queue: int = 256  # requests that wait or run
+    kv: KVOptions = field(default_factory=KVOptions)  # of requests that name none
+    audit_share: float = 0.0  # of the answers from a cache: recomputed cold and compared
+    isolated: bool = False  # prepare long prompts and try out grammars in another process
+
+    @classmethod
+    def of(cls, settings: Settings, isolated: bool = False) -> Self:
+        return cls(None, settings.max_queue, KVOptions(), settings.audit_share, isolated)
 
 
 def kv_bytes(layout: Layout, n_tokens: int) -> int:

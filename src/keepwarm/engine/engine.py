@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Self, TypeAlias, TypeVar
@@ -28,7 +28,7 @@ from keepwarm.config import load as load_settings
 from keepwarm.device.limits import MemoryScopes, scopes_of_process
 from keepwarm.device.memory import MemoryConfig, memories
 from keepwarm.device.pressure import Watcher, make_guards
-from keepwarm.engine.admission import Admission, kv_bytes
+from keepwarm.engine.admission import Admission, EngineConfig, kv_bytes
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.chores import Chores
 from keepwarm.engine.insight.audit import Auditor
@@ -47,22 +47,13 @@ from keepwarm.kv import make_caches
 from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.prefix.recent import RecentPrompts
+from keepwarm.text.bounds.deadline import PrepareDeadline
 from keepwarm.text.prepare import PreparedRequest, Preparer
 from keepwarm.text.request import KVOptions, Request
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Command: TypeAlias = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Settings of an engine. Without `memory` the budgets are scaled to the machine."""
-
-    memory: MemoryConfig | None = None
-    max_queue: int = 256  # requests that wait or run
-    kv: KVOptions = field(default_factory=KVOptions)  # of requests that name none
-    audit_share: float = 0.0  # of the answers from a cache: recomputed cold and compared
 
 
 class Engine:
@@ -84,9 +75,7 @@ class Engine:
         self.model = model
         settings = settings or load_settings()
         blas.start(settings.home)
-        self.config = config or EngineConfig(
-            max_queue=settings.max_queue, audit_share=settings.audit_share
-        )
+        self.config = config or EngineConfig.of(settings)
         memory = self.config.memory or MemoryConfig.automatic(model_bytes=model.n_bytes)
         self._owns_store = store is None
         self.store = store or Store(settings=settings)
@@ -99,8 +88,8 @@ class Engine:
         self.lookup_log = LookupLog()
         self._auditor = Auditor(self.config.audit_share)
         self._numbers = count(1)
-        raw = settings.raw_special_tokens
-        self._preparer = Preparer(model, n_logits(model), self._recent, raw)
+        raw, isolated = settings.raw_special_tokens, self.config.isolated
+        self.preparer = Preparer(model, n_logits(model), self._recent, raw, isolated)
         self._lanes = Lanes(model, self.store, self.live)
         on_gpu = mx.default_device() == mx.gpu
         self._admission = Admission(memory.batch_bytes)
@@ -132,18 +121,17 @@ class Engine:
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Render, tokenise and check a request. Runs nothing."""
-        return self._prepare(request)[0]
+        return self._prepare(request, None)[0]
 
-    def count_tokens(self, request: Request) -> int:
+    def count_tokens(self, request: Request, deadline: PrepareDeadline | None = None) -> int:
         """Tokens of a prompt, also of one that is too long for the model."""
         request = self._with_defaults(request)
-        lane = self._lane(request)
-        return len(self._preparer.render(request, lane.continuations).tokens)
+        return self.preparer.n_tokens(request, self._lane(request).continuations, deadline)
 
-    def submit(self, request: Request) -> Answer:
+    def submit(self, request: Request, deadline: PrepareDeadline | None = None) -> Answer:
         """Run a request; the answer arrives as events. A bad request is refused here."""
         self._check_open()
-        prepared, lane = self._prepare(request)
+        prepared, lane = self._prepare(request, deadline)
         answer = Answer(self._cancel, prepared)
         job = Job(
             prepared.request,
@@ -160,13 +148,15 @@ class Engine:
             self._post(lambda: self._add(job))
         return answer
 
-    def warm(self, request: Request) -> Answer:
+    def warm(self, request: Request, deadline: PrepareDeadline | None = None) -> Answer:
         """Prefill and keep a prompt without an answer; later requests start from it."""
-        return self.submit(replace(request, sampling=replace(request.sampling, max_tokens=0)))
+        return self.submit(
+            replace(request, sampling=replace(request.sampling, max_tokens=0)), deadline
+        )
 
-    def lookup(self, request: Request) -> Lookup:
+    def lookup(self, request: Request, deadline: PrepareDeadline | None = None) -> Lookup:
         """How much of a prompt is warm. Nothing is loaded or changed."""
-        prepared, lane = self._prepare(request)
+        prepared, lane = self._prepare(request, deadline)
         return self.call(lambda: look_up(lane, prepared.tokens)).result()
 
     def call(self, work: Callable[[], T]) -> Future[T]:
@@ -262,6 +252,7 @@ class Engine:
             self._changed.notify_all()
         self._thread.join()
         self._watcher.close()
+        self.preparer.close()
         self.live.clear()
         self._joined.close()
         self._scopes.release_if_idle()
@@ -317,14 +308,16 @@ class Engine:
             self._commands.append(command)
             self._changed.notify_all()
 
-    def _prepare(self, request: Request) -> tuple[PreparedRequest, Lane]:
+    def _prepare(
+        self, request: Request, deadline: PrepareDeadline | None
+    ) -> tuple[PreparedRequest, Lane]:
         """A request as tokens, and the lane that it runs in."""
         request = self._with_defaults(request)
         make_caches(self.model.module, **make_options(request.kv))  # refuses bad options
         if request.agent is not None:
             self.store.check_agent(request.agent)
         lane = self._lane(request)
-        prepared = self._preparer.prepare(request, lane.continuations)
+        prepared = self.preparer.prepare(request, lane.continuations, deadline, lane.needs_cuts)
         return prepared, lane.for_prompt(len(prepared.tokens))
 
     def _with_defaults(self, request: Request) -> Request:
@@ -373,7 +366,7 @@ class Engine:
             self._recent.remember((job.request.kv, job.request.tenant), sequence.tokens)
             if job.request.messages is not None and generated:
                 text = job.prepared.prompt.text
-                self._preparer.splicer.remember(job.request.tenant, text, job.tokens, generated)
+                self.preparer.splicer.remember(job.request.tenant, text, job.tokens, generated)
 
     def _lane(self, request: Request) -> Lane:
         """From any thread; a new lane is made on the engine's."""

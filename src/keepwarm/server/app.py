@@ -23,6 +23,7 @@ from keepwarm.server.http.body import check_json
 from keepwarm.server.http.limits import Limits
 from keepwarm.server.http.problems import http_problem, problem_of, respond, validation_problem
 from keepwarm.server.http.receipts import RECEIPT_HEADER
+from keepwarm.server.http.turns import PreparingTurns
 from keepwarm.server.manage import admin, agents, health, metrics
 from keepwarm.server.manage import cache as cache_api
 from keepwarm.server.openai import routes as openai
@@ -69,6 +70,7 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
         app.include_router(router)
     app.include_router(dashboard_page.make_router())
     _add_error_handlers(app)
+    app.add_middleware(PreparingTurns, settings=settings)
     app.add_middleware(Limits, settings=settings)
     _add_cors(app, settings)
     app.add_middleware(metrics.RequestCounter, metrics=app.state.metrics)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
 from keepwarm.errors import Stopping, UnknownModel
@@ -17,15 +16,19 @@ if TYPE_CHECKING:
     from keepwarm.engine.engine import Engine
     from keepwarm.engine.warm import Warmer
     from keepwarm.models.load import Model
+    from keepwarm.server.http.turns import Turn
+    from keepwarm.text.bounds.deadline import PrepareDeadline
     from keepwarm.text.prepare import PreparedRequest
     from keepwarm.text.request import Request
 
 
 def start_engine(model: Model, store: Store, settings: Settings) -> Engine:
     """Start an engine with the server's limits."""
+    from keepwarm.engine.admission import EngineConfig
     from keepwarm.engine.engine import Engine  # loads MLX
 
-    return Engine(model, store, settings=settings)
+    config = EngineConfig.of(settings, isolated=True)
+    return Engine(model, store, config, settings=settings)
 
 
 def _start_warmer(engine: Engine) -> Warmer:
@@ -33,6 +36,20 @@ def _start_warmer(engine: Engine) -> Warmer:
     from keepwarm.engine.warm import Warmer
 
     return Warmer(engine).run_in_background()
+
+
+def _submit_all(
+    engine: Engine, requests: Sequence[Request], deadline: PrepareDeadline
+) -> list[Answer]:
+    answers: list[Answer] = []
+    try:
+        for request in requests:
+            answers.append(engine.submit(request, deadline))
+    except BaseException:
+        for answer in answers:
+            answer.cancel()
+        raise
+    return answers
 
 
 class ObservedAnswer(AsyncIterator[Event]):
@@ -91,9 +108,16 @@ class EngineHost:
         """Whether the engine's thread runs and accepts requests."""
         return self._engine is not None and self._engine.alive and not self._draining
 
-    async def submit(self, request: Request) -> ObservedAnswer:
-        """Start an answer. Rendering and tokenising happen off the event loop."""
-        return ObservedAnswer(await asyncio.to_thread(self.engine.submit, request), self._answered)
+    async def submit(self, request: Request, turn: Turn) -> ObservedAnswer:
+        """Start an answer, which ends the turn. Nothing is prepared on the event loop."""
+        (answer,) = await self.submit_all([request], turn)
+        return answer
+
+    async def submit_all(self, requests: Sequence[Request], turn: Turn) -> list[ObservedAnswer]:
+        """Start several answers; if one is refused, the others are cancelled."""
+        answers = await turn.run(_submit_all, self.engine, requests)
+        turn.end()
+        return [ObservedAnswer(answer, self._answered) for answer in answers]
 
     def on_answer(self, listener: Callable[[Usage], None]) -> None:
         """Call the listener with the usage of every answer that ends, of any engine."""

@@ -63,6 +63,7 @@ def serve(app: FastAPI, settings: Settings, listening: socket.socket) -> None:
     """
     log_to_stderr()
     build_routes(app)
+    app.state.host.engine.preparer.start()
     # uvicorn raises the signal again after its shutdown, when nothing is left to do.
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from copy import copy
-from functools import lru_cache
 from threading import Lock
 from typing import Any, TypeAlias
 
@@ -18,8 +18,11 @@ from keepwarm.errors import BadInput, EngineFailed
 from keepwarm.text.request import Format
 
 TokenMask: TypeAlias = NDArray[np.bool_]  # (vocabulary,): the tokens that are allowed
+Trial: TypeAlias = Callable[[str], None]
 
-MAX_COMPILED = 64  # compiled grammars in the LRU cache
+MAX_COMPILED = 16  # of one tenant, in the LRU cache
+MAX_TENANTS = 64
+MAX_CHARACTERS = 256 << 10  # of a schema or a grammar
 ANY_OBJECT = {"type": "object"}
 # Bounded: some models would write whitespace until max_tokens.
 BLANKS = r"[ \n\r\t]{1,64}"
@@ -85,23 +88,76 @@ class Grammars:
         self._stop_tokens = sorted(set(stop_tokens))
         self._vocabulary: tuple[LLTokenizer, TokenMask] | None = None
         self._lock = Lock()
-        self._compiled = lru_cache(MAX_COMPILED)(self._compile)
+        self._compiled: OrderedDict[str, OrderedDict[str, LLMatcher | BadInput]] = OrderedDict()
 
     def compile(
-        self, wanted: Format, after: Sequence[int] = (), preamble: str = ""
+        self,
+        wanted: Format,
+        after: Sequence[int] = (),
+        preamble: str = "",
+        *,
+        tenant: str = "",
+        trial: Trial | None = None,
     ) -> GrammarMatcher | None:
         """A matcher at the start of this format; None if any text will do.
 
         The grammar applies after the tokens `after`. `preamble` is a Lark grammar for what comes
         before the answer; it refers to the answer as `@answer`. Raises BadInput, with the reason,
-        for a schema or grammar that cannot be compiled.
+        for a schema or grammar that cannot be compiled. `trial` is called before a grammar is
+        compiled, and raises BadInput if that takes too long. Tenants share no compiled grammars.
         """
         text = _grammar_of(wanted)
         if text is None:
             return None
         text = _with_preamble(preamble, text, wanted) if preamble else text
-        matcher = self._compiled(text).deep_copy()
-        return GrammarMatcher(matcher, self._view()[1], after)
+        if len(text) > MAX_CHARACTERS:
+            raise BadInput(
+                f"The answer's format is {len(text):,} characters long; send at most "
+                f"{MAX_CHARACTERS:,}."
+            )
+        found = self._cached(tenant, text)
+        if found is None:
+            found = self._outcome(text, trial)
+            self._keep(tenant, text, found)
+        if isinstance(found, BadInput):
+            raise BadInput(*found.args)
+        return GrammarMatcher(found.deep_copy(), self._view()[1], after)
+
+    def load(self) -> None:
+        """Read the vocabulary now, if it can be read."""
+        with suppress(BadInput):
+            self._view()
+
+    def try_out(self, text: str) -> None:
+        """Compile a grammar and take its first step, for a process that can be ended meanwhile."""
+        self._compile(text).compute_bitmask()
+
+    def _outcome(self, text: str, trial: Trial | None) -> LLMatcher | BadInput:
+        """The compiled grammar, or why there is none: it is not tried again."""
+        try:
+            if trial is not None:
+                trial(text)
+            return self._compile(text)
+        except BadInput as error:
+            return error
+
+    def _cached(self, tenant: str, text: str) -> LLMatcher | BadInput | None:
+        with self._lock:
+            own = self._compiled.get(tenant)
+            if own is None or text not in own:
+                return None
+            self._compiled.move_to_end(tenant)
+            own.move_to_end(text)
+            return own[text]
+
+    def _keep(self, tenant: str, text: str, found: LLMatcher | BadInput) -> None:
+        with self._lock:
+            own = self._compiled.setdefault(tenant, OrderedDict())
+            own[text] = found
+            if len(own) > MAX_COMPILED:
+                own.popitem(last=False)
+            if len(self._compiled) > MAX_TENANTS:
+                self._compiled.popitem(last=False)
 
     def _compile(self, text: str) -> LLMatcher:
         limits = LLParserLimits(verbose_errors=False)

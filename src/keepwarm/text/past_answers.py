@@ -117,13 +117,14 @@ class Splicer:
         At `starts`, answers that are not remembered are looked up in `stored`. `to_tokens`
         tokenises parts of this text, if they are not tokenised as any text.
         """
-        found = self._remembered(tenant, text)
+        found = self.remembered(tenant, text)
         if stored is None or {span.start for span in found}.issuperset(starts):
             return found
         to_tokens = to_tokens or partial(encode, self._tokenizer)
         return self._with_stored(tenant, text, found, starts, stored, to_tokens=to_tokens)
 
-    def _remembered(self, tenant: str, text: str) -> list[KnownSpan]:
+    def remembered(self, tenant: str, text: str) -> list[KnownSpan]:
+        """The past answers in this text that are in memory."""
         with self._lock:
             lengths = sorted(length for length in self._lengths if length < len(text))
         found: list[KnownSpan] = []

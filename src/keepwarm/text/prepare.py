@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from keepwarm.errors import BadInput, ContextTooLong
 from keepwarm.models.load import Model
 from keepwarm.prefix.recent import RecentPrompts
-from keepwarm.text.grammar import GrammarMatcher, Grammars
+from keepwarm.text.bounds.deadline import PrepareDeadline
+from keepwarm.text.bounds.isolation import BenchRecipe, Isolation
+from keepwarm.text.bounds.process import ProcessGone
+from keepwarm.text.bounds.size import PromptLimits, check_counts, is_heavy, token_reach
+from keepwarm.text.grammar import GrammarMatcher, Grammars, Trial
 from keepwarm.text.lark import preamble_grammar
 from keepwarm.text.parsing import NORMAL, REASONING, Markup
 from keepwarm.text.past_answers import Continuations, Splicer
-from keepwarm.text.prompt import Prompt, Prompter
+from keepwarm.text.prompt import Prompt, Prompter, SettledPrompt
 from keepwarm.text.request import Format, Miss, Request, Sampling
 from keepwarm.text.sampling_rules import check_sampling
 from keepwarm.text.template import Template
@@ -27,7 +33,7 @@ class PreparedRequest:
     """A request as tokens, with the rules for sampling and parsing its answer."""
 
     request: Request
-    prompt: Prompt
+    prompt: Prompt | SettledPrompt
     sampling: Sampling
     max_new_tokens: int  # of one choice
     n_vocab: int
@@ -76,7 +82,9 @@ class Preparer:
         n_vocab: int,
         recent: RecentPrompts,
         raw_special_tokens: bool = True,
+        isolated: bool = False,
     ) -> None:
+        """`isolated`: what is heavy is done in another process, if the tokenizer can be sent."""
         tokenizer = model.tokenizer
         self._model = model
         self._n_vocab = n_vocab
@@ -90,16 +98,31 @@ class Preparer:
             raw_special_tokens=raw_special_tokens,
         )
         self._grammars = Grammars(tokenizer, n_vocab, self._stop_tokens)
+        self._limits = PromptLimits(model.name, model.n_context, token_reach(tokenizer))
+        recipe = BenchRecipe(
+            *(tokenizer, self.template, self.markup.tool_format, raw_special_tokens),
+            *(n_vocab, self._stop_tokens),
+        )
+        self._isolation = Isolation.of(recipe, self.splicer) if isolated else None
 
-    def prepare(self, request: Request, stored: Continuations | None = None) -> PreparedRequest:
+    def prepare(
+        self,
+        request: Request,
+        stored: Continuations | None = None,
+        deadline: PrepareDeadline | None = None,
+        wants_cuts: bool = False,
+    ) -> PreparedRequest:
         """Render and check a request; BadInput says what is wrong with it.
 
         `stored` looks up past answers among the stored blocks.
         """
+        deadline = deadline or PrepareDeadline()
         check_sampling(request.sampling, self._n_vocab)
         if not 1 <= request.n <= MAX_CHOICES:
             raise BadInput(f"n is {request.n}; it must be from 1 to {MAX_CHOICES}.")
-        prompt = self.render(request, stored)
+        self._limits.check(request)
+        wants_cuts = wants_cuts or request.explain
+        prompt = self._render(request, stored, self._limits, deadline, wants_cuts=wants_cuts)
         thinks = request.messages is not None and prompt.opens_thinking
         sampling = request.sampling
         if _forbids_calls(request):
@@ -113,12 +136,51 @@ class Preparer:
             self._stop_tokens,
             self.markup,
             REASONING if thinks else self.markup.first_segment if request.messages else NORMAL,
-            self._grammar(request, thinks),
+            self._grammar(request, thinks, deadline),
             self._explainer(request, prompt),
         )
 
-    def render(self, request: Request, stored: Continuations | None = None) -> Prompt:
-        prompt = self._prompter.render(request, stored)
+    def n_tokens(
+        self,
+        request: Request,
+        stored: Continuations | None = None,
+        deadline: PrepareDeadline | None = None,
+    ) -> int:
+        """The length of a prompt, also of one that is too long for the model."""
+        prompt = self._render(
+            request, stored, None, deadline or PrepareDeadline(), wants_cuts=False
+        )
+        return len(prompt.tokens)
+
+    def start(self) -> None:
+        """Start the other process now, if there is one; else its first request does."""
+        if self._isolation is not None:
+            self._isolation.start()
+
+    def close(self) -> None:
+        if self._isolation is not None:
+            self._isolation.close()
+
+    def _render(
+        self,
+        request: Request,
+        stored: Continuations | None,
+        limits: PromptLimits | None,
+        deadline: PrepareDeadline,
+        *,
+        wants_cuts: bool,
+    ) -> Prompt | SettledPrompt:
+        check_counts(request)
+        deadline.check()
+        prompt: Prompt | SettledPrompt | None = None
+        if self._isolation is not None and is_heavy(request):
+            with suppress(ProcessGone):  # then it is done here
+                prompt = self._isolation.render(
+                    request, stored, limits, deadline, wants_cuts=wants_cuts
+                )
+        if prompt is None:
+            prompt = self._prompter.render(request, stored, limits)
+        deadline.check()
         self._check_tokens(prompt.tokens)
         return prompt
 
@@ -142,16 +204,32 @@ class Preparer:
             )
         return left if sampling.max_tokens is None else min(sampling.max_tokens, left)
 
-    def _grammar(self, request: Request, thinks: bool) -> GrammarMatcher | None:
+    def _grammar(
+        self, request: Request, thinks: bool, deadline: PrepareDeadline
+    ) -> GrammarMatcher | None:
+        compile_ = partial(
+            self._grammars.compile, tenant=request.tenant, trial=self._trial(deadline)
+        )
         after = (self._model.tokenizer.think_end_tokens if thinks else None) or ()
         calls = call_grammar(request.tools, request.tool_choice, self.markup)
         if calls is not None:
-            return self._grammars.compile(Format(grammar=calls), after)
+            return compile_(Format(grammar=calls), after)
         if request.format is not None:
             preamble = "" if after else self._preamble(request)
-            return self._grammars.compile(request.format, after, preamble)
+            return compile_(request.format, after, preamble)
         no_call = no_call_grammar(self.markup) if _forbids_calls(request) else None
-        return self._grammars.compile(Format(grammar=no_call))
+        return compile_(Format(grammar=no_call))
+
+    def _trial(self, deadline: PrepareDeadline) -> Trial | None:
+        isolation = self._isolation
+        if isolation is None:
+            return None
+
+        def trial(grammar: str) -> None:
+            with suppress(ProcessGone):
+                isolation.try_grammar(grammar, deadline)
+
+        return trial
 
     def _preamble(self, request: Request) -> str:
         """A grammar for the reasoning and header that the model writes before its answer."""
@@ -162,7 +240,9 @@ class Preparer:
             preamble = preamble._replace(think_start="", think_end="")
         return preamble_grammar(self._model.tokenizer, preamble)
 
-    def _explainer(self, request: Request, prompt: Prompt) -> Callable[[int], Miss | None]:
+    def _explainer(
+        self, request: Request, prompt: Prompt | SettledPrompt
+    ) -> Callable[[int], Miss | None]:
         scope = (request.kv, request.tenant)
 
         def explain(n_known: int) -> Miss | None:

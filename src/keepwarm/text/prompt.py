@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from time import thread_time
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import common_prefix
+from keepwarm.text.bounds.size import PromptLimits
 from keepwarm.text.detokenize import decode
 from keepwarm.text.past_answers import Continuations, KnownSpan, Splicer, encode
 from keepwarm.text.request import Message, Request, Tool
@@ -55,6 +56,31 @@ class TokenisedText:
     tokens: list[int]
     boundaries: list[TokenBoundary]
     spliced: int = 0  # tokens of past answers
+
+
+@dataclass(frozen=True)
+class SettledPrompt:
+    """A prompt of which all is known that will be asked; it can be sent to another process."""
+
+    text: str
+    tokens: list[int]
+    spliced: int
+    n_messages: int
+    ends: Mapping[int, int | None]  # of some messages
+    cuts: list[int]
+    opens_thinking: bool
+
+    def end_of(self, message: int) -> int | None:
+        """The number of tokens up to the end of a message, if it is known."""
+        return self.ends.get(message)
+
+    def message_at(self, token: int) -> int | None:
+        """The message that a token belongs to; None after the last, or if that is not known."""
+        known = (m for m in sorted(self.ends) if m >= 0 and (self.ends[m] or 0) > token)
+        message = next(known, None)
+        if message is None or message == 0 or self.ends.get(message - 1) is not None:
+            return message
+        return None
 
 
 class Prompt:
@@ -112,6 +138,18 @@ class Prompt:
             return False  # saves a rendering
         return opens_thinking(self._tokenizer, self.generation_prompt)
 
+    def settled(self, *, wants_cuts: bool) -> SettledPrompt:
+        """This prompt as a value: what is asked of it later is found out now."""
+        return SettledPrompt(
+            text=self.text,
+            tokens=self.tokens,
+            spliced=self.spliced,
+            n_messages=self._n_messages,
+            opens_thinking=self.opens_thinking,
+            cuts=self.cuts if wants_cuts else [],
+            ends=dict(self._ends),
+        )
+
     def end_of(self, message: int) -> int | None:
         """The number of tokens up to the end of a message; None if the template refuses the part.
 
@@ -162,22 +200,32 @@ class Prompter:
         self._specials = SpecialTokens(tokenizer, _written(tokenizer, self._tool_format))
         self._raw_special_tokens = raw_special_tokens
 
-    def render(self, request: Request, stored: Continuations | None = None) -> Prompt:
+    def render(
+        self,
+        request: Request,
+        stored: Continuations | None = None,
+        limits: PromptLimits | None = None,
+    ) -> Prompt:
         """The prompt of a request; its breakpoints are among the cuts.
 
-        `stored` looks up answers from before a restart among the stored blocks.
+        `stored` looks up answers from before a restart among the stored blocks. What `limits` rules
+        out is not tokenised.
         """
         if (request.messages is None) == (request.prompt is None):
             raise BadInput("A request has either messages or a prompt; give one of them.")
         if request.messages is None:
             return self._raw(request.prompt or "")
-        prompt = self._chat(request, [normalise(each) for each in request.messages], stored)
+        prompt = self._chat(request, [normalise(each) for each in request.messages], stored, limits)
         for breakpoint_ in request.breakpoints:
             prompt.end_of(breakpoint_.message)
         return prompt
 
     def _chat(
-        self, request: Request, messages: Sequence[Message], stored: Continuations | None
+        self,
+        request: Request,
+        messages: Sequence[Message],
+        stored: Continuations | None,
+        limits: PromptLimits | None,
     ) -> Prompt:
         if not messages:
             raise BadInput("There are no messages; send at least one.")
@@ -189,6 +237,8 @@ class Prompter:
         continues = bool(options.pop("continue_final_message", False))
         asked = {"continue_final_message": True} if continues else {}
         text = self._write(messages, tools, add_generation_prompt=not continues, **options, **asked)
+        if limits is not None:
+            limits.check_texts([text])
 
         def render_up_to(message: int) -> str:
             some = messages[: message + 1] if message != TOOLS else _others(messages)

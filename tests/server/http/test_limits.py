@@ -42,7 +42,7 @@ def ask(given, *, method="POST", path="/v1/chat/completions", app=None, content=
 
 def test_without_keys_everybody_here_is_one_tenant():
     answer = ask(settings(), authorization="Bearer anything")
-    assert answer.json() == {"tenant": "", "admin": False, "n_bytes": 2}
+    assert answer.json() == {"tenant": "", "admin": False, "owner": "", "n_bytes": 2}
 
 
 @pytest.mark.parametrize(

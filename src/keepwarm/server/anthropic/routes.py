@@ -20,7 +20,7 @@ from keepwarm.server.anthropic.shapes import (
 from keepwarm.server.anthropic.tools import ignored_tools
 from keepwarm.server.host import ObservedAnswer
 from keepwarm.server.http import scrub
-from keepwarm.server.http.request_fields import Config, Host, request_fields
+from keepwarm.server.http.request_fields import Config, Host, InTurn, request_fields
 from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_id
 from keepwarm.text import request as engine_request
 
@@ -39,12 +39,12 @@ router = APIRouter(
 
 @router.post("", responses=answer_docs(MessageOut))
 async def create_message(
-    body: MessagesRequest, request: Request, host: Host, settings: Config
+    body: MessagesRequest, request: Request, host: Host, settings: Config, turn: InTurn
 ) -> Response:
     """Answer a conversation, as one object or as a stream of events."""
     host.check_model(body.model)
-    asked = build_request(body, request, settings)
-    answer = await host.submit(asked)
+    asked = await turn.build(lambda: build_request(body, request, settings))
+    answer = await host.submit(asked, turn)
     prefixes = await asyncio.to_thread(_cached_prefixes, answer) if asked.breakpoints else ()
     meta = MessageMeta(new_id("msg_"), host.name, prefixes, ignored_tools(body))
     if body.stream:
@@ -54,12 +54,12 @@ async def create_message(
 
 @router.post("/count_tokens")
 async def count_tokens(
-    body: CountRequest, request: Request, host: Host, settings: Config
+    body: CountRequest, request: Request, host: Host, settings: Config, turn: InTurn
 ) -> AnthropicTokensOut:
     """Count the prompt tokens of this request."""
     host.check_model(body.model)
-    asked = build_request(body, request, settings)
-    return {"input_tokens": await asyncio.to_thread(host.engine.count_tokens, asked)}
+    asked = await turn.build(lambda: build_request(body, request, settings))
+    return {"input_tokens": await turn.run(host.engine.count_tokens, asked)}
 
 
 def build_request(

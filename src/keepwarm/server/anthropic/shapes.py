@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from keepwarm.server.http.body import JsonInput
+from keepwarm.server.http.body import Checked, JsonInput, Members
 from keepwarm.server.http.receipts import ReceiptOut
 from keepwarm.server.http.request_fields import KeepwarmOptions
 
@@ -58,14 +58,14 @@ class ContentBlock(JsonInput):
     tool_use_id: str | None = None
     tool_name: str | None = None
     tool: ToolChange | None = None
-    content: str | list[ContentBlock] | None = None
+    content: str | Members[ContentBlock] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
 
 class MessageIn(JsonInput):
     role: Literal["user", "assistant", "system"]
-    content: str | list[ContentBlock]
+    content: str | Members[ContentBlock]
 
 
 class ToolChoiceIn(JsonInput):
@@ -98,9 +98,9 @@ class CountRequest(JsonInput):
     model: str | None = Field(
         default=None, description="Ignored: the loaded model answers, unless strict_model is set."
     )
-    messages: list[MessageIn] = Field(min_length=1)
-    system: str | list[ContentBlock] | None = None
-    tools: list[AnthropicTool] | None = None
+    messages: Members[MessageIn] = Field(min_length=1)
+    system: str | Members[ContentBlock] | None = None
+    tools: Members[AnthropicTool] | None = None
     tool_choice: ToolChoiceIn | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -112,7 +112,7 @@ class CountRequest(JsonInput):
 class MessagesRequest(CountRequest):
     max_tokens: Annotated[int, Field(ge=1, le=LARGEST)]
     stream: bool | None = None
-    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = Field(
+    stop_sequences: Checked[Annotated[str, Field(min_length=1)]] | None = Field(
         default=None, max_length=MAX_STOPS
     )
     temperature: float | None = Field(default=None, ge=0, le=2)

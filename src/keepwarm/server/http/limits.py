@@ -227,7 +227,9 @@ class Limits:
             )
         if _is_metered(scope):
             self._rate.take(caller.owner)
-        scope.setdefault("state", {}).update(tenant=caller.tenant, admin=caller.admin)
+        scope.setdefault("state", {}).update(
+            tenant=caller.tenant, admin=caller.admin, owner=caller.owner
+        )
         return caller.owner
 
     def _reserve(

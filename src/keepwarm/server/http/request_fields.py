@@ -15,6 +15,7 @@ from keepwarm.config import Settings
 from keepwarm.errors import BadField
 from keepwarm.server.host import EngineHost
 from keepwarm.server.http.body import JsonInput
+from keepwarm.server.http.turns import Turn
 from keepwarm.text.request import KVOptions
 
 AGENT_HEADER = "x-keepwarm-agent"
@@ -78,8 +79,14 @@ async def _config(request: Request) -> Settings:
     return settings_of(request)
 
 
+async def _turn(request: Request) -> Turn:
+    turn: Turn = request.state.turn
+    return turn
+
+
 Host = Annotated[EngineHost, Depends(host_of)]
 Config = Annotated[Settings, Depends(_config)]
+InTurn = Annotated[Turn, Depends(_turn)]
 
 
 def request_fields(

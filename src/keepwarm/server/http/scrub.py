@@ -9,9 +9,10 @@ text of the user, of a tool or of the model.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.errors import BadInput
@@ -38,6 +39,11 @@ class Rule:
     sent_by: str
     example: str
 
+    @cached_property
+    def any_line(self) -> re.Pattern[str]:
+        """Matches every such line of a text."""
+        return re.compile(f"^(?:{self.pattern.pattern})$", re.MULTILINE)
+
 
 class ScrubResult(NamedTuple):
     messages: Sequence[Message]
@@ -46,7 +52,21 @@ class ScrubResult(NamedTuple):
 
 
 Parts: TypeAlias = Sequence[Mapping[str, Any]]
-Positions: TypeAlias = Callable[[int, int], Set[LinePosition]]  # of a line: index, n_lines
+
+
+class Positions(NamedTuple):
+    """The positions of lines in one kind of block."""
+
+    any_line: frozenset[LinePosition]
+    first: LinePosition | None = None
+    last: LinePosition | None = None
+    only: LinePosition | None = None  # the first and last at once
+
+
+_IN_SYSTEM = Positions(
+    frozenset({LinePosition.LINE}), first=LinePosition.HEAD, last=LinePosition.TAIL
+)
+_IN_REMINDER = Positions(frozenset({LinePosition.REMINDER_LINE}), only=LinePosition.REMINDER)
 
 _COUNTER = frozenset({LinePosition.HEAD, LinePosition.TAIL, LinePosition.REMINDER})
 _NUMBER = r"[0-9][0-9.,]*[kKmM]?"
@@ -192,45 +212,65 @@ def _parts(role: object, parts: Parts, rules: Sequence[Rule]) -> tuple[Parts, se
     return [{**part, "text": text} for part, text, _ in found if text is not None], names
 
 
-# One reminder and nothing else: text between two reminders is not part of either.
-_REMINDER = re.compile(
-    r"(<system-reminder>\n)((?:(?!</system-reminder>).)*)(\n</system-reminder>\n?)", re.DOTALL
-)
+_OPEN, _CLOSE = "<system-reminder>\n", "\n</system-reminder>"
+
+
+def _reminder_body(text: str) -> str | None:
+    """What is in a block that is one reminder and nothing else.
+
+    Text between two reminders is not part of either.
+    """
+    whole = text.removesuffix("\n")
+    if not whole.startswith(_OPEN) or not whole.endswith(_CLOSE):
+        return None
+    body = whole[len(_OPEN) : -len(_CLOSE)]
+    is_one = len(whole) >= len(_OPEN) + len(_CLOSE) and _CLOSE[1:] not in body
+    return body if is_one else None
 
 
 def _block(role: object, text: str, rules: Sequence[Rule]) -> tuple[str | None, set[str]]:
     """The rest of one block of text; None if all of it was removed."""
-    reminder = _REMINDER.fullmatch(text)
-    if reminder and role in (*SYSTEM_ROLES, "user"):
-        before, body, after = reminder.groups()
-        left, names = _lines(body, rules, _reminder_positions)
-        return (f"{before}{left}{after}" if left.strip() or not names else None), names
+    body = _reminder_body(text)
+    if body is not None and role in (*SYSTEM_ROLES, "user"):
+        left, names = _lines(body, rules, _IN_REMINDER)
+        after = text[len(_OPEN) + len(body) :]
+        return (f"{_OPEN}{left}{after}" if left.strip() or not names else None), names
     if role in SYSTEM_ROLES:
-        left, names = _lines(text, rules, _system_positions)
+        left, names = _lines(text, rules, _IN_SYSTEM)
         return (left if left.strip() or not names else None), names
     return text, set()
 
 
 def _lines(text: str, rules: Sequence[Rule], positions: Positions) -> tuple[str, set[str]]:
-    lines = text.split("\n")
-    found = [_rule_for(line, positions(i, len(lines)), rules) for i, line in enumerate(lines)]
-    left = [line for line, name in zip(lines, found, strict=True) if name is None]
-    return "\n".join(left), {name for name in found if name is not None}
+    """The rest of a text, and the names of the rules that matched.
+
+    Only lines that may match are looked at, because a text may have a million of them.
+    """
+    found: dict[int, tuple[int, str]] = {}  # end and rule of a line, by its start
+    for rule in rules:
+        for start, end in _matches(text, rule, positions):
+            found.setdefault(start, (end, rule.name))
+    kept, at = [], 0
+    for start, (end, _) in sorted(found.items()):
+        if start > at:
+            kept.append(text[at : start - 1])
+        at = end + 1
+    if at <= len(text):
+        kept.append(text[at:])
+    return "\n".join(kept), {name for _, name in found.values()}
 
 
-def _rule_for(line: str, positions: Set[LinePosition], rules: Sequence[Rule]) -> str | None:
-    matching = (r.name for r in rules if r.positions & positions and r.pattern.fullmatch(line))
-    return next(matching, None)
-
-
-def _system_positions(index: int, n_lines: int) -> Set[LinePosition]:
-    ends = {LinePosition.HEAD: index == 0, LinePosition.TAIL: index == n_lines - 1}
-    return {LinePosition.LINE, *(position for position, here in ends.items() if here)}
-
-
-def _reminder_positions(_index: int, n_lines: int) -> Set[LinePosition]:
-    return (
-        {LinePosition.REMINDER_LINE, LinePosition.REMINDER}
-        if n_lines == 1
-        else {LinePosition.REMINDER_LINE}
-    )
+def _matches(text: str, rule: Rule, positions: Positions) -> Iterator[tuple[int, int]]:
+    """Where the lines are that a rule matches."""
+    if rule.positions & positions.any_line:
+        yield from (each.span() for each in rule.any_line.finditer(text))
+        return
+    first_end, last_start = text.find("\n"), text.rfind("\n") + 1
+    lines = {
+        positions.first: (0, first_end if first_end >= 0 else len(text)),
+        positions.last: (last_start, len(text)),
+        positions.only: (0, len(text)) if first_end < 0 else None,
+    }
+    for position, line in lines.items():
+        if line is not None and position in rule.positions and rule.pattern.fullmatch(text, *line):
+            yield line

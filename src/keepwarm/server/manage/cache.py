@@ -25,8 +25,9 @@ from keepwarm.server.host import EngineHost
 from keepwarm.server.http import scrub
 from keepwarm.server.http.body import JsonInput
 from keepwarm.server.http.receipts import ReceiptOut, receipt_dict
-from keepwarm.server.http.request_fields import Config, Host, request_fields
+from keepwarm.server.http.request_fields import Config, Host, InTurn, request_fields
 from keepwarm.server.http.sse import WholeAnswer
+from keepwarm.server.http.turns import Turn
 from keepwarm.server.http.viewer import require_totals
 from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest, OpenAIErrorOut
@@ -172,31 +173,31 @@ def show_cache(host: Host) -> CacheOut:
 
 
 @router.post("/lookup")
-async def look_up(asked: ByChat, host: Host) -> LookupOut:
+async def look_up(asked: ByChat, host: Host, turn: InTurn) -> LookupOut:
     """Report how much of a chat completion's prompt is cached; computes nothing."""
-    return await _look_up(host, asked)
+    return await _look_up(host, asked, turn)
 
 
 @router.post("/lookup/completions")
-async def look_up_completion(asked: ByCompletion, host: Host) -> LookupOut:
+async def look_up_completion(asked: ByCompletion, host: Host, turn: InTurn) -> LookupOut:
     """The same for a text completion with a single prompt."""
-    return await _look_up(host, asked)
+    return await _look_up(host, asked, turn)
 
 
 @router.post("/lookup/messages")
-async def look_up_messages(asked: ByMessages, host: Host) -> LookupOut:
+async def look_up_messages(asked: ByMessages, host: Host, turn: InTurn) -> LookupOut:
     """The same for the body of Anthropic's `/v1/messages`."""
-    return await _look_up(host, asked)
+    return await _look_up(host, asked, turn)
 
 
 @router.post("/lookup/responses")
-async def look_up_responses(asked: ByResponses, host: Host) -> LookupOut:
+async def look_up_responses(asked: ByResponses, host: Host, turn: InTurn) -> LookupOut:
     """The same for the body of OpenAI's `/v1/responses`."""
-    return await _look_up(host, asked)
+    return await _look_up(host, asked, turn)
 
 
-async def _look_up(host: EngineHost, asked: engine_request.Request) -> LookupOut:
-    found = await asyncio.to_thread(host.engine.lookup, asked)
+async def _look_up(host: EngineHost, asked: engine_request.Request, turn: Turn) -> LookupOut:
+    found = await turn.run(host.engine.lookup, asked)
     return {
         "object": "cache.lookup",
         "prompt_tokens": found.prompt_tokens,
@@ -211,31 +212,33 @@ WARMED: Mapping[int | str, dict[str, Any]] = {200: {"model": WarmOut}}
 
 
 @router.post("/warm", responses=dict(WARMED))
-async def warm(asked: ByChat, host: Host) -> Response:
+async def warm(asked: ByChat, host: Host, turn: InTurn) -> Response:
     """Prefill a chat completion's prompt and store it, so that its first use is warm."""
-    return await _warm(host, asked)
+    return await _warm(host, asked, turn)
 
 
 @router.post("/warm/completions", responses=dict(WARMED))
-async def warm_completion(asked: ByCompletion, host: Host) -> Response:
+async def warm_completion(asked: ByCompletion, host: Host, turn: InTurn) -> Response:
     """The same for a text completion with a single prompt."""
-    return await _warm(host, asked)
+    return await _warm(host, asked, turn)
 
 
 @router.post("/warm/messages", responses=dict(WARMED))
-async def warm_messages(asked: ByMessages, host: Host) -> Response:
+async def warm_messages(asked: ByMessages, host: Host, turn: InTurn) -> Response:
     """The same for the body of Anthropic's `/v1/messages`."""
-    return await _warm(host, asked)
+    return await _warm(host, asked, turn)
 
 
 @router.post("/warm/responses", responses=dict(WARMED))
-async def warm_responses(asked: ByResponses, host: Host) -> Response:
+async def warm_responses(asked: ByResponses, host: Host, turn: InTurn) -> Response:
     """The same for the body of OpenAI's `/v1/responses`."""
-    return await _warm(host, asked)
+    return await _warm(host, asked, turn)
 
 
-async def _warm(host: EngineHost, asked: engine_request.Request) -> Response:
-    return WholeAnswer(await asyncio.to_thread(host.engine.warm, asked), _warmed)
+async def _warm(host: EngineHost, asked: engine_request.Request, turn: Turn) -> Response:
+    answer = await turn.run(host.engine.warm, asked)
+    turn.end()
+    return WholeAnswer(answer, _warmed)
 
 
 def _warmed(result: Result) -> WarmOut:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
 from keepwarm.errors import UnknownModel
-from keepwarm.server.host import EngineHost, ObservedAnswer
+from keepwarm.server.host import EngineHost
 from keepwarm.server.http import scrub
-from keepwarm.server.http.request_fields import Config, Host, request_fields
+from keepwarm.server.http.request_fields import Config, Host, InTurn, request_fields
 from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_id
 from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.chat import ChatStream
@@ -44,14 +43,16 @@ router = APIRouter(
 
 @router.post("/chat/completions", responses=answer_docs(ChatCompletion))
 async def create_chat_completion(
-    body: ChatRequest, request: Request, host: Host, settings: Config
+    body: ChatRequest, request: Request, host: Host, settings: Config, turn: InTurn
 ) -> Response:
     """Answer a conversation, as one object or as a stream of chunks."""
     host.check_model(body.model)
     fields = request_fields(request, body.keepwarm, body.prompt_cache_key)
     rules = scrub.rules_for(settings.scrub, request.headers)
-    asked = scrub.scrub_request(chat.request_of(body, fields, settings), rules)
-    answer = await host.submit(asked)
+    asked = await turn.build(
+        lambda: scrub.scrub_request(chat.request_of(body, fields, settings), rules)
+    )
+    answer = await host.submit(asked, turn)
     meta = _meta(host, "chatcmpl-")
     pieces = _pieces(host) if body.logprobs else None
     if body.stream:
@@ -61,15 +62,16 @@ async def create_chat_completion(
 
 @router.post("/completions", responses=answer_docs(TextCompletion))
 async def create_completion(
-    body: CompletionRequest, request: Request, host: Host, settings: Config
+    body: CompletionRequest, request: Request, host: Host, settings: Config, turn: InTurn
 ) -> Response:
     """Continue one or more texts, as one object or as a stream of chunks."""
     host.check_model(body.model)
     fields = request_fields(request, body.keepwarm, body.prompt_cache_key)
-    requests = completions.requests_of(body, fields, settings)
+    requests = await turn.build(lambda: completions.requests_of(body, fields, settings))
     n = requests[0].n
-    echoed = [text for text in _echoed(host, body, requests) for _ in range(n)]
-    answers = await _submit_all(host, requests)
+    texts = await turn.build(lambda: _echoed(host, body, requests))
+    echoed = [text for text in texts for _ in range(n)]
+    answers = await host.submit_all(requests, turn)
     answer = answers[0] if len(answers) == 1 else CombinedAnswer(answers, n)
     meta = _meta(host, "cmpl-")
     pieces = None if body.logprobs is None else _pieces(host)
@@ -90,20 +92,6 @@ async def show_model(name: str, host: Host) -> ModelOut:
     if name != host.name:
         raise UnknownModel(f"Model {name!r} is not loaded; this server has {host.name!r}.")
     return _model(host)
-
-
-async def _submit_all(
-    host: EngineHost, requests: Sequence[engine_request.Request]
-) -> list[ObservedAnswer]:
-    """Start all answers; if one is refused, cancel the others."""
-    started = await asyncio.gather(*map(host.submit, requests), return_exceptions=True)
-    answers = [answer for answer in started if not isinstance(answer, BaseException)]
-    for error in started:
-        if isinstance(error, BaseException):
-            for answer in answers:
-                answer.cancel()
-            raise error
-    return answers
 
 
 def _echoed(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from keepwarm.server.http.body import JsonInput
+from keepwarm.server.http.body import MAX_MEMBERS, Checked, JsonInput, Members
 from keepwarm.server.http.content import ContentPart
 from keepwarm.server.http.receipts import ReceiptOut
 from keepwarm.server.http.request_fields import KeepwarmOptions
@@ -35,9 +35,9 @@ class ToolCallIn(JsonInput):
 
 class ChatMessage(JsonInput):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Members[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCallIn] | None = None
+    tool_calls: Members[ToolCallIn] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -89,7 +89,7 @@ class BaseCompletionRequest(JsonInput):
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     seed: int | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | Annotated[Checked[Stop], Field(max_length=MAX_STOPS)] | None = None
     temperature: float | None = Field(default=None, ge=0, le=2, description="Default 0.")
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0)
@@ -97,20 +97,22 @@ class BaseCompletionRequest(JsonInput):
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = Field(default=None, description="Keys are token ids.")
+    logit_bias: dict[str, Bias] | None = Field(
+        default=None, max_length=MAX_MEMBERS, description="Keys are token ids."
+    )
     prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
     user: str | None = None
     keepwarm: KeepwarmOptions | None = None
 
 
 class ChatRequest(BaseCompletionRequest):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Members[ChatMessage] = Field(min_length=1)
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[ChatTool] | None = None
+    tools: Members[ChatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -118,7 +120,7 @@ class ChatRequest(BaseCompletionRequest):
 
 
 class CompletionRequest(BaseCompletionRequest):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Checked[str] | Checked[int] | Checked[Checked[int]]
     max_tokens: TokenCount | None = Field(default=None, description="Default 16.")
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = None

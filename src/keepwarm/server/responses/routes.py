@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import Annotated, TypeAlias
 
@@ -11,9 +10,8 @@ from fastapi import APIRouter, Depends, Request, Response
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadField, ContextTooLong
-from keepwarm.server.host import EngineHost, ObservedAnswer
 from keepwarm.server.http import scrub
-from keepwarm.server.http.request_fields import Config, Host, request_fields
+from keepwarm.server.http.request_fields import Config, Host, InTurn, request_fields
 from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs
 from keepwarm.server.openai.shapes import OpenAIErrorOut
 from keepwarm.server.openai.tokens import Pieces
@@ -37,6 +35,7 @@ from keepwarm.server.responses.shapes import (
 )
 from keepwarm.server.responses.truncation import truncate
 from keepwarm.text import request as engine_request
+from keepwarm.text.bounds.deadline import PrepareDeadline
 
 UNSUPPORTED = {
     "background": "background is not supported, because responses are not queued; omit it, and use "
@@ -102,15 +101,27 @@ Answers = Annotated[TenantResponses, Depends(_tenant_responses)]
 
 @router.post("", responses=answer_docs(ResponseOut))
 async def create_response(
-    body: ResponsesRequest, request: Request, host: Host, settings: Config, answers: Answers
+    body: ResponsesRequest,
+    request: Request,
+    host: Host,
+    settings: Config,
+    *,
+    answers: Answers,
+    turn: InTurn,
 ) -> Response:
     """Answer a conversation, as one object or as a stream of events."""
     host.check_model(body.model)
     _reject_unsupported(body)
     items = answers.conversation(body)
     build = request_builder(body, request, settings)
-    asked = build(items)
-    answer, n_dropped = await _submit(host, build, items, may_truncate=body.truncation == "auto")
+    asked = await turn.build(lambda: build(items))
+    try:
+        answer, n_dropped = await host.submit(asked, turn), 0
+    except ContextTooLong:
+        if body.truncation != "auto":
+            raise
+        kept = await turn.run(_truncate, host.engine, build, items)
+        answer, n_dropped = await host.submit(build(kept), turn), len(items) - len(kept)
     wants_logprobs = asked.sampling.top_logprobs is not None
     pieces = Pieces(host.engine.model.tokenizer) if wants_logprobs else None
     options = answer_options_of(body, offered_tools(body.tools or ()), asked, n_dropped, pieces)
@@ -132,34 +143,30 @@ def request_builder(body: InputRequest, request: Request, settings: Settings) ->
     return lambda items: scrub.scrub_request(request_of(body, items, fields, settings), rules)
 
 
-async def _submit(
-    host: EngineHost, build: BuildRequest, items: Sequence[Item], *, may_truncate: bool
-) -> tuple[ObservedAnswer, int]:
-    """Start an answer, truncated if needed and allowed; returns how many items were dropped."""
-    try:
-        return await host.submit(build(items)), 0
-    except ContextTooLong:
-        if not may_truncate:
-            raise
-    kept = await asyncio.to_thread(_truncate, host.engine, build, items)
-    return await host.submit(build(kept)), len(items) - len(kept)
-
-
-def _truncate(engine: Engine, build: BuildRequest, items: Sequence[Item]) -> list[Item]:
+def _truncate(
+    engine: Engine, build: BuildRequest, items: Sequence[Item], deadline: PrepareDeadline
+) -> list[Item]:
     def count(some: Sequence[Item]) -> int:
-        return engine.count_tokens(build(some))
+        return engine.count_tokens(build(some), deadline)
 
     return truncate(items, count, engine.model.n_context, build(items).sampling.max_tokens)
 
 
 @router.post("/input_tokens")
 async def count_input_tokens(
-    body: InputRequest, request: Request, host: Host, settings: Config, answers: Answers
+    body: InputRequest,
+    request: Request,
+    host: Host,
+    settings: Config,
+    *,
+    answers: Answers,
+    turn: InTurn,
 ) -> ResponseTokensOut:
     """Count the prompt tokens of this request."""
     host.check_model(body.model)
     build = request_builder(body, request, settings)
-    n_tokens = await asyncio.to_thread(host.engine.count_tokens, build(answers.conversation(body)))
+    asked = await turn.build(lambda: build(answers.conversation(body)))
+    n_tokens = await turn.run(host.engine.count_tokens, asked)
     return {"object": "response.input_tokens", "input_tokens": n_tokens}
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
-from keepwarm.server.http.body import JsonInput
+from keepwarm.server.http.body import JsonInput, Members
 from keepwarm.server.http.content import ContentPart
 from keepwarm.server.http.receipts import ReceiptOut
 from keepwarm.server.http.request_fields import KeepwarmOptions
@@ -26,12 +26,12 @@ class Item(JsonInput):
     type: str | None = None
     id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[ContentPart] | None = None
+    content: str | Members[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
-    output: str | list[ContentPart] | None = None
+    output: str | Members[ContentPart] | None = None
     encrypted_content: str | None = None
 
 
@@ -44,7 +44,7 @@ class ResponseTool(JsonInput):
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    tools: list[ResponseTool] | None = None
+    tools: Members[ResponseTool] | None = None
 
 
 class NamedChoice(JsonInput):
@@ -74,10 +74,10 @@ class InputRequest(JsonInput):
     model: str | None = Field(
         default=None, description="Ignored: the loaded model answers, unless strict_model is set."
     )
-    input: str | list[Item] | None = None
+    input: str | Members[Item] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[ResponseTool] | None = None
+    tools: Members[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -90,7 +90,7 @@ class ResponsesRequest(InputRequest):
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    include: list[str] | None = None
+    include: Members[str] | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     store: bool | None = None
     stream: bool | None = None

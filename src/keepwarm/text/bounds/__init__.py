@@ -1,0 +1,4 @@
+"""What preparing a request may cost: sizes, a deadline, and a process that can be ended.
+
+Imports `text`.
+"""

@@ -1,0 +1,166 @@
+"""Rendering, and trying out grammars, in the preparing process."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from keepwarm.errors import BadInput, TimedOut
+from keepwarm.text.bounds.deadline import PrepareDeadline
+from keepwarm.text.bounds.forks import Channel
+from keepwarm.text.bounds.plain import PlainTokenizer
+from keepwarm.text.bounds.process import PreparingProcess
+from keepwarm.text.bounds.size import PromptLimits
+from keepwarm.text.grammar import Grammars
+from keepwarm.text.past_answers import Continuations, KnownSpan, Splicer
+from keepwarm.text.prompt import Prompter, SettledPrompt
+from keepwarm.text.request import Request
+from keepwarm.text.template import Template
+from keepwarm.text.tools import ToolFormat
+
+RENDER_CPU_S = 60.0
+GRAMMAR_CPU_S = 1.0
+
+
+class _Bench(NamedTuple):
+    prompter: Prompter
+    splicer: _AskingSplicer
+    grammars: Grammars
+
+
+class _RenderTask(NamedTuple):
+    request: Request
+    has_stored: bool
+    limits: PromptLimits | None
+    wants_cuts: bool
+
+
+@dataclass(frozen=True)
+class BenchRecipe:
+    """What the process needs to render a model's prompts as the server does."""
+
+    tokenizer: Any
+    template: Template
+    call_format: ToolFormat
+    raw_special_tokens: bool
+    n_vocab: int
+    stop_tokens: Collection[int]
+
+    def portable(self) -> BenchRecipe | None:
+        """The same without MLX; None if it needs that."""
+        plain = PlainTokenizer.of(self.tokenizer)
+        if plain is None:
+            return None
+        call_format = replace(self.call_format, parse=_no_parser)
+        return replace(self, tokenizer=plain, call_format=call_format)
+
+    def build(self) -> _Bench:
+        splicer = _AskingSplicer(self.tokenizer, self.template)
+        prompter = Prompter(
+            *(self.tokenizer, self.template, splicer, self.call_format),
+            raw_special_tokens=self.raw_special_tokens,
+        )
+        grammars = Grammars(self.tokenizer, self.n_vocab, self.stop_tokens)
+        grammars.load()
+        return _Bench(prompter, splicer, grammars)
+
+
+class _AskingSplicer(Splicer):
+    """Asks the server, which remembers the answers."""
+
+    channel: Channel
+
+    def remembered(self, tenant: str, text: str) -> list[KnownSpan]:
+        found: list[KnownSpan] = self.channel.ask("remembered", tenant, text)
+        return found
+
+    def remember(
+        self, tenant: str, text: str, tokens: Sequence[int], generated: Sequence[int]
+    ) -> None:
+        self.channel.ask("remember", tenant, text, tokens, generated)
+
+    def stored(
+        self, tokens: Sequence[int], guesses: Sequence[Sequence[int]]
+    ) -> list[Sequence[int]]:
+        found: list[Sequence[int]] = self.channel.ask("stored", tokens, guesses)
+        return found
+
+
+class Isolation:
+    """Does what is heavy in a process, and leaves no trace of it here. Thread-safe. Close it."""
+
+    def __init__(self, process: PreparingProcess, splicer: Splicer) -> None:
+        self._process = process
+        self._splicer = splicer
+
+    @classmethod
+    def of(cls, recipe: BenchRecipe, splicer: Splicer) -> Isolation | None:
+        """None for a tokenizer that cannot be sent to another process."""
+        portable = recipe.portable()
+        if portable is None:
+            return None
+        try:
+            return cls(PreparingProcess(portable), splicer)
+        except (pickle.PicklingError, TypeError, AttributeError):
+            return None
+
+    def start(self) -> None:
+        """Start the process now, so that the first request that needs it does not wait."""
+        self._process.start()
+
+    def render(
+        self,
+        request: Request,
+        stored: Continuations | None,
+        limits: PromptLimits | None,
+        deadline: PrepareDeadline,
+        *,
+        wants_cuts: bool,
+    ) -> SettledPrompt:
+        def reply(what: str, *arguments: Any) -> Any:
+            if what == "stored":
+                return list(stored(*arguments)) if stored else []
+            return getattr(self._splicer, what)(*arguments)
+
+        task = _RenderTask(request, stored is not None, limits, wants_cuts)
+        too_long = TimedOut(
+            f"The prompt takes more than {RENDER_CPU_S:g} s to prepare; send a shorter one."
+        )
+        found: SettledPrompt = self._process.run(
+            _render,
+            task,
+            deadline=deadline,
+            cpu_s=RENDER_CPU_S,
+            too_long=too_long,
+            reply=reply,
+        )
+        return found
+
+    def try_grammar(self, grammar: str, deadline: PrepareDeadline) -> None:
+        """Raise BadInput for a grammar that cannot be compiled, or takes too long."""
+        too_long = BadInput(
+            f"The answer's format takes more than {GRAMMAR_CPU_S:g} s to compile; simplify it."
+        )
+        self._process.run(
+            _try_grammar, grammar, deadline=deadline, cpu_s=GRAMMAR_CPU_S, too_long=too_long
+        )
+
+    def close(self) -> None:
+        self._process.close()
+
+
+def _no_parser(_body: str, _tools: Any) -> Any:
+    raise NotImplementedError  # answers are parsed in the server
+
+
+def _render(bench: _Bench, channel: Channel, task: _RenderTask) -> SettledPrompt:
+    bench.splicer.channel = channel
+    stored = bench.splicer.stored if task.has_stored else None
+    prompt = bench.prompter.render(task.request, stored, task.limits)
+    return prompt.settled(wants_cuts=task.wants_cuts)
+
+
+def _try_grammar(bench: _Bench, _channel: Channel, grammar: str) -> None:
+    bench.grammars.try_out(grammar)

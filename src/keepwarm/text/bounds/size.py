@@ -1,0 +1,190 @@
+"""Sizes of requests: what is too much before anything is rendered, and what is much."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tokenizers.pre_tokenizers import ByteLevel
+
+from keepwarm.errors import BadInput, ContextTooLong
+from keepwarm.text.request import Request
+
+MAX_MESSAGES = 10_000
+MAX_TOOLS = 1_000
+HEAVY_CHARACTERS = 64 << 10  # prompts of more are prepared in a process of their own
+HEAVY_MESSAGES = 256
+HEAVY_TOOLS = 64
+
+# What composing (NFC) can save at most: a Greek letter with its three accents becomes one.
+NFC_FACTOR = 4
+# Steps of a tokenizer that drop no text.
+KEEPS_TEXT = frozenset(
+    {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Punctuation", "Split"}
+)
+
+
+class TokenReach(NamedTuple):
+    """How much text one token can stand for."""
+
+    longest: int  # characters
+    dropped: str  # characters that become no token at all
+
+
+class PromptLimits:
+    """What can possibly fit the context of one model. Immutable."""
+
+    def __init__(self, name: str, n_context: int, reach: TokenReach | None) -> None:
+        """Without `reach` any text may fit."""
+        self._name = name
+        self._n_context = n_context
+        self._reach = reach
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that cannot fit the context, before it is rendered.
+
+        Answers are not counted: templates leave out past reasoning.
+        """
+        if isinstance(request.prompt, str):
+            self.check_texts([request.prompt])
+        elif request.prompt is not None:
+            self._check_least(len(request.prompt), "The prompt is {:,} tokens long")
+        elif request.messages is not None:
+            self._check_least(len(request.messages), "There are {:,} messages")
+            given = [each for each in request.messages if each.get("role") != "assistant"]
+            self.check_texts(text for each in given for text in _texts(each.get("content")))
+
+    def check_texts(self, texts: Iterable[str]) -> None:
+        """A token stands for so many characters at most, so more of them cannot fit."""
+        if self._reach is None:
+            return
+        longest, dropped = self._reach
+        texts = list(texts)
+        total = sum(map(len, texts))
+        if total > longest * self._n_context:
+            total -= sum(text.count(character) for text in texts for character in dropped)
+        if total > longest * self._n_context:
+            raise ContextTooLong(
+                f"The prompt is {total:,} characters long and {self._name} reads at most "
+                f"{self._n_context - 1:,} tokens of at most {longest} each; shorten it."
+            )
+
+    def _check_least(self, n_tokens: int, what: str) -> None:
+        if n_tokens >= self._n_context:
+            raise ContextTooLong(
+                f"{what.format(n_tokens)} and {self._name} reads at most "
+                f"{self._n_context - 1:,} tokens; shorten it."
+            )
+
+
+def check_counts(request: Request) -> None:
+    """Refuse what no client sends, whatever the model."""
+    for what, given, most in (
+        ("messages", request.messages or (), MAX_MESSAGES),
+        ("tools", request.tools, MAX_TOOLS),
+        ("breakpoints", request.breakpoints, MAX_MESSAGES),
+    ):
+        if len(given) > most:
+            raise BadInput(f"There are {len(given):,} {what}; send at most {most:,}.")
+
+
+def is_heavy(request: Request) -> bool:
+    """Whether preparing it takes long enough to disturb others."""
+    if isinstance(request.prompt, str):
+        return len(request.prompt) > HEAVY_CHARACTERS
+    messages = request.messages or ()
+    if len(messages) > HEAVY_MESSAGES or len(request.tools) > HEAVY_TOOLS:
+        return True
+    return n_characters([messages, request.tools], HEAVY_CHARACTERS) > HEAVY_CHARACTERS
+
+
+def n_characters(value: Any, enough: float = math.inf) -> int:
+    """Characters in all texts of a JSON value, and one for anything else; stops at `enough`."""
+    total, rest = 0, [value]
+    while rest and total <= enough:
+        each = rest.pop()
+        total += len(each) if isinstance(each, str) else 1
+        if isinstance(each, Mapping):
+            rest += each.keys()
+            rest += each.values()
+        elif isinstance(each, Sequence) and not isinstance(each, str):
+            rest += each
+    return total
+
+
+def token_reach(tokenizer: Any) -> TokenReach | None:
+    """How much text one token can stand for; None if there is no limit.
+
+    There is none if a step of the tokenizer may drop text, or put any number of unknown characters
+    into one token.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.truncation is not None:
+        return None
+    steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
+    added = backend.get_added_tokens_decoder().values()
+    if not all(map(_keeps_text, steps)) or any(each.lstrip or each.rstrip for each in added):
+        return None
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    dropped = _dropped(backend.model, steps, vocabulary)
+    if dropped is None:
+        return None
+    factor = NFC_FACTOR if any(step["type"] == "NFC" for step in steps) else 1
+    return TokenReach(factor * max(map(len, vocabulary)), dropped)
+
+
+def _steps(component: Any) -> list[Mapping[str, Any]]:
+    """A normalizer or pre-tokenizer as the list of its steps."""
+    if component is None:
+        return []
+    return list(_flat(json.loads(component.__getstate__())))
+
+
+def _flat(step: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    if step["type"] != "Sequence":
+        return [step]
+    inner = step.get("normalizers") or step.get("pretokenizers") or ()
+    return [each for part in inner for each in _flat(part)]
+
+
+def _keeps_text(step: Mapping[str, Any]) -> bool:
+    if step["type"] == "Replace":
+        pattern = step["pattern"].get("String")
+        return pattern is not None and len(step["content"]) >= len(pattern)
+    return step["type"] in KEEPS_TEXT and step.get("behavior") != "Removed"
+
+
+def _dropped(
+    model: Any, steps: Iterable[Mapping[str, Any]], vocabulary: Mapping[str, int]
+) -> str | None:
+    """The characters that become no token; None if that is not known.
+
+    Others have at least the token of their last byte.
+    """
+    if type(model).__name__ != "BPE":
+        return None
+    if model.byte_fallback:
+        complete = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+        return "" if complete else None
+    if not any(step["type"] == "ByteLevel" for step in steps):
+        return None
+    last_bytes = (_byte_symbols(chr(0x80 + byte))[-1] for byte in range(0x40))
+    if not all(symbol in vocabulary for symbol in last_bytes):
+        return None
+    return "".join(c for c in map(chr, range(0x80)) if _byte_symbols(c) not in vocabulary)
+
+
+def _byte_symbols(character: str) -> str:
+    """What byte-level tokenizers write for the bytes of a character."""
+    level = ByteLevel(add_prefix_space=False, use_regex=False)
+    return "".join(piece for piece, _ in level.pre_tokenize_str(character))
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """The texts of a message's content, which may be a list of parts."""
+    for part in [content] if isinstance(content, str) else content or ():
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if isinstance(text, str):
+            yield text

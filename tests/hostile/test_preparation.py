@@ -1,0 +1,477 @@
+"""Preparing is work: it is bounded before it begins, done in another process, and can be ended."""
+
+import json
+import os
+import pickle
+import random
+import socket
+import sys
+import unicodedata
+from dataclasses import replace
+
+import psutil
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from keepwarm import config
+from keepwarm.errors import BadInput, Cancelled, ContextTooLong, TimedOut
+from keepwarm.models.load import load
+from keepwarm.prefix.recent import RecentPrompts
+from keepwarm.server.http import scrub
+from keepwarm.text import prompt
+from keepwarm.text.bounds.deadline import PrepareDeadline
+from keepwarm.text.bounds.isolation import Isolation
+from keepwarm.text.bounds.plain import PlainTokenizer
+from keepwarm.text.bounds.process import PreparingProcess, ProcessGone
+from keepwarm.text.bounds.size import NFC_FACTOR, PromptLimits, is_heavy, token_reach
+from keepwarm.text.detokenize import decode
+from keepwarm.text.grammar import MAX_COMPILED, Grammars
+from keepwarm.text.prepare import Preparer
+from keepwarm.text.prompt import Prompter
+from keepwarm.text.request import Breakpoint, Format, Request
+from tests.kit import tasks
+from tests.kit import tokenizers as kit
+from tests.kit.checkpoints import CHATML, make_tokenizer, write_checkpoint
+from tests.server.conftest import serve, wait_until
+
+N_VOCAB = make_tokenizer().get_vocab_size()
+CHAT = "/v1/chat/completions"
+WORDS = ("the", "quick", "fox", "naïve", "🦊", "<|im_end|>", "\n\t", "12345", "")
+SLOW = {"type": "integer", "multipleOf": 9_999_991}
+SPINS = (
+    "{% if spin is defined %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}"
+)
+
+
+def long_text(n_words=20_000, seed=0):
+    return " ".join(random.Random(seed).choices(WORDS, k=n_words))
+
+
+# What cannot fit
+
+
+def backend(model=None, normalizer=None, pre_tokenizer=None, added=()):
+    tokenizer = Tokenizer(model or models.BPE(*_bytes()))
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizer or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True), *added])
+    return _Fast(tokenizer)
+
+
+def _bytes(without=""):
+    alphabet = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(without))
+    names = [*alphabet, "ab", "abab", "abababab"]
+    merges = [("a", "b"), ("ab", "ab"), ("abab", "abab")]
+    return {name: i for i, name in enumerate(names)}, merges
+
+
+class _Fast:
+    def __init__(self, tokenizer):
+        self.backend_tokenizer = tokenizer
+
+
+def n_tokens(fast, text):
+    return len(fast.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "abababab" * 50,
+        "e\u0301" * 200,
+        "\u1112\u1161\u11ab" * 99,
+        "\u03b1\u0313\u0301\u0345" * 99,
+        "🦊",
+    ],
+)
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFC()])
+def test_no_token_stands_for_more_text_than_its_reach(text, normalizer):
+    fast = backend(normalizer=normalizer)
+    reach = token_reach(fast)
+    assert len(text) <= reach.longest * n_tokens(fast, text)
+
+
+def test_composing_saves_no_more_than_assumed():
+    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    decomposed = (unicodedata.normalize("NFD", each) for each in characters)
+    assert max(map(len, decomposed)) == NFC_FACTOR
+
+
+def test_characters_that_become_no_token_do_not_count():
+    fast = backend(models.BPE(*_bytes(without=["Ą"])))  # the byte 4
+    assert n_tokens(fast, "\x04" * 1000) == 0
+    assert token_reach(fast).dropped == "\x04"
+    limits = PromptLimits("tiny", 10, token_reach(fast))
+    limits.check(Request(prompt="\x04" * 1000))
+    with pytest.raises(ContextTooLong, match="90 characters long and tiny reads at most 9 tokens"):
+        limits.check(Request(prompt="\x04" * 1000 + "x" * 90))
+
+
+@pytest.mark.parametrize(
+    "fast",
+    [
+        backend(normalizer=normalizers.Strip()),
+        backend(normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])),
+        backend(normalizer=normalizers.Replace(" ", "")),
+        backend(pre_tokenizer=pre_tokenizers.Whitespace()),
+        backend(pre_tokenizer=pre_tokenizers.Split(" ", "removed")),
+        backend(added=[AddedToken("<wide>", rstrip=True)]),
+        backend(models.WordLevel({"?": 0}, unk_token="?")),
+        backend(models.Unigram([("a", 0.0)], 0)),
+        backend(models.BPE(*_bytes(without=["¡"]))),
+        object(),
+    ],
+)
+def test_a_tokenizer_that_may_drop_text_has_no_reach(fast):
+    assert token_reach(fast) is None
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = write_checkpoint(tmp_path_factory.mktemp("model"), template=SPINS + CHATML)
+    return replace(load(str(path), config.load({}, home=None)), n_context=1 << 20)
+
+
+@pytest.fixture(scope="module")
+def here(model):
+    """Prepares everything in this process."""
+    return Preparer(model, N_VOCAB, RecentPrompts())
+
+
+@pytest.fixture(scope="module")
+def apart(model):
+    """Prepares what is heavy in another process."""
+    preparer = Preparer(model, N_VOCAB, RecentPrompts(), isolated=True)
+    yield preparer
+    preparer.close()
+
+
+def chat(*texts, **more):
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+    return Request(messages=messages, **more)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request(prompt="ab" * 99_999),
+        Request(prompt=[1] * 64),
+        chat("ab" * 99_999),
+        chat(*"ab" * 32),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_it_is_rendered(model, request_, monkeypatch):
+    def touched(*_, **__):
+        raise AssertionError("it was rendered")
+
+    preparer = Preparer(replace(model, n_context=64), N_VOCAB, RecentPrompts())
+    monkeypatch.setattr(prompt, "write", touched)
+    monkeypatch.setattr(Prompter, "render", touched)
+    with pytest.raises(ContextTooLong, match=r"reads at most 63 tokens.*; shorten it\."):
+        preparer.prepare(request_)
+
+
+def test_what_the_template_adds_counts_before_it_is_tokenised(model, monkeypatch):
+    tiny = Preparer(replace(model, n_context=64), N_VOCAB, RecentPrompts())
+    monkeypatch.setattr(prompt, "write", lambda *_, **__: "ab" * 99_999)
+    monkeypatch.setattr(prompt, "_tokenise", lambda *_: pytest.fail("it was tokenised"))
+    with pytest.raises(ContextTooLong, match="199,998 characters long"):
+        tiny.prepare(chat("hi"))
+
+
+def test_answers_do_not_count_because_templates_may_leave_them_out(model):
+    limits = PromptLimits("tiny", 64, token_reach(model.tokenizer))
+    limits.check(chat("hi", "ab" * 5_000, "hi"))
+    with pytest.raises(ContextTooLong):
+        limits.check(chat("hi", "hi", "ab" * 5_000))
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        (chat(*["hi"] * 10_001), "There are 10,001 messages; send at most 10,000."),
+        (chat("hi", tools=[{}] * 1_001), "There are 1,001 tools; send at most 1,000."),
+        (chat("hi", format=Format(grammar="x" * 300_000)), "is 300,000 characters long; send at"),
+    ],
+)
+def test_counts_are_bounded_whatever_the_model(here, request_, sentence):
+    with pytest.raises(BadInput, match=sentence):
+        here.prepare(request_)
+
+
+# In another process
+
+
+def test_a_long_prompt_has_the_same_tokens_cuts_and_ends(here, apart):
+    texts = [long_text(3_000, seed) for seed in range(9)]
+    asked = chat(*texts, explain=True, breakpoints=(Breakpoint(2), Breakpoint(-1)))
+    assert is_heavy(asked)
+    ours, theirs = (each.prepare(asked, None, None, True) for each in (here, apart))
+    assert isinstance(theirs.prompt, prompt.SettledPrompt)
+    assert theirs.tokens == ours.tokens
+    assert theirs.cuts == ours.cuts
+    assert theirs.breakpoints == ours.breakpoints
+    assert theirs.prompt.text == ours.prompt.text
+    for token in range(0, len(ours.tokens) + 50, 997):
+        assert theirs.prompt.message_at(token) == ours.prompt.message_at(token)
+
+
+def test_a_long_text_and_long_tools_too(here, apart):
+    tool = {"name": "look", "description": long_text(), "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": tool}]
+    for asked in (Request(prompt=long_text()), chat("hi", tools=tools), chat("hi " + long_text())):
+        assert apart.prepare(asked).tokens == here.prepare(asked).tokens
+        assert apart.n_tokens(asked) == here.n_tokens(asked)
+
+
+def test_past_answers_are_spliced_in_there_as_here(here, apart):
+    question, encode = long_text(), here.markup.tokenizer.encode
+    for preparer in (here, apart):
+        first = preparer.prepare(chat(question))
+        generated = [token for letter in "the fox" for token in encode(letter)]
+        preparer.splicer.remember("", first.prompt.text, first.tokens, generated)
+    answer = decode(here.markup.tokenizer, generated)
+    asked = chat(question, answer, "and?")
+    ours, theirs = here.prepare(asked), apart.prepare(asked)
+    assert ours.spliced == theirs.spliced == len(generated)
+    assert ours.tokens == theirs.tokens
+    assert ours.tokens != here.prepare(replace(asked, tenant="another")).tokens
+
+
+def test_stored_answers_are_asked_for_there_as_here(here, apart):
+    question, asked = long_text(seed=5), []
+
+    def stored(tokens, guesses):
+        asked.append((len(tokens), len(guesses)))
+        return []
+
+    request_ = chat(question, "an answer that nobody remembers", "and?")
+    ours, theirs = here.prepare(request_, stored), apart.prepare(request_, stored)
+    assert ours.tokens == theirs.tokens
+    assert asked
+    assert asked[: len(asked) // 2] == asked[len(asked) // 2 :]
+
+
+def test_errors_come_back_as_they_are(model, here, apart):
+    bad = chat(long_text(), template_options={"messages": 1})
+    for preparer in (here, apart):
+        with pytest.raises(BadInput, match="The template option 'messages' cannot be set"):
+            preparer.prepare(bad)
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}, {"extra": 1}])
+@pytest.mark.parametrize("template", [CHATML, kit.WITH_TOOLS, "{{ enable_thinking }}" + CHATML])
+def test_the_other_process_renders_as_mlx_lm_does(tmp_path, template, options):
+    wrapper = kit.make(tmp_path, template=template, tokens=["<think>", "</think>"])
+    plain = pickle.loads(pickle.dumps(PlainTokenizer.of(wrapper)))
+    messages = [{"role": "user", "content": "hi"}]
+    texts = [
+        each.apply_chat_template(messages, tools=None, tokenize=False, **options)
+        for each in (wrapper, plain)
+    ]
+    assert texts[0] == texts[1]
+    assert plain.has_thinking == wrapper.has_thinking
+    assert plain.encode("the fox") == wrapper.encode("the fox")
+
+
+# Ending it
+
+
+@pytest.fixture(scope="module")
+def process():
+    process = PreparingProcess(tasks.Nothing())
+    yield process
+    process.close()
+
+
+def run(process, task, *arguments, deadline=None, cpu_s=60.0, reply=lambda *_: None):
+    return process.run(
+        task,
+        *arguments,
+        deadline=deadline or PrepareDeadline(600),
+        cpu_s=cpu_s,
+        too_long=BadInput("too long"),
+        reply=reply,
+    )
+
+
+def test_every_task_runs_in_a_fork(process):
+    first, second = run(process, tasks.report, 1, "a"), run(process, tasks.report)
+    assert first[:2] == ("built", (1, "a"))
+    assert len({first[2], second[2], os.getpid()}) == 3
+    with pytest.raises(KeyError, match="no such thing"):
+        run(process, tasks.fail)
+
+
+def test_a_task_ends_when_it_has_worked_too_long(process):
+    with pytest.raises(BadInput, match="too long"):
+        run(process, tasks.spin, cpu_s=1.0)
+    assert run(process, tasks.report)[0] == "built"
+
+
+def test_a_task_ends_at_its_deadline(process):
+    run(process, tasks.report)  # it has started
+    with pytest.raises(TimedOut, match=r"Preparing the request took longer than 3 s; send a short"):
+        run(process, tasks.spin, deadline=PrepareDeadline(3))
+    wait_until(lambda: not children_of(process))
+    with pytest.raises(TimedOut):
+        run(process, tasks.report, deadline=PrepareDeadline(0))
+
+
+def test_a_task_ends_when_its_client_goes(process):
+    deadline = PrepareDeadline(600)
+    with pytest.raises(Cancelled):
+        run(process, tasks.sleep, deadline=deadline, reply=lambda *_: deadline.cancel())
+    wait_until(lambda: not children_of(process))
+    with pytest.raises(Cancelled):
+        run(process, tasks.report, deadline=deadline)
+
+
+def test_the_process_never_loads_mlx(apart):
+    apart.prepare(chat(long_text()))
+    found = run(apart._isolation._process, tasks.modules)
+    assert "transformers" in found
+    assert not [name for name in found if "mlx" in name]
+
+
+def test_a_process_that_ends_is_started_again(process):
+    run(process, tasks.report)
+    process._process.kill()
+    process._process.wait()
+    assert run(process, tasks.report)[0] == "built"
+
+
+def test_without_the_process_a_prompt_is_prepared_here(model, here, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    preparer = Preparer(model, N_VOCAB, RecentPrompts(), isolated=True)
+    asked = chat(long_text(), format=Format(json=True))
+    found = preparer.prepare(asked)
+    assert found.tokens == here.prepare(asked).tokens
+    assert found.grammar is not None
+    preparer.close()
+
+
+def test_a_closed_process_takes_no_more():
+    process = PreparingProcess(tasks.Nothing())
+    run(process, tasks.report)
+    pid = process._process.pid
+    process.close()
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(ProcessGone):
+        run(process, tasks.report)
+
+
+def children_of(process):
+    return [
+        child
+        for child in psutil.Process(process._process.pid).children()
+        if child.status() != psutil.STATUS_ZOMBIE
+    ]
+
+
+# Grammars
+
+
+def test_a_grammar_that_takes_long_to_compile_is_refused_and_not_tried_again(apart, monkeypatch):
+    asked = chat("hi", format=Format(json=True, schema=SLOW))
+    with pytest.raises(BadInput, match="format takes more than 1 s to compile; simplify it"):
+        apart.prepare(asked)
+    monkeypatch.setattr(Isolation, "try_grammar", lambda *_: pytest.fail("tried again"))
+    with pytest.raises(BadInput, match="to compile"):
+        apart.prepare(asked)
+
+
+def test_a_grammar_is_tried_out_before_it_is_compiled_here(apart, monkeypatch):
+    tried, compiled = [], []
+    try_grammar, compile_ = Isolation.try_grammar, Grammars._compile
+    monkeypatch.setattr(
+        Isolation, "try_grammar", lambda *given: (tried.append(1), try_grammar(*given))
+    )
+    monkeypatch.setattr(
+        Grammars, "_compile", lambda *given: (compiled.append(len(tried)), compile_(*given))[1]
+    )
+    for _ in range(2):
+        asked = chat("hi", format=Format(json=True, schema={"enum": ["one", "two"]}))
+        assert apart.prepare(asked).new_matcher().mask().any()
+    assert compiled == [1]
+
+
+def test_one_tenant_cannot_take_another_s_compiled_grammars(model):
+    grammars, compiled = Grammars(model.tokenizer, N_VOCAB, [2]), []
+    wanted = Format(json=True)
+    grammars.compile(wanted, tenant="a", trial=compiled.append)
+    grammars.compile(wanted, tenant="b", trial=compiled.append)
+    assert len(compiled) == 2  # they share none, so that none can tell what the other sends
+    for i in range(2 * MAX_COMPILED):
+        grammars.compile(Format(grammar=f'start: "{i}"'), tenant="a")
+    grammars.compile(wanted, tenant="b", trial=compiled.append)
+    assert len(compiled) == 2
+
+
+# Over HTTP
+
+
+@pytest.fixture(scope="module")
+def live(model, tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    with serve(model, config.load({"KEEPWARM_HOME": str(home)}, prepare_timeout_s=600.0)) as server:
+        yield server
+
+
+def test_a_client_that_goes_ends_the_preparation_of_its_request(live):
+    """The template never ends: only the client's leaving can."""
+    process = live.host.engine.preparer._isolation._process
+    body = json.dumps(
+        {
+            "messages": [{"role": "user", "content": long_text()}],
+            "chat_template_kwargs": {"spin": True},
+        }
+    ).encode()
+    process.start()
+    with socket.create_connection(live.url.removeprefix("http://").split(":")) as link:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        link.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_until(lambda: children_of(process))
+    wait_until(lambda: not children_of(process))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "sentence"),
+    [
+        ({"messages": [1] * 9_000}, 400, "The field messages[0] is invalid"),
+        ({"messages": [{"role": "user"}] * 10_001}, 400, "at most 10000 items"),
+        ({"messages": [[]] * 300_000}, 413, "more than 300,000 values; send fewer."),
+        ({"x": {str(i): 1 for i in range(300_001)}}, 413, "more than 300,000 values"),
+        ({"x": ["\\", '"', "[[[,,,"] * 100_001}, 413, "more than 300,000 values"),
+    ],
+)
+def test_bodies_of_many_values_are_refused_with_one_sentence(live, body, status, sentence):
+    answer = live.post(CHAT, body)
+    assert answer.status_code == status
+    assert sentence in answer.json()["error"]["message"]
+
+
+def test_what_is_inside_a_text_is_not_counted(live):
+    text = '[{",:' * 100_000 + "\\"
+    answer = live.post(
+        "/v1/messages/count_tokens", {"messages": [{"role": "user", "content": text}]}
+    )
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_million_newlines_are_not_looked_at_one_by_one():
+    class Pattern:
+        calls = 0
+
+        def fullmatch(self, *_):
+            self.calls += 1
+
+    pattern = Pattern()
+    rule = replace(scrub.RULES[0], pattern=pattern)
+    message = {"role": "system", "content": "\n" * 1_000_000}
+    assert scrub.scrub_messages([message], [rule]).messages == [message]
+    assert pattern.calls == 1

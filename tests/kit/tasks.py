@@ -1,0 +1,38 @@
+"""Tasks for a preparing process; they import next to nothing, because it does what they do."""
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """A recipe."""
+
+    def build(self) -> str:
+        return "built"
+
+
+def report(tools: Any, _channel: Any, *given: Any) -> tuple[Any, ...]:
+    return tools, given, os.getpid()
+
+
+def modules(_tools: Any, _channel: Any) -> list[str]:
+    return sorted(sys.modules)
+
+
+def spin(_tools: Any, channel: Any) -> None:
+    channel.ask("spinning")
+    while True:
+        pass
+
+
+def sleep(_tools: Any, channel: Any) -> None:
+    channel.ask("asleep")
+    time.sleep(600)
+
+
+def fail(_tools: Any, _channel: Any) -> None:
+    raise KeyError("no such thing")
