@@ -38,11 +38,22 @@ A message is one sentence: what happened, why, what to do.
 
 from __future__ import annotations
 
+MAX_MESSAGE = 1000  # characters
+
 
 class KeepwarmError(Exception):
-    """Root of the tree; `status` is the HTTP status."""
+    """Root of the tree; `status` is the HTTP status.
+
+    A message may quote a name from a file. So a long one is cut in its middle, and what is not
+    printable, as a line break or the escapes of a terminal, becomes a space.
+    """
 
     status = 500
+
+    def __init__(self, message: str = "") -> None:
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 + 3 :]}"
+        super().__init__("".join(char if char.isprintable() else " " for char in message))
 
 
 class BadInput(KeepwarmError):

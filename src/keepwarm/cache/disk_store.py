@@ -6,6 +6,7 @@ Imports no MLX, so that the command line starts quickly.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,11 +14,19 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from keepwarm.cache.agents.agents import Agent, Agents
-from keepwarm.cache.agents.bundle import CheckRecord, accept_any, export_bundle, import_bundle
+from keepwarm.cache.agents.bundle import (
+    BundleExport,
+    BundleSource,
+    CheckRecord,
+    accept_any,
+    export_bundle,
+    import_bundle,
+)
 from keepwarm.cache.agents.holders import Holder, find_holders, read_header
 from keepwarm.cache.agents.manifest import Manifest
 from keepwarm.cache.agents.pins import TtlPins
-from keepwarm.errors import BadInput, BadRecord, Busy
+from keepwarm.errors import BadCacheFile, BadInput, BadRecord, Busy
+from keepwarm.files import replacing
 from keepwarm.prefix.blocks import (
     BLOCK_TOKENS,
     Namespace,
@@ -164,8 +173,13 @@ class DiskStore:
 
     def export_agent(self, agent: Agent | str, path: Path, progress: Progress = no_progress) -> int:
         """Write an agent, or part of one, to a file; the number of records in it."""
-        if isinstance(agent, str):
-            agent = self.find(agent)
+        export = self.export(self.find(agent) if isinstance(agent, str) else agent, progress)
+        with replacing(path) as temp, temp.open("wb") as file:
+            file.writelines(export.pieces)
+        return export.n_records
+
+    def export(self, agent: Agent, progress: Progress = no_progress) -> BundleExport:
+        """A bundle of an agent, made while it is read."""
         holders = list(self.holders(agent))
         tokens = b"".join(holder.tokens for holder in holders)
         manifest = Manifest(
@@ -175,7 +189,7 @@ class DiskStore:
             turns=tuple(n for n in agent.turns if 4 * n <= len(tokens)),
             agent=agent.id,
         )
-        return export_bundle(self.disk, path, manifest, progress)
+        return export_bundle(self.disk, manifest, progress)
 
     def import_agent(
         self,
@@ -185,7 +199,24 @@ class DiskStore:
         progress: Progress = no_progress,
         check_record: CheckRecord = accept_any,
     ) -> Agent:
-        """Read and verify an agent from a file; raises if it belongs to another model.
+        """Read an agent from a file; see `receive_agent`."""
+        try:
+            file = path.open("rb")
+        except OSError as error:
+            raise BadCacheFile(f"{path} could not be read ({error}).") from error
+        with file:
+            source = BundleSource(str(path), file, os.fstat(file.fileno()).st_size)
+            return self.receive_agent(source, expected, agent_id, progress, check_record)
+
+    def receive_agent(
+        self,
+        source: BundleSource,
+        expected: Identity,
+        agent_id: str | None = None,
+        progress: Progress = no_progress,
+        check_record: CheckRecord = accept_any,
+    ) -> Agent:
+        """Read and verify an agent; raises if it belongs to another model.
 
         Its blocks get the namespace of `expected`, whichever tenant exported them, but of an origin
         of their own: digests prove that bytes are whole, not who computed them. So only the agent
@@ -194,12 +225,12 @@ class DiskStore:
         """
         expected = replace(expected, origin=secrets.token_hex(16))
         manifest = import_bundle(
-            self.disk, self.wear, path, expected, check_record=check_record, progress=progress
+            self.disk, self.wear, source, expected, check_record=check_record, progress=progress
         )
         name = self.register(expected)
         tokens = unpack(manifest.tokens)
         return self.agents.create(
-            agent_id or manifest.agent or path.stem,
+            agent_id or manifest.agent or Path(source.name).stem,
             name,
             blocks=tuple(ref.key for ref in chain(name, tokens)),
             n_tokens=len(tokens),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
+from safetensors import SafetensorError, safe_open
 
 from keepwarm import blas
 from keepwarm import config as configuration
@@ -50,13 +51,20 @@ def load(name: str, settings: Settings | None = None) -> Model:
     """
     settings = settings or configuration.load()
     blas.start(settings.home)
-    path = locate(name, settings)
+    return read_model(name, locate(name, settings))
+
+
+def read_model(name: str, path: Path) -> Model:
+    """The model in a directory or .gguf file, which a stranger may have made."""
     parts = _read_gguf(path) if path.is_file() else _read_directory(path)
     _set_compute_dtype(parts.module)
     weights: Any = tree_flatten(parts.module.parameters(), destination={})
     n_bytes = sum(array.nbytes for array in weights.values())
     require_memory(name, n_bytes)
-    mx.eval(parts.module)  # the module, because some arrays, as of the RoPE, are not parameters
+    try:
+        mx.eval(parts.module)  # not its parameters alone: some arrays, as of the RoPE, are none
+    except RuntimeError as error:
+        raise BadModelFile(f"The weights of {path} cannot be read ({error}).") from error
     module, tokenizer, config = parts
     return Model(name, path, module, tokenizer, config, n_context(config), n_bytes)
 
@@ -75,8 +83,21 @@ def _read_directory(path: Path) -> _Parts:
         raise BadModelFile(f"{path} has no weights (model*.safetensors); download the model again.")
     if not any(any(path.glob(pattern)) for pattern in TOKENIZER_FILES):
         raise BadModelFile(f"{path} has no tokenizer (tokenizer.json); download the model again.")
+    for file in path.glob("model*.safetensors"):
+        _check_weights(file)
     module, config = _read_module(path)
     return _Parts(module, _read_tokenizer(path, config, path), config)
+
+
+def _check_weights(file: Path) -> None:
+    """Check the whole header before MLX uses it: MLX trusts every offset in it."""
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise BadModelFile(
+            f"{file} is not a complete safetensors file ({error}); download the model again."
+        ) from error
 
 
 def _read_module(path: Path) -> tuple[Any, dict[str, Any]]:

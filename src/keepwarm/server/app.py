@@ -26,6 +26,7 @@ from keepwarm.server.http.receipts import RECEIPT_HEADER
 from keepwarm.server.http.turns import PreparingTurns
 from keepwarm.server.manage import admin, agents, health, metrics
 from keepwarm.server.manage import cache as cache_api
+from keepwarm.server.manage.transfers import Transfers, remove_old_bundles
 from keepwarm.server.openai import routes as openai
 from keepwarm.server.responses import routes as responses
 from keepwarm.server.responses.response_store import ResponseStore
@@ -63,6 +64,7 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
     app.state.host = host
     app.state.settings = settings
     app.state.responses = ResponseStore()
+    app.state.transfers = Transfers()
     app.state.resident = admin.ResidentModel(host, settings)
     app.state.metrics = metrics.Metrics(host)
     app.state.dashboard = dashboard.DashboardState(host, settings)
@@ -79,9 +81,11 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    await asyncio.to_thread(remove_old_bundles, app.state.settings.home)
     app.state.host.start_warmer()
     with app.state.dashboard.record_history():
         yield
+    app.state.transfers.close()
     await asyncio.to_thread(app.state.host.close)
 
 

@@ -32,7 +32,7 @@ from keepwarm.prefix.fingerprint import FORMAT_VERSION, NAMESPACE_BYTES
 from keepwarm.store.header import HasBytes, HeaderText, dumps, entry_json, label
 from keepwarm.store.seal import OVERHEAD, TAG_BYTES, Seal
 
-MAX_HEADER_BYTES = 32 << 20
+MAX_HEADER_BYTES = 4 << 20  # JSON takes up to 20 times as much memory
 MAX_COUNT = (1 << 47) - 1  # no file is longer, and no array has more items
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,

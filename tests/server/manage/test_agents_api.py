@@ -172,7 +172,7 @@ def bundle(live):
     answer = live.get("/v1/agents/traveller/export")
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "application/x-tar"
-    assert int(answer.headers["content-length"]) == len(answer.content)
+    assert answer.content.startswith(b"manifest.json")
     return answer.content
 
 

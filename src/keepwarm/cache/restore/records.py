@@ -40,7 +40,7 @@ def records_of(namespace: Namespace, ref: BlockRef, block: Block) -> Iterator[Re
         yield Record(header, tuple(_tensor_of(name, rows) for name, rows in tensors.items()))
 
 
-def check_record(layout: Layout, record: Record) -> None:
+def check_record(layout: Layout, record: Record | RecordView) -> None:
     """Raise unless a record is one that this model could have made."""
     header, block = record.header, block_of(record)
     check_block(layout, block)

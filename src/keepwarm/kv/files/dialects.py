@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
@@ -24,6 +25,7 @@ from keepwarm.kv.codec import QUANT_PARTS, EncodedCache
 
 MAX_DEPTH = 16
 MAX_NAME = 64  # characters of a name, and slots of a state
+MAX_HEADER_BYTES = 16 << 20  # JSON takes up to 20 times as much memory
 
 Tree: TypeAlias = Any  # a leaf, or a dict of trees under "0", "1", …
 
@@ -106,6 +108,7 @@ def read(file: str) -> FileContents:
 def _open(file: str) -> tuple[dict[str, str], dict[str, mx.array]]:
     """Metadata and lazy tensors. The whole header is checked before MLX uses it."""
     try:
+        _check_header_length(file)
         with safe_open(file, framework="numpy") as checked:
             header = dict(checked.metadata() or {})
         tensors = mx.load(file, format="safetensors")
@@ -115,6 +118,15 @@ def _open(file: str) -> tuple[dict[str, str], dict[str, mx.array]]:
         raise BadCacheFile(f"{file} is not a complete safetensors file: {error}.") from error
     assert isinstance(tensors, dict)
     return header, tensors
+
+
+def _check_header_length(file: str) -> None:
+    with Path(file).open("rb") as opened:
+        n_bytes = int.from_bytes(opened.read(8), "little")
+    if n_bytes > MAX_HEADER_BYTES:
+        raise BadCacheFile(
+            f"{file} is not a complete prompt cache: its header claims {n_bytes} bytes."
+        )
 
 
 def _section(header: Mapping[str, str], number: str) -> dict[str, str]:

@@ -23,6 +23,8 @@ SCALARS = {
 }  # fmt: skip
 STRING, ARRAY = 8, 9
 LARGEST_RANK = 4
+MAX_ITEMS = 1 << 22  # numbers and strings in a header; a vocabulary of a million has fewer
+MAX_STRING_BYTES = 1 << 24
 
 Bytes = npt.NDArray[Any]
 
@@ -67,6 +69,7 @@ class _Cursor:
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.at = path, data, 0
+        self._n_items = 0
 
     def take(self, n_bytes: int) -> bytes:
         if n_bytes > len(self.data) - self.at:
@@ -76,14 +79,20 @@ class _Cursor:
 
     def numbers(self, code: str, n: int) -> tuple[Any, ...]:
         # The length is checked before the format is built: n comes from the file.
+        self._n_items += n
+        if self._n_items > MAX_ITEMS:
+            raise invalid_file(self.path, f"its header has more than {MAX_ITEMS} values")
         return struct.unpack(f"<{n}{code}", self.take(n * struct.calcsize(f"<{code}")))
 
     def number(self, code: str) -> Any:
         return self.numbers(code, 1)[0]
 
     def string(self) -> str:
+        n_bytes = self.number("Q")
+        if n_bytes > MAX_STRING_BYTES:
+            raise invalid_file(self.path, f"its header has a string of {n_bytes} bytes")
         try:
-            return self.take(self.number("Q")).decode()
+            return self.take(n_bytes).decode()
         except UnicodeDecodeError as error:
             raise invalid_file(self.path, "a name in its header is not UTF-8") from error
 
@@ -173,7 +182,8 @@ def to_arrays(tensor: GGUFTensor, data: Bytes) -> dict[str, mx.array]:
         dtype = np.float32 if tensor.type.name == "F32" else np.float16
         return {"weight": mx.array(raw.view(dtype).reshape(tensor.shape))}
     blocks = raw.reshape(-1, tensor.type.n_bytes)
-    scales, biases, values = _split_blocks(tensor.type.name, blocks)
+    with np.errstate(over="ignore", invalid="ignore"):  # a scale may be any fp16 number
+        scales, biases, values = _split_blocks(tensor.type.name, blocks)
     rows = tensor.shape[:-1]
     return {
         "weight": mx.array(values.view(np.uint32).reshape(*rows, -1)),

@@ -166,6 +166,8 @@ def _names(path: Path, header: GGUFHeader, config: dict[str, Any]) -> dict[str, 
             raise invalid_file(path, f"tensor {name}.weight is missing")
         if tensor.shape != wanted:
             raise invalid_file(path, f"tensor {name}.weight is {tensor.shape}, not {wanted}")
+        if len(wanted) == 1 and tensor.type.bits:
+            raise invalid_file(path, f"tensor {name}.weight is quantised, and no norm can be")
     if extra := header.tensors.keys() - {f"{name}.weight" for name in names}:
         raise UnsupportedModel(
             f"{path} has a tensor that is not part of a Llama model: {min(extra)}."

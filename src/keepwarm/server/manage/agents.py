@@ -6,13 +6,9 @@ A key sees only its own agents: stored ids begin with the tenant, which response
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
+from typing import Annotated, Any, BinaryIO, Literal, TypeAlias, cast
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
@@ -20,17 +16,17 @@ from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
 from keepwarm.cache.agents.agents import Agent
+from keepwarm.cache.agents.bundle import BundleExport, BundleSource
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.restore.records import check_record
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
-from keepwarm.errors import BadCacheFile, BadField, BadInput, TooLarge, UnknownAgent
+from keepwarm.errors import BadField, UnknownAgent
 from keepwarm.server.http.body import JsonInput
 from keepwarm.server.http.request_fields import AGENT_ID, Config, Host, tenant_agent_id
+from keepwarm.server.manage.transfers import TAR, ExportResponse, Transfers, UploadedFile
 from keepwarm.server.openai.shapes import OpenAIErrorOut
 
-TAR = "application/x-tar"
-CHUNK_BYTES = 1 << 20
 RAW_BODY = {
     "requestBody": {
         "required": True,
@@ -108,7 +104,7 @@ class TenantAgents:
     """The caller's agents. Its methods read and write files; call them in a thread."""
 
     def __init__(self, request: Request, host: Host) -> None:
-        self._tenant: str = getattr(request.state, "tenant", "")
+        self.tenant: str = getattr(request.state, "tenant", "")
         self._engine: Engine = host.engine
 
     @property
@@ -116,7 +112,7 @@ class TenantAgents:
         return self._engine.store.on_disk
 
     def all(self) -> list[AgentOut]:
-        prefix = tenant_agent_id(self._tenant, "")
+        prefix = tenant_agent_id(self.tenant, "")
         return [
             self._out(each) for each in self._disk_store.agents.all() if each.id.startswith(prefix)
         ]
@@ -125,7 +121,7 @@ class TenantAgents:
         return self._out(self._find(agent_id))
 
     def create(self, agent_id: str, options: AgentOptions) -> AgentOut:
-        name = self._engine.lane_of(self._tenant).manager.namespace
+        name = self._engine.lane_of(self.tenant).manager.namespace
         made = self._disk_store.agents.create(
             self._unused_id(agent_id), name, **options.model_dump()
         )
@@ -151,25 +147,21 @@ class TenantAgents:
         removed = self._engine.forget(agent.id)
         return {"id": agent_id, "object": "agent", "deleted": True, "removed_blocks": removed}
 
-    def export(self, agent_id: str, file: Path) -> None:
-        agent = self._find(agent_id)
-        self._disk_store.export_agent(agent.id, file)
+    def export(self, agent_id: str) -> BundleExport:
+        return self._disk_store.export(self._find(agent_id))
 
-    def import_(self, file: Path, agent_id: str) -> AgentOut:
+    def import_(self, source: BundleSource, agent_id: str) -> AgentOut:
         new_id = self._unused_id(agent_id)
-        lane = self._engine.lane_of(self._tenant)
+        lane = self._engine.lane_of(self.tenant)
         fits = partial(check_record, lane.manager.layout)
-        try:
-            return self._out(
-                self._disk_store.import_agent(file, lane.identity, new_id, check_record=fits)
-            )
-        except BadCacheFile as error:
-            raise BadCacheFile(str(error).replace(str(file), "The bundle")) from error
+        return self._out(
+            self._disk_store.receive_agent(source, lane.identity, new_id, check_record=fits)
+        )
 
     def _find(self, agent_id: str) -> Agent:
         self._engine.settle()  # finishes recording the latest answer
         try:
-            return self._disk_store.agents.show(tenant_agent_id(self._tenant, agent_id))
+            return self._disk_store.agents.show(tenant_agent_id(self.tenant, agent_id))
         except UnknownAgent as error:
             raise UnknownAgent(
                 f"There is no agent {agent_id!r}; list the agents to see their ids."
@@ -177,7 +169,7 @@ class TenantAgents:
 
     def _unused_id(self, agent_id: str) -> str:
         """The stored form of an id that is not in use yet."""
-        stored = tenant_agent_id(self._tenant, agent_id)
+        stored = tenant_agent_id(self.tenant, agent_id)
         try:
             self._disk_store.agents.show(stored)
         except UnknownAgent:
@@ -186,7 +178,7 @@ class TenantAgents:
 
     def _out(self, agent: Agent) -> AgentOut:
         known = self._disk_store.disk.have(agent.blocks)
-        prefix = tenant_agent_id(self._tenant, "")
+        prefix = tenant_agent_id(self.tenant, "")
         return {
             "id": agent.id.removeprefix(prefix),
             "object": "agent",
@@ -227,23 +219,17 @@ async def import_agent(
     agent_id: Annotated[AgentId, Query(alias="id", description="Id for the imported agent.")],
 ) -> AgentOut:
     """Import a bundle after verifying it; a bundle of another model is refused."""
-    with _bundle_directory(settings) as directory:
-        file = directory / "bundle"
-        await _receive(request.stream(), file, settings.disk_bytes)
-        return await asyncio.to_thread(agents.import_, file, agent_id)
+    transfers: Transfers = request.app.state.transfers
+    body = UploadedFile(request.stream(), settings.disk_bytes)
+    source = BundleSource("The bundle", cast("BinaryIO", body), _length(request, settings))
+    with transfers.one_more(agents.tenant):
+        return await transfers.run(agents.import_, source, agent_id)
 
 
-async def _receive(chunks: AsyncIterator[bytes], file: Path, max_bytes: int) -> None:
-    """Write the body to a file; refuse more bytes than the store can hold."""
-    size = 0
-    with file.open("xb") as target:
-        async for chunk in chunks:
-            size += len(chunk)
-            if size > max_bytes:
-                raise TooLarge(f"The bundle is larger than the store, {max_bytes} bytes.")
-            await asyncio.to_thread(target.write, chunk)
-    if not size:
-        raise BadInput("The body is empty; send the bundle as the body.")
+def _length(request: Request, settings: Settings) -> int:
+    """Bytes of a body, at most."""
+    said = request.headers.get("content-length", "")
+    return min(int(said), settings.disk_bytes) if said.isdecimal() else settings.disk_bytes
 
 
 @router.get("/{agent_id}")
@@ -293,27 +279,11 @@ async def set_quota(agent_id: AgentId, body: QuotaBody, agents: Agents) -> Agent
     response_class=StreamingResponse,
     responses={200: {"content": {TAR: {"schema": {"type": "string", "format": "binary"}}}}},
 )
-async def export_agent(agent_id: AgentId, agents: Agents, settings: Config) -> Response:
+async def export_agent(request: Request, agent_id: AgentId, agents: Agents) -> Response:
     """Download an agent as a bundle for a server with the same model. It is not encrypted."""
-    with _bundle_directory(settings) as directory:
-        await asyncio.to_thread(agents.export, agent_id, directory / "bundle")
-        file = (directory / "bundle").open("rb")  # stays readable after the directory is deleted
-    headers = {
-        "Content-Length": str(os.fstat(file.fileno()).st_size),
-        "Content-Disposition": f'attachment; filename="{agent_id}.tar"',
-    }
-    return StreamingResponse(_chunks(file), media_type=TAR, headers=headers)
-
-
-@contextmanager
-def _bundle_directory(settings: Settings) -> Iterator[Path]:
-    """A temporary directory beside the store: bundles can be larger than memory."""
-    settings.home.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="bundle-", dir=settings.home) as directory:
-        yield Path(directory)
-
-
-def _chunks(file: BinaryIO) -> Iterator[bytes]:
-    with file:
-        while chunk := file.read(CHUNK_BYTES):
-            yield chunk
+    transfers: Transfers = request.app.state.transfers
+    with ExitStack() as held:
+        held.enter_context(transfers.one_more(agents.tenant))
+        export = await transfers.run(agents.export, agent_id)
+        release = held.pop_all().close
+    return ExportResponse(export.pieces, agent_id, transfers, release)

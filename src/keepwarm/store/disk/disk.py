@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.atomic import Files, Scratch
@@ -54,6 +55,15 @@ LOG = logging.getLogger(__name__)
 class DiskLimits:
     max_bytes: int | None = None  # of all files under the root
     min_free_bytes: int = 1 << 30  # on the file system
+
+
+class UnpublishedRecord(NamedTuple):
+    """A record in a temporary file, which the next start deletes, with its bytes reserved."""
+
+    header: Header
+    temp: Path
+    n_bytes: int
+    reservation: int
 
 
 class DiskTier:
@@ -195,27 +205,42 @@ class DiskTier:
     # Writing
 
     def _put(self, record: Record) -> bool:
-        header = record.header
         self.records.mend()
-        if self._has(header):
+        if self._has(record.header):
             return False
-        buffers = encode_record(record, self.seal)
+        written = self.write(record)
+        return written is not None and self.publish(written)
+
+    def write(self, record: Record) -> UnpublishedRecord | None:
+        """Write a record that cannot be found yet; None if there is no room for it."""
+        header, buffers = record.header, encode_record(record, self.seal)
         n_bytes = sum(memoryview(piece).nbytes for piece in buffers)
         reservation = self._make_room(header, n_bytes)
         if reservation is None:
             self._refused.add(header.key)
             self.records.counts.add(refused=1)
-            return False
-        temp = self.scratch.new()
+            return None
+        written = UnpublishedRecord(header, self.scratch.new(), n_bytes, reservation)
         try:
-            self.files.write(temp, buffers)
-            stored = self._publish(temp, header, n_bytes, reservation)
+            self.files.write(written.temp, buffers)
         except BaseException:
-            self.files.discard(temp)
-            self.index.cancel(reservation)
+            self.withdraw(written)
+            raise
+        return written
+
+    def publish(self, written: UnpublishedRecord) -> bool:
+        """Let a record be found; False if it is there already."""
+        try:
+            stored = self._publish(*written)
+        except BaseException:
+            self.withdraw(written)
             raise
         self.records.counts.add(puts=int(stored))
         return stored
+
+    def withdraw(self, written: UnpublishedRecord) -> None:
+        self.files.discard(written.temp)
+        self.index.cancel(written.reservation)
 
     def _has(self, header: Header) -> bool:
         known = self.index.lookups.have([header.key]).get(header.key)
@@ -223,7 +248,7 @@ class DiskTier:
             return False
         return not header.improves_on(known.w_rows)
 
-    def _publish(self, temp: Path, header: Header, n_bytes: int, reservation: int) -> bool:
+    def _publish(self, header: Header, temp: Path, n_bytes: int, reservation: int) -> bool:
         target = self.records.path_of(header.key, header.part)
         self.ensure_directory(target.parent)
         with self.records.names_lock.hold():
