@@ -1,0 +1,167 @@
+"""One key's requests cannot keep another's from being prepared."""
+
+import asyncio
+import json
+import socket
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import httpx
+import psutil
+import pytest
+
+from keepwarm import config
+from keepwarm.models.load import load
+from keepwarm.server.http.turns import LONG_BODY, PATHS, FairShares
+from tests.kit.checkpoints import CHATML, write_checkpoint
+from tests.server.conftest import serve, wait_until
+
+CHAT = "/v1/chat/completions"
+SPINS = (
+    "{% if spin is defined %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}"
+)
+N_ATTACKS = 12  # more than the threads of any pool here
+
+
+# Shares
+
+
+def run(scenario):
+    return asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+async def settle():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_a_key_holds_no_more_than_its_share_and_the_others_start_at_once():
+    async def scenario():
+        shares, begun = FairShares(at_once=3, each=2), []
+
+        async def ask(owner):
+            await shares.take(owner)
+            begun.append(owner)
+
+        tasks = [asyncio.create_task(ask("a")) for _ in range(9)]
+        await settle()
+        assert begun == ["a", "a"]
+        await ask("b")
+        assert begun == ["a", "a", "b"]
+        for task in tasks:
+            task.cancel()
+
+    run(scenario)
+
+
+def test_waiting_keys_take_turns():
+    async def scenario():
+        shares, begun = FairShares(at_once=1, each=1), []
+        await shares.take("first")
+
+        async def ask(owner):
+            await shares.take(owner)
+            begun.append(owner)
+            shares.give_back(owner)
+
+        tasks = [asyncio.create_task(ask(owner)) for owner in "aaaabcc"]
+        await settle()
+        shares.give_back("first")
+        await asyncio.gather(*tasks)
+        assert "".join(begun) == "abcacaa"
+
+    run(scenario)
+
+
+def test_a_turn_that_nobody_waits_for_any_more_goes_to_the_next():
+    async def scenario():
+        shares = FairShares(at_once=1, each=1)
+        await shares.take("a")
+        gone, dealt = (asyncio.create_task(shares.take("b")) for _ in range(2))
+        await settle()
+        gone.cancel()
+        await settle()
+        shares.give_back("a")
+        await dealt
+        late = asyncio.create_task(shares.take("c"))
+        await settle()
+        shares.give_back("b")  # dealt to c, which is cancelled before it can see it
+        late.cancel()
+        await settle()
+        await shares.take("d")
+
+    run(scenario)
+
+
+# A server
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory):
+    path = write_checkpoint(tmp_path_factory.mktemp("model"), template=SPINS + CHATML)
+    model = replace(load(str(path), config.load({}, home=None)), n_context=1 << 20)
+    home = str(tmp_path_factory.mktemp("home"))
+    settings = config.load(
+        {"KEEPWARM_HOME": home, "KEEPWARM_API_KEYS": "attacker,victim"}, prepare_timeout_s=600.0
+    )
+    with serve(model, settings) as server:
+        yield server
+
+
+def endless():
+    """A request whose template never ends; only its client can end it."""
+    message = {"role": "user", "content": "the fox " * (LONG_BODY // 4)}
+    options = {"chat_template_kwargs": {"spin": True}, "max_tokens": 1}
+    return json.dumps({"messages": [message], **options}).encode()
+
+
+@contextmanager
+def attacking(live, n):
+    """So many endless requests of one key, until the end of the block."""
+    host, port = live.url.removeprefix("http://").split(":")
+    body = endless()
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer attacker\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with ExitStack() as links:
+        for _ in range(n):
+            link = links.enter_context(socket.create_connection((host, int(port))))
+            link.sendall(head.encode() + body)
+        yield
+
+
+def forks(live):
+    process = live.host.engine.preparer._isolation._process._process
+    if process is None:
+        return []
+    children = psutil.Process(process.pid).children()
+    return [each for each in children if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def ask(live, text, key="victim", path=CHAT):
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.post(f"{live.url}{path}", json=body, headers=headers, timeout=600)
+
+
+def test_endless_requests_of_one_key_keep_no_other_waiting(live):
+    """Long and short ones of the other are answered; those of the same key wait behind it."""
+    with attacking(live, N_ATTACKS):
+        wait_until(lambda: forks(live))
+        assert ask(live, "the fox").status_code == 200
+        counted = ask(live, "the fox " * LONG_BODY, path="/v1/messages/count_tokens")
+        assert counted.json()["input_tokens"] > LONG_BODY
+        assert ask(live, "the fox", "attacker").status_code == 200  # short, so it does not wait
+        assert forks(live)
+    wait_until(lambda: not forks(live))
+
+
+def test_every_path_that_takes_turns_is_a_route():
+    from keepwarm.server.app import ROUTERS
+
+    posts = {route.path for router in ROUTERS for route in router.routes if "POST" in route.methods}
+    assert posts >= PATHS
+    others = {path for path in posts - PATHS if "agents" not in path and "admin" not in path}
+    assert others == {"/v1/cache/clear", "/v1/cache/verify"}
