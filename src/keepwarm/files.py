@@ -1,4 +1,7 @@
-"""Writing whole files: a reader sees the old content or the new, never a part of it."""
+"""Writing whole files: a reader sees the old content or the new, never a part of it.
+
+Everything that must survive a power cut is synced here, but for SQLite's own files.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+F_FULLFSYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS only
+F_BARRIERFSYNC = 85  # of macOS too
 RANDOM = "[a-z0-9_]{8}"  # in names that `tempfile` makes
 STALE_AFTER_S = 3600.0  # an unfinished file that was not written to for so long is a leftover
 
@@ -39,22 +44,44 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
     try:
         yield temp
         if sync:
-            os.fsync(handle)
+            sync_file(handle)
         temp.replace(path)
     finally:
         os.close(handle)
         temp.unlink(missing_ok=True)
     if sync:
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
 
 
-def _sync_directory(path: Path) -> None:
-    """Make names that were created, replaced or deleted in a directory survive a power cut."""
+def sync_file(handle: int, *, full: bool = True) -> None:
+    """Have what was written to a file survive a power cut, or the names in a directory.
+
+    On macOS that takes a full flush, because `fsync` leaves it in the drive's cache. Without `full`
+    there is a barrier instead: nothing that is written later survives without it.
+    """
+    if F_FULLFSYNC is not None:
+        with suppress(OSError):  # the file system supports neither
+            fcntl.fcntl(handle, F_FULLFSYNC if full else F_BARRIERFSYNC)
+            return
+    os.fsync(handle)
+
+
+def sync_directory(path: Path, *, full: bool = True) -> None:
+    """The same for names that were created, replaced or deleted in a directory."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(handle)
+        sync_file(handle, full=full)
     finally:
         os.close(handle)
+
+
+def flush_drive(path: Path) -> None:
+    """Have all that was synced survive a power cut, on the drive with this directory.
+
+    Elsewhere than on macOS it does already.
+    """
+    if F_FULLFSYNC is not None:
+        sync_directory(path)
 
 
 def _remove_leftovers(directory: Path, prefix: str, suffix: str) -> None:

@@ -613,6 +613,25 @@ finished. The start ends with one sentence (exit code 2) that says why and what 
 space, or name another directory as `KEEPWARM_STORE`. The store is not changed, and the next start
 that can write finds all of it.
 
+## Power cuts
+
+A block, an agent, a pin or a deletion that was acknowledged survives a power cut, whatever the disk
+had not written yet ([tests](../tests/store/disk/test_power_loss.py)). The test records the system
+calls of a real store, those of SQLite too, builds from them what a disk may hold after a cut (of
+what was not synced nothing, some of it in pieces of 4096 bytes, or all; a rename as a whole), and
+opens it. It fails without any one of the syncs. It takes a disk that does what a sync says.
+
+| what | Linux | macOS |
+|---|---|---|
+| records and agents in the background | `fsync` of file and directory | a barrier (`F_BARRIERFSYNC`): nothing later survives without it; the last seconds may be lost |
+| a `durable` answer, `Store.flush`, closing | the same | one full flush (`F_FULLFSYNC`) at the end |
+| a deleted agent | the same | one full flush at the end |
+| deletions and pins in the index | `synchronous = FULL` | the same with `fullfsync` |
+| other changes of the index | at its checkpoints; what is lost is found again from the files | the same with `checkpoint_fullfsync` |
+
+`rates.json`, `history.json`, `digests.json` and `wear.json` are replaced as a whole but not synced:
+a lost one is made again. macOS is tested by the calls that it would get.
+
 ## Other processes
 
 Several processes may use one store. One that is stopped (`SIGSTOP`, a debugger, a frozen

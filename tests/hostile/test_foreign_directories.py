@@ -244,6 +244,20 @@ def test_an_old_store_without_records_is_recognised_by_one_file(tmp_path, name):
     assert (tmp_path / MARKER).exists()
 
 
+def test_an_old_store_with_nothing_but_agents_is_recognised(tmp_path):
+    """Of version 1 and 2; a file of another program under such a name is not taken for one."""
+    for number, fields in enumerate(({}, {"version": 2, "left": []})):
+        root = tmp_path / str(number)
+        (root / "agents").mkdir(parents=True)
+        agent = {"id": "ops", "namespace": "00", "blocks": [], "n_tokens": 0, "turns": [], **fields}
+        (root / "agents" / "other.json").write_text(json.dumps(agent))
+        with pytest.raises(BadInput, match="is not a store of Keepwarm"):
+            claim(root, Files())
+        (root / "agents" / "ops.json").write_text(json.dumps(agent))
+        claim(root, Files())
+        assert (root / MARKER).exists()
+
+
 def test_an_old_store_opens_with_all_its_blocks(store):
     (store / MARKER).unlink()
     assert n_blocks(store) == 2
@@ -386,6 +400,21 @@ def test_a_directory_of_blocks_that_becomes_a_link_is_not_deleted_from(store, tm
         with pytest.raises(StoreFailed):
             opened.disk.delete(stored.key)
     assert (away / path.name).exists()
+
+
+def test_blocks_that_become_a_link_are_neither_read_nor_changed(store, tmp_path):
+    """The whole directory, exchanged while the store is open."""
+    with DiskStore(store, LIMITS) as opened:
+        stored = next(opened.disk.walk())
+        away = (store / "blocks").rename(tmp_path / "away")
+        (store / "blocks").symlink_to(away)
+        before = tree(away)
+        assert opened.disk.read(stored.key, Part.DELTA) is None
+        with pytest.raises(StoreFailed):
+            opened.disk.delete(stored.key)
+        for record in chain_of(4, seed=7):
+            assert not opened.disk.put(record).stored
+        assert tree(away) == before
 
 
 def test_the_path_of_the_store_itself_may_be_a_link(store, tmp_path):

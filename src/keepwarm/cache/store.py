@@ -22,7 +22,7 @@ from keepwarm.cache.restore.rates import RateBook
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.restore.writing import MemorySaver, Saver, Writer, WriteStats
 from keepwarm.device.memory import MemoryConfig
-from keepwarm.errors import BadInput
+from keepwarm.errors import BadInput, StoreFailed
 from keepwarm.kv.slabs import SlabPool
 from keepwarm.models.catalog import locate
 from keepwarm.prefix.fingerprint import Identity, namespace
@@ -200,13 +200,18 @@ class Store:
         return self.saver.stats()
 
     def flush(self) -> None:
-        """Return once everything committed is on disk."""
+        """Return once everything committed is on disk, where it survives a power cut."""
         self.saver.flush()
+        if self._on_disk is not None:
+            self._on_disk.disk.flush()
 
     def close(self) -> None:
         """Write the queue to disk and close all files."""
         self._rates.save()
         self.saver.close()
+        if self._on_disk is not None:
+            with suppress(StoreFailed):  # it is counted
+                self._on_disk.disk.flush()
         self._reader.close()
         self.memory.close()
         if self._on_disk is not None:

@@ -56,7 +56,7 @@ class Chores:
     def _run(self, chore: Callable[[Job, list[int]], None], job: Job, tokens: list[int]) -> None:
         """Once the blocks are on disk; a failure is logged."""
         try:
-            self._store.flush()
+            self._store.saver.flush()
             chore(job, tokens)
         except Exception:
             LOG.exception("a turn of agent %r could not be recorded", job.request.agent)

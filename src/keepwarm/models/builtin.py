@@ -24,7 +24,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from keepwarm.config import Settings
 from keepwarm.device.space import require_disk
 from keepwarm.errors import BadInput, BadModelFile, Unreachable, WrongDigest
-from keepwarm.files import RANDOM
+from keepwarm.files import RANDOM, sync_file
 
 WORK_MARKER = ".keepwarm-download"  # in a temporary directory of ours
 STALE_AFTER_S = 24 * 3600
@@ -184,7 +184,7 @@ def _publish(converted: Path, target: Path) -> None:
     """Sync and rename; if another process was faster, keep its directory."""
     for path in (*converted.iterdir(), converted):
         handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
+        sync_file(handle)
         os.close(handle)
     try:
         converted.rename(target)

@@ -21,6 +21,8 @@ from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
+from keepwarm.files import flush_drive, sync_file
+
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 SCRATCH = re.compile("[0-9a-f]{32}")
@@ -37,6 +39,7 @@ class Files:
 
     def make_directory(self, path: Path) -> None:
         """Create a directory if missing. Synced even if it exists: its creator may have crashed."""
+        _refuse_link(path.parent)
         path.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
         with suppress(PermissionError):  # we did not make a parent that we may not read
             self.sync_directory(path.parent)
@@ -111,7 +114,12 @@ class Files:
             os.close(fd)
 
     def sync(self, fd: int) -> None:
-        os.fsync(fd)
+        """On macOS only a barrier: a full flush of each record would cost more than the record."""
+        sync_file(fd, full=False)
+
+    def flush_drive(self, path: Path) -> None:
+        """Have all that was synced until now survive a power cut."""
+        flush_drive(path)
 
 
 def open_unlinked(path: Path) -> BinaryIO:
@@ -123,7 +131,8 @@ def open_unlinked(path: Path) -> BinaryIO:
 
 
 def _refuse_link(directory: Path) -> None:
-    if directory.is_symlink():
+    """A directory of the store, or the one that it is in, may have been exchanged for a link."""
+    if directory.is_symlink() or directory.parent.is_symlink():
         raise OSError(errno.ELOOP, "its directory is a symbolic link", str(directory))
 
 
@@ -144,7 +153,7 @@ class Scratch:
     lock, is not ours and stays.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, files: Files | None = None) -> None:
         directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
         self.name = uuid.uuid4().hex
         self.path = directory / self.name
@@ -156,6 +165,8 @@ class Scratch:
             self.path.mkdir(mode=DIRECTORY_MODE)
             self._lock: int | None = _open_lock(self.path / "lock")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # After a power cut no file may be left here without the lock, by which it is ours.
+        (files or Files()).sync_directory(self.path)
         self._numbers = count()
 
     def new(self) -> Path:
@@ -294,5 +305,7 @@ def _clear(scratch: Path) -> None:
 
 def _delete_unfinished(fd: int) -> None:
     found = [entry.name for entry in os.scandir(fd) if entry.is_file(follow_symlinks=False)]
-    for name in (*filter(UNFINISHED.fullmatch, found), "lock"):
+    for name in filter(UNFINISHED.fullmatch, found):
         os.unlink(name, dir_fd=fd)
+    sync_file(fd, full=False)
+    os.unlink("lock", dir_fd=fd)

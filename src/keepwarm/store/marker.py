@@ -29,6 +29,8 @@ NOT_CONTENT = ("lost+found", ".DS_Store")  # in every new file system; in folder
 INDEX_TABLE = b"CREATE TABLE blocks(\n  key BLOB PRIMARY KEY, parent BLOB NOT NULL, namespace BLOB"
 INDEX_MAGIC = {INDEX: b"SQLite format 3\0", f"{INDEX}-wal": b"\x37\x7f\x06"}
 SCHEMA_WITHIN = 1 << 20  # bytes; tables are the first that is written to the index and its log
+MAX_AGENT_BYTES = 1 << 24
+AGENT_FIELDS = {"id", "namespace", "blocks", "n_tokens", "turns"}  # since the first version
 SEALED_FIELDS = {"version", "salt", "scrypt", "check"}
 
 
@@ -101,7 +103,12 @@ def _refuse_links(root: Path) -> None:
 
 
 def _is_old_store(root: Path) -> bool:
-    return _has_index(root) or _has_sealed(root) or any(map(_is_record, _record_paths(root)))
+    return (
+        _has_index(root)
+        or _has_sealed(root)
+        or any(map(_is_record, _record_paths(root)))
+        or any(_is_agent(Path(entry.path)) for entry in _entries(root / "agents"))
+    )
 
 
 def _has_index(root: Path) -> bool:
@@ -115,12 +122,23 @@ def _has_index(root: Path) -> bool:
 
 
 def _has_sealed(root: Path) -> bool:
+    return _read_object(root / SEALED, MAX_BYTES).keys() == SEALED_FIELDS
+
+
+def _is_agent(path: Path) -> bool:
+    """Whether it is the file of an agent, under its name."""
+    said = _read_object(path, MAX_AGENT_BYTES) if path.suffix == ".json" else {}
+    return said.keys() >= AGENT_FIELDS and said["id"] == path.stem
+
+
+def _read_object(path: Path, max_bytes: int) -> dict[str, object]:
+    """A JSON object; empty if there is none."""
     try:
-        with open_unlinked(root / SEALED) as file:
-            said = json.loads(file.read(MAX_BYTES))
+        with open_unlinked(path) as file:
+            said = json.loads(file.read(max_bytes))
     except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(said, dict) and said.keys() == SEALED_FIELDS
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def _record_paths(root: Path) -> Iterator[Path]:

@@ -53,7 +53,8 @@ class CheckpointRef(NamedTuple):
 
 
 class PutResult(NamedTuple):
-    """`durable` is done once the record survives a crash, or has the exception.
+    """`durable` is done once the record survives a crash, or has the exception. A power cut too,
+    on macOS after `DiskTier.flush`.
 
     No room is not a failure: a caller that needs the record asks `have`.
     """

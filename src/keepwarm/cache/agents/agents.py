@@ -243,6 +243,7 @@ class Agents:
             keys = self._blocks_to_delete(agent, keep)
             n_deleted = delete_branches(self._disk, keys, keep, progress)
             self._disk.files.remove(self._path(agent_id))
+            self._disk.flush()
         return n_deleted
 
     def _used_by(self, agents: Sequence[Agent]) -> set[BlockKey]:

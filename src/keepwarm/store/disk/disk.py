@@ -86,7 +86,7 @@ class DiskTier:
         self.seal = seal
         self._directories = make_directories(root, files)
         self.records = RecordFiles(root, files, self._open_index(), seal)
-        self.scratch = Scratch(root / "tmp")
+        self.scratch = Scratch(root / "tmp", files)
         try:
             self._reconcile()
         except sqlite3.DatabaseError as error:
@@ -180,6 +180,11 @@ class DiskTier:
         """Delete all parts of these blocks."""
         with as_store_errors(self, "delete blocks"):
             self._delete(keys)
+
+    def flush(self) -> None:
+        """Return once all that was put or deleted survives a power cut."""
+        with as_store_errors(self, "flush its drive"):
+            self.files.flush_drive(self.root)
 
     def walk(self) -> Iterator[StoredBlock]:
         with as_store_errors(self, "list its blocks"):

@@ -74,6 +74,7 @@ class Database:
         with self._locked(LOCK_WAIT_S if wait_s is None else wait_s) as bound_s:
             if synced:
                 self._db.execute("PRAGMA synchronous = FULL")
+                self._db.execute("PRAGMA fullfsync = ON")  # on macOS
             try:
                 self._begin(bound_s)
                 yield self._db
@@ -85,6 +86,7 @@ class Database:
             finally:
                 self._writer = None
                 if synced:
+                    self._db.execute("PRAGMA fullfsync = OFF")
                     self._db.execute("PRAGMA synchronous = NORMAL")
 
     @contextmanager

@@ -10,6 +10,7 @@ PRAGMAS = (
     "page_size = 8192",  # a row of tokens fits: on smaller pages each needs an overflow page
     "journal_mode = WAL",
     "synchronous = NORMAL",
+    "checkpoint_fullfsync = ON",  # on macOS, where `fsync` leaves data in the drive's cache
     "secure_delete = ON",  # deleted tokens are overwritten
     "wal_autocheckpoint = 128",  # pages; the log counts towards the limit too
     "journal_size_limit = 1048576",
