@@ -154,6 +154,17 @@ def remove(directory: Path) -> Worker:
     return worker
 
 
+def resume(directory: Path) -> Worker:
+    """What a killed process has left: a directory that was not synced, and an unfinished file."""
+    worker = Worker(directory, None)
+    worker.put(WORLD[0])
+    worker.tier.files.write(worker.tier.scratch.new(), [b"unfinished"])
+    worker.tier.records.path_of(WORLD[1].key, Part.DELTA).parent.mkdir()
+    worker.restart()
+    worker.put(WORLD[1])
+    return worker
+
+
 def write_files(directory: Path) -> None:
     """Files outside of a store."""
     said = os.open(directory / "said", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
@@ -163,7 +174,7 @@ def write_files(directory: Path) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Path], Worker]] = {
-    scenario.__name__: scenario for scenario in (publish, evict, encrypt, remove)
+    scenario.__name__: scenario for scenario in (publish, evict, encrypt, remove, resume)
 }
 
 
