@@ -8,12 +8,14 @@ import sys
 import pytest
 
 from keepwarm import __version__, blas
+from keepwarm.cache.padding import KnownVerdict, padding_book
+from keepwarm.kv.padding_trial import Verdict
 
 PROGRAM = "import typer; from keepwarm.cli.doctor import doctor; typer.run(doctor)"
 KEYS = [
     *("backend", "device", "blas", "blas_threads", "gemm_gflops"),
     *("memory_total_bytes", "memory_available_bytes"),
-    *("home", "store", "free_disk_bytes", "versions", "advice"),
+    *("home", "store", "free_disk_bytes", "versions", "advice", "not_batched"),
 ]
 
 
@@ -31,6 +33,12 @@ def doctor(home, *arguments, **environ):
 def report(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     return home, json.loads(doctor(home, "--json"))
+
+
+def test_models_that_are_not_batched_are_named(tmp_path):
+    verdict = KnownVerdict("some/model", "0.32.2", Verdict(False, 0.5, 0.0, 97))
+    padding_book(tmp_path).put("key", verdict, keep=True)
+    assert json.loads(doctor(tmp_path, "--json"))["not_batched"] == ["some/model"]
 
 
 def test_json_has_every_key_and_sane_values(report):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import quantiles
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -173,6 +174,9 @@ class _Until:
         self.reads.stop()
 
 
+ALWAYS: Any = SimpleNamespace(can_batch=True, is_decided=True, allowed=True)  # rows share a batch
+
+
 class KnownLoads(Rates):
     """Loading is as fast as the device says; prefilling is learned."""
 
@@ -300,7 +304,7 @@ def simulated(device: Device, model: Model, home: Path) -> Iterator[Simulation]:
         manager.reader = ChargedReader(manager.reader, device, clock)  # type: ignore[assignment]
         manager.rates = KnownLoads()
         stand_in = replace(model, module=module, n_context=1 << 20)
-        lane = Lane(stand_in, KVOptions(), identity, manager, Live(1 << 28), True)
+        lane = Lane(stand_in, KVOptions(), identity, manager, Live(1 << 28), ALWAYS)
         sizer = SliceSizer(device.max_slice, gap_s=device.gap_s)
         scheduler = Scheduler(
             Admission(1 << 30), sizer, lambda row: None, lambda job: None, clock=clock

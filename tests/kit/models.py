@@ -6,24 +6,17 @@ ConcatenateKVCache is never in a prompt cache and is proven on `llama` instead.
 """
 
 import importlib
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
+from benchmarks.zoo.models import build, randomise
 
 Model = Any  # an mlx.nn.Module, for which mlx has no types
 
 VOCABULARY = 128
 WINDOW = 32
 CHUNK = 32
-GAIN = 2.0
-SEED = 7
-# Decay parameters of state layers. With random values a state decays within twenty tokens, and an
-# earlier error would not be seen.
-SLOW_DECAY = ("A_log", "recurrent_param")
 
 # Fields that nearly every config shares.
 COMMON: dict[str, Any] = {
@@ -198,8 +191,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def tiny(name: str, **changes: Any) -> Model:
-    """A new tiny model of this architecture, with changes; equal calls give equal weights."""
-    return ARCHITECTURES[name](**changes)
+    """A new tiny model of this architecture, with changes; equal calls give equal weights.
+
+    One that is not here comes from the zoo, which has them all, without changes.
+    """
+    return ARCHITECTURES[name](**changes) if name in ARCHITECTURES else build(name)
 
 
 def _build(name: str, **changes: Any) -> Model:
@@ -208,30 +204,8 @@ def _build(name: str, **changes: Any) -> Model:
     if name == "llama4":
         config = {"model_type": name, "text_config": config}
     model: Model = arch.Model(arch.ModelArgs.from_dict(config))
-    _randomise(model)
+    randomise(model)
     return model
-
-
-def _randomise(model: Model) -> None:
-    """Set every parameter to fp32 numbers that depend only on the seed."""
-    parameters: Any = sorted(tree_flatten(model.parameters()))
-    keys = mx.random.split(mx.random.key(SEED), len(parameters))
-    fresh = [
-        (path, _random(path, p.shape, k)) for (path, p), k in zip(parameters, keys, strict=True)
-    ]
-    model.update(tree_unflatten(fresh))
-    mx.eval(model)  # RoPE tables are lazy too, and not parameters
-
-
-def _random(path: str, shape: tuple[int, ...], key: mx.array) -> mx.array:
-    noise = mx.random.normal(shape, key=key)
-    if path.endswith(SLOW_DECAY):
-        return 0.3 * noise - 5
-    if len(shape) < 2:
-        return 1 + 0.1 * noise if path.endswith(("weight", "scalar")) else 0.3 * noise
-    if "embed" in path:
-        return noise
-    return noise * (GAIN / math.sqrt(shape[-1]))
 
 
 ARCHITECTURES: dict[str, Callable[..., Model]] = {name: partial(_build, name) for name in CONFIGS}

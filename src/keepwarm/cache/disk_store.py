@@ -43,6 +43,7 @@ from keepwarm.store.unlock import unlock
 
 PREFIX_SIGN = "@"  # starts a prefix id; no agent id starts with it
 ID_DIGITS = 12
+ROWS_TRUSTED = "rows trusted "  # noted with each namespace whose blocks no untried batch wrote
 PINS_MADE = "pins made"  # noted in the index once agents' pins are in it
 
 
@@ -91,7 +92,18 @@ class DiskStore:
         path = self._identity_path(name)
         if not path.exists():
             write_file(self.disk, path, json.dumps(identity.to_json()).encode())
+            self.trust_rows(name)
         return name
+
+    def trust_rows(self, name: Namespace) -> None:
+        """Note that no wrong row of a batch is among the blocks of this namespace."""
+        with as_store_errors(self.disk, "note a model"):
+            self.disk.index.database.set_flag(f"{ROWS_TRUSTED}{name.hex()}")
+
+    def trusts_rows(self, name: Namespace) -> bool:
+        """Not if an earlier version, which tried no model's batches, wrote blocks here."""
+        with as_store_errors(self.disk, "look up a model"):
+            return self.disk.index.database.has_flag(f"{ROWS_TRUSTED}{name.hex()}")
 
     def identity_of(self, name: Namespace) -> Identity:
         try:

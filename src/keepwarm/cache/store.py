@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 from keepwarm import blas, config, kv
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.identity import Digests, identify
+from keepwarm.cache.padding import RowSharing, padding_book
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.rates import RateBook
 from keepwarm.cache.restore.reading import Reader
@@ -30,6 +31,8 @@ from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import StoredBlock, Tier, TierStats
 from keepwarm.store.tiers import Tiers
+
+ROWS_ALONE = "rows_alone"  # in the identity of blocks that replace those of a wrong batch
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Store:
         self.settings = settings or config.load(store=path)
         budgets = budgets or Budgets.of(self.settings)
         self._rates = RateBook(self.settings.home / "rates.json")
+        self._padding = padding_book(self.settings.home)
         self._is_memory_fixed = budgets.memory_bytes is not None
         self.memory = MemoryTier(_memory_bytes(budgets))
         self.saver: Saver = MemorySaver(self.memory)
@@ -128,9 +132,23 @@ class Store:
             salt=salt,
             **kv_options,
         )
+        sharing = RowSharing(model, kv_options, identity, source, self._padding)
+        identity = self._trusted(identity, sharing)
         manager = self.make_manager(identity, layout)
         manager.rates = self._rates.of(namespace(replace(identity, salt="", origin="")))
-        return AttachedModel(model, identity, manager, kv_options)
+        return AttachedModel(model, identity, manager, kv_options, sharing)
+
+    def _trusted(self, identity: Identity, sharing: RowSharing) -> Identity:
+        """The identity, or another one if blocks of this one may hold wrong rows of a batch."""
+        if self._on_disk is None:
+            return identity
+        name = self._on_disk.register(identity)
+        if self._on_disk.trusts_rows(name):
+            return identity
+        if not sharing.can_batch or sharing.run():
+            self._on_disk.trust_rows(name)
+            return identity
+        return replace(identity, kv_options={**identity.kv_options, ROWS_ALONE: 1})
 
     def make_manager(self, identity: Identity, layout: kv.Layout) -> Manager:
         """The manager of one model with one set of KV options."""
@@ -265,12 +283,18 @@ class AttachedModel:
     """A store as one model uses it."""
 
     def __init__(
-        self, model: Any, identity: Identity, manager: Manager, kv_options: dict[str, Any]
+        self,
+        model: Any,
+        identity: Identity,
+        manager: Manager,
+        kv_options: dict[str, Any],
+        sharing: RowSharing,
     ) -> None:
         self._model = model
         self._kv_options = kv_options
         self.identity = identity
         self.manager = manager
+        self.sharing = sharing
 
     def restore(self, tokens: Sequence[int]) -> RestoredPrompt:
         """Caches for the longest stored prefix, or empty ones."""

@@ -20,13 +20,16 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show backend, BLAS, speed, memory, disk, versions and advice."""
+    from keepwarm.cache.padding import padding_book
     from keepwarm.device.machine import snapshot  # imports MLX
 
-    machine = snapshot(config.load())
+    settings = config.load()
+    machine = snapshot(settings)
+    alone = [known.model for known in padding_book(settings.home).alone()]
     if json:
-        print(dumps(as_json(machine)))
+        print(dumps(as_json(machine) | {"not_batched": alone}))
     else:
-        Console().print(_table(machine))
+        Console().print(_table(machine, alone))
 
 
 def as_json(machine: Machine) -> dict[str, Any]:
@@ -47,10 +50,13 @@ def as_json(machine: Machine) -> dict[str, Any]:
     }
 
 
-def _table(machine: Machine) -> Table:
+def _table(machine: Machine, alone: list[str]) -> Table:
+    """`alone` are the models whose rows differ in a batch."""
     table = Table("", "", show_header=False, box=None)
     for name, value in _rows(machine).items():
         table.add_row(f"[bold]{name}[/bold]", value)
+    if alone:
+        table.add_row("[bold]Not batched[/bold]", ", ".join(alone))
     return table
 
 

@@ -176,7 +176,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """Current load, and counts since the start."""
-        return snapshot(self._scheduler, self.live, self.store)
+        return snapshot(self._scheduler, self.live, self.store, self._lanes)
 
     def requests(self) -> list[JournalEntry]:
         """Recent requests that ended, then those that wait or run."""

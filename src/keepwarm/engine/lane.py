@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from keepwarm import kv
+from keepwarm.cache.padding import RowSharing
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.continuations import continuations
 from keepwarm.cache.restore.live import Live
@@ -44,7 +45,7 @@ class Lane:
     identity: Identity
     manager: Manager
     live: Live
-    can_batch: bool
+    sharing: RowSharing
     exact_lane: Lane | None = None  # for prompts shorter than `quantized_kv_start`
 
     def inexact(self, n_reused: int) -> tuple[Inexact, ...]:
@@ -57,6 +58,11 @@ class Lane:
             "imported": bool(self.identity.origin and n_reused),
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
+
+    @property
+    def can_batch(self) -> bool:
+        """Whether its sequences share a batch, as far as is known."""
+        return self.sharing.can_batch and self.sharing.allowed is not False
 
     @property
     def needs_checkpoints(self) -> bool:
@@ -210,6 +216,12 @@ class Lanes:
         origin = self.store.origin_of(agent) if agent else ""
         return lane.of_import(origin, self.store) if origin else lane
 
+    @property
+    def share_batches(self) -> bool | None:
+        """Whether sequences of all lanes may share batches; None if it is not known yet."""
+        known = {lane.sharing.allowed for lane in list(self._made.values())}
+        return next((answer for answer in (False, True) if answer in known), None)
+
     def _make(self, options: KVOptions, tenant: str) -> Lane:
         start, is_exact = options.quantized_kv_start, options.kv_bits is None
         attached = self.store.attach(
@@ -218,14 +230,13 @@ class Lanes:
             salt=salt_of(tenant, start),
             **make_options(options),
         )
-        fresh = kv.make_caches(self.model.module, **make_options(options))
         return Lane(
             self.model,
             options,
             attached.identity,
             attached.manager,
             self.live,
-            can_batch=kv.can_batch(fresh),
+            attached.sharing,
             exact_lane=None if is_exact or not start else self.get(exact_options(options), tenant),
         )
 

@@ -203,4 +203,5 @@ def _column(values: Sequence[float]) -> mx.array:
 def n_logits(model: Model) -> int:
     """Often more than the tokenizer has tokens."""
     logits = model.module(mx.array([[0]]))
+    mx.eval(logits)  # some models keep arrays of their first call, for every thread
     return int(logits.shape[-1])

@@ -87,10 +87,11 @@ class Scheduler:
         started = self._start_one()
         watch, decoded = Stopwatch(self._clock), self._decode()
         step_s = watch.seconds()
-        prefilled = self._prefill()
+        tried = self._try_padding()
+        prefilled = None if tried else self._prefill()
         if decoded:
             self.slice_sizer.record_step(step_s + (prefilled.waited_s if prefilled else 0.0))
-        return started or decoded or prefilled is not None
+        return started or decoded or tried or prefilled is not None
 
     def abort(self, job: Job, error: KeepwarmError) -> None:
         """End a job in whatever state it is; the blocks it finished are kept."""
@@ -179,6 +180,15 @@ class Scheduler:
             self._end_prefill(task)
             self._start_decoding(task, logits)
         return prefill
+
+    def _try_padding(self) -> bool:
+        """Before rows first share a batch: one pass of the trial that says whether they may."""
+        for task in self.prefilling:
+            shares = task.lane.options in self._batches or len(task.sequences) > 1
+            if shares and not task.lane.sharing.is_decided:
+                task.lane.sharing.step()
+                return True
+        return False
 
     def _slice_tokens(self, lane: Lane, context: int) -> int:
         costs = lane.manager.rates.slices

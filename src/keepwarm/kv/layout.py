@@ -125,7 +125,8 @@ def layout_of(caches: Caches) -> Layout:
 def probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Layout:
     """The layout of a model, found by feeding it one token with empty caches."""
     try:
-        model(mx.array([[token]]), cache=caches)
+        logits = model(mx.array([[token]]), cache=caches)
+        mx.eval(logits)  # some models keep arrays of their first call, for every thread
         mx.eval([array for cache in caches for array in encode(cache).arrays()])
     except (ValueError, TypeError) as error:
         # Mostly a group size that does not divide a head, or attention sinks with quantised keys.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from keepwarm.cache.restore.live import Live, LiveStats
 from keepwarm.cache.restore.writing import WriteStats
 from keepwarm.cache.store import Store
+from keepwarm.engine.lane import Lanes
 from keepwarm.engine.scheduler import Scheduler
 from keepwarm.store.tier import TierStats
 
@@ -32,9 +33,10 @@ class Stats:
     live: LiveStats
     tiers: Mapping[str, TierStats]
     writes: WriteStats
+    shares_batches: bool | None  # False: sequences decode one by one; None: not tried yet
 
 
-def snapshot(scheduler: Scheduler, live: Live, store: Store) -> Stats:
+def snapshot(scheduler: Scheduler, live: Live, store: Store, lanes: Lanes) -> Stats:
     """From any thread; the numbers may be of different steps."""
     return Stats(
         waiting=len(scheduler.waiting),
@@ -46,4 +48,5 @@ def snapshot(scheduler: Scheduler, live: Live, store: Store) -> Stats:
         live=live.stats,
         tiers=store.tier_stats(),
         writes=store.write_stats(),
+        shares_batches=lanes.share_batches,
     )

@@ -124,4 +124,5 @@ def _model(host: EngineHost) -> ModelOut:
         "created": host.created,
         "owned_by": "keepwarm",
         "context_length": host.engine.model.n_context,
+        "shares_batches": host.engine.stats().shares_batches,
     }

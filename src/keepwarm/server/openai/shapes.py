@@ -226,6 +226,7 @@ class ModelOut(TypedDict):
     created: int
     owned_by: str
     context_length: int
+    shares_batches: bool | None  # false: its answers are decoded one by one; null: not tried yet
 
 
 class ModelList(TypedDict):

@@ -1,0 +1,140 @@
+"""Whether sequences that share a batch get what each of them gets alone.
+
+Rows of a batch are padded on the left to one length. Some models take a cache slot for a position,
+or align a mask with the wrong axis, and compute other numbers for padded rows without an error. So
+before rows of a model share a batch, padded rows are compared with single ones: here, with caches
+that are mixed from the rows of one short prompt. Long rows then cost one token a pass.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, TypeAlias, TypeVar
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList
+
+from keepwarm.kv.batch import merge
+from keepwarm.kv.codec import copy_caches, encode, evaluate
+from keepwarm.kv.kinds import Cache, Caches, is_empty, leaves
+from keepwarm.kv.make import make_caches
+
+PROMPT = [(7 * i + 3) % 97 for i in range(32)]
+STEPS = ((11, 12, 13), (61, 62, 63))  # tokens fed to the first and to the second row
+# Tokens of the longer row, and the padding of the other: odd, because a multiple of a model's block
+# size would hide an error; and much less than the row, because sparse attention drops only blocks
+# of long rows.
+LENGTHS = {97: 65, 771: 71, 4111: 1111}
+# Distances are total variation: the probability that two distributions disagree about. Over the
+# zoo's models rows that are right are at most 6e-6 apart in fp32 and equal in bf16 (on a CPU),
+# wrong ones 0.02 to 0.9.
+MAX_APART_32 = 1e-3
+MAX_APART_16 = 1e-2
+MAX_RATIO = 5.0  # of padded rows to unpadded ones: kernels differ with the width of a batch
+MAX_NOISE = 0.25
+
+ROWS_HELD = 6  # both rows alone, and in a batch, which is copied once to grow
+
+T = TypeVar("T")
+Passes: TypeAlias = Generator[None, None, T]  # yields after each pass of the model, returns T
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether rows may share a batch, and how far padded and unpadded rows are from single ones."""
+
+    shares: bool
+    padded: float
+    unpadded: float
+    n_tokens: int  # of the longest row compared
+
+
+def try_padding(
+    model: Any, make: Callable[[], Caches], max_bytes: int, max_tokens: int = sys.maxsize
+) -> Passes[Verdict]:
+    """Compare padded rows with single ones; `make` returns empty caches of the model.
+
+    36 passes of one or two tokens after one of 32; the caches take about `max_bytes`.
+    """
+    source = make_caches(model)
+    model(mx.array([PROMPT]), cache=source)
+    evaluate(source)
+    yield
+    is_16_bit = any(array.dtype.size == 2 for cache in source for array in encode(cache).arrays())
+    floor = MAX_APART_16 if is_16_bit else MAX_APART_32
+    padded = unpadded = 0.0
+    longest = min(max_tokens - len(STEPS[0]), max_bytes // (ROWS_HELD * _bytes_per_token(source)))
+    lengths = {min(n, max(longest, min(LENGTHS))): padding for n, padding in LENGTHS.items()}
+    for n, padding in lengths.items():
+        rows = [_mixed(source, make(), size) for size in (n - min(padding, n * 2 // 3), n)]
+        both = yield from _decode(model, rows, STEPS)
+        short = yield from _decode(model, rows[:1], STEPS[:1])
+        long = yield from _decode(model, rows[1:], STEPS[1:])
+        pair = yield from _decode(model, [rows[1], rows[1]], (STEPS[1], STEPS[1]))
+        unpadded = max(unpadded, _apart(pair, 0, long))
+        padded = max(padded, _apart(both, 0, short), _apart(both, 1, long))
+        shares = padded <= max(floor, MAX_RATIO * unpadded) and unpadded <= MAX_NOISE
+        if not shares:
+            return Verdict(False, padded, unpadded, n)
+    return Verdict(True, padded, unpadded, n)
+
+
+def _bytes_per_token(caches: Caches) -> int:
+    rows = [encode(leaf).n_bytes for _, leaf in leaves(caches) if not isinstance(leaf, ArraysCache)]
+    return max(1, sum(rows) // len(PROMPT))
+
+
+def _decode(
+    model: Any, rows: Sequence[Caches], tokens: Sequence[Sequence[int]]
+) -> Passes[list[mx.array]]:
+    """Feed each row its tokens, one a pass; the probabilities (rows, vocabulary) after each."""
+    caches = copy_caches(rows[0]) if len(rows) == 1 else merge(rows)
+    found: list[mx.array] = []
+    for fed in zip(*tokens, strict=True):
+        logits = model(mx.array(fed)[:, None], cache=caches)[:, -1, :]
+        found.append(mx.softmax(logits.astype(mx.float32), axis=-1))
+        mx.eval(found[-1])
+        yield
+    return found
+
+
+def _apart(steps: Sequence[mx.array], row: int, alone: Sequence[mx.array]) -> float:
+    """The median distance of a row from the same sequence alone; infinite if not a number."""
+    pairs = zip(steps, alone, strict=True)
+    apart: list[Any] = [(0.5 * mx.abs(many[row] - one[0]).sum()).item() for many, one in pairs]
+    return median(apart) if all(x <= 1.01 for x in apart) else float("inf")
+
+
+def _mixed(source: Caches, empty: Caches, n_tokens: int) -> Caches:
+    """Caches of `n_tokens`: rows mixed at random from those of the source, its states as they are.
+
+    The same call gives the same rows, and rows of one length are the same in every layer's mix.
+    """
+    key = mx.random.key(n_tokens)
+    weights = mx.random.normal((n_tokens, len(PROMPT)), key=key) / len(PROMPT) ** 0.5
+    return evaluate([_mixed_layer(*pair, weights) for pair in zip(source, empty, strict=True)])
+
+
+def _mixed_layer(source: Cache, empty: Cache, weights: mx.array) -> Cache:
+    if is_empty(source):  # a layer that never uses its cache
+        return empty
+    if isinstance(source, CacheList):
+        parts = zip(source.caches, empty.caches, strict=True)
+        return CacheList(*(_mixed_layer(*part, weights) for part in parts))
+    if isinstance(source, ArraysCache):
+        return copy_caches([source])[0]
+    rows = [_mix(weights, rows) for rows in encode(source).tensors.values()]
+    # The last row alone: after a slice a window would hold more rows than it has.
+    empty.update_and_fetch(*(x[..., :-1, :] for x in rows))
+    empty.update_and_fetch(*(x[..., -1:, :] for x in rows))
+    return empty
+
+
+def _mix(weights: mx.array, rows: mx.array) -> mx.array:
+    if not rows.shape[-1]:  # some caches hold keys only
+        return mx.zeros((*rows.shape[:2], weights.shape[0], 0), rows.dtype)
+    n_rows = rows.shape[2]  # fewer than the prompt in a small window
+    return (weights[:, :n_rows] @ rows.astype(mx.float32)).astype(rows.dtype)

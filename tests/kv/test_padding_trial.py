@@ -1,0 +1,68 @@
+"""Padded rows compared with single ones, on models that are right and on models that are not."""
+
+import mlx.core as mx
+import pytest
+from benchmarks.zoo.models import build
+
+from keepwarm import kv
+from keepwarm.kv.padding_trial import LENGTHS, PROMPT, try_padding
+from tests.kit.runs import FedCounter
+
+GIB = 1 << 30
+
+
+def run(model, max_bytes=GIB, **options):
+    """The verdict, and the shapes of all passes."""
+    counter = FedCounter(model)
+    trial = try_padding(counter, lambda: kv.make_caches(model, **options), max_bytes)
+    while True:
+        try:
+            next(trial)
+        except StopIteration as end:
+            return end.value, counter.shapes
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "deepseek_v32"])
+def test_right_models_pass(name, tiny_model):
+    """Rows, windows, states, an index beside the keys: with and without quantization."""
+    for options in ({}, {"kv_bits": 8, "kv_group_size": 32}) if name == "llama" else ({},):
+        verdict, _ = run(tiny_model(name), **options)
+        assert verdict.shares
+        assert verdict.n_tokens == max(LENGTHS)
+        assert verdict.padded < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_rows_that_take_slots_for_positions_fail(dtype):
+    """Here in one of four layers."""
+    verdict, _ = run(build("afm7", dtype))
+    assert not verdict.shares
+    assert verdict.padded > 10 * verdict.unpadded
+    assert run(build("llama", dtype))[0].shares
+
+
+@pytest.mark.parametrize(("n_blocks", "n_tokens"), [(80, 771), (200, 4111)])
+def test_rows_that_differ_only_when_they_are_long_fail(n_blocks, n_tokens):
+    """Sparse attention drops blocks of 8 tokens only beyond its budget."""
+    model = build("minimax_m3_vl")
+    for layer in model.layers:
+        layer.self_attn.index_topk_blocks = n_blocks
+    verdict, _ = run(model)
+    assert not verdict.shares
+    assert verdict.n_tokens == n_tokens
+
+
+def test_what_it_costs(tiny_model):
+    """One short prompt, then passes of one token a row; long rows are not prefilled."""
+    _, shapes = run(tiny_model("llama"))
+    assert shapes[0] == (1, len(PROMPT))
+    assert all(rows <= 2 and length == 1 for rows, length in shapes[1:])
+    assert len(shapes) == 37
+
+
+def test_memory_bounds_its_rows(tiny_model):
+    model = tiny_model("llama")
+    per_token = 2 * 2 * 64 * 2 * 4  # layers, heads, width, keys and values, bytes
+    verdict, _ = run(model, max_bytes=6 * per_token * 500)
+    assert verdict.n_tokens == 500
+    assert run(model, max_bytes=1)[0].n_tokens == min(LENGTHS)
