@@ -7,6 +7,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from keepwarm.errors import BadInput
 from keepwarm.kv.batch import can_batch
 from keepwarm.kv.kinds import leaves
+from keepwarm.kv.layout import probe
 from keepwarm.kv.make import BITS, make_caches
 from keepwarm.kv.quant import QuantKVCache
 from tests.kit.compare import assert_differs, assert_same
@@ -132,3 +133,12 @@ def test_settings_that_make_no_sense_are_refused(setting, message, tiny_model):
     """S4-04: before any token is fed."""
     with pytest.raises(BadInput, match=message):
         make_caches(tiny_model("llama"), **setting)
+
+
+@pytest.mark.parametrize("name", ["mistral4", "gemma2", "stablelm", "minimax_m3_vl"])
+def test_models_that_cannot_take_quantised_keys_say_so(name, tiny_model):
+    """By name and in one line, whatever their attention does with keys that are not an array."""
+    model = tiny_model(name)
+    said = f"^{name} does not run with these KV options .its attention takes arrays only.; [^\n]*$"
+    with pytest.raises(BadInput, match=said):
+        probe(model, make_caches(model, kv_bits=8, kv_group_size=32))

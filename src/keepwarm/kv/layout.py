@@ -14,7 +14,8 @@ import mlx.core as mx
 
 from keepwarm.errors import BadInput, CacheMismatch
 from keepwarm.kv.codec import EncodedCache, Scalar, encode
-from keepwarm.kv.kinds import Caches, Kind, kind_of
+from keepwarm.kv.kinds import Caches, Kind, kind_of, leaves
+from keepwarm.kv.quant import QuantKVCache
 
 ROWS = 2  # the token axis of K and V
 POSITIONS = frozenset({"offset", "start_position"})  # scalars that change with every token
@@ -124,16 +125,29 @@ def layout_of(caches: Caches) -> Layout:
 
 def probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Layout:
     """The layout of a model, found by feeding it one token with empty caches."""
+    is_quantised = any(isinstance(leaf, QuantKVCache) for _, leaf in leaves(caches))
     try:
-        logits = model(mx.array([[token]]), cache=caches)
-        mx.eval(logits)  # some models keep arrays of their first call, for every thread
-        mx.eval([array for cache in caches for array in encode(cache).arrays()])
-    except (ValueError, TypeError) as error:
-        # Mostly a group size that does not divide a head, or attention sinks with quantised keys.
+        _feed(model, caches, [token])
+        if is_quantised:
+            _feed(model, caches, [token, token])  # with a mask: some models fail only there
+    except Exception as error:
+        if not (is_quantised or isinstance(error, ValueError | TypeError)):
+            raise
+        # Quantised keys are not an array: a model with attention of its own cannot use them. Or a
+        # group size does not divide a head, or there are attention sinks.
+        is_reason = isinstance(error, ValueError)
+        why = str(error).partition("\n")[0] if is_reason else "its attention takes arrays only"
+        name = getattr(model, "model_type", "This model")
         raise BadInput(
-            f"This model does not run with these KV options ({error}); change or remove them."
+            f"{name} does not run with these KV options ({why}); change or remove them."
         ) from error
     return layout_of(caches)
+
+
+def _feed(model: Callable[..., Any], caches: Caches, tokens: list[int]) -> None:
+    logits = model(mx.array([tokens]), cache=caches)
+    mx.eval(logits)  # some models keep arrays of their first call, for every thread
+    mx.eval([array for cache in caches for array in encode(cache).arrays()])
 
 
 def _spec(path: str, kind: Kind, cache: Any, encoded: EncodedCache) -> LayerSpec:
