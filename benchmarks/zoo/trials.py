@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ VOCABULARY = 128
 END = "</s>"
 N_CONTEXT = 4096
 N_ANSWER = 4
-SLICE = 64  # of the prompt that shows how far mlx-lm itself is from slice-invariant
+SLICE = 64  # of a prompt that shows how far mlx-lm is from slice-invariant
 EXACT = 1e-4  # |Δlogprob| in fp32
 EXACT_IN_BATCH = 5e-4  # a fast BLAS adds in another order there
 DRIFT = 10.0  # times what two slicings of plain mlx-lm differ by
@@ -183,17 +184,22 @@ def _apart(a: Choice, b: Choice) -> float:
 
 
 def _drift(module: Any, prompt: Sequence[int]) -> float:
-    """How far apart two slicings of one prompt are in plain mlx-lm."""
-    cache = make_prompt_cache(module)
-    parts = []
-    for start in range(0, len(prompt), SLICE):
-        logits = module(mx.array([prompt[start : start + SLICE]]), cache=cache)[0]
-        parts.append(logits[-1])
+    """How far plain mlx-lm is from itself when it is fed a prompt in other slices."""
+    whole = _logprobs(module, prompt)
+    best = mx.argsort(-whole, axis=-1)[:, :20]
+    apart = [
+        mx.abs(mx.take_along_axis(_sliced(module, prompt, ends) - whole, best, axis=-1))
+        for ends in (range(SLICE, len(prompt), SLICE), range(len(prompt) - 20, len(prompt)))
+    ]
+    return max(_largest(x[1:]) for x in apart)
+
+
+def _sliced(module: Any, prompt: Sequence[int], ends: Sequence[int]) -> mx.array:
+    cache, parts = make_prompt_cache(module), []
+    for start, end in pairwise([0, *ends, len(prompt)]):
+        parts.append(_normalised(module(mx.array([prompt[start:end]]), cache=cache)[0]))
         mx.eval(parts[-1], [c.state for c in cache])
-    sliced = _normalised(parts[-1])
-    whole = _logprobs(module, prompt)[-1]
-    best = mx.argsort(-whole)[:20]
-    return _largest(mx.abs(sliced - whole)[best])
+    return mx.concatenate(parts)
 
 
 def _logprobs(module: Any, sequence: Sequence[int]) -> mx.array:
