@@ -3,7 +3,7 @@
 import pytest
 
 from keepwarm.cache.padding import KnownVerdict, PaddingBook
-from keepwarm.kv.padding_trial import Verdict
+from keepwarm.cache.padding_trial import Verdict
 
 RIGHT = KnownVerdict("right", "0.32.2", Verdict(True, 0.0, 0.0, 4111))
 WRONG = KnownVerdict("wrong", "0.32.2", Verdict(False, 0.5, 0.0, 97))

@@ -9,7 +9,7 @@ import pytest
 
 from keepwarm import __version__, blas
 from keepwarm.cache.padding import KnownVerdict, padding_book
-from keepwarm.kv.padding_trial import Verdict
+from keepwarm.cache.padding_trial import Verdict
 
 PROGRAM = "import typer; from keepwarm.cli.doctor import doctor; typer.run(doctor)"
 KEYS = [

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from keepwarm.cache.disk_store import ROWS_TRUSTED
+from keepwarm.cache.padding_trial import PROMPT
 from keepwarm.engine.engine import Engine
-from keepwarm.kv.padding_trial import PROMPT
 from tests.kit import engines
 from tests.kit.engines import Exam, ask, held
 from tests.kit.runs import prompt_of

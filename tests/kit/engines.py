@@ -20,13 +20,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from keepwarm import config
 from keepwarm.cache.padding import PaddingBook
+from keepwarm.cache.padding_trial import Verdict
 from keepwarm.cache.restore.costs import SliceCosts
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.store import Budgets, Store
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.engine import Engine
-from keepwarm.kv.padding_trial import Verdict
 from keepwarm.models.load import Model
 from keepwarm.text.request import Choice, Request, Sampling
 from tests.kit.checkpoints import CORPUS, EOS, SPECIALS, tokenizer_config

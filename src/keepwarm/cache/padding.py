@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from keepwarm import kv
+from keepwarm.cache.padding_trial import Passes, Verdict, try_padding
 from keepwarm.device.memory import GIB, memories
 from keepwarm.files import write_atomically
-from keepwarm.kv.padding_trial import Passes, Verdict, try_padding
 from keepwarm.models.catalog import n_context
 from keepwarm.prefix.fingerprint import Identity, digest
 

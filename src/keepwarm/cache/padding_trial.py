@@ -15,11 +15,10 @@ from statistics import median
 from typing import Any, TypeAlias, TypeVar
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList
 
 from keepwarm.kv.batch import merge
 from keepwarm.kv.codec import copy_caches, encode, evaluate
-from keepwarm.kv.kinds import Cache, Caches, is_empty, leaves
+from keepwarm.kv.kinds import Cache, Caches, Kind, is_empty, kind_of, leaves
 from keepwarm.kv.make import make_caches
 
 PROMPT = [(7 * i + 3) % 97 for i in range(32)]
@@ -83,8 +82,8 @@ def try_padding(
 
 
 def _bytes_per_token(caches: Caches) -> int:
-    rows = [encode(leaf).n_bytes for _, leaf in leaves(caches) if not isinstance(leaf, ArraysCache)]
-    return max(1, sum(rows) // len(PROMPT))
+    rows = [leaf for _, leaf in leaves(caches) if kind_of(leaf) is not Kind.STATE]
+    return max(1, sum(encode(leaf).n_bytes for leaf in rows) // len(PROMPT))
 
 
 def _decode(
@@ -121,10 +120,11 @@ def _mixed(source: Caches, empty: Caches, n_tokens: int) -> Caches:
 def _mixed_layer(source: Cache, empty: Cache, weights: mx.array) -> Cache:
     if is_empty(source):  # a layer that never uses its cache
         return empty
-    if isinstance(source, CacheList):
+    kind = kind_of(source)
+    if kind is Kind.COMPOSITE:
         parts = zip(source.caches, empty.caches, strict=True)
-        return CacheList(*(_mixed_layer(*part, weights) for part in parts))
-    if isinstance(source, ArraysCache):
+        return type(source)(*(_mixed_layer(*part, weights) for part in parts))
+    if kind is Kind.STATE:
         return copy_caches([source])[0]
     rows = [_mix(weights, rows) for rows in encode(source).tensors.values()]
     # The last row alone: after a slice a window would hold more rows than it has.

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.zoo.models import build
 
 from keepwarm import kv
-from keepwarm.kv.padding_trial import LENGTHS, PROMPT, try_padding
+from keepwarm.cache.padding_trial import LENGTHS, PROMPT, try_padding
 from tests.kit.runs import FedCounter
 
 GIB = 1 << 30
