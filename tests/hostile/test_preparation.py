@@ -14,7 +14,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from keepwarm import config
-from keepwarm.errors import BadInput, Cancelled, ContextTooLong, TimedOut
+from keepwarm.errors import BadInput, Cancelled, ContextTooLong, EngineFailed, TimedOut
 from keepwarm.models.load import load
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.server.http import scrub
@@ -353,6 +353,16 @@ def test_without_the_process_a_prompt_is_prepared_here(model, here, monkeypatch)
     assert found.tokens == here.prepare(asked).tokens
     assert found.grammar is not None
     preparer.close()
+
+
+def test_a_fork_that_crashes_is_no_reason_to_wait():
+    process = PreparingProcess(tasks.Nothing())
+    with pytest.raises(ProcessGone):  # it may never work here, so the work is done in the server
+        run(process, tasks.crash)
+    run(process, tasks.report)
+    with pytest.raises(EngineFailed, match="more than this machine can prepare"):
+        run(process, tasks.crash)
+    process.close()
 
 
 def test_a_closed_process_takes_no_more():

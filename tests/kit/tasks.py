@@ -34,5 +34,9 @@ def sleep(_tools: Any, channel: Any) -> None:
     time.sleep(600)
 
 
+def crash(_tools: Any, _channel: Any) -> None:
+    os._exit(1)
+
+
 def fail(_tools: Any, _channel: Any) -> None:
     raise KeyError("no such thing")

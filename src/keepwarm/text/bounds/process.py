@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from itertools import count
 from tempfile import TemporaryFile
 from typing import Any, TypeAlias
 
-from keepwarm.errors import KeepwarmError
+from keepwarm.errors import EngineFailed, KeepwarmError
 from keepwarm.text.bounds.deadline import PrepareDeadline
 from keepwarm.text.bounds.forks import (
     KILL,
@@ -47,6 +48,7 @@ class PreparingProcess:
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
+        self._has_worked = False
 
     def run(
         self,
@@ -70,10 +72,14 @@ class PreparingProcess:
             try:
                 deadline.check()  # from here on a cancellation kills the task
                 _wait_for_start(here, deadline)
-                return _result(here, (task, arguments, cpu_s), deadline, reply)
+                begun = time.monotonic()
+                result = _result(here, (task, arguments, cpu_s), deadline, reply)
+                self._has_worked = True
+                return result
             except (OSError, EOFError) as error:
                 deadline.check()
-                raise too_long from error
+                crashed = time.monotonic() - begun < cpu_s  # it cannot have worked for so long
+                raise self._crash() if crashed else too_long from error
             finally:
                 self._kill(number)  # in case that it still runs
 
@@ -86,6 +92,12 @@ class PreparingProcess:
         with self._lock:
             self._closed = True
             self._end()
+
+    def _crash(self) -> Exception:
+        """A process that has never worked is of no use here; one that has met its end."""
+        if not self._has_worked:
+            return ProcessGone()
+        return EngineFailed("The prompt is more than this machine can prepare; send a shorter one.")
 
     def _start_task(self, number: int, link: socket.socket) -> None:
         with self._lock:
