@@ -148,7 +148,6 @@ class PreparingTurns:
         try:
             body = await _read(receive)
             if body is not None:
-                check_structure(body)
                 await self._take_turn(body, scope, receive, send)
         except KeepwarmError as error:  # from before the application, which answers its own
             await respond(scope["path"], problem_of(error))(scope, receive, send)
@@ -173,6 +172,7 @@ class PreparingTurns:
         gone.add_done_callback(lambda task: None if task.cancelled() else deadline.cancel())
         turn = scope["state"]["turn"] = Turn(deadline, self._threads, end, is_long=is_long)
         try:
+            await turn.build(partial(check_structure, body))
             await self._app(scope, _replay(body, receive), send)
         finally:
             turn.end()
