@@ -153,6 +153,22 @@ def test_slices_grow_to_what_was_not_measured_by_at_most_twice():
     assert tried == [128, 256, 512, 1024, 1024]
 
 
+@pytest.mark.parametrize(
+    ("context", "n_tokens"), [(0, 1024), (1024, 1024), (2100, 972), (3000, 1096), (3071, 1025)]
+)
+def test_on_a_grid_slices_end_at_multiples_of_their_length(context, n_tokens):
+    """A rest of less than a quarter is fed with the slice after it."""
+    sizer = sizer_with(0.02, max_slice=2048, gap_s=0.25, on_grid=True)
+    assert sizer.slice_tokens(costs_of(FLAT_THEN_STEEP), context, decoding=True) == n_tokens
+
+
+def test_a_slice_that_a_graph_was_built_for_is_not_typical():
+    costs, sizer = costs_of({512: 65}), SliceSizer(2048, on_grid=True)
+    assert sizer.is_typical(costs, 1024, 0)  # the first of its length
+    assert [sizer.is_typical(costs, 512, 4096) for _ in range(2)] == [False, True]
+    assert SliceSizer().is_typical(costs, 512, 4096)
+
+
 def test_the_first_slice_of_all_is_of_middling_length():
     assert SliceSizer().slice_tokens(SliceCosts(), 0, decoding=False) == FIRST_SLICE
 

@@ -51,6 +51,8 @@ class Device:
     load_tokens_per_s: float
     max_slice: int = 2048
     gap_s: float = 0.25
+    on_grid: bool = False
+    new_shape_s: float = 0.0  # more, for a slice where none of this length ended before
 
     def slice_seconds(self, n_tokens: int, context: int) -> float:
         return _between(self.slice_s, n_tokens) + self.context_s * n_tokens * context
@@ -67,6 +69,8 @@ H200 = Device(
     9e-10,
     {1: 0.0061, 4: 0.0198, 16: 0.0593},
     56_000,  # from memory
+    on_grid=True,
+    new_shape_s=0.08,
 )
 # Not measured. Llama-8B in 4 bit on an M4: 224.8 prompt tokens and 20.9 tokens per second
 # (github.com/brand-o/normiebench/issues/3), scaled by arithmetic (4.6 TFLOPS there, 18.4 and 2.6
@@ -119,6 +123,7 @@ class ChargedModel:
         self._clock = clock
         self._logits = mx.zeros(VOCABULARY).at[VOCABULARY // 2].add(1.0)
         self.fed: list[int] = []  # tokens of every slice
+        self._shapes: set[tuple[int, int]] = set()
 
     def __call__(self, inputs: mx.array, cache: Any) -> mx.array:
         n_rows, n_tokens = inputs.shape
@@ -127,6 +132,9 @@ class ChargedModel:
         else:
             self.fed.append(n_tokens)
             self._clock.now += self._device.slice_seconds(n_tokens, cache[0].offset)
+            shape = n_tokens, cache[0].offset
+            self._clock.now += 0.0 if shape in self._shapes else self._device.new_shape_s
+            self._shapes.add(shape)
         rows = mx.zeros((n_rows, 1, n_tokens, 1))
         cache[0].update_and_fetch(rows, rows)
         return mx.broadcast_to(self._logits, (n_rows, n_tokens, VOCABULARY))
@@ -277,9 +285,13 @@ class Simulation:
 
     def learn(self) -> None:
         """What a server that has run for a while knows."""
-        for n_tokens in (3000, 40, 200):
+        for n_tokens in (8192, 40, 200):
             self.first_s(n_tokens)
         self.abort_all(self.running(1))
+        for n_rows in (1, 4, 4, 4) if self.device.new_shape_s else ():
+            running = self.running(n_rows)
+            self.first_s(8192)
+            self.abort_all(running)
 
     def abort_all(self, sent: Sequence[Sent]) -> None:
         for one in sent:
@@ -305,7 +317,7 @@ def simulated(device: Device, model: Model, home: Path) -> Iterator[Simulation]:
         manager.rates = KnownLoads()
         stand_in = replace(model, module=module, n_context=1 << 20)
         lane = Lane(stand_in, KVOptions(), identity, manager, Live(1 << 28), ALWAYS)
-        sizer = SliceSizer(device.max_slice, gap_s=device.gap_s)
+        sizer = SliceSizer(device.max_slice, gap_s=device.gap_s, on_grid=device.on_grid)
         scheduler = Scheduler(
             Admission(1 << 30), sizer, lambda row: None, lambda job: None, clock=clock
         )

@@ -91,12 +91,11 @@ class Engine:
         raw, isolated = settings.raw_special_tokens, self.config.isolated
         self.preparer = Preparer(model, n_logits(model), self._recent, raw, isolated)
         self._lanes = Lanes(model, self.store, self.live)
-        on_gpu = mx.default_device() == mx.gpu
         self._admission = Admission(memory.batch_bytes)
         self._chores = Chores(self.store, lambda job: self._post(partial(self._scheduler.end, job)))
         self._scheduler = Scheduler(
             self._admission,
-            SliceSizer(2048, gap_s=0.25) if on_gpu else SliceSizer(512),
+            SliceSizer.for_this_device(),
             self._on_kept,
             self._chores.end_durably,
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from keepwarm.engine.admission import Admission, kv_bytes
 from keepwarm.engine.jobs import Counters, Job, PrefillTask, RunningSequence
-from keepwarm.engine.lane import WarmPrefix
+from keepwarm.engine.lane import MIN_SHARED_TOKENS, WarmPrefix
 from keepwarm.engine.prefill import Clock, Prefill, Stopwatch
 from keepwarm.engine.sampling import Sampler
 from keepwarm.errors import InsufficientResources
@@ -88,19 +89,22 @@ class Intake:
             job.waits_for, job.wait_until, job.n_uncached = task, n_tokens, None
             task.prefill.add_cut(n_tokens)
 
-    def is_loading(self, job: Job) -> bool:
+    def is_loading(self, job: Job, tasks: Iterable[PrefillTask]) -> bool:
         """Begin a long restore in the background; whether it is still under way."""
         if not job.request.policy.reads:
+            return False
+        if job.loading is None and _neighbour(job, tasks) is not None:
             return False
         if job.loading is None:
             job.loading = job.lane.begin_loading(job.tokens, job.request.policy)
         return job.loading is not None and job.loading.in_background and not job.loading.advance()
 
-    def start(self, job: Job) -> PrefillTask:
+    def start(self, job: Job, tasks: Iterable[PrefillTask]) -> PrefillTask:
         """Restore the known prefix and send the receipt; the task prefills the rest."""
         watch = Stopwatch(self._clock)
         loading, job.loading = job.loading, None
-        warm = job.lane.restore(job.tokens, job.request.policy, loading)
+        copied = None if loading else _copied(job, tasks)
+        warm = copied or job.lane.restore(job.tokens, job.request.policy, loading)
         load_s = max(watch.seconds(), loading.seconds if loading else 0.0)
         job.receipt = _receipt(job, warm.reused, load_s)
         if not job.audit:
@@ -144,6 +148,40 @@ def _task(
 
 def _can_share(task: PrefillTask, job: Job) -> bool:
     return task.lane.shares_blocks_with(job.lane) and task.job.request.policy.leads
+
+
+class Neighbour(NamedTuple):
+    """A prompt that is being prefilled, and how many of its tokens another begins with."""
+
+    task: PrefillTask
+    n_shared: int
+
+
+def _neighbour(job: Job, tasks: Iterable[PrefillTask]) -> Neighbour | None:
+    """One whose caches hold as much of a job's prompt as is known anywhere."""
+    others = [task for task in tasks if _can_share(task, job)] if job.request.policy.reads else []
+    if not others:
+        return None
+    packed, limit = pack(job.tokens), len(job.tokens) - 1
+    found = [
+        Neighbour(task, min(common_tokens(task.packed, packed), task.prefill.n_done, limit))
+        for task in others
+    ]
+    usable = [one for one in found if job.lane.can_trim or one.n_shared == one.task.prefill.n_done]
+    best = max(usable, key=lambda one: one.n_shared, default=None)
+    if best is None or best.n_shared < max(MIN_SHARED_TOKENS, job.lane.n_warm(job.tokens)):
+        return None
+    return best
+
+
+def _copied(job: Job, tasks: Iterable[PrefillTask]) -> WarmPrefix | None:
+    """A copy of what a neighbour holds: nothing need be loaded."""
+    found = _neighbour(job, tasks)
+    if found is None:
+        return None
+    prefill, tokens = found.task.prefill, job.tokens[: found.n_shared]
+    n_excess = prefill.n_done - found.n_shared
+    return job.lane.copy_of(prefill.caches, n_excess, tokens, job.request.policy)
 
 
 def _receipt(job: Job, reused: dict[str, int], load_s: float) -> Receipt:

@@ -14,7 +14,7 @@ from keepwarm import kv
 from keepwarm.cache.padding import RowSharing
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.continuations import continuations
-from keepwarm.cache.restore.live import Live
+from keepwarm.cache.restore.live import Live, copy_without
 from keepwarm.cache.restore.loading import Loading
 from keepwarm.cache.restore.manager import SMALL_LOAD_S, Manager
 from keepwarm.cache.store import Store
@@ -70,6 +70,11 @@ class Lane:
         return self.manager.needs.checkpoints
 
     @property
+    def can_trim(self) -> bool:
+        """Whether the last tokens of a cache can be removed."""
+        return not (self.manager.needs.state or self.manager.needs.window)
+
+    @property
     def needs_cuts(self) -> bool:
         """Whether what is stored depends on where the messages of a prompt end."""
         return self.manager.needs.state or self.manager.needs.window > 0
@@ -119,6 +124,18 @@ class Lane:
             n_known = found.n_tokens if found else 0
             found = self.exact_lane.restore_quantized(tokens, self.options, n_known) or found
         return found or WarmPrefix(self.make_caches(), 0, {}, 0)
+
+    def copy_of(
+        self, caches: kv.Caches, n_excess: int, tokens: list[int], policy: Policy
+    ) -> WarmPrefix | None:
+        """A copy of another request's caches without their last tokens: those of `tokens`."""
+        try:
+            copied = copy_without(caches, n_excess)
+        except Exception:
+            self._count_failure()
+            return None
+        n_kept = self.manager.n_saved(tokens, policy)
+        return WarmPrefix(copied, len(tokens), {"live": len(tokens)}, n_kept)
 
     def restore_quantized(
         self, tokens: list[int], options: KVOptions, beyond: int

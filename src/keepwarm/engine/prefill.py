@@ -20,6 +20,7 @@ from keepwarm.prefix.blocks import BLOCK_TOKENS
 SHORT_SLICE = 64
 FIRST_SLICE = 128  # until longer ones have been measured
 MIN_SLICE = 16
+GRAPHS = 256  # that MLX keeps on CUDA
 DEARER = 1.25  # how much more a token may cost beside running answers than in the best slice
 MARGIN = 0.8  # of the longest wait for a token: slices vary
 
@@ -102,14 +103,25 @@ class SliceSizer:
     Alone: as long as `alone_s` permits. Beside running answers: the shortest that makes prefilling
     no dearer than DEARER times the best, and no longer than an answer may wait for its next token:
     `steps_per_gap` decode steps, or `gap_s` if that is more.
+
+    With `on_grid` slices are powers of two that end at multiples of their length. On CUDA, MLX
+    builds a graph for every new pair of slice and context, which takes as long as the slice.
     """
 
     max_slice: int = 512
     gap_s: float = 0.0
     steps_per_gap: float = 8.0
     alone_s: float = 1.5  # bounds how long a cancellation waits
+    on_grid: bool = False
     token_s: float = 0.005  # to prefill one token, as last measured
     _steps: deque[float] = field(default_factory=lambda: deque([0.05], maxlen=5))
+    _shapes: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=GRAPHS))
+
+    @classmethod
+    def for_this_device(cls) -> SliceSizer:
+        if mx.default_device() != mx.gpu:
+            return cls()
+        return cls(2048, gap_s=0.25, on_grid=mx.cuda.is_available())
 
     @property
     def step_s(self) -> float:
@@ -118,6 +130,13 @@ class SliceSizer:
 
     def slice_tokens(self, costs: SliceCosts, context: int, decoding: bool) -> int:
         """`context`: the tokens before the slice."""
+        n_tokens = self._best(costs, context, decoding)
+        if not self.on_grid:
+            return n_tokens
+        to_grid = n_tokens - context % n_tokens
+        return to_grid if to_grid >= n_tokens // 4 else to_grid + n_tokens
+
+    def _best(self, costs: SliceCosts, context: int, decoding: bool) -> int:
         lengths = self._lengths()
         tried = max(FIRST_SLICE, 2 * costs.longest)  # no longer: what was not measured is a guess
         if not costs:
@@ -135,6 +154,16 @@ class SliceSizer:
         if n_tokens >= MIN_SLICE:  # shorter slices measure the weights' bandwidth
             self.token_s = seconds / n_tokens
 
+    def is_typical(self, costs: SliceCosts, n_tokens: int, context: int) -> bool:
+        """Whether a slice there shows what such slices cost: not if a graph was built for it, and
+        others of its length were measured."""
+        if not self.on_grid:
+            return True
+        is_new = (n_tokens, context) not in self._shapes
+        if is_new:
+            self._shapes.append((n_tokens, context))
+        return not (is_new and costs.knows(n_tokens))
+
     def record_step(self, seconds: float) -> None:
         self._steps.append(seconds)
 
@@ -146,7 +175,8 @@ class SliceSizer:
         """Powers of two, those in the middle between them, and the longest."""
         powers = [MIN_SLICE << i for i in range(self.max_slice.bit_length())]
         between = [n for power in powers for n in (power, power * 3 // 2)]
-        return [*(n for n in between if n < self.max_slice), self.max_slice]
+        lengths = powers if self.on_grid else between
+        return [*(n for n in lengths if n < self.max_slice), self.max_slice]
 
 
 class Stopwatch:

@@ -130,7 +130,7 @@ class Scheduler:
                 if not self._is_ready(job):
                     continue
                 self.waiting.remove(job)
-                self.prefilling.append(self._intake.start(job))
+                self.prefilling.append(self._intake.start(job, self.prefilling))
             except Exception as error:
                 self._remove_waiting(job)
                 self._fail(job, error)
@@ -153,7 +153,7 @@ class Scheduler:
             return False
         if self._intake.waits_for_prefix(job, self.prefilling):
             return False
-        return not (self._is_busy and self._intake.is_loading(job))
+        return not (self._is_busy and self._intake.is_loading(job, self.prefilling))
 
     def _remove_waiting(self, job: Job) -> None:
         self.waiting = [other for other in self.waiting if other is not job]
@@ -207,7 +207,9 @@ class Scheduler:
     def _count_slice(self, task: PrefillTask, context: int, seconds: float) -> None:
         n_tokens = task.prefill.n_done - context
         self.slice_sizer.record_slice(n_tokens, seconds)
-        task.lane.manager.rates.saw_slice(n_tokens, context, seconds)
+        rates = task.lane.manager.rates
+        if self.slice_sizer.is_typical(rates.slices, n_tokens, context):
+            rates.saw_slice(n_tokens, context, seconds)
         if task.is_rebuild:
             self.counters.rebuilt_tokens += n_tokens
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import combinations
+from itertools import chain, combinations, count
 from math import log2
 from statistics import median, median_low
 from typing import NamedTuple
@@ -19,12 +19,14 @@ class TimedSlice(NamedTuple):
     n_tokens: int
     context: int  # tokens before it
     seconds: float
+    number: int  # the later, the higher
 
 
 class CurvePoint(NamedTuple):
     n_tokens: int
     seconds: float
     n_measured: int
+    latest: int  # the number of its latest slice
 
 
 class SliceCosts:
@@ -36,6 +38,7 @@ class SliceCosts:
 
     def __init__(self, slices: Iterable[Sequence[float]] = ()) -> None:
         self._latest: dict[int, deque[TimedSlice]] = {}  # by power of two
+        self._numbers = count()
         self._curve: list[CurvePoint] | None = None  # None: not drawn
         self._context_s = 0.0
         for n_tokens, context, seconds in slices:
@@ -45,17 +48,22 @@ class SliceCosts:
         return bool(self._latest)
 
     @property
-    def slices(self) -> list[TimedSlice]:
-        """What it is learned from."""
-        return [timed for latest in self._latest.values() for timed in latest]
+    def slices(self) -> list[tuple[int, int, float]]:
+        """What it is learned from: tokens, context and seconds, the earliest first."""
+        timed = sorted(chain(*self._latest.values()), key=lambda timed: timed.number)
+        return [(one.n_tokens, one.context, one.seconds) for one in timed]
 
     @property
     def longest(self) -> int:
-        return max((timed.n_tokens for timed in self.slices), default=0)
+        return max((timed.n_tokens for timed in chain(*self._latest.values())), default=0)
+
+    def knows(self, n_tokens: int) -> bool:
+        """Whether a slice of about this length was measured."""
+        return round(log2(n_tokens)) in self._latest
 
     def add(self, n_tokens: int, context: int, seconds: float) -> None:
         latest = self._latest.setdefault(round(log2(n_tokens)), deque(maxlen=LATEST))
-        latest.append(TimedSlice(n_tokens, context, seconds))
+        latest.append(TimedSlice(n_tokens, context, seconds, next(self._numbers)))
         self._curve = None
 
     def seconds(self, n_tokens: int, context: int = 0) -> float:
@@ -93,23 +101,27 @@ def _context_s(groups: Iterable[Iterable[TimedSlice]]) -> float:
 def _point(latest: Sequence[TimedSlice], context_s: float) -> CurvePoint:
     """A slice of about this length without context."""
     seconds = median_low(t.seconds - context_s * t.n_tokens * t.context for t in latest)
-    return CurvePoint(median_low(t.n_tokens for t in latest), max(seconds, 1e-6), len(latest))
+    n_tokens = median_low(t.n_tokens for t in latest)
+    return CurvePoint(n_tokens, max(seconds, 1e-6), len(latest), latest[-1].number)
 
 
 def _corrected(points: list[CurvePoint]) -> list[CurvePoint]:
-    """The same, but what was hardly measured takes no more time than a longer slice, and no more
-    for each token than a shorter one. Else one disturbed measurement would never be repeated.
+    """The same, but what was hardly measured, or before its neighbour, takes no more time than a
+    longer slice, and no more for each token than a shorter one.
+
+    Else what seems too slow would never be measured again.
     """
     for i in reversed(range(len(points) - 1)):
-        points[i] = _at_most(points[i], points[i + 1].seconds)
+        points[i] = _at_most(points[i], points[i + 1].seconds, points[i + 1])
     for i in range(1, len(points)):
         shorter = points[i - 1]
-        points[i] = _at_most(points[i], shorter.seconds * points[i].n_tokens / shorter.n_tokens)
+        seconds = shorter.seconds * points[i].n_tokens / shorter.n_tokens
+        points[i] = _at_most(points[i], seconds, shorter)
     return points
 
 
-def _at_most(point: CurvePoint, seconds: float) -> CurvePoint:
-    if point.n_measured >= ENOUGH:
+def _at_most(point: CurvePoint, seconds: float, neighbour: CurvePoint) -> CurvePoint:
+    if point.n_measured >= ENOUGH and point.latest > neighbour.latest:
         return point
     return point._replace(seconds=min(point.seconds, seconds))
 
@@ -117,7 +129,7 @@ def _at_most(point: CurvePoint, seconds: float) -> CurvePoint:
 def _on(curve: Sequence[CurvePoint], n_tokens: int) -> float:
     """Below its first point in proportion, above its last on the line through the last two."""
     i = min(bisect_left(curve, n_tokens, key=lambda point: point.n_tokens), len(curve) - 1)
-    more, above, _ = curve[i]
-    fewer, below, _ = curve[i - 1] if i else (0, 0.0, 0)
+    more, above = curve[i][:2]
+    fewer, below = curve[i - 1][:2] if i else (0, 0.0)
     slope = (above - below) / (more - fewer)
     return above + (max(slope, 0.0) if n_tokens > more else slope) * (n_tokens - more)

@@ -123,7 +123,7 @@ class Live:
                 return LiveHit(self._remove(number).caches, n_tokens)
             self._copied += 1
             self._entries.move_to_end(number)
-            return LiveHit(_copy(entry.caches, n_excess), n_tokens)
+            return LiveHit(copy_without(entry.caches, n_excess), n_tokens)
 
     def release(self, n_bytes: int) -> int:
         """Evict the least recently used until this many bytes are free; the bytes freed."""
@@ -199,8 +199,8 @@ def _contiguous(encoded: kv.EncodedCache) -> kv.EncodedCache:
     return replace(encoded, tensors=tensors, parts=tuple(map(_contiguous, encoded.parts)))
 
 
-def _copy(caches: kv.Caches, n_excess: int) -> kv.Caches:
-    """A copy without the last `n_excess` tokens."""
+def copy_without(caches: kv.Caches, n_excess: int) -> kv.Caches:
+    """A copy without the last `n_excess` tokens. The caches may be used and written further."""
     copy = kv.copy_caches(caches)
     if n_excess:
         kv.trim(copy, n_excess)
