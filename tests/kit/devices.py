@@ -285,10 +285,10 @@ class Simulation:
 
     def learn(self) -> None:
         """What a server that has run for a while knows."""
-        for n_tokens in (8192, 40, 200):
+        for n_tokens in (8192, 8192, 40, 200):
             self.first_s(n_tokens)
         self.abort_all(self.running(1))
-        for n_rows in (1, 4, 4, 4) if self.device.new_shape_s else ():
+        for n_rows in (1, 4, 4) if self.device.new_shape_s else ():
             running = self.running(n_rows)
             self.first_s(8192)
             self.abort_all(running)
