@@ -613,6 +613,12 @@ finished. The start ends with one sentence (exit code 2) that says why and what 
 space, or name another directory as `KEEPWARM_STORE`. The store is not changed, and the next start
 that can write finds all of it.
 
+An import is all or nothing: its records become findable after the last one is verified. A client
+that leaves, a full disk or a used-up write budget in the middle leaves nothing behind, and after a
+kill the next start deletes what was staged ([tests](../tests/hostile/test_transfers.py)). A kill in
+the few milliseconds in which the verified records are named may leave some of them without an
+agent; they are evicted like all that is not used.
+
 ## Power cuts
 
 A block, an agent, a pin or a deletion that was acknowledged survives a power cut, whatever the disk

@@ -273,3 +273,27 @@ def test_unknown_tensor_is_named(tmp_path):
     tensors["blk.0.attn_q.bias"] = Encoded("F32", (64,), bytes(256))
     path = write_gguf(tmp_path / "model.gguf", metadata, tensors)
     refuse(path, UnsupportedModel, "blk.0.attn_q.bias")
+
+
+def test_a_quantised_norm_is_refused(tmp_path):
+    metadata, tensors = parts("Q8_0")
+    name = "blk.0.attn_norm.weight"
+    data = bytes(tensors[name].shape[0] // 32 * 34)
+    tensors[name] = Encoded("Q8_0", tensors[name].shape, data)
+    path = write_gguf(tmp_path / "model.gguf", metadata, tensors)
+    refuse(path, BadModelFile, name, "quantised")
+
+
+def test_a_header_of_too_many_values_is_refused(tmp_path):
+    """Each takes more memory than it has bytes in the file."""
+    path = tmp_path / "model.gguf"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a"
+    path.write_bytes(head + struct.pack("<IIQ", 9, 0, 1 << 22) + bytes(1 << 22))
+    refuse(path, BadModelFile, "more than 4194304 values")
+
+
+def test_a_long_string_is_refused(tmp_path):
+    path = tmp_path / "model.gguf"
+    n_bytes = (1 << 24) + 1
+    path.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, n_bytes) + bytes(n_bytes))
+    refuse(path, BadModelFile, "a string of 16777217 bytes")

@@ -238,3 +238,11 @@ def test_disk_and_memory_are_measured(tmp_path):
         space.require_disk("It", 2 * free + 10**9, place)
     with pytest.raises(InsufficientResources, match="memory"):
         space.require_memory("It", 10**18)
+
+
+def test_weights_whose_header_lies_are_refused_before_mlx_reads_them(tmp_path):
+    """MLX takes the offsets as they are and fails when it reads, or reads something else."""
+    directory = write_checkpoint(tmp_path / "model")
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    refuse(directory, BadModelFile, "model.safetensors", "not a complete safetensors file")

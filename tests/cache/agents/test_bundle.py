@@ -343,6 +343,14 @@ def test_a_manifest_that_is_none_is_refused(manifest, says, other, tmp_path):
         other.import_agent(tmp_path / "a.kw", IDENTITY)
 
 
+def test_a_manifest_of_many_items_is_not_parsed(other, tmp_path):
+    """Sixty megabytes of empty lists would take two gigabytes of memory."""
+    manifest = b"[" + b"[]," * (1 << 18) + b"[]]"
+    write_archive(tmp_path / "a.kw", {MANIFEST: [manifest]})
+    with pytest.raises(BadCacheFile, match="manifest has more than 262144 items"):
+        other.import_agent(tmp_path / "a.kw", IDENTITY)
+
+
 def test_turns_are_numbers_of_tokens(disk_store, other, tmp_path):
     said = Manifest(IDENTITY, pack(tokens_of(300)), (), turns=("x",))
     forged(tmp_path / "a.kw", said, blocks_of(disk_store, NAME))

@@ -71,6 +71,13 @@ def test_hostile_headers(header, tmp_path):
         import_prompt_cache(path)
 
 
+def test_a_long_header_is_not_parsed(tmp_path):
+    """JSON of 100 MB, which safetensors allows, would take gigabytes of memory."""
+    path = raw_file(tmp_path / "bad.safetensors", {"__metadata__": {"a": "x" * (16 << 20)}})
+    with pytest.raises(BadCacheFile, match="header claims"):
+        import_prompt_cache(path)
+
+
 def test_weights_are_not_a_cache(tmp_path):
     path = tmp_path / "model.safetensors"
     mx.save_safetensors(str(path), {"lm_head.weight": mx.zeros((2, 2))}, {"format": "mlx"})

@@ -1,0 +1,63 @@
+"""Records that become findable together, or not at all."""
+
+import errno
+
+import pytest
+
+from keepwarm.store.disk.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.staging import StagedRecords
+from tests.store.kit import BrokenFiles, chain_of
+
+
+class FailsLater(BrokenFiles):
+    """Names the first files and no more."""
+
+    left = 2
+
+    def publish(self, temp, target):
+        if self.left == 0:
+            self.break_(errno.EROFS, "publish")
+        self.left -= 1
+        super().publish(temp, target)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    tier = DiskTier(tmp_path / "store", DiskLimits(min_free_bytes=0))
+    yield tier
+    tier.close()
+
+
+def test_nobody_finds_them_before_they_are_published(disk):
+    records = chain_of(3)
+    with StagedRecords(disk) as staged:
+        assert all(staged.add(record) for record in records)
+        assert not list(disk.walk())
+        assert disk.index.lookups.n_bytes() >= sum(record.n_bytes for record in records)
+        staged.publish()
+    assert {block.key for block in disk.walk()} == {record.header.key for record in records}
+    assert not list(disk.scratch.path.glob("*.tmp"))
+
+
+def test_what_is_not_published_is_withdrawn(disk):
+    with StagedRecords(disk) as staged:
+        assert staged.add(chain_of(1)[0])
+    assert disk.index.lookups.n_bytes() == 0
+    assert not list(disk.scratch.path.glob("*.tmp"))
+
+
+def test_if_one_fails_those_before_it_are_deleted_again(disk):
+    disk.records.files = FailsLater()
+    with StagedRecords(disk) as staged:
+        assert all(staged.add(record) for record in chain_of(4))
+        with pytest.raises(OSError, match="Read-only"):
+            staged.publish()
+    assert disk.records.files.left == -1, "two were published before"
+    assert not list(disk.walk())
+    assert disk.index.lookups.n_bytes() == 0
+    assert not list(disk.scratch.path.glob("*.tmp"))
+
+
+def test_a_record_without_room_is_not_staged(tmp_path):
+    with StagedRecords(DiskTier(tmp_path / "store", DiskLimits(max_bytes=1 << 20))) as staged:
+        assert not staged.add(chain_of(1, n_bytes=2 << 20)[0])
