@@ -59,6 +59,7 @@ def test_what_makes_a_prompt_cold_is_documented():
         "weights": "weights", "config": "model config", "tokenizer": "tokenizer",
         "layout": "dtype of K and V", "adapter": "adapter", "kv_options": "`kv_bits`",
         "salt": "tenant", "block_tokens": "block format", "format_version": "block format",
+        "origin": "imported",
     }  # fmt: skip
     assert words.keys() == Identity.__dataclass_fields__.keys()
     assert [word for word in words.values() if word not in text] == []

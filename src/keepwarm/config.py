@@ -62,6 +62,9 @@ class Settings:
     encryption_key: str = field(default="", repr=False)  # from the environment only
     encryption_key_file: str = ""  # a file with the key, readable by its owner only
 
+    signing_key_file: str = ""  # exports are signed with this Ed25519 key
+    trusted_keys: str = ""  # files of public keys, separated by commas: their bundles are trusted
+
     host: str = "127.0.0.1"  # other than loopback needs an API key
     port: int = 8181
     api_keys: str = field(default="", repr=False)  # separated by commas; from the environment only
@@ -92,13 +95,13 @@ class Settings:
         """The key of the block store, or "": from the environment, else from the key file."""
         if self.encryption_key or not self.encryption_key_file:
             return self.encryption_key
-        return _read_secret(Path(self.encryption_key_file).expanduser())
+        return read_secret(Path(self.encryption_key_file).expanduser())
 
     def read_api_keys(self) -> tuple[str, ...]:
         """Every API key that is accepted; if there are none, no key is needed."""
         listed = self.api_keys.replace(",", "\n")
         if self.api_key_file:
-            listed += "\n" + _read_secret(Path(self.api_key_file).expanduser())
+            listed += "\n" + read_secret(Path(self.api_key_file).expanduser())
         return tuple(dict.fromkeys(listed.split()))
 
     @property
@@ -166,7 +169,8 @@ def _from_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def _read_secret(path: Path) -> str:
+def read_secret(path: Path) -> str:
+    """The content of a key file; raises if other users can read it."""
     try:
         if path.stat().st_mode & 0o077:
             raise BadInput(f"Other users can read the key in {path}; run: chmod 600 {path}")

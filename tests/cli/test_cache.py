@@ -12,6 +12,7 @@ import pytest
 
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.store.disk.disk import DiskLimits
+from tests.cache.agents.test_signing import write_keys
 from tests.cli import command, environment, keepwarm
 from tests.kit.checkpoints import write_checkpoint
 from tests.store.kit import chain_of, files_under
@@ -166,6 +167,34 @@ def test_an_agent_travels_in_one_file(home, tmp_path):
     done = keepwarm("cache", "import", str(bundle), "--model", str(tmp_path / "other"), home=away)
     assert done.returncode == 2
     assert "weights differ" in done.stderr.decode()
+
+
+def test_a_bundle_is_signed_checked_and_released(main_here, tmp_path):
+    """Whoever has the store may vouch for a bundle: by a key, by computing it, by saying so."""
+    private, public = write_keys(tmp_path / "signing")
+    model = "--model", write_checkpoint(tmp_path / "model")
+    asked = "run", "a story that is signed " * 30, *model, "--max-tokens", 3, "--json"
+    main_here(*asked, "--agent", "a")
+    bundle = tmp_path / "a.kw"
+    assert main_here("cache", "export", "a", bundle, "--sign", private)[0] == 0
+    assert main_here("cache", "rm", "a")[0] == 0
+    code, _, error = main_here("cache", "import", bundle, *model, "--check", "some")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "a number of blocks, or all" in error
+
+    def made(agent, *options):
+        out = main_here("cache", "import", bundle, *model, "--agent", agent, *options, "--json")[1]
+        return json.loads(out)["imported"]
+
+    assert made("stranger") is True
+    assert made("sampled", "--check", 1) is True
+    assert json.loads(main_here("cache", "release", "sampled", "--json")[1])["imported"] is False
+    main_here("cache", "rm", "sampled")
+    assert made("friend", "--trust", public) is False
+    assert made("checked", "--check", "all") is False
+    usage = json.loads(main_here(*asked)[1])["usage"]
+    assert (usage["prefilled_tokens"], usage["exact"]) == (1, True)
+    assert "imported" in main_here("cache", "ls")[1]
 
 
 def test_an_agent_with_rounded_keys_travels_too(main_here, tmp_path):

@@ -4,6 +4,7 @@ What it says may be served to the agent that was imported and to its forks, and 
 """
 
 import io
+import json
 import tarfile
 
 import httpx
@@ -11,30 +12,42 @@ import numpy as np
 import pytest
 
 from keepwarm import config
+from keepwarm.cache.agents.archive import ArchiveWriter
 from keepwarm.models.load import load
+from keepwarm.prefix.fingerprint import digest
 from keepwarm.store.record import Record, encode_record, open_record, read_record
+from tests.cache.agents.test_signing import write_keys
 from tests.kit.checkpoints import write_checkpoint
 from tests.server.conftest import Live, serve
 
-LONG = "The quick brown fox jumps over the lazy dog. " * 40
+LONG = "The quick brown fox jumps over the lazy dog. " * 18
 KEYS = {"api_keys": "a,b", "share_cache": True}
 A, B = {"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}
 
 
+def members(bundle):
+    with tarfile.open(fileobj=io.BytesIO(bundle)) as opened:
+        return {member.name: opened.extractfile(member).read() for member in opened}
+
+
+def archive(entries):
+    made = io.BytesIO()
+    writer = ArchiveWriter(made)
+    for name, data in entries.items():
+        writer.add(name, [data])
+    writer.close()
+    return made.getvalue()
+
+
 def edited(bundle, change):
     """The bundle with every record changed and every digest computed again."""
-    made = io.BytesIO()
-    with tarfile.open(fileobj=io.BytesIO(bundle)) as old, tarfile.open(None, "w", made) as new:
-        for member in old:
-            file = io.BytesIO(old.extractfile(member).read())
-            data = file.getvalue()
-            if member.name != "manifest.json":
-                record = change(read_record(file, open_record(file, len(data))))
-                data = b"".join(encode_record(record))
-            info = tarfile.TarInfo(member.name)
-            info.size = len(data)
-            new.addfile(info, io.BytesIO(data))
-    return made.getvalue()
+    entries = members(bundle)
+    for name, data in entries.items():
+        if name != "manifest.json":
+            file = io.BytesIO(data)
+            record = change(read_record(file, open_record(file, len(data))))
+            entries[name] = b"".join(encode_record(record))
+    return archive(entries)
 
 
 def poisoned(record):
@@ -66,15 +79,16 @@ def ask(live: Live, agent=None, text=LONG, more=(), **headers):
     """One turn, recorded when this returns: its text, its receipt, and the conversation after."""
     messages = [{"role": "user", "content": text}, *more]
     headers |= {"X-Keepwarm-Cache": "durable"} | ({"X-Keepwarm-Agent": agent} if agent else {})
-    body = {"messages": messages, "max_tokens": 12, "temperature": 0}
+    body = {"messages": messages, "max_tokens": 8, "temperature": 0}
     answer = live.post("/v1/chat/completions", body, **headers)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["message"]["content"], answer.json()["keepwarm"]
 
 
-def upload(live: Live, bundle, agent, **headers):
-    url = f"{live.url}/v1/agents/import"
-    return httpx.post(url, params={"id": agent}, content=bundle, headers=headers, timeout=300)
+def upload(live: Live, bundle, agent, check=None, **headers):
+    url, wanted = f"{live.url}/v1/agents/import", {"id": agent, "check": check}
+    params = {name: value for name, value in wanted.items() if value is not None}
+    return httpx.post(url, params=params, content=bundle, headers=headers, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +166,166 @@ def test_the_mark_stays_with_the_agent_and_goes_to_nobody_else(serving, forged, 
         for agent in ("stranger", "fork", "carried"):
             assert assert_marked(live, agent) == said
         assert_clean(live, cold, "another")
+
+
+# Tensors that the model could not have made.
+
+
+def tensors(change):
+    return lambda record: Record(record.header, tuple(map(change, record.tensors)))
+
+
+def one_head_more(tensor):
+    batch, heads, rows, width = tensor.shape
+    data = bytes(tensor.data) + bytes(tensor.n_bytes // heads)
+    return tensor._replace(shape=(batch, heads + 1, rows, width), data=memoryview(data))
+
+
+def transposed(tensor):
+    batch, heads, rows, width = tensor.shape
+    return tensor._replace(shape=(batch, rows, heads, width))
+
+
+def with_another(record):
+    more = record.tensors[0]._replace(name="L99_B0_K")
+    return Record(record.header, (*record.tensors, more))
+
+
+WRONG = {
+    "a head more": (tensors(one_head_more), "the shape is"),
+    "rows as heads": (tensors(transposed), "the shape is"),
+    "another dtype": (tensors(lambda one: one._replace(dtype="I32")), "the dtype is"),
+    "a tensor less": (lambda record: Record(record.header, record.tensors[1:]), "is missing"),
+    "a tensor more": (with_another, "is not a tensor of this model"),
+    "no tensors": (lambda record: Record(record.header, ()), "it has no tensors"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_record_that_the_model_could_not_have_made_is_refused(name, live, honest):
+    change, says = WRONG[name]
+    refused = upload(live, edited(honest[0], change), "misfit")
+    assert refused.status_code == 422
+    assert "does not fit the model" in refused.json()["error"]["message"]
+    assert says in refused.json()["error"]["message"]
+    assert "misfit" not in listed(live)
+
+
+@pytest.fixture(scope="module")
+def live(serving):
+    with serving() as server:
+        yield server
+
+
+def listed(live):
+    return [agent["id"] for agent in live.get("/v1/agents").json()["data"]]
+
+
+# Three ways to become ordinary: a trusted signature, the check of all blocks, an admin.
+
+
+def assert_ordinary(live, agent, cold):
+    """Prompts without a name are served from it, and their answers are exact."""
+    assert live.get(f"/v1/agents/{agent}").json()["imported"] is False
+    said, receipt = ask(live)
+    assert (said, receipt["exact"]) == (cold, True)
+    assert sum(receipt["reused"].values()) == receipt["prompt_tokens"] - 1
+
+
+@pytest.fixture(scope="module")
+def key_files(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("keys")
+    return write_keys(directory / "mine"), write_keys(directory / "other")
+
+
+@pytest.fixture(scope="module")
+def signed(serving, key_files):
+    (private, _), _ = key_files
+    with serving(signing_key_file=str(private)) as live:
+        ask(live, "author")
+        return live.get("/v1/agents/author/export").content
+
+
+def test_a_trusted_signature_makes_it_ordinary(serving, signed, honest, key_files):
+    (_, mine), (_, other) = key_files
+    with serving(trusted_keys=f"{other}, {mine}") as live:
+        assert upload(live, signed, "friend").status_code == 200
+        assert_ordinary(live, "friend", honest[1])
+
+
+def test_another_signature_does_not(serving, signed, honest, key_files):
+    _, (_, other) = key_files
+    with serving(trusted_keys=str(other)) as live:
+        assert upload(live, signed, "stranger").json()["imported"] is True
+        assert ask(live)[1]["reused"] == {}
+        assert upload(live, honest[0], "nobody").json()["imported"] is True
+
+
+def test_what_was_signed_cannot_be_changed(serving, signed, forged, key_files):
+    """Neither its records, with digests to match, nor its manifest, nor both for another's."""
+    (_, mine), _ = key_files
+    with serving(trusted_keys=str(mine)) as live:
+        refused = upload(live, edited(signed, poisoned), "changed")
+        assert refused.status_code == 422
+        assert "is not what was signed" in refused.json()["error"]["message"]
+        refused = upload(live, with_manifest(signed, turns=[1]), "other turns")
+        assert (
+            "signature does not match" in upload(live, with_manifest(signed, turns=[1]), "t").text
+        )
+        assert upload(live, with_manifest(forged, like=signed), "borrowed").status_code == 422
+        assert listed(live) == []
+
+
+def with_manifest(bundle, like=None, **changes):
+    """The bundle with another manifest, of the same digest as an honest one would have."""
+    entries = members(bundle)
+    fields = json.loads(members(like or bundle)["manifest.json"])
+    fields = fields | changes
+    fields.pop("digest")
+    entries["manifest.json"] = json.dumps(fields | {"digest": digest(fields, 32)}).encode()
+    return archive(entries)
+
+
+def test_the_signature_of_who_imported_it_proves_nothing(serving, forged, key_files):
+    """A server signs what it exports, and says that it did not compute it."""
+    (private, public), _ = key_files
+    with serving(signing_key_file=str(private), trusted_keys=str(public)) as live:
+        upload(live, forged, "stranger")
+        laundered = live.get("/v1/agents/stranger/export").content
+        assert upload(live, laundered, "laundered").json()["imported"] is True
+        assert ask(live)[1]["reused"] == {}
+
+
+def test_an_admin_releases_it(serving, honest):
+    admin = {"x-api-key": "root"}
+    with serving(admin_key="root") as live:
+        upload(live, honest[0], "known")
+        assert ask(live, text="Something else.")[1]["reused"] == {}
+        assert live.post("/v1/admin/agents/known/release", b"").status_code == 403
+        assert live.post("/v1/admin/agents/known/release", b"", **admin).json()["imported"] is False
+        assert_ordinary(live, "known", honest[1])
+        again = live.post("/v1/admin/agents/known/release", b"", **admin)
+        assert again.status_code == 400
+        assert "was not imported, or has been released" in again.json()["error"]["message"]
+
+
+def test_a_check_of_all_blocks_makes_it_ordinary(serving, honest):
+    with serving() as live:
+        assert upload(live, honest[0], "checked", check="all").status_code == 200
+        assert_ordinary(live, "checked", honest[1])
+
+
+def test_a_sample_that_passes_stays_marked(serving, honest):
+    with serving() as live:
+        assert upload(live, honest[0], "sampled", check="2").json()["imported"] is True
+        assert ask(live)[1]["reused"] == {}
+
+
+@pytest.mark.parametrize("check", ["all", "1"])
+def test_a_forged_bundle_does_not_pass_the_check(check, serving, forged, cold):
+    with serving() as live:
+        refused = upload(live, forged, "forged", check=check)
+        assert refused.status_code == 422
+        assert "is not what this model computes" in refused.json()["error"]["message"]
+        assert listed(live) == []
+        assert_clean(live, cold)

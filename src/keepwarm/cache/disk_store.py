@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from keepwarm.cache.agents.agents import Agent, Agents
+from keepwarm.cache.agents.agent import Agent
+from keepwarm.cache.agents.agents import Agents
 from keepwarm.cache.agents.bundle import (
     BundleExport,
     BundleSource,
@@ -21,10 +21,13 @@ from keepwarm.cache.agents.bundle import (
     accept_any,
     export_bundle,
     import_bundle,
+    stage_record,
 )
 from keepwarm.cache.agents.holders import Holder, find_holders, read_header
 from keepwarm.cache.agents.manifest import Manifest
 from keepwarm.cache.agents.pins import TtlPins
+from keepwarm.cache.agents.rewriting import prefix_blocks, prefix_records, renamed
+from keepwarm.cache.agents.signing import NO_KEYS, BundleKeys, SigningKey
 from keepwarm.errors import BadCacheFile, BadInput, BadRecord, Busy
 from keepwarm.files import replacing
 from keepwarm.prefix.blocks import (
@@ -35,6 +38,7 @@ from keepwarm.prefix.blocks import (
 )
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
+from keepwarm.store.disk.staging import StagedRecords
 from keepwarm.store.disk.upkeep import Progress, file_path, no_progress, read_file, write_file
 from keepwarm.store.disk.wear import Wear
 from keepwarm.store.seal import stored_namespace
@@ -183,14 +187,22 @@ class DiskStore:
             n_tokens = agent.turns[turn - 1]
         return agent if n_tokens is None else self.first(agent, n_tokens)
 
-    def export_agent(self, agent: Agent | str, path: Path, progress: Progress = no_progress) -> int:
-        """Write an agent, or part of one, to a file; the number of records in it."""
-        export = self.export(self.find(agent) if isinstance(agent, str) else agent, progress)
+    def export_agent(
+        self,
+        agent: Agent | str,
+        path: Path,
+        progress: Progress = no_progress,
+        key: SigningKey | None = None,
+    ) -> int:
+        """Write an agent, or part of one, to a file, signed if asked; the number of records."""
+        export = self.export(self.find(agent) if isinstance(agent, str) else agent, progress, key)
         with replacing(path) as temp, temp.open("wb") as file:
             file.writelines(export.pieces)
         return export.n_records
 
-    def export(self, agent: Agent, progress: Progress = no_progress) -> BundleExport:
+    def export(
+        self, agent: Agent, progress: Progress = no_progress, key: SigningKey | None = None
+    ) -> BundleExport:
         """A bundle of an agent, made while it is read."""
         holders = list(self.holders(agent))
         tokens = b"".join(holder.tokens for holder in holders)
@@ -201,7 +213,7 @@ class DiskStore:
             turns=tuple(n for n in agent.turns if 4 * n <= len(tokens)),
             agent=agent.id,
         )
-        return export_bundle(self.disk, manifest, progress)
+        return export_bundle(self.disk, manifest, progress, key)
 
     def import_agent(
         self,
@@ -209,6 +221,8 @@ class DiskStore:
         expected: Identity,
         agent_id: str | None = None,
         progress: Progress = no_progress,
+        *,
+        keys: BundleKeys = NO_KEYS,
         check_record: CheckRecord = accept_any,
     ) -> Agent:
         """Read an agent from a file; see `receive_agent`."""
@@ -218,7 +232,9 @@ class DiskStore:
             raise BadCacheFile(f"{path} could not be read ({error}).") from error
         with file:
             source = BundleSource(str(path), file, os.fstat(file.fileno()).st_size)
-            return self.receive_agent(source, expected, agent_id, progress, check_record)
+            return self.receive_agent(
+                source, expected, agent_id, progress, keys=keys, check_record=check_record
+            )
 
     def receive_agent(
         self,
@@ -226,21 +242,25 @@ class DiskStore:
         expected: Identity,
         agent_id: str | None = None,
         progress: Progress = no_progress,
+        *,
+        keys: BundleKeys = NO_KEYS,
         check_record: CheckRecord = accept_any,
     ) -> Agent:
         """Read and verify an agent; raises if it belongs to another model.
 
-        Its blocks get the namespace of `expected`, whichever tenant exported them, but of an origin
-        of their own: digests prove that bytes are whole, not who computed them. So only the agent
-        and its forks are served from them, and whatever is computed on top has that origin too.
+        Unless one of `keys` signed it, only this agent and its forks are served from its blocks.
         `check_record` raises for a record that does not fit the model; a restore checks it anyway.
         """
-        expected = replace(expected, origin=secrets.token_hex(16))
-        manifest = import_bundle(
-            self.disk, self.wear, source, expected, check_record=check_record, progress=progress
+        manifest, identity = import_bundle(
+            self.disk,
+            self.wear,
+            source,
+            expected,
+            keys=keys,
+            check_record=check_record,
+            progress=progress,
         )
-        name = self.register(expected)
-        tokens = unpack(manifest.tokens)
+        name, tokens = self.register(identity), unpack(manifest.tokens)
         return self.agents.create(
             agent_id or manifest.agent or Path(source.name).stem,
             name,
@@ -248,6 +268,28 @@ class DiskStore:
             n_tokens=len(tokens),
             turns=manifest.turns,
         )
+
+    def release(self, agent_id: str, progress: Progress = no_progress) -> Agent:
+        """Make the blocks of an imported agent ordinary ones, which serve all that begins alike.
+
+        Only for someone who vouches for them. Forks of the agent stay as they are.
+        """
+        agent = self.agents.show(agent_id)
+        identity = self.identity_of(agent.namespace)
+        if not identity.origin:
+            raise BadInput(f"Agent {agent_id!r} was not imported, or has been released.")
+        ours, holders = self.register(replace(identity, origin="")), list(self.holders(agent))
+        tokens = b"".join(holder.tokens for holder in holders)
+        keys = [holder.key for holder in holders]
+        held = prefix_blocks(self.disk, agent.namespace, tokens, keys)
+        records = prefix_records(self.disk, held, tokens)
+        with StagedRecords(self.disk) as staged:
+            for number, record in enumerate(renamed(records, agent.namespace, ours), start=1):
+                stage_record(self.disk, self.wear, staged, record)
+                progress(number, max(number, len(held)))
+            with as_store_errors(self.disk, "release the agent"):
+                staged.publish()
+        return self.agents.move(agent_id, ours, unpack(tokens))
 
     def close(self) -> None:
         self.disk.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -18,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from keepwarm import config
-from keepwarm.errors import NewerFormat
+from keepwarm.errors import BadInput, NewerFormat
 from keepwarm.units import format_bytes
 
 if TYPE_CHECKING:
-    from keepwarm.cache.agents.agents import Agent
+    from keepwarm.cache.agents.agent import Agent
     from keepwarm.cache.disk_store import DiskStore
     from keepwarm.prefix.fingerprint import Identity
     from keepwarm.store.disk.upkeep import Progress
@@ -235,12 +236,19 @@ def export(
         int | None, typer.Option("--tokens", help="Export only the first N tokens.")
     ] = None,
     turn: Annotated[int | None, typer.Option("--turn", help="Export only up to this turn.")] = None,
+    *,
+    sign: Annotated[
+        Path | None, typer.Option("--sign", help="Sign it with this private key (Ed25519, PEM).")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write an agent or a prefix to a file that another machine can import."""
+    from keepwarm.cache.agents.signing import BundleKeys
+
+    keys = BundleKeys.of(config.load(), sign)
     with _open_store() as store, _bar("exporting") as progress:
         found = store.find(agent, tokens, turn)
-        n_records = store.export_agent(found, file, progress)
+        n_records = store.export_agent(found, file, progress, keys.signing)
         if store.disk.seal is not None:
             print(f"{file} is not encrypted, so that other machines can read it.", file=sys.stderr)
     _print({"agent": agent, "records": n_records, "file": str(file)}, as_json)
@@ -253,22 +261,52 @@ def import_(
         str | None, typer.Option("--model", help="Model of the bundle; default from the settings.")
     ] = None,
     agent: Annotated[str | None, typer.Option("--agent", help="New id for the agent.")] = None,
+    *,
+    trust: Annotated[
+        list[Path] | None,
+        typer.Option("--trust", help="Import only if it is signed with this public key."),
+    ] = None,
+    check: Annotated[
+        str | None,
+        typer.Option("--check", metavar="N|all", help="Compute so many blocks and compare."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Import a bundle made with the same weights and KV dtype."""
+    """Import a bundle made with the same weights and KV dtype.
+
+    Unless a trusted key signed it, only this agent and its forks are served from it.
+    """
     from keepwarm.cache.agents.bundle import identity_in
+    from keepwarm.cache.agents.signing import BundleKeys
     from keepwarm.cache.restore.records import check_record
     from keepwarm.cache.store import Store
+    from keepwarm.engine.engine import Engine
+    from keepwarm.engine.insight.recompute import EXTENT, ImportCheck
     from keepwarm.models.load import load
 
     settings = config.load(model=model)
+    keys = BundleKeys.of(settings, trust=trust or ())
+    if check is not None and not re.fullmatch(EXTENT, check):
+        raise BadInput(f"--check is {check!r}; it must be a number of blocks, or all.")
     theirs = identity_in(file)
     loaded, options = load(settings.model, settings), _kv_options(theirs)
     with Store(settings=settings) as store, _bar("importing") as progress:
         ours = store.attach(loaded.module, loaded.path, salt=theirs.salt, **options)
         fits = partial(check_record, ours.manager.layout)
-        made = store.on_disk.import_agent(file, ours.identity, agent, progress, fits)
+        made = store.on_disk.import_agent(
+            file, ours.identity, agent, progress, keys=keys, check_record=fits
+        )
+        if check is not None:
+            with Engine(loaded, store, settings=settings) as engine:
+                made = ImportCheck(engine, made).run(check)
         _print(_agent_fields(store.on_disk, made), as_json)
+
+
+@app.command()
+def release(agent: AgentId, as_json: AsJson = False) -> None:
+    """Vouch for an imported agent: its blocks then serve every prompt that begins alike."""
+    with _open_store() as store, _bar("releasing") as progress:
+        _print(_agent_fields(store, store.release(agent, progress)), as_json)
 
 
 def _kv_options(theirs: Identity) -> dict[str, Any]:

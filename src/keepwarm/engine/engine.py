@@ -114,9 +114,9 @@ class Engine:
 
     # requests
 
-    def lane_of(self, tenant: str = "") -> Lane:
-        """The lane of a tenant's requests that name no agent and no KV options."""
-        return self._lane(self._with_defaults(Request(tenant=tenant)))
+    def lane_of(self, tenant: str = "", agent: str | None = None) -> Lane:
+        """The lane of a tenant's or an agent's requests that name no KV options."""
+        return self._lane(self._with_defaults(Request(tenant=tenant, agent=agent)))
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Render, tokenise and check a request. Runs nothing."""
@@ -127,10 +127,12 @@ class Engine:
         request = self._with_defaults(request)
         return self.preparer.n_tokens(request, self._lane(request).continuations, deadline)
 
-    def submit(self, request: Request, deadline: PrepareDeadline | None = None) -> Answer:
-        """Run a request; the answer arrives as events. A bad request is refused here."""
+    def submit(
+        self, request: Request, deadline: PrepareDeadline | None = None, lane: Lane | None = None
+    ) -> Answer:
+        """Run a request, in its own lane or in this one; a bad request is refused here."""
         self._check_open()
-        prepared, lane = self._prepare(request, deadline)
+        prepared, lane = self._prepare(request, deadline, lane)
         answer = Answer(self._cancel, prepared)
         job = Job(
             prepared.request,
@@ -147,11 +149,12 @@ class Engine:
             self._post(lambda: self._add(job))
         return answer
 
-    def warm(self, request: Request, deadline: PrepareDeadline | None = None) -> Answer:
+    def warm(
+        self, request: Request, deadline: PrepareDeadline | None = None, lane: Lane | None = None
+    ) -> Answer:
         """Prefill and keep a prompt without an answer; later requests start from it."""
-        return self.submit(
-            replace(request, sampling=replace(request.sampling, max_tokens=0)), deadline
-        )
+        unanswered = replace(request, sampling=replace(request.sampling, max_tokens=0))
+        return self.submit(unanswered, deadline, lane)
 
     def lookup(self, request: Request, deadline: PrepareDeadline | None = None) -> Lookup:
         """How much of a prompt is warm. Nothing is loaded or changed."""
@@ -308,14 +311,14 @@ class Engine:
             self._changed.notify_all()
 
     def _prepare(
-        self, request: Request, deadline: PrepareDeadline | None
+        self, request: Request, deadline: PrepareDeadline | None, lane: Lane | None = None
     ) -> tuple[PreparedRequest, Lane]:
         """A request as tokens, and the lane that it runs in."""
         request = self._with_defaults(request)
         make_caches(self.model.module, **make_options(request.kv))  # refuses bad options
         if request.agent is not None:
             self.store.check_agent(request.agent)
-        lane = self._lane(request)
+        lane = lane or self._lane(request)
         prepared = self.preparer.prepare(request, lane.continuations, deadline, lane.needs_cuts)
         return prepared, lane.for_prompt(len(prepared.tokens))
 

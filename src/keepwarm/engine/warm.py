@@ -14,7 +14,7 @@ from dataclasses import replace
 from heapq import nlargest
 from typing import NamedTuple, Self
 
-from keepwarm.cache.agents.agents import Agent
+from keepwarm.cache.agents.agent import Agent
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.plan import Read

@@ -13,6 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 
 from keepwarm import __version__
+from keepwarm.cache.agents.signing import BundleKeys
 from keepwarm.config import Settings
 from keepwarm.errors import KeepwarmError
 from keepwarm.server.anthropic import routes as anthropic
@@ -37,6 +38,7 @@ ROUTERS = (
     responses.router,
     anthropic.router,
     agents.router,
+    agents.admin_router,
     cache_api.router,
     admin.router,
     metrics.router,
@@ -63,6 +65,7 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
     )
     app.state.host = host
     app.state.settings = settings
+    app.state.bundle_keys = BundleKeys.of(settings)
     app.state.responses = ResponseStore()
     app.state.transfers = Transfers()
     app.state.resident = admin.ResidentModel(host, settings)

@@ -6,15 +6,15 @@ a sealed store). It names blocks and copies none, so a fork or a rewind costs a 
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from keepwarm.cache.agents.agent import Agent
 from keepwarm.cache.agents.holders import AgentBlock, find_extensions, find_holders
 from keepwarm.errors import BadInput, BadRecord, NewerFormat, UnknownAgent
 from keepwarm.prefix.blocks import (
@@ -39,69 +39,9 @@ from keepwarm.store.disk.upkeep import (
 from keepwarm.store.eviction import CLOCK_TOLERANCE_S
 from keepwarm.store.tier import as_store_errors
 
-VERSION = 2  # version 1 had no `left`
 MAX_UNCHECKED_LEFT = 64  # abandoned blocks listed without checking that they still exist
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, BadRecord, NewerFormat)
-
-
-@dataclass(frozen=True)
-class Agent:
-    id: str
-    namespace: Namespace
-    blocks: tuple[BlockKey, ...] = ()  # from the first token on; the last may be open
-    n_tokens: int = 0
-    turns: tuple[int, ...] = ()  # where each turn ended, in tokens
-    pinned: bool = False
-    quota_bytes: int | None = None  # its first blocks, up to this size, are not evicted
-    retention_s: float | None = None  # deleted when unused for longer
-    created: float = 0.0
-    used: float = 0.0
-    forked_from: str = ""
-    left: tuple[AgentBlock, ...] = ()  # abandoned by a rewind or an edit, while they exist
-
-    @property
-    def sized_blocks(self) -> list[AgentBlock]:
-        """Its blocks, with sizes. After a rewind the last may be longer than the agent's part."""
-        longer = {block.key: block for block in self.left}
-        parents = (root(self.namespace), *self.blocks)
-        sizes = (self.n_tokens - n * BLOCK_TOKENS for n in range(len(self.blocks)))
-        return [
-            longer.get(key) or AgentBlock(key, parent, min(n_tokens, BLOCK_TOKENS))
-            for key, parent, n_tokens in zip(self.blocks, parents, sizes, strict=False)
-        ]
-
-    def to_json(self) -> str:
-        fields = (
-            {"version": VERSION}
-            | asdict(self)
-            | {
-                "namespace": self.namespace.hex(),
-                "blocks": [key.hex() for key in self.blocks],
-                "left": [[key.hex(), parent.hex(), n] for key, parent, n in self.left],
-            }
-        )
-        return json.dumps(fields, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Agent:
-        fields: dict[str, Any] = json.loads(text)
-        version = fields.pop("version", 1)  # version 1 had no such field
-        if version > VERSION:
-            raise NewerFormat(f"agent version {version} is newer than {VERSION}")
-        return cls(
-            **fields
-            | {
-                "namespace": Namespace(bytes.fromhex(fields["namespace"])),
-                "blocks": tuple(BlockKey(bytes.fromhex(key)) for key in fields["blocks"]),
-                "turns": tuple(fields["turns"]),
-                "left": tuple(_agent_block(*block) for block in fields.get("left", ())),
-            }
-        )
-
-
-def _agent_block(key: str, parent: str, n_tokens: int) -> AgentBlock:
-    return AgentBlock(BlockKey(bytes.fromhex(key)), BlockKey(bytes.fromhex(parent)), n_tokens)
 
 
 class Agents:
@@ -209,6 +149,26 @@ class Agents:
                 left=agent.left if is_all else _left(agent, n_tokens // BLOCK_TOKENS),
             )
         )
+
+    def move(self, agent_id: str, namespace: Namespace, tokens: Sequence[int]) -> Agent:
+        """Have an agent use the blocks of these tokens, its first ones, in another namespace.
+
+        Its old blocks are deleted, but for those that other agents use.
+        """
+        agent = self.show(agent_id)
+        moved = replace(
+            agent,
+            namespace=namespace,
+            blocks=tuple(ref.key for ref in chain(namespace, tokens)),
+            n_tokens=len(tokens),
+            turns=tuple(n for n in agent.turns if n <= len(tokens)),
+            left=(),
+        )
+        self._save(moved)
+        with as_store_errors(self._disk, f"delete the old blocks of agent {agent_id!r}"):
+            keep = self._used_by(list(self.all()))
+            delete_branches(self._disk, self._blocks_to_delete(agent, keep), keep)
+        return moved
 
     def _existing(self, left: tuple[AgentBlock, ...]) -> tuple[AgentBlock, ...]:
         """Those still on disk; checked only when there are many.

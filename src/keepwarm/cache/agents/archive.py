@@ -7,6 +7,7 @@ its own bytes. Fields that mean nothing here, such as owner and time, are ignore
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 import struct
@@ -116,14 +117,20 @@ class ArchiveEntry(io.RawIOBase):
         self.n_bytes = n_bytes
         self._archive = archive
         self._at = 0
+        self._sha256 = hashlib.sha256()
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         n_read = self._archive.readinto(memoryview(buffer)[: self.n_bytes - self._at])
+        self._sha256.update(memoryview(buffer)[:n_read])
         self._at += n_read
         return n_read
+
+    def sha256(self) -> str:
+        """Of what was read so far, in hex."""
+        return self._sha256.hexdigest()
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Only to where it is: a record is read from its first byte to its last."""

@@ -8,7 +8,9 @@ dtype is refused with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import hashlib
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from keepwarm.cache.agents.manifest import (
     refuse_other_model,
 )
 from keepwarm.cache.agents.rewriting import prefix_blocks, prefix_records, renamed
+from keepwarm.cache.agents.signing import NO_KEYS, BundleKeys, SigningKey
 from keepwarm.errors import (
     BadCacheFile,
     BadRecord,
@@ -75,9 +78,15 @@ class BundleExport(NamedTuple):
 
 
 def export_bundle(
-    disk: DiskTier, manifest: Manifest, progress: Progress = no_progress
+    disk: DiskTier,
+    manifest: Manifest,
+    progress: Progress = no_progress,
+    key: SigningKey | None = None,
 ) -> BundleExport:
-    """The blocks of a prefix as one file. The last block is cut to the tokens of the prefix."""
+    """The blocks of a prefix as one file. The last block is cut to the tokens of the prefix.
+
+    To be signed, all records are read once more, before the first byte.
+    """
     inside, tokens = _stored_namespace(disk, manifest.identity), manifest.tokens
     manifest = for_others(manifest)
     outside = namespace(manifest.identity)
@@ -87,21 +96,45 @@ def export_bundle(
         raise BadCacheFile("Some blocks are missing or unreadable; nothing was exported.")
     renames = renamed(headers, inside, outside)
     blocks = tuple(dict.fromkeys(record.header.key.hex() for record in renames))
-    records = renamed(prefix_records(disk, held, tokens), inside, outside)
-    pieces = _pieces(replace(manifest, blocks=blocks), records, len(headers), progress)
+
+    def records() -> Iterator[_EncodedRecord]:
+        for record in renamed(prefix_records(disk, held, tokens), inside, outside):
+            name = record_name(record.header.key, record.header.part)
+            yield _EncodedRecord(name, encode_record(record))
+
+    digests = {one.name: one.sha256() for one in records()} if key is not None else {}
+    manifest = replace(manifest, blocks=blocks, records=digests)
+    pieces = _pieces(manifest.to_json(key), digests, records(), len(headers), progress)
     return BundleExport(len(headers), pieces)
 
 
+class _EncodedRecord(NamedTuple):
+    name: str
+    buffers: list[bytes | memoryview]
+
+    def sha256(self) -> str:
+        made = hashlib.sha256()
+        for buffer in self.buffers:
+            made.update(buffer)
+        return made.hexdigest()
+
+
 def _pieces(
-    manifest: Manifest, records: Iterator[Record], n_records: int, progress: Progress
+    manifest: bytes,
+    signed: Mapping[str, str],
+    records: Iterator[_EncodedRecord],
+    n_records: int,
+    progress: Progress,
 ) -> Iterator[bytes | memoryview]:
     made = _Pieces()
     archive = ArchiveWriter(cast("BinaryIO", made))
-    archive.add(MANIFEST, [manifest.to_json()])
+    archive.add(MANIFEST, [manifest])
     yield from made.taken()
     n_done = 0
     for n_done, record in enumerate(records, 1):
-        archive.add(record_name(record.header.key, record.header.part), encode_record(record))
+        if signed and signed.get(record.name) != record.sha256():
+            raise BadCacheFile("The agent changed while it was exported; export it again.")
+        archive.add(record.name, record.buffers)
         progress(n_done, n_records)
         yield from made.taken()
     if n_done < n_records:
@@ -134,11 +167,15 @@ def import_bundle(
     source: BundleSource,
     expected: Identity,
     *,
+    keys: BundleKeys = NO_KEYS,
     check_record: CheckRecord = accept_any,
     progress: Progress = no_progress,
-) -> Manifest:
+) -> ImportedBundle:
     """Save a bundle's records; none can be found before all are verified and of the right model.
 
+    They get the namespace of `expected`, whichever tenant exported them. Digests prove that bytes
+    are whole, not who computed them: unless one of `keys` signed them, they get an origin of their
+    own, so that no other look-up reaches them, and all that is computed on top has that origin too.
     `check_record` raises for a record that does not fit the model. Raises InsufficientResources
     where there is no room for all of them, or today's write budget is used up.
     """
@@ -147,15 +184,33 @@ def import_bundle(
         entries = iter(archive)
         manifest = _read_manifest(entries)
         refuse_other_model(manifest.identity, expected)
+        if not _is_trusted(manifest, keys):
+            expected = replace(expected, origin=secrets.token_hex(16))
         theirs, ours = namespace(manifest.identity), _stored_namespace(disk, expected)
-        checked = CheckedRecords(manifest, _records_in(entries, check_record))
+        checked = CheckedRecords(manifest, _records_in(entries, manifest, check_record))
         for record in renamed(checked, theirs, ours):
-            _stage(disk, wear, staged, record)
+            stage_record(disk, wear, staged, record)
             progress(archive.offset, source.n_bytes)
         checked.check_whole()
         with as_store_errors(disk, "save the bundle"):
             staged.publish()
-    return manifest
+    return ImportedBundle(manifest, expected)
+
+
+class ImportedBundle(NamedTuple):
+    manifest: Manifest
+    identity: Identity  # of its blocks
+
+
+def _is_trusted(manifest: Manifest, keys: BundleKeys) -> bool:
+    """Whether a trusted key signed it, and whoever has that key computed it."""
+    is_trusted = keys.trust(manifest.signature, manifest.signed_digest) and not manifest.imported
+    if keys.required and not is_trusted:
+        raise BadCacheFile(
+            "The bundle was not imported: it was not computed and signed by the owner of that key; "
+            "import it without the key to use it for its own agent only."
+        )
+    return is_trusted
 
 
 def identity_in(path: Path) -> Identity:
@@ -192,6 +247,7 @@ class CheckedRecords:
         self._manifest = manifest
         self._records = renamed(records, name, name)
         self._found: set[BlockKey] = set()
+        self._n_records = 0
 
     def __iter__(self) -> Iterator[Record]:
         for record in self._records:
@@ -200,6 +256,7 @@ class CheckedRecords:
             if self._manifest.tokens[start : start + len(tokens)] != tokens:
                 raise BadRecord("its blocks do not match its tokens")
             self._found.add(record.header.key)
+            self._n_records += 1
             yield record
 
     def check_whole(self) -> None:
@@ -209,9 +266,11 @@ class CheckedRecords:
             raise BadRecord(f"{len(manifest.blocks)} blocks are listed, {len(found)} are inside")
         if not _is_whole(namespace(manifest.identity), manifest.tokens, found):
             raise BadRecord("its blocks do not match its tokens")
+        if manifest.signature is not None and self._n_records != len(manifest.records):
+            raise BadRecord("it does not have all the records that were signed")
 
 
-def _stage(disk: DiskTier, wear: Wear, staged: StagedRecords, record: Record) -> None:
+def stage_record(disk: DiskTier, wear: Wear, staged: StagedRecords, record: Record) -> None:
     with as_store_errors(disk, "save the bundle"):
         if not wear.take(record.n_bytes):
             raise _over_budget()
@@ -248,7 +307,9 @@ def _read_manifest(entries: Iterator[ArchiveEntry]) -> Manifest:
     return Manifest.from_json(text)
 
 
-def _records_in(entries: Iterator[ArchiveEntry], check_record: CheckRecord) -> Iterator[Record]:
+def _records_in(
+    entries: Iterator[ArchiveEntry], manifest: Manifest, check_record: CheckRecord
+) -> Iterator[Record]:
     """Every record, checked by its header before its tensors take memory."""
     for entry in entries:
         name = parse_name(entry.name)
@@ -258,4 +319,7 @@ def _records_in(entries: Iterator[ArchiveEntry], check_record: CheckRecord) -> I
         opened = open_record(file, entry.n_bytes)
         check_identity(opened.header, name.key, name.part)
         check_record(view_record(file, opened, ReadBuffer()))
-        yield read_record(file, opened)
+        record = read_record(file, opened)
+        if manifest.signature is not None and manifest.records.get(entry.name) != entry.sha256():
+            raise BadRecord(f"{entry.name} is not what was signed")
+        yield record

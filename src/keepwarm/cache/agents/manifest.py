@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode, b64encode
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from keepwarm.cache.agents.signing import Signature, SigningKey
 from keepwarm.errors import BadCacheFile, BadRecord
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.prefix.fingerprint import Identity, digest, tenant_of
@@ -22,13 +24,23 @@ class Manifest:
     turns: tuple[int, ...] = ()
     agent: str = ""
     imported: bool = False  # whoever exported it had it from a bundle, and did not compute it
+    records: Mapping[str, str] = field(default_factory=dict)  # SHA-256 by name, if it is signed
+    signature: Signature | None = None
+    signed_digest: bytes = b""  # of all but the signature
 
-    def to_json(self) -> bytes:
-        fields = asdict(self) | {
+    def to_json(self, key: SigningKey | None = None) -> bytes:
+        fields: dict[str, Any] = {
             "version": VERSION,
             "identity": self.identity.to_json(),
             "tokens": b64encode(self.tokens).decode(),
+            "blocks": self.blocks,
+            "turns": self.turns,
+            "agent": self.agent,
+            "imported": self.imported,
         }
+        if key is not None:
+            fields["records"] = dict(self.records)
+            fields["signature"] = key.sign(_signed_digest(fields)).to_json()
         return json.dumps(fields | {"digest": digest(fields, 32)}).encode()
 
     @classmethod
@@ -45,6 +57,7 @@ class Manifest:
         options = fields["identity"]["kv_options"].values()
         if not all(value is None or type(value) is int for value in options):
             raise BadRecord("a KV option in it is not a number")
+        signature = fields.pop("signature", None)
         return cls(
             identity=Identity(**fields["identity"]),
             tokens=b64decode(fields["tokens"]),
@@ -52,11 +65,18 @@ class Manifest:
             turns=tuple(fields["turns"]),
             agent=fields["agent"],
             imported=bool(fields.get("imported", False)),
+            records=dict(fields.get("records", {})),
+            signature=None if signature is None else Signature.from_json(signature),
+            signed_digest=_signed_digest(fields),
         )
 
     @property
     def keys(self) -> list[BlockKey]:
         return [BlockKey(bytes.fromhex(key)) for key in self.blocks]
+
+
+def _signed_digest(fields: Mapping[str, Any]) -> bytes:
+    return bytes.fromhex(digest(fields, 64))
 
 
 def model_alone(identity: Identity) -> Identity:

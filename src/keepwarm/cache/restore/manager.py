@@ -6,6 +6,7 @@ is in the `Capture` that `open` returns.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,7 @@ class Manager:
     writer: Saver
     rates: Rates = field(default_factory=Rates)
     restore_failures: int = 0
+    max_restored: int = sys.maxsize  # tokens of a prompt that are restored at most
 
     def __post_init__(self) -> None:
         self.needs = Needs.of(self.layout)
@@ -77,7 +79,8 @@ class Manager:
 
     def plan(self, tokens: Sequence[int], without: Collection[BlockKey] = ()) -> Plan:
         """The longest stored prefix; one token is always left, because a model must be fed one."""
-        point = self._longest(tokens, len(tokens) - 1, without) if len(tokens) > 1 else NOTHING
+        limit = min(len(tokens) - 1, self.max_restored)
+        point = self._longest(tokens, limit, without) if limit > 0 else NOTHING
         return Plan(point, point.n_bytes / self.rates.load_bytes_per_s, self.rates)
 
     def restore(

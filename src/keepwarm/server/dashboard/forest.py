@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import cache
 
-from keepwarm.cache.agents.agents import Agent
+from keepwarm.cache.agents.agent import Agent
 from keepwarm.cache.agents.forest import BlockRun, build_forest
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.store import Store

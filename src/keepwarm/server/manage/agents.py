@@ -15,12 +15,15 @@ from fastapi.responses import StreamingResponse
 from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
-from keepwarm.cache.agents.agents import Agent
+from keepwarm.cache.agents.agent import Agent
+from keepwarm.cache.agents.agents import ID
 from keepwarm.cache.agents.bundle import BundleExport, BundleSource
+from keepwarm.cache.agents.signing import BundleKeys
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.restore.records import check_record
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
+from keepwarm.engine.insight.recompute import EXTENT, ImportCheck
 from keepwarm.errors import BadField, UnknownAgent
 from keepwarm.server.http.body import JsonInput
 from keepwarm.server.http.request_fields import AGENT_ID, Config, Host, tenant_agent_id
@@ -34,15 +37,17 @@ RAW_BODY = {
     }
 }
 AgentId: TypeAlias = Annotated[str, StringConstraints(pattern=f"^{AGENT_ID.pattern}$")]
+StoredId: TypeAlias = Annotated[str, StringConstraints(pattern=f"^{ID.pattern}$")]
 
-router = APIRouter(
-    prefix="/v1/agents",
-    tags=["Agents"],
-    responses={
-        "4XX": {"model": OpenAIErrorOut, "description": "The request is invalid."},
-        "5XX": {"model": OpenAIErrorOut, "description": "The server failed or is stopping."},
-    },
-)
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": OpenAIErrorOut, "description": "The request is invalid."},
+    "5XX": {"model": OpenAIErrorOut, "description": "The server failed or is stopping."},
+}
+router = APIRouter(prefix="/v1/agents", tags=["Agents"], responses=ERRORS)
+
+
+# `server.http.limits` requires the admin key for it.
+admin_router = APIRouter(prefix="/v1/admin/agents", tags=["Admin"], responses=ERRORS)
 
 
 class AgentOptions(JsonInput):
@@ -106,6 +111,7 @@ class TenantAgents:
     def __init__(self, request: Request, host: Host) -> None:
         self.tenant: str = getattr(request.state, "tenant", "")
         self._engine: Engine = host.engine
+        self._keys: BundleKeys = request.app.state.bundle_keys
 
     @property
     def _disk_store(self) -> DiskStore:
@@ -148,15 +154,23 @@ class TenantAgents:
         return {"id": agent_id, "object": "agent", "deleted": True, "removed_blocks": removed}
 
     def export(self, agent_id: str) -> BundleExport:
-        return self._disk_store.export(self._find(agent_id))
+        return self._disk_store.export(self._find(agent_id), key=self._keys.signing)
 
-    def import_(self, source: BundleSource, agent_id: str) -> AgentOut:
+    def import_(self, source: BundleSource, agent_id: str, check: str | None) -> AgentOut:
         new_id = self._unused_id(agent_id)
         lane = self._engine.lane_of(self.tenant)
         fits = partial(check_record, lane.manager.layout)
-        return self._out(
-            self._disk_store.receive_agent(source, lane.identity, new_id, check_record=fits)
+        made = self._disk_store.receive_agent(
+            source, lane.identity, new_id, keys=self._keys, check_record=fits
         )
+        if check is not None:
+            made = ImportCheck(self._engine, made, self.tenant).run(check)
+        return self._out(made)
+
+    def release(self, stored_id: str) -> AgentOut:
+        """Of any tenant: for the admin."""
+        self._engine.settle()
+        return self._out(self._disk_store.release(stored_id))
 
     def _find(self, agent_id: str) -> Agent:
         self._engine.settle()  # finishes recording the latest answer
@@ -217,13 +231,20 @@ async def import_agent(
     agents: Agents,
     settings: Config,
     agent_id: Annotated[AgentId, Query(alias="id", description="Id for the imported agent.")],
+    check: Annotated[
+        str | None,
+        Query(pattern=f"^({EXTENT})$", description="Compute so many blocks, or all, and compare."),
+    ] = None,
 ) -> AgentOut:
-    """Import a bundle after verifying it; a bundle of another model is refused."""
+    """Import a bundle after verifying it; a bundle of another model is refused.
+
+    Unless a trusted key signed it, only this agent and its forks are served from it.
+    """
     transfers: Transfers = request.app.state.transfers
     body = UploadedFile(request.stream(), settings.disk_bytes)
     source = BundleSource("The bundle", cast("BinaryIO", body), _length(request, settings))
     with transfers.one_more(agents.tenant):
-        return await transfers.run(agents.import_, source, agent_id)
+        return await transfers.run(agents.import_, source, agent_id, check)
 
 
 def _length(request: Request, settings: Settings) -> int:
@@ -287,3 +308,12 @@ async def export_agent(request: Request, agent_id: AgentId, agents: Agents) -> R
         export = await transfers.run(agents.export, agent_id)
         release = held.pop_all().close
     return ExportResponse(export.pieces, agent_id, transfers, release)
+
+
+@admin_router.post("/{agent_id}/release")
+async def release_agent(agent_id: StoredId, agents: Agents) -> AgentOut:
+    """Vouch for an imported agent: its blocks serve every prompt of its tenant that begins alike.
+
+    The id is the stored one, which begins with the tenant.
+    """
+    return await asyncio.to_thread(agents.release, agent_id)
