@@ -91,7 +91,7 @@ def asked(text: str = "the fox", **more: Any) -> dict[str, Any]:
 
 
 async def forged_bundle(target: Target) -> Outcome:
-    name = f"stranger-{target.chance.randrange(4)}"
+    name = f"stranger-{target.chance.randrange(1_000_000)}"
     return await _import(target, target.forged, name)
 
 

@@ -32,7 +32,7 @@ from tests.hostile.soak.talks import (
 )
 from tests.hostile.test_forged_bundles import edited, poisoned
 
-WORKERS = 10
+WORKERS = 16
 POLICIES = ("read-write", "read-write", "durable", "read-only", "ephemeral", "no-store")
 ATTACKED = 0.3  # of all requests
 HEAVY_SHARE = 0.02  # of the attacks
@@ -152,9 +152,12 @@ class Soak:
         self, client: httpx.AsyncClient, server: Server, chance: random.Random, name: str
     ) -> None:
         target = Target(server.url, client, chance, *self._bundles)
-        outcome = await attack(target, name)
+        try:
+            outcome = await attack(target, name)
+        except TimeoutError:
+            outcome = "no answer"
         self.report.attacks[name][str(outcome)] += 1
-        if outcome in (500, 502, "accepted"):
+        if outcome in (500, 502, "accepted", "no answer"):
             self.report.unexpected[f"{name}: {outcome}"] += 1
 
     async def _ask(self, client: httpx.AsyncClient, server: Server, chance: random.Random) -> None:
