@@ -25,4 +25,5 @@ def test_nothing_is_wrong_lost_or_left_after_attacks_and_kills(tmp_path, size):
     for name in ("plain", "sealed"):
         assert report.measures[name].store_bytes <= DISK_BYTES
     assert max(each.rss for each in report.measures.values()) < MAX_RSS
+    assert report.events["logged tracebacks"] == 0
     assert report.events["log bytes"] < LOG_BYTES_PER_REQUEST * n_requests + 4096
