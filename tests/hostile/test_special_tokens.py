@@ -90,9 +90,10 @@ class Watched(EngineHost):
 
     prompts: list[list[int]]
 
-    async def submit(self, request):
-        self.prompts = [*getattr(self, "prompts", []), self.engine.prepare(request).tokens]
-        return await super().submit(request)
+    async def submit_all(self, requests, turn):
+        prepared = [self.engine.prepare(request).tokens for request in requests]
+        self.prompts = [*getattr(self, "prompts", []), *prepared]
+        return await super().submit_all(requests, turn)
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,14 @@ every other answer to a few words of the model's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from keepwarm.engine.engine import Engine
 from keepwarm.server.host import EngineHost, ObservedAnswer
+from keepwarm.server.http.turns import Turn
 from keepwarm.text.parsing import Markup
 from keepwarm.text.request import Format, Request, Tool, ToolChoice
 from keepwarm.text.tool_grammar import call_grammar
@@ -101,10 +102,11 @@ class Leading(EngineHost):
         self.asked: list[Asked] = []
         self._calls = calls
 
-    async def submit(self, request: Request) -> ObservedAnswer:
-        prepared = self.engine.prepare(request)
-        self.asked.append(Asked(request, prepared.prompt.text, len(prepared.tokens)))
-        return await super().submit(self._led(request))
+    async def submit_all(self, requests: Sequence[Request], turn: Turn) -> list[ObservedAnswer]:
+        for request in requests:
+            prepared = self.engine.prepare(request)
+            self.asked.append(Asked(request, prepared.prompt.text, len(prepared.tokens)))
+        return await super().submit_all([self._led(request) for request in requests], turn)
 
     def _led(self, request: Request) -> Request:
         if request.format or request.tool_choice.mode == "required" or request.messages is None:
