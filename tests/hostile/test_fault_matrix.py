@@ -400,7 +400,7 @@ FAULTS = (
 
 
 @contextmanager
-def no_hanging(seconds: int = 10) -> Iterator[None]:
+def no_hanging(seconds: int = 60) -> Iterator[None]:
     """A request that never ends is a failure too."""
 
     def ring(*_: Any) -> None:
