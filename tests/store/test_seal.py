@@ -598,7 +598,8 @@ def test_the_command_line_with_the_key_without_it_and_with_another(tmp_path, typ
     assert "is not encrypted" in exported.err
     assert bundle.stat().st_mode & 0o077 == 0
     cache("import", bundle, *model, home=away, key=PASSPHRASE)
-    third = json.loads(typed(away, PASSPHRASE, *ask).out)
+    assert json.loads(typed(away, PASSPHRASE, *ask).out)["usage"]["cached_tokens"] == 0
+    third = json.loads(typed(away, PASSPHRASE, *ask, "--agent", AGENT).out)
     assert third["usage"]["cached_tokens"] == first["usage"]["prompt_tokens"] - 1
     assert cache("rm", AGENT)["removed_blocks"] >= 2
     assert cache("ls") == []

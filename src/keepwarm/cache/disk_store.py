@@ -102,12 +102,16 @@ class DiskStore:
     def trust_rows(self, name: Namespace) -> None:
         """Note that no wrong row of a batch is among the blocks of this namespace."""
         with as_store_errors(self.disk, "note a model"):
-            self.disk.index.database.set_flag(f"{ROWS_TRUSTED}{name.hex()}")
+            self.disk.index.database.set_flag(self._trust_flag(name))
 
     def trusts_rows(self, name: Namespace) -> bool:
         """Not if an earlier version, which tried no model's batches, wrote blocks here."""
         with as_store_errors(self.disk, "look up a model"):
-            return self.disk.index.database.has_flag(f"{ROWS_TRUSTED}{name.hex()}")
+            return self.disk.index.database.has_flag(self._trust_flag(name))
+
+    def _trust_flag(self, name: Namespace) -> str:
+        """In an encrypted store the namespace is secret, so it is called as its file is."""
+        return f"{ROWS_TRUSTED}{self._identity_path(name).name}"
 
     def identity_of(self, name: Namespace) -> Identity:
         try:
