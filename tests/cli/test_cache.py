@@ -214,7 +214,7 @@ def test_an_agent_with_rounded_keys_travels_too(main_here, tmp_path):
 
 @pytest.mark.parametrize(
     ("setting", "says"),
-    [("DISK_BYTES", "found no room"), ("DISK_WRITES_PER_DAY", "what is left of today's writes")],
+    [("DISK_BYTES", "there is no room"), ("DISK_WRITES_PER_DAY", "what is left of today's writes")],
 )
 def test_a_bundle_that_may_not_be_kept_is_one_sentence(
     setting, says, main_here, monkeypatch, tmp_path

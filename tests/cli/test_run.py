@@ -26,6 +26,7 @@ USAGE = {
     "ttft_ms": float,
     "tokens_per_second": float,
     "exact": bool,
+    "inexact": list,
 }
 
 

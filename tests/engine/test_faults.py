@@ -275,8 +275,8 @@ def test_detokenise(model_of, models, tmp_path, architecture):
 class WithRule(Engine):
     """Gives requests of agent `stuck` a rule that breaks."""
 
-    def _prepare(self, request: Request) -> tuple[PreparedRequest, Lane]:
-        prepared, lane = super()._prepare(request)
+    def _prepare(self, request: Request, *rest: Any) -> tuple[PreparedRequest, Lane]:
+        prepared, lane = super()._prepare(request, *rest)
         is_stuck = request.agent == "stuck"
         return replace(prepared, grammar=StuckRule()) if is_stuck else prepared, lane
 

@@ -24,7 +24,7 @@ def stats(live=0, disk=0, prefilled=0, saved_ms=0.0, written=0):
         "saved_ms": saved_ms,
     }
     writes = WriteStats(written_bytes=written)
-    return Stats(0, 0, 0, counters, 0.0, 1.0, LiveStats(0, 0, 0, 0, 0, 0, 0), {}, writes)
+    return Stats(0, 0, 0, counters, 0.0, 1.0, LiveStats(0, 0, 0, 0, 0, 0, 0), {}, writes, True)
 
 
 class Clock:

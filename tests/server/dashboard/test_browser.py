@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain
-from keepwarm.text.request import KVOptions
+from keepwarm.text.request import Request
 from tests.server.conftest import wait_until
 from tests.server.dashboard.browsers import chromium, watched
 from tests.server.dashboard.test_dashboard import A, B, ask
@@ -245,7 +245,7 @@ def test_ten_thousand_blocks(browser, serving):
     """S0-75: drawing, searching and selecting take less than a second."""
     with serving() as live:
         engine = live.host.engine
-        name = engine._lane(KVOptions(), "").manager.namespace
+        name = engine._lane(Request()).manager.namespace
         for seed in range(100):
             tokens = [1] * (2 * BLOCK_TOKENS) + [2 + seed] * (100 * BLOCK_TOKENS)
             for ref in chain(name, tokens):

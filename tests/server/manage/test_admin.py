@@ -104,7 +104,7 @@ def test_the_old_one_comes_back_if_the_new_one_cannot_be_loaded(admin, tmp_path)
     before = admin.post("/v1/chat/completions", QUESTION).json()
     answer = change(admin, "swap", {"model": str(broken(tmp_path / "broken"))})
     assert answer.status_code == 422
-    assert "not a complete model" in answer.json()["error"]["message"]
+    assert "is not a complete safetensors file" in answer.json()["error"]["message"]
     assert admin.get("/health/ready").status_code == 200
     assert resident(admin)["id"] == "tiny"
     after = admin.post("/v1/chat/completions", QUESTION).json()
