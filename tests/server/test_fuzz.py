@@ -50,6 +50,7 @@ OPERATIONS = [
     ("POST", "/v1/agents/{agent_id}/unpin"),
     ("POST", "/v1/agents/{agent_id}/quota"),
     ("GET", "/v1/agents/{agent_id}/export"),
+    ("POST", "/v1/admin/agents/{agent_id}/release"),
     ("GET", "/v1/cache"),
     ("POST", "/v1/cache/lookup"),
     ("POST", "/v1/cache/lookup/completions"),
