@@ -36,9 +36,9 @@ class CountingLanes(Engine):
 
     n_lookups = 0
 
-    def _lane(self, options: KVOptions, tenant: str) -> Lane:
+    def _lane(self, request: Request) -> Lane:
         self.n_lookups += 1
-        return super()._lane(options, tenant)
+        return super()._lane(request)
 
 
 def test_the_lane_is_looked_up_once_a_request(models, tmp_path):

@@ -19,6 +19,7 @@ from keepwarm.engine.jobs import RunningSequence
 from keepwarm.engine.lane import Lane
 from keepwarm.errors import Cancelled, InsufficientResources, Stopping
 from keepwarm.prefix.blocks import chain
+from keepwarm.text.bounds.deadline import PrepareDeadline
 from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import Delta, Request
 from tests.kit.engines import ask, engine_on, held, memory, tokens_of
@@ -36,11 +37,13 @@ class Slow(Engine):
     ready: threading.Event | None = None
     looking = threading.Event()
 
-    def _prepare(self, request: Request) -> tuple[PreparedRequest, Lane]:
+    def _prepare(
+        self, request: Request, deadline: PrepareDeadline | None, lane: Lane | None = None
+    ) -> tuple[PreparedRequest, Lane]:
         if self.ready is not None:
             self.looking.set()
             assert self.ready.wait(PATIENCE_S)
-        return super()._prepare(request)
+        return super()._prepare(request, deadline, lane)
 
 
 def test_an_answer_ends_though_its_end_cannot_be_recorded(models, tmp_path):
