@@ -71,16 +71,15 @@ class Victim:
         message = {"role": "user", "content": text.format(next(self._numbers))}
         body = {"messages": [message], "max_tokens": 16, "stream": True}
         begun = time.perf_counter()
-        first = 0.0
         with self._client.stream(
             "POST", CHAT, json=body, headers={"X-Keepwarm-Cache": "no-store"}
         ) as answer:
             if answer.status_code != 200:
                 raise RuntimeError(answer.read().decode())
             for line in answer.iter_lines():
-                if not first and '"content": "' in line and '"content": ""' not in line:
-                    first = time.perf_counter() - begun
-        return first
+                if '"content": "' in line and '"content": ""' not in line:
+                    return time.perf_counter() - begun  # leaving ends the answer
+        raise RuntimeError("An answer without text.")
 
     def times(self, n: int, text: str = PROMPT) -> list[float]:
         return [self.ask(text) for _ in range(n)]

@@ -6,7 +6,7 @@ import pytest
 
 from keepwarm import kv
 from keepwarm.cache.restore.records import records_of
-from keepwarm.kv.slabs import SlabArray, SlabPool
+from keepwarm.kv.slabs import SlabArray
 from keepwarm.kv.slices import Block, cut_blocks, offload_blocks
 from keepwarm.prefix.blocks import Namespace, chain
 from keepwarm.store.record import encode_record
@@ -15,13 +15,6 @@ from tests.kit.runs import prefill, prompt_of
 
 NAMESPACE = Namespace(bytes(32))
 N_TOKENS = 700
-
-
-@pytest.fixture
-def pool():
-    pool = SlabPool()
-    yield pool
-    pool.close()
 
 
 def files_of(tokens: list[int], blocks: list[Block]) -> list[bytes]:

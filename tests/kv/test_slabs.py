@@ -10,16 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepwarm.kv import slabs
-from keepwarm.kv.slabs import Slab, SlabArray, SlabPool
+from keepwarm.kv.slabs import Slab, SlabArray
 
 N_BYTES = 100_000
-
-
-@pytest.fixture
-def pool():
-    pool = SlabPool()
-    yield pool
-    pool.close()
 
 
 def fill(slab: Slab, value: int) -> None:

@@ -11,7 +11,7 @@ from keepwarm.cache.restore.records import block_of, records_of
 from keepwarm.errors import BadRecord
 from keepwarm.kv.buffers import FileArray, HostArray
 from keepwarm.kv.layout import TensorSpec
-from keepwarm.kv.slabs import SlabPool, aligned
+from keepwarm.kv.slabs import aligned
 from keepwarm.kv.slices import cut_blocks, offload_blocks
 from keepwarm.kv.staging import PIECE_BYTES, DeviceRows, Staging
 from keepwarm.prefix.blocks import Namespace, chain
@@ -26,13 +26,6 @@ SPEC = TensorSpec((1, 2, None, 8), mx.float32)
 def rows_of(n_rows: int, seed: int) -> HostArray:
     words = np.random.default_rng(seed).random((1, 2, n_rows, 8), dtype=np.float32)
     return HostArray(words, mx.float32)
-
-
-@pytest.fixture
-def pool():
-    pool = SlabPool()
-    yield pool
-    pool.close()
 
 
 @pytest.fixture

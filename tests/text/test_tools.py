@@ -148,7 +148,7 @@ def test_templates_get_arguments_as_objects(tmp_path):
     tokenizer = make(tmp_path, template=template)
     own = format_of(make(tmp_path / "own", parser="json_tools"))
     assert adapt_to_template(own, TALK, []).tools is None
-    prompter = Prompter(tokenizer, call_format=own)
+    prompter = Prompter(tokenizer, call_markers=own)
     assert prompter.render(Request(messages=TALK)).text == "city;days;"
 
 

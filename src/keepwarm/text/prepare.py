@@ -100,7 +100,7 @@ class Preparer:
         self._grammars = Grammars(tokenizer, n_vocab, self._stop_tokens)
         self._limits = PromptLimits(model.name, model.n_context, token_reach(tokenizer))
         recipe = BenchRecipe(
-            *(tokenizer, self.template, self.markup.tool_format, raw_special_tokens),
+            *(tokenizer, self.template, self.markup.tool_format.markers, raw_special_tokens),
             *(n_vocab, self._stop_tokens),
         )
         self._isolation = Isolation.of(recipe, self.splicer) if isolated else None

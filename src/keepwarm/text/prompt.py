@@ -18,7 +18,7 @@ from keepwarm.text.past_answers import Continuations, KnownSpan, Splicer, encode
 from keepwarm.text.request import Message, Request, Tool
 from keepwarm.text.special_tokens import Chat, Encode, SpecialTokens
 from keepwarm.text.template import Template, normalise, opens_thinking, write
-from keepwarm.text.tools import BLOCK, ToolFormat, adapt_to_template, tool_format
+from keepwarm.text.tools import BLOCK, CallMarkers, adapt_to_template, tool_format
 
 RenderUpTo: TypeAlias = Callable[[int], str]  # the rendering of the messages up to this one
 
@@ -189,15 +189,15 @@ class Prompter:
         tokenizer: Any,
         template: Template | None = None,
         splicer: Splicer | None = None,
-        call_format: ToolFormat | None = None,
+        call_markers: CallMarkers | None = None,
         *,
         raw_special_tokens: bool = True,
     ) -> None:
         self.template = template or Template.of(tokenizer)
         self._tokenizer = tokenizer
         self._splicer = splicer
-        self._tool_format = call_format or tool_format(tokenizer, self.template)
-        self._specials = SpecialTokens(tokenizer, _written(tokenizer, self._tool_format))
+        self._call_markers = call_markers or tool_format(tokenizer, self.template)
+        self._specials = SpecialTokens(tokenizer, _written(tokenizer, self._call_markers))
         self._raw_special_tokens = raw_special_tokens
 
     def render(
@@ -253,7 +253,7 @@ class Prompter:
         return Prompt(self._tokenizer, whole, len(messages), render_up_to, to_tokens)
 
     def _write(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
-        adapted = adapt_to_template(self._tool_format, messages, tools)
+        adapted = adapt_to_template(self._call_markers, messages, tools)
         conforming = self.template.conform(adapted.messages)
         return write(self._tokenizer, conforming, adapted.tools, **options)
 
@@ -268,11 +268,11 @@ class Prompter:
         return Prompt(self._tokenizer, whole, 0, lambda _: "", partial(encode, self._tokenizer))
 
 
-def _written(tokenizer: Any, call_format: ToolFormat) -> list[str | None]:
+def _written(tokenizer: Any, calls: CallMarkers) -> list[str | None]:
     """Texts in which the template and the model's answers write tokens."""
     template = tokenizer.chat_template or ""
     templates = template.values() if isinstance(template, dict) else [template]
-    markers = (tokenizer.think_start, tokenizer.think_end, call_format.start, call_format.end)
+    markers = (tokenizer.think_start, tokenizer.think_end, calls.start, calls.end)
     return [*templates, BLOCK, *markers]
 
 

@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
@@ -42,13 +42,24 @@ _HARMONY_CALL = re.compile(r"([\w.-]+).*?<\|message\|>(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class ToolFormat:
-    """The delimiters of a call, and the parser of the text between them."""
+class CallMarkers:
+    """The delimiters of a call: all that rendering needs to know of a format."""
 
     start: str
     end: str  # empty: a call lasts until the answer ends
-    parse: Parser
     native: bool = True  # the template renders tools; otherwise `BLOCK` does
+
+
+@dataclass(frozen=True)
+class ToolFormat(CallMarkers):
+    """The delimiters of a call, and the parser of the text between them."""
+
+    parse: Parser = field(kw_only=True)
+
+    @property
+    def markers(self) -> CallMarkers:
+        """The format without its parser, which may not be sent to another process."""
+        return CallMarkers(self.start, self.end, self.native)
 
 
 class TemplateInput(NamedTuple):
@@ -100,7 +111,8 @@ def tool_format(tokenizer: Any, template: Template) -> ToolFormat:
     if is_harmony(tokenizer):
         return HARMONY
     if tokenizer.has_tool_calling:
-        return ToolFormat(tokenizer.tool_call_start, tokenizer.tool_call_end, tokenizer.tool_parser)
+        markers = tokenizer.tool_call_start, tokenizer.tool_call_end
+        return ToolFormat(*markers, parse=tokenizer.tool_parser)
     return OURS
 
 
@@ -117,11 +129,11 @@ def canonical_tools(tools: Iterable[Tool]) -> list[Tool]:
 
 
 def adapt_to_template(
-    tool_format: ToolFormat, messages: Sequence[Message], tools: Iterable[Tool]
+    markers: CallMarkers, messages: Sequence[Message], tools: Iterable[Tool]
 ) -> TemplateInput:
     """Messages and tools as the model's template can render them."""
     tools = [tool for tool in tools if not tool.get(DEFERRED)]
-    if not tool_format.native:
+    if not markers.native:
         return TemplateInput(write_tools_as_text(messages, tools), None)
     return TemplateInput(list(messages), canonical_tools(tools) or None)
 
@@ -204,5 +216,5 @@ def _parse_harmony(body: str, _tools: Any = None) -> dict[str, Any]:
     return {"name": match[1], "arguments": json.loads(match[2])}
 
 
-OURS = ToolFormat("<tool_call>", "</tool_call>", _parse_ours, native=False)
-HARMONY = ToolFormat("to=functions.", "", _parse_harmony)
+OURS = ToolFormat("<tool_call>", "</tool_call>", native=False, parse=_parse_ours)
+HARMONY = ToolFormat("to=functions.", "", parse=_parse_harmony)

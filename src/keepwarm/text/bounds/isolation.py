@@ -18,7 +18,7 @@ from keepwarm.text.past_answers import Continuations, KnownSpan, Splicer
 from keepwarm.text.prompt import Prompter, SettledPrompt
 from keepwarm.text.request import Request
 from keepwarm.text.template import Template
-from keepwarm.text.tools import ToolFormat
+from keepwarm.text.tools import CallMarkers
 
 RENDER_CPU_S = 60.0
 GRAMMAR_CPU_S = 1.0
@@ -43,7 +43,7 @@ class BenchRecipe:
 
     tokenizer: Any
     template: Template
-    call_format: ToolFormat
+    call_markers: CallMarkers
     raw_special_tokens: bool
     n_vocab: int
     stop_tokens: Collection[int]
@@ -53,13 +53,12 @@ class BenchRecipe:
         plain = PlainTokenizer.of(self.tokenizer)
         if plain is None:
             return None
-        call_format = replace(self.call_format, parse=_no_parser)
-        return replace(self, tokenizer=plain, call_format=call_format)
+        return replace(self, tokenizer=plain)
 
     def build(self) -> _Bench:
         splicer = _AskingSplicer(self.tokenizer, self.template)
         prompter = Prompter(
-            *(self.tokenizer, self.template, splicer, self.call_format),
+            *(self.tokenizer, self.template, splicer, self.call_markers),
             raw_special_tokens=self.raw_special_tokens,
         )
         grammars = Grammars(self.tokenizer, self.n_vocab, self.stop_tokens)
@@ -149,10 +148,6 @@ class Isolation:
 
     def close(self) -> None:
         self._process.close()
-
-
-def _no_parser(_body: str, _tools: Any) -> Any:
-    raise NotImplementedError  # answers are parsed in the server
 
 
 def _render(bench: _Bench, channel: Channel, task: _RenderTask) -> SettledPrompt:
