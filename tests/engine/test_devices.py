@@ -10,6 +10,8 @@ from functools import partial
 
 import pytest
 
+from keepwarm.cache.policy import Policy
+from keepwarm.engine.intake import MAX_OWN_ROWS
 from tests.kit.devices import CPU, DEVICES, H200, M1, M4_MAX, Device, Simulation, p95, simulated
 
 LONG = 8192
@@ -70,6 +72,41 @@ def test_prompts_take_turns(sim, device):
     long, short = sim.send(LONG), sim.send(256)
     sim.run_until(lambda: long.job.ended)
     assert short.first_s < long.first_s / 3
+
+
+@pytest.mark.parametrize("n_tokens", [40, 1000, LONG])
+def test_a_key_does_not_wait_for_the_prompts_of_another(sim, device, n_tokens):
+    """Beside eight long prompts of one key: for one slice, and then for every other one."""
+    alone = sim.first_s(n_tokens)
+    others = [sim.send(LONG, 4, tenant="other") for _ in range(8)]
+    sim.run_until(lambda: len(sim.scheduler.prefilling) >= 3 and any(sim.module.fed))
+    sim.module.fed.clear()
+    mine = sim.send(n_tokens, tenant="mine")
+    sim.run_until(lambda: mine.has_begun)
+    slice_s = device.slice_seconds(max(sim.module.fed), LONG)
+    assert mine.first_s <= 3 * alone + slice_s
+    assert not any(sent.has_begun for sent in others)
+
+
+def test_a_key_does_not_hold_every_place(sim):
+    """Nor every row of the batch."""
+    for _ in range(100):
+        sim.send(16, 100_000, Policy.NO_STORE, tenant="other")
+    for _ in range(300):
+        sim.scheduler.step()
+    assert len(sim.scheduler.rows) == MAX_OWN_ROWS
+    mine = sim.send(16, 1, Policy.NO_STORE, tenant="mine")
+    sim.run_until(lambda: mine.has_begun)
+    assert len(sim.scheduler.rows) <= MAX_OWN_ROWS + 1
+
+
+def test_a_key_does_not_queue_behind_another(sim):
+    for _ in range(40):
+        sim.send(16, 100_000, Policy.NO_STORE, tenant="other")
+    sim.scheduler.step()
+    mine = sim.send(16, 1, Policy.NO_STORE, tenant="mine")
+    sim.run_until(lambda: mine.has_begun)
+    assert len(sim.scheduler.rows) < 8
 
 
 def test_nobody_starves(sim, device):

@@ -251,11 +251,14 @@ class Simulation:
         prompt: int | Sequence[int],
         n_answer: int = 1,
         policy: Policy = Policy.READ_WRITE,
+        tenant: str = "",
     ) -> Sent:
         """A request for so many tokens after a prompt, or after a new one of this length."""
         tokens = self.prompt(prompt) if isinstance(prompt, int) else list(prompt)
         sampling = Sampling(max_tokens=n_answer)
-        prepared = self.preparer.prepare(Request(prompt=tokens, sampling=sampling, policy=policy))
+        prepared = self.preparer.prepare(
+            Request(prompt=tokens, sampling=sampling, policy=policy, tenant=tenant)
+        )
         answer = StampedAnswer(self.clock)
         job = Job(prepared.request, prepared, self.lane, answer, clock=self.clock)
         self.scheduler.add(job)

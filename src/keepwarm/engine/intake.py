@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from keepwarm.engine.admission import Admission, kv_bytes
 from keepwarm.engine.jobs import Counters, Job, PrefillTask, RunningSequence
-from keepwarm.engine.lane import MIN_SHARED_TOKENS, WarmPrefix
+from keepwarm.engine.lane import MIN_SHARED_TOKENS, Lane, WarmPrefix
 from keepwarm.engine.prefill import Clock, Prefill, Stopwatch
 from keepwarm.engine.sampling import Sampler
 from keepwarm.errors import InsufficientResources
@@ -16,6 +16,32 @@ from keepwarm.text.parsing import AnswerReader
 from keepwarm.text.request import Receipt, Started
 
 LEASE_TOKENS = 1024  # answer tokens that memory is reserved for at a time
+MAX_PREFILLS = 4  # prompts that take turns
+MAX_EXTRA_PREFILLS = 4  # more that need only one slice, or have a higher priority
+MAX_ROWS = 64  # sequences in all batches together
+MAX_OWN_PREFILLS, MAX_OWN_ROWS = 6, 48  # of one API key
+
+
+class Places(NamedTuple):
+    """The places in the engine that are taken."""
+
+    prefilling: Sequence[PrefillTask]
+    rows: Sequence[RunningSequence]
+    slice_tokens: Callable[[Lane, int], int]  # of the next slice, after a context
+
+    @property
+    def are_taken(self) -> bool:
+        most = MAX_PREFILLS + MAX_EXTRA_PREFILLS
+        return len(self.prefilling) >= most or len(self.rows) >= MAX_ROWS
+
+    def of_key(self, job: Job) -> tuple[int, int]:
+        """Prefills and rows of the job's API key; without keys none is anyone's own."""
+        tenant = job.request.tenant
+        held = (self.prefilling, self.rows) if tenant else ((), ())
+        n_prefills, n_rows = (
+            sum(one.job.request.tenant == tenant for one in places) for places in held
+        )
+        return n_prefills, n_rows
 
 
 class Intake:
@@ -41,6 +67,18 @@ class Intake:
             batch = lane.options if lane.can_batch else None
             job.lease = self._admission.reserve(n_bytes, batch, n_rows=max(1, job.n_answers))
         return job.lease is not None
+
+    def has_place(self, job: Job, places: Places) -> bool:
+        """Some are left to other keys, some to jobs that are urgent or need only one slice."""
+        n_prefills, n_rows = places.of_key(job)
+        if n_prefills >= MAX_OWN_PREFILLS or n_rows >= MAX_OWN_ROWS:
+            return False
+        if len(places.prefilling) < MAX_PREFILLS and n_prefills < MAX_PREFILLS - 1:
+            return True
+        if job.request.priority > max(task.job.request.priority for task in places.prefilling):
+            return True
+        n_uncached = self.n_uncached(job)
+        return n_uncached <= places.slice_tokens(job.lane, len(job.tokens) - n_uncached)
 
     def n_uncached(self, job: Job) -> int:
         """Prompt tokens that are not cached, as of the first call: a look-up takes time."""

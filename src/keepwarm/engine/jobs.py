@@ -4,14 +4,16 @@ Job               one request, from its arrival to its last event
 RunningSequence   one of its answers
 PrefillTask       a prompt being prefilled; afterwards its sequences join the batch
 Counters          what all of them add up to
+KeyTurns          whose turn it is
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from keepwarm.cache.restore.loading import Loading
 from keepwarm.cache.restore.manager import Capture
@@ -44,6 +46,7 @@ from keepwarm.text.request import (
 LOG = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+MAX_TENANTS = 1024  # whose turns are remembered
 
 
 @dataclass
@@ -292,3 +295,26 @@ class PrefillTask:
     @property
     def is_rebuild(self) -> bool:
         return len(self.tokens) > len(self.job.tokens)
+
+
+class KeyTurns:
+    """The API keys take turns: one whose last turn is longest ago goes first."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}  # by tenant, the latest last
+        self._numbers = count(1)
+
+    def take(self, job: Job) -> None:
+        tenant = job.request.tenant
+        self._last.pop(tenant, None)
+        self._last[tenant] = next(self._numbers)
+        if len(self._last) > MAX_TENANTS:
+            del self._last[next(iter(self._last))]
+
+    def last(self, job: Job) -> int:
+        """The number of its key's last turn; 0 if there was none."""
+        return self._last.get(job.request.tenant, 0)
+
+    def order(self, jobs: Iterable[Job]) -> list[Job]:
+        """By priority, then by whose key's turn it is, then as they were."""
+        return sorted(jobs, key=lambda job: (-job.request.priority, self.last(job)))

@@ -20,8 +20,8 @@ from keepwarm import kv
 from keepwarm.cache.policy import Policy
 from keepwarm.engine.admission import Admission
 from keepwarm.engine.batch import Batch
-from keepwarm.engine.intake import Intake
-from keepwarm.engine.jobs import Counters, Job, PrefillTask, RunningSequence
+from keepwarm.engine.intake import Intake, Places
+from keepwarm.engine.jobs import Counters, Job, KeyTurns, PrefillTask, RunningSequence
 from keepwarm.engine.keeper import Keeper, OnKept
 from keepwarm.engine.lane import Lane
 from keepwarm.engine.prefill import Clock, Prefill, SliceSizer, Stopwatch
@@ -30,9 +30,6 @@ from keepwarm.text.request import Progress
 
 LOG = logging.getLogger(__name__)
 
-MAX_PREFILLS = 4  # prompts that take turns
-MAX_EXTRA_PREFILLS = 4  # more that need only one slice, or have a higher priority
-MAX_ROWS = 64  # sequences in all batches together
 MAX_FAILURES = 2  # failed batches before a sequence is taken to be the cause
 
 
@@ -52,6 +49,7 @@ class Scheduler:
         self.prefilling: deque[PrefillTask] = deque()
         self._batches: dict[Hashable, Batch[RunningSequence]] = {}
         self._open: dict[Job, None] = {}  # jobs not computed yet; other threads read it
+        self._starts, self._slices = KeyTurns(), KeyTurns()
         self._end_durably = end_durably
         self._keeper = Keeper(self.counters, on_kept)
         self._clock = clock
@@ -114,15 +112,15 @@ class Scheduler:
 
     def _start_one(self) -> bool:
         """Start the first job that may: at most one a turn, because a restore takes time."""
-        n_prefills = len(self.prefilling)
-        if n_prefills >= MAX_PREFILLS + MAX_EXTRA_PREFILLS or len(self.rows) >= MAX_ROWS:
+        places = Places(self.prefilling, self.rows, self._slice_tokens)
+        if places.are_taken:
             return False
         is_full = False
-        for job in list(self.waiting):
+        for job in self._starts.order(self.waiting):
             if job.is_blocked or (is_full and job.lease is None):
                 continue  # overtaking a job that lacks memory would starve it
             try:
-                if n_prefills >= MAX_PREFILLS and not self._may_be_extra(job):
+                if not self._intake.has_place(job, places):
                     continue
                 if not self._intake.reserve(job):
                     is_full = True
@@ -130,19 +128,13 @@ class Scheduler:
                 if not self._is_ready(job):
                     continue
                 self.waiting.remove(job)
+                self._starts.take(job)
                 self.prefilling.append(self._intake.start(job, self.prefilling))
             except Exception as error:
                 self._remove_waiting(job)
                 self._fail(job, error)
             return True
         return False
-
-    def _may_be_extra(self, job: Job) -> bool:
-        """Whether it may start beside MAX_PREFILLS others: it is urgent, or needs one slice."""
-        if job.request.priority > max(task.job.request.priority for task in self.prefilling):
-            return True
-        n_uncached = self._intake.n_uncached(job)
-        return n_uncached <= self._slice_tokens(job.lane, len(job.tokens) - n_uncached)
 
     def _is_ready(self, job: Job) -> bool:
         """Whether it waits neither for another job's prefix nor for its own blocks.
@@ -195,10 +187,15 @@ class Scheduler:
         return self.slice_sizer.slice_tokens(costs, context, decoding=bool(self._batches))
 
     def _next_task(self) -> PrefillTask:
-        """The highest priority, that of waiting jobs included; equal ones take turns, but a last
-        token, which takes only a step, goes first."""
+        """The highest priority, that of waiting jobs included. Of equal ones the keys take turns,
+        and the prompts of a key; but a last token, which takes only a step, goes first."""
         self.prefilling.rotate(-1)
-        return max(self.prefilling, key=lambda task: (self._priority(task), task.is_at_last_token))
+        task = max(self.prefilling, key=self._claim)
+        self._slices.take(task.job)
+        return task
+
+    def _claim(self, task: PrefillTask) -> tuple[int, bool, int]:
+        return self._priority(task), task.is_at_last_token, -self._slices.last(task.job)
 
     def _priority(self, task: PrefillTask) -> int:
         waiters = [job.request.priority for job in self.waiting if job.waits_for is task]
