@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from keepwarm.cache.agents.agents import Agents
+from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.agents.pins import TtlPins
 from keepwarm.engine import chores
 from keepwarm.engine.insight.history import MINUTES_KEPT, Timeline, day_name, minute_name
@@ -162,7 +163,7 @@ def test_an_agent_used_in_the_future_is_kept_for_its_retention_only(tmp_path, cl
     disk = disk_tier(tmp_path, clock)
     agents = Agents(disk, clock)
     clock.now += YEAR_S
-    agents.create("a", NAMESPACE, retention_s=60.0)
+    agents.create("a", Branch(NAMESPACE), retention_s=60.0)
     clock.now -= YEAR_S
     assert agents.expired() == []
     clock.now += 61

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.store import Store
 from keepwarm.config import Settings
@@ -383,7 +384,7 @@ def test_a_record_behind_a_link_is_a_miss_and_stays(store, tmp_path):
 
 def test_an_agent_behind_a_link_is_not_read(store, tmp_path):
     with DiskStore(store, LIMITS) as opened:
-        opened.agents.create("mine", next(opened.disk.walk()).namespace, blocks=(), n_tokens=0)
+        opened.agents.create("mine", Branch(next(opened.disk.walk()).namespace))
         away = (store / "agents" / "mine.json").rename(tmp_path / "away.json")
         (store / "agents" / "mine.json").symlink_to(away)
         assert list(opened.agents.all()) == []

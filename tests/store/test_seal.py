@@ -16,6 +16,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm import config
+from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.store import Budgets, Store
@@ -286,7 +287,7 @@ def test_without_the_right_key_nothing_is_listed_loaded_or_touched(tmp_path):
     root = tmp_path / "store"
     with DiskStore(root, LIMITS, secret=KEY) as disk_store:
         disk_store.disk.put(chain_of(1)[0])
-        disk_store.agents.create(AGENT, disk_store.register(IDENTITY))
+        disk_store.agents.create(AGENT, Branch(disk_store.register(IDENTITY)))
     before = tree(root)
     with pytest.raises(BadInput, match=r"is encrypted; set KEEPWARM_ENCRYPTION_KEY or .*key_file"):
         DiskStore(root, LIMITS)
@@ -489,7 +490,7 @@ def test_an_agent_file_that_was_changed_or_moved_is_not_believed(tmp_path):
     with DiskStore(tmp_path / "store", LIMITS, secret=KEY) as disk_store:
         name = disk_store.register(IDENTITY)
         for agent in ("one", "two", "three"):
-            disk_store.agents.create(agent, name)
+            disk_store.agents.create(agent, Branch(name))
         one, two = (disk_store.agents._path(agent) for agent in ("one", "two"))
         one.write_bytes(two.read_bytes())
         assert [agent.id for agent in disk_store.agents.all()] == ["three", "two"]

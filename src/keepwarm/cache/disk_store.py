@@ -14,6 +14,7 @@ from typing import NamedTuple, Self
 
 from keepwarm.cache.agents.agent import Agent
 from keepwarm.cache.agents.agents import Agents
+from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.agents.bundle import (
     BundleExport,
     BundleSource,
@@ -30,12 +31,7 @@ from keepwarm.cache.agents.rewriting import prefix_blocks, prefix_records, renam
 from keepwarm.cache.agents.signing import NO_KEYS, BundleKeys, SigningKey
 from keepwarm.errors import BadCacheFile, BadInput, BadRecord, Busy
 from keepwarm.files import replacing
-from keepwarm.prefix.blocks import (
-    BLOCK_TOKENS,
-    Namespace,
-    chain,
-    unpack,
-)
+from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, unpack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.disk.staging import StagedRecords
@@ -138,7 +134,12 @@ class DiskStore:
 
     def prefixes(self) -> Iterator[Prefix]:
         """Stored prompts that belong to no agent, most recently used first."""
-        named = {holder.key for agent in self.agents.all() for holder in self.holders(agent)}
+        named = {
+            holder.key
+            for agent in self.agents.all()
+            for branch in agent.branches
+            for holder in self.holders(agent.on(branch.number))
+        }
         for end in self.disk.index.lookups.leaves():
             if end.key not in named:
                 known = self.disk.have(list(self.disk.index.lookups.parents(end.key)))
@@ -165,26 +166,29 @@ class DiskStore:
         if len(found) < len(path) or found[path[0]].number:
             raise BadInput(f"{PREFIX_SIGN}{text} is incomplete: earlier blocks have been evicted.")
         n_tokens = sum(len(header.tokens) // 4 for header in found.values())
-        return Agent("", found[path[0]].namespace, tuple(path), n_tokens)
+        return Agent("", Branch(found[path[0]].namespace, tuple(path), n_tokens))
 
     def first(self, agent: Agent, n_tokens: int) -> Agent:
         """The agent as it was when it had this many tokens."""
         tokens = self.tokens_of(agent)
         if not 0 < n_tokens <= len(tokens):
             raise BadInput(f"{n_tokens} tokens were asked for, {len(tokens)} are stored.")
-        return replace(
-            agent,
-            blocks=tuple(ref.key for ref in chain(agent.namespace, tokens[:n_tokens])),
-            n_tokens=n_tokens,
-            turns=tuple(n for n in agent.turns if n <= n_tokens),
-        )
+        return replace(agent, head=Branch.of(agent.namespace, tokens[:n_tokens], agent.turns))
 
-    def find(self, name: str, n_tokens: int | None = None, turn: int | None = None) -> Agent:
-        """An agent, or a prefix by its id (`@…`), cut to its first tokens or turns if asked."""
+    def find(
+        self,
+        name: str,
+        n_tokens: int | None = None,
+        turn: int | None = None,
+        branch: int | None = None,
+    ) -> Agent:
+        """An agent as it stands in its head or in another branch, or a prefix by its id (`@…`);
+        cut to its first tokens or turns if asked.
+        """
         is_prefix = name.startswith(PREFIX_SIGN)
         agent = (
             self._prefix(name.removeprefix(PREFIX_SIGN)) if is_prefix else self.agents.show(name)
-        )
+        ).on(branch)
         if turn is not None:
             if not 0 < turn <= len(agent.turns):
                 raise BadInput(f"{name!r} has {len(agent.turns)} turns; there is no turn {turn}.")
@@ -265,13 +269,9 @@ class DiskStore:
             progress=progress,
         )
         name, tokens = self.register(identity), unpack(manifest.tokens)
-        return self.agents.create(
-            agent_id or manifest.agent or Path(source.name).stem,
-            name,
-            blocks=tuple(ref.key for ref in chain(name, tokens)),
-            n_tokens=len(tokens),
-            turns=manifest.turns,
-        )
+        opening = manifest.turns[0] if manifest.turns else len(tokens)
+        head = Branch.of(name, tokens, manifest.turns, n_opening=opening, main=True)
+        return self.agents.create(agent_id or manifest.agent or Path(source.name).stem, head)
 
     def release(self, agent_id: str, progress: Progress = no_progress) -> Agent:
         """Make the blocks of an imported agent ordinary ones, which serve all that begins alike.

@@ -185,10 +185,9 @@ class Store:
         """Delete an agent and all blocks that no other uses, also in memory; how many blocks."""
         agent = self.on_disk.agents.show(agent_id)
         n_deleted = self.on_disk.agents.delete(agent_id)
-        left = self.on_disk.disk.have(agent.blocks)
-        for key in agent.blocks:
-            if key not in left:
-                self.memory.delete(key)
+        keys = {key for branch in agent.branches for key in branch.blocks}
+        for key in keys - self.on_disk.disk.have(keys).keys():
+            self.memory.delete(key)
         return n_deleted
 
     def allow_memory(self, n_bytes: int) -> None:

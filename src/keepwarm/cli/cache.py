@@ -6,19 +6,26 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 
 from keepwarm import config
+from keepwarm.cli import agents
+from keepwarm.cli.agents import (
+    AsJson,
+    BranchNumber,
+    agent_fields,
+    bar,
+    n_bytes_of,
+    open_store,
+    print_fields,
+)
 from keepwarm.errors import BadInput, NewerFormat
 from keepwarm.units import format_bytes
 
@@ -26,30 +33,9 @@ if TYPE_CHECKING:
     from keepwarm.cache.agents.agent import Agent
     from keepwarm.cache.disk_store import DiskStore
     from keepwarm.prefix.fingerprint import Identity
-    from keepwarm.store.disk.upkeep import Progress
 
 app = typer.Typer(no_args_is_help=True, help="Inspect, pin, export and delete stored blocks.")
-
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-AgentId: TypeAlias = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.")]
-
-
-def _open_store() -> DiskStore:
-    from keepwarm.cache.disk_store import DiskStore
-    from keepwarm.store.disk.disk import DiskLimits
-
-    settings = config.load()
-    limits, per_day = DiskLimits(settings.disk_bytes), settings.disk_writes_per_day or None
-    return DiskStore(settings.store, limits, per_day, settings.read_encryption_key())
-
-
-@contextmanager
-def _bar(label: str) -> Iterator[Progress]:
-    """A progress bar on stderr, if that is a terminal."""
-    hidden = not sys.stderr.isatty()
-    with bars.Progress(console=Console(stderr=True), transient=True, disable=hidden) as progress:
-        task = progress.add_task(label, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+app.add_typer(agents.app)
 
 
 @app.command("ls")
@@ -60,7 +46,7 @@ def list_agents(
     as_json: AsJson = False,
 ) -> None:
     """List agents."""
-    with _open_store() as store:
+    with open_store() as store:
         if prefixes:
             rows = [prefix._asdict() for prefix in store.prefixes()]
         else:
@@ -76,10 +62,10 @@ def list_agents(
 
 
 def _agent_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("agent", "turns", "tokens", "size", "pinned", "imported", "used")
+    table = Table("agent", "model", "turns", "tokens", "size", "pinned", "imported", "used")
     for row in rows:
         marks = ("yes" if row[mark] else "" for mark in ("pinned", "imported"))
-        table.add_row(row["id"], str(row["turns"]), *_size(row), *marks, _when(row))
+        table.add_row(row["id"], row["model"], str(row["turns"]), *_size(row), *marks, _when(row))
     return table
 
 
@@ -99,19 +85,11 @@ def _when(row: dict[str, Any]) -> str:
 
 
 @app.command()
-def show(agent: AgentId, as_json: AsJson = False) -> None:
-    """Show one agent: turns, size, pin, quota, retention."""
-    with _open_store() as store:
-        found = store.agents.show(agent)
-        _print(_agent_fields(store, found) | {"n_bytes": _n_bytes(store, found)}, as_json)
-
-
-@app.command()
 def stats(as_json: AsJson = False) -> None:
     """Show blocks, bytes, limits and bytes written per day."""
-    with _open_store() as store:
+    with open_store() as store:
         fields = asdict(store.disk.stats()) | {"written_by_day": store.wear.by_day()}
-    _print(fields, as_json)
+    print_fields(fields, as_json)
 
 
 @app.command()
@@ -122,66 +100,14 @@ def path(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def pin(agent: AgentId, as_json: AsJson = False) -> None:
-    """Protect an agent's blocks from eviction."""
-    _update_agent(agent, as_json, pinned=True)
-
-
-@app.command()
-def unpin(agent: AgentId, as_json: AsJson = False) -> None:
-    """Allow an agent's blocks to be evicted."""
-    _update_agent(agent, as_json, pinned=False)
-
-
-@app.command()
-def quota(
-    agent: AgentId,
-    n_bytes: Annotated[int, typer.Argument(help="Bytes to reserve; 0 removes the quota.")],
-    as_json: AsJson = False,
-) -> None:
-    """Reserve bytes for an agent that other agents cannot evict."""
-    _update_agent(agent, as_json, quota_bytes=n_bytes or None)
-
-
-@app.command()
-def fork(
-    agent: AgentId,
-    new: Annotated[str, typer.Argument(metavar="NEW", help="Id of the new agent.")],
-    as_json: AsJson = False,
-) -> None:
-    """Create an agent with the same history; no block is copied."""
-    with _open_store() as store:
-        _print(json.loads(store.agents.fork(agent, new).to_json()), as_json)
-
-
-@app.command()
-def rewind(
-    agent: AgentId,
-    turn: Annotated[int, typer.Argument(help="Last turn to keep; 0 drops all.")],
-    as_json: AsJson = False,
-) -> None:
-    """Drop an agent's turns after this one."""
-    with _open_store() as store:
-        _print(json.loads(store.agents.rewind(agent, turn).to_json()), as_json)
-
-
-@app.command("rm")
-def remove(agent: AgentId, as_json: AsJson = False) -> None:
-    """Delete an agent and every block that no other agent uses."""
-    with _open_store() as store, _bar("deleting") as progress:
-        n_blocks = store.agents.delete(agent, progress)
-    _print({"agent": agent, "removed_blocks": n_blocks}, as_json)
-
-
-@app.command()
 def gc(as_json: AsJson = False) -> None:
     """Delete expired agents and quarantined records; free their space."""
     from keepwarm.store.disk.upkeep import clear_quarantine
 
-    with _open_store() as store, _bar("cleaning up") as progress:
+    with open_store() as store, bar("cleaning up") as progress:
         expired = store.agents.expire(progress)
         n_bytes = clear_quarantine(store.disk, progress)
-    _print({"expired_agents": expired, "quarantine_bytes": n_bytes}, as_json)
+    print_fields({"expired_agents": expired, "quarantine_bytes": n_bytes}, as_json)
 
 
 @app.command()
@@ -192,7 +118,7 @@ def verify(
     """Check every record; exit code 1 if any is damaged or unreadable."""
     from keepwarm.store.disk import fsck
 
-    with _open_store() as store, _bar("verifying") as progress:
+    with open_store() as store, bar("verifying") as progress:
         bad: list[dict[str, Any]] = []
         n_records = n_bytes = n_newer = 0
         for name, why in store.agents.unreadable():
@@ -207,7 +133,7 @@ def verify(
             if checked.wrong is not None:
                 name = f"{checked.key.hex()}.{checked.part.value}"
                 bad.append(_bad_record(name, checked.wrong, checked.quarantined))
-    _print({"records": n_records, "n_bytes": n_bytes, "newer": n_newer, "bad": bad}, as_json)
+    print_fields({"records": n_records, "n_bytes": n_bytes, "newer": n_newer, "bad": bad}, as_json)
     if bad:
         raise typer.Exit(1)
 
@@ -236,6 +162,7 @@ def export(
         int | None, typer.Option("--tokens", help="Export only the first N tokens.")
     ] = None,
     turn: Annotated[int | None, typer.Option("--turn", help="Export only up to this turn.")] = None,
+    branch: BranchNumber = None,
     *,
     sign: Annotated[
         Path | None, typer.Option("--sign", help="Sign it with this private key (Ed25519, PEM).")
@@ -246,12 +173,12 @@ def export(
     from keepwarm.cache.agents.signing import BundleKeys
 
     keys = BundleKeys.of(config.load(), sign)
-    with _open_store() as store, _bar("exporting") as progress:
-        found = store.find(agent, tokens, turn)
+    with open_store() as store, bar("exporting") as progress:
+        found = store.find(agent, tokens, turn, branch)
         n_records = store.export_agent(found, file, progress, keys.signing)
         if store.disk.seal is not None:
             print(f"{file} is not encrypted, so that other machines can read it.", file=sys.stderr)
-    _print({"agent": agent, "records": n_records, "file": str(file)}, as_json)
+    print_fields({"agent": agent, "records": n_records, "file": str(file)}, as_json)
 
 
 @app.command("import")
@@ -290,7 +217,7 @@ def import_(
         raise BadInput(f"--check is {check!r}; it must be a number of blocks, or all.")
     theirs = identity_in(file)
     loaded, options = load(settings.model, settings), _kv_options(theirs)
-    with Store(settings=settings) as store, _bar("importing") as progress:
+    with Store(settings=settings) as store, bar("importing") as progress:
         ours = store.attach(loaded.module, loaded.path, salt=theirs.salt, **options)
         fits = partial(check_record, ours.manager.layout)
         made = store.on_disk.import_agent(
@@ -299,14 +226,7 @@ def import_(
         if check is not None:
             with Engine(loaded, store, settings=settings) as engine:
                 made = ImportCheck(engine, made).run(check)
-        _print(_agent_fields(store.on_disk, made), as_json)
-
-
-@app.command()
-def release(agent: AgentId, as_json: AsJson = False) -> None:
-    """Vouch for an imported agent: its blocks then serve every prompt that begins alike."""
-    with _open_store() as store, _bar("releasing") as progress:
-        _print(_agent_fields(store, store.release(agent, progress)), as_json)
+        print_fields(agent_fields(store.on_disk, made), as_json)
 
 
 def _kv_options(theirs: Identity) -> dict[str, Any]:
@@ -317,38 +237,15 @@ def _kv_options(theirs: Identity) -> dict[str, Any]:
     return {name: value for name, value in theirs.kv_options.items() if name in known}
 
 
-def _update_agent(agent: str, as_json: bool, **changes: Any) -> None:
-    with _open_store() as store:
-        _print(json.loads(store.agents.update(agent, **changes).to_json()), as_json)
-
-
-def _agent_fields(store: DiskStore, agent: Agent) -> dict[str, Any]:
-    fields: dict[str, Any] = json.loads(agent.to_json())
-    return fields | {"imported": bool(store.origin_of(agent))}
-
-
 def _summary(store: DiskStore, agent: Agent) -> dict[str, Any]:
     return {
         "id": agent.id,
+        "model": agent.head.model,
         "turns": len(agent.turns),
+        "branches": len(agent.branches),
         "n_tokens": agent.n_tokens,
-        "n_bytes": _n_bytes(store, agent),
+        "n_bytes": n_bytes_of(store, agent),
         "pinned": agent.pinned,
         "imported": bool(store.origin_of(agent)),
         "used": agent.used,
     }
-
-
-def _n_bytes(store: DiskStore, agent: Agent) -> int:
-    """Bytes of its stored blocks, shared ones included."""
-    return sum(known.n_bytes for known in store.disk.have(agent.blocks).values())
-
-
-def _print(fields: dict[str, Any], as_json: bool) -> None:
-    fields.pop("namespace", None)  # secret in an encrypted store
-    if as_json:
-        print(json.dumps(fields))
-        return
-    for name, value in fields.items():
-        shown = len(value) if isinstance(value, list | tuple) else value
-        print(f"{name}: {shown}")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from keepwarm.cache.store import Store
 from keepwarm.engine.jobs import Job, RunningSequence
@@ -31,9 +32,9 @@ class Chores:
         job = sequence.job
         if not job.request.policy.to_disk:
             return
-        tokens = list(sequence.tokens)
+        tokens, called = list(sequence.tokens), sequence.reason == "tool_calls"
         if job.request.agent and sequence.choice == 0:
-            self._pool.submit(self._run, self._advance_agent, job, tokens)
+            self._pool.submit(self._run, partial(self._advance_agent, called), job, tokens)
         if job.request.breakpoints:
             self._pool.submit(self._run, self._pin, job, tokens)
 
@@ -63,9 +64,15 @@ class Chores:
         else:
             self._forget_expired()
 
-    def _advance_agent(self, job: Job, tokens: list[int]) -> None:
-        agents = self._store.on_disk.agents
-        agents.advance(str(job.request.agent), job.lane.manager.namespace, tokens)
+    def _advance_agent(self, called: bool, job: Job, tokens: list[int]) -> None:
+        self._store.on_disk.agents.advance(
+            str(job.request.agent),
+            job.lane.manager.namespace,
+            tokens,
+            len(job.tokens),
+            model=job.lane.model.name,
+            called=called,
+        )
 
     def _pin(self, job: Job, tokens: list[int]) -> None:
         pins = self._store.on_disk.ttl_pins

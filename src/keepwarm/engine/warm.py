@@ -15,6 +15,7 @@ from heapq import nlargest
 from typing import NamedTuple, Self
 
 from keepwarm.cache.agents.agent import Agent
+from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.plan import Read
@@ -171,7 +172,8 @@ def _ttl_pins(disk_store: DiskStore) -> Iterator[Agent]:
     for block in nlargest(MAX_TTL_PINS, ttl_pinned, key=lambda block: block.used):
         path = tuple(disk.index.lookups.parents(block.key))[::-1]
         n_tokens = block.number * BLOCK_TOKENS + _position_in(disk, block)
-        yield Agent("", block.namespace, path, n_tokens, pinned=True, used=block.used)
+        head = Branch(block.namespace, path, n_tokens)
+        yield Agent("", head, pinned=True, used=block.used)
 
 
 def _has_ttl_pin(owners: Sequence[str]) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepwarm.cache.agents.agents import MAX_UNCHECKED_LEFT
+from keepwarm.cache.agents.agents import MAX_SIDES, MAX_UNCHECKED_LEFT
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.errors import BadCacheFile, BadInput, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import chain, pack
@@ -121,7 +121,7 @@ def test_a_newer_agent_is_left_alone(disk_store):
     turn(disk_store, "new", tokens)
     turn(disk_store, "old", tokens[:300])
     path = disk_store.agents._path("new")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3, "mood": "good"}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 4, "mood": "good"}))
     before = path.read_text()
     assert [agent.id for agent in disk_store.agents.all()] == ["old"]
     assert [name for name, _ in disk_store.agents.unreadable()] == ["new.json"]
@@ -287,23 +287,28 @@ def test_what_an_agent_has_left_is_forgotten_when_it_is_gone(disk_store):
     """An agent that is always asked something else has a record of bounded size."""
     for seed in range(3 * MAX_UNCHECKED_LEFT):
         agent = turn(disk_store, "a", tokens_of(300, seed=seed))
-        disk_store.disk.delete_all(agent.blocks)
+        disk_store.disk.delete_all([stored.key for stored in disk_store.disk.walk()])
     assert len(agent.left) <= MAX_UNCHECKED_LEFT
     for seed in range(2 * MAX_UNCHECKED_LEFT):
         agent = turn(disk_store, "a", tokens_of(20, seed=1000 + seed))
-    assert len(agent.left) >= 2 * MAX_UNCHECKED_LEFT - 1, "what is there is not forgotten"
+    assert len(agent.sides) == MAX_SIDES
+    n_known = len(agent.left) + MAX_SIDES
+    assert n_known >= 2 * MAX_UNCHECKED_LEFT - 1, "what is there is not forgotten"
     disk_store.agents.delete("a")
     assert not list(disk_store.disk.walk())
 
 
 def test_an_agent_of_the_first_version_is_read(disk_store):
-    """It did not say what it had left."""
+    """It did not say what it had left, and had one branch."""
     agent = turn(disk_store, "a", tokens_of(300))
     path = disk_store.agents._path("a")
     fields = json.loads(path.read_text())
-    del fields["left"], fields["version"]
-    path.write_text(json.dumps(fields))
-    assert disk_store.agents.show("a") == agent
+    old = {"id", "namespace", "blocks", "n_tokens", "turns", "pinned", "quota_bytes"}
+    old |= {"retention_s", "created", "used", "forked_from"}
+    path.write_text(json.dumps({name: fields[name] for name in old}))
+    read = disk_store.agents.show("a")
+    assert (read.blocks, read.turns, read.left) == (agent.blocks, (300,), ())
+    assert (read.head.main, read.sides) == (True, ())
 
 
 def test_deleting_finds_a_record_set_aside_under_another_name(disk_store):

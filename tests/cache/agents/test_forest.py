@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepwarm.cache.agents.agent import Agent
+from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.agents.forest import build_forest
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain
 from keepwarm.store.record import Part
@@ -30,7 +31,7 @@ def prompt(name, n_blocks=2):
 
 
 def agent(name, tokens):
-    return Agent(name, NAMESPACE, tuple(ref.key for ref in chain(NAMESPACE, tokens)))
+    return Agent(name, Branch.of(NAMESPACE, tokens))
 
 
 def merged(*prompts, **how):

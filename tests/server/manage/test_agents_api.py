@@ -98,6 +98,32 @@ def test_an_agent_made_first_then_talks(live):
     assert agent["n_tokens"] > 0
 
 
+def test_a_title_request_under_the_same_name_is_a_branch(live):
+    """As coding agents send it, between two turns; the pinned conversation is not overwritten."""
+    said = say(live, "fred")["choices"][0]["message"]
+    live.post("/v1/agents/fred/pin", b"")
+    before = live.get("/v1/agents/fred").json()
+    say(live, "fred", "Write a title.")
+    after = live.get("/v1/agents/fred").json()
+    assert after.items() >= {name: before[name] for name in ("n_tokens", "turns", "pinned")}.items()
+    assert [branch["number"] for branch in after["branches"]] == [1, 2]
+    assert after["model"]
+    turns = [{"role": "user", "content": LONG}, said, {"role": "user", "content": "And then?"}]
+    headers = {"X-Keepwarm-Agent": "fred", "X-Keepwarm-Cache": "durable"}
+    live.post("/v1/chat/completions", {"messages": turns, "max_tokens": 4}, **headers)
+    third = live.get("/v1/agents/fred").json()
+    assert (len(third["turns"]), third["branch"]) == (2, 1)
+    title = third["branches"][1]
+    fork = live.post("/v1/agents/fred/fork?branch=2", {"id": "title"}).json()
+    assert fork["n_tokens"] == title["n_tokens"] < 100
+    assert live.post("/v1/agents/fred/pin?branch=2", b"").json()["branches"][1]["pinned"]
+    exported = live.get("/v1/agents/fred/export?branch=2")
+    assert upload(live, exported.content, "fred-2").json()["n_tokens"] == title["n_tokens"]
+    assert live.post("/v1/agents/fred/rewind?branch=2", {"turn": 1}).json()["branch"] == 2
+    wrong = live.post("/v1/agents/fred/rewind?branch=9", {"turn": 1})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "branch")
+
+
 def test_fork_and_rewind(live):
     answer = say(live, "carol")
     said = answer["choices"][0]["message"]

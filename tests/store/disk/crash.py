@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from keepwarm.cache.agents.agents import Agents
+from keepwarm.cache.agents.branch import Branch
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, pack, root
 from keepwarm.store.atomic import Files
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
@@ -271,8 +272,8 @@ class Player:
         keys = tuple(block.key for block in blocks)
         words = (agent_id, int(promises.get("pinned", False)), *(key.hex() for key in keys))
         say("begin", "name", *words)
-        n_tokens = BLOCK_TOKENS * len(keys)
-        self._agents.create(agent_id, NAMESPACE, blocks=keys, n_tokens=n_tokens, **promises)
+        head = Branch(NAMESPACE, keys, BLOCK_TOKENS * len(keys))
+        self._agents.create(agent_id, head, **promises)
         say("done", "name", *words)
 
     def remove(self, agent_id: str) -> None:

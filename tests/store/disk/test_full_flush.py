@@ -13,6 +13,7 @@ import pytest
 
 from keepwarm import files
 from keepwarm.cache.agents.agents import Agents
+from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.policy import Policy
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from tests.kit.engines import ask, engine_on
@@ -77,7 +78,7 @@ def test_a_deleted_agent_is_flushed_at_the_end(tier, asked):
     for record in records:
         tier.put(record)
     agents = Agents(tier)
-    agents.create("a", NAMESPACE, blocks=tuple(keys_of(records)), n_tokens=512)
+    agents.create("a", Branch(NAMESPACE, tuple(keys_of(records)), 512))
     asked.clear()
     assert agents.delete("a") == 2
     assert asked.count(FULL) == 1

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from keepwarm.cache.agents.agents import Agents
+from keepwarm.cache.agents.branch import Branch
 from keepwarm.files import write_atomically
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.store.disk.disk import INDEX_ROOM, DiskLimits, DiskTier
@@ -88,8 +89,8 @@ class Worker:
     def name(self, agent_id: str, blocks: Sequence[Block], pinned: bool = False) -> None:
         with self._saying("name", agent=agent_id, pinned=blocks[-1] if pinned else None):
             keys = tuple(block.key for block in blocks)
-            n_tokens = BLOCK_TOKENS * len(keys)
-            self.agents.create(agent_id, NAMESPACE, blocks=keys, n_tokens=n_tokens, pinned=pinned)
+            head = Branch(NAMESPACE, keys, BLOCK_TOKENS * len(keys))
+            self.agents.create(agent_id, head, pinned=pinned)
 
     def remove(self, agent_id: str, going: Sequence[Block]) -> None:
         with self._saying("remove", agent=agent_id, blocks=list(going)):

@@ -3,49 +3,89 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
+from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.agents.holders import AgentBlock
-from keepwarm.errors import NewerFormat
-from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, root
+from keepwarm.errors import BadInput, NewerFormat
+from keepwarm.prefix.blocks import BlockKey, Namespace
 
-VERSION = 2  # version 1 had no `left`
+VERSION = 3  # version 1 had no `left`, version 2 no branches
+OWN = ("id", "pinned", "quota_bytes", "retention_s", "created", "used", "forked_from", "metadata")
+OF_HEAD = ("namespace", "blocks", "n_tokens", "turns", "model")  # beside `head`, as in version 2
 
 
 @dataclass(frozen=True)
 class Agent:
+    """`namespace`, `blocks`, `n_tokens` and `turns` are those of its head."""
+
     id: str
-    namespace: Namespace
-    blocks: tuple[BlockKey, ...] = ()  # from the first token on; the last may be open
-    n_tokens: int = 0
-    turns: tuple[int, ...] = ()  # where each turn ended, in tokens
+    head: Branch
+    sides: tuple[Branch, ...] = ()  # other branches
     pinned: bool = False
-    quota_bytes: int | None = None  # its first blocks, up to this size, are not evicted
+    quota_bytes: int | None = None  # the head's first blocks, up to this size, are not evicted
     retention_s: float | None = None  # deleted when unused for longer
     created: float = 0.0
     used: float = 0.0
     forked_from: str = ""
-    left: tuple[AgentBlock, ...] = ()  # abandoned by a rewind or an edit, while they exist
+    metadata: Mapping[str, str] = field(default_factory=dict)  # its user's labels and notes
+    left: tuple[AgentBlock, ...] = ()  # of no branch any more, while they exist
+
+    @property
+    def namespace(self) -> Namespace:
+        return self.head.namespace
+
+    @property
+    def blocks(self) -> tuple[BlockKey, ...]:
+        return self.head.blocks
+
+    @property
+    def n_tokens(self) -> int:
+        return self.head.n_tokens
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        return self.head.turns
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """All branches, the head first."""
+        return (self.head, *self.sides)
+
+    def branch(self, number: int | None) -> Branch:
+        """A branch by its number; None: the head."""
+        found = [each for each in self.branches if number in (None, each.number)]
+        if not found:
+            known = ", ".join(str(each.number) for each in self.branches)
+            raise BadInput(f"{self.id!r} has no branch {number}; its branches are {known}.")
+        return found[0]
+
+    def on(self, number: int | None) -> Self:
+        """The agent as if this branch were its head."""
+        head = self.branch(number)
+        sides = tuple(each for each in self.branches if each.number != head.number)
+        return replace(self, head=head, sides=sides)
 
     @property
     def sized_blocks(self) -> list[AgentBlock]:
-        """Its blocks, with sizes. After a rewind the last may be longer than the agent's part."""
-        longer = {block.key: block for block in self.left}
-        parents = (root(self.namespace), *self.blocks)
-        sizes = (self.n_tokens - n * BLOCK_TOKENS for n in range(len(self.blocks)))
-        return [
-            longer.get(key) or AgentBlock(key, parent, min(n_tokens, BLOCK_TOKENS))
-            for key, parent, n_tokens in zip(self.blocks, parents, sizes, strict=False)
-        ]
+        """The head's blocks, with sizes."""
+        return self.sized_blocks_of(self.head)
+
+    def sized_blocks_of(self, branch: Branch) -> list[AgentBlock]:
+        """After a rewind by an older version the last may be longer than the branch's part."""
+        return branch.sized_blocks({block.key: block for block in self.left})
 
     def to_json(self) -> str:
+        head = self.head.to_json()
         fields = (
             {"version": VERSION}
-            | asdict(self)
+            | {name: getattr(self, name) for name in OWN}
+            | {name: head.pop(name) for name in OF_HEAD}
             | {
-                "namespace": self.namespace.hex(),
-                "blocks": [key.hex() for key in self.blocks],
+                "head": head,
+                "branches": [branch.to_json() for branch in self.sides],
                 "left": [[key.hex(), parent.hex(), n] for key, parent, n in self.left],
             }
         )
@@ -57,15 +97,22 @@ class Agent:
         version = fields.pop("version", 1)  # version 1 had no such field
         if version > VERSION:
             raise NewerFormat(f"agent version {version} is newer than {VERSION}")
+        head = fields["head"] if version == VERSION else _only_branch(fields)
+        of_head = {name: fields[name] for name in OF_HEAD if name in fields}
         return cls(
-            **fields
-            | {
-                "namespace": Namespace(bytes.fromhex(fields["namespace"])),
-                "blocks": tuple(BlockKey(bytes.fromhex(key)) for key in fields["blocks"]),
-                "turns": tuple(fields["turns"]),
-                "left": tuple(_agent_block(*block) for block in fields.get("left", ())),
-            }
+            head=Branch.from_json({**head, **of_head}),
+            sides=tuple(Branch.from_json(each) for each in fields.get("branches", ())),
+            left=tuple(_agent_block(*block) for block in fields.get("left", ())),
+            **{name: fields[name] for name in OWN if name in fields},
         )
+
+
+def _only_branch(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What older versions did not write of an agent's only branch."""
+    n_tokens, turns = fields["n_tokens"], fields["turns"]
+    n_opening = turns[0] if turns else n_tokens
+    lengths = {"n_opening": n_opening, "n_prompt": n_tokens}
+    return {"ends": [], "main": n_tokens > 0, "used": fields["used"], **lengths}
 
 
 def _agent_block(key: str, parent: str, n_tokens: int) -> AgentBlock:

@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from keepwarm.cache.agents.agent import Agent
-from keepwarm.cache.agents.holders import AgentBlock, find_extensions, find_holders
+from keepwarm.cache.agents.branch import Branch, EndedTurn, Placed, Placing
+from keepwarm.cache.agents.holders import AgentBlock, find_extensions
+from keepwarm.cache.agents.reach import blocks_to_delete, blocks_to_pin, used_by
 from keepwarm.errors import BadInput, BadRecord, NewerFormat, UnknownAgent
-from keepwarm.prefix.blocks import (
-    BLOCK_TOKENS,
-    BlockKey,
-    Namespace,
-    block_key,
-    chain,
-    common_prefix,
-    pack,
-    root,
-)
+from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace
+from keepwarm.store.atomic import SharedLock
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.upkeep import (
     Progress,
@@ -39,6 +33,7 @@ from keepwarm.store.disk.upkeep import (
 from keepwarm.store.eviction import CLOCK_TOLERANCE_S
 from keepwarm.store.tier import as_store_errors
 
+MAX_SIDES = 8  # branches beside the head; then the least recently used is dropped
 MAX_UNCHECKED_LEFT = 64  # abandoned blocks listed without checking that they still exist
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, BadRecord, NewerFormat)
@@ -50,6 +45,7 @@ class Agents:
     def __init__(self, disk: DiskTier, clock: Callable[[], float] = time.time) -> None:
         self._disk = disk
         self._clock = clock
+        self._lock = SharedLock(disk.root / "tmp" / "agents")  # while a file is changed
 
     def all(self) -> Iterator[Agent]:
         """All readable agents; `unreadable` lists the others."""
@@ -89,85 +85,101 @@ class Agents:
     def _read(self, path: Path) -> Agent:
         return Agent.from_json(read_file(self._disk, path).decode())
 
-    def create(self, agent_id: str, namespace: Namespace, **fields: Any) -> Agent:
-        if self._path(agent_id).exists():
-            raise BadInput(f"Agent {agent_id!r} already exists; choose another id.")
+    def create(self, agent_id: str, head: Branch, **fields: Any) -> Agent:
+        """A new agent; `fields` are those of `Agent`."""
         now = self._clock()
-        return self._save(Agent(agent_id, namespace, created=now, used=now, **fields))
+        with self._changing():
+            if self._path(agent_id).exists():
+                raise BadInput(f"Agent {agent_id!r} already exists; choose another id.")
+            head = replace(head, used=now)
+            return self._save(Agent(agent_id, head, created=now, used=now, **fields))
 
-    def advance(self, agent_id: str, namespace: Namespace, tokens: Sequence[int]) -> Agent:
-        """Record an agent's conversation at the end of a turn; creates the agent if it is new."""
-        try:
-            agent = self.show(agent_id)
-        except UnknownAgent:
-            agent = self.create(agent_id, namespace)
-        blocks = tuple(ref.key for ref in chain(namespace, tokens))
-        kept = [n for n in agent.turns if _same_until(agent, blocks, n)]
-        turns = (*(n for n in kept if n < len(tokens)), len(tokens))
-        return self._save(
-            replace(
-                agent,
-                namespace=namespace,
-                blocks=blocks,
-                n_tokens=len(tokens),
-                turns=turns,
-                used=self._clock(),
-                left=self._existing(_left(agent, _n_kept(agent, namespace, blocks, tokens))),
-            )
+    def advance(
+        self,
+        agent_id: str,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        n_prompt: int | None = None,
+        *,
+        model: str = "",
+        called: bool = False,
+    ) -> Agent:
+        """Record a turn, in the branch that it continues or in a new one; `n_prompt` of its tokens
+        are the prompt. Creates the agent if it is new.
+        """
+        n_prompt = len(tokens) if n_prompt is None else n_prompt
+        turn, now = EndedTurn(namespace, tokens, n_prompt, model, called), self._clock()
+        with self._changing():
+            try:
+                agent = self.show(agent_id)
+            except UnknownAgent:
+                agent = Agent(agent_id, Branch(turn.namespace), created=now)
+            placed = Placing(self._disk, turn, now).place(agent.head, agent.sides)
+            return self._save(replace(self._with_branch(agent, placed), used=now))
+
+    def _with_branch(self, agent: Agent, placed: Placed) -> Agent:
+        """The agent with a new or continued branch; the least recently used branches go."""
+        branch, head = placed.branch, placed.branch if placed.is_head else agent.head
+        others = [each for each in agent.branches if each.number != branch.number]
+        sides = [each for each in (*others, branch) if each.number != head.number]
+        sides.sort(key=lambda each: (not each.pinned, -each.used))
+        left = [*agent.left, *_abandoned(agent, placed)]
+        for old in sides[MAX_SIDES:]:
+            left += agent.sized_blocks_of(old)
+        return replace(
+            agent,
+            head=head,
+            sides=tuple(sides[:MAX_SIDES]),
+            left=self._existing(tuple(dict.fromkeys(left))),
         )
 
-    def fork(self, agent_id: str, new_id: str) -> Agent:
-        """A new agent with the same history. No block is copied."""
+    def fork(self, agent_id: str, new_id: str, branch: int | None = None) -> Agent:
+        """A new agent with the history of the head, or of a branch. No block is copied."""
         old = self.show(agent_id)
+        forked = old.branch(branch)
         return self.create(
             new_id,
-            old.namespace,
-            blocks=old.blocks,
-            n_tokens=old.n_tokens,
-            turns=old.turns,
+            replace(forked, number=1, pinned=False),
             forked_from=agent_id,
-            left=tuple(block for block in old.left if block.key in old.blocks),
+            left=tuple(block for block in old.left if block.key in forked.blocks),
         )
 
-    def rewind(self, agent_id: str, turn: int) -> Agent:
-        """Remove the turns after this one (0: all of them).
+    def rewind(self, agent_id: str, turn: int, branch: int | None = None) -> Agent:
+        """Remove the turns after this one (0: all of them), and go on there: a branch that is
+        named becomes the head.
 
         Their blocks stay until they are evicted or the agent is deleted.
         """
-        agent = self.show(agent_id)
-        if not 0 <= turn <= len(agent.turns):
-            raise BadInput(f"{agent_id!r} has {len(agent.turns)} turns; there is no turn {turn}.")
-        n_tokens = agent.turns[turn - 1] if turn else 0
-        n_blocks = -(-n_tokens // BLOCK_TOKENS)
-        is_all = n_tokens == agent.n_tokens
-        return self._save(
-            replace(
-                agent,
-                blocks=agent.blocks[:n_blocks],
-                n_tokens=n_tokens,
-                turns=agent.turns[:turn],
-                left=agent.left if is_all else _left(agent, n_tokens // BLOCK_TOKENS),
+        with self._changing():
+            agent = self.show(agent_id).on(branch)
+            if not 0 <= turn <= len(agent.turns):
+                raise BadInput(
+                    f"{agent_id!r} has {len(agent.turns)} turns; there is no turn {turn}."
+                )
+            head = replace(agent.head.first(turn), used=self._clock())
+            n_kept = head.n_tokens // BLOCK_TOKENS
+            is_all = head.n_tokens == agent.n_tokens
+            left = () if is_all else agent.sized_blocks[n_kept:]
+            return self._save(
+                replace(agent, head=head, left=tuple(dict.fromkeys((*agent.left, *left))))
             )
-        )
 
     def move(self, agent_id: str, namespace: Namespace, tokens: Sequence[int]) -> Agent:
         """Have an agent use the blocks of these tokens, its first ones, in another namespace.
 
         Its old blocks are deleted, but for those that other agents use.
         """
-        agent = self.show(agent_id)
-        moved = replace(
-            agent,
-            namespace=namespace,
-            blocks=tuple(ref.key for ref in chain(namespace, tokens)),
-            n_tokens=len(tokens),
-            turns=tuple(n for n in agent.turns if n <= len(tokens)),
-            left=(),
-        )
-        self._save(moved)
+        with self._changing():
+            agent = self.show(agent_id)
+            head = Branch.of(namespace, tokens, agent.turns)
+            old = agent.head
+            head = replace(
+                head, model=old.model, n_opening=old.n_opening, main=old.main, used=old.used
+            )
+            moved = self._save(replace(agent, head=head, sides=(), left=()))
         with as_store_errors(self._disk, f"delete the old blocks of agent {agent_id!r}"):
-            keep = self._used_by(list(self.all()))
-            delete_branches(self._disk, self._blocks_to_delete(agent, keep), keep)
+            keep = used_by(self._disk, self.all())
+            delete_branches(self._disk, blocks_to_delete(self._disk, agent, keep), keep)
         return moved
 
     def _existing(self, left: tuple[AgentBlock, ...]) -> tuple[AgentBlock, ...]:
@@ -185,8 +197,19 @@ class Agents:
         return tuple(dict.fromkeys(kept))
 
     def update(self, agent_id: str, **changes: Any) -> Agent:
-        """Change `pinned`, `quota_bytes` or `retention_s`."""
-        return self._save(replace(self.show(agent_id), **changes))
+        """Change `pinned`, `quota_bytes`, `retention_s` or `metadata`."""
+        with self._changing():
+            return self._save(replace(self.show(agent_id), **changes))
+
+    def pin(self, agent_id: str, pinned: bool = True, branch: int | None = None) -> Agent:
+        """Protect the blocks of the head, whichever branch that is, or of one branch."""
+        if branch is None:
+            return self.update(agent_id, pinned=pinned)
+        with self._changing():
+            agent = self.show(agent_id)
+            wanted = replace(agent.branch(branch), pinned=pinned)
+            head, *sides = (wanted if b.number == branch else b for b in agent.branches)
+            return self._save(replace(agent, head=head, sides=tuple(sides)))
 
     def delete(self, agent_id: str, progress: Progress = no_progress) -> int:
         """Delete an agent and every block that no other agent uses; the number of blocks.
@@ -198,41 +221,13 @@ class Agents:
         agent = self.show(agent_id)
         self._refuse_newer()
         with as_store_errors(self._disk, f"delete agent {agent_id!r}"):
-            keep = self._used_by([other for other in self.all() if other.id != agent_id])
+            keep = used_by(self._disk, (each for each in self.all() if each.id != agent_id))
             self._disk.pin_only(_owner(agent_id), ())
-            keys = self._blocks_to_delete(agent, keep)
+            keys = blocks_to_delete(self._disk, agent, keep)
             n_deleted = delete_branches(self._disk, keys, keep, progress)
             self._disk.files.remove(self._path(agent_id))
             self._disk.flush()
         return n_deleted
-
-    def _used_by(self, agents: Sequence[Agent]) -> set[BlockKey]:
-        """Their blocks; for a tail that is missing, the longer blocks that replaced it."""
-        tails = [agent.sized_blocks[-1] for agent in agents if agent.blocks]
-        known = self._disk.have([tail.key for tail in tails])
-        missing = (tail for tail in tails if tail.key not in known)
-        keys = {key for agent in agents for key in agent.blocks}
-        return keys | {found.header.key for found in find_extensions(self._disk, missing)}
-
-    def _blocks_to_delete(self, agent: Agent, keep: Collection[BlockKey]) -> list[BlockKey]:
-        """What an agent has or had, and every block that continues the end of one of its turns,
-        unless other agents share that end.
-        """
-        blocks = [*agent.sized_blocks, *agent.left]
-        found = list(find_extensions(self._disk, [*blocks, *self._ends(agent)]))
-        shared = {one.block for one in found if one.header.key in keep}
-        longer = [one.header.key for one in found if one.block not in shared]
-        return [*(block.key for block in blocks), *longer]
-
-    def _ends(self, agent: Agent) -> Iterator[AgentBlock]:
-        """The blocks that ended with a turn; longer ones may have replaced them."""
-        parents = (root(agent.namespace), *agent.blocks)
-        held = list(find_holders(self._disk, agent.sized_blocks, agent.n_tokens))
-        for number, n_tokens in (divmod(turn, BLOCK_TOKENS) for turn in agent.turns):
-            if n_tokens and number < len(held):
-                tokens = held[number].tokens[: 4 * n_tokens]
-                key = block_key(agent.namespace, parents[number], tokens)
-                yield AgentBlock(key, parents[number], n_tokens)
 
     def _refuse_newer(self) -> None:
         """Raise if the blocks of some agent cannot be listed."""
@@ -257,7 +252,7 @@ class Agents:
         kept = [a for a in self.all() if a.retention_s is not None and not a.pinned]
         for agent in kept:
             if agent.used > now + CLOCK_TOLERANCE_S:  # the clock was set back since
-                self._save(replace(agent, used=now))
+                self.update(agent.id, used=now)
         return [a.id for a in kept if now - grace_s - a.used > (a.retention_s or 0.0)]
 
     @property
@@ -287,59 +282,23 @@ class Agents:
             self._pin(agent)
 
     def _pin(self, agent: Agent) -> None:
-        """Pin all blocks or the quota. Only leaves are evicted, so a pin protects all ancestors."""
-        last = 0
-        if agent.pinned:
-            last = len(agent.blocks)
-        elif agent.quota_bytes:
-            last = self._n_within(agent.blocks, agent.quota_bytes)
-        keys = list(self._blocks_to_pin(agent.sized_blocks[:last]))
-        self._disk.pin_only(_owner(agent.id), keys)
+        self._disk.pin_only(_owner(agent.id), blocks_to_pin(self._disk, agent))
 
-    def _blocks_to_pin(self, blocks: Sequence[AgentBlock]) -> Iterator[BlockKey]:
-        """The last block, stored or not; a longer one in its place; the last before each gap."""
-        known = self._disk.have([block.key for block in blocks])
-        for number, block in enumerate(blocks, start=1):
-            is_there, follows = block.key in known, blocks[number : number + 1]
-            if not follows or (is_there and follows[0].key not in known):
-                yield block.key
-        if blocks and blocks[-1].key not in known:
-            longer = find_extensions(self._disk, blocks[-1:])
-            yield from (found.header.key for found in islice(longer, 1))
-
-    def _n_within(self, blocks: Sequence[BlockKey], n_bytes: int) -> int:
-        """How many leading blocks fit into a quota."""
-        known = self._disk.have(blocks)
-        total = 0
-        for n, key in enumerate(blocks):
-            total += known[key].n_bytes if key in known else 0
-            if total > n_bytes:
-                return n
-        return len(blocks)
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """While inside, no other process changes an agent."""
+        with as_store_errors(self._disk, "change an agent"), self._lock.hold():
+            yield
 
 
 def _owner(agent_id: str) -> str:
     return f"agent:{agent_id}"
 
 
-def _n_kept(
-    agent: Agent, namespace: Namespace, blocks: Sequence[BlockKey], tokens: Sequence[int]
-) -> int:
-    """How many of its blocks an agent keeps with these tokens; all of them if it continues."""
-    n_same = common_prefix(agent.blocks, blocks)
-    if n_same != len(agent.blocks) - 1:
-        return n_same
-    parent = blocks[n_same - 1] if n_same else root(namespace)
-    open_tokens = pack(tokens[n_same * BLOCK_TOKENS : agent.n_tokens])
-    return n_same + (block_key(namespace, parent, open_tokens) == agent.blocks[-1])
-
-
-def _left(agent: Agent, n_kept: int) -> tuple[AgentBlock, ...]:
-    """Its abandoned blocks, once it keeps only the first `n_kept`."""
-    return tuple(dict.fromkeys((*agent.left, *agent.sized_blocks[n_kept:])))
-
-
-def _same_until(agent: Agent, blocks: Sequence[BlockKey], n_tokens: int) -> bool:
-    """Whether the whole blocks of the first tokens are unchanged."""
-    n_blocks = n_tokens // BLOCK_TOKENS
-    return agent.blocks[:n_blocks] == tuple(blocks[:n_blocks])
+def _abandoned(agent: Agent, placed: Placed) -> list[AgentBlock]:
+    """What a branch had before and has no more."""
+    before = placed.before
+    if before is None or placed.n_shared == before.n_tokens:
+        return []
+    kept = set(placed.branch.blocks)
+    return [block for block in agent.sized_blocks_of(before) if block.key not in kept]

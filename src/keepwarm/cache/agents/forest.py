@@ -135,13 +135,12 @@ def _ancestors(nodes: Mapping[BlockKey, Node], key: BlockKey) -> Iterator[Node]:
 def _add_agents(
     nodes: dict[BlockKey, Node], agents: Iterable[Agent]
 ) -> dict[BlockKey, tuple[str, ...]]:
-    """Add to every block the agents that use it; answers with the agents that end at each block."""
+    """Add to every block the agents that use it; returns whose heads end where."""
     ends: dict[BlockKey, tuple[str, ...]] = {}
     for agent in agents:
-        own = [key for key in agent.blocks if key in nodes]
-        for key in own:
+        for key in {key for branch in agent.branches for key in branch.blocks if key in nodes}:
             nodes[key] = replace(nodes[key], agents=(*nodes[key].agents, agent.id))
-        if own:
+        if own := [key for key in agent.blocks if key in nodes]:
             ends[own[-1]] = (*ends.get(own[-1], ()), agent.id)
     return ends
 

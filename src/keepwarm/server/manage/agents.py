@@ -17,6 +17,7 @@ from typing_extensions import TypedDict
 
 from keepwarm.cache.agents.agent import Agent
 from keepwarm.cache.agents.agents import ID
+from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.agents.bundle import BundleExport, BundleSource
 from keepwarm.cache.agents.signing import BundleKeys
 from keepwarm.cache.disk_store import DiskStore
@@ -78,9 +79,25 @@ class QuotaBody(JsonInput):
     quota_bytes: int | None = Field(ge=1, le=1 << 60, description="null removes the quota.")
 
 
+class BranchOut(TypedDict):
+    """One line of an agent's conversation."""
+
+    number: int
+    n_tokens: int
+    turns: list[int]
+    main: bool
+    pinned: bool
+    model: str
+    used: float
+
+
 class AgentOut(TypedDict):
+    """`n_tokens`, `turns`, `n_bytes`, `model` and `branch` are those of its head."""
+
     id: str
     object: Literal["agent"]
+    model: str
+    branch: int
     n_tokens: int
     turns: list[int]
     n_bytes: int
@@ -91,6 +108,7 @@ class AgentOut(TypedDict):
     used: float
     forked_from: str | None
     imported: bool  # its blocks came with a bundle that nobody here vouches for
+    branches: list[BranchOut]  # the head first
 
 
 class AgentList(TypedDict):
@@ -127,23 +145,27 @@ class TenantAgents:
         return self._out(self._find(agent_id))
 
     def create(self, agent_id: str, options: AgentOptions) -> AgentOut:
-        name = self._engine.lane_of(self.tenant).manager.namespace
+        head = Branch(self._engine.lane_of(self.tenant).manager.namespace)
         made = self._disk_store.agents.create(
-            self._unused_id(agent_id), name, **options.model_dump()
+            self._unused_id(agent_id), head, **options.model_dump()
         )
         return self._out(made)
 
-    def fork(self, agent_id: str, new_id: str) -> AgentOut:
-        old = self._find(agent_id).id
-        return self._out(self._disk_store.agents.fork(old, self._unused_id(new_id)))
+    def fork(self, agent_id: str, new_id: str, branch: int | None) -> AgentOut:
+        old = self._find(agent_id, branch).id
+        return self._out(self._disk_store.agents.fork(old, self._unused_id(new_id), branch))
 
-    def rewind(self, agent_id: str, turn: int) -> AgentOut:
-        agent = self._find(agent_id)
+    def rewind(self, agent_id: str, turn: int, branch: int | None) -> AgentOut:
+        agent = self._find(agent_id, branch)
         if turn > len(agent.turns):
             raise BadField(
                 f"{agent_id!r} has {len(agent.turns)} turns; choose one of them.", "turn"
             )
-        return self._out(self._disk_store.agents.rewind(agent.id, turn))
+        return self._out(self._disk_store.agents.rewind(agent.id, turn, branch))
+
+    def pin(self, agent_id: str, pinned: bool, branch: int | None) -> AgentOut:
+        agent = self._find(agent_id, branch)
+        return self._out(self._disk_store.agents.pin(agent.id, pinned, branch))
 
     def update(self, agent_id: str, **changes: Any) -> AgentOut:
         return self._out(self._disk_store.agents.update(self._find(agent_id).id, **changes))
@@ -153,8 +175,8 @@ class TenantAgents:
         removed = self._engine.forget(agent.id)
         return {"id": agent_id, "object": "agent", "deleted": True, "removed_blocks": removed}
 
-    def export(self, agent_id: str) -> BundleExport:
-        return self._disk_store.export(self._find(agent_id), key=self._keys.signing)
+    def export(self, agent_id: str, branch: int | None) -> BundleExport:
+        return self._disk_store.export(self._find(agent_id, branch), key=self._keys.signing)
 
     def import_(self, source: BundleSource, agent_id: str, check: str | None) -> AgentOut:
         new_id = self._unused_id(agent_id)
@@ -172,14 +194,19 @@ class TenantAgents:
         self._engine.settle()
         return self._out(self._disk_store.release(stored_id))
 
-    def _find(self, agent_id: str) -> Agent:
+    def _find(self, agent_id: str, branch: int | None = None) -> Agent:
+        """An agent, seen from one of its branches."""
         self._engine.settle()  # finishes recording the latest answer
         try:
-            return self._disk_store.agents.show(tenant_agent_id(self.tenant, agent_id))
+            agent = self._disk_store.agents.show(tenant_agent_id(self.tenant, agent_id))
         except UnknownAgent as error:
             raise UnknownAgent(
                 f"There is no agent {agent_id!r}; list the agents to see their ids."
             ) from error
+        numbers = [each.number for each in agent.branches]
+        if branch not in (None, *numbers):
+            raise BadField(f"{agent_id!r} has the branches {numbers}; choose one.", "branch")
+        return agent.on(branch)
 
     def _unused_id(self, agent_id: str) -> str:
         """The stored form of an id that is not in use yet."""
@@ -196,6 +223,8 @@ class TenantAgents:
         return {
             "id": agent.id.removeprefix(prefix),
             "object": "agent",
+            "model": agent.head.model,
+            "branch": agent.head.number,
             "n_tokens": agent.n_tokens,
             "turns": list(agent.turns),
             "n_bytes": sum(block.n_bytes for block in known.values()),
@@ -206,10 +235,26 @@ class TenantAgents:
             "used": agent.used,
             "forked_from": agent.forked_from.removeprefix(prefix) or None,
             "imported": bool(self._disk_store.origin_of(agent)),
+            "branches": [_branch_out(branch) for branch in agent.branches],
         }
 
 
+def _branch_out(branch: Branch) -> BranchOut:
+    return {
+        "number": branch.number,
+        "n_tokens": branch.n_tokens,
+        "turns": list(branch.turns),
+        "main": branch.main,
+        "pinned": branch.pinned,
+        "model": branch.model,
+        "used": branch.used,
+    }
+
+
 Agents = Annotated[TenantAgents, Depends(TenantAgents)]
+BranchNumber: TypeAlias = Annotated[
+    int | None, Query(ge=1, le=1 << 31, description="A branch by its number, in place of the head.")
+]
 
 
 @router.get("")
@@ -266,27 +311,31 @@ async def delete_agent(agent_id: AgentId, agents: Agents) -> DeletedAgent:
 
 
 @router.post("/{agent_id}/fork")
-async def fork_agent(agent_id: AgentId, body: ForkBody, agents: Agents) -> AgentOut:
+async def fork_agent(
+    agent_id: AgentId, body: ForkBody, agents: Agents, branch: BranchNumber = None
+) -> AgentOut:
     """Create an agent with the same history; no block is copied."""
-    return await asyncio.to_thread(agents.fork, agent_id, body.id)
+    return await asyncio.to_thread(agents.fork, agent_id, body.id, branch)
 
 
 @router.post("/{agent_id}/rewind")
-async def rewind_agent(agent_id: AgentId, body: RewindBody, agents: Agents) -> AgentOut:
-    """Drop the turns after this one."""
-    return await asyncio.to_thread(agents.rewind, agent_id, body.turn)
+async def rewind_agent(
+    agent_id: AgentId, body: RewindBody, agents: Agents, branch: BranchNumber = None
+) -> AgentOut:
+    """Drop the turns after this one; a branch that is named becomes the head."""
+    return await asyncio.to_thread(agents.rewind, agent_id, body.turn, branch)
 
 
 @router.post("/{agent_id}/pin")
-async def pin_agent(agent_id: AgentId, agents: Agents) -> AgentOut:
-    """Protect an agent's blocks from eviction."""
-    return await asyncio.to_thread(agents.update, agent_id, pinned=True)
+async def pin_agent(agent_id: AgentId, agents: Agents, branch: BranchNumber = None) -> AgentOut:
+    """Protect the blocks of an agent's head from eviction."""
+    return await asyncio.to_thread(agents.pin, agent_id, True, branch)
 
 
 @router.post("/{agent_id}/unpin")
-async def unpin_agent(agent_id: AgentId, agents: Agents) -> AgentOut:
+async def unpin_agent(agent_id: AgentId, agents: Agents, branch: BranchNumber = None) -> AgentOut:
     """Allow an agent's blocks to be evicted."""
-    return await asyncio.to_thread(agents.update, agent_id, pinned=False)
+    return await asyncio.to_thread(agents.pin, agent_id, False, branch)
 
 
 @router.post("/{agent_id}/quota")
@@ -300,12 +349,14 @@ async def set_quota(agent_id: AgentId, body: QuotaBody, agents: Agents) -> Agent
     response_class=StreamingResponse,
     responses={200: {"content": {TAR: {"schema": {"type": "string", "format": "binary"}}}}},
 )
-async def export_agent(request: Request, agent_id: AgentId, agents: Agents) -> Response:
+async def export_agent(
+    request: Request, agent_id: AgentId, agents: Agents, branch: BranchNumber = None
+) -> Response:
     """Download an agent as a bundle for a server with the same model. It is not encrypted."""
     transfers: Transfers = request.app.state.transfers
     with ExitStack() as held:
         held.enter_context(transfers.one_more(agents.tenant))
-        export = await transfers.run(agents.export, agent_id)
+        export = await transfers.run(agents.export, agent_id, branch)
         release = held.pop_all().close
     return ExportResponse(export.pieces, agent_id, transfers, release)
 

@@ -1,0 +1,88 @@
+"""Which blocks on disk agents reach: those to pin, to keep, and to delete with an agent."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain as joined
+from itertools import islice
+
+from keepwarm.cache.agents.agent import Agent
+from keepwarm.cache.agents.branch import Branch
+from keepwarm.cache.agents.holders import AgentBlock, find_extensions, find_holders
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, block_key, root
+from keepwarm.store.disk.disk import DiskTier
+
+
+def used_by(disk: DiskTier, agents: Iterable[Agent]) -> set[BlockKey]:
+    """Their blocks; for a tail that is missing, the longer blocks that replaced it."""
+    pairs = [(agent, branch) for agent in agents for branch in agent.branches if branch.blocks]
+    tails = [agent.sized_blocks_of(branch)[-1] for agent, branch in pairs]
+    known = disk.have([tail.key for tail in tails])
+    missing = (tail for tail in tails if tail.key not in known)
+    keys = {key for _, branch in pairs for key in branch.blocks}
+    return keys | {found.header.key for found in find_extensions(disk, missing)}
+
+
+def blocks_to_delete(disk: DiskTier, agent: Agent, keep: Collection[BlockKey]) -> list[BlockKey]:
+    """What an agent has or had, and every block that continues the end of one of its turns,
+    unless other agents share that end.
+    """
+    of_branches = joined.from_iterable(agent.sized_blocks_of(each) for each in agent.branches)
+    blocks = list(dict.fromkeys((*of_branches, *agent.left)))
+    ends = joined.from_iterable(_turn_ends(disk, agent, each) for each in agent.branches)
+    found = list(find_extensions(disk, [*blocks, *ends]))
+    shared = {one.block for one in found if one.header.key in keep}
+    longer = [one.header.key for one in found if one.block not in shared]
+    return [*(block.key for block in blocks), *longer]
+
+
+def _turn_ends(disk: DiskTier, agent: Agent, branch: Branch) -> Iterator[AgentBlock]:
+    """The blocks that ended with a turn; an older version did not write their keys."""
+    if branch.ends:
+        yield from branch.turn_ends()
+        return
+    parents = (root(branch.namespace), *branch.blocks)
+    held = list(find_holders(disk, agent.sized_blocks_of(branch), branch.n_tokens))
+    for number, n_tokens in (divmod(turn, BLOCK_TOKENS) for turn in branch.turns):
+        if n_tokens and number < len(held):
+            tokens = held[number].tokens[: 4 * n_tokens]
+            key = block_key(branch.namespace, parents[number], tokens)
+            yield AgentBlock(key, parents[number], n_tokens)
+
+
+def blocks_to_pin(disk: DiskTier, agent: Agent) -> list[BlockKey]:
+    """Of the head, if it is pinned, or within its quota; of pinned branches.
+
+    Only leaves are evicted, so a pin protects all ancestors.
+    """
+    n_head = 0
+    if agent.pinned:
+        n_head = len(agent.blocks)
+    elif agent.quota_bytes:
+        n_head = _n_within(disk, agent.blocks, agent.quota_bytes)
+    pinned = [agent.sized_blocks_of(branch) for branch in agent.branches if branch.pinned]
+    runs = [agent.sized_blocks[:n_head], *pinned]
+    return list(dict.fromkeys(key for run in runs for key in _ends_of_runs(disk, run)))
+
+
+def _ends_of_runs(disk: DiskTier, blocks: Sequence[AgentBlock]) -> Iterator[BlockKey]:
+    """The last block, stored or not; a longer one in its place; the last before each gap."""
+    known = disk.have([block.key for block in blocks])
+    for number, block in enumerate(blocks, start=1):
+        is_there, follows = block.key in known, blocks[number : number + 1]
+        if not follows or (is_there and follows[0].key not in known):
+            yield block.key
+    if blocks and blocks[-1].key not in known:
+        longer = find_extensions(disk, blocks[-1:])
+        yield from (found.header.key for found in islice(longer, 1))
+
+
+def _n_within(disk: DiskTier, blocks: Sequence[BlockKey], n_bytes: int) -> int:
+    """How many leading blocks fit into a quota."""
+    known = disk.have(blocks)
+    total = 0
+    for n, key in enumerate(blocks):
+        total += known[key].n_bytes if key in known else 0
+        if total > n_bytes:
+            return n
+    return len(blocks)

@@ -1,0 +1,141 @@
+"""The verbs of `keepwarm cache` that change one agent, and what all its verbs share."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+from rich import progress as bars
+from rich.console import Console
+
+from keepwarm import config
+
+if TYPE_CHECKING:
+    from keepwarm.cache.agents.agent import Agent
+    from keepwarm.cache.disk_store import DiskStore
+    from keepwarm.store.disk.upkeep import Progress
+
+app = typer.Typer()
+
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AgentId: TypeAlias = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.")]
+BranchNumber: TypeAlias = Annotated[
+    int | None, typer.Option("--branch", help="One of its branches, in place of the head.")
+]
+
+
+def open_store() -> DiskStore:
+    from keepwarm.cache.disk_store import DiskStore
+    from keepwarm.store.disk.disk import DiskLimits
+
+    settings = config.load()
+    limits, per_day = DiskLimits(settings.disk_bytes), settings.disk_writes_per_day or None
+    return DiskStore(settings.store, limits, per_day, settings.read_encryption_key())
+
+
+@contextmanager
+def bar(label: str) -> Iterator[Progress]:
+    """A progress bar on stderr, if that is a terminal."""
+    hidden = not sys.stderr.isatty()
+    with bars.Progress(console=Console(stderr=True), transient=True, disable=hidden) as progress:
+        task = progress.add_task(label, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@app.command()
+def show(agent: AgentId, branch: BranchNumber = None, as_json: AsJson = False) -> None:
+    """Show one agent: turns, branches, size, pin, quota, retention."""
+    with open_store() as store:
+        found = store.agents.show(agent).on(branch)
+        print_fields(agent_fields(store, found) | {"n_bytes": n_bytes_of(store, found)}, as_json)
+
+
+@app.command()
+def pin(agent: AgentId, branch: BranchNumber = None, as_json: AsJson = False) -> None:
+    """Protect the blocks of an agent's head from eviction."""
+    with open_store() as store:
+        print_fields(agent_fields(store, store.agents.pin(agent, True, branch)), as_json)
+
+
+@app.command()
+def unpin(agent: AgentId, branch: BranchNumber = None, as_json: AsJson = False) -> None:
+    """Allow an agent's blocks to be evicted."""
+    with open_store() as store:
+        print_fields(agent_fields(store, store.agents.pin(agent, False, branch)), as_json)
+
+
+@app.command()
+def quota(
+    agent: AgentId,
+    n_bytes: Annotated[int, typer.Argument(help="Bytes to reserve; 0 removes the quota.")],
+    as_json: AsJson = False,
+) -> None:
+    """Reserve bytes for an agent that other agents cannot evict."""
+    with open_store() as store:
+        changed = store.agents.update(agent, quota_bytes=n_bytes or None)
+        print_fields(agent_fields(store, changed), as_json)
+
+
+@app.command()
+def fork(
+    agent: AgentId,
+    new: Annotated[str, typer.Argument(metavar="NEW", help="Id of the new agent.")],
+    branch: BranchNumber = None,
+    as_json: AsJson = False,
+) -> None:
+    """Create an agent with the same history; no block is copied."""
+    with open_store() as store:
+        print_fields(agent_fields(store, store.agents.fork(agent, new, branch)), as_json)
+
+
+@app.command()
+def rewind(
+    agent: AgentId,
+    turn: Annotated[int, typer.Argument(help="Last turn to keep; 0 drops all.")],
+    branch: BranchNumber = None,
+    as_json: AsJson = False,
+) -> None:
+    """Drop an agent's turns after this one; a branch that is named becomes the head."""
+    with open_store() as store:
+        print_fields(agent_fields(store, store.agents.rewind(agent, turn, branch)), as_json)
+
+
+@app.command("rm")
+def remove(agent: AgentId, as_json: AsJson = False) -> None:
+    """Delete an agent and every block that no other agent uses."""
+    with open_store() as store, bar("deleting") as progress:
+        n_blocks = store.agents.delete(agent, progress)
+    print_fields({"agent": agent, "removed_blocks": n_blocks}, as_json)
+
+
+@app.command()
+def release(agent: AgentId, as_json: AsJson = False) -> None:
+    """Vouch for an imported agent: its blocks then serve every prompt that begins alike."""
+    with open_store() as store, bar("releasing") as progress:
+        print_fields(agent_fields(store, store.release(agent, progress)), as_json)
+
+
+def agent_fields(store: DiskStore, agent: Agent) -> dict[str, Any]:
+    """An agent as JSON, without what is secret in an encrypted store."""
+    fields: dict[str, Any] = json.loads(agent.to_json())
+    for each in (fields, *fields["branches"]):
+        del each["namespace"]
+    return fields | {"imported": bool(store.origin_of(agent))}
+
+
+def n_bytes_of(store: DiskStore, agent: Agent) -> int:
+    """Bytes of its stored blocks, shared ones included."""
+    return sum(known.n_bytes for known in store.disk.have(agent.blocks).values())
+
+
+def print_fields(fields: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(fields))
+        return
+    for name, value in fields.items():
+        shown = len(value) if isinstance(value, list | tuple) else value
+        print(f"{name}: {shown}")
