@@ -2,7 +2,7 @@
 
 import pytest
 
-from keepwarm.cache.agents.agents import MAX_UNCHECKED_LEFT
+from keepwarm.cache.agents.agents import MAX_SIDES, MAX_UNCHECKED_LEFT
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.writing import Writer
@@ -156,7 +156,7 @@ def test_deleting_spares_a_checkpoint_inside_what_another_has(disk_store):
 
 
 def test_what_an_agent_has_left_is_known_however_often_it_is_outgrown(disk_store):
-    pasts = [tokens_of(60, seed=seed) for seed in range(MAX_UNCHECKED_LEFT + 2)]
+    pasts = [tokens_of(60, seed=seed) for seed in range(MAX_UNCHECKED_LEFT + MAX_SIDES + 2)]
     for tokens in pasts:
         save(disk_store, tokens[:20])
         agent = disk_store.agents.advance("mine", NAME, tokens[:20])
