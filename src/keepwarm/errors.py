@@ -21,6 +21,7 @@
     ├── Cancelled                    499   the caller cancelled the request
     ├── TimedOut                     504   the deadline of a request has passed
     ├── Stopping                     503   the engine or server is shutting down
+    ├── StillLoading                 503   the model is being loaded
     ├── EngineFailed                 500   a request failed inside the model; others continue
     ├── Unreachable                  502   the network, the hub or a package index does not answer
     ├── WrongDigest                  502   a download does not have the expected digest
@@ -147,6 +148,10 @@ class TimedOut(KeepwarmError):
 
 
 class Stopping(KeepwarmError):
+    status = 503
+
+
+class StillLoading(KeepwarmError):
     status = 503
 
 

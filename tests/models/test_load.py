@@ -22,7 +22,7 @@ from keepwarm.errors import (
 )
 from keepwarm.kv import make_caches
 from keepwarm.models.catalog import n_context
-from keepwarm.models.load import load
+from keepwarm.models.load import PIECE_BYTES, load
 from tests.kit.checkpoints import (
     EOS,
     make_config,
@@ -246,3 +246,15 @@ def test_weights_whose_header_lies_are_refused_before_mlx_reads_them(tmp_path):
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
     refuse(directory, BadModelFile, "model.safetensors", "not a complete safetensors file")
+
+
+def test_progress_is_told(tmp_path):
+    """Embedding and head are a piece each, the layers between them are the rest of one."""
+    n_vocab = PIECE_BYTES // (4 * make_config(make_tokenizer())["hidden_size"])
+    path = write_checkpoint(tmp_path / "model", shape={"vocab_size": n_vocab})
+    said = []
+    load(str(path), report=said.append)
+    assert said[:3] == ["finding its files", "opening its files", "reading weights, 0 %"]
+    told = [int(line.split()[-2]) for line in said[2:]]
+    assert told == sorted(told)
+    assert 40 < told[-1] < 100

@@ -12,9 +12,7 @@ from keepwarm import config
 from keepwarm.cli.options import ModelName
 
 if TYPE_CHECKING:
-    from keepwarm.cache.store import Store
     from keepwarm.config import Settings
-    from keepwarm.server.host import EngineHost
 
 EXAMPLE = '{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}'
 
@@ -43,21 +41,16 @@ def serve(
     with bind(settings.host, settings.port) as listening:
         from keepwarm.cache.store import Store
         from keepwarm.server.app import create_app
+        from keepwarm.server.host import EngineHost
 
         with Store(settings=settings) as store:
-            running = _host(settings, store)
-            app = create_app(running, settings)
-            print(_greeting(settings, running.name, address_of(listening)), flush=True)
-            serve_app(app, settings, listening)
+            running = EngineHost(None, settings.model, settings.strict_model)
 
+            def start() -> None:
+                running.load(settings.model, settings.model, store, settings)
+                print(_greeting(settings, running.name, address_of(listening)), flush=True)
 
-def _host(settings: Settings, store: Store) -> EngineHost:
-    """Load the model. Only the host refers to it, so that swapping models frees it."""
-    from keepwarm.models.load import load
-    from keepwarm.server.host import EngineHost, start_engine
-
-    model = load(settings.model, settings)
-    return EngineHost(start_engine(model, store, settings), model.name, settings.strict_model)
+            serve_app(create_app(running, settings), settings, listening, start)
 
 
 def _greeting(settings: Settings, name: str, address: str) -> str:

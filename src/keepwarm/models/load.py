@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +23,7 @@ from keepwarm.models.catalog import locate, n_context, read_config
 from keepwarm.models.gguf import model as gguf
 from keepwarm.models.gguf.tokenizer import write_tokenizer
 
+PIECE_BYTES = 64 << 20
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 
 
@@ -44,29 +46,56 @@ class _Parts(NamedTuple):
     config: dict[str, Any]
 
 
-def load(name: str, settings: Settings | None = None) -> Model:
+def load(
+    name: str, settings: Settings | None = None, report: Callable[[str], None] | None = None
+) -> Model:
     """The model of that name: built-in alias, directory, .gguf file or hub id.
 
     Downloads it if missing. All weights are in memory on return, so any thread may run it.
+    `report` is called with what is being done, as "reading weights, 40 %".
     """
     settings = settings or configuration.load()
     blas.start(settings.home)
-    return read_model(name, locate(name, settings))
+    report = report or (lambda _: None)
+    report("finding its files")
+    return read_model(name, locate(name, settings), report)
 
 
-def read_model(name: str, path: Path) -> Model:
+def read_model(name: str, path: Path, report: Callable[[str], None] = lambda _: None) -> Model:
     """The model in a directory or .gguf file, which a stranger may have made."""
+    report("opening its files")
     parts = _read_gguf(path) if path.is_file() else _read_directory(path)
     _set_compute_dtype(parts.module)
     weights: Any = tree_flatten(parts.module.parameters(), destination={})
     n_bytes = sum(array.nbytes for array in weights.values())
     require_memory(name, n_bytes)
     try:
+        _read_weights(weights.values(), n_bytes, report)
         mx.eval(parts.module)  # not its parameters alone: some arrays, as of the RoPE, are none
     except RuntimeError as error:
         raise BadModelFile(f"The weights of {path} cannot be read ({error}).") from error
     module, tokenizer, config = parts
     return Model(name, path, module, tokenizer, config, n_context(config), n_bytes)
+
+
+def _read_weights(weights: Iterable[mx.array], n_bytes: int, report: Callable[[str], None]) -> None:
+    """They are lazy until now. Read in pieces, so that progress can be told."""
+    done = 0
+    for piece in _pieces(weights):
+        report(f"reading weights, {100 * done // n_bytes} %")
+        mx.eval(piece)
+        done += sum(array.nbytes for array in piece)
+
+
+def _pieces(arrays: Iterable[mx.array]) -> Iterator[list[mx.array]]:
+    piece: list[mx.array] = []
+    for array in arrays:
+        piece.append(array)
+        if sum(each.nbytes for each in piece) >= PIECE_BYTES:
+            yield piece
+            piece = []
+    if piece:
+        yield piece
 
 
 def _read_gguf(path: Path) -> _Parts:

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
-from keepwarm.errors import Stopping, UnknownModel
+from keepwarm.errors import StillLoading, Stopping, UnknownModel
 from keepwarm.text.request import Done, Event, Result, Usage
 
 if TYPE_CHECKING:
@@ -82,26 +82,32 @@ class ObservedAnswer(AsyncIterator[Event]):
 
 
 class EngineHost:
-    """Owns the running engine that answers requests."""
+    """Owns the running engine that answers requests; None until a model is loaded."""
 
-    def __init__(self, engine: Engine, name: str, strict_model: bool = False) -> None:
+    def __init__(self, engine: Engine | None, name: str, strict_model: bool = False) -> None:
         self._engine: Engine | None = engine
         self._strict = strict_model
         self._draining = False
+        self._closed = False
+        self._loading = ""  # what is being done, while a model is loaded
         self.name = name
         self.created = int(time.time())
         self._warmer: Warmer | None = None
         self._listeners: list[Callable[[Usage], None]] = []
 
     def start_warmer(self) -> None:
-        if self._engine is not None:
+        if self._engine is not None and self._warmer is None:
             self._warmer = _start_warmer(self._engine)
 
     @property
     def engine(self) -> Engine:
-        if self._engine is None:
-            raise Stopping("No model is loaded at the moment; retry in a few seconds.")
-        return self._engine
+        if self._engine is not None:
+            return self._engine
+        if self._loading:
+            raise StillLoading(
+                f"The model is being loaded ({self._loading}); retry in a few seconds."
+            )
+        raise Stopping("No model is loaded at the moment; retry in a few seconds.")
 
     @property
     def ready(self) -> bool:
@@ -139,15 +145,34 @@ class EngineHost:
             self._engine.drain(timeout_s)
 
     def take(self) -> Engine | None:
-        """Remove the engine and return it; until `put`, requests are told to retry."""
+        """Remove the engine and return it; until `load`, requests are told to retry."""
         engine, self._engine = self._engine, None
         if self._warmer is not None:
             self._warmer.close()
         self._warmer = None  # it holds a reference to the engine, whose memory must be freed
         return engine
 
-    def put(self, engine: Engine, name: str) -> None:
-        """Use this engine from now on."""
+    def load(self, name: str, path: str, store: Store, settings: Settings) -> None:
+        """Load a model and use its engine from now on; requests are told how far it is."""
+        from keepwarm.models.load import load  # loads MLX
+
+        self._loading = "starting"
+        try:
+            model = load(path, settings, self._report)
+            self._report("starting the engine")
+            engine = start_engine(model, store, settings)
+            engine.preparer.start()
+            self._put(engine, name)
+        finally:
+            self._loading = ""
+
+    def _report(self, what: str) -> None:
+        self._loading = what
+
+    def _put(self, engine: Engine, name: str) -> None:
+        if self._closed:
+            engine.close()
+            return
         self.name = name
         self.created = int(time.time())
         self._engine = engine
@@ -155,5 +180,6 @@ class EngineHost:
 
     def close(self) -> None:
         """Stop the engine after flushing everything it computed."""
+        self._closed = True
         if engine := self.take():
             engine.close()

@@ -8,7 +8,10 @@ import gc
 import resource
 import signal
 import socket
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
+from threading import Thread
 from types import FrameType
 
 import uvicorn
@@ -56,21 +59,47 @@ def address_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(app: FastAPI, settings: Settings, listening: socket.socket) -> None:
+def serve(
+    app: FastAPI,
+    settings: Settings,
+    listening: socket.socket,
+    start: Callable[[], None] = lambda: None,
+) -> None:
     """Serve until SIGTERM or SIGINT; running answers then have `drain_s` seconds to finish.
 
-    A second signal kills the process; only what is not yet on disk is lost.
+    Meanwhile `start` loads the model; what it raises ends the server and is raised here. A second
+    signal kills the process; only what is not yet on disk is lost.
     """
     log_to_stderr()
     build_routes(app)
-    app.state.host.engine.preparer.start()
     # uvicorn raises the signal again after its shutdown, when nothing is left to do.
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
-    gc.freeze()  # what is loaded stays; traversing it takes a tenth of a second
-    DrainingServer(app, settings).run(sockets=[listening])
+    server = DrainingServer(app, settings)
+    started = _in_background(start, server)
+    server.run(sockets=[listening])
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
+    if not started.done():
+        signal.raise_signal(server.stopped_by)  # a model that is half loaded has nothing to save
+    started.result()
+
+
+def _in_background(start: Callable[[], None], server: uvicorn.Server) -> Future[None]:
+    """Start in a thread; the server stops if that fails."""
+    started: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            start()
+            gc.freeze()  # what is loaded stays; traversing it takes a tenth of a second
+            started.set_result(None)
+        except BaseException as error:
+            started.set_exception(error)
+            server.should_exit = True
+
+    Thread(target=run, name="keepwarm-start", daemon=True).start()
+    return started
 
 
 def most_connections(settings: Settings) -> int:
@@ -110,11 +139,13 @@ class DrainingServer(uvicorn.Server):
         )
         self._host: EngineHost = app.state.host
         self._drain_s = settings.drain_s
+        self.stopped_by: int = signal.SIGTERM
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
+        self.stopped_by = sig
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -34,6 +34,7 @@ CODES: Sequence[tuple[type[errors.KeepwarmError], str]] = (
     (errors.Busy, "rate_limit_exceeded"),
     (errors.TimedOut, "timeout"),
     (errors.Stopping, "shutting_down"),
+    (errors.StillLoading, "model_loading"),
 )
 RETRY_AFTER_S = {503: 5.0, 504: 5.0}  # the model is being replaced, or the server is overloaded
 UNEXPECTED = "The server failed on this request; see its log. Other requests are not affected."

@@ -23,9 +23,8 @@ from keepwarm.config import Settings
 from keepwarm.errors import Busy, EngineFailed, KeepwarmError, Stopping, UnknownModel
 from keepwarm.models import builtin, hub
 from keepwarm.models.catalog import locate, read_config
-from keepwarm.models.load import load
 from keepwarm.server.deprecation import renamed_to
-from keepwarm.server.host import EngineHost, start_engine
+from keepwarm.server.host import EngineHost
 from keepwarm.server.http.body import JsonInput
 from keepwarm.server.openai.shapes import OpenAIErrorOut
 
@@ -144,8 +143,7 @@ class ResidentModel:
     def _start(self, location: ModelLocation) -> None:
         if self._store is None:
             raise Stopping("The server is shutting down; its store is closed.")
-        model = load(str(location.path), self._settings)
-        self._host.put(start_engine(model, self._store, self._settings), location.name)
+        self._host.load(location.name, str(location.path), self._store, self._settings)
 
     def _reload(self, old: ModelLocation | None) -> None:
         if old is not None:

@@ -31,7 +31,11 @@ async def live() -> HealthOut:
 @router.get("/ready", responses=UNREADY)
 @router.get("", responses=UNREADY)
 async def ready(host: Host) -> HealthOut:
-    """200 while the engine accepts requests; 503 while it is down, draining or being replaced."""
+    """200 while the engine accepts requests; 503 while it is down, draining or being replaced.
+
+    While a model is loaded, the message says what is being done and how far.
+    """
     if not host.ready:
+        _ = host.engine  # raises, with the reason, if there is none
         raise Stopping("The engine is not accepting requests; retry later.")
     return {"status": "ok"}

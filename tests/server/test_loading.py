@@ -1,0 +1,111 @@
+"""A server whose model is not loaded yet: it lives, says what it does, and can be stopped."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from keepwarm.server.process import bind
+from tests.server.conftest import wait_until
+
+CHAT = "/v1/chat/completions"
+ASKED = {"model": "m", "messages": [{"role": "user", "content": "the fox"}], "max_tokens": 4}
+
+
+class Loading:
+    """A server process that reads its model's config.json from a pipe, and waits for it."""
+
+    def __init__(self, process, url, config, text):
+        self.process = process
+        self.url = url
+        self._config = config
+        self._text = text
+
+    def get(self, path):
+        return httpx.get(f"{self.url}{path}", timeout=60)
+
+    def lives(self):
+        try:
+            return self.get("/health/live").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def give_config(self, text=None):
+        with self._config.open("w") as pipe:  # waits for the reader
+            self._config.unlink()
+            self._config.write_text(self._text)
+            pipe.write(self._text if text is None else text)
+
+
+@pytest.fixture
+def loading(checkpoint, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    config = model / "config.json"
+    text = config.read_text()
+    config.unlink()
+    os.mkfifo(config)
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    with running(model, tmp_path / "home", port) as process:
+        server = Loading(process, f"http://127.0.0.1:{port}", config, text)
+        wait_until(server.lives)
+        yield server
+
+
+@contextmanager
+def running(model, home, port):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "keepwarm", "serve", "--port", str(port), "--model", str(model)],
+        env={**os.environ, "KEEPWARM_HOME": str(home)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_it_says_what_is_being_done_until_it_is_ready(loading):
+    wait_until(lambda: "opening its files" in loading.get("/health/ready").text)
+    for path in ("/health/ready", "/health", "/v1/models"):
+        answer = loading.get(path)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "model_loading"
+        assert "being loaded (opening its files)" in answer.json()["error"]["message"]
+        assert int(answer.headers["retry-after"]) >= 1
+    refused = httpx.post(f"{loading.url}{CHAT}", json=ASKED, timeout=60)
+    assert refused.json()["error"]["code"] == "model_loading"
+    assert loading.get("/docs").status_code == 200
+    assert loading.process.poll() is None
+    loading.give_config()
+    assert loading.process.stdout.readline().startswith("Serving ")
+    assert loading.get("/health/ready").json() == {"status": "ok"}
+    assert httpx.post(f"{loading.url}{CHAT}", json=ASKED, timeout=60).status_code == 200
+    loading.process.send_signal(signal.SIGTERM)
+    assert loading.process.wait(60) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_at_once(loading, number):
+    loading.process.send_signal(number)
+    output = loading.process.communicate(timeout=60)
+    assert loading.process.returncode == -number
+    assert output == ("", "")
+
+
+def test_a_model_that_cannot_be_loaded_ends_it_with_a_sentence(loading):
+    loading.give_config("{}")
+    printed, said = loading.process.communicate(timeout=60)
+    assert loading.process.returncode == 2
+    assert printed == ""
+    assert "config.json has no model_type" in said
+    assert said.count("\n") == 1
