@@ -10,6 +10,7 @@ import pytest
 from keepwarm.bench.report import tables
 from keepwarm.bench.report.results import Results, Series
 from keepwarm.bench.run import Sizes
+from keepwarm.bench.summary import LINES, machine_page
 from tests.kit import generated
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -90,11 +91,21 @@ def test_rows_without_measurements_are_left_out(kept):
     none = generated.measured_table(replace(kept, records=[]))
     assert "±" not in none.partition("\n\n")[0]
     full = [
-        Series(line.workload, "keepwarm", line.what, "s", (1.0, 1.5, 2.0), line.x)
-        for line in generated.LINES
+        Series(line.workload, "keepwarm", line.what, "s", (1.0, 1.5, 2.0), line.x) for line in LINES
     ]
     table = generated.measured_table(replace(kept, records=full))
-    assert table.count("| 1.5 ±67% |  |\n") == len(generated.LINES)
+    assert table.count("| 1.5 ±67% |  |\n") == len(LINES)
+
+
+def test_a_machines_page_has_the_rows_of_the_readme(kept):
+    page = machine_page(replace(kept, model="/home/me/model"), is_quick=False)
+    assert re.search(r"^- mlx-lm: [\d.]+$", page, re.MULTILINE)
+    for line in LINES:
+        assert f"| {line.label} | " in page
+    assert "model, " in page
+    assert "/home" not in page
+    assert "Short prompts" not in page
+    assert "Short prompts" in machine_page(kept, is_quick=True)
 
 
 def test_the_figures_of_the_gpu_are_those_of_its_file():

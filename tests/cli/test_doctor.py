@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from keepwarm import __version__, blas
+from keepwarm.bench.summary import LINES
 from keepwarm.cache.padding import KnownVerdict, padding_book
 from keepwarm.cache.padding_trial import Verdict
+from tests.kit.checkpoints import write_checkpoint
 
 PROGRAM = "import typer; from keepwarm.cli.doctor import doctor; typer.run(doctor)"
 KEYS = [
@@ -93,3 +96,25 @@ def test_the_table_reads_the_same_facts(tmp_path):
     text = doctor(tmp_path, KEEPWARM_BLAS="none")
     for word in ("Backend", "GFLOP/s", "Memory", str(tmp_path), __version__, "Advice"):
         assert word in text
+
+
+@pytest.mark.soak
+def test_the_report_is_a_page_to_paste(tmp_path):
+    """The README's rows on this machine, for both servers, without a path of it."""
+    page = tmp_path / "report.md"
+    checkpoint = write_checkpoint(tmp_path / "model", n_context=2048)
+    shown = doctor(tmp_path, "--report", str(page), "--quick", KEEPWARM_MODEL=str(checkpoint))
+    text = page.read_text()
+    assert text.strip() in shown
+    assert f"keepwarm: {__version__}" in text
+    for line in LINES:
+        assert len(re.findall(rf"^\| {re.escape(line.label)} \| [\d.]", text, re.MULTILINE)) == 1
+    assert "GFLOP/s" in text
+    assert str(tmp_path) not in text
+
+
+def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path):
+    command = [sys.executable, "-m", "keepwarm", "doctor", "--report", str(tmp_path / "no" / "page")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "does not exist; create it first" in run.stderr

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import typer.main
 from typer.testing import CliRunner
 
 from keepwarm.bench.report import tables
-from keepwarm.bench.report.results import Claim, Results, Series
-from keepwarm.bench.workloads import agents, chat, lengths
+from keepwarm.bench.report.results import Results
+from keepwarm.bench.summary import summary
 from keepwarm.cli.main import app
 from keepwarm.config import Settings
 from tests.kit.api_page import api_page
@@ -58,30 +58,6 @@ PLAIN = {
 MEASURED = re.compile(
     r"(?<=<!-- measured, from docs/results/baseline.json -->\n).*?(?=<!-- end -->)", re.DOTALL
 )
-Key: TypeAlias = tuple[str, str, str, float | None]  # workload, target, what, x
-
-
-class Line(NamedTuple):
-    """A row of the README's table, and its key in the results."""
-
-    label: str
-    workload: str
-    what: str
-    x: float | None = None
-
-
-AT_ONCE = f"{agents.PREFILLS}, all at once"
-LINES = (
-    Line("Time to first token, cold 2,048-token prompt (s)", "lengths", lengths.COLD, 2048),
-    Line("The same prompt again (s)", "lengths", lengths.AGAIN, 2048),
-    Line("The same prompt after `kill -9` and a restart (s)", "lengths", lengths.RESTARTED, 2048),
-    Line("The same, with the page cache dropped (s)", "lengths", lengths.DROPPED, 2048),
-    Line("Time to first token, turn 2 of a 644-token chat (s)", "chat", chat.SECOND),
-    Line("Time to first token, another agent, same system prompt (s)", "chat", chat.OTHER),
-    Line("Ten agents at once: times the shared prompt is prefilled", "agents", AT_ONCE),
-    Line("Four streams at once: tokens per second", "streams", "throughput", 4),
-)
-COLUMNS = {"keepwarm": "Keepwarm", "mlx-lm": "mlx_lm.server"}  # by target
 PLACES = {"home": "~/.cache/keepwarm", "store": "~/.cache/keepwarm/store"}  # on Linux
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -135,16 +111,8 @@ def tuning(page: str) -> str:
 
 def measured_table(results: Results) -> str:
     """The measured rows, and the conditions."""
-    found = {record.key: record for record in (*results.series, *results.claims)}
-    rows = [_measured(line, found) for line in LINES]
-    heads = f"| | {' | '.join(COLUMNS.values())} |\n|---|{'--:|' * len(COLUMNS)}\n"
-    return f"{heads}{''.join(rows)}\n{_conditions(results)}\n"
-
-
-def _measured(line: Line, found: Mapping[Key, Series | Claim]) -> str:
-    of_all = [found.get((line.workload, name, line.what, line.x)) for name in COLUMNS]
-    cells = [tables.format_value(one) if one else "" for one in of_all]
-    return f"| {line.label} | {' | '.join(cells)} |\n" if any(of_all) else ""
+    _, table = summary(results).markdown().split("\n\n")
+    return f"{table}\n{_conditions(results)}\n"
 
 
 def _conditions(results: Results) -> str:

@@ -10,8 +10,7 @@ import typer
 from rich.console import Console
 
 from keepwarm import config
-from keepwarm.cli.options import ModelName
-from keepwarm.errors import BadInput
+from keepwarm.cli.options import ModelName, check_parents
 
 if TYPE_CHECKING:
     from keepwarm.bench.report.results import Results
@@ -75,7 +74,7 @@ def bench(
     if list_all:
         _show_workloads()
         return
-    _check_directories(json, html, markdown, save_baseline)
+    check_parents(json, html, markdown, save_baseline)
     before = Results.read(compare) if compare else None
     results = _measure(workloads or [], target or list(TARGETS), model, samples, quick)
     console = Console()
@@ -89,13 +88,6 @@ def bench(
         markdown.write_text(tables.markdown(results))
     if html is not None:
         html.write_text(page.html(results))
-
-
-def _check_directories(*files: Path | None) -> None:
-    """Fail before the measurements, which take minutes."""
-    for file in files:
-        if file is not None and not file.absolute().parent.is_dir():
-            raise BadInput(f"The directory of {file} does not exist; create it first.")
 
 
 def _measure(

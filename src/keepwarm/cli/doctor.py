@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from json import dumps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keepwarm import config
+from keepwarm.cli.options import check_parents
 from keepwarm.units import format_bytes
 
 if TYPE_CHECKING:
@@ -18,8 +20,21 @@ if TYPE_CHECKING:
 
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measure this machine against mlx_lm.server, which takes from minutes (GPU) to an "
+            "hour (CPU), and write a page to paste: machine, versions, the README's table."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="With --report: short prompts, two samples.")
+    ] = False,
 ) -> None:
     """Show backend, BLAS, speed, memory, disk, versions and advice."""
+    if report is not None:
+        _write_report(report, quick)
+        return
     from keepwarm.cache.padding import padding_book
     from keepwarm.device.machine import snapshot  # imports MLX
 
@@ -30,6 +45,19 @@ def doctor(
         print(dumps(as_json(machine) | {"not_batched": alone}))
     else:
         Console().print(_table(machine, alone))
+
+
+def _write_report(path: Path, quick: bool) -> None:
+    from keepwarm.bench import suite
+    from keepwarm.bench.run import QUICK, Sizes
+    from keepwarm.bench.summary import COLUMNS, WORKLOADS, machine_page
+
+    check_parents(path)
+    command = f"keepwarm doctor --report {path.name}{' --quick' * quick}"
+    sizes, model = QUICK if quick else Sizes(), config.load().model
+    page = machine_page(suite.measure(WORKLOADS, list(COLUMNS), model, sizes, command), quick)
+    path.write_text(page)
+    print(page)
 
 
 def as_json(machine: Machine) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Options and output that `run` and `chat` share."""
+"""Options and output that several commands share."""
 
 from __future__ import annotations
 
@@ -137,3 +137,10 @@ def print_note(text: str, end: str = "\n") -> None:
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(text, style="dim", markup=False, end=end)
+
+
+def check_parents(*files: Path | None) -> None:
+    """Fail before measurements, which take minutes, and not when their results are written."""
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise BadInput(f"The directory of {file} does not exist; create it first.")
