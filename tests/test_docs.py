@@ -385,3 +385,18 @@ def test_code_parses():
         for block in blocks(page.read_text()):
             if block.language == "python":
                 ast.parse(block.code)
+
+
+def test_the_page_on_metal_names_every_branch():
+    """Files that ask for the system, the GPU, or what only one system has."""
+    branch = re.compile(
+        r"sys\.platform|F_FULLFSYNC|fullfsync|mx\.(metal|cuda|gpu)|if_cuda|posix_fadvise|mx\.cpu\b"
+        r"|set_wired_limit\(|# macOS"
+    )
+    source = ROOT / "src" / "keepwarm"
+    files = [file for file in source.rglob("*.py") if branch.search(file.read_text())]
+    found = {
+        str(file.relative_to(source)) for file in files if source / "bench" not in file.parents
+    }
+    rows = re.findall(r"^\| (`.+?) \| ", (ROOT / "docs" / "metal.md").read_text(), re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(.+?)`", row)} == found

@@ -114,7 +114,14 @@ def test_the_report_is_a_page_to_paste(tmp_path):
 
 
 def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path):
-    command = [sys.executable, "-m", "keepwarm", "doctor", "--report", str(tmp_path / "no" / "page")]
+    command = [
+        sys.executable,
+        "-m",
+        "keepwarm",
+        "doctor",
+        "--report",
+        str(tmp_path / "no" / "page"),
+    ]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert "does not exist; create it first" in run.stderr
