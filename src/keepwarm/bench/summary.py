@@ -50,11 +50,8 @@ def _rows(results: Results) -> Iterator[tuple[str, ...]]:
 
 def _find(results: Results, line: Line, target: str) -> Series | Claim | None:
     wanted = line.workload, target, line.what
-    found = [
-        one
-        for one in (*results.series, *results.claims)
-        if one.key[:3] == wanted and _fits(line, one)
-    ]
+    measured: list[Series | Claim] = [*results.series, *results.claims]
+    found = [one for one in measured if one.key[:3] == wanted and _fits(line, one)]
     return max(found, key=lambda one: one.key[3] or 0, default=None)
 
 
