@@ -127,3 +127,26 @@ def test_models_that_keep_arrays_of_their_first_call_answer(models, tmp_path, na
     model = models.of(name)
     with engine_on(model, tmp_path) as engine:
         assert engine.submit(ask(PROMPTS[0], 2)).result().choices[0].tokens
+
+
+def test_a_state_that_is_still_short_decodes_alone(models, tmp_path):
+    """The state of `longcat_flash_ngram` grows with its first tokens; nobody else fails for it."""
+    name, prompts = "longcat_flash_ngram", [prompt_of(n, seed=n) for n in (40, 2, 30, 1)]
+    model, exam = models.of(name), Exam(models.module(name), 0.05)  # it drifts
+    with engines.engine_on(model, tmp_path) as engine:
+        with held(engine):
+            answers = [engine.submit(ask(prompt, 6)) for prompt in prompts]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            exam.add(prompt, answer.result().choices[0])
+        assert engine.stats().counters["rebuilt_batches"] == 0
+    exam.check()
+    assert widest(model) == 2
+
+
+def test_a_state_that_grows_comes_back_from_disk(models, tmp_path):
+    model, prompt = models.of("longcat_flash_ngram"), prompt_of(70)
+    for reused in (0, len(prompt) - 1):
+        with engines.engine_on(model, tmp_path) as engine:
+            result = engine.submit(ask(prompt, 4)).result()
+            assert result.receipt.cached_tokens == reused
+            engine.settle()

@@ -13,6 +13,7 @@ from keepwarm.kv.assembly import (
     create_cache_from_state,
     reconstruct_cache,
 )
+from keepwarm.kv.fit import check_block
 from keepwarm.kv.kinds import Kind, token_count
 from keepwarm.kv.layout import layout_of, probe
 from keepwarm.kv.slices import Block, cut_blocks
@@ -258,3 +259,49 @@ def test_create_cache_from_state():
     assert made.size() == made.offset == 7
     keys, _ = made.update_and_fetch(mx.zeros((1, 2, 1, 4)), mx.zeros((1, 2, 1, 4)))
     assert keys.shape == (1, 2, 8, 4)
+
+
+# States that grow.
+
+NGRAM = "longcat_flash_ngram"  # its first layer holds the last three tokens
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 3, 40])
+def test_a_state_that_grows_is_restored_at_every_length(n_tokens, tiny_model):
+    """One token does not show how long it becomes."""
+    model, prompt = tiny_model(NGRAM), PROMPT[:n_tokens]
+    layout = probe(model, make_prompt_cache(model))
+    caches, blocks = blocks_of(model, prompt, [n_tokens])
+    assert caches[0][0].shape == (1, min(n_tokens, 3))
+    layout.check(caches)
+    for block in blocks:
+        check_block(layout, block)
+    rest = PROMPT[n_tokens : n_tokens + 5]
+    restored, wrong = (reconstruct_cache(layout, blocks) for _ in range(2))
+    wrong[0][0] = wrong[0][0] + 1
+    live = continue_from(model, caches, rest, N)
+    assert_same(live, continue_from(model, restored, rest, N), bitwise=True)
+    assert_differs(live, continue_from(model, wrong, rest, N))
+
+
+def test_only_the_axis_that_grows_is_open(tiny_model):
+    layout = probe(tiny_model(NGRAM), make_prompt_cache(tiny_model(NGRAM)))
+    assert layout.layers[0].tensors["state0"].shape == (1, None)
+    for array in (mx.zeros((2, 3), mx.int64), mx.zeros((1, 3, 1), mx.int64), mx.zeros((1, 3))):
+        block = Block(0, 3, state={"L0_B0_S0": array})
+        with pytest.raises(CacheMismatch, match=r"Layer 0, block 0: the (shape|dtype) is"):
+            check_block(layout, block)
+        with pytest.raises(CacheMismatch, match=r"Layer 0, block 0: the (shape|dtype) is"):
+            reconstruct_cache(layout, [block])
+
+
+@pytest.mark.parametrize("name", ["mamba2", "recurrent_gemma", "falcon_h1"])
+def test_a_state_that_does_not_grow_stays_closed(name, tiny_model):
+    """So namespaces of stored blocks do not change."""
+    model = tiny_model(name)
+    leaves = probe(model, make_prompt_cache(model)).leaves()
+    states = [
+        spec.shape for leaf in leaves if leaf.kind is Kind.STATE for spec in leaf.tensors.values()
+    ]
+    assert states
+    assert not any(None in shape for shape in states)

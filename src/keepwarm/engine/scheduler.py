@@ -25,7 +25,7 @@ from keepwarm.engine.jobs import Counters, Job, KeyTurns, PrefillTask, RunningSe
 from keepwarm.engine.keeper import Keeper, OnKept
 from keepwarm.engine.lane import Lane
 from keepwarm.engine.prefill import Clock, Prefill, SliceSizer, Stopwatch
-from keepwarm.errors import EngineFailed, KeepwarmError
+from keepwarm.errors import CacheMismatch, EngineFailed, KeepwarmError
 from keepwarm.text.request import Progress
 
 LOG = logging.getLogger(__name__)
@@ -248,6 +248,9 @@ class Scheduler:
         batch: Batch[RunningSequence] = self._batches.setdefault(key, Batch(lane.model.module))
         try:
             batch.join(sequence, caches, token)
+        except CacheMismatch:  # a state that grows is still short; nothing was changed
+            self._batches[sequence] = alone = Batch(lane.model.module)
+            alone.join(sequence, caches, token)
         except Exception:
             self._rebuild(key, batch)  # only some layers may hold the new row
             raise

@@ -120,7 +120,7 @@ class _LayerAssembly:
         if self.leaf.has_variable_tensors:
             self.states = self._open_states(block)
             return
-        n_rows = min(self.n_tokens, self.leaf.scalars.get("max_size", 0))
+        n_rows = self.leaf.state_rows(self.n_tokens)
         for name, spec in self.leaf.tensors.items():
             array = self._tensor(block, block.state, name)
             spec.check(array, n_rows, self._where(block))
@@ -129,7 +129,7 @@ class _LayerAssembly:
     def _open_states(self, block: Block) -> dict[str, Rows]:
         """All arrays in the block; those that the layout knows are checked."""
         for name, spec in self.leaf.tensors.items():
-            spec.check_any_rows(self._tensor(block, block.state, name), self._where(block))
+            spec.check(self._tensor(block, block.state, name), None, self._where(block))
         names = {f"state{i}": self._name(block, f"state{i}") for i in range(len(LAYER_ARRAYS))}
         return {n: _detach(block.state[name]) for n, name in names.items() if name in block.state}
 

@@ -39,10 +39,10 @@ def _check_layer(leaf: LayerSpec, block: Block) -> set[str]:
     return set(names.values())
 
 
-def _part_of(leaf: LayerSpec, block: Block) -> tuple[Mapping[str, Rows], int]:
+def _part_of(leaf: LayerSpec, block: Block) -> tuple[Mapping[str, Rows], int | None]:
     """Where the layer's tensors are in the block, and how many rows they have."""
     if leaf.kind is Kind.STATE:
-        return block.state, min(block.end, leaf.scalars.get("max_size", 0))
+        return block.state, leaf.state_rows(block.end)
     if leaf.kind is Kind.WINDOW:
         first_row = block.first_rows.get(leaf.path)
         return ({}, 0) if first_row is None else (block.window, block.n_tokens - first_row)
@@ -60,7 +60,7 @@ def _check_variable(leaf: LayerSpec, block: Block) -> set[str]:
         if array is None:
             continue
         if name in leaf.tensors:
-            leaf.tensors[name].check_any_rows(array, where)
+            leaf.tensors[name].check(array, None, where)
         elif array.ndim != 3 or array.shape[0] != 1:
             raise CacheMismatch(where, "the shape", "(1, rows, width)", array.shape)
         found.add(full_name)

@@ -1,13 +1,13 @@
 """The layout of a model's caches: kind and class of each layer, shape and dtype of each tensor.
 
-It is found once, by feeding the model one token, and then decides whether a block or a cache fits.
-Nothing is assumed from the architecture's name.
+It is found once, by feeding the model a few tokens, and then decides whether a block or a cache
+fits. Nothing is assumed from the architecture's name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -36,7 +36,7 @@ class ArrayLike(Protocol):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor; None is the row axis."""
+    """Shape and dtype of a tensor; None is the row axis, or another axis that grows."""
 
     shape: tuple[int | None, ...]
     dtype: mx.Dtype
@@ -44,17 +44,27 @@ class TensorSpec:
     def with_rows(self, n_rows: int) -> tuple[int, ...]:
         return tuple([n_rows if n is None else n for n in self.shape])
 
-    def check(self, array: ArrayLike, n_rows: int, where: str) -> None:
+    def check(self, array: ArrayLike, n_rows: int | None, where: str) -> None:
+        """Raise unless the array is like this; `n_rows` is None if any number of rows will do."""
         if array.dtype != self.dtype:
             raise CacheMismatch(where, "the dtype", self.dtype, array.dtype)
-        expected = self.with_rows(n_rows)
-        if array.shape != expected:
+        expected = self.shape if n_rows is None else self.with_rows(n_rows)
+        if not _fits(array.shape, expected):
             raise CacheMismatch(where, "the shape", expected, array.shape)
 
-    def check_any_rows(self, array: ArrayLike, where: str) -> None:
-        """The same for a tensor whose number of rows is not known."""
-        axis = self.shape.index(None)
-        self.check(array, array.shape[axis] if axis < array.ndim else 0, where)
+    def accepts(self, other: TensorSpec) -> bool:
+        return self.dtype == other.dtype and _fits(other.shape, self.shape)
+
+    def opened(self, later: TensorSpec) -> TensorSpec:
+        """The same, with the axes open that are longer after some more tokens."""
+        pairs = zip(self.shape, later.shape, strict=True)
+        return replace(self, shape=tuple(m if m == n else None for m, n in pairs))
+
+
+def _fits(shape: tuple[int | None, ...], expected: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(expected) and all(
+        m in (None, n) for m, n in zip(expected, shape, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,22 @@ class LayerSpec:
 
     def first_row_needed(self, n_tokens: int) -> int:
         return max(0, n_tokens - self.window) if self.window else 0
+
+    def state_rows(self, n_tokens: int) -> int | None:
+        """Rows of a state as of `n_tokens`; None is any number."""
+        max_size = self.scalars.get("max_size")
+        return None if max_size is None else min(n_tokens, max_size)
+
+    def opened(self, later: LayerSpec) -> LayerSpec:
+        """The same as of some tokens later, with the axes open that grew since."""
+        if self.has_variable_tensors:
+            return self
+        tensors = {
+            name: self.tensors[name].opened(spec) if name in self.tensors else spec
+            for name, spec in later.tensors.items()
+        }
+        parts = zip(self.parts, later.parts, strict=True)
+        return replace(self, tensors=tensors, parts=tuple(a.opened(b) for a, b in parts))
 
     @property
     def has_variable_tensors(self) -> bool:
@@ -108,13 +134,20 @@ class Layout:
         if len(caches) != len(self.layers):
             raise CacheMismatch("The cache", "the number of layers", len(self.layers), len(caches))
         for expected, got in zip(self.leaves(), layout_of(caches).leaves(), strict=True):
-            where = f"Layer {expected.path}"
-            for what in ("kind", "cls", "scalars", "tensors"):
+            for what in ("kind", "cls", "scalars"):
                 wanted, found = getattr(expected, what), getattr(got, what)
-                if what == "tensors" and expected.has_variable_tensors:
-                    found = {name: spec for name, spec in found.items() if name in wanted}
                 if wanted != found:
-                    raise CacheMismatch(where, f"the {what}", wanted, found)
+                    raise CacheMismatch(f"Layer {expected.path}", f"the {what}", wanted, found)
+            _check_tensors(expected, got.tensors)
+
+
+def _check_tensors(leaf: LayerSpec, found: Mapping[str, TensorSpec]) -> None:
+    wanted = leaf.tensors
+    if leaf.has_variable_tensors:
+        found = {name: spec for name, spec in found.items() if name in wanted}
+    same_names = wanted.keys() == found.keys()
+    if not (same_names and all(spec.accepts(found[name]) for name, spec in wanted.items())):
+        raise CacheMismatch(f"Layer {leaf.path}", "the tensors", wanted, found)
 
 
 def layout_of(caches: Caches) -> Layout:
@@ -124,12 +157,17 @@ def layout_of(caches: Caches) -> Layout:
 
 
 def probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Layout:
-    """The layout of a model, found by feeding it one token with empty caches."""
+    """The layout of a model, found by feeding it one token with empty caches, and two more.
+
+    The second slice has a mask, with which some models do not take quantised keys, and shows which
+    states grow. Layers without either need only the first.
+    """
     is_quantised = any(isinstance(leaf, QuantKVCache) for _, leaf in leaves(caches))
     try:
         _feed(model, caches, [token])
-        if is_quantised:
-            _feed(model, caches, [token, token])  # with a mask: some models fail only there
+        layout = layout_of(caches)
+        if is_quantised or Kind.STATE in layout.kinds:
+            _feed(model, caches, [token, token])
     except Exception as error:
         if not (is_quantised or isinstance(error, ValueError | TypeError)):
             raise
@@ -141,7 +179,8 @@ def probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Layout:
         raise BadInput(
             f"{name} does not run with these KV options ({why}); change or remove them."
         ) from error
-    return layout_of(caches)
+    later = zip(layout.layers, layout_of(caches).layers, strict=True)
+    return Layout(tuple(layer.opened(grown) for layer, grown in later))
 
 
 def _feed(model: Callable[..., Any], caches: Caches, tokens: list[int]) -> None:
