@@ -1,6 +1,7 @@
 """Batch operations one by one, and everything that a batch refuses."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -13,11 +14,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from keepwarm.errors import CacheMismatch, UnsupportedCache
+from keepwarm.errors import BadInput, CacheMismatch, UnsupportedCache
 from keepwarm.kv.batch import (
-    LeftPadding,
-    RightPadding,
-    TwoSidedPadding,
     batch_size,
     can_batch,
     dynamic_roll,
@@ -31,6 +29,7 @@ from keepwarm.kv.batch import (
     trim,
 )
 from keepwarm.kv.kinds import is_empty, token_count
+from keepwarm.kv.padding import LeftPadding, RightPadding, TwoSidedPadding
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
 
 
@@ -47,8 +46,8 @@ def kv(*numbers):
     return cache
 
 
-def filled(cache, n, dtype=mx.float32, values=None, heads=2, width=64):
-    shape = (1, heads, n, width)
+def filled(cache, n, dtype=mx.float32, values=None, heads=2, width=64, n_batch=1):
+    shape = (n_batch, heads, n, width)
     k, v = (mx.random.normal(shape, key=mx.random.key(i)) for i in (0, 1))
     cache.update_and_fetch(k.astype(dtype), v.astype(values or dtype))
     return cache
@@ -350,6 +349,101 @@ def test_rows_do_not_leave_before_announced_left_padding_was_fed(fresh):
         filter_rows(batch, [0])
 
 
+@pytest.mark.parametrize("make", [list, tuple, iter, mx.array, np.array])
+def test_rows_are_kept_by_any_list_or_array(make):
+    """S3-80."""
+    batch = merge([[kv(1)], [kv(2)], [kv(3, 4)]])
+    filter_rows(batch, make([0, 2, 2]))
+    assert [held(extract(batch, i)[0]) for i in range(3)] == [[1], [3, 4], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    "keep", [[0.0], [True, False], mx.array([0.5]), np.array([True, False]), mx.array(0), [[0]]]
+)
+def test_rows_are_kept_by_whole_numbers_only(keep):
+    batch = merge([[kv(1)], [kv(2)]])
+    with pytest.raises(BadInput, match="The rows to keep must be a list of whole numbers, not"):
+        filter_rows(batch, keep)
+
+
+@pytest.mark.parametrize("padding", [LeftPadding, RightPadding])
+def test_padding_counts_tokens(padding):
+    """S3-69: an array is as good as a tuple."""
+    assert padding([1, 0]) == padding(mx.array([1, 0])) == padding(np.array([1, 0]))
+    for wrong in ([0, -1], mx.array([0, -1])):
+        with pytest.raises(BadInput, match=r"Padd.* cannot be negative, but are \[0, -1\]"):
+            padding(wrong)
+    for wrong in ([0, 0.5], mx.array([0, 0.5]), [True], 3):
+        with pytest.raises(BadInput, match="must be a list of whole numbers, not"):
+            padding(wrong)
+
+
+def test_padding_on_both_sides_must_agree():
+    with pytest.raises(BadInput, match="Row 1 has 3 tokens of left padding and a length of 2"):
+        TwoSidedPadding(LeftPadding((0, 3)), RightPadding((4, 2)))
+    with pytest.raises(CacheMismatch, match="Right padding: the number of rows is 1, expected 2"):
+        TwoSidedPadding(LeftPadding((0, 1)), RightPadding((4,)))
+
+
+ROW_CACHES = [KVCache(), RotatingKVCache(8), QuantKVCache(32)]
+
+
+@pytest.mark.parametrize("fresh", ROW_CACHES)
+@pytest.mark.parametrize("filled_before", [True, False])
+def test_a_slice_is_as_wide_as_announced(fresh, filled_before):
+    """mlx-lm would take padding for tokens, or tokens for padding."""
+    for padding in (RightPadding((3, 1)), RightPadding((3, 3))):
+        for n_fed in (2, 4, 0):
+            batch = empty_batch([fresh], 2)
+            if filled_before:
+                filled(batch[0], 2, n_batch=2)
+            prepare(batch, padding)
+            if n_fed:
+                filled(batch[0], n_fed, n_batch=2)
+            said = (
+                f"{n_fed} tokens a row since prepare, which announced 3; build" if n_fed else "noth"
+            )
+            with pytest.raises(UnsupportedCache, match=f"fed {said}|Nothing was fed"):
+                finalize(batch)
+
+
+@pytest.mark.parametrize("fresh", ROW_CACHES)
+def test_a_left_padded_slice_is_not_shorter_than_its_padding(fresh):
+    batch = empty_batch([fresh], 2)
+    prepare(batch, LeftPadding((3, 0)))
+    filled(batch[0], 2, n_batch=2)
+    with pytest.raises(
+        UnsupportedCache, match=r"fed 2 tokens a row .* announced at least 3; build"
+    ):
+        finalize(batch)
+
+
+@pytest.mark.parametrize("fresh", ROW_CACHES)
+@pytest.mark.parametrize("padding", [LeftPadding((1, 0)), RightPadding((2, 2))])
+def test_a_batch_is_prepared_once_for_a_slice(fresh, padding):
+    """mlx-lm adds the left padding of both calls."""
+    batch = empty_batch([fresh], 2)
+    prepare(batch, padding)
+    with pytest.raises(UnsupportedCache, match="Layer 0 is prepared already; feed the padded"):
+        prepare(batch, padding)
+    filled(batch[0], 2, n_batch=2)
+    finalize(batch)
+    prepare(batch, RightPadding((2, 1)))
+    with pytest.raises(UnsupportedCache, match="between prepare and finalize"):
+        prepare(batch, RightPadding((2, 1)))
+
+
+def test_rows_that_leave_or_join_end_an_announcement():
+    """Left padding needs no finalize, and who calls it later is not told of a wrong slice."""
+    batch = empty_batch([KVCache()], 2)
+    prepare(batch, LeftPadding((3, 1)))
+    filled(batch[0], 4, n_batch=2)
+    filter_rows(batch, [0])
+    extend(batch, merge([[filled(KVCache(), 5)]]))
+    finalize(batch)
+    assert batch[0].offset.tolist() == [1, 5]
+
+
 def test_padding_is_a_typed_value():
     """S3-69."""
     assert RightPadding((3, 2, 1)).amounts == (0, 1, 2)
@@ -390,6 +484,20 @@ def test_trim_changes_all_layers_or_none():
     young = [kv(1, 2, 3), filled(RotatingKVCache(8), 3), CacheList(kv(1, 2, 3))]
     trim(young, 2)
     assert token_count(young) == 1
+
+
+@pytest.mark.parametrize(("n", "why"), [(-1, "cannot be negative"), (1.5, "whole numbers")])
+def test_trim_counts_tokens(n, why):
+    """mlx-lm would move the offset past the rows."""
+    caches = [kv(1, 2, 3)]
+    with pytest.raises(BadInput, match=f"The tokens to forget .*{why}"):
+        trim(caches, n)
+    assert token_count(caches) == 3
+
+
+def test_trim_is_for_single_sequences():
+    with pytest.raises(UnsupportedCache, match="Layer 0 is a batch; extract a row and trim that"):
+        trim(merge([[kv(1, 2)], [kv(3)]]), 1)
 
 
 def test_a_quantised_row_joins_as_what_it_is():

@@ -11,9 +11,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from keepwarm.errors import UnsupportedCache
 from keepwarm.kv.assembly import reconstruct_cache
 from keepwarm.kv.batch import (
-    LeftPadding,
-    RightPadding,
-    TwoSidedPadding,
     can_batch,
     empty_batch,
     extend,
@@ -26,6 +23,7 @@ from keepwarm.kv.batch import (
 from keepwarm.kv.codec import copy_caches, encode
 from keepwarm.kv.kinds import KINDS, token_count
 from keepwarm.kv.layout import probe
+from keepwarm.kv.padding import LeftPadding, RightPadding, TwoSidedPadding
 from keepwarm.kv.slices import Block, cut_blocks
 from tests.kit.compare import assert_differs, assert_same
 from tests.kit.models import ARCHITECTURES
@@ -216,6 +214,29 @@ def test_prompts_padded_on_both_sides_get_their_cold_runs(name, tiny_model):
     rows = Rows(model, batch, [PROMPTS[1][-1], PROMPTS[2][-1]]).step(N)
     for row, prompt in enumerate(PROMPTS[1:]):
         assert_same(cold(model, prompt, N), rows.run(row))
+
+
+@pytest.mark.parametrize("name", ["mamba", "recurrent_gemma", "jamba", "rwkv7"])
+def test_models_that_fold_padding_into_their_state_are_refused_it(name, tiny_model):
+    """Nothing in their caches shows it before; rows of equal length need no padding."""
+    model = tiny_model(name)
+    for padding in (
+        LeftPadding((0, 2)),
+        RightPadding((4, 2)),
+        TwoSidedPadding(LeftPadding((1, 0)), RightPadding((4, 4))),
+    ):
+        batch = empty_batch(make_prompt_cache(model), 2)
+        prepare(batch, padding)
+        model(mx.array([LATE[:4], LATE[4:8]]), cache=batch)
+        with pytest.raises(UnsupportedCache, match=r"takes padding for tokens of its state; build"):
+            finalize(batch)
+    batch = empty_batch(make_prompt_cache(model), 2)
+    prepare(batch, RightPadding((4, 4)))
+    model(mx.array([LATE[:4], LATE[4:8]]), cache=batch)
+    finalize(batch)
+    rows = Rows(model, batch, LATE[8:10]).step(N)
+    for row in range(2):
+        assert_same(cold(model, [*LATE[4 * row :][:4], LATE[8 + row]], N), rows.run(row))
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "gemma4_text"])

@@ -5,18 +5,9 @@ import pytest
 from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache
 
 from keepwarm.errors import UnsupportedCache
-from keepwarm.kv.batch import (
-    LeftPadding,
-    RightPadding,
-    empty_batch,
-    extend,
-    extract,
-    filter_rows,
-    finalize,
-    merge,
-    prepare,
-)
+from keepwarm.kv.batch import empty_batch, extend, extract, filter_rows, finalize, merge, prepare
 from keepwarm.kv.codec import copy_caches, encode
+from keepwarm.kv.padding import LeftPadding, RightPadding
 
 WINDOW = 8
 

@@ -18,9 +18,10 @@ from mlx_lm.models.cache import (
 )
 
 from keepwarm.errors import UnsupportedCache
-from keepwarm.kv.batch import LeftPadding, RightPadding, extract, finalize, merge, prepare
+from keepwarm.kv.batch import extract, finalize, merge, prepare
 from keepwarm.kv.codec import CODECS, EncodedCache, copy_caches, decode, encode, live_bytes
 from keepwarm.kv.kinds import KINDS, is_empty, token_count
+from keepwarm.kv.padding import LeftPadding, RightPadding
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from tests.kit.compare import assert_same

@@ -8,15 +8,23 @@ one, and where K or V lies between two steps of its quantisation such a bit beco
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from keepwarm.errors import UnsupportedCache
 from keepwarm.kv.assembly import reconstruct_cache
-from keepwarm.kv.batch import empty_batch, extract, merge
-from keepwarm.kv.codec import copy_caches
+from keepwarm.kv.batch import empty_batch, extract, filter_rows, merge, prepare
+from keepwarm.kv.codec import copy_caches, encode
+from keepwarm.kv.kinds import token_count
 from keepwarm.kv.layout import probe
 from keepwarm.kv.make import make_caches
-from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
+from keepwarm.kv.padding import RightPadding
+from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache, quantize_caches
 from keepwarm.kv.slices import cut_blocks
 from tests.kit.compare import assert_differs, assert_same
 from tests.kit.models import tiny
@@ -133,6 +141,68 @@ def test_a_model_without_make_cache_is_quantised_too():
     rows = prefilled_rows(model, PROMPTS, fresh).step(N)
     for row, prompt in enumerate(PROMPTS):
         assert_same(alone(model, fresh, prompt), rows.run(row))
+
+
+def row_arrays(caches):
+    return [array for cache in caches for array in encode(cache).arrays()]
+
+
+def test_a_batch_is_quantised_row_by_row(model):
+    """As if its rows had been quantised alone, and it goes on so; the original is not changed."""
+    singles = [held_by(model, prompt) for prompt in PROMPTS]
+    batch = merge(singles)
+    made = quantize_caches(batch, 8, 32)
+    expected = merge([quantize_caches(row, 8, 32) for row in singles])
+    assert {type(c) for c in made} == {BatchQuantizedKVCache}
+    for row in range(len(PROMPTS)):
+        pairs = zip(*(row_arrays(extract(rows, row)) for rows in (made, expected)), strict=True)
+        assert all(mx.array_equal(a, b) for a, b in pairs)
+    runs = [Rows(model, rows, [p[-1] for p in PROMPTS]).step(N) for rows in (made, expected)]
+    for row, prompt in enumerate(PROMPTS):
+        assert_same(runs[1].run(row), runs[0].run(row), bitwise=True)
+        assert token_count(extract(batch, row)) == len(prompt) - 1
+
+
+def test_an_empty_batch_is_quantised_too():
+    (made,) = quantize_caches(empty_batch([KVCache()], 2), 8, 32)
+    made.update_and_fetch(*rows_of(3, n_rows=2))
+    assert made.offset.tolist() == [3, 3]
+    padded = empty_batch([KVCache()], 2)
+    prepare(padded, RightPadding((2, 1)))
+    with pytest.raises(UnsupportedCache, match="cannot be quantised before finalize"):
+        quantize_caches(padded, 8, 32)
+
+
+def test_only_layers_that_keep_every_token_are_quantised():
+    """Parts of a composite too; what is left stays the object it is."""
+    window, state, done = RotatingKVCache(8), ArraysCache(1), QuantKVCache(32, 4)
+    full = KVCache()
+    full.update_and_fetch(*rows_of(3))
+    made = quantize_caches([CacheList(full, window, CacheList(state, KVCache())), done], 8, 32)
+    (first, kept_window, inner), last = made[0].caches, made[1]
+    assert (kept_window, inner[0], last) == (window, state, done)
+    assert [type(c) for c in (first, inner[1])] == [QuantKVCache] * 2
+    assert [(c.offset, c.bits, c.group_size) for c in (first, inner[1])] == [(3, 8, 32), (0, 8, 32)]
+    expected = mx.quantize(rows_of(3)[0], group_size=32, bits=8)
+    assert all(
+        mx.array_equal(a, b) for a, b in zip(first.keys_and_values()[0], expected, strict=True)
+    )
+
+
+def test_rows_that_leave_take_common_padding_with_them():
+    """S3-16: else a batch would only ever grow."""
+    rows = [QuantKVCache(32, 8) for _ in range(3)]
+    for row, n in zip(rows, (2, 9, 5), strict=True):
+        row.update_and_fetch(*rows_of(n, seed=n))
+    batch = merge([[row] for row in rows])
+    filter_rows(batch, [2, 0])
+    (cache,) = batch
+    assert (cache.size(), cache.keys.n_rows, cache.values.n_rows) == (5, 5, 5)
+    assert (cache.left_padding.tolist(), cache.offset.tolist()) == ([0, 3], [5, 2])
+    for row, n in enumerate((5, 2)):
+        expected = mx.quantize(rows_of(n, seed=n)[0], group_size=32, bits=8)
+        (single,) = extract(batch, row)
+        assert all(mx.array_equal(a, b) for a, b in zip(single.keys, expected, strict=True))
 
 
 def test_sizes_are_true():

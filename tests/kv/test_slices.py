@@ -13,10 +13,9 @@ from keepwarm.kv.assembly import (
     create_cache_from_state,
     reconstruct_cache,
 )
-from keepwarm.kv.fit import check_block
 from keepwarm.kv.kinds import Kind, token_count
 from keepwarm.kv.layout import layout_of, probe
-from keepwarm.kv.slices import Block, cut_blocks
+from keepwarm.kv.slices import Block, check_block, cut_blocks
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from tests.kit.compare import assert_differs, assert_same
 from tests.kit.models import ARCHITECTURES

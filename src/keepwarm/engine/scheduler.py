@@ -249,8 +249,8 @@ class Scheduler:
         try:
             batch.join(sequence, caches, token)
         except CacheMismatch:  # a state that grows is still short; nothing was changed
-            self._batches[sequence] = alone = Batch(lane.model.module)
-            alone.join(sequence, caches, token)
+            self._batches[sequence] = Batch(lane.model.module)
+            self._batches[sequence].join(sequence, caches, token)
         except Exception:
             self._rebuild(key, batch)  # only some layers may hold the new row
             raise

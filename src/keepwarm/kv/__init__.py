@@ -14,10 +14,6 @@ from keepwarm.kv.assembly import (
     slab_sizes,
 )
 from keepwarm.kv.batch import (
-    LeftPadding,
-    Padding,
-    RightPadding,
-    TwoSidedPadding,
     batch_size,
     can_batch,
     dynamic_roll,
@@ -34,6 +30,7 @@ from keepwarm.kv.codec import EncodedCache, copy_caches, decode, encode, evaluat
 from keepwarm.kv.kinds import Caches, Kind, kind_of, token_count
 from keepwarm.kv.layout import Layout, layout_of, probe
 from keepwarm.kv.make import make_caches
+from keepwarm.kv.padding import LeftPadding, Padding, RightPadding, TwoSidedPadding
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache, quantize_caches
 from keepwarm.kv.slices import Block, cut_blocks
 

@@ -7,8 +7,7 @@ layer for the whole batch, as a model does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -24,36 +23,16 @@ from mlx_lm.models.cache import (
 from keepwarm.errors import CacheMismatch, UnsupportedCache
 from keepwarm.kv.codec import encode, require_finalized
 from keepwarm.kv.kinds import Cache, Caches, Kind, is_batched, is_empty, kind_of, leaves
+from keepwarm.kv.padding import (
+    AnnouncedSlice,
+    Padding,
+    check_can_prepare,
+    check_was_fed,
+    checked_counts,
+    n_fed,
+    whole_numbers,
+)
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
-
-
-@dataclass(frozen=True)
-class LeftPadding:
-    """Row i starts with `amounts[i]` padding tokens. Only an empty batch can take it."""
-
-    amounts: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RightPadding:
-    """Row i has `lengths[i]` tokens, followed by padding up to the longest row."""
-
-    lengths: tuple[int, ...]
-
-    @property
-    def amounts(self) -> tuple[int, ...]:
-        return tuple(max(self.lengths) - n for n in self.lengths)
-
-
-@dataclass(frozen=True)
-class TwoSidedPadding:
-    """Padding on both sides; `right.lengths` include the left padding."""
-
-    left: LeftPadding
-    right: RightPadding
-
-
-Padding = LeftPadding | RightPadding | TwoSidedPadding
 
 BATCHABLE = ("KVCache", "QuantizedKVCache", "RotatingKVCache", "ArraysCache")
 SETTINGS = ("group_size", "bits", "max_size", "keep", "size")
@@ -99,48 +78,46 @@ def prepare(batch: Caches, padding: Padding) -> None:
     Call it before every slice of more than one token, even with equal lengths: it puts a window's
     ring into token order, because mlx-lm masks a slice after a rotated ring wrongly.
     """
-    left = padding if isinstance(padding, LeftPadding) else getattr(padding, "left", None)
-    right = padding if isinstance(padding, RightPadding) else getattr(padding, "right", None)
-    arguments: dict[str, list[int]] = {}
-    if left is not None:
-        _check_rows(batch, left.amounts)
-        arguments["left_padding"] = list(left.amounts)
-    if right is not None:
-        _check_rows(batch, right.lengths)
-        arguments |= {"lengths": list(right.lengths), "right_padding": list(right.amounts)}
+    announced = AnnouncedSlice.of(padding)
+    for counts in filter(None, (announced.left, announced.lengths)):
+        _check_rows(batch, counts)
     for path, leaf in leaves(batch):
-        if left is not None and not is_empty(leaf):
-            raise UnsupportedCache(
-                f"Layer {path}: left padding can only be added to an empty batch."
-            )
-        if right is not None and kind_of(leaf) is Kind.WINDOW and not min(right.lengths):
-            # mlx-lm would drop the oldest row of its window and keep padding instead.
-            raise UnsupportedCache(
-                f"Layer {path}: a window layer cannot take a padded slice in which a row has no "
-                "tokens; filter that row out first."
-            )
-        _prepare_leaf(leaf, arguments)
+        check_can_prepare(path, leaf, announced)
+    for _, leaf in leaves(batch):
+        leaf.announced = announced._replace(start=n_fed(leaf))
+        _prepare_leaf(leaf, announced.arguments())
 
 
 def finalize(batch: Caches) -> None:
-    """Turn right padding into left padding, so that all rows end together."""
+    """Turn right padding into left padding, so that all rows end together.
+
+    Raises if something else was fed than `prepare` announced: then the rows of the batch are wrong.
+    """
     if all(is_empty(layer) for layer in batch):
         raise UnsupportedCache("Nothing was fed since prepare; feed the padded slice first.")
+    for path, leaf in leaves(batch):
+        if announced := getattr(leaf, "announced", None):
+            check_was_fed(path, leaf, announced)
     for layer in batch:
         layer.finalize()
+    _forget_announced(batch)
 
 
-def filter_rows(batch: Caches, keep: Sequence[int]) -> None:
-    """Keep these rows, in this order, in place; common left padding is dropped."""
-    n_rows = batch_size(batch)
-    if not keep or not all(0 <= i < n_rows for i in keep):
+def filter_rows(batch: Caches, keep: Iterable[int] | mx.array) -> None:
+    """Keep these rows, in this order, in place; common left padding is dropped.
+
+    Any list or array of row numbers will do. A row may be kept twice, as beam search does.
+    """
+    n_rows, rows = batch_size(batch), whole_numbers("The rows to keep", keep)
+    if not rows or not all(0 <= i < n_rows for i in rows):
         raise CacheMismatch("The batch", "the rows to keep", f"some of 0 to {n_rows - 1}", keep)
     for path, leaf in leaves(batch):
         require_finalized(leaf)
         if is_empty(leaf) and leaf.left_padding is not None and mx.any(leaf.left_padding > 0):
             raise UnsupportedCache(f"Layer {path}: feed the left-padded slice first.")
     for layer in batch:
-        layer.filter(list(keep))
+        layer.filter(rows)
+    _forget_announced(batch)
 
 
 def extend(batch: Caches, other: Caches) -> None:
@@ -148,6 +125,7 @@ def extend(batch: Caches, other: Caches) -> None:
     _check_same_layers([batch, other])
     for layer, joining in zip(batch, other, strict=True):
         layer.extend(joining)
+    _forget_announced(batch)
 
 
 def extract(batch: Caches, row: int) -> Caches:
@@ -162,7 +140,10 @@ def extract(batch: Caches, row: int) -> Caches:
 
 def trim(caches: Caches, n_tokens: int) -> None:
     """Forget the last `n_tokens` of a single sequence, in place, or raise and change nothing."""
+    checked_counts("The tokens to forget", [n_tokens])
     for path, leaf in leaves(caches):
+        if is_batched(leaf):
+            raise UnsupportedCache(f"Layer {path} is a batch; extract a row and trim that.")
         if not _can_trim(leaf, n_tokens):
             raise UnsupportedCache(
                 f"Layer {path}: {type(leaf).__name__} cannot forget {n_tokens} tokens; "
@@ -206,6 +187,11 @@ def _extract_layer(layer: Cache, row: int) -> Cache:
     if isinstance(layer, BatchQuantizedKVCache):
         return QuantKVCache(layer.group_size, layer.bits)
     return mlx_cache.KVCache()
+
+
+def _forget_announced(batch: Caches) -> None:
+    for _, leaf in leaves(batch):
+        leaf.announced = None
 
 
 def _prepare_leaf(leaf: Cache, arguments: dict[str, list[int]]) -> None:

@@ -7,7 +7,13 @@ from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, dynamic_roll
+from mlx_lm.models.cache import (
+    BatchKVCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    dynamic_roll,
+)
 
 from keepwarm.errors import UnsupportedCache
 
@@ -47,13 +53,18 @@ class QuantKVCache(QuantizedKVCache):
 
 
 def quantize_caches(caches: list[Any], bits: int, group_size: int) -> list[Any]:
-    """The same sequence with the layers that keep every token quantised; others unchanged."""
+    """The same sequence or batch with the layers that keep every token quantised.
+
+    Windows, states and what is quantised already stay the objects they are.
+    """
     return [_quantize_cache(cache, bits, group_size) for cache in caches]
 
 
 def _quantize_cache(cache: Any, bits: int, group_size: int) -> Any:
     if isinstance(cache, CacheList):
         return CacheList(*quantize_caches(list(cache.caches), bits, group_size))
+    if type(cache) is BatchKVCache:
+        return BatchQuantizedKVCache.of(cache, group_size, bits)
     if type(cache) is not KVCache:
         return cache
     made = QuantKVCache(group_size, bits)
@@ -212,6 +223,20 @@ class BatchQuantizedKVCache:
             batch.offset = batch.offset + end
             batch._idx = end
         return batch
+
+    @classmethod
+    def of(cls, batch: BatchKVCache, group_size: int, bits: int) -> Self:
+        """The rows of a batch, quantised; the batch is not changed."""
+        if batch._right_padding is not None:
+            raise UnsupportedCache("A batch cannot be quantised before finalize; finalize it.")
+        made = cls([0], group_size, bits)
+        made.left_padding, made.offset = batch.left_padding[...], batch.offset[...]
+        if batch.keys is not None:
+            keys, values = batch.keys_and_values()
+            made.keys = quantize_rows(keys, group_size, bits)
+            made.values = quantize_rows(values, group_size, bits)
+            made._idx = batch._idx
+        return made
 
     def _change(self, change: Callable[[mx.array], mx.array]) -> None:
         if self.keys is not None and self.values is not None:

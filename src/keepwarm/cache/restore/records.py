@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 
 from keepwarm.errors import CorruptBlock
 from keepwarm.kv.buffers import FileArray, HostArray, dtype_name, from_buffer, to_buffer
-from keepwarm.kv.fit import check_block
 from keepwarm.kv.layout import Layout
 from keepwarm.kv.slabs import SlabArray
-from keepwarm.kv.slices import Block, Rows
+from keepwarm.kv.slices import Block, Rows, check_block
 from keepwarm.prefix.blocks import BlockRef, Namespace
 from keepwarm.store.header import HasBytes
 from keepwarm.store.record import (
