@@ -2,8 +2,8 @@
 
     python examples/beam.py [--model NAME] [--max-tokens N] [--width N]
 
-A beam that is continued twice is extracted twice and merged into the next batch; a beam that is
-not continued is dropped. Nothing is prefilled again.
+The rows of the next batch are chosen from those of the last one: a beam that is continued twice is
+kept twice, a beam that is not continued is dropped. Nothing is prefilled again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def search(model: Any, prompt: list[int], width: int, n: int) -> list[Beam]:
     beams, batch = [Beam((), 0.0)], kv.merge([single])
     for _ in range(n):
         beams = best_children(beams, logprobs, width)
-        batch = kv.merge([kv.extract(batch, beam.parent) for beam in beams])
+        kv.filter_rows(batch, [beam.parent for beam in beams])
         newest = mx.array([[beam.tokens[-1]] for beam in beams])
         logprobs = log_softmax(model(newest, cache=batch)[:, -1])
     return beams

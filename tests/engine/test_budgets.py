@@ -9,8 +9,9 @@ import pytest
 from keepwarm import config
 from keepwarm.cache.store import Budgets, Store
 from keepwarm.cli.options import open_engine
-from keepwarm.device.limits import scopes_of_process
-from keepwarm.device.memory import MIB, MemoryConfig, host_memory
+from keepwarm.device.limits import MemoryScopes, MLXDevice, scopes_of_process
+from keepwarm.device.memory import MIB, Memories, Memory, MemoryConfig, host_memory
+from keepwarm.engine import engine as engine_module
 from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.engine import Engine
 from tests.kit.checkpoints import write_checkpoint
@@ -23,9 +24,10 @@ def settings_in(home, **variables):
     return config.load({"KEEPWARM_HOME": str(home), **named})
 
 
-def an_engine(models, home, told=None):
+def an_engine(models, home, told=None, model=None, scopes=None):
     """With a store of its own."""
-    return Engine(models.of("llama"), config=EngineConfig(told), settings=settings_in(home))
+    model, settings = model or models.of("llama"), settings_in(home)
+    return Engine(model, config=EngineConfig(told), settings=settings, scopes=scopes)
 
 
 # MLX's limits.
@@ -84,6 +86,73 @@ def test_one_engine_works_while_another_comes_and_goes(before, models, tmp_path)
         high = memory().buffer_active_bytes
         assert engine.call(come_and_go).result() == (high, high)
     assert limit() == before
+
+
+class Looking:
+    """A model that looks at MLX's limit whenever it is called."""
+
+    def __init__(self, module):
+        self._module = module
+        self.seen = {}
+
+    def __call__(self, tokens, **options):
+        self.seen.setdefault(tokens.shape[1], set()).add(limit())
+        return self._module(tokens, **options)
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
+
+
+def test_the_model_runs_with_the_buffers_of_a_working_engine(before, models, tmp_path):
+    """S4-10: slices of a prompt and steps of an answer, not only what leads to them."""
+    model = models.of("llama")
+    model = replace(model, module=Looking(model.module))
+    with an_engine(models, tmp_path, memory(), model) as engine:
+        model.module.seen.clear()  # it was probed
+        engine.submit(ask(prompt_of(40), 3)).result()
+        assert limit_at_rest(engine) == memory().buffer_idle_bytes
+    assert model.module.seen.keys() == {1, 40}
+    assert set().union(*model.module.seen.values()) == {memory().buffer_active_bytes}
+
+
+class CountingDevice(MLXDevice):
+    n_cleared = 0
+
+    def clear_cache(self):
+        self.n_cleared += 1
+        super().clear_cache()
+
+
+def test_an_engine_that_closes_frees_its_buffers(before, models, tmp_path):
+    """S4-12: unless another one works, which would allocate them again."""
+    device = CountingDevice()
+    scopes = MemoryScopes(device)
+    with an_engine(models, tmp_path, memory(), scopes=scopes) as engine:
+        engine.submit(ask(prompt_of(40), 3)).result()
+        assert device.n_cleared == 0
+    assert device.n_cleared == 1
+    with scopes.active(memory()):
+        an_engine(models, tmp_path, memory(), scopes=scopes).close()
+    assert device.n_cleared == 1
+
+
+# Low memory.
+
+
+def test_an_engine_releases_what_it_keeps_when_memory_runs_low(models, tmp_path, monkeypatch):
+    """Live caches and blocks; its own watcher does it."""
+    free = {"bytes": 1 << 60}
+    shared = Memory(1 << 40, lambda: free["bytes"], int)
+    monkeypatch.setattr(engine_module, "memories", lambda: Memories(shared, shared))
+    with an_engine(models, tmp_path, memory()) as engine:
+        engine.submit(ask(prompt_of(600), 3)).result()
+        engine.settle()
+        assert min(engine.live.stats.n_bytes, engine.store.tier_stats()["memory"].n_bytes) > 0
+        free["bytes"] = 0
+        deadline = time.monotonic() + 300
+        while engine.store.tier_stats()["memory"].n_bytes and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert engine.live.stats.n_bytes == engine.store.tier_stats()["memory"].n_bytes == 0
 
 
 def test_an_engine_that_cannot_start_leaves_the_limits(before, models, tmp_path):

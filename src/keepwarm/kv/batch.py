@@ -67,9 +67,26 @@ def merge(rows: Sequence[Caches]) -> Caches:
 
 
 def batch_size(batch: Caches) -> int:
-    for _, leaf in leaves(batch):
-        return int(leaf.batch_size if isinstance(leaf, ArraysCache) else leaf.offset.shape[0])
-    raise UnsupportedCache("The batch has no layers; a model without caches cannot be batched.")
+    sizes = [_n_rows(path, leaf) for path, leaf in leaves(batch)]
+    if not sizes:
+        raise UnsupportedCache("The batch has no layers; a model without caches cannot be batched.")
+    return sizes[0]
+
+
+def _n_rows(path: str, leaf: Cache) -> int:
+    if isinstance(leaf, ArraysCache):
+        return int(leaf.batch_size)
+    if not is_batched(leaf):
+        raise UnsupportedCache(f"Layer {path}: {type(leaf).__name__} is not a batch; merge rows.")
+    return int(leaf.offset.shape[0])
+
+
+def require_fed(batch: Caches) -> None:
+    """Raise if the rows cannot be told from their padding: it was announced and not fed."""
+    for path, leaf in leaves(batch):
+        require_finalized(leaf)
+        if is_empty(leaf) and leaf.left_padding is not None and mx.any(leaf.left_padding > 0):
+            raise UnsupportedCache(f"Layer {path}: feed the left-padded slice first.")
 
 
 def prepare(batch: Caches, padding: Padding) -> None:
@@ -111,10 +128,7 @@ def filter_rows(batch: Caches, keep: Iterable[int] | mx.array) -> None:
     n_rows, rows = batch_size(batch), whole_numbers("The rows to keep", keep)
     if not rows or not all(0 <= i < n_rows for i in rows):
         raise CacheMismatch("The batch", "the rows to keep", f"some of 0 to {n_rows - 1}", keep)
-    for path, leaf in leaves(batch):
-        require_finalized(leaf)
-        if is_empty(leaf) and leaf.left_padding is not None and mx.any(leaf.left_padding > 0):
-            raise UnsupportedCache(f"Layer {path}: feed the left-padded slice first.")
+    require_fed(batch)
     for layer in batch:
         layer.filter(rows)
     _forget_announced(batch)

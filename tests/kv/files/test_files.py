@@ -304,8 +304,8 @@ class Homemade(KVCache):
 @pytest.mark.parametrize(
     ("caches", "reason"),
     [
-        ([BatchKVCache([0, 1])], "Layer 0 is a batch; extract a row first"),
-        ([KVCache(), CacheList(BatchKVCache([0]))], "Layer 1 is a batch; extract a row first"),
+        ([BatchKVCache([0, 1])], "Layer 0: feed the left-padded slice first"),
+        ([KVCache(), CacheList(BatchKVCache([0]))], "Layer 0: KVCache is not a batch; merge rows"),
         ([Homemade()], "Homemade is not a cache class"),
         ([LayerCache(8)], "LayerCache cannot be exported: mlx-lm does not save its window"),
         ([ConcatenateKVCache()], "cannot load an empty ConcatenateKVCache"),

@@ -9,23 +9,33 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import CacheList
 
 from keepwarm.errors import (
     BadCacheFile,
     BadInput,
+    CacheError,
     CacheMismatch,
     InsufficientResources,
     UnsupportedCache,
 )
 from keepwarm.files import replacing
+from keepwarm.kv.batch import batch_size, extract, merge, require_fed
 from keepwarm.kv.codec import QUANT_PARTS, EncodedCache, Scalar, decode, encode
 from keepwarm.kv.files import dialects
-from keepwarm.kv.files.dialects import STATE, Dialect, LayerLocation
-from keepwarm.kv.kinds import Cache, Caches, is_batched, token_count
+from keepwarm.kv.files.dialects import (
+    MAX_NAME,
+    STATE,
+    Dialect,
+    FileContents,
+    LayerLocation,
+)
+from keepwarm.kv.kinds import Caches, is_batched, token_count
 from keepwarm.kv.layout import ROWS, Layout
 from keepwarm.kv.make import BITS, GROUP_SIZES
 
 SUFFIX = ".safetensors"
+N_ROWS = "keepwarm_rows"  # in the metadata of an exported batch
 
 
 class PromptCacheFile(NamedTuple):
@@ -41,18 +51,24 @@ def export_prompt_cache(
 ) -> None:
     """Write a file that mlx-lm 0.32 and later loads: live rows only, whole or not at all.
 
-    Readable by its owner alone. The caches are not changed; call it on the thread that owns them.
+    The rows of a batch are written one by one, without padding; each layer of such a file is a
+    CacheList of them. Readable by its owner alone. The caches are not changed; call it on the
+    thread that owns them.
     """
     target = Path(path)
     if target.suffix != SUFFIX:
         raise BadInput(f"{target} must end in {SUFFIX}: mlx-lm loads no other name.")
     if not caches:
         raise BadInput("A prompt cache without layers cannot be exported.")
-    layers = [_encode_single(str(i), cache) for i, cache in enumerate(caches)]
+    notes = _check_metadata(metadata or {})
+    if any(is_batched(cache) for cache in caches):
+        notes[N_ROWS] = str(batch_size(caches))
+        caches = _side_by_side(caches)
+    layers = [encode(cache) for cache in caches]
     tensors, tags = _as_arrays(dict(tree_flatten([_state(layer) for layer in layers])))
     classes = [layer.cls for layer in layers]
     # mlx-lm skips the first tag: without it the list could be empty and would vanish.
-    header = dict(tree_flatten([_check_metadata(metadata or {}), classes, ["", *tags]]))
+    header = dict(tree_flatten([notes, classes, ["", *tags]]))
     _publish(target, tensors, header)
 
 
@@ -61,30 +77,58 @@ def import_prompt_cache(
 ) -> PromptCacheFile:
     """The caches in a prompt-cache file of any known format, evaluated, so the file may change.
 
-    With the `layout` of a model, caches of another model are refused.
+    With the `layout` of a model, caches of another model are refused. An exported batch comes back
+    as a batch.
     """
     file = os.fspath(path)
+    rows, contents = _read(file)
+    _evaluate(file, rows)
+    if layout is not None:
+        for row in rows:
+            layout.check(row)
+    metadata = {key: value for key, value in contents.metadata.items() if key != N_ROWS}
+    caches = _merge(file, rows) if N_ROWS in contents.metadata else rows[0]
+    return PromptCacheFile(caches, metadata, contents.dialect)
+
+
+def _side_by_side(batch: Caches) -> Caches:
+    """For each layer a CacheList of its rows."""
+    require_fed(batch)
+    rows = [extract(batch, row) for row in range(batch_size(batch))]
+    return [CacheList(*layers) for layers in zip(*rows, strict=True)]
+
+
+def _read(file: str) -> tuple[list[Caches], FileContents]:
+    """The sequences in a file, checked as far as possible without reading their tensors."""
     contents = dialects.read(file)
     n_tokens = next(_token_counts(contents.layers), None)
     locations = [LayerLocation(file, str(i)) for i in range(len(contents.layers))]
-    live = [
-        _normalize(raw, at, n_tokens) for raw, at in zip(contents.layers, locations, strict=True)
+    caches = [
+        decode(_normalize(raw, at, n_tokens))
+        for raw, at in zip(contents.layers, locations, strict=True)
     ]
-    _evaluate(file, live)
-    caches = [decode(layer) for layer in live]
+    rows = [caches]
+    if N_ROWS in contents.metadata:
+        rows = _rows_of_batch(file, caches, contents.metadata[N_ROWS])
     try:
-        token_count(caches)
+        for row in rows:
+            token_count(row)
     except CacheMismatch as error:
         raise BadCacheFile(f"{file}: its layers disagree: {error}") from error
-    if layout is not None:
-        layout.check(caches)
-    return PromptCacheFile(caches, contents.metadata, contents.dialect)
+    return rows, contents
 
 
-def _encode_single(path: str, cache: Cache) -> EncodedCache:
-    if is_batched(cache):
-        raise UnsupportedCache(f"Layer {path} is a batch; extract a row first.")
-    return encode(cache)
+def _rows_of_batch(file: str, caches: Caches, n_rows: str) -> list[Caches]:
+    if any(type(c) is not CacheList or str(len(c.caches)) != n_rows for c in caches):
+        raise BadCacheFile(f"{file} claims {n_rows[:MAX_NAME]} rows, but its layers hold others.")
+    return [list(row) for row in zip(*(cache.caches for cache in caches), strict=True)]
+
+
+def _merge(file: str, rows: list[Caches]) -> Caches:
+    try:
+        return merge(rows)
+    except CacheError as error:
+        raise BadCacheFile(f"{file}: its rows are no batch: {error}") from error
 
 
 def _state(layer: EncodedCache) -> list[Any]:
@@ -135,6 +179,8 @@ def _check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise BadInput(f"Metadata keys and values must be strings; {key!r}: {value!r} is not.")
+        if key == N_ROWS:
+            raise BadInput(f"Metadata key {N_ROWS!r} marks an exported batch; use another one.")
         if not key or "." in key or key.isdecimal():
             raise BadInput(
                 f"Metadata key {key!r} would be changed on loading: mlx-lm splits keys at dots and "
@@ -148,6 +194,7 @@ def _publish(target: Path, tensors: dict[str, mx.array], header: dict[str, str])
     try:
         with replacing(target, sync=True) as temp:
             mx.save_safetensors(str(temp), tensors, header)
+            _check_readable(target, str(temp))
     except OSError as error:
         raise BadInput(f"{target} cannot be written: {error.strerror}.") from error
     except RuntimeError as error:
@@ -158,9 +205,17 @@ def _publish(target: Path, tensors: dict[str, mx.array], header: dict[str, str])
         ) from error
 
 
-def _evaluate(file: str, layers: Sequence[EncodedCache]) -> None:
+def _check_readable(target: Path, file: str) -> None:
     try:
-        mx.eval([layer.arrays() for layer in layers])
+        _read(file)
+    except BadCacheFile as error:
+        why = str(error).replace(file, str(target))
+        raise UnsupportedCache(f"Nothing was exported, for it could not be read: {why}") from error
+
+
+def _evaluate(file: str, rows: Sequence[Caches]) -> None:
+    try:
+        mx.eval([encode(cache).arrays() for row in rows for cache in row])
     except RuntimeError as error:
         raise BadCacheFile(f"{file} could not be read, or changed meanwhile: {error}.") from error
 
