@@ -67,6 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.basetemp is None and enough_memory_files():
         config.option.basetemp = MEMORY_FILES / f"keepwarm-tests-{os.getpid()}"
     config.addinivalue_line("markers", "soak: runs for minutes; only with --soak")
+    config.addinivalue_line("markers", "real_model: only where REAL_MODEL_DIR names a model")
     config.addinivalue_line("markers", "linux_cpu: about a choice that only Linux CPU has")
     config.addinivalue_line("markers", "linux: about a call that only Linux has")
     config.addinivalue_line("markers", "glibc: about pages that only glibc's allocator keeps")
@@ -84,8 +85,9 @@ def enough_memory_files() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out, which is not a skip: long tests without --soak, and what this machine has not."""
+    """Leave out, which is not a skip: long tests without --soak, and what is not there."""
     absent = {"soak"} if not config.getoption("--soak") else set()
+    absent |= {"real_model"} if not os.environ.get("REAL_MODEL_DIR") else set()
     absent |= {"linux_cpu"} if not blas.wanted() else set()
     absent |= {"linux"} if sys.platform != "linux" else set()
     absent |= {"glibc"} if platform.libc_ver()[0] != "glibc" else set()

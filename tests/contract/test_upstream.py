@@ -5,7 +5,7 @@ import re
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import mlx.core as mx
 import pytest
@@ -20,6 +20,7 @@ from mlx_lm.models.cache import (
 )
 
 from keepwarm.kv.codec import encode
+from keepwarm.kv.kinds import BatchCache, Mask, MaskedCache, RowCache, is_batched
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
 from tests.contract.rows import filled
 
@@ -83,28 +84,12 @@ def test_nobody_calls_prompt_cache():
 
 
 @runtime_checkable
-class LayerRows(Protocol):
-    """A cache of rows as a model and Keepwarm see it; `meta_state` is gone since 0.32."""
-
-    offset: Any
-    state: Any
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]: ...
-    def is_trimmable(self) -> bool: ...
-
-
-@runtime_checkable
-class Masked(LayerRows, Protocol):
-    def make_mask(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-@runtime_checkable
-class Trimmable(LayerRows, Protocol):
+class Trimmable(RowCache, Protocol):
     def trim(self, n: int) -> int: ...
 
 
 @runtime_checkable
-class Bounded(LayerRows, Protocol):
+class Bounded(RowCache, Protocol):
     max_size: int
 
 
@@ -118,13 +103,25 @@ def test_every_cache_of_rows_offers_the_same(make):
     """S3-51: offset, update, state, trimming, mask, a bound where there is one; and the arrays to
     evaluate, which mlx-lm has no name for and the codec gives."""
     cache = make()
-    assert isinstance(cache, LayerRows)
+    assert isinstance(cache, RowCache)
     assert not hasattr(cache, "meta_state")
     # What slides by chunks is masked by its model.
-    assert isinstance(cache, Masked) == (not isinstance(cache, ChunkedKVCache))
+    assert isinstance(cache, MaskedCache) == (not isinstance(cache, ChunkedKVCache))
     assert isinstance(cache, Bounded) == (make in BOUNDED)
+    assert isinstance(cache, BatchCache) == is_batched(cache)
     assert isinstance(cache, Trimmable) or not cache.is_trimmable()
     filled(cache, 5)
     arrays = encode(cache).arrays()
     assert arrays
     mx.eval(arrays)
+
+
+@pytest.mark.parametrize("make", [*SINGLE, *BOUNDED, *BATCHED])
+@pytest.mark.parametrize("n_tokens", [1, 3])
+def test_a_mask_is_absent_causal_or_an_array(make, n_tokens):
+    """S3-53: as `kv.Mask` says."""
+    mask = make().make_mask(n_tokens, return_array=False, window_size=None)
+    assert get_args(Mask) == (mx.array, Literal["causal"], type(None))
+    assert mask is None or isinstance(mask, mx.array) or mask == "causal"
+    if n_tokens > 1:
+        assert mask is not None

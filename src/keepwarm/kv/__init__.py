@@ -27,7 +27,16 @@ from keepwarm.kv.batch import (
     trim,
 )
 from keepwarm.kv.codec import EncodedCache, copy_caches, decode, encode, evaluate, live_bytes
-from keepwarm.kv.kinds import Caches, Kind, kind_of, token_count
+from keepwarm.kv.kinds import (
+    BatchCache,
+    Caches,
+    Kind,
+    Mask,
+    MaskedCache,
+    RowCache,
+    kind_of,
+    token_count,
+)
 from keepwarm.kv.layout import Layout, layout_of, probe
 from keepwarm.kv.make import make_caches
 from keepwarm.kv.padding import LeftPadding, Padding, RightPadding, TwoSidedPadding
@@ -36,6 +45,7 @@ from keepwarm.kv.slices import Block, cut_blocks
 
 __all__ = [
     "Assembly",
+    "BatchCache",
     "BatchQuantizedKVCache",
     "Block",
     "Caches",
@@ -43,9 +53,12 @@ __all__ = [
     "Kind",
     "Layout",
     "LeftPadding",
+    "Mask",
+    "MaskedCache",
     "Padding",
     "QuantKVCache",
     "RightPadding",
+    "RowCache",
     "TwoSidedPadding",
     "batch_size",
     "can_batch",
