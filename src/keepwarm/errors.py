@@ -39,6 +39,8 @@ A message is one sentence: what happened, why, what to do.
 
 from __future__ import annotations
 
+from typing import Self
+
 MAX_MESSAGE = 1000  # characters
 
 
@@ -110,7 +112,15 @@ class SlowBody(BadInput):
 
 
 class ContextTooLong(BadInput):
-    pass
+    """`n_tokens` is the prompt's length, or what it has at least; `most` what the model reads."""
+
+    def __init__(self, message: str, n_tokens: int, most: int) -> None:
+        super().__init__(message)
+        self.n_tokens = n_tokens
+        self.most = most
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, int, int]]:
+        return type(self), (str(self), self.n_tokens, self.most)  # from the preparing process
 
 
 class RepeatedToolCall(BadInput):

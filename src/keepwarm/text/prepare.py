@@ -200,7 +200,8 @@ class Preparer:
         if left < 1:
             raise ContextTooLong(
                 f"The prompt is {n_prompt:,} tokens long and {self._model.name} reads at most"
-                f" {self._model.n_context - 1:,}; shorten it."
+                f" {self._model.n_context - 1:,}; shorten it.",
+                *(n_prompt, self._model.n_context - 1),
             )
         return left if sampling.max_tokens is None else min(sampling.max_tokens, left)
 

@@ -251,9 +251,12 @@ def test_what_is_wrong_is_named(client, fields, named):
     assert named in str(error.value)
 
 
-def test_a_prompt_over_the_context_is_a_bad_request(client):
-    with pytest.raises(anthropic.BadRequestError, match="reads at most"):
-        ask(client, [{"role": "user", "content": "9" * (N_CONTEXT + 1)}])
+@pytest.mark.parametrize("times", [1, 100])
+def test_a_prompt_over_the_context_is_refused_in_the_words_that_clients_know(client, times):
+    """Claude Code then shortens its conversation; very long ones are not even tokenised."""
+    said = rf"prompt is too long: \d+ tokens > {N_CONTEXT - 1} maximum"
+    with pytest.raises(anthropic.BadRequestError, match=said):
+        ask(client, [{"role": "user", "content": "9" * (N_CONTEXT + 1) * times}])
 
 
 def test_a_wrong_key_is_refused(serving):

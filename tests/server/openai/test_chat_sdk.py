@@ -3,6 +3,7 @@
 import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import openai
 import pydantic
@@ -280,10 +281,11 @@ def test_models(client):
 
 
 def test_a_prompt_over_the_context(client):
-    long = [{"role": "user", "content": "x" * (2 * N_CONTEXT)}]
-    for stream in (False, True):
-        with pytest.raises(openai.BadRequestError) as refused:
-            ask(client, long, stream=stream)
+    """In the words that opencode, aider and others look for; in another process if very long."""
+    said = f"maximum context length is {N_CONTEXT - 1} tokens"
+    for n, stream in product((2 * N_CONTEXT, 70_000), (False, True)):
+        with pytest.raises(openai.BadRequestError, match=said) as refused:
+            ask(client, [{"role": "user", "content": "x" * n}], stream=stream)
         assert refused.value.code == "context_length_exceeded"
 
 

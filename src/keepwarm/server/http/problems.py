@@ -40,6 +40,24 @@ RETRY_AFTER_S = {503: 5.0, 504: 5.0}  # the model is being replaced, or the serv
 UNEXPECTED = "The server failed on this request; see its log. Other requests are not affected."
 
 
+class Overflow(NamedTuple):
+    """A prompt that is too long, in the sentences by which clients know to shorten it."""
+
+    n_tokens: int
+    most: int
+
+    @property
+    def openai(self) -> str:
+        return (
+            f"This model's maximum context length is {self.most} tokens. However, your messages "
+            f"resulted in {self.n_tokens} tokens. Please reduce the length of the messages."
+        )
+
+    @property
+    def anthropic(self) -> str:
+        return f"prompt is too long: {self.n_tokens} tokens > {self.most} maximum"
+
+
 class Problem(NamedTuple):
     """An error, independent of the API's format."""
 
@@ -48,6 +66,7 @@ class Problem(NamedTuple):
     code: str | None = None
     param: str | None = None
     retry_after_s: float | None = None
+    overflow: Overflow | None = None
 
 
 def problem_of(error: BaseException) -> Problem:
@@ -56,7 +75,10 @@ def problem_of(error: BaseException) -> Problem:
         return Problem(500, UNEXPECTED)
     code = next((code for kind, code in CODES if isinstance(error, kind)), None)
     param = error.param if isinstance(error, errors.BadField) else None
-    return Problem(error.status, str(error), code, param, _retry_after_s(error))
+    overflow = (
+        Overflow(error.n_tokens, error.most) if isinstance(error, errors.ContextTooLong) else None
+    )
+    return Problem(error.status, str(error), code, param, _retry_after_s(error), overflow)
 
 
 def _retry_after_s(error: errors.KeepwarmError) -> float | None:
@@ -86,7 +108,7 @@ def openai_body(problem: Problem) -> dict[str, Any]:
         kind = "rate_limit_error"
     return {
         "error": {
-            "message": problem.message,
+            "message": problem.overflow.openai if problem.overflow else problem.message,
             "type": kind,
             "param": problem.param,
             "code": problem.code,
@@ -97,7 +119,8 @@ def openai_body(problem: Problem) -> dict[str, Any]:
 def anthropic_body(problem: Problem) -> dict[str, Any]:
     usual = "invalid_request_error" if problem.status < 500 else "api_error"
     kind = ANTHROPIC_TYPES.get(problem.status, usual)
-    error: dict[str, Any] = {"type": kind, "message": problem.message}
+    message = problem.overflow.anthropic if problem.overflow else problem.message
+    error: dict[str, Any] = {"type": kind, "message": message}
     if problem.code:
         error["details"] = {"error_code": problem.code}
     return {"type": "error", "error": error}

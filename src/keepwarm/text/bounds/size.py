@@ -68,14 +68,16 @@ class PromptLimits:
         if total > longest * self._n_context:
             raise ContextTooLong(
                 f"The prompt is {total:,} characters long and {self._name} reads at most "
-                f"{self._n_context - 1:,} tokens of at most {longest} each; shorten it."
+                f"{self._n_context - 1:,} tokens of at most {longest} each; shorten it.",
+                *(-(-total // longest), self._n_context - 1),
             )
 
     def _check_least(self, n_tokens: int, what: str) -> None:
         if n_tokens >= self._n_context:
             raise ContextTooLong(
                 f"{what.format(n_tokens)} and {self._name} reads at most "
-                f"{self._n_context - 1:,} tokens; shorten it."
+                f"{self._n_context - 1:,} tokens; shorten it.",
+                *(n_tokens, self._n_context - 1),
             )
 
 
