@@ -27,6 +27,7 @@ _HOMES = {
     ),
     "keepwarm.kv.files.prompt_cache": "PromptCacheFile export_prompt_cache import_prompt_cache",
     "keepwarm.models.load": "Model load",
+    "keepwarm.session.compaction": "Compacted",
     "keepwarm.session.session": "Session Stream forget",
     "keepwarm.session.tool_functions": "ToolResult",
     "keepwarm.session.tool_rounds": "Reply",

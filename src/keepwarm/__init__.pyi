@@ -39,6 +39,7 @@ from keepwarm.kv.files.prompt_cache import export_prompt_cache as export_prompt_
 from keepwarm.kv.files.prompt_cache import import_prompt_cache as import_prompt_cache
 from keepwarm.models.load import Model as Model
 from keepwarm.models.load import load as load
+from keepwarm.session.compaction import Compacted as Compacted
 from keepwarm.session.session import Session as Session
 from keepwarm.session.session import Stream as Stream
 from keepwarm.session.session import forget as forget

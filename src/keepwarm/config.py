@@ -42,6 +42,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "audit_share": (0.0, 1.0),
     "request_timeout_s": SECONDS,
     "client_timeout_s": (0.1, SECONDS[1]),
+    "response_ttl_s": SECONDS,
     "prepare_timeout_s": (0.1, SECONDS[1]),
     "rate_per_minute": (0, COUNT[1]),
     "drain_s": SECONDS,
@@ -83,6 +84,7 @@ class Settings:
     audit_share: float = 0.0  # share of cached answers that is recomputed cold and compared
     request_timeout_s: float = 3600.0
     client_timeout_s: float = 30.0  # for a client to send a header, go on with a body, or read
+    response_ttl_s: float = 30 * 86400.0  # stored responses on disk; 0 keeps them in memory only
     prepare_timeout_s: float = 30.0  # for a request to be parsed, rendered and tokenised
     rate_per_minute: int = 0  # requests per key; 0 is no limit
     drain_s: float = 20.0  # how long a stopping server waits for running answers

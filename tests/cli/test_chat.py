@@ -134,6 +134,22 @@ def test_piped_conversation(checkpoint, tmp_path):
     assert "Unknown command /nonsense." in notes
 
 
+def test_an_agent_goes_on_where_the_last_chat_ended(main_here, checkpoint):
+    """Two processes after each other; `/clear` leaves what the first one said."""
+    options = ("--model", checkpoint, "--max-tokens", 4, "--agent", "fox")
+    code, _, notes = main_here("chat", *options, stdin=b"the fox\nthe dog\n")
+    assert code == 0
+    assert "continued" not in notes
+    before = [tuple(map(int, found[:3])) for found in re.findall(SUMMARY, notes)][-1]
+    code, _, notes = main_here("chat", *options, stdin=b"the tree\nand the days\n/clear\nthe fox\n")
+    assert code == 0
+    assert "fox has 2 turns, which are continued." in notes
+    third, fourth, cleared = (tuple(map(int, f[:3])) for f in re.findall(SUMMARY, notes))
+    assert third[1] >= before[2] + before[0] - 1  # prompt and answer of the last chat
+    assert fourth[2] > third[2] > before[2]
+    assert cleared[2] < before[2]
+
+
 def test_the_end_of_input_leaves(checkpoint, tmp_path):
     options = ("--model", checkpoint, "--max-tokens", 2)
     done = keepwarm("chat", *options, home=tmp_path, stdin=b"no newline at the end")

@@ -142,6 +142,23 @@ def test_an_agent_is_named_when_it_leaves(main_here, checkpoint, tmp_path):
         assert [agent.id for agent in store.on_disk.agents.all()] == ["fox"]
 
 
+def test_an_agent_is_continued(main_here, checkpoint, tmp_path):
+    options = ("--model", checkpoint, "--agent", "fox", "--max-tokens", 4, "--json")
+    first = json.loads(main_here("run", "the fox", *options)[1])["usage"]
+    code, out, _ = main_here("run", "the dog", *options, "--continue")
+    second = json.loads(out)["usage"]
+    assert code == 0
+    assert "continued" not in first
+    assert second["continued"] >= first["prompt_tokens"] + first["completion_tokens"] - 1
+    assert second["prefilled_tokens"] < second["prompt_tokens"] - first["prompt_tokens"]
+    code, _, err = main_here("run", "the dog", "--model", checkpoint, "--continue")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--continue needs the agent" in err
+    code, _, err = main_here("run", "hi", "--model", checkpoint, "--agent", "dog", "--continue")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "There is no agent 'dog'" in err
+
+
 def test_reasoning_is_shown_beside_the_answer(capsys):
     events = [
         Delta(0, reasoning="I th"),

@@ -64,7 +64,7 @@ def ask(engine: Engine, wanted: Request) -> dict[str, Any]:
     result = engine.submit(wanted).result()
     engine.settle()
     receipt = asdict(result.receipt) | {"exact": result.receipt.exact}
-    receipt = {k: v for k, v in receipt.items() if k not in ("saved_ms", "inexact")}
+    receipt = {k: v for k, v in receipt.items() if k not in ("saved_ms", "inexact", "continued")}
     return {
         "tokens": [[info.token for info in choice.tokens] for choice in result.choices],
         "receipt": json.loads(json.dumps(receipt)),

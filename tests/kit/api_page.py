@@ -17,7 +17,7 @@ GROUPS = {
         *("load", "Model", "Engine", "EngineConfig", "MemoryConfig", "Answer", "Warmer"),
         "Settings",
     ),
-    "Conversations": ("Session", "Reply", "ToolResult", "Stream", "forget"),
+    "Conversations": ("Session", "Reply", "Compacted", "ToolResult", "Stream", "forget"),
     "Requests": (
         "Request",
         "Sampling",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -37,6 +37,7 @@ from tests.kit.runs import FedCounter
 N_CONTEXT = 4096
 PRINTABLE = [chr(code) for code in range(0x21, 0x7F)] + ["Ġ", "Ċ"]  # ASCII, as bytes are written
 MIB = 1 << 20
+NO_VARIABLES: Mapping[str, str] = {}
 
 
 class FixedRates(Rates):
@@ -131,10 +132,11 @@ def engine_on(
     fixed_rates: bool = True,
     tries_padding: bool = False,
     engine_class: type[Engine] = Engine,
+    environment: Mapping[str, str] = NO_VARIABLES,
     **options: Any,
 ) -> Iterator[Engine]:
     """An engine with its own store under `home`, both closed at the end; token count from 0."""
-    settings = config.load({"KEEPWARM_HOME": str(home)})
+    settings = config.load({"KEEPWARM_HOME": str(home), **environment})
     options = {"memory": memory(), **options}
     budgets = budgets or Budgets(min_free_disk_bytes=0)
     with ExitStack() as stack:

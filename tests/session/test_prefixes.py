@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from keepwarm.session.conversations import Conversations, ConversationState
 from keepwarm.session.prefixes import Prefixes, PrefixKey, tools_hash
 
 
@@ -116,37 +115,3 @@ def test_statistics():
     assert (stats.requests, stats.hits, stats.misses, stats.tokens_saved) == (4, 3, 1, 9)
     prefixes.clear()
     assert replace(prefixes.stats) == type(stats)(0, 0, 0, 0)
-
-
-# States of conversations.
-
-
-def test_a_conversation_has_a_state_with_each_model():
-    """S2-14, S2-15, S2-16."""
-    known = Conversations(clock=lambda: 3.0)
-    known.update("conv1", "tiny", ConversationState(10, 1))
-    known.update("conv1", "other", ConversationState(12, 1))
-    known.update("conv1", "tiny", ConversationState(30, 2, tokens_saved=10))
-    assert known.get("conv1", "tiny") == ConversationState(30, 2, 10, used=3.0)
-    assert known.get("conv1", "other").n_tokens == 12
-    assert known.get("conv", "tiny") is None
-
-
-def test_a_state_is_deleted_with_its_conversation_only():
-    """S2-17: `conv1` is not `conv10`."""
-    known = Conversations()
-    for conversation in ("conv1", "conv10"):
-        for model in ("tiny", "other"):
-            known.update(conversation, model, ConversationState(1, 1))
-    assert known.invalidate("conv1") == 2
-    assert known.get("conv1", "tiny") is None
-    assert known.get("conv1", "other") is None
-    assert all(known.get("conv10", model) for model in ("tiny", "other"))
-
-
-def test_states_are_bounded():
-    """S2-35."""
-    known = Conversations(max_states=2)
-    for conversation in ("1", "2", "3"):
-        known.update(conversation, "m", ConversationState(1, 1))
-    assert [known.get(c, "m") is not None for c in ("1", "2", "3")] == [False, True, True]

@@ -29,6 +29,7 @@ from keepwarm.cache.agents.manifest import Manifest
 from keepwarm.cache.agents.pins import TtlPins
 from keepwarm.cache.agents.rewriting import prefix_blocks, prefix_records, renamed
 from keepwarm.cache.agents.signing import NO_KEYS, BundleKeys, SigningKey
+from keepwarm.cache.texts.turns import AgentTurn, KeptTurn
 from keepwarm.errors import BadCacheFile, BadInput, BadRecord, Busy
 from keepwarm.files import replacing
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, unpack
@@ -132,6 +133,17 @@ class DiskStore:
         """The agent's conversation, read from its blocks up to the first missing one."""
         return [token for holder in self.holders(agent) for token in unpack(holder.tokens)]
 
+    def latest_turn(self, agent_id: str) -> AgentTurn:
+        """An agent's conversation, with its messages if they were kept."""
+        agent = self.agents.show(agent_id)
+        tokens = self.tokens_of(agent)
+        if not agent.n_tokens:
+            return AgentTurn(agent.namespace, (), KeptTurn(()))
+        if len(tokens) < agent.n_tokens:  # blocks of it were evicted
+            found = self.agents.turns.find_by_end(agent_id, agent.blocks[-1])
+            return AgentTurn(agent.namespace, (), found)
+        return AgentTurn(agent.namespace, tokens, self.agents.turns.find(agent_id, tokens))
+
     def prefixes(self) -> Iterator[Prefix]:
         """Stored prompts that belong to no agent, most recently used first."""
         named = {
@@ -220,6 +232,7 @@ class DiskStore:
             blocks=tuple(holder.key.hex() for holder in holders),
             turns=tuple(n for n in agent.turns if 4 * n <= len(tokens)),
             agent=agent.id,
+            turn=self.agents.turns.find(agent.id, unpack(tokens)) if agent.id else None,
         )
         return export_bundle(self.disk, manifest, progress, key)
 
@@ -271,7 +284,10 @@ class DiskStore:
         name, tokens = self.register(identity), unpack(manifest.tokens)
         opening = manifest.turns[0] if manifest.turns else len(tokens)
         head = Branch.of(name, tokens, manifest.turns, n_opening=opening, main=True)
-        return self.agents.create(agent_id or manifest.agent or Path(source.name).stem, head)
+        agent = self.agents.create(agent_id or manifest.agent or Path(source.name).stem, head)
+        if manifest.turn is not None and agent.blocks:
+            self.agents.turns.keep(agent.id, tokens, agent.blocks[-1], manifest.turn)
+        return agent
 
     def release(self, agent_id: str, progress: Progress = no_progress) -> Agent:
         """Make the blocks of an imported agent ordinary ones, which serve all that begins alike.

@@ -23,7 +23,7 @@ from keepwarm.cache.restore.rates import RateBook
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.restore.writing import MemorySaver, Saver, Writer, WriteStats
 from keepwarm.device.memory import MemoryConfig
-from keepwarm.errors import BadInput, StoreFailed
+from keepwarm.errors import BadInput, StoreFailed, UnknownAgent
 from keepwarm.kv.slabs import SlabPool
 from keepwarm.models.catalog import locate
 from keepwarm.prefix.fingerprint import Identity, namespace
@@ -180,6 +180,15 @@ class Store:
         """Raise if this cannot be an agent's id."""
         if self._on_disk is not None:
             self._on_disk.agents.check_id(agent_id)
+
+    def knows_agent(self, agent_id: str) -> bool:
+        """Whether there is an agent with this id, that has said something."""
+        if self._on_disk is None:
+            return False
+        try:
+            return self._on_disk.agents.show(agent_id).n_tokens > 0
+        except UnknownAgent:
+            return False
 
     def forget(self, agent_id: str) -> int:
         """Delete an agent and all blocks that no other uses, also in memory; how many blocks."""

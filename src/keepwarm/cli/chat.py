@@ -53,17 +53,26 @@ def chat(
     settings = config.load(model=model, max_tokens=max_tokens, temperature=temperature)
     template = make_request(settings, seed, kv_bits, no_cache, agent)
     with open_engine(settings, template) as engine:
-        history = ChatHistory(engine, template, first)
-        print_note(f"{engine.model.name}. {HELP}")
+        n_known = _n_turns(engine, agent)
+        history = ChatHistory(engine, template, first, continues=n_known > 0)
+        known = f" {agent} has {n_known} turns, which are continued." if n_known else ""
+        print_note(f"{engine.model.name}.{known} {HELP}")
         for line in _input_lines():
             _handle_line(history, line)
+
+
+def _n_turns(engine: Engine, agent: str | None) -> int:
+    """Turns of an agent in the store; 0 if it is new."""
+    if agent is None or not engine.store.knows_agent(agent):
+        return 0
+    return len(engine.store.on_disk.agents.show(agent).turns)
 
 
 def _handle_line(history: ChatHistory, line: str) -> None:
     """Run a command, or answer a prompt."""
     if line == "/clear":
         history.clear()
-        print_note("History cleared.")
+        print_note("KnownHistory cleared.")
     elif line.startswith("/"):
         print_note(f"Unknown command {line.split(maxsplit=1)[0]}. {HELP}")
     else:
@@ -109,12 +118,22 @@ class ChatAnswer:
 
 
 class ChatHistory:
-    """The messages so far. The engine finds on its own which of them are cached."""
+    """The messages so far. The engine finds on its own which of them are cached.
 
-    def __init__(self, engine: Engine, template: Request, system: list[dict[str, str]]) -> None:
+    An agent that is continued has its messages in the store; here are only new ones.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        template: Request,
+        system: list[dict[str, str]],
+        *,
+        continues: bool = False,
+    ) -> None:
         """Raises what would make the engine refuse every prompt, such as a long system prompt."""
         self._engine = engine
-        self._template = template
+        self._template = replace(template, continues=continues)
         self._system = system
         self.messages = list(system)
         engine.prepare(self._request("?"))
@@ -125,10 +144,12 @@ class ChatHistory:
 
     def keep(self, text: str, answer: ChatAnswer) -> None:
         """Add a turn to the history."""
-        self.messages += [{"role": "user", "content": text}, answer.message]
+        turn = [{"role": "user", "content": text}, answer.message]
+        self.messages = [] if self._template.continues else [*self.messages, *turn]
 
     def clear(self) -> None:
         """Drop the turns. Their blocks stay cached, so the system prompt is still warm."""
+        self._template = replace(self._template, continues=False)
         self.messages = list(self._system)
 
     def _request(self, text: str) -> Request:

@@ -38,7 +38,7 @@ AgentId: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--agent",
-        help="Agent id for the stored blocks, for `keepwarm cache`. Loads no earlier messages.",
+        help="Agent id, the conversation's name in the store. `chat` continues it if it is known.",
     ),
 ]
 NoCache: TypeAlias = Annotated[bool, typer.Option("--no-cache", help="Bypass the cache.")]

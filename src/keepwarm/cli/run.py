@@ -43,6 +43,9 @@ def run(
     kv_bits: KVBits = None,
     no_cache: NoCache = False,
     agent: AgentId = None,
+    continues: Annotated[
+        bool, typer.Option("--continue", help="Continue the agent's conversation with the prompt.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: text, finish_reason, usage.")
     ] = False,
@@ -50,8 +53,11 @@ def run(
     """Answer one prompt and exit."""
     text = check_prompt(_standard_input() if prompt == "-" else prompt)
     messages = [*system_messages(system), {"role": "user", "content": text}]
+    if continues and agent is None:
+        raise BadInput("--continue needs the agent that is continued; name it with --agent.")
     settings = config.load(model=model, max_tokens=max_tokens, temperature=temperature)
-    request = replace(make_request(settings, seed, kv_bits, no_cache, agent), messages=messages)
+    request = make_request(settings, seed, kv_bits, no_cache, agent)
+    request = replace(request, messages=messages, continues=continues)
     with open_engine(settings, request) as engine:
         answer = engine.submit(request)
         if as_json:
@@ -85,4 +91,6 @@ def _as_json(result: Result) -> str:
         "exact": receipt.exact,
         "inexact": list(receipt.inexact),
     }
+    if receipt.continued is not None:
+        counts["continued"] = receipt.continued
     return json.dumps({"text": choice.text, "finish_reason": choice.reason, "usage": counts})

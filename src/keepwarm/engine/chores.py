@@ -5,13 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 from keepwarm.cache.store import Store
+from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.engine.jobs import Job, RunningSequence
+from keepwarm.engine.lane import Lane
+from keepwarm.errors import BadInput, StoreFailed, UnknownAgent
+from keepwarm.prefix.blocks import chain
+from keepwarm.text.rendering.continuing import with_kept_options
+from keepwarm.text.request import KnownHistory, Request
 
+Call: TypeAlias = Callable[[Callable[[], None]], Future[None]]
 EXPIRY_INTERVAL_S = 60.0
 GRACE_S = 600.0  # an agent's running request counts as a use only when it has ended
 CONFIRM_S = 600.0  # an agent is deleted if it is still expired then: the clock may have jumped
@@ -25,6 +33,7 @@ class Chores:
         self._end = end
         self._next_expiry = 0.0  # by the monotonic clock
         self._expired_since: dict[str, float] = {}  # by the same clock
+        self._unrecorded: dict[str, Job] = {}  # the latest of each agent
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-chores")
 
     def record_sequence(self, sequence: RunningSequence) -> None:
@@ -34,9 +43,39 @@ class Chores:
             return
         tokens, called = list(sequence.tokens), sequence.reason == "tool_calls"
         if job.request.agent and sequence.choice == 0:
-            self._pool.submit(self._run, partial(self._advance_agent, called), job, tokens)
+            self._unrecorded[job.request.agent] = job
+            advance = partial(self._advance_agent, called, sequence.turn)
+            self._pool.submit(self._run, advance, job, tokens)
         if job.request.breakpoints:
             self._pool.submit(self._run, self._pin, job, tokens)
+
+    def with_history(self, request: Request, lane: Lane, call: Call) -> Request:
+        """A request with the conversation that it continues, if it does; from any thread.
+
+        `call` runs on the engine's thread.
+        """
+        if request.continues and request.history is None:
+            call(_nothing).result()  # answers are sent before they are kept
+            request = replace(request, history=self._history(request, lane))
+        return with_kept_options(request)
+
+    def _history(self, request: Request, lane: Lane) -> KnownHistory:
+        if request.agent is None or request.messages is None:
+            raise BadInput("A request that continues needs an agent, and messages; give both.")
+        if request.agent in self._unrecorded:
+            self.settle()
+        if request.agent in self._unrecorded:
+            raise StoreFailed(
+                f"The latest turn of agent {request.agent!r} could not be recorded; look at the "
+                "store's disk, and send the whole conversation."
+            )
+        latest = self._store.on_disk.latest_turn(request.agent)
+        if latest.namespace not in lane.namespaces and not latest.is_empty:
+            raise UnknownAgent(
+                f"There is no agent {request.agent!r} of this model, with these KV options; use "
+                "those it was made with."
+            )
+        return KnownHistory(latest.tokens, latest.turn)
 
     def record_prompt(self, job: Job) -> None:
         """After a prompt was cached without an answer: pin its breakpoints."""
@@ -64,15 +103,25 @@ class Chores:
         else:
             self._forget_expired()
 
-    def _advance_agent(self, called: bool, job: Job, tokens: list[int]) -> None:
-        self._store.on_disk.agents.advance(
-            str(job.request.agent),
-            job.lane.manager.namespace,
+    def _advance_agent(
+        self, called: bool, turn: KeptTurn | None, job: Job, tokens: list[int]
+    ) -> None:
+        agents, agent_id = self._store.on_disk.agents, str(job.request.agent)
+        namespace = job.lane.manager.namespace
+        agents.advance(
+            agent_id,
+            namespace,
             tokens,
             len(job.tokens),
             model=job.lane.model.name,
             called=called,
+            continues=job.request.continues,
         )
+        if turn is not None:
+            *_, end = chain(namespace, tokens)
+            agents.turns.keep(agent_id, tokens, end.key, turn)
+        if self._unrecorded.get(agent_id) is job:
+            del self._unrecorded[agent_id]
 
     def _pin(self, job: Job, tokens: list[int]) -> None:
         pins = self._store.on_disk.ttl_pins

@@ -124,8 +124,8 @@ class Engine:
 
     def count_tokens(self, request: Request, deadline: PrepareDeadline | None = None) -> int:
         """Tokens of a prompt, also of one that is too long for the model."""
-        request = self._with_defaults(request)
-        return self.preparer.n_tokens(request, self._lane(request).continuations, deadline)
+        request, lane = self.resolve(request)
+        return self.preparer.n_tokens(request, lane.continuations, deadline)
 
     def submit(
         self, request: Request, deadline: PrepareDeadline | None = None, lane: Lane | None = None
@@ -314,13 +314,18 @@ class Engine:
         self, request: Request, deadline: PrepareDeadline | None, lane: Lane | None = None
     ) -> tuple[PreparedRequest, Lane]:
         """A request as tokens, and the lane that it runs in."""
+        request, lane = self.resolve(request, lane)
+        prepared = self.preparer.prepare(request, lane.continuations, deadline, lane.needs_cuts)
+        return prepared, lane.for_prompt(len(prepared.tokens))
+
+    def resolve(self, request: Request, lane: Lane | None = None) -> tuple[Request, Lane]:
+        """A request with all its options and the conversation that it continues; its lane."""
         request = self._with_defaults(request)
         make_caches(self.model.module, **make_options(request.kv))  # refuses bad options
         if request.agent is not None:
             self.store.check_agent(request.agent)
         lane = lane or self._lane(request)
-        prepared = self.preparer.prepare(request, lane.continuations, deadline, lane.needs_cuts)
-        return prepared, lane.for_prompt(len(prepared.tokens))
+        return self._chores.with_history(request, lane, self.call), lane
 
     def _with_defaults(self, request: Request) -> Request:
         """With the engine's KV options if the request names none."""
@@ -364,11 +369,8 @@ class Engine:
     def _remember(self, job: Job) -> None:
         """Remember the answers for the client's next turn, which sends them back as text."""
         for sequence in job.sequences if job.request.policy.writes else ():
-            generated = sequence.tokens[len(job.tokens) :]
             self._recent.remember((job.request.kv, job.request.tenant), sequence.tokens)
-            if job.request.messages is not None and generated:
-                text = job.prepared.prompt.text
-                self.preparer.splicer.remember(job.request.tenant, text, job.tokens, generated)
+            self.preparer.remember(job.prepared, sequence.tokens)
 
     def _lane(self, request: Request) -> Lane:
         """From any thread; a new lane is made on the engine's."""

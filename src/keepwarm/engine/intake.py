@@ -235,6 +235,7 @@ def _receipt(job: Job, reused: dict[str, int], load_s: float) -> Receipt:
         spliced=job.prepared.spliced,
         scrubbed=job.request.scrubbed,
         miss=job.prepared.explain(n_known) if job.request.explain else None,
+        continued=job.prepared.continued,
     )
 
 

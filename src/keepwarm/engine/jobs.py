@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from keepwarm.cache.restore.loading import Loading
 from keepwarm.cache.restore.manager import Capture
+from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.engine.admission import Lease
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.batch import Row
@@ -26,7 +28,7 @@ from keepwarm.engine.sampling import Sampler
 from keepwarm.errors import KeepwarmError, TimedOut
 from keepwarm.kv import Caches
 from keepwarm.prefix.blocks import pack
-from keepwarm.text.parsing import AnswerReader, Piece, ReasoningText
+from keepwarm.text.parsing import AnswerReader, AnswerText, Piece, ReasoningText
 from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import (
     Delta,
@@ -103,7 +105,7 @@ class RunningSequence(Row):
         self._reader = reader
         self._max_tokens = max_tokens
         self._infos: list[TokenInfo] = []  # not yet part of an event
-        self._has_called = False
+        self._said: list[Piece] = []
 
     @property
     def n_tokens(self) -> int:
@@ -119,6 +121,18 @@ class RunningSequence(Row):
     def n_reasoning(self) -> int:
         return self._reader.n_reasoning
 
+    @property
+    def turn(self) -> KeptTurn | None:
+        """The conversation with this answer; None where its earlier messages are not known."""
+        request = self.job.request
+        past = request.history.turn if request.history else None
+        if request.messages is None or (request.history and request.history.tokens and not past):
+            return None
+        messages = [*(past.messages if past else ()), *request.messages, message_of(self._said)]
+        is_whole = self._reader.stopped is None
+        options = (request.tools, request.thinking, request.template_options)
+        return KeptTurn(messages, *options, verbatim=is_whole)
+
     def add_token(self, token: int) -> list[Event]:
         """Append a token; the events that follow from it."""
         self._infos.append(self.append(token))
@@ -128,7 +142,7 @@ class RunningSequence(Row):
             pieces += self._reader.finish()
         events = [self._event(piece) for piece in pieces]
         if self.reason:
-            if self._has_called and self.reason == "stop":
+            if self.reason == "stop" and any(isinstance(p, ToolCall) for p in self._said):
                 self.reason = "tool_calls"
             events.append(Finished(self.choice, self.reason, self._reader.stopped, self._flush()))
         return events
@@ -140,8 +154,8 @@ class RunningSequence(Row):
         return "length" if self.n_tokens >= self._max_tokens else None
 
     def _event(self, piece: Piece) -> Event:
+        self._said.append(piece)
         if isinstance(piece, ToolCall):
-            self._has_called = True
             return ToolCalled(self.choice, piece, self._flush())
         if isinstance(piece, ReasoningText):
             return Delta(self.choice, reasoning=piece.text, tokens=self._flush())
@@ -150,6 +164,22 @@ class RunningSequence(Row):
     def _flush(self) -> tuple[TokenInfo, ...]:
         infos, self._infos = tuple(self._infos), []
         return infos
+
+
+def message_of(said: Sequence[Piece]) -> dict[str, Any]:
+    """An answer as a message."""
+    texts = [piece.text for piece in said if isinstance(piece, AnswerText)]
+    thoughts = [piece.text for piece in said if isinstance(piece, ReasoningText)]
+    calls = [piece for piece in said if isinstance(piece, ToolCall)]
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in calls
+        ]
+    return message
 
 
 @dataclass(eq=False)

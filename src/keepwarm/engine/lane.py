@@ -20,6 +20,7 @@ from keepwarm.cache.restore.manager import SMALL_LOAD_S, Manager
 from keepwarm.cache.store import Store
 from keepwarm.engine.admission import kv_bytes
 from keepwarm.models.load import Model
+from keepwarm.prefix.blocks import Namespace
 from keepwarm.prefix.fingerprint import Identity, salt_of
 from keepwarm.text.past_answers import Continuations
 from keepwarm.text.request import Inexact, KVOptions
@@ -94,6 +95,12 @@ class Lane:
             manager=self.manager.in_namespace(store.on_disk.register(identity)),
             exact_lane=None if exact_lane is None else exact_lane.of_import(origin, store),
         )
+
+    @property
+    def namespaces(self) -> set[Namespace]:
+        """Those of its blocks."""
+        exact = self.exact_lane
+        return {self.manager.namespace, *((exact.manager.namespace,) if exact else ())}
 
     def shares_blocks_with(self, other: Lane) -> bool:
         return self.manager.namespace == other.manager.namespace

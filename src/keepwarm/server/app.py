@@ -25,12 +25,12 @@ from keepwarm.server.http.limits import Limits
 from keepwarm.server.http.problems import http_problem, problem_of, respond, validation_problem
 from keepwarm.server.http.receipts import RECEIPT_HEADER
 from keepwarm.server.http.turns import PreparingTurns
-from keepwarm.server.manage import admin, agents, health, metrics
+from keepwarm.server.manage import admin, agents, health, metrics, talking
 from keepwarm.server.manage import cache as cache_api
 from keepwarm.server.manage.transfers import Transfers, remove_old_bundles
 from keepwarm.server.openai import routes as openai
 from keepwarm.server.responses import routes as responses
-from keepwarm.server.responses.response_store import ResponseStore
+from keepwarm.server.responses.kept_responses import KeptResponses
 
 ROUTERS = (
     health.router,
@@ -39,6 +39,7 @@ ROUTERS = (
     anthropic.router,
     agents.router,
     agents.admin_router,
+    talking.router,
     cache_api.router,
     admin.router,
     metrics.router,
@@ -66,7 +67,9 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
     app.state.host = host
     app.state.settings = settings
     app.state.bundle_keys = BundleKeys.of(settings)
-    app.state.responses = ResponseStore()
+    app.state.responses = KeptResponses(
+        lambda: host.engine.store.on_disk.agents.responses, settings.response_ttl_s
+    )
     app.state.transfers = Transfers()
     app.state.resident = admin.ResidentModel(host, settings)
     app.state.metrics = metrics.Metrics(host)
@@ -89,6 +92,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     with app.state.dashboard.record_history():
         yield
     app.state.transfers.close()
+    await asyncio.to_thread(app.state.responses.close)
     await asyncio.to_thread(app.state.host.close)
 
 

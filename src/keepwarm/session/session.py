@@ -12,16 +12,15 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import Self, TypeAlias
 
 from keepwarm.cache.policy import Policy
 from keepwarm.engine.answer import collect
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, Stopping, UnknownAgent
-from keepwarm.prefix.blocks import common_prefix
-from keepwarm.session.conversations import Conversations, ConversationState
+from keepwarm.session.compaction import Compacted, Compaction, before_question
 from keepwarm.session.gate import Gate, Rule
+from keepwarm.session.known import KnownConversation
 from keepwarm.session.prefixes import Prefixes, PrefixKey
 from keepwarm.session.tool_functions import Function, Toolbox
 from keepwarm.session.tool_rounds import Question, Reply, SessionTurn
@@ -29,6 +28,7 @@ from keepwarm.text.request import (
     Delta,
     Event,
     Format,
+    KnownHistory,
     KVOptions,
     Message,
     Receipt,
@@ -38,24 +38,18 @@ from keepwarm.text.request import (
     ToolCalled,
 )
 
-# Questions with nothing in common: the prompts share exactly what comes before any question. A
-# line break or a space may merge into one token with the template's text before it.
-PROBES = ("0", "A", "\n", " a")
-
 StreamEvent: TypeAlias = Delta | ToolCalled
 
 
 @dataclass(frozen=True)
 class Registry:
-    """The prefixes and states of conversations; sessions may share one registry."""
+    """The prefixes of conversations; sessions may share one registry."""
 
     prefixes: Prefixes = field(default_factory=Prefixes)
-    conversations: Conversations = field(default_factory=Conversations)
 
     def invalidate(self, conversation: str) -> None:
         """Delete everything about one conversation."""
         self.prefixes.invalidate(conversation)
-        self.conversations.invalidate(conversation)
 
 
 class Session:
@@ -80,7 +74,10 @@ class Session:
         busy: Rule = "queue",
         registry: Registry | None = None,
     ) -> None:
-        """`messages` are those of an earlier session, as `session.messages` returned them."""
+        """`messages` are those of an earlier session, as `session.messages` returned them.
+
+        Without them a session with the id of an agent in the store continues its conversation.
+        """
         self.engine = engine
         self.id = id or f"session-{secrets.token_hex(6)}"
         self.system = system
@@ -94,12 +91,24 @@ class Session:
             policy=policy,
             agent=self.id,
         )
-        self._messages: list[Message] = [dict(message) for message in messages]
-        self._turn_ends = _turn_ends(self._messages)  # in messages
         self._gate = Gate(busy)
         engine.store.check_agent(self.id)
+        self._messages: list[Message] = [dict(message) for message in messages]
+        self._known = KnownConversation()
+        if id is not None and not messages:
+            self._open(KnownConversation.of_agent(engine, self._defaults).history)
+        self._turn_ends = _turn_ends(self._messages)  # in messages
         self._finalizer = weakref.finalize(self, _free, engine, self.id)
         self._finalizer.atexit = False
+
+    def _open(self, found: KnownHistory | None) -> None:
+        """Continue a conversation; with another system prompt it is rendered anew."""
+        kept = list(found.turn.messages) if found and found.turn else []
+        first = kept.pop(0)["content"] if kept and kept[0]["role"] == "system" else None
+        self._messages = kept
+        if found and (found.turn is None or self.system in (None, first)):
+            self.system = self.system or first
+            self._known = KnownConversation(found, len(kept))
 
     @property
     def messages(self) -> list[Message]:
@@ -116,9 +125,14 @@ class Session:
         with self._gate.hold("refuse"):
             if not 0 <= turn <= self.n_turns:
                 raise BadInput(f"The session has {self.n_turns} turns; there is no turn {turn}.")
+            if self._known.history is not None and self._known.history.turn is None:
+                raise BadInput(
+                    "The earlier messages of this session were not kept; rewind its agent in the "
+                    "store, and open the session again."
+                )
             self._turn_ends = self._turn_ends[:turn]
             self._messages = self._messages[: self._turn_ends[-1] if turn else 0]
-            self.registry.conversations.invalidate(self.id)
+            self._known = KnownConversation()
 
     def fork(self, id: str | None = None) -> Session:  # noqa: A002
         """Another session with the same messages; their common prefix is not computed again."""
@@ -135,8 +149,27 @@ class Session:
             busy=self._gate.rule,
             registry=self.registry,
         )
+        forked._known = self._known
         self.engine.store.fork_import(self.id, forked.id)
         return forked
+
+    def compact(self, instruction: str | None = None, max_tokens: int | None = None) -> Compacted:
+        """Replace the conversation by the model's summary of it, and prefill that.
+
+        It is one turn from then on. The summary costs only its own tokens.
+        """
+        with self._gate.hold():
+            asked = self._known.request(self._defaults, self.system, self._messages)
+            system = [{"role": "system", "content": self.system}] if self.system else []
+            work = Compaction(
+                self.engine, asked, [*system, *self._messages], instruction, max_tokens
+            )
+            result = self.engine.submit(work.request).result()
+            work.warm(result).result()
+            made = work.finish(result)
+            self._messages = work.messages[len(system) :]
+            self._turn_ends, self._known = [len(self._messages)], KnownConversation()
+            return made
 
     def close(self) -> None:
         """Free its caches in memory. It cannot be used afterwards."""
@@ -193,10 +226,10 @@ class Session:
 
     def _run(self, turn: SessionTurn, options: Request) -> Generator[StreamEvent, None, None]:
         with self._gate.hold():
-            self._begin(turn)
+            known = self._begin(turn)
             while not turn.is_over:
                 events: list[Event] = []
-                answer = self.engine.submit(self._request(turn.messages, options))
+                answer = self.engine.submit(known.request(options, self.system, turn.messages))
                 try:
                     for event in answer:
                         events.append(event)
@@ -205,16 +238,18 @@ class Session:
                 except BaseException:  # the caller may have closed the stream
                     answer.cancel()
                     raise
-                for call in turn.add_answer(collect(events)):
+                calls = turn.add_answer(result := collect(events))
+                known = known.after(answer.prepared, result, turn.messages)
+                for call in calls:
                     turn.add_result(self._toolbox.run(call))
-            self._end(turn)
+            self._end(turn, known)
 
     async def _arun(self, turn: SessionTurn, options: Request) -> AsyncGenerator[StreamEvent, None]:
         async with self._gate.ahold():
-            self._begin(turn)
+            known = self._begin(turn)
             while not turn.is_over:
                 events: list[Event] = []
-                request = self._request(turn.messages, options)
+                request = known.request(options, self.system, turn.messages)
                 answer = await asyncio.to_thread(self.engine.submit, request)
                 try:
                     async for event in answer:
@@ -224,32 +259,22 @@ class Session:
                 except BaseException:
                     answer.cancel()
                     raise
-                for call in turn.add_answer(collect(events)):
+                calls = turn.add_answer(result := collect(events))
+                known = known.after(answer.prepared, result, turn.messages)
+                for call in calls:
                     turn.add_result(await self._toolbox.arun(call))
-            self._end(turn)
+            self._end(turn, known)
 
-    def _begin(self, turn: SessionTurn) -> None:
+    def _begin(self, turn: SessionTurn) -> KnownConversation:
         if not self._finalizer.alive:
             raise BadInput("The session is closed; open a new one with its messages.")
         turn.begin(self._messages)
+        return self._known
 
-    def _end(self, turn: SessionTurn) -> None:
+    def _end(self, turn: SessionTurn, known: KnownConversation) -> None:
         """Add the turn to the conversation."""
-        self._messages = turn.messages
+        self._messages, self._known = turn.messages, known
         self._turn_ends.append(len(self._messages))
-        reply, model = turn.reply, str(self.engine.model.path)
-        before = self.registry.conversations.get(self.id, model)
-        last = reply.rounds[-1].usage
-        state = ConversationState(
-            n_tokens=last.prompt_tokens + last.completion_tokens,
-            n_turns=self.n_turns,
-            tokens_saved=reply.usage.cached_tokens + (before.tokens_saved if before else 0),
-        )
-        self.registry.conversations.update(self.id, model, state)
-
-    def _request(self, messages: Sequence[Message], options: Request) -> Request:
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return replace(options, messages=[*system, *messages])
 
     def prewarm(self) -> Receipt | None:
         """Prefill everything before the next question, so that its answer starts sooner.
@@ -272,7 +297,7 @@ class Session:
 
     def _before_question(self) -> Sequence[int]:
         """The tokens with which the next prompt begins, whatever the question."""
-        if self._messages:
+        if self._messages or self._known.history:
             return self._shared_tokens()
         model = str(self.engine.model.path)
         prefix = PrefixKey(self.id, model, self.system or "", self._toolbox.schemas)
@@ -280,11 +305,8 @@ class Session:
         return (known or self.registry.prefixes.store(prefix, self._shared_tokens())).tokens
 
     def _shared_tokens(self) -> list[int]:
-        def prompt(question: str) -> list[int]:
-            messages = [*self._messages, {"role": "user", "content": question}]
-            return self.engine.prepare(self._request(messages, self._defaults)).tokens
-
-        return reduce(lambda a, b: a[: common_prefix(a, b)], map(prompt, PROBES))
+        whole = self._known.request(self._defaults, self.system, self._messages)
+        return before_question(self.engine, whole, whole.messages or ())
 
 
 class Stream(Iterator[StreamEvent], AsyncIterator[StreamEvent]):

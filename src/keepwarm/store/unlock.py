@@ -100,7 +100,8 @@ def derive_key(secret: str, salt: bytes, scrypt: Mapping[str, int]) -> bytes:
 
 
 def _has_blocks(root: Path) -> bool:
-    return any((root / "blocks").glob("*/*")) or any((root / "agents").glob("*"))
+    patterns = ("blocks/*/*", "agents/*", "responses/*")
+    return any(next(root.glob(pattern), None) for pattern in patterns)
 
 
 def _plain(root: Path) -> BadInput:

@@ -123,6 +123,10 @@ class Splicer:
         to_tokens = to_tokens or partial(encode, self._tokenizer)
         return self._with_stored(tenant, text, found, starts, stored, to_tokens=to_tokens)
 
+    def can_end(self, text: str, answer: Sequence[int]) -> bool:
+        """Whether this text, tokenised separately, can follow the tokens of an answer."""
+        return self._ends(text, 0, answer)
+
     def remembered(self, tenant: str, text: str) -> list[KnownSpan]:
         """The past answers in this text that are in memory."""
         with self._lock:

@@ -9,16 +9,19 @@ from functools import partial
 
 from keepwarm.errors import BadInput, ContextTooLong
 from keepwarm.models.load import Model
+from keepwarm.prefix.blocks import common_prefix
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.text.bounds.deadline import PrepareDeadline
 from keepwarm.text.bounds.isolation import BenchRecipe, Isolation
 from keepwarm.text.bounds.process import ProcessGone
 from keepwarm.text.bounds.size import PromptLimits, check_counts, is_heavy, token_reach
+from keepwarm.text.detokenize import decode
 from keepwarm.text.grammar import GrammarMatcher, Grammars, Trial
 from keepwarm.text.lark import preamble_grammar
 from keepwarm.text.parsing import NORMAL, REASONING, Markup
 from keepwarm.text.past_answers import Continuations, Splicer
 from keepwarm.text.prompt import Prompt, Prompter, SettledPrompt
+from keepwarm.text.rendering.quoted import LatestAnswers
 from keepwarm.text.request import Format, Miss, Request, Sampling
 from keepwarm.text.sampling_rules import check_sampling
 from keepwarm.text.template import Template
@@ -56,9 +59,20 @@ class PreparedRequest:
         return self.prompt.spliced
 
     @property
+    def continued(self) -> int | None:
+        """Known tokens that the prompt begins with, if it continues a conversation."""
+        history = self.request.history
+        return None if history is None else common_prefix(history.tokens, self.tokens)
+
+    @property
     def breakpoints(self) -> list[tuple[int, float | None]]:
         """Token positions to keep the prompt up to, each with its TTL in seconds."""
-        ends = [(self.prompt.end_of(b.message), b.ttl_s) for b in self.request.breakpoints]
+        n_kept = self.prompt.n_messages - len(self.request.messages or ())
+        places = [
+            (b.message + n_kept if b.message >= 0 else b.message, b.ttl_s)
+            for b in self.request.breakpoints
+        ]
+        ends = [(self.prompt.end_of(message), ttl_s) for message, ttl_s in places]
         return [(position, ttl_s) for position, ttl_s in ends if position]
 
     def new_matcher(self) -> GrammarMatcher | None:
@@ -89,6 +103,7 @@ class Preparer:
         self._model = model
         self._n_vocab = n_vocab
         self._recent = recent
+        self._answers = LatestAnswers()
         self._stop_tokens = frozenset(tokenizer.eos_token_ids)
         self.template = Template.of(tokenizer)
         self.splicer = Splicer(tokenizer, self.template)
@@ -151,6 +166,18 @@ class Preparer:
             request, stored, None, deadline or PrepareDeadline(), wants_cuts=False
         )
         return len(prompt.tokens)
+
+    def remember(self, prepared: PreparedRequest, tokens: Sequence[int]) -> None:
+        """Remember an answer, the end of these tokens, for a client that sends it back as text.
+
+        Behind a conversation that was continued it is found among the stored blocks.
+        """
+        prompt, generated = prepared.prompt, tokens[len(prepared.tokens) :]
+        if prepared.request.agent is not None:
+            words = [token for token in generated if token not in self._stop_tokens]
+            self._answers.remember(prepared.request, decode(self._model.tokenizer, words))
+        if prepared.request.messages is not None and generated and not prompt.n_before:
+            self.splicer.remember(prepared.request.tenant, prompt.text, prompt.tokens, generated)
 
     def start(self) -> None:
         """Start the other process now, if there is one; else its first request does."""
@@ -245,6 +272,7 @@ class Preparer:
         self, request: Request, prompt: Prompt | SettledPrompt
     ) -> Callable[[int], Miss | None]:
         scope = (request.kv, request.tenant)
+        is_compacted = request.explain and self._answers.are_quoted(request)
 
         def explain(n_known: int) -> Miss | None:
             if not request.policy.reads:
@@ -252,7 +280,9 @@ class Preparer:
             why = self._recent.explain(scope, prompt.tokens, (), n_known)
             if why is None:
                 return None
-            return Miss(why.position, prompt.message_at(n_known), why.reason, why.nearest)
+            begins_anew = why.reason == "diverged" or (why.reason == "new" and not n_known)
+            reason = "compacted" if is_compacted and begins_anew else why.reason
+            return Miss(why.position, prompt.message_at(n_known), reason, why.nearest)
 
         return explain
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from time import thread_time
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import common_prefix
 from keepwarm.text.bounds.size import PromptLimits
 from keepwarm.text.detokenize import decode
 from keepwarm.text.past_answers import Continuations, KnownSpan, Splicer, encode
+from keepwarm.text.rendering.behind import Behind
+from keepwarm.text.rendering.continuing import last_answer, with_kept_messages
+from keepwarm.text.rendering.tokenised import TokenisedText, find_cut, tokenise
 from keepwarm.text.request import Message, Request, Tool
 from keepwarm.text.special_tokens import Chat, Encode, SpecialTokens
 from keepwarm.text.template import Template, normalise, opens_thinking, write
@@ -26,7 +29,6 @@ TOOLS = -1  # as a message in `end_of`: the tools alone, before any message
 FIRST, LAST, BETWEEN = 4, 8, 16  # messages after which a prompt is cut; all would take too long
 CUTS_TIMEOUT_S = 0.5  # some templates take a second to render a long conversation
 REACH = 8_000  # characters to tokenise for one cut, at most
-MARGIN = 1_000  # characters; text further on no longer changes the tokens before it
 
 # Template options that Keepwarm sets itself, or that would change the type of the result: every
 # argument on the way to the template. tests/contract compares them with transformers.
@@ -40,24 +42,6 @@ RESERVED = frozenset(
 )
 
 
-class TokenBoundary(NamedTuple):
-    """A position from which text is tokenised independently, mostly that of a special token."""
-
-    n_before: int  # tokens before it
-    start: int  # in the text
-    end: int
-
-
-@dataclass(frozen=True)
-class TokenisedText:
-    """A text and its tokens; past answers as the tokens that were generated."""
-
-    text: str
-    tokens: list[int]
-    boundaries: list[TokenBoundary]
-    spliced: int = 0  # tokens of past answers
-
-
 @dataclass(frozen=True)
 class SettledPrompt:
     """A prompt of which all is known that will be asked; it can be sent to another process."""
@@ -69,6 +53,7 @@ class SettledPrompt:
     ends: Mapping[int, int | None]  # of some messages
     cuts: list[int]
     opens_thinking: bool
+    n_before: int = 0
 
     def end_of(self, message: int) -> int | None:
         """The number of tokens up to the end of a message, if it is known."""
@@ -114,6 +99,15 @@ class Prompt:
     def spliced(self) -> int:
         return self._whole.spliced
 
+    @property
+    def n_before(self) -> int:
+        """Tokens before the rendering: those of a conversation that is continued."""
+        return self._whole.n_before
+
+    @property
+    def n_messages(self) -> int:
+        return self._n_messages
+
     @cached_property
     def cuts(self) -> list[int]:
         """Token positions after messages; in long conversations not after every one."""
@@ -148,6 +142,7 @@ class Prompt:
             opens_thinking=self.opens_thinking,
             cuts=self.cuts if wants_cuts else [],
             ends=dict(self._ends),
+            n_before=self.n_before,
         )
 
     def end_of(self, message: int) -> int | None:
@@ -177,7 +172,7 @@ class Prompt:
             except BadInput:
                 self._ends[message] = None
             else:
-                self._ends[message] = _cut(self._to_tokens, self._whole, part, reach)
+                self._ends[message] = find_cut(self._to_tokens, self._whole, part, reach)
         return self._ends[message]
 
 
@@ -215,42 +210,68 @@ class Prompter:
             raise BadInput("A request has either messages or a prompt; give one of them.")
         if request.messages is None:
             return self._raw(request.prompt or "")
-        prompt = self._chat(request, [normalise(each) for each in request.messages], stored, limits)
+        prompt = None if request.history is None else self._continued(request, limits)
+        if prompt is None:
+            request = request if request.history is None else with_kept_messages(request)
+            prompt = self._chat(request, stored, limits)
         for breakpoint_ in request.breakpoints:
             prompt.end_of(breakpoint_.message)
         return prompt
 
     def _chat(
-        self,
-        request: Request,
-        messages: Sequence[Message],
-        stored: Continuations | None,
-        limits: PromptLimits | None,
+        self, request: Request, stored: Continuations | None, limits: PromptLimits | None
     ) -> Prompt:
-        if not messages:
-            raise BadInput("There are no messages; send at least one.")
-        chat = Chat(list(messages), request.tools, _options(request))
-        masked = self._specials.mask(chat)
-        to_tokens = self._specials.encode if masked else partial(encode, self._tokenizer)
-        messages, tools, given = masked or chat
-        options = dict(given)
-        continues = bool(options.pop("continue_final_message", False))
-        asked = {"continue_final_message": True} if continues else {}
-        text = self._write(messages, tools, add_generation_prompt=not continues, **options, **asked)
+        (messages, tools, options), to_tokens = self._masked(request)
+        asking = _asking(options)
+        text = self._write(messages, tools, **asking)
         if limits is not None:
             limits.check_texts([text])
 
         def render_up_to(message: int) -> str:
             some = messages[: message + 1] if message != TOOLS else _others(messages)
-            return self._write(some, tools, add_generation_prompt=False, **options)
+            return self._write(some, tools, **_closing(options))
 
         spans: Sequence[KnownSpan] = ()
         if self._splicer is not None and request.policy.reads:
             closed = render_up_to(len(messages) - 1) if stored else text
             starts = _answer_starts(text, closed)
             spans = self._splicer.spans(request.tenant, text, starts, stored, to_tokens)
-        whole = _tokenise(self._tokenizer, to_tokens, text, spans)
+        whole = tokenise(self._tokenizer, to_tokens, text, spans)
         return Prompt(self._tokenizer, whole, len(messages), render_up_to, to_tokens)
+
+    def _continued(self, request: Request, limits: PromptLimits | None) -> Prompt | None:
+        """The prompt of a conversation whose tokens are known; None if it must be rendered."""
+        (messages, tools, options), to_tokens = self._masked(request)
+        answer = last_answer(self._tokenizer, request, options, messages)
+        if answer is None or request.history is None or self._splicer is None:
+            return None
+        behind = Behind(lambda past, /, **how: self._write(past, **how), answer)
+        text = behind.render(messages, tools=tools, **_asking(options))
+        known = request.history.tokens
+        known = known[:-1] if answer.stop else known  # the template writes it, or another
+        if text is None or not self._splicer.can_end(text, known):
+            return None
+        if limits is not None:
+            limits.check_texts([text])
+
+        def render_up_to(message: int) -> str:
+            some = messages[: message + 1] if message != TOOLS else ()
+            found = behind.render(some, tools=tools, **_closing(options)) if some else None
+            if found is None:
+                raise BadInput("The template cannot write a part of these messages alone.")
+            return found
+
+        whole = tokenise(self._tokenizer, to_tokens, text, before=known)
+        return Prompt(self._tokenizer, whole, len(messages), render_up_to, to_tokens)
+
+    def _masked(self, request: Request) -> tuple[Chat, Encode]:
+        """A chat with the special tokens that it spells masked, and how it is tokenised."""
+        messages = [normalise(each) for each in request.messages or ()]
+        if not messages:
+            raise BadInput("There are no messages; send at least one.")
+        chat = Chat(messages, request.tools, _options(request))
+        masked = self._specials.mask(chat)
+        return masked or chat, self._specials.encode if masked else partial(encode, self._tokenizer)
 
     def _write(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
         adapted = adapt_to_template(self._call_markers, messages, tools)
@@ -285,6 +306,19 @@ def _options(request: Request) -> dict[str, Any]:
     return options
 
 
+def _asking(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with which an answer is asked for, or the last message continued."""
+    continues = bool(options.get("continue_final_message"))
+    asked = {"continue_final_message": True} if continues else {}
+    return _closing(options) | {"add_generation_prompt": not continues, **asked}
+
+
+def _closing(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with which a part of a conversation is rendered."""
+    rest = {key: value for key, value in options.items() if key != "continue_final_message"}
+    return {**rest, "add_generation_prompt": False}
+
+
 def _others(messages: Sequence[Message]) -> list[Message]:
     """A conversation that shares no message text with this one: only the tools are in common."""
     roles = ("system", "user") if messages[0]["role"] == "system" else ("user",)
@@ -305,57 +339,3 @@ def _worth_cutting(n_messages: int) -> list[int]:
     between = range(0, n_messages, max(1, n_messages // BETWEEN))
     wanted = dict.fromkeys((*last, *range(FIRST), *between))
     return [message for message in wanted if 0 <= message < n_messages]
-
-
-def _tokenise(
-    tokenizer: Any, to_tokens: Encode, text: str, spans: Sequence[KnownSpan] = ()
-) -> TokenisedText:
-    """Past answers become their own tokens; the text between two of them is tokenised whole."""
-    tokens: list[int] = []
-    boundaries: list[TokenBoundary] = []
-    names = _special_names(tokenizer)
-    start = 0
-    for span in (*spans, KnownSpan(len(text), len(text), ())):
-        between = to_tokens(text[start : span.start], start)
-        boundaries.append(TokenBoundary(len(tokens), start, start))
-        boundaries += _boundaries(names, text, start, between, len(tokens))
-        tokens += between
-        boundaries.append(TokenBoundary(len(tokens), span.start, span.start))
-        tokens += span.tokens
-        start = span.end
-    return TokenisedText(text, tokens, boundaries, sum(len(span.tokens) for span in spans))
-
-
-def _cut(to_tokens: Encode, whole: TokenisedText, part: str, reach: int) -> int | None:
-    """The common token prefix with a text, tokenised from the last boundary both share."""
-    shared = common_prefix(whole.text, part)
-    if shared == len(whole.text):
-        return len(whole.tokens)
-    nearest = bisect_right(whole.boundaries, shared, key=lambda boundary: boundary.end) - 1
-    n_before, start, _ = whole.boundaries[nearest]
-    if shared - start > reach:
-        return None
-    rest = to_tokens(part[start : shared + MARGIN], start)
-    after = whole.tokens[n_before : n_before + len(rest)]
-    return n_before + common_prefix(after, rest)
-
-
-def _special_names(tokenizer: Any) -> dict[int, str]:
-    if not tokenizer.has_chat_template:
-        return {}
-    names = {token: name for name, token in tokenizer.get_added_vocab().items()}
-    names.pop(tokenizer.unk_token_id, None)  # it replaces text other than its name
-    return names
-
-
-def _boundaries(
-    names: dict[int, str], text: str, end: int, tokens: Sequence[int], n_before: int
-) -> Iterator[TokenBoundary]:
-    """The special tokens of a rendering; a cut tokenises from the last one, not from the start."""
-    for index, token in enumerate(tokens):
-        if token in names:
-            start = text.find(names[token], end)
-            if start < 0:
-                return
-            end = start + len(names[token])
-            yield TokenBoundary(n_before + index, start, end)

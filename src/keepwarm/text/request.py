@@ -9,11 +9,12 @@ If an answer fails, iterating it raises the error instead of yielding Done.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from keepwarm.cache.policy import Policy
+from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.errors import KeepwarmError
 
 Message: TypeAlias = Mapping[str, Any]  # as in OpenAI's API: role, content (text), tool_calls, …
@@ -84,6 +85,14 @@ class Breakpoint:
 
 
 @dataclass(frozen=True)
+class KnownHistory:
+    """A conversation so far, for a request that continues it."""
+
+    tokens: Sequence[int] = ()  # up to the end of its last answer; empty if they are lost
+    turn: KeptTurn | None = None  # its messages, if they were kept
+
+
+@dataclass(frozen=True)
 class Request:
     """A prompt, either `messages` or a raw `prompt`, and options for its answer."""
 
@@ -99,6 +108,8 @@ class Request:
     kv: KVOptions = KVOptions()
     policy: Policy = Policy.READ_WRITE
     agent: str | None = None  # names the conversation in the store; reuse needs no name
+    continues: bool = False  # the messages are only what is new in the agent's conversation
+    history: KnownHistory | None = None  # what they continue; the engine finds it
     tenant: str = ""  # tenants never reuse each other's blocks
     breakpoints: Sequence[Breakpoint] = ()
     scrubbed: tuple[str, ...] = ()  # scrubbing rules that were applied, for the receipt
@@ -136,7 +147,7 @@ class Miss:
 
     position: int  # the first token that was not reused
     message: int | None  # the message it belongs to
-    reason: Literal["new", "diverged", "evicted", "not worth loading", "disabled"]
+    reason: Literal["new", "diverged", "compacted", "evicted", "not worth loading", "disabled"]
     nearest: int = 0  # tokens in common with the most similar earlier prompt
 
 
@@ -153,6 +164,7 @@ class Receipt:
     scrubbed: tuple[str, ...] = ()  # scrubbing rules that were applied
     miss: Miss | None = None  # only if the request asks to `explain`
     durable: bool | None = None  # in Done, with Policy.DURABLE: whether all of it is on disk
+    continued: int | None = None  # known tokens that the prompt begins with, if it continues them
 
     @property
     def exact(self) -> bool:
@@ -270,7 +282,12 @@ def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
         scrubbed=tuple(dict.fromkeys(rule for r in receipts for rule in r.scrubbed)),
         miss=max(receipts, key=lambda receipt: receipt.recomputed).miss,
         durable=None if None in durable else all(durable),
+        continued=sum(continued) if (continued := _given(r.continued for r in receipts)) else None,
     )
+
+
+def _given(values: Iterable[int | None]) -> list[int]:
+    return [value for value in values if value is not None]
 
 
 def sum_usages(usages: Sequence[Usage]) -> Usage:

@@ -53,10 +53,7 @@ class Template:
     takes_user_twice: bool = True  # two user messages in a row
     arguments_as_text: bool = False  # of tool calls: JSON in a string, not an object
     call_content: str | None = ""  # the content of a message that only calls tools
-    drops_thinking: bool = False  # of answers before the last question
-    after_answer: tuple[int, ...] = ()  # tokens after every answer, the last one included
-    after_answer_text: str = ""
-    stops_after_answer: bool = False  # a past answer is followed by a token that ends an answer
+    after_answer_text: str = ""  # after every answer, the last one included
 
     @classmethod
     def of(cls, tokenizer: Any) -> Template:
@@ -64,7 +61,6 @@ class Template:
         if not tokenizer.has_chat_template:
             return cls(after_answer_text=BETWEEN)
         probe = _Probe(tokenizer)
-        after = probe.after_answer()
         calls = probe.calls()
         return cls(
             exists=True,
@@ -75,10 +71,7 @@ class Template:
             takes_user_twice=probe.keeps([_ASK, _NEXT]),
             arguments_as_text=calls.arguments_as_text,
             call_content=calls.content,
-            drops_thinking=probe.drops_thinking(),
-            after_answer=after.tokens,
-            after_answer_text=after.text,
-            stops_after_answer=after.stops,
+            after_answer_text=probe.after_answer(),
         )
 
     def conform(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
@@ -206,12 +199,6 @@ def _as_text(arguments: Any) -> Any:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-class _AnswerEnd(NamedTuple):
-    tokens: tuple[int, ...]
-    text: str
-    stops: bool
-
-
 class _CallStyle(NamedTuple):
     arguments_as_text: bool
     content: str | None
@@ -235,16 +222,13 @@ class _Probe:
         starts = [text.find(message["content"]) for message in messages]
         return -1 not in starts and all(a < b for a, b in pairwise(starts))
 
-    def after_answer(self) -> _AnswerEnd:
+    def after_answer(self) -> str:
         """What follows every answer, whether or not it is the last message."""
         last, past = (
             text.partition(_ANSWER["content"])[2]
             for text in (self.text([_ASK, _ANSWER]), self.text([_ASK, _ANSWER, _NEXT]))
         )
-        text = past[: self._n_common(last, past)]
-        following = self._encode(past)
-        stops = bool(following) and following[0] in self._tokenizer.eos_token_ids
-        return _AnswerEnd(tuple(self._encode(text)), text, stops)
+        return past[: self._n_common(last, past)]
 
     def _n_common(self, a: str, b: str) -> int:
         """The length of the common prefix, without a partial special token at its end."""
@@ -265,16 +249,6 @@ class _Probe:
                 if "probetool" in text and "probekey" in text and "'probekey'" not in text:
                     return _CallStyle(isinstance(arguments, str), content)
         return _CallStyle(False, "")
-
-    def drops_thinking(self) -> bool:
-        start = self._tokenizer.think_start or "<think>"
-        end = self._tokenizer.think_end or "</think>"
-        thought = {**_ANSWER, "content": f"{start}\nThoughtprobe\n{end}\n\nAnswerprobe"}
-        text = self.text([_ASK, thought, _NEXT])
-        return "Answerprobe" in text and "Thoughtprobe" not in text
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def _calling(content: str | None, arguments: Any) -> Message:

@@ -18,6 +18,8 @@ from keepwarm.cache.agents.agent import Agent
 from keepwarm.cache.agents.branch import Branch, EndedTurn, Placed, Placing
 from keepwarm.cache.agents.holders import AgentBlock, find_extensions
 from keepwarm.cache.agents.reach import blocks_to_delete, blocks_to_pin, used_by
+from keepwarm.cache.texts.files import AgentTexts
+from keepwarm.cache.texts.turns import TurnBook
 from keepwarm.errors import BadInput, BadRecord, NewerFormat, UnknownAgent
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace
 from keepwarm.store.atomic import SharedLock
@@ -34,6 +36,7 @@ from keepwarm.store.eviction import CLOCK_TOLERANCE_S
 from keepwarm.store.tier import as_store_errors
 
 MAX_SIDES = 8  # branches beside the head; then the least recently used is dropped
+MAX_RESPONSE_BYTES = 64 << 20  # on disk, of all agents
 MAX_UNCHECKED_LEFT = 64  # abandoned blocks listed without checking that they still exist
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, BadRecord, NewerFormat)
@@ -46,6 +49,8 @@ class Agents:
         self._disk = disk
         self._clock = clock
         self._lock = SharedLock(disk.root / "tmp" / "agents")  # while a file is changed
+        self.turns = TurnBook(disk)
+        self.responses = AgentTexts(disk, "responses", MAX_RESPONSE_BYTES, clock)
 
     def all(self) -> Iterator[Agent]:
         """All readable agents; `unreadable` lists the others."""
@@ -103,12 +108,15 @@ class Agents:
         *,
         model: str = "",
         called: bool = False,
+        continues: bool = False,
     ) -> Agent:
         """Record a turn, in the branch that it continues or in a new one; `n_prompt` of its tokens
-        are the prompt. Creates the agent if it is new.
+        are the prompt. Creates the agent if it is new. `continues`: it was asked of the agent, so
+        it is the head, whatever its tokens.
         """
         n_prompt = len(tokens) if n_prompt is None else n_prompt
-        turn, now = EndedTurn(namespace, tokens, n_prompt, model, called), self._clock()
+        turn = EndedTurn(namespace, tokens, n_prompt, model, called, continues)
+        now = self._clock()
         with self._changing():
             try:
                 agent = self.show(agent_id)
@@ -137,6 +145,7 @@ class Agents:
         """A new agent with the history of the head, or of a branch. No block is copied."""
         old = self.show(agent_id)
         forked = old.branch(branch)
+        self.turns.copy(agent_id, new_id)
         return self.create(
             new_id,
             replace(forked, number=1, pinned=False),
@@ -225,6 +234,8 @@ class Agents:
             self._disk.pin_only(_owner(agent_id), ())
             keys = blocks_to_delete(self._disk, agent, keep)
             n_deleted = delete_branches(self._disk, keys, keep, progress)
+            self.turns.remove(agent_id)
+            self.responses.remove_agent(agent_id)
             self._disk.files.remove(self._path(agent_id))
             self._disk.flush()
         return n_deleted

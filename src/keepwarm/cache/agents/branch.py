@@ -116,6 +116,7 @@ class EndedTurn(NamedTuple):
     n_prompt: int
     model: str = ""
     called: bool = False  # the answer called a tool
+    continues: bool = False  # it was asked of the agent, with only its new messages
 
 
 class Placed(NamedTuple):
@@ -158,6 +159,8 @@ class Placing:
 
     def _is_main(self, before: Branch | None, head: Branch, n_shared: int) -> bool:
         """Whether it begins as the head does, or its conversation has gone on."""
+        if self._turn.continues:
+            return True
         if before is not None and (before.main or before.number == head.number):
             return before.main or self._grew(before)
         if self._begins_as(head, n_shared):

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from keepwarm.cache.agents.signing import Signature, SigningKey
+from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.errors import BadCacheFile, BadRecord
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.prefix.fingerprint import Identity, digest, tenant_of
@@ -23,6 +24,7 @@ class Manifest:
     blocks: tuple[str, ...]  # keys of the blocks inside, in hex
     turns: tuple[int, ...] = ()
     agent: str = ""
+    turn: KeptTurn | None = None  # the messages of the agent, if they were kept
     imported: bool = False  # whoever exported it had it from a bundle, and did not compute it
     records: Mapping[str, str] = field(default_factory=dict)  # SHA-256 by name, if it is signed
     signature: Signature | None = None
@@ -38,6 +40,8 @@ class Manifest:
             "agent": self.agent,
             "imported": self.imported,
         }
+        if self.turn is not None:
+            fields["messages"] = b64encode(self.turn.to_bundle()).decode()
         if key is not None:
             fields["records"] = dict(self.records)
             fields["signature"] = key.sign(_signed_digest(fields)).to_json()
@@ -58,12 +62,14 @@ class Manifest:
         if not all(value is None or type(value) is int for value in options):
             raise BadRecord("a KV option in it is not a number")
         signature = fields.pop("signature", None)
+        messages = b64decode(fields.get("messages", ""))
         return cls(
             identity=Identity(**fields["identity"]),
             tokens=b64decode(fields["tokens"]),
             blocks=tuple(fields["blocks"]),
             turns=tuple(fields["turns"]),
             agent=fields["agent"],
+            turn=KeptTurn.from_bundle(messages) if messages else None,
             imported=bool(fields.get("imported", False)),
             records=dict(fields.get("records", {})),
             signature=None if signature is None else Signature.from_json(signature),

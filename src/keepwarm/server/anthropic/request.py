@@ -36,7 +36,7 @@ PREFILL = (
     "end with a user message."
 )
 NO_THREADS = (
-    "thread is not supported, because this server does not store conversations; omit it and send "
+    "thread is not supported, because it names a conversation at Anthropic; omit it and send "
     "all messages: only the new ones are computed."
 )
 _SESSION = re.compile(r"_session_([0-9a-fA-F-]{36})$")

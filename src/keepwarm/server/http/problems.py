@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from fastapi.responses import Response
 
 from keepwarm import errors
 
-ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_PATH = re.compile(r"/v1(/agents/[^/]+(/v1)?)?/messages(/.*)?")
 
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -99,7 +100,7 @@ def http_problem(status: int, detail: str, method: str, path: str) -> Problem:
 
 
 def is_anthropic(path: str) -> bool:
-    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+    return ANTHROPIC_PATH.fullmatch(path) is not None
 
 
 def openai_body(problem: Problem) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class ReceiptOut(TypedDict):
     scrubbed: list[str]
     miss: NotRequired[ReceiptMissOut]
     durable: NotRequired[bool]  # only when a durable request is done
+    continued: NotRequired[int]  # known tokens of the agent, if only new messages were sent
 
 
 def receipt_dict(receipt: Receipt) -> ReceiptOut:
@@ -42,7 +43,7 @@ def receipt_dict(receipt: Receipt) -> ReceiptOut:
     fields["reused"] = dict(receipt.reused)
     fields["scrubbed"] = list(receipt.scrubbed)
     fields["saved_ms"] = round(receipt.saved_ms, 3)
-    for name in ("inexact", "miss", "durable"):
+    for name in ("inexact", "miss", "durable", "continued"):
         if fields[name] is None:
             del fields[name]
     return fields  # type: ignore[return-value]

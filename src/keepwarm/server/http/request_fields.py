@@ -20,6 +20,7 @@ from keepwarm.text.request import KVOptions
 
 AGENT_HEADER = "x-keepwarm-agent"
 CACHE_HEADER = "x-keepwarm-cache"
+AGENT_IN_PATH = "agent_id"  # of routes that continue an agent
 # How coding agents name their conversation; the first one present counts.
 SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "session_id", "x-session-id")
 AGENT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")  # leaves room for a tenant prefix
@@ -47,6 +48,11 @@ class KeepwarmOptions(JsonInput):
     cache: PolicyName | None = Field(
         default=None, description="What the request may do with the cache."
     )
+    continues: bool = Field(
+        default=False,
+        alias="continue",
+        description="The messages are only what is new in the agent's conversation.",
+    )
     explain: bool = Field(
         default=False, description="Report in the receipt why tokens were computed."
     )
@@ -62,6 +68,7 @@ class RequestFields(NamedTuple):
     explain: bool
     kv: KVOptions
     timeout_s: float | None
+    continues: bool = False
 
 
 async def host_of(request: Request) -> EngineHost:
@@ -92,14 +99,19 @@ InTurn = Annotated[Turn, Depends(_turn)]
 def request_fields(
     request: Request, options: KeepwarmOptions | None = None, hint: str | None = None
 ) -> RequestFields:
-    """Headers override the body; `hint` is the API's own name for the conversation."""
+    """The path names an agent that is continued; else headers override the body.
+
+    `hint` is the API's own name for the conversation.
+    """
     options = options or KeepwarmOptions()
+    continued: str | None = request.path_params.get(AGENT_IN_PATH)
     kv = options.kv or KVOptionsIn()
     tenant: str = getattr(request.state, "tenant", "")
-    agent = _agent(request.headers, options, hint)
+    agent = continued or _agent(request.headers, options, hint)
     return RequestFields(
         tenant=tenant,
         agent=tenant_agent_id(tenant, agent) if agent else None,
+        continues=bool(continued) or options.continues,
         policy=_policy(request.headers, options),
         explain=options.explain,
         kv=KVOptions(**kv.model_dump()),

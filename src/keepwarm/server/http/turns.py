@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,8 @@ PATHS = frozenset(
         ),
     }
 )
+
+OF_AGENT = re.compile(r"/v1/agents/[^/]+/(chat/completions|(v1/)?messages|compact)")
 
 
 class FairShares:
@@ -141,7 +144,7 @@ class PreparingTurns:
         self._threads = ThreadPoolExecutor(2 * at_once, thread_name_prefix="keepwarm-prepare")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        prepares = scope["type"] == "http" and scope["path"] in PATHS
+        prepares = scope["type"] == "http" and _is_prepared(scope["path"])
         if not prepares or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -192,6 +195,10 @@ class PreparingTurns:
             f"Earlier requests of this key took {self._timeout_s:g} s to prepare and are not done; "
             "send fewer at once, or shorter ones."
         )
+
+
+def _is_prepared(path: str) -> bool:
+    return path in PATHS or OF_AGENT.fullmatch(path) is not None
 
 
 async def _read(receive: Receive) -> bytes | None:

@@ -135,10 +135,11 @@ def _by_messages(body: CountRequest, request: Request, settings: Config) -> engi
     return build_request(body, request, settings)
 
 
-def _by_responses(
+async def _by_responses(
     body: InputRequest, request: Request, settings: Config, answers: Answers
 ) -> engine_request.Request:
-    return request_builder(body, request, settings)(answers.conversation(body))
+    items = await answers.conversation(body)
+    return await asyncio.to_thread(request_builder(body, request, settings), items)
 
 
 ByChat: TypeAlias = Annotated[engine_request.Request, Depends(_by_chat)]

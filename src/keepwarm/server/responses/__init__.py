@@ -1,4 +1,4 @@
 """OpenAI's responses.
 
-Imports `engine`, `server`, `server.http`, `server.openai`, `text`.
+Imports `cache.texts`, `engine`, `server`, `server.http`, `server.openai`, `text`.
 """

@@ -1,4 +1,4 @@
-"""Responses that clients refer to by id: in memory only, least recently used evicted first."""
+"""Responses that clients refer to by id, in memory; the least recently used are evicted first."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ class StoredResponse(NamedTuple):
     given: Sequence[Item]  # the input of the request itself
     output: Sequence[Item]
     n_bytes: int  # without the items, which other responses may hold too
+    agent: str = ""  # that it belongs to
+    on_disk: bool = False  # or queued for it
 
 
 class ResponseStore:
@@ -39,7 +41,16 @@ class ResponseStore:
         """Everything that is held: responses, items, ids and the tables themselves."""
         return self._n_bytes + self._held.n_bytes
 
-    def put(self, tenant: str, response: ResponseOut, items: Sequence[Item], n_given: int) -> None:
+    def put(
+        self,
+        tenant: str,
+        response: ResponseOut,
+        items: Sequence[Item],
+        n_given: int,
+        *,
+        agent: str = "",
+        on_disk: bool = False,
+    ) -> None:
         """Store the response to the last `n_given` items."""
         output = [Item.model_validate(item) for item in response["output"]]
         given = items[len(items) - n_given :]
@@ -47,7 +58,8 @@ class ResponseStore:
         n_bytes = (
             memory_of([key, response]) + sum(map(getsizeof, (whole, given, output))) + ENTRY_BYTES
         )
-        self._stored[key] = StoredResponse(response, whole, given, output, n_bytes)
+        made = StoredResponse(response, whole, given, output, n_bytes, agent, on_disk)
+        self._stored[key] = made
         self._items |= {(tenant, item.id): item for item in (*given, *output) if item.id}
         self._n_bytes += n_bytes
         self._held.add(whole)
@@ -63,6 +75,15 @@ class ResponseStore:
             )
         self._stored.move_to_end(key)
         return self._stored[key]
+
+    def find(self, tenant: str, response_id: str) -> StoredResponse | None:
+        """The response with this id, if it is here; does not count as a use."""
+        return self._stored.get((tenant, response_id))
+
+    def forget(self, agent: str) -> None:
+        """Delete all responses of an agent."""
+        for key in [key for key, stored in self._stored.items() if stored.agent == agent]:
+            self._remove(key)
 
     def delete(self, tenant: str, response_id: str) -> None:
         """Delete this response; later responses of its conversation keep their items."""

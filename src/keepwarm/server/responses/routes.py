@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, TypeAlias
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -22,8 +23,9 @@ from keepwarm.server.responses.events import (
     answer_options_of,
     initial_response,
 )
+from keepwarm.server.responses.kept_responses import KeptResponses
 from keepwarm.server.responses.request import items_of, offered_tools, request_of
-from keepwarm.server.responses.response_store import ResponseStore, StoredResponse
+from keepwarm.server.responses.response_store import StoredResponse
 from keepwarm.server.responses.shapes import (
     DeletedOut,
     InputRequest,
@@ -63,30 +65,42 @@ class TenantResponses:
     """The stored responses of one tenant."""
 
     def __init__(self, request: Request) -> None:
-        self._store: ResponseStore = request.app.state.responses
+        self._kept: KeptResponses = request.app.state.responses
         self._tenant: str = getattr(request.state, "tenant", "")
 
-    def get(self, response_id: str) -> StoredResponse:
-        return self._store.get(self._tenant, response_id)
+    async def get(self, response_id: str) -> StoredResponse:
+        return await self._kept.get(self._tenant, response_id)
 
-    def delete(self, response_id: str) -> None:
-        self._store.delete(self._tenant, response_id)
+    async def delete(self, response_id: str) -> None:
+        await self._kept.delete(self._tenant, response_id)
 
-    def save(self, response: ResponseOut, items: Sequence[Item], n_given: int) -> None:
+    def save(
+        self,
+        asked: engine_request.Request,
+        items: Sequence[Item],
+        n_given: int,
+        response: ResponseOut,
+    ) -> None:
         if response["store"]:
-            self._store.put(self._tenant, response, items, n_given)
+            agent, to_disk = asked.agent or "", asked.policy.to_disk
+            self._kept.put(self._tenant, response, items, n_given, agent=agent, to_disk=to_disk)
 
-    def conversation(self, body: InputRequest) -> list[Item]:
+    async def conversation(self, body: InputRequest) -> list[Item]:
         """All items: those of the previous response, then the request's own."""
         before: Sequence[Item] = ()
+        if body.previous_response_id is not None and body.keepwarm and body.keepwarm.continues:
+            raise BadField(
+                "previous_response_id and keepwarm.continue both name what comes before; send one.",
+                "previous_response_id",
+            )
         if body.previous_response_id is not None:
-            before = self._store.get(self._tenant, body.previous_response_id).items
+            before = (await self.get(body.previous_response_id)).items
         return [*before, *map(self._resolve, items_of(body.input))]
 
     def _resolve(self, item: Item) -> Item:
         if item.type != "item_reference":
             return item
-        found = self._store.item(self._tenant, item.id or "")
+        found = self._kept.item(self._tenant, item.id or "")
         if found is None:
             raise BadField(f"Item {item.id!r} is not stored; send the item itself.", "input")
         return found
@@ -112,7 +126,7 @@ async def create_response(
     """Answer a conversation, as one object or as a stream of events."""
     host.check_model(body.model)
     _reject_unsupported(body)
-    items = answers.conversation(body)
+    items = await answers.conversation(body)
     build = request_builder(body, request, settings)
     asked = await turn.build(lambda: build(items))
     try:
@@ -129,7 +143,7 @@ async def create_response(
     builder = ResponseBuilder(
         initial_response(body, host.name, asked),
         options,
-        lambda made: answers.save(made, items, n_given),
+        partial(answers.save, asked, items, n_given),
     )
     if body.stream:
         return EventStream(answer, ResponseStream(builder))
@@ -165,7 +179,8 @@ async def count_input_tokens(
     """Count the prompt tokens of this request."""
     host.check_model(body.model)
     build = request_builder(body, request, settings)
-    asked = await turn.build(lambda: build(answers.conversation(body)))
+    items = await answers.conversation(body)
+    asked = await turn.build(lambda: build(items))
     n_tokens = await turn.run(host.engine.count_tokens, asked)
     return {"object": "response.input_tokens", "input_tokens": n_tokens}
 
@@ -173,13 +188,13 @@ async def count_input_tokens(
 @router.get("/{response_id}")
 async def show_response(response_id: str, answers: Answers) -> ResponseOut:
     """A stored response."""
-    return answers.get(response_id).response
+    return (await answers.get(response_id)).response
 
 
 @router.get("/{response_id}/input_items")
 async def list_input_items(response_id: str, answers: Answers) -> ItemList:
     """The input items of a response's request, last first."""
-    given = answers.get(response_id).given
+    given = (await answers.get(response_id)).given
     data = [item.model_dump(exclude_none=True) for item in reversed(given)]
     ids = [item.get("id") for item in data] or [None]
     return {
@@ -194,7 +209,7 @@ async def list_input_items(response_id: str, answers: Answers) -> ItemList:
 @router.delete("/{response_id}")
 async def delete_response(response_id: str, answers: Answers) -> DeletedOut:
     """Delete a stored response."""
-    answers.delete(response_id)
+    await answers.delete(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 

@@ -1,0 +1,198 @@
+"""The messages of agents, from which a conversation is rendered where its tokens do not suffice.
+
+An agent has one small file, `messages/<id>.json` (sealed, and under a hidden name, in a sealed
+store). A turn is found by the tokens that the agent had at its end, so a rewind, a fork or a branch
+needs no bookkeeping here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from keepwarm.errors import BadRecord, NewerFormat
+from keepwarm.prefix.blocks import BlockKey, Namespace, pack
+from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.disk.upkeep import file_path, read_file, write_file
+
+DIRECTORY = "messages"
+VERSION = 1
+MAX_BYTES = 16 << 20  # of one agent; its oldest turns go first
+MAX_BUNDLED_BYTES = 8 << 20
+MAX_BUNDLED_VALUES = 1 << 18
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, BadRecord, NewerFormat)
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KeptTurn:
+    """A conversation up to the end of a turn, as it was rendered, with the answer of that turn."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    thinking: bool | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    verbatim: bool = True  # the text of the last answer is that of its tokens
+
+    def to_bundle(self) -> bytes:
+        """As JSON; empty if it is more than an import accepts."""
+        data = json.dumps(asdict(self)).encode()
+        return data if _is_small(data) else b""
+
+    @classmethod
+    def from_bundle(cls, data: bytes) -> KeptTurn:
+        """From a stranger: raises BadRecord unless it is what a client could have sent."""
+        if not _is_small(data):
+            raise BadRecord("it has too many messages")
+        try:
+            turn = cls(**json.loads(data))
+            is_sound = all(map(_is_message, turn.messages)) and all(map(_is_tool, turn.tools))
+            is_sound &= isinstance(turn.thinking, bool | None)
+            is_sound &= isinstance(turn.template_options, dict)
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+            is_sound = False
+        if not is_sound:
+            raise BadRecord("its messages are not those of a conversation")
+        return turn
+
+
+class AgentTurn(NamedTuple):
+    """An agent's conversation at the end of its latest turn."""
+
+    namespace: Namespace
+    tokens: Sequence[int] = ()  # empty if they are lost, or there are none
+    turn: KeptTurn | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the agent has not said anything yet."""
+        return self.turn is not None and not self.turn.messages
+
+
+class _Entry(NamedTuple):
+    turn: KeptTurn
+    end: str  # the key of the last block
+
+
+class TurnBook:
+    """The kept turns of all agents of one store."""
+
+    def __init__(self, disk: DiskTier, max_bytes: int = MAX_BYTES) -> None:
+        self._disk = disk
+        self._max_bytes = max_bytes
+
+    def keep(self, agent_id: str, tokens: Sequence[int], end: BlockKey, turn: KeptTurn) -> None:
+        """Keep a turn that ended with these tokens, the last of them in the block `end`."""
+        turns, name = self._read(agent_id), _digest(tokens)
+        turns.pop(name, None)
+        turns[name] = _Entry(turn, end.hex())  # the last one is the latest
+        self._write(agent_id, turns)
+
+    def find(self, agent_id: str, tokens: Sequence[int]) -> KeptTurn | None:
+        """The turn that ended with these tokens, if it was kept."""
+        entry = self._read(agent_id).get(_digest(tokens))
+        return None if entry is None else entry.turn
+
+    def find_by_end(self, agent_id: str, end: BlockKey) -> KeptTurn | None:
+        """The same where the tokens are lost, because their blocks were evicted."""
+        entries = self._read(agent_id).values()
+        return next((entry.turn for entry in entries if entry.end == end.hex()), None)
+
+    def copy(self, agent_id: str, new_id: str) -> None:
+        """Give a fork the turns of its parent."""
+        if turns := self._read(agent_id):
+            self._write(new_id, turns)
+
+    def remove(self, agent_id: str) -> None:
+        self._disk.files.remove(file_path(self._disk, DIRECTORY, agent_id))
+
+    def _read(self, agent_id: str) -> dict[str, _Entry]:
+        try:
+            return _parse(read_file(self._disk, file_path(self._disk, DIRECTORY, agent_id)))
+        except FileNotFoundError:
+            return {}
+        except UNREADABLE as error:
+            LOG.warning("the messages of an agent could not be read: %s", error)
+            return {}
+
+    def _write(self, agent_id: str, turns: dict[str, _Entry]) -> None:
+        data = _format(turns)
+        while len(data) > self._max_bytes and turns:
+            del turns[next(iter(turns))]
+            data = _format(turns)
+        write_file(self._disk, file_path(self._disk, DIRECTORY, agent_id), data)
+
+
+def _is_small(data: bytes) -> bool:
+    """Each value takes more memory than it has bytes."""
+    n_values = sum(map(data.count, (b",", b"[", b"{")))
+    return len(data) <= MAX_BUNDLED_BYTES and n_values <= MAX_BUNDLED_VALUES
+
+
+def _is_message(message: Any) -> bool:
+    texts = (message["role"], message.get("name", ""), message.get("reasoning_content", ""))
+    content = message["content"]
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return (
+        all(isinstance(text, str) for text in texts)
+        and all(isinstance(part["text"], str) for part in parts)
+        and all(map(_is_call, message.get("tool_calls", [])))
+    )
+
+
+def _is_call(call: Any) -> bool:
+    function = call["function"]
+    return all(isinstance(function[key], str) for key in ("name", "arguments"))
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool["function"]
+    return isinstance(function["name"], str) and isinstance(function.get("parameters", {}), dict)
+
+
+def _digest(tokens: Sequence[int]) -> str:
+    return blake2b(pack(tokens), digest_size=16).hexdigest()
+
+
+def _format(turns: Mapping[str, _Entry]) -> bytes:
+    """Turns repeat the messages before them, so each message is written once."""
+    pool: dict[str, int] = {}
+
+    def numbers(values: Sequence[Mapping[str, Any]]) -> list[int]:
+        return [pool.setdefault(json.dumps(value), len(pool)) for value in values]
+
+    listed = {
+        name: {
+            "end": end,
+            "messages": numbers(turn.messages),
+            "tools": numbers(turn.tools),
+            "thinking": turn.thinking,
+            "template_options": dict(turn.template_options),
+            "verbatim": turn.verbatim,
+        }
+        for name, (turn, end) in turns.items()
+    }
+    fields = json.dumps({"version": VERSION, "turns": listed})
+    return f'{fields[:-1]}, "pool": [{", ".join(pool)}]}}'.encode()
+
+
+def _parse(data: bytes) -> dict[str, _Entry]:
+    fields: dict[str, Any] = json.loads(data)
+    if fields["version"] > VERSION:
+        raise NewerFormat("messages of a newer version")
+    pool = fields["pool"]
+    return {name: _Entry(_turn(turn, pool), turn["end"]) for name, turn in fields["turns"].items()}
+
+
+def _turn(fields: Mapping[str, Any], pool: Sequence[Mapping[str, Any]]) -> KeptTurn:
+    return KeptTurn(
+        messages=[pool[number] for number in fields["messages"]],
+        tools=[pool[number] for number in fields["tools"]],
+        thinking=fields["thinking"],
+        template_options=fields["template_options"],
+        verbatim=fields["verbatim"],
+    )

@@ -1,0 +1,106 @@
+"""Talking to an agent: OpenAI's and Anthropic's requests with only the new messages.
+
+An official client works with `/v1/agents/{id}` as its base URL. What it sends is rendered behind
+the tokens that the agent has; the receipt says how many (`continued`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from keepwarm.server.anthropic.routes import create_message
+from keepwarm.server.anthropic.shapes import AnthropicErrorOut, MessageOut, MessagesRequest
+from keepwarm.server.http.body import JsonInput
+from keepwarm.server.http.receipts import ReceiptOut, receipt_dict
+from keepwarm.server.http.request_fields import Config, Host, InTurn, request_fields
+from keepwarm.server.http.sse import answer_docs
+from keepwarm.server.manage.agents import ERRORS, AgentId
+from keepwarm.server.openai.routes import create_chat_completion
+from keepwarm.server.openai.shapes import ChatCompletion, ChatRequest
+from keepwarm.session.compaction import MAX_TOKENS, Compaction
+from keepwarm.text import request as engine_request
+
+router = APIRouter(prefix="/v1/agents/{agent_id}", tags=["Agents"])
+
+ANTHROPIC_ERRORS = {status: {**said, "model": AnthropicErrorOut} for status, said in ERRORS.items()}
+
+
+@router.post("/chat/completions", responses={**ERRORS, **answer_docs(ChatCompletion)})
+async def continue_chat(
+    agent_id: AgentId,  # noqa: ARG001  # `request_fields` reads it from the path
+    body: ChatRequest,
+    request: Request,
+    host: Host,
+    settings: Config,
+    *,
+    turn: InTurn,
+) -> Response:
+    """Continue an agent with new messages, in OpenAI's format."""
+    return await create_chat_completion(body, request, host, settings, turn)
+
+
+@router.post("/messages", responses={**ANTHROPIC_ERRORS, **answer_docs(MessageOut)})
+@router.post("/v1/messages", responses={**ANTHROPIC_ERRORS, **answer_docs(MessageOut)})
+async def continue_messages(
+    agent_id: AgentId,  # noqa: ARG001
+    body: MessagesRequest,
+    request: Request,
+    host: Host,
+    settings: Config,
+    *,
+    turn: InTurn,
+) -> Response:
+    """Continue an agent with new messages, in Anthropic's format.
+
+    Anthropic's clients append `/v1/messages` to their base URL.
+    """
+    return await create_message(body, request, host, settings, turn)
+
+
+class CompactBody(JsonInput):
+    instruction: str | None = Field(
+        default=None, min_length=1, description="What to ask for instead of a plain summary."
+    )
+    max_tokens: int | None = Field(
+        default=None, ge=1, description=f"Of the summary; {MAX_TOKENS:,} by default."
+    )
+
+
+class CompactionOut(TypedDict):
+    id: str
+    object: Literal["agent.compaction"]
+    summary: str
+    n_before: int  # tokens of the conversation until now, with the instruction
+    n_tokens: int  # tokens that the next turn begins with; they are warm
+    keepwarm: ReceiptOut  # of the summary
+
+
+@router.post("/compact", responses=ERRORS)
+async def compact_agent(
+    agent_id: AgentId, body: CompactBody, request: Request, host: Host, turn: InTurn
+) -> CompactionOut:
+    """Replace an agent's conversation by the model's summary of it.
+
+    The instruction is read behind what is warm, so the summary costs only its own tokens. Then
+    system prompt, tools and summary are prefilled, after all that other clients wait for.
+    """
+    engine = host.engine
+    options = engine_request.Request(**request_fields(request)._asdict())
+    arguments = (engine, options, body.instruction, body.max_tokens)
+    work = await turn.run(lambda _: Compaction.of_agent(*arguments))
+    result = await (await host.submit(work.request, turn)).wait()
+    await (await asyncio.to_thread(work.warm, result)).wait()
+    made = await asyncio.to_thread(work.finish, result)
+    return {
+        "id": agent_id,
+        "object": "agent.compaction",
+        "summary": made.summary,
+        "n_before": made.n_before,
+        "n_tokens": made.n_tokens,
+        "keepwarm": receipt_dict(made.receipt),
+    }

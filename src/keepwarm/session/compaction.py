@@ -1,0 +1,141 @@
+"""Compaction: a conversation is replaced by the model's own summary of it.
+
+The instruction is one more message behind what is known, so the summary costs only its own tokens.
+Then what the next turn begins with (system prompt, tools, summary) is prefilled before it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import takewhile
+
+from keepwarm.cache.policy import Policy
+from keepwarm.cache.texts.turns import KeptTurn
+from keepwarm.engine.answer import Answer
+from keepwarm.engine.engine import Engine
+from keepwarm.errors import BadInput
+from keepwarm.prefix.blocks import chain, common_prefix
+from keepwarm.text.request import Message, Receipt, Request, Result, ToolChoice
+
+INSTRUCTION = (
+    "Summarise our conversation so far, so that you can go on from your summary alone: the goal, "
+    "what was done and found, decisions with their reasons, names and values that are still "
+    "needed, and what comes next. Write only the summary."
+)
+MAX_TOKENS = 2048  # of a summary
+SYSTEM_ROLES = ("system", "developer")
+WARM_PRIORITY = -1  # after every request that a client waits for
+
+# Questions with nothing in common: the prompts share exactly what comes before any question. A
+# line break or a space may merge into one token with the template's text before it.
+PROBES = ("0", "A", "\n", " a")
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """A summary, and what it cost."""
+
+    summary: str
+    n_before: int  # tokens of the conversation until now, with the instruction
+    n_tokens: int  # tokens before the next question
+    receipt: Receipt  # of the summary
+
+
+class Compaction:
+    """One compaction. Submit `request`, `warm` its answer, then `finish`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        asked: Request,
+        messages: Sequence[Message],
+        instruction: str | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        """`asked` has all that comes before the instruction; `messages` are that conversation."""
+        self._engine = engine
+        self.messages: list[Message] = []  # of the conversation from now on
+        self._tokens: list[int] = []
+        self._ask = {"role": "user", "content": instruction or INSTRUCTION}
+        self._first = list(takewhile(lambda each: each["role"] in SYSTEM_ROLES, messages))
+        self.request = replace(
+            asked,
+            messages=[*(asked.messages or ()), self._ask],
+            tool_choice=ToolChoice("none"),  # the tools stay, as the prompt begins with them
+            sampling=replace(asked.sampling, max_tokens=max_tokens or MAX_TOKENS),
+            # The agent itself goes on from the summary.
+            policy=Policy.EPHEMERAL if asked.policy.reads else asked.policy,
+        )
+
+    @classmethod
+    def of_agent(
+        cls, engine: Engine, options: Request, instruction: str | None, max_tokens: int | None
+    ) -> Compaction:
+        """Of an agent in the store; raises if its messages were not kept."""
+        request, _ = engine.resolve(replace(options, messages=(), continues=True))
+        turn = request.history.turn if request.history else None
+        if turn is None or not turn.messages:
+            raise BadInput(
+                f"Agent {options.agent!r} cannot be compacted, because it has no messages that "
+                "were kept; send the whole conversation once under its id."
+            )
+        return cls(engine, request, turn.messages, instruction, max_tokens)
+
+    def warm(self, result: Result) -> Answer:
+        """Prefill what the next turn begins with, after all that clients wait for."""
+        summary = result.choices[0].text.strip()
+        if not summary:
+            raise BadInput("The model wrote no summary, so nothing was changed; try again.")
+        self.messages = [*self._first, self._ask, {"role": "assistant", "content": summary}]
+        self._tokens = before_question(self._engine, self._plain, self.messages)
+        request = replace(self._plain, prompt=self._tokens, tools=(), priority=WARM_PRIORITY)
+        return self._engine.warm(request)
+
+    def finish(self, result: Result) -> Compacted:
+        """Have the agent go on from its summary, which is prefilled."""
+        self._engine.settle()
+        if self._engine.store.knows_agent(str(self._plain.agent)):
+            self._restart_agent()
+        summary = str(self.messages[-1]["content"])
+        return Compacted(summary, result.usage.prompt_tokens, len(self._tokens), result.receipt)
+
+    def _restart_agent(self) -> None:
+        _, lane = self._engine.resolve(self._plain)
+        namespace = lane.for_prompt(len(self._tokens)).manager.namespace
+        agents, agent_id = self._engine.store.on_disk.agents, str(self._plain.agent)
+        agents.advance(agent_id, namespace, self._tokens, model=lane.model.name, continues=True)
+        *_, end = chain(namespace, self._tokens)
+        agents.turns.keep(agent_id, self._tokens, end.key, self._turn)
+
+    @property
+    def _plain(self) -> Request:
+        """The options of the conversation alone."""
+        asked = self.request
+        return Request(
+            tools=asked.tools,
+            thinking=asked.thinking,
+            template_options=asked.template_options,
+            kv=asked.kv,
+            agent=asked.agent,
+            tenant=asked.tenant,
+            timeout_s=asked.timeout_s,
+        )
+
+    @property
+    def _turn(self) -> KeptTurn:
+        """Not by its tokens: they end before the next question, not behind an answer."""
+        plain = self._plain
+        options = (plain.tools, plain.thinking, plain.template_options)
+        return KeptTurn(self.messages, *options, verbatim=False)
+
+
+def before_question(engine: Engine, options: Request, messages: Sequence[Message]) -> list[int]:
+    """The tokens with which the next prompt begins, whatever the question."""
+
+    def prompt(question: str) -> list[int]:
+        asked = [*messages, {"role": "user", "content": question}]
+        return engine.prepare(replace(options, messages=asked)).tokens
+
+    return reduce(lambda a, b: a[: common_prefix(a, b)], map(prompt, PROBES))

@@ -1,0 +1,212 @@
+"""An agent is continued with only the new messages, wherever its tokens come from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from keepwarm.cache.agents.branch import Branch
+from keepwarm.cache.policy import Policy
+from keepwarm.engine.engine import Engine
+from keepwarm.errors import BadInput, Cancelled, UnknownAgent
+from keepwarm.text.bounds.size import HEAVY_MESSAGES
+from keepwarm.text.request import Delta, KVOptions, Request, Result, Sampling
+from tests.kit.engines import engine_on
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+ASK = {"role": "user", "content": "What is the quick brown fox?"}
+NEXT = {"role": "user", "content": "And the lazy dog?"}
+LAST = {"role": "user", "content": "Why?"}
+EIGHT = Sampling(max_tokens=8)
+
+
+def ask(engine: Engine, *messages, agent="ops", **wishes) -> Result:
+    request = Request(messages=messages, agent=agent, sampling=EIGHT, **wishes)
+    return engine.submit(request).result()
+
+
+def go_on(engine: Engine, *messages, **wishes) -> Result:
+    return ask(engine, *messages, continues=True, **wishes)
+
+
+def said(result: Result):
+    return {"role": "assistant", "content": result.choices[0].text}
+
+
+def ids(result: Result) -> list[int]:
+    return [info.token for info in result.choices[0].tokens]
+
+
+def prompt_of(engine: Engine, *messages, **wishes) -> list[int]:
+    return engine.prepare(Request(messages=messages, agent="ops", **wishes)).tokens
+
+
+@pytest.fixture(params=["llama", "gemma3_text", "mamba2"])
+def model(models, request):
+    return models.of(request.param, endless=False)
+
+
+def test_turns_with_only_what_is_new_are_those_of_the_whole_conversation(model, tmp_path):
+    """S2-14, S2-15, S2-16: by its id it is found with its tokens, and after every turn anew."""
+    with engine_on(model, tmp_path / "one") as engine:
+        first = ask(engine, SYSTEM, ASK)
+        second = go_on(engine, NEXT)
+        n_known = first.usage.prompt_tokens + first.usage.completion_tokens
+        assert second.receipt.continued in (n_known, n_known - 1)
+        assert first.receipt.continued is None
+        assert second.receipt.cached_tokens >= n_known - 1
+    with engine_on(model, tmp_path / "one") as engine:  # after a restart
+        third = go_on(engine, LAST)
+        assert third.receipt.reused.get("disk", 0) > n_known
+        engine.settle()
+        assert len(engine.store.on_disk.agents.show("ops").turns) == 3
+    with engine_on(model, tmp_path / "two") as engine:  # a client that sends everything
+        talk = [SYSTEM, ASK]
+        for result, question in ((first, NEXT), (second, LAST), (third, None)):
+            answered = ask(engine, *talk)
+            assert ids(answered) == ids(result)
+            assert answered.usage.prompt_tokens == result.usage.prompt_tokens
+            talk += [said(answered), question]
+
+
+@pytest.fixture
+def llama(models):
+    return models.of("llama", endless=False)
+
+
+def agents(engine):
+    engine.settle()
+    return engine.store.on_disk.agents
+
+
+def test_a_fork_and_a_rewound_agent_are_continued_from_where_they_are(llama, tmp_path):
+    with engine_on(llama, tmp_path) as engine:
+        first = ask(engine, ASK)
+        second = go_on(engine, NEXT)
+        agents(engine).fork("ops", "copy")
+        agents(engine).rewind("ops", 1)
+        again, forked = go_on(engine, LAST), go_on(engine, LAST, agent="copy")
+        talk = [ASK, said(first), LAST]
+        assert again.usage.prompt_tokens == len(prompt_of(engine, *talk))
+        talk = [ASK, said(first), NEXT, said(second), LAST]
+        assert forked.usage.prompt_tokens == len(prompt_of(engine, *talk))
+        kept = agents(engine).turns
+        for name, result in (("ops", again), ("copy", forked)):
+            turn = engine.store.on_disk.latest_turn(name).turn
+            assert turn is not None
+            assert turn.messages[-1] == said(result)
+        assert kept.find("ops", engine.store.on_disk.latest_turn("copy").tokens) is None
+
+
+def test_an_agent_without_its_blocks_is_rendered_from_its_messages(llama, tmp_path):
+    with engine_on(llama, tmp_path) as engine:
+        first = ask(engine, SYSTEM, ASK)
+        for key in agents(engine).show("ops").blocks:
+            engine.store.on_disk.disk.delete(key)
+        second = go_on(engine, NEXT)
+        whole = prompt_of(engine, SYSTEM, ASK, said(first), NEXT)
+        assert second.usage.prompt_tokens == len(whole)
+        assert second.receipt.continued == 0
+        agents(engine).turns.remove("ops")
+        for key in agents(engine).show("ops").blocks:
+            engine.store.on_disk.disk.delete(key)
+        with pytest.raises(BadInput, match=r"'ops' cannot be continued .* evicted"):
+            go_on(engine, LAST)
+
+
+def test_who_cannot_be_continued(llama, tmp_path):
+    with engine_on(llama, tmp_path) as engine:
+        ask(engine, ASK, tenant="alice")
+        agents(engine)
+        with pytest.raises(UnknownAgent, match="no agent 'ops' of this model"):
+            go_on(engine, NEXT, tenant="bob")
+        with pytest.raises(UnknownAgent, match="with these KV options"):
+            go_on(engine, NEXT, tenant="alice", kv=KVOptions(max_kv_size=64))
+        with pytest.raises(UnknownAgent, match="no agent 'other'"):
+            go_on(engine, NEXT, agent="other")
+        for missing in ({"agent": None}, {"messages": None, "prompt": "text"}):
+            request = replace(Request(messages=[NEXT], agent="ops", continues=True), **missing)
+            with pytest.raises(BadInput, match="needs an agent, and messages"):
+                engine.submit(request)
+        assert go_on(engine, NEXT, tenant="alice").receipt.continued
+
+
+def test_an_agent_that_was_only_created_begins_with_its_first_messages(llama, tmp_path):
+    with engine_on(llama, tmp_path) as engine:
+        agents(engine).create("ops", Branch(engine.lane_of().manager.namespace))
+        first = go_on(engine, SYSTEM, ASK)
+        assert first.receipt.continued == 0
+        assert first.usage.prompt_tokens == len(prompt_of(engine, SYSTEM, ASK))
+        assert go_on(engine, NEXT).receipt.continued
+
+
+def test_an_answer_that_was_cancelled_is_continued_as_far_as_it_came(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        answer = engine.submit(Request(messages=[ASK], agent="ops"))
+        events = [next(answer) for _ in range(5)]
+        answer.cancel()
+        with pytest.raises(Cancelled):
+            answer.result()
+        second = go_on(engine, NEXT)
+        heard = "".join(event.text for event in events if isinstance(event, Delta))
+        turn = engine.store.on_disk.latest_turn
+        assert second.receipt.continued
+        agents(engine)
+        assert turn("ops").turn.messages[1]["content"].startswith(heard)
+
+
+def test_messages_are_sealed_with_the_store_and_go_with_the_agent(llama, tmp_path):
+    def files():
+        return list((tmp_path / "store" / "messages").glob("*"))
+
+    with engine_on(
+        llama, tmp_path, environment={"KEEPWARM_ENCRYPTION_KEY": "a long enough secret"}
+    ) as engine:
+        ask(engine, ASK)
+        agents(engine)
+        (file,) = files()
+        assert "ops" not in file.name
+        assert b"quick" not in file.read_bytes()
+        assert go_on(engine, NEXT).receipt.continued
+        engine.forget("ops")
+        assert not files()
+
+
+def test_what_is_not_stored_is_not_kept(llama, tmp_path):
+    with engine_on(llama, tmp_path) as engine:
+        ask(engine, ASK, policy=Policy.EPHEMERAL)
+        ask(engine, ASK, policy=Policy.NO_STORE)
+        engine.settle()
+        assert not list((tmp_path / "store").glob("messages/*"))
+
+
+def test_a_bundle_has_the_messages_with_it(llama, tmp_path):
+    bundle = tmp_path / "ops.bundle"
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    with engine_on(llama, tmp_path / "here") as engine:
+        first = ask(engine, ASK, tools=tools)
+        agents(engine)
+        engine.store.on_disk.export_agent("ops", bundle)
+    with engine_on(llama, tmp_path / "there") as engine:
+        engine.store.on_disk.import_agent(bundle, engine.lane_of().identity, "guest")
+        second = go_on(engine, NEXT, agent="guest")
+        n_known = first.usage.prompt_tokens + first.usage.completion_tokens
+        assert second.receipt.continued >= n_known - 1
+        assert second.receipt.inexact == ("imported",)
+        assert engine.store.on_disk.latest_turn("guest").turn.tools == tools
+        agents(engine).turns.remove("guest")  # as from an older Keepwarm
+        engine.clear()
+        with pytest.raises(BadInput, match="cannot be continued"):
+            go_on(engine, LAST, agent="guest", tools=tools)
+        assert go_on(engine, LAST, agent="guest").receipt.continued
+
+
+def test_many_new_messages_are_rendered_in_the_preparing_process(llama, tmp_path):
+    many = [{"role": "user", "content": "a"}] * (HEAVY_MESSAGES + 1)
+    with engine_on(llama, tmp_path, isolated=True) as engine:
+        first = ask(engine, ASK)
+        second = go_on(engine, *many)
+        whole = prompt_of(engine, ASK, said(first), *many)
+        assert second.usage.prompt_tokens == len(whole)
+        assert second.receipt.continued > first.usage.prompt_tokens

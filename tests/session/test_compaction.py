@@ -1,0 +1,128 @@
+"""A conversation is replaced by its summary, which costs only its own tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import keepwarm
+from keepwarm.errors import BadInput
+from keepwarm.session.compaction import INSTRUCTION, Compaction
+from keepwarm.session.session import Session
+from keepwarm.text.request import Request, Sampling
+from tests.kit.engines import engine_on
+from tests.kit.runs import FedCounter
+from tests.kit.scripted import write_scripted
+
+SYSTEM = "You answer in one sentence, in the words of the question. " * 4
+FEW = Sampling(max_tokens=8)
+
+
+@pytest.fixture(params=["llama", "mamba2"])
+def engine(models, tmp_path, request):
+    with engine_on(models.of(request.param, endless=False), tmp_path) as engine:
+        yield engine
+
+
+def said(result):
+    return {"role": "assistant", "content": result.choices[0].text}
+
+
+def encoded(engine, text):
+    return len(engine.model.tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_a_session_goes_on_from_its_summary(engine):
+    session = Session(engine, id="ops", system=SYSTEM, sampling=FEW)
+    for number in range(4):
+        last = session.respond(f"What is the quick brown fox number {number}?")
+    known = last.usage.prompt_tokens + last.usage.completion_tokens
+    made = session.compact(max_tokens=12)
+    template = 40  # tokens that it writes around a message, at most
+    assert made.receipt.cached_tokens >= known - 1
+    assert made.receipt.recomputed < encoded(engine, INSTRUCTION) + template
+    assert made.n_tokens < made.n_before
+    assert [each["content"] for each in session.messages] == [INSTRUCTION, made.summary]
+    assert session.n_turns == 1
+
+    reply = session.respond("Why?")
+    assert reply.receipt.cached_tokens >= made.n_tokens - 1
+    assert reply.receipt.recomputed < template
+    assert session.n_turns == 2
+
+
+def test_an_agent_goes_on_from_its_summary(engine):
+    session = Session(engine, id="ops", system=SYSTEM, sampling=FEW)
+    session.respond("What is the quick brown fox?")
+    session.respond("And the lazy dog?")
+    engine.settle()
+    work = Compaction.of_agent(engine, Request(agent="ops"), "Sum up.", 12)
+    result = engine.submit(work.request).result()
+    assert result.receipt.continued
+    work.warm(result).result()
+    made = work.finish(result)
+    asked = Request(messages=[{"role": "user", "content": "Why?"}], agent="ops", sampling=FEW)
+    again = engine.submit(replace(asked, continues=True)).result()
+    assert made.n_tokens - again.receipt.continued in (0, 1)
+    assert again.receipt.cached_tokens >= made.n_tokens - 1
+    engine.settle()
+    turn = engine.store.on_disk.latest_turn("ops").turn
+    said = [each["content"] for each in turn.messages]
+    assert said[:4] == [SYSTEM, "Sum up.", made.summary, "Why?"]
+    assert Session(engine, id="ops").system == SYSTEM
+
+
+def test_who_cannot_be_compacted_stays_as_he_is(engine):
+    session = Session(engine, id="ops", sampling=FEW)
+    session.respond("Who?")
+    engine.settle()
+    before = engine.store.on_disk.agents.show("ops")
+    engine.store.on_disk.agents.turns.remove("ops")
+    with pytest.raises(BadInput, match="'ops' cannot be compacted"):
+        Compaction.of_agent(engine, Request(agent="ops"), None, None)
+    work = Compaction(engine, Request(messages=(), agent="ops"), [], "Sum up.", 4)
+    silent = engine.submit(replace(work.request, sampling=Sampling(max_tokens=1))).result()
+    choice = replace(silent.choices[0], text=" ")
+    with pytest.raises(BadInput, match="no summary"):
+        work.warm(replace(silent, choices=(choice,)))
+    assert engine.store.on_disk.agents.show("ops") == before
+
+
+SUMMARY = "The fox is quick and brown; the dog is lazy.\nNext: whom does the fox jump over?"
+
+
+def test_a_client_that_compacts_by_itself_is_told_so(tmp_path):
+    """It asks for a summary, then begins anew with the summary in a message of its own."""
+    path = write_scripted(tmp_path / "model", ["It is quick.", SUMMARY])
+    model = keepwarm.load(str(path))
+    model = replace(model, module=FedCounter(model.module))
+    with engine_on(model, tmp_path / "home") as engine:
+
+        def ask(*messages, agent="ops", tenant=""):
+            request = Request(messages=messages, agent=agent, tenant=tenant, explain=True)
+            return engine.submit(request).result()
+
+        talk = [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": "What is the quick brown fox?"},
+        ]
+        first = ask(*talk)
+        talk += [said(first), {"role": "user", "content": "Sum up."}]
+        second = ask(*talk)
+        assert second.choices[0].text == SUMMARY
+        fresh = [talk[0], {"role": "user", "content": f"So far:\n{SUMMARY}\nGo on."}]
+        other = [talk[0], {"role": "user", "content": "What is the lazy dog?"}]
+        assert ask(*other).receipt.miss.reason == "diverged"  # control
+        ask(*talk)
+        quoted = {"role": "user", "content": f"Eve has:\n{SUMMARY}"}
+        assert ask(talk[0], quoted, agent="eve").receipt.miss.reason == "diverged"
+        ask(*talk, tenant="bob", agent="bob")
+        assert ask(*fresh, tenant="bob").receipt.miss.reason != "compacted"  # another agent's
+        third = ask(*fresh)
+        assert third.receipt.miss.reason == "compacted"
+        fresh += [said(third), {"role": "user", "content": "Why?"}]
+        again = ask(*fresh)
+        known = third.usage.prompt_tokens + third.usage.completion_tokens
+        assert again.receipt.cached_tokens >= known - 1  # the next turn starts warm
+        assert again.receipt.miss.reason == "new"

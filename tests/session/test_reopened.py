@@ -1,0 +1,123 @@
+"""A session with the id of an agent in the store continues its conversation."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+
+from keepwarm import config
+from keepwarm.cache.store import Store
+from keepwarm.engine.engine import Engine
+from keepwarm.errors import BadInput
+from keepwarm.models.load import load
+from keepwarm.session.session import Session
+from keepwarm.text.request import KVOptions, Sampling
+from tests.kit.engines import engine_on
+from tests.kit.scripted import write_scripted
+
+FEW = Sampling(max_tokens=8)
+
+
+@pytest.fixture
+def model(models):
+    return models.of("llama", endless=False)
+
+
+def known(session):
+    """Tokens of the session's conversation so far."""
+    return session.engine.store.on_disk.latest_turn(session.id).tokens
+
+
+def test_after_a_restart(model, tmp_path):
+    """S2-24: its messages are there, and none of its tokens is computed again."""
+    with engine_on(model, tmp_path) as engine:
+        session = Session(engine, id="ops", system="Be brief.", sampling=FEW)
+        session.respond("Who is the fox?")
+        second = session.respond("Why?")
+        before = session.messages
+        assert second.receipt.continued is None
+    with engine_on(model, tmp_path) as engine:
+        session = Session(engine, id="ops", sampling=FEW)
+        assert session.messages == before
+        assert (session.system, session.n_turns) == ("Be brief.", 2)
+        n_known = len(known(session))
+        for question in ("And the dog?", "Where?"):
+            reply = session.respond(question)
+            assert reply.receipt.continued in (n_known, n_known - 1)
+            n_known = reply.usage.prompt_tokens + reply.usage.completion_tokens
+        twin = Session(engine, system="Be brief.", messages=session.messages[:-2], sampling=FEW)
+        assert twin.respond("Where?").text == reply.text
+        assert session.n_turns == 4
+
+
+def test_rewound_forked_or_with_another_system_prompt_it_sends_its_messages(model, tmp_path):
+    with engine_on(model, tmp_path) as engine:
+        Session(engine, id="ops", system="Be brief.", sampling=FEW).respond("Who?")
+        engine.settle()
+        session = Session(engine, id="ops", sampling=FEW)
+        fork = session.fork("copy")
+        assert fork.respond("Why?").receipt.continued
+        assert session.respond("Why?").text == fork.messages[-1]["content"]
+        session.rewind(1)
+        assert session.respond("Why?").receipt.continued is None
+        engine.settle()
+        other = Session(engine, id="copy", system="Be long.", sampling=FEW)
+        assert other.messages == fork.messages
+        assert other.respond("Where?").receipt.continued is None
+        fresh = Session(engine, id="copy", kv=KVOptions(max_kv_size=64), sampling=FEW)
+        assert fresh.messages == []  # its blocks are of another kind
+
+
+def test_a_turn_that_fails_leaves_the_conversation_where_it_was(model, tmp_path):
+    with engine_on(model, tmp_path) as engine:
+        Session(engine, id="ops", sampling=FEW).respond("Who?")
+        engine.settle()
+        session = Session(engine, id="ops", sampling=FEW)
+        n_known = len(known(session))
+        stream = session.stream("Why?")
+        next(stream)
+        stream.close()
+        engine.settle()
+        reply = session.respond("Where?")
+        assert reply.receipt.continued in (n_known, n_known - 1)
+        assert [each["content"] for each in session.messages[::2]] == ["Who?", "Where?"]
+
+
+def test_an_agent_whose_messages_were_not_kept(model, tmp_path):
+    """As of an older Keepwarm: it goes on by its tokens, and cannot be rewound here."""
+    with engine_on(model, tmp_path) as engine:
+        Session(engine, id="ops", sampling=FEW).respond("Who?")
+        engine.settle()
+        engine.store.on_disk.agents.turns.remove("ops")
+        session = Session(engine, id="ops", sampling=FEW)
+        assert session.messages == []
+        n_known = len(known(session))
+        assert session.prewarm() is not None
+        assert session.respond("Why?").receipt.continued in (n_known, n_known - 1)
+        assert session.respond("Where?").receipt.continued > n_known
+        with pytest.raises(BadInput, match="not kept"):
+            session.rewind(0)
+
+
+def test_a_template_that_counts_answers_gets_the_kept_messages(scripted_engines):
+    """Two processes: the second answers as the conversation's third turn."""
+    with scripted_engines() as engine:
+        session = Session(engine, id="ops")
+        assert [session.respond("Hi").text for _ in range(2)] == ["one", "two"]
+    with scripted_engines() as engine:
+        assert Session(engine, id="ops").respond("Hi").text == "three"
+
+
+@pytest.fixture
+def scripted_engines(tmp_path):
+    path = write_scripted(tmp_path / "model", ["one", "two", "three"])
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path)}, model=str(path))
+
+    @contextmanager
+    def start():
+        model = load(settings.model, settings)
+        with Store(settings=settings) as store, Engine(model, store, settings=settings) as engine:
+            yield engine
+
+    return start
