@@ -155,5 +155,7 @@ def test_a_gpu_with_memory_of_its_own_makes_two():
     held = mx.zeros((MIB,))
     mx.eval(held)
     assert arrays.free_bytes() == 80 * GIB - mx.get_active_memory()
+    some_on_host = memories(gpu_bytes=80 * GIB, on_host=lambda: 3 * MIB).arrays
+    assert some_on_host.free_bytes() == arrays.free_bytes() + 3 * MIB
     assert 0 < blocks.free_bytes() < host_memory().total_bytes
     assert blocks.release_unused() == 0

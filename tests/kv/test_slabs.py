@@ -1,6 +1,7 @@
 """Slabs: host memory that a CUDA device shares. Here the device is the CPU."""
 
 import gc
+import sys
 import time
 
 import mlx.core as mx
@@ -63,6 +64,36 @@ def test_slabs_are_prepared_ahead_and_again(pool):
     taken = [pool.take(N_BYTES) for _ in range(5)]
     wait_until(lambda: pool.free_bytes >= wanted)
     assert len(taken) == 5
+
+
+def test_more_are_prepared_while_none_are_taken(pool, monkeypatch):
+    """As many as the blocks may take, and no more after memory was short."""
+    monkeypatch.setattr(slabs, "QUIET_S", 0.05)
+    size = slabs._rounded(N_BYTES)
+    pool.allow((slabs.MAX_READY + 10) * size)
+    pool.expect([N_BYTES])
+    wait_until(lambda: pool.free_bytes == (slabs.MAX_READY + 10) * size)
+    taken = [pool.take(N_BYTES) for _ in range(20)]
+    wait_until(lambda: pool.free_bytes == slabs.MAX_READY * size)  # 52 of the 42 allowed
+    assert pool.n_bytes == (slabs.MAX_READY + 20) * size
+    taken.clear()
+    gc.collect()
+    assert pool.free_bytes == (slabs.MAX_READY + 20) * size
+    pool.trim(sys.maxsize)
+    wait_until(lambda: pool.free_bytes == pool.n_bytes == slabs.MAX_READY * size)
+    time.sleep(3 * slabs.QUIET_S)
+    assert pool.free_bytes == slabs.MAX_READY * size
+
+
+def test_only_a_few_are_prepared_beside_the_taking(pool, monkeypatch):
+    monkeypatch.setattr(slabs, "QUIET_S", 1000.0)
+    size = slabs._rounded(N_BYTES)
+    pool.allow(1 << 40)
+    pool.expect([N_BYTES])
+    wait_until(lambda: pool.free_bytes == slabs.MAX_READY * size)
+    taken = [pool.take(N_BYTES) for _ in range(5)]
+    wait_until(lambda: pool.free_bytes == slabs.MAX_READY * size)
+    assert pool.n_bytes == (slabs.MAX_READY + len(taken)) * size
 
 
 def wait_until(holds) -> None:

@@ -1,6 +1,7 @@
 """Rows that reach a device through slabs arrive as they were. Here the device is the CPU."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -8,14 +9,16 @@ import pytest
 
 from keepwarm import kv
 from keepwarm.cache.restore.records import block_of, records_of
-from keepwarm.errors import BadRecord
+from keepwarm.errors import BadRecord, CacheMismatch, CorruptBlock
+from keepwarm.kv import slices
 from keepwarm.kv.buffers import FileArray, HostArray
 from keepwarm.kv.layout import TensorSpec
-from keepwarm.kv.slabs import aligned
+from keepwarm.kv.slabs import SlabArray, aligned
 from keepwarm.kv.slices import cut_blocks, offload_blocks
 from keepwarm.kv.staging import PIECE_BYTES, DeviceRows, Staging
 from keepwarm.prefix.blocks import Namespace, chain
-from keepwarm.store.record import Part
+from keepwarm.store.memory import MemoryTier
+from keepwarm.store.record import Part, ReadBuffer, encode_record
 from tests.kit.models import ARCHITECTURES
 from tests.kit.runs import prefill, prompt_of
 
@@ -153,6 +156,49 @@ def test_every_kind_of_cache_is_put_together_the_same(architecture, n_tokens, ti
         for a, b in zip(wanted, found, strict=True):
             for left, right in zip(kv.encode(a).arrays(), kv.encode(b).arrays(), strict=True):
                 assert mx.array_equal(left, right)
+
+
+def test_whole_blocks_come_back_without_work_for_each_tensor(tiny_model, pool, monkeypatch):
+    """Neither keeping nor restoring them makes an object for a tensor; reading their bytes does."""
+    model, tokens = tiny_model("llama"), prompt_of(1024)
+    caches = prefill(model, kv.make_caches(model), tokens, 128)
+    made = []
+
+    def counted(*arguments):
+        made.append(SlabArray(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(slices, "SlabArray", counted)
+    memory = MemoryTier(1 << 30)
+    records = records_from(tokens, offload_blocks(pool, caches, 1024, range(4), with_state=False))
+    assembly = kv.Assembly(kv.layout_of(caches), 1024, pool)
+    for record in records:
+        assert memory.put(record).stored
+        use = lambda view: assembly.add(block_of(view))  # noqa: E731
+        assert memory.visit(record.header.key, Part.DELTA, use, ReadBuffer())
+    for wanted, found in zip(caches, assembly.finish(), strict=True):
+        assert mx.array_equal(wanted.keys[..., :1024, :], found.keys[..., :1024, :])
+    assert not made
+    encode_record(records[0])
+    assert len(made) == len(records[0].tensors)
+    memory.close()
+
+
+@pytest.mark.parametrize("wrong", ["a tensor less", "another shape", "another dtype"])
+def test_a_block_in_a_slab_is_checked(wrong, tiny_model, pool):
+    model, tokens = tiny_model("llama"), prompt_of(512)
+    caches = prefill(model, kv.make_caches(model), tokens, 128)
+    layout = kv.layout_of(caches)
+    if wrong == "a tensor less":
+        (block, *_) = offload_blocks(pool, caches[:1], 512, range(2), with_state=False)
+    else:
+        (block, *_) = offload_blocks(pool, caches, 512, range(2), with_state=False)
+        changed = {"shape": (1, 3, None, 16)} if "shape" in wrong else {"dtype": mx.float16}
+        keys = replace(layout.layers[-1].tensors["keys"], **changed)
+        last = replace(layout.layers[-1], tensors={**layout.layers[-1].tensors, "keys": keys})
+        layout = replace(layout, layers=(*layout.layers[:-1], last))
+    with pytest.raises((CorruptBlock, CacheMismatch)):
+        kv.Assembly(layout, 512, pool).add(block)
 
 
 def records_from(tokens, blocks):

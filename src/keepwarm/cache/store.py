@@ -93,6 +93,7 @@ class Store:
             lookups += [("memory", writer.queued), ("disk", disk)]
         self._lookups = Tiers(lookups)
         self._reader = Reader(self._lookups, SlabPool.if_cuda())
+        self._resize(_memory_bytes(budgets))
 
     def _open_disk(self, budgets: Budgets) -> DiskStore:
         limits = DiskLimits(budgets.disk_bytes, budgets.min_free_disk_bytes)
@@ -202,7 +203,17 @@ class Store:
     def allow_memory(self, n_bytes: int) -> None:
         """Set the memory budget, unless the caller or the settings have fixed one."""
         if not self._is_memory_fixed:
-            self.memory.resize(n_bytes)
+            self._resize(n_bytes)
+
+    def _resize(self, n_bytes: int) -> None:
+        self.memory.resize(n_bytes)
+        if self._reader.slabs is not None:
+            self._reader.slabs.allow(n_bytes)
+
+    @property
+    def slab_bytes(self) -> int:
+        """MLX's arrays in host memory, on CUDA."""
+        return 0 if self._reader.slabs is None else self._reader.slabs.n_bytes
 
     def release(self, n_bytes: int) -> int:
         """Free about this many bytes of memory, least valuable blocks first; the bytes freed."""

@@ -102,13 +102,18 @@ class Memories(NamedTuple):
     blocks: Memory
 
 
-def memories(gpu_bytes: int | None = None) -> Memories:
-    """Those of this machine; `gpu_bytes` overrides the size of the GPU's own memory."""
+def memories(gpu_bytes: int | None = None, on_host: Callable[[], int] = int) -> Memories:
+    """Those of this machine; `gpu_bytes` overrides the size of the GPU's own memory, and `on_host`
+    says how many bytes of MLX's arrays are not there."""
     total, gpu_bytes = host_memory().total_bytes, gpu_bytes or gpu_memory()
     if gpu_bytes is None:
         shared = Memory(total, _free_shared_bytes, free_buffers)
         return Memories(shared, shared)
-    gpu = Memory(gpu_bytes, lambda: gpu_bytes - mx.get_active_memory(), free_buffers)
+
+    def free_bytes() -> int:
+        return gpu_bytes - mx.get_active_memory() + on_host()
+
+    gpu = Memory(gpu_bytes, free_bytes, free_buffers)
     return Memories(gpu, Memory(total, lambda: host_memory().available_bytes, _trim_host))
 
 

@@ -101,7 +101,8 @@ class Engine:
         )
         self._scopes = scopes or scopes_of_process()
         self._joined = self._scopes.join(memory)  # last: nothing after it fails
-        guards = make_guards(memories(), self.live.release, self.store.release)
+        here = memories(on_host=lambda: self.store.slab_bytes)
+        guards = make_guards(here, self.live.release, self.store.release)
         self._watcher = Watcher(guards, became_idle=self._scopes.became_idle).start()
         self._commands: deque[Command] = deque()
         self._is_running_command = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -15,9 +15,10 @@ from keepwarm.kv.buffers import HostArray, WritableArray, host_view, uninitializ
 from keepwarm.kv.codec import LAYER_ARRAYS, EncodedCache, decode
 from keepwarm.kv.kinds import Cache, Caches, Kind
 from keepwarm.kv.layout import ROWS, LayerSpec, Layout, TensorSpec
+from keepwarm.kv.offload import SlabPlan
 from keepwarm.kv.slabs import SlabPool, aligned
-from keepwarm.kv.slices import Block, Rows, tensor_name
-from keepwarm.kv.staging import DeviceRows, Staging
+from keepwarm.kv.slices import Block, Rows, SlabRows, tensor_name
+from keepwarm.kv.staging import Destination, DeviceRows, Staging
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 
@@ -114,6 +115,17 @@ class _LayerAssembly:
         if end == min(block.start + BLOCK_TOKENS, self.n_tokens):
             self.filled_blocks.add(block.index)
 
+    def destinations(self, plan: SlabPlan, block: Block) -> Iterator[Destination]:
+        """Where the rows of a whole block go that is in a slab; checks it like any other."""
+        for name, spec in self.leaf.tensors.items():
+            place = plan.places.get((self.leaf.path, name))
+            if place is None:
+                raise self._lacks(block, name)
+            spec.check(place, block.n_tokens, self._where(block))
+            target = self.buffers[name]
+            assert isinstance(target, DeviceRows)
+            yield Destination(target, 0, place)
+
     def _add_state(self, block: Block) -> None:
         if block.end != self.n_tokens or not block.state:
             return
@@ -136,8 +148,12 @@ class _LayerAssembly:
     def _tensor(self, block: Block, tensors: Mapping[str, Rows], name: str) -> Rows:
         full_name = self._name(block, name)
         if full_name not in tensors:
-            raise CorruptBlock(self.leaf.path, block.index, f"{full_name} is missing")
+            raise self._lacks(block, name)
         return tensors[full_name]
+
+    def _lacks(self, block: Block, name: str) -> CorruptBlock:
+        why = f"{self._name(block, name)} is missing"
+        return CorruptBlock(self.leaf.path, block.index, why)
 
     def _name(self, block: Block, name: str) -> str:
         return tensor_name(self.leaf.path, block.index, name)
@@ -178,6 +194,8 @@ class Assembly:
 
     def __init__(self, layout: Layout, n_tokens: int, pool: SlabPool | None = None) -> None:
         self._layout = layout
+        self._n_tokens = n_tokens
+        self._destinations: dict[SlabPlan, list[Destination]] = {}
         self._staging = staging = (
             None if pool is None else Staging(pool, max(slab_sizes(layout), default=1))
         )
@@ -190,19 +208,46 @@ class Assembly:
         buffers = allocate_rows([rows for *_, rows in allocations], staging)
         for (leaf, name, _), buffer in zip(allocations, buffers, strict=True):
             leaf.buffers[name] = buffer
+        self._deltas = [leaf for leaf in self._leaves.values() if leaf.leaf.kind is Kind.DELTA]
 
     def add(self, block: Block) -> None:
+        if self._staging is None:
+            self._add_rows(block)
+        elif isinstance(block.delta, SlabRows) and self._is_all_needed(block):
+            self._add_slab(block, block.delta, self._staging)
+        else:
+            self._stage(block, self._staging)
+
+    def _add_rows(self, block: Block) -> None:
+        for leaf in self._leaves.values():
+            leaf.add(block)
+
+    def _stage(self, block: Block, staging: Staging) -> None:
         try:
-            if self._staging is not None:
-                self._staging.open(block.host_bytes)
-            for leaf in self._leaves.values():
-                leaf.add(block)
+            staging.open(block.host_bytes)
+            self._add_rows(block)
         except BaseException:
-            if self._staging is not None:
-                self._staging.discard()
+            staging.discard()
             raise
-        if self._staging is not None:
-            self._staging.publish()
+        staging.publish()
+
+    def _is_all_needed(self, block: Block) -> bool:
+        """Whether delta rows are all that it has, and all of them go to their place."""
+        is_new = not any(block.index in leaf.filled_blocks for leaf in self._deltas)
+        is_delta = bool(self._deltas) and not (block.window or block.state)
+        return is_delta and is_new and block.end <= self._n_tokens
+
+    def _add_slab(self, block: Block, rows: SlabRows, staging: Staging) -> None:
+        """The work for each tensor is done once for all blocks with the same places."""
+        if rows.plan not in self._destinations:
+            self._destinations[rows.plan] = [
+                one for leaf in self._deltas for one in leaf.destinations(rows.plan, block)
+            ]
+        destinations = self._destinations[rows.plan]
+        staging.add_block(rows.slab, block.start, block.n_tokens, destinations)
+        if block.end == min(block.start + BLOCK_TOKENS, self._n_tokens):
+            for leaf in self._deltas:
+                leaf.filled_blocks.add(block.index)
 
     def advance(self, is_complete: bool) -> bool:
         """Have the device copy a piece of what was added; whether nothing is left to copy.

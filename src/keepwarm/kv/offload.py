@@ -17,15 +17,38 @@ import mlx.core as mx
 
 from keepwarm.kv.buffers import Shape
 from keepwarm.kv.layout import ROWS
-from keepwarm.kv.slabs import SlabArray, SlabPool, aligned
+from keepwarm.kv.slabs import Slab, SlabPool, aligned
 
 TensorPath: TypeAlias = tuple[str, str]  # path of the layer, name of the tensor
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
+    """Where a tensor is in a slab."""
+
     start: int
     shape: Shape
     dtype: mx.Dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.size
+
+    @property
+    def end(self) -> int:
+        return self.start + self.n_bytes
+
+
+class SlabPlan:
+    """Where the tensors of a block are in its slab; many blocks share one plan."""
+
+    def __init__(self, places: Mapping[TensorPath, Place]) -> None:
+        self.places = places
+        self.n_bytes = sum(place.n_bytes for place in places.values())
+        self.slab_bytes = aligned(max((place.end for place in places.values()), default=0))
 
 
 class _Group(NamedTuple):
@@ -39,28 +62,25 @@ class Gathered(NamedTuple):
     """The tensors of consecutive blocks in one array for each dtype."""
 
     n_blocks: int
-    places: Mapping[TensorPath, _Place]
+    plan: SlabPlan
     groups: Sequence[_Group]
-    n_bytes: int  # of a block
 
     def arrays(self) -> list[mx.array]:
         return [group.bytes for group in self.groups]
 
-    def copy_to(self, pool: SlabPool) -> list[dict[TensorPath, SlabArray]]:
-        """Begin to copy every block into a slab; its tensors there."""
-        slabs = [pool.take(self.n_bytes) for _ in range(self.n_blocks)]
+    def copy_to(self, pool: SlabPool) -> list[Slab]:
+        """Begin to copy every block into a slab of its own."""
+        slabs = [pool.take(self.plan.slab_bytes) for _ in range(self.n_blocks)]
         for number, slab in enumerate(slabs):
             for start, rows in self.groups:
                 slab.array[start : start + rows.shape[1]] = rows[number]
         mx.async_eval([slab.array for slab in slabs])
-        return [
-            {name: SlabArray(slab, *place) for name, place in self.places.items()} for slab in slabs
-        ]
+        return slabs
 
 
 def gather(tensors: Mapping[TensorPath, mx.array], n_blocks: int = 1) -> Gathered:
     """Rows are divided among the blocks; a single block may have tensors of any shape."""
-    places: dict[TensorPath, _Place] = {}
+    places: dict[TensorPath, Place] = {}
     groups: list[_Group] = []
     at = 0
     for dtype, names in _by_dtype(tensors).items():
@@ -68,10 +88,10 @@ def gather(tensors: Mapping[TensorPath, mx.array], n_blocks: int = 1) -> Gathere
         groups.append(_Group(at, flat.view(mx.uint8)))
         for name in names:
             shape = _shape_in_block(tensors[name].shape, n_blocks)
-            places[name] = _Place(at, shape, dtype)
-            at += math.prod(shape) * dtype.size
+            places[name] = Place(at, shape, dtype)
+            at = places[name].end
         at = aligned(at)
-    return Gathered(n_blocks, {name: places[name] for name in tensors}, groups, at)
+    return Gathered(n_blocks, SlabPlan({name: places[name] for name in tensors}), groups)
 
 
 def _by_dtype(tensors: Mapping[TensorPath, mx.array]) -> Mapping[mx.Dtype, Sequence[TensorPath]]:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import weakref
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, TypeAlias
@@ -29,9 +30,11 @@ Memory: TypeAlias = np.ndarray[Any, Any]
 
 ALIGNMENT = 256
 MIN_STEP = 1 << 14  # between sizes of slabs
-READY_BYTES = 1 << 30  # prepared ahead, in at most so many slabs:
+READY_BYTES = 1 << 30  # prepared at once, in at most so many slabs of a size:
 MAX_READY = 32
-MAX_FREE_BYTES = 2 * READY_BYTES
+AHEAD_BYTES = 8 << 30  # prepared when none was taken for a while: preparing slows the device's work
+MAX_AHEAD = 256
+QUIET_S = 1.0
 PREPARING_THREADS = 2  # one alone prepares fewer than a fast GPU fills
 STAYS_WITH_HOST = 3  # CU_MEM_ADVISE_SET_PREFERRED_LOCATION
 MAPPED_BY_DEVICE = 5  # CU_MEM_ADVISE_SET_ACCESSED_BY
@@ -77,6 +80,11 @@ class SlabArray(HostArray):
         self.slab, self.start = slab, start
 
     @property
+    def data(self) -> memoryview:
+        """Its bytes; waits until the device has written them."""
+        return self.slab.memory.data[self.start : self.start + self.n_bytes]
+
+    @property
     def words(self) -> Memory:
         memory: Memory = self.slab.memory[self.start : self.start + self.n_bytes]
         words: Memory = memory.view(word_of(self.dtype)).reshape(self.shape)
@@ -85,12 +93,17 @@ class SlabArray(HostArray):
 
 class SlabPool:
     """All slabs of a store. Any thread may take and give back. New ones are prepared ahead, because
-    the first use of a page takes longer than a copy into it."""
+    the first use of a page takes longer than a copy into it: as many as blocks in memory will take,
+    up to AHEAD_BYTES. Once the blocks take all of their budget, evicted ones give theirs back."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._free: dict[int, deque[mx.array]] = defaultdict(deque)  # by size
+        self.n_bytes = 0  # of all slabs
+        self._budget = 0  # of the blocks in memory
         self._expected: list[int] = []  # the sizes that are prepared
+        self._coming: Counter[int] = Counter()  # those being prepared
+        self._last_taken = time.monotonic()
         self._is_closed = False
         self._threads = [
             threading.Thread(target=self._prepare, name="keepwarm-slabs", daemon=True)
@@ -111,13 +124,21 @@ class SlabPool:
             self._expected = [_rounded(n_bytes) for n_bytes in sizes]
             self._changed.notify_all()
 
+    def allow(self, budget: int) -> None:
+        """Prepare no more than blocks of so many bytes take, but for READY_BYTES."""
+        with self._changed:
+            self._budget = budget
+            self._changed.notify_all()
+
     def take(self, n_bytes: int) -> Slab:
         """A slab of at least this size, with arbitrary content."""
         size = _rounded(n_bytes)
         with self._changed:
             # The one returned last may still have a reference, which ends any moment.
             array = self._free[size].popleft() if self._free[size] else None
-            self._changed.notify_all()
+            self._last_taken = time.monotonic()
+            if self._lacking(is_quiet=True) is not None:
+                self._changed.notify_all()
         return Slab(self, self._make(size) if array is None else array)
 
     def give_back(self, array: mx.array) -> None:
@@ -125,13 +146,19 @@ class SlabPool:
             self._free[array.nbytes].append(array)
 
     def trim(self, n_bytes: int) -> None:
-        """Free this many bytes of unused slabs."""
+        """Free this many bytes of unused slabs: memory is short, so none are prepared ahead now."""
+        self.allow(0)
+        self._drop(n_bytes)
+
+    def _drop(self, n_bytes: int) -> None:
         with self._changed:
             dropped = []
-            for size, arrays in list(self._free.items()):
+            for size in sorted(self._free, key=self._expected.__contains__):
+                arrays = self._free[size]
                 n_dropped = min(len(arrays), -(-max(0, n_bytes) // size))
                 dropped += [arrays.pop() for _ in range(n_dropped)]
                 n_bytes -= n_dropped * size
+            self.n_bytes -= sum(array.nbytes for array in dropped)
         if dropped:
             dropped.clear()
             mx.clear_cache()  # or MLX would compute in them, over the bus
@@ -149,28 +176,47 @@ class SlabPool:
             thread.join()
 
     def _make(self, size: int) -> mx.array:
-        self.trim(self.free_bytes - MAX_FREE_BYTES)
+        self._drop(self.free_bytes - 2 * READY_BYTES - min(AHEAD_BYTES, self._budget))
+        with self._changed:
+            self.n_bytes += size
         return _make(size)
 
     def _prepare(self) -> None:
         while (size := self._next_size()) is not None:
-            self.give_back(_make(size))
+            array = _make(size)
+            with self._changed:
+                self._coming[size] -= 1
+                self.give_back(array)
 
     def _next_size(self) -> int | None:
+        """Of the slab to be prepared next, which is counted; None at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._short())
-            return None if self._is_closed else self._short()[0]
+            while not self._is_closed:
+                quiet_in_s = self._last_taken + QUIET_S - time.monotonic()
+                if (size := self._lacking(is_quiet=quiet_in_s <= 0)) is not None:
+                    self.n_bytes += size
+                    self._coming[size] += 1
+                    return size
+                is_short = self._lacking(is_quiet=True) is not None
+                self._changed.wait(max(0.01, quiet_in_s) if is_short else None)
+            return None
 
-    def _short(self) -> list[int]:
-        """Sizes of which too few are ready."""
-        wanted = {n: min(MAX_READY, max(2, READY_BYTES // n)) for n in self._expected}
-        return [size for size, n_ready in wanted.items() if len(self._free[size]) < n_ready]
+    def _lacking(self, is_quiet: bool) -> int | None:
+        """A size of which too few are ready."""
+        for size in self._expected:
+            n_free = len(self._free[size]) + self._coming[size]
+            if n_free < min(MAX_READY, max(2, READY_BYTES // size)):
+                return size
+            is_allowed = is_quiet and self.n_bytes + size <= self._budget
+            if is_allowed and n_free < min(MAX_AHEAD, AHEAD_BYTES // size):
+                return size
+        return None
 
 
 def _rounded(n_bytes: int) -> int:
-    """Up to an eighth more, so that there are few sizes; at least one byte more, because MLX takes
-    an update of a whole array as a new array."""
-    step = max(MIN_STEP, 1 << (n_bytes.bit_length() - 4)) if n_bytes > MIN_STEP else MIN_STEP
+    """A little more, so that there are few sizes; at least one byte more, because MLX takes an
+    update of a whole array as a new array."""
+    step = max(MIN_STEP, 1 << (n_bytes.bit_length() - 6)) if n_bytes > MIN_STEP else MIN_STEP
     return (n_bytes // step + 1) * step
 
 

@@ -25,8 +25,8 @@ from keepwarm.kv.kinds import (
     token_count,
 )
 from keepwarm.kv.layout import ROWS, LayerSpec, Layout
-from keepwarm.kv.offload import TensorPath, gather
-from keepwarm.kv.slabs import SlabPool, aligned
+from keepwarm.kv.offload import SlabPlan, TensorPath, gather
+from keepwarm.kv.slabs import Slab, SlabArray, SlabPool, aligned
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 Rows: TypeAlias = mx.array | HostArray
@@ -44,6 +44,34 @@ def _suffix(tensor: str) -> str:
     stem, _, rest = tensor.partition("_")
     suffix = SUFFIXES.get(stem) or f"S{stem.removeprefix('state')}"
     return f"{suffix}_{rest}" if rest else suffix
+
+
+class SlabRows(Mapping[str, SlabArray]):
+    """The tensors of one kind of a block, in one slab, by name.
+
+    They are made when first asked for: a block has hundreds, and most are kept, evicted or restored
+    as a whole.
+    """
+
+    def __init__(self, slab: Slab, plan: SlabPlan, number: int) -> None:
+        self.slab, self.plan = slab, plan
+        self._number = number
+
+    @functools.cached_property
+    def _arrays(self) -> dict[str, SlabArray]:
+        return {
+            tensor_name(path, self._number, name): SlabArray(self.slab, *place)
+            for (path, name), place in self.plan.places.items()
+        }
+
+    def __getitem__(self, name: str) -> SlabArray:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self.plan.places)
 
 
 @dataclass(frozen=True)
@@ -142,10 +170,8 @@ def offload_blocks(
     mx.eval([array for some in gathered for array in some.arrays()])
     parts: dict[tuple[Kind, int], Mapping[str, Rows]] = {}
     for cut, some in zip(cuts, gathered, strict=True):
-        for number, tensors in zip(cut.numbers, some.copy_to(pool), strict=True):
-            parts[cut.kind, number] = {
-                tensor_name(path, number, name): rows for (path, name), rows in tensors.items()
-            }
+        for number, slab in zip(cut.numbers, some.copy_to(pool), strict=True):
+            parts[cut.kind, number] = SlabRows(slab, some.plan, number)
     for number in numbers:
         start, end = _bounds(number, n_tokens)
         delta, window, state = (

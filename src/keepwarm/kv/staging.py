@@ -7,6 +7,7 @@ many blocks follow one another.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,9 +18,11 @@ import mlx.core as mx
 
 from keepwarm.kv.buffers import HostArray, word_of
 from keepwarm.kv.layout import ROWS, TensorSpec
+from keepwarm.kv.offload import Place
 from keepwarm.kv.slabs import Slab, SlabArray, SlabPool, aligned
 
 PIECE_BYTES = 256 << 20  # copied at once: about 6 ms over a bus of 50 GB/s
+WORD = mx.uint64  # a device reads host memory fastest in wide words
 
 
 class DeviceRows:
@@ -37,29 +40,36 @@ class DeviceRows:
             self.array[..., at : at + rows.shape[ROWS], :] = rows
 
 
-class _Copy(NamedTuple):
+class Destination(NamedTuple):
+    """A tensor in a slab and the rows that it is copied to: those from `row` on, or as many more as
+    the copy says."""
+
     target: DeviceRows
+    row: int
+    place: Place
+
+
+class _Copy(NamedTuple):
+    """Rows in one slab, of any number of tensors."""
+
+    slab: Slab
     at: int
-    rows: SlabArray
+    n_rows: int  # of every tensor; 0 if they differ
+    tensors: Sequence[Destination]
 
     def precedes(self, other: _Copy) -> bool:
-        """Whether the other one has the next rows, in the same place of another slab."""
-        ours, theirs = self.rows, other.rows
-        return (
-            other.at == self.at + ours.shape[ROWS]
-            and theirs.start == ours.start
-            and theirs.shape == ours.shape
-            and theirs.slab.array.nbytes == ours.slab.array.nbytes
-        )
+        """Whether the other one has the next rows, in the same places of another slab."""
+        is_next = self.n_rows and other.at == self.at + self.n_rows
+        return bool(is_next) and self.tensors == other.tensors
 
 
 class _Open(threading.local):
-    """What one thread has written since it last published: its slab, and the copies out of it."""
+    """What one thread has written since it last published: its slab, and the tensors added."""
 
     def __init__(self) -> None:
         self.slab: Slab | None = None
         self.n_bytes = self.used = 0
-        self.copies: list[_Copy] = []
+        self.added: dict[Slab, list[Destination]] = defaultdict(list)
 
 
 class Staging:
@@ -83,15 +93,20 @@ class Staging:
 
     def add(self, target: DeviceRows, at: int, rows: HostArray) -> None:
         staged = rows if isinstance(rows, SlabArray) else self._staged(rows)
-        self._open.copies.append(_Copy(target, at, staged))
+        place = Place(staged.start, staged.shape, staged.dtype)
+        self._open.added[staged.slab].append(Destination(target, at, place))
 
     def publish(self) -> None:
         """Pass on what this thread has added: all of it is verified."""
-        self._ready.append(self._open.copies)
+        self._ready.append([_relative(slab, own) for slab, own in self._open.added.items()])
         self.discard()
 
     def discard(self) -> None:
-        self._open.slab, self._open.copies = None, []
+        self._open.slab, self._open.added = None, defaultdict(list)
+
+    def add_block(self, slab: Slab, at: int, n_rows: int, tensors: Sequence[Destination]) -> None:
+        """A whole record that is in a slab, with so many rows of every tensor."""
+        self._ready.append([_Copy(slab, at, n_rows, tensors)])
 
     def copy(self, is_complete: bool) -> None:
         """Have the device copy a piece, on the thread that owns MLX; wait for the one before it.
@@ -102,15 +117,12 @@ class Staging:
             return
         n_records = min(len(self._ready), self._piece_records)
         copies = [copy for _ in range(n_records) for copy in self._ready.popleft()]
-        stacked: dict[tuple[int, ...], mx.array] = {}
-        for run in _runs(copies):
-            key = tuple(id(copy.rows.slab) for copy in run)
-            if key not in stacked:
-                stacked[key] = mx.stack([copy.rows.slab.array for copy in run])
-            _assign(run, stacked[key])
-        mx.async_eval([*stacked.values(), *(copy.target.array for copy in copies)])
-        mx.eval(self._copying)  # its slabs may be written again
-        self._copying, self._held = [*stacked.values()], [copy.rows.slab for copy in copies]
+        runs = [(run, _stacked(run)) for run in _runs(copies)]
+        targets = [array for run, slabs in runs for array in _assign(run, slabs)]
+        mx.async_eval([*(slabs for _, slabs in runs), *targets])
+        mx.eval(self._copying)  # with all that was enqueued then: its slabs may be written again
+        self._copying = [slabs for _, slabs in runs]
+        self._held = [copy.slab for copy in copies]
 
     def _staged(self, rows: HostArray) -> SlabArray:
         own = self._open
@@ -123,28 +135,40 @@ class Staging:
         return SlabArray(own.slab, start, rows.shape, rows.dtype)
 
 
+def _relative(slab: Slab, tensors: Sequence[Destination]) -> _Copy:
+    """Equal places in equal records have equal destinations, but for the row of the copy."""
+    at, n_rows = tensors[0].row, {tensor.place.shape[ROWS] for tensor in tensors}
+    relative = [tensor._replace(row=tensor.row - at) for tensor in tensors]
+    return _Copy(slab, at, n_rows.pop() if len(n_rows) == 1 else 0, relative)
+
+
 def _runs(copies: Iterable[_Copy]) -> Iterator[Sequence[_Copy]]:
-    """Copies into consecutive rows of one target, out of equal places in several slabs."""
-    by_target: dict[int, list[_Copy]] = defaultdict(list)
-    for copy in copies:
-        by_target[id(copy.target)].append(copy)
-    for own in by_target.values():
-        own.sort(key=lambda copy: copy.at)
-        run = own[:1]
-        for before, copy in pairwise(own):
-            if not before.precedes(copy):
-                yield run
-                run = []
-            run.append(copy)
+    """Copies into consecutive rows of the same targets, out of equal places in several slabs."""
+    ordered = sorted(copies, key=lambda copy: (id(copy.tensors[0].target), copy.at))
+    run = ordered[:1]
+    for before, copy in pairwise(ordered):
+        if not before.precedes(copy):
+            yield run
+            run = []
+        run.append(copy)
+    if run:
         yield run
 
 
-def _assign(run: Sequence[_Copy], slabs: mx.array) -> None:
-    """Copy one tensor of some blocks; `slabs` has a row of bytes for each block."""
-    (target, at, first), n = run[0], len(run)
-    start, n_items = first.start // first.dtype.size, first.n_bytes // first.dtype.size
-    rows = slabs.view(first.dtype)[:, start : start + n_items].reshape(n, *first.shape)
-    joined = mx.moveaxis(rows, 0, ROWS)  # behind the axes before the rows
-    n_rows = n * first.shape[ROWS]
-    joined = joined.reshape(*first.shape[:ROWS], n_rows, *first.shape[ROWS + 1 :])
-    target.array[..., at : at + n_rows, :] = joined
+def _stacked(run: Sequence[_Copy]) -> mx.array:
+    """The used bytes of these slabs, a row for each."""
+    n_bytes = aligned(max(tensor.place.end for tensor in run[0].tensors))
+    return mx.stack([copy.slab.array[:n_bytes].view(WORD) for copy in run])
+
+
+def _assign(run: Sequence[_Copy], slabs: mx.array) -> Iterator[mx.array]:
+    """Copy every tensor of some blocks to its target; `slabs` has a row for each block."""
+    n, views = len(run), {t.place.dtype: slabs.view(t.place.dtype) for t in run[0].tensors}
+    for target, row, (start, shape, dtype) in run[0].tensors:
+        at, n_rows = run[0].at + row, n * shape[ROWS]
+        first, n_items = start // dtype.size, math.prod(shape)
+        rows = views[dtype][:, first : first + n_items].reshape(n, *shape)
+        joined = mx.moveaxis(rows, 0, ROWS)  # behind the axes before the rows
+        joined = joined.reshape(*shape[:ROWS], n_rows, *shape[ROWS + 1 :])
+        target.array[..., at : at + n_rows, :] = joined
+        yield target.array

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from base64 import b64decode, b64encode
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from json.encoder import encode_basestring_ascii as quoted
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import xxhash
 
@@ -29,6 +31,33 @@ class HasBytes(Protocol):
     def data(self) -> memoryview: ...
     @property
     def n_bytes(self) -> int: ...
+
+
+class LazyTensors(Sequence[HasBytes], ABC):
+    """Tensors that are made when first asked for; their bytes are counted before."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self.n_bytes = n_bytes
+
+    @abstractmethod
+    def make(self) -> tuple[HasBytes, ...]: ...
+
+    @cached_property
+    def _made(self) -> tuple[HasBytes, ...]:
+        return self.make()
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __iter__(self) -> Iterator[HasBytes]:
+        return iter(self._made)
+
+    @overload
+    def __getitem__(self, index: int) -> HasBytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[HasBytes]: ...
+    def __getitem__(self, index: int | slice) -> HasBytes | Sequence[HasBytes]:
+        return self._made[index]
 
 
 class HeaderText:

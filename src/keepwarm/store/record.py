@@ -22,6 +22,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
@@ -29,7 +30,7 @@ import xxhash
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace, block_key
 from keepwarm.prefix.fingerprint import FORMAT_VERSION, NAMESPACE_BYTES
-from keepwarm.store.header import HasBytes, HeaderText, dumps, entry_json, label
+from keepwarm.store.header import HasBytes, HeaderText, LazyTensors, dumps, entry_json, label
 from keepwarm.store.seal import OVERHEAD, TAG_BYTES, Seal
 
 MAX_HEADER_BYTES = 4 << 20  # JSON takes up to 20 times as much memory
@@ -83,10 +84,12 @@ class Header:
 @dataclass(frozen=True)
 class Record:
     header: Header
-    tensors: tuple[HasBytes, ...]
+    tensors: Sequence[HasBytes]
 
-    @property
+    @cached_property
     def n_bytes(self) -> int:
+        if isinstance(self.tensors, LazyTensors):
+            return self.tensors.n_bytes
         return sum(tensor.n_bytes for tensor in self.tensors)
 
 
@@ -152,7 +155,7 @@ class RecordView(NamedTuple):
     """A record whose tensors may still be in its file."""
 
     header: Header
-    tensors: tuple[HasBytes | UnreadTensor, ...]
+    tensors: Sequence[HasBytes | UnreadTensor]
 
 
 def encode_record(record: Record, seal: Seal | None = None) -> list[bytes | memoryview]:

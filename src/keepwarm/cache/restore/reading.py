@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
@@ -112,8 +112,9 @@ class Reader:
         pool, started = self._background if in_background else self._pool, PendingReads(len(reads))
         try:
             if CAN_PREFETCH and not in_background:
-                for number, read in enumerate(reads):
-                    self._prefetch_pool.submit(self._prefetch, started, number, read)
+                numbered = iter(enumerate(reads))  # shared
+                for _ in range(PREFETCH_THREADS):
+                    self._prefetch_pool.submit(self._prefetch, started, numbered)
             for read in reads:
                 started.add(pool.submit(self._one, started, read))
             started.use.set_result(prepare())
@@ -139,14 +140,15 @@ class Reader:
             started.missed.add(read.key)
         return tier or ""
 
-    def _prefetch(self, started: PendingReads, number: int, read: Read) -> None:
-        """Have the operating system load a record while reader threads process earlier ones.
+    def _prefetch(self, started: PendingReads, numbered: Iterator[tuple[int, Read]]) -> None:
+        """Have the operating system load records while reader threads process earlier ones.
 
-        Not too far ahead: if memory is short, it would be dropped before it is read.
+        Not too far ahead: if memory is short, they would be dropped before they are read.
         """
-        started.prefetch_slots.acquire()
-        if not started.is_prefetch_useless(number):
-            self._tiers.prefetch(read.key, read.part)
+        for number, read in numbered:
+            started.prefetch_slots.acquire()
+            if not started.is_prefetch_useless(number):
+                self._tiers.prefetch(read.key, read.part)
 
     def discard(self, reads: Iterable[Read], why: str) -> None:
         """Set records aside that do not fit together, so that computing replaces them."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from keepwarm.errors import CorruptBlock
 from keepwarm.kv.buffers import FileArray, HostArray, dtype_name, from_buffer, to_buffer
 from keepwarm.kv.layout import Layout
 from keepwarm.kv.slabs import SlabArray
-from keepwarm.kv.slices import Block, Rows, check_block
+from keepwarm.kv.slices import Block, Rows, SlabRows, check_block
 from keepwarm.prefix.blocks import BlockRef, Namespace
-from keepwarm.store.header import HasBytes
+from keepwarm.store.header import HasBytes, LazyTensors
 from keepwarm.store.record import (
     Header,
     Part,
@@ -36,7 +36,7 @@ def records_of(namespace: Namespace, ref: BlockRef, block: Block) -> Iterator[Re
         header = Header(
             namespace, ref.key, ref.parent, part, ref.number, ref.tokens, _extra(part, block)
         )
-        yield Record(header, tuple(_tensor_of(name, rows) for name, rows in tensors.items()))
+        yield Record(header, _tensors_of(tensors))
 
 
 def check_record(layout: Layout, record: Record | RecordView) -> None:
@@ -51,7 +51,7 @@ def check_record(layout: Layout, record: Record | RecordView) -> None:
 
 def block_of(record: Record | RecordView) -> Block:
     """The part of a block that is in one record; nothing is copied."""
-    header, arrays = record.header, {t.name: _array_of(t) for t in record.tensors}
+    header, arrays = record.header, _arrays_of(record.tensors)
     return Block(
         index=header.number,
         n_tokens=len(header.tokens) // 4,
@@ -80,11 +80,30 @@ class SlabTensor:
 
     @property
     def data(self) -> memoryview:
-        return to_buffer(self.array).data
+        return self.array.data
 
 
-def _tensor_of(name: str, rows: Rows) -> Tensor | SlabTensor:
-    return SlabTensor(name, rows) if isinstance(rows, SlabArray) else Tensor(name, *to_buffer(rows))
+class SlabTensors(LazyTensors):
+    """The tensors of a record whose rows are in one slab."""
+
+    def __init__(self, rows: SlabRows) -> None:
+        super().__init__(rows.plan.n_bytes)
+        self.rows = rows
+
+    def make(self) -> tuple[SlabTensor, ...]:
+        return tuple(SlabTensor(name, array) for name, array in self.rows.items())
+
+
+def _tensors_of(rows: Mapping[str, Rows]) -> Sequence[HasBytes]:
+    if isinstance(rows, SlabRows):
+        return SlabTensors(rows)
+    return tuple(Tensor(name, *to_buffer(array)) for name, array in rows.items())
+
+
+def _arrays_of(tensors: Sequence[HasBytes | UnreadTensor]) -> Mapping[str, HostArray]:
+    if isinstance(tensors, SlabTensors):
+        return tensors.rows
+    return {tensor.name: _array_of(tensor) for tensor in tensors}
 
 
 def _array_of(tensor: HasBytes | UnreadTensor) -> HostArray:
