@@ -212,7 +212,7 @@ class Store:
 
     @property
     def slab_bytes(self) -> int:
-        """MLX's arrays in host memory, on CUDA."""
+        """What MLX's arrays take of the host's memory, on CUDA."""
         return 0 if self._reader.slabs is None else self._reader.slabs.n_bytes
 
     def release(self, n_bytes: int) -> int:
