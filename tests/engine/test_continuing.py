@@ -6,13 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+import keepwarm
 from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.policy import Policy
+from keepwarm.cache.texts.turns import KeptTurn, TurnBook
 from keepwarm.engine.engine import Engine
-from keepwarm.errors import BadInput, Cancelled, UnknownAgent
+from keepwarm.errors import BadInput, Cancelled, StoreFailed, UnknownAgent
+from keepwarm.prefix.blocks import BlockKey
 from keepwarm.text.bounds.size import HEAVY_MESSAGES
 from keepwarm.text.request import Delta, KVOptions, Request, Result, Sampling
+from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import engine_on
+from tests.kit.runs import FedCounter
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASK = {"role": "user", "content": "What is the quick brown fox?"}
@@ -210,3 +215,73 @@ def test_many_new_messages_are_rendered_in_the_preparing_process(llama, tmp_path
         whole = prompt_of(engine, ASK, said(first), *many)
         assert second.usage.prompt_tokens == len(whole)
         assert second.receipt.continued > first.usage.prompt_tokens
+
+
+def test_a_side_request_does_not_divert_the_conversation(llama, tmp_path):
+    title = {"role": "user", "content": "Write a title for this talk."}
+    with engine_on(llama, tmp_path) as engine:
+        first = ask(engine, SYSTEM, ASK)
+        second = go_on(engine, NEXT)
+        ask(engine, title)  # at once, under the same id
+        third = go_on(engine, LAST)
+        talk = [SYSTEM, ASK, said(first), NEXT, said(second), LAST]
+        assert third.usage.prompt_tokens == len(prompt_of(engine, *talk))
+
+
+def test_a_turn_that_is_rendered_anew_is_the_head(tmp_path):
+    """The template moves the system prompt, so no token of the earlier turns is left."""
+    moving = (
+        "{% for m in messages if m.role != 'system' %}{{ '<|im_start|>' }}"
+        "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+        "{{ m.content + '<|im_end|>' }}{% endfor %}"
+    )
+    path = write_checkpoint(tmp_path / "model", template=moving)
+    model = keepwarm.load(str(path))
+    model = replace(model, module=FedCounter(model.module))
+    with engine_on(model, tmp_path / "home") as engine:
+        talk = [SYSTEM, ASK]
+        ask(engine, *talk)
+        for question in (NEXT, LAST, NEXT):
+            agents(engine)
+            kept = engine.store.on_disk.latest_turn("ops").turn
+            assert [m for m in kept.messages if m["role"] != "assistant"] == talk
+            go_on(engine, question)
+            talk.append(question)
+
+
+def test_a_turn_that_could_not_be_recorded_is_not_passed_over(llama, tmp_path, monkeypatch):
+    with engine_on(llama, tmp_path) as engine:
+        ask(engine, ASK)
+        engine.settle()
+        on_disk = engine.store.on_disk.agents
+
+        def fail(*_, **__):
+            raise OSError("the disk is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(on_disk, "advance", fail)
+            go_on(engine, NEXT)
+            with pytest.raises(StoreFailed, match="latest turn of agent 'ops'"):
+                go_on(engine, LAST)
+        ask(engine, ASK)  # recorded again
+        assert go_on(engine, LAST).receipt.continued
+
+
+def test_kept_messages_are_bounded_and_a_damaged_file_is_none(llama, tmp_path):
+    """S2-35: the oldest turns go first."""
+    with engine_on(llama, tmp_path) as engine:
+        book = TurnBook(engine.store.on_disk.disk, max_bytes=2000)
+        end = BlockKey(bytes(20))
+        for number in range(8):
+            message = {"role": "user", "content": f"{number}" * 300}
+            book.keep("ops", [number], end, KeptTurn([message]))
+        found = [bool(book.find("ops", [number])) for number in range(8)]
+        assert found == sorted(found)
+        assert 2 <= sum(found) <= 6
+        (file,) = (tmp_path / "store" / "messages").glob("*")
+        assert file.stat().st_size <= 2000
+        for damage in (b"", b"{", b"[]", b'{"version": 9}', b'{"version": 1, "pool": 3}'):
+            file.write_bytes(damage)
+            assert book.find("ops", [7]) is None
+        book.keep("ops", [9], end, KeptTurn([message]))
+        assert book.find("ops", [9]) == KeptTurn([message], [])
