@@ -49,7 +49,7 @@ def test_a_conversation_goes_on_after_a_restart(serving, tmp_path, key):
 
 
 def test_who_deletes_an_agent_deletes_its_responses(serving, tmp_path):
-    with serving(home=tmp_path) as live:
+    with serving(home=tmp_path, admin_key="root") as live:
         of_agent, other = ask(live, "Who?", headers=TO_OPS), ask(live, "Who?")
         wait_until(lambda: len(files(tmp_path)) == 2)
         store = live.host.engine.store
@@ -68,6 +68,11 @@ def test_who_deletes_an_agent_deletes_its_responses(serving, tmp_path):
         assert live.get(f"/v1/responses/{again['id']}").status_code == 404
         httpx.delete(f"{live.url}/v1/responses/{other['id']}", timeout=300)
         assert not files(tmp_path)
+        last = ask(live, "Who?")
+        assert live.get(f"/v1/responses/{last['id']}").status_code == 200
+        admin = {"Authorization": "Bearer root"}
+        assert live.post("/v1/cache/clear", {"disk": True}, **admin).status_code == 200
+        assert live.get(f"/v1/responses/{last['id']}").status_code == 404
 
 
 def test_what_may_not_be_on_disk_is_in_memory_only(serving, tmp_path):

@@ -269,6 +269,7 @@ def _clear_disk(disk_store: DiskStore) -> tuple[int, int]:
     n_blocks = sum(disk_store.agents.delete(agent_id) for agent_id in agents)
     rest = [stored.key for stored in disk_store.disk.walk()]
     disk_store.disk.delete_all(rest)
+    disk_store.agents.responses.remove_agent("")  # those of no agent
     clear_quarantine(disk_store.disk)
     with as_store_errors(disk_store.disk, "clear its index"):
         disk_store.disk.index.database.scrub()

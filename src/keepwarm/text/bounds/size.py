@@ -96,7 +96,8 @@ def is_heavy(request: Request) -> bool:
     """Whether preparing it takes long enough to disturb others."""
     if isinstance(request.prompt, str):
         return len(request.prompt) > HEAVY_CHARACTERS
-    messages = request.messages or ()
+    kept = request.history.turn if request.history else None  # which may have to be rendered
+    messages = [*(kept.messages if kept else ()), *(request.messages or ())]
     if len(messages) > HEAVY_MESSAGES or len(request.tools) > HEAVY_TOOLS:
         return True
     return n_characters([messages, request.tools], HEAVY_CHARACTERS) > HEAVY_CHARACTERS
