@@ -17,7 +17,13 @@ CHECKS = (
     response_schema_conformance,
     status_code_conformance,
 )
-GENERATING = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
+GENERATING = {
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+    *(
+        f"/v1/agents/{{agent_id}}/{name}"
+        for name in ("chat/completions", "messages", "v1/messages", "compact")
+    ),
+}
 MANY, FEW = 25, 8
 SHORT = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2}
 RESPONSE = {"input": "Hello", "background": None, "conversation": None, "prompt": None}
@@ -50,6 +56,10 @@ OPERATIONS = [
     ("POST", "/v1/agents/{agent_id}/unpin"),
     ("POST", "/v1/agents/{agent_id}/quota"),
     ("GET", "/v1/agents/{agent_id}/export"),
+    ("POST", "/v1/agents/{agent_id}/chat/completions"),
+    ("POST", "/v1/agents/{agent_id}/messages"),
+    ("POST", "/v1/agents/{agent_id}/v1/messages"),
+    ("POST", "/v1/agents/{agent_id}/compact"),
     ("POST", "/v1/admin/agents/{agent_id}/release"),
     ("GET", "/v1/cache"),
     ("POST", "/v1/cache/lookup"),
