@@ -9,10 +9,11 @@ import pytest
 
 import keepwarm
 from keepwarm import config
-from keepwarm.config import RANGES, Settings
+from keepwarm.config import CHOICES, RANGES, Settings
 from keepwarm.errors import BadInput
 
-NUMBERS = [name for name, kind in get_type_hints(Settings).items() if kind in (int, float)]
+KINDS = get_type_hints(Settings)
+NUMBERS = [n for n, kind in KINDS.items() if kind in (int, float) and n not in CHOICES]
 
 
 def load_file(home: Path, text: str) -> Settings:
@@ -39,6 +40,18 @@ def test_a_number_out_of_range_is_refused_from_every_source(name, tmp_path):
             config.load({}, **{name: value})
         with pytest.raises(BadInput, match="in Settings; it must be"):
             Settings(tmp_path, tmp_path / "store", **{name: value})
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_choice_is_one_of_those_listed(name, tmp_path):
+    defaults = {field.name: field.default for field in fields(Settings)}
+    assert defaults[name] in CHOICES[name]
+    for value in CHOICES[name]:
+        assert getattr(config.load({f"KEEPWARM_{name.upper()}": str(value)}), name) == value
+    other = "other" if KINDS[name] is str else 3
+    listed = ", ".join(map(str, CHOICES[name]))
+    with pytest.raises(BadInput, match=f"The setting {name} is .*; it must be one of {listed}"):
+        config.load({}, **{name: other})
 
 
 @pytest.mark.parametrize("name", NUMBERS)

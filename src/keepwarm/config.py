@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import platformdirs
 
@@ -26,11 +27,15 @@ SECRET_FILES = {
 FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 PREFIX = "KEEPWARM_"
 OTHER_VARIABLES = frozenset({"API_KEY", "BLAS", "BLAS_THREADS"})  # with this prefix too
+KEY_NAME = re.compile(r"(?!admin$)[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 BYTES = (0, 1 << 62)  # SQLite and the system count bytes in 63 bits
 SECONDS = (0.0, 1e9)  # threads cannot wait much longer
 COUNT = (1, 1 << 31)
 RANGES: Mapping[str, tuple[float, float]] = {
     "max_tokens": COUNT,
+    "context": (0, COUNT[1]),
+    "max_kv_size": (0, COUNT[1] - 1),
+    "quantized_kv_start": (0, COUNT[1]),
     "temperature": (0.0, 1e30),
     "memory_bytes": BYTES,
     "disk_bytes": BYTES,
@@ -49,6 +54,20 @@ RANGES: Mapping[str, tuple[float, float]] = {
 }
 
 
+class NamedKey(NamedTuple):
+    name: str
+    key: str
+
+
+CHOICES: Mapping[str, tuple[str, ...] | tuple[int, ...]] = {
+    "memory": ("automatic", "unconstrained"),
+    "kv_bits": (0, 2, 4, 8),
+    "kv_group_size": (32, 64, 128),
+    "log_level": ("debug", "info", "warning", "error"),
+    "log_format": ("text", "json"),
+}
+
+
 @dataclass(frozen=True)
 class Settings:
     home: Path  # all data of Keepwarm
@@ -56,6 +75,12 @@ class Settings:
     model: str = "smollm2"
     max_tokens: int = 512
     temperature: float = 0.0
+    context: int = 0  # tokens of prompt and answer, if fewer than the model's own
+    kv_bits: int = 0  # quantise keys and values to 2, 4 or 8 bits; 0 keeps them exact
+    kv_group_size: int = 64  # of quantised keys and values
+    quantized_kv_start: int = 0  # tokens before this position are not quantised
+    max_kv_size: int = 0  # keep only so many of the last tokens; 0 keeps all
+    memory: str = "automatic"  # budgets scaled to the machine; unconstrained: none
     memory_bytes: int = 0  # blocks in memory; 0 is a share of this machine's memory
     disk_bytes: int = 20 << 30  # total size of the store directory
     disk_writes_per_day: int = 0  # bytes; 0 is no limit
@@ -69,7 +94,7 @@ class Settings:
     host: str = "127.0.0.1"  # other than loopback needs an API key
     port: int = 8181
     api_keys: str = field(default="", repr=False)  # separated by commas; from the environment only
-    api_key_file: str = ""  # one key per line, readable by its owner only
+    api_key_file: str = ""  # one key per line, or `name = key`; readable by its owner only
     admin_key: str = field(default="", repr=False)  # from the environment only
     allowed_hosts: str = ""  # accepted Host headers besides this machine's names
     allowed_origins: str = ""  # web origins that may call the server
@@ -88,6 +113,8 @@ class Settings:
     prepare_timeout_s: float = 30.0  # for a request to be parsed, rendered and tokenised
     rate_per_minute: int = 0  # requests per key; 0 is no limit
     drain_s: float = 20.0  # how long a stopping server waits for running answers
+    log_level: str = "info"  # debug, info, warning or error
+    log_format: str = "text"  # or json: one object per line
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(Settings).items():
@@ -101,10 +128,16 @@ class Settings:
 
     def read_api_keys(self) -> tuple[str, ...]:
         """Every API key that is accepted; if there are none, no key is needed."""
-        listed = self.api_keys.replace(",", "\n")
+        return tuple(named.key for named in self.read_named_keys())
+
+    def read_named_keys(self) -> tuple[NamedKey, ...]:
+        """The same with the names that the key file gives them; "" for the others."""
+        keys = {key: NamedKey("", key) for key in self.api_keys.replace(",", "\n").split()}
         if self.api_key_file:
-            listed += "\n" + read_secret(Path(self.api_key_file).expanduser())
-        return tuple(dict.fromkeys(listed.split()))
+            path = Path(self.api_key_file).expanduser()
+            for named in _parse_keys(read_secret(path), path):
+                keys.setdefault(named.key, named)
+        return tuple(keys.values())
 
     @property
     def models(self) -> Path:
@@ -185,6 +218,21 @@ def read_secret(path: Path) -> str:
     return secret
 
 
+def _parse_keys(listed: str, path: Path) -> Iterator[NamedKey]:
+    """Lines of bare keys, or `name = key`; a name may have several keys."""
+    for number, line in enumerate(listed.splitlines(), start=1):
+        words = line.split()
+        if "=" not in words:
+            yield from (NamedKey("", word) for word in words)
+        elif len(words) == 3 and words[1] == "=" and KEY_NAME.fullmatch(words[0]):
+            yield NamedKey(words[0], words[2])
+        else:
+            raise BadInput(
+                f"Line {number} of {path} is neither a key nor `name = key`; a name has up to 64 "
+                "letters, digits and . _ @ -, and is not admin."
+            )
+
+
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     names = {field.name for field in fields(Settings)} - {"home"}
     found = {name: environ.get(f"{PREFIX}{name.upper()}") for name in names}
@@ -214,6 +262,8 @@ def _parse_setting(name: str, kind: type, value: Any, source: str) -> Any:
 def _parse(name: str, kind: type, value: Any) -> Any:
     """ValueError if the value is not of this kind, or out of the setting's range."""
     parsed = PARSERS[kind](value)
+    if parsed not in CHOICES.get(name, (parsed,)):
+        raise ValueError(name)
     if name in RANGES:
         low, high = RANGES[name]
         if not low <= parsed <= high:
@@ -222,6 +272,8 @@ def _parse(name: str, kind: type, value: Any) -> Any:
 
 
 def _must(name: str, kind: type) -> str:
+    if name in CHOICES:
+        return f"one of {', '.join(map(str, CHOICES[name]))}"
     if name not in RANGES:
         return KINDS[kind]
     low, high = RANGES[name]

@@ -71,7 +71,7 @@ def run_line(printed):
 
 
 def test_what_is_printed_works_and_a_signal_ends_it_in_order(checkpoint, tmp_path):
-    """A running answer finishes, nothing is logged, and its prompt is warm after a restart."""
+    """A running answer finishes, nothing else is logged, and its prompt is warm afterwards."""
     with served(checkpoint, tmp_path, KEEPWARM_DRAIN_S="5") as (process, printed):
         assert httpx.get(f"{address(printed)}/docs").is_success
         first = run_line(printed)
@@ -85,10 +85,14 @@ def test_what_is_printed_works_and_a_signal_ends_it_in_order(checkpoint, tmp_pat
             chunks = list(stream)
         assert chunks[-1].choices[0].finish_reason
         assert process.wait(300) == 0
-        assert process.stdout.read() == process.stderr.read() == ""
+        assert process.stdout.read() == ""
+        started, *requests, stopped = process.stderr.read().splitlines()
+        assert " INFO keepwarm.server: event=started " in started
+        assert " INFO keepwarm.server: event=stopped requests=2 hit_rate=0." in stopped
+        assert [" INFO keepwarm.requests: id=req-" in line for line in requests] == [True] * 3
 
     keys = tmp_path / "my keys"
-    keys.write_text("secret\nother\n")
+    keys.write_text("alice = secret\nother\n")
     keys.chmod(0o600)
     shared = {"KEEPWARM_SHARE_CACHE": "yes"}
     with served(checkpoint, tmp_path, "--api-key-file", str(keys), **shared) as (_, printed):

@@ -125,3 +125,17 @@ def test_a_mask_is_absent_causal_or_an_array(make, n_tokens):
     assert mask is None or isinstance(mask, mx.array) or mask == "causal"
     if n_tokens > 1:
         assert mask is not None
+
+
+# Reports.
+
+
+def test_every_known_defect_has_its_report():
+    """S2-07: the texts name the tests, and the tests that they name exist."""
+    found = set()
+    for path in (ROOT / "tests" / "contract").glob("*.py"):
+        found |= set(re.findall(r"^def (test_defect_\w+)", path.read_text(), re.MULTILINE))
+    page = (ROOT / "docs" / "upstream.md").read_text()
+    assert set(re.findall(r"`(test_defect_\w+)`", page)) == found
+    for section in page.split("\n## ")[1:]:
+        assert "Expected: " in section, section.splitlines()[0]

@@ -1,9 +1,20 @@
 """The engine's default KV options, and the lane that a request runs in."""
 
+import math
+
+import pytest
+
+from keepwarm import config
+from keepwarm.cache.store import Budgets
+from keepwarm.device.memory import MemoryConfig
+from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import Lane
+from keepwarm.errors import BadInput
+from keepwarm.models.load import load
 from keepwarm.text.request import KVOptions, Request
-from tests.kit.engines import ask, engine_on
+from tests.kit.checkpoints import write_checkpoint
+from tests.kit.engines import Exam, ask, engine_on
 from tests.kit.runs import prompt_of
 
 EIGHT = KVOptions(kv_bits=8, kv_group_size=32)
@@ -49,3 +60,89 @@ def test_the_lane_is_looked_up_once_a_request(models, tmp_path):
             before = engine.n_lookups
             receipt = engine.submit(ask(long[:n_tokens], kv=options)).result().receipt
             assert (engine.n_lookups - before, receipt.exact) == (1, is_exact)
+
+
+# Settings for the whole engine.
+
+
+def settings(home, **values):
+    return config.load({"KEEPWARM_HOME": str(home)}, **values)
+
+
+def test_settings_are_the_engines_options(tmp_path):
+    values = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 100}
+    assert EngineConfig.of(settings(tmp_path)).kv == KVOptions()
+    assert EngineConfig.of(settings(tmp_path, **values)).kv == KVOptions(**values)
+    assert EngineConfig.of(settings(tmp_path, max_kv_size=64)).kv == KVOptions(max_kv_size=64)
+
+
+def test_memory_presets(tmp_path):
+    """S4-08: by setting."""
+    assert EngineConfig.of(settings(tmp_path)).memory is None
+    free = EngineConfig.of(settings(tmp_path, memory="unconstrained")).memory
+    assert free == MemoryConfig.unconstrained()
+
+
+def test_a_request_may_ask_for_exact_keys_and_values(models, tmp_path):
+    prompt = prompt_of(40)
+    with engine_on(models.of("llama"), tmp_path, kv=EIGHT) as engine:
+        assert engine.submit(ask(prompt)).result().receipt.inexact == ("quantised",)
+        exam, exact = Exam(models.module("llama")), engine.submit(ask(prompt, exact=True)).result()
+        assert exact.receipt.inexact == ()
+        assert exact.receipt.reused == {}, "blocks of one choice are not found with the other"
+        exam.add(prompt, exact.choices[0])
+        assert exam.check()
+
+
+def test_a_bounded_cache_is_exact_until_it_drops_a_row(models, tmp_path):
+    """As the receipt has it before and after the answer."""
+    with engine_on(models.of("llama"), tmp_path, kv=KVOptions(max_kv_size=32)) as engine:
+        for n_prompt, n_answer, planned, ended in (
+            (10, 4, (), ()),
+            (26, 6, (), ()),
+            (26, 7, (), ("bounded",)),
+            (40, 1, ("bounded",), ("bounded",)),
+        ):
+            events = list(engine.submit(ask(prompt_of(n_prompt), n_answer)))
+            assert events[0].receipt.inexact == planned
+            assert events[-1].receipt.inexact == ended, (n_prompt, n_answer)
+
+
+def test_where_no_layer_is_bounded_nothing_is_dropped(models, tmp_path):
+    """A model of states keeps no rows, whatever is asked."""
+    with engine_on(models.of("mamba2"), tmp_path, kv=KVOptions(max_kv_size=32)) as engine:
+        assert engine.submit(ask(prompt_of(80))).result().receipt.exact
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: KVOptions(quantized_kv_start=-1), "quantized_kv_start is -1"),
+        (lambda: EngineConfig(max_queue=0), "max_queue is 0"),
+        (lambda: EngineConfig(audit_share=1.5), "audit_share is 1.5"),
+        (lambda: Request(timeout_s=0), "timeout_s is 0"),
+        (lambda: Request(timeout_s=math.nan), "timeout_s is nan"),
+        (lambda: Request(exact=True, kv=EIGHT), "exact and kv cannot be combined"),
+        (lambda: Budgets(memory_bytes=-1), "memory_bytes is -1"),
+        (lambda: Budgets(disk_writes_per_day=0), "disk_writes_per_day is 0"),
+        (lambda: MemoryConfig(1, 1, -1, 1, 1), "live_bytes is -1"),
+    ],
+)
+def test_senseless_values_are_refused_in_the_library(make, says):
+    with pytest.raises(BadInput, match=says):
+        make()
+
+
+@pytest.mark.parametrize("kv", [KVOptions(kv_bits=3), KVOptions(8, 8), KVOptions(max_kv_size=0)])
+def test_an_engine_refuses_options_when_it_is_made(models, tmp_path, kv):
+    """Not at every request."""
+    with pytest.raises(BadInput, match=r"kv_bits|max_kv_size"):
+        Engine(models.of("llama"), None, EngineConfig(kv=kv), settings=settings(tmp_path))
+
+
+def test_the_context_is_a_setting(tmp_path):
+    """Of a prompt and its answer; never longer than the model's own."""
+    path = str(write_checkpoint(tmp_path / "model", n_context=100))
+    short = load(path, settings(tmp_path, context=64))
+    assert short.n_context == 64
+    assert load(path, settings(tmp_path, context=101)).n_context == 100

@@ -207,8 +207,6 @@ def load(architecture: str, n_requests: int, home: Path) -> dict[str, Any]:
         work.run(n_requests - 200)
         at_last = at_rest(engine)
         stats = engine.stats()
-        lane = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
-        restore_failures = lane.manager.restore_failures
     tiers = stats.tiers.values()
     return {
         "compared": exam.check(),
@@ -225,7 +223,7 @@ def load(architecture: str, n_requests: int, home: Path) -> dict[str, Any]:
             "tiers": sum(tier.errors + tier.quarantined for tier in tiers),
         },
         # Evicted between the plan and the reading: a miss, which the plan is made again without.
-        "evicted_meanwhile": restore_failures,
+        "evicted_meanwhile": stats.failed_restores["missing"],
         "rebuilt": stats.counters["rebuilt_batches"],
     }
 

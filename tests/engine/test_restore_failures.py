@@ -23,6 +23,10 @@ def flip(path):
     path.write_bytes(data)
 
 
+def failed_restores(stats):
+    return {reason: n for reason, n in stats.failed_restores.items() if n}
+
+
 def test_a_failed_restore_is_counted_told_and_a_miss(models, tmp_path, caplog):
     """S0-03: never in silence; what the blocks before the bad one hold is still of use."""
     prompt = prompt_of(600)
@@ -35,7 +39,7 @@ def test_a_failed_restore_is_counted_told_and_a_miss(models, tmp_path, caplog):
         with caplog.at_level(logging.WARNING, "keepwarm"):
             warm = engine.submit(ask(prompt)).result()
         stats = engine.stats()
-    assert manager.restore_failures == 1
+    assert failed_restores(stats) == {"damaged": 1}
     assert stats.tiers["disk"].quarantined == 1
     assert stats.counters["failed"] == 0
     assert "is bad and was quarantined" in caplog.text
@@ -104,6 +108,7 @@ def test_a_record_that_does_not_fit_is_replaced_when_it_is_computed(
             n_reused.append(warm.receipt.cached_tokens)
             engine.call(engine.live.clear).result()
         assert engine.stats().tiers["disk"].quarantined in (1, 2)  # or all records of the block
+        assert failed_restores(engine.stats()) == {"layout": 1}
     assert n_reused[0] < point.n_tokens
     assert n_reused[1] == point.n_tokens
 
@@ -127,7 +132,8 @@ def test_a_failure_of_any_kind_is_counted_told_and_a_miss(models, tmp_path, capl
         manager.reader = Broken()
         with caplog.at_level(logging.ERROR, "keepwarm"):
             warm = engine.submit(ask(prompt)).result()
-    assert manager.restore_failures == 1
+        stats = engine.stats()
+    assert failed_restores(stats) == {"error": 1}
     assert "a restore failed" in caplog.text
     assert "cannot broadcast" in caplog.text
     assert warm.receipt.reused == {}

@@ -11,7 +11,7 @@ import pytest
 from keepwarm.cache.store import Budgets
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.warm import Warmer
-from keepwarm.text.request import Breakpoint, Request, Sampling
+from keepwarm.text.request import Breakpoint, KVOptions, Request, Sampling
 from tests.kit.engines import Models, ask, engine_on, memory, tokens_of
 from tests.kit.runs import prompt_of
 
@@ -221,3 +221,25 @@ def test_what_is_torn_is_not_warmed(models, tmp_path):
 
 def _size(path: Path) -> int:
     return path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    "kv",
+    [
+        KVOptions(kv_bits=8, kv_group_size=32),
+        KVOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=100),
+        KVOptions(max_kv_size=512),
+    ],
+)
+def test_agents_with_other_options_than_the_engines_are_warmed(models, tmp_path, kv):
+    """S0-75: also those that only a request named."""
+    prompt = prompt_of(N_PROMPT)
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        answer = engine.submit(ask(prompt, agent="small", kv=kv)).result().choices[0]
+        engine.submit(ask(prompt_of(N_PROMPT, 1), agent="plain")).result()
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        warmer = Warmer(engine)
+        warmer.run()
+        assert sorted(names_of(warmer)) == ["plain", "small"]
+        again = engine.submit(ask([*prompt, *tokens_of(answer), 5], 2, kv=kv)).result().receipt
+        assert again.reused == {"live": N_PROMPT + len(answer.tokens)}

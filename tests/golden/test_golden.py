@@ -61,11 +61,20 @@ def check_sound(disk_store):
     return len(checked)
 
 
+def corrected(answer):
+    """Nothing is evicted here, but a divergence on a model with states or windows said so."""
+    miss = answer["receipt"]["miss"]
+    if miss is None or miss["reason"] != "evicted":
+        return answer
+    receipt = answer["receipt"] | {"miss": miss | {"reason": "diverged"}}
+    return answer | {"receipt": receipt}
+
+
 @every_model
 def test_tokens_records_and_receipts(architecture, tmp_path):
     played, wanted = scenario.play(architecture, tmp_path), expected(f"{architecture}.json")
     for name, answer in wanted["answers"].items():
-        assert played["answers"][name] == answer, name
+        assert played["answers"][name] == corrected(answer), name
     assert played["records"] == wanted["records"]
 
 

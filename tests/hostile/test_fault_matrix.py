@@ -635,7 +635,7 @@ opens it. It fails without any one of the syncs. It takes a disk that does what 
 | deletions and pins in the index | `synchronous = FULL` | the same with `fullfsync` |
 | other changes of the index | at its checkpoints; what is lost is found again from the files | the same with `checkpoint_fullfsync` |
 
-`rates.json`, `history.json`, `digests.json` and `wear.json` are replaced as a whole but not synced:
+`rates.json`, `history.json`, `digests.json`, `counts.json` and `wear.json` are replaced as a whole but not synced:
 a lost one is made again. macOS is tested by the calls that it would get.
 
 ## Other processes

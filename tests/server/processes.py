@@ -46,11 +46,15 @@ def served(
     log: IO[str] | int = subprocess.PIPE,
     **environ: str,
 ) -> Iterator[Served]:
-    """A server process, until the test ends, however it does."""
+    """A server process, until the test ends, however it does.
+
+    It logs warnings: a pipe that nobody reads would fill with the lines of requests.
+    """
+    quiet = {"KEEPWARM_LOG_LEVEL": "warning"}
     process = subprocess.Popen(
         [sys.executable, *command, str(checkpoint)],
         cwd=ROOT,
-        env={**os.environ, "KEEPWARM_HOME": str(home), **environ},
+        env={**os.environ, "KEEPWARM_HOME": str(home), **quiet, **environ},
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,

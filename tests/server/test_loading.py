@@ -62,7 +62,7 @@ def loading(checkpoint, tmp_path):
 def running(model, home, port):
     process = subprocess.Popen(
         [sys.executable, "-m", "keepwarm", "serve", "--port", str(port), "--model", str(model)],
-        env={**os.environ, "KEEPWARM_HOME": str(home)},
+        env={**os.environ, "KEEPWARM_HOME": str(home), "KEEPWARM_LOG_LEVEL": "warning"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -29,6 +29,7 @@ from keepwarm.cache.agents.manifest import Manifest
 from keepwarm.cache.agents.pins import TtlPins
 from keepwarm.cache.agents.rewriting import prefix_blocks, prefix_records, renamed
 from keepwarm.cache.agents.signing import NO_KEYS, BundleKeys, SigningKey
+from keepwarm.cache.counts import CountBook
 from keepwarm.cache.texts.turns import AgentTurn, KeptTurn
 from keepwarm.errors import BadCacheFile, BadInput, BadRecord, Busy
 from keepwarm.files import replacing
@@ -82,6 +83,7 @@ class DiskStore:
         self.agents = Agents(self.disk)
         self.ttl_pins = TtlPins(self.disk)
         self.wear = Wear(self.disk.root, writes_per_day)
+        self.counts = CountBook(self.disk.root)
         with as_store_errors(self.disk, "pin the blocks of agents"):
             if not self.disk.index.database.has_flag(PINS_MADE):
                 self.agents.pin_all()
@@ -312,6 +314,7 @@ class DiskStore:
         return self.agents.move(agent_id, ours, unpack(tokens))
 
     def close(self) -> None:
+        self.counts.save()
         self.disk.close()
 
     def __enter__(self) -> Self:

@@ -20,6 +20,7 @@ from keepwarm.prefix.fingerprint import Identity, digest
 WEIGHTS = ("*.safetensors", "*.gguf", "*.npz")
 TOKENIZER = ("tokenizer*", "*.tiktoken", "vocab*", "merges.txt", "special_tokens_map.json",
              "added_tokens.json")  # fmt: skip
+MAKE_OPTIONS = frozenset({"max_kv_size", "kv_bits", "kv_group_size"})
 
 
 class Digests:
@@ -75,6 +76,11 @@ def identify(
         kv_options=dict(kv_options or {}),
         salt=salt,
     )
+
+
+def make_options_in(identity: Identity) -> dict[str, Any]:
+    """The KV options of an identity that `kv.make_caches` takes; an unknown one makes it differ."""
+    return {name: value for name, value in identity.kv_options.items() if name in MAKE_OPTIONS}
 
 
 def _digests(source: Path, patterns: tuple[str, ...], digests: Digests) -> dict[str, str]:

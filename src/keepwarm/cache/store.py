@@ -7,7 +7,6 @@ kw.commit(tokens, cache)
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,9 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from keepwarm import blas, config, kv
+from keepwarm.cache.counts import CountBook
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.identity import Digests, identify
 from keepwarm.cache.padding import RowSharing, padding_book
+from keepwarm.cache.restore.failures import RestoreFailures
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.rates import RateBook
 from keepwarm.cache.restore.reading import Reader
@@ -45,6 +46,12 @@ class Budgets:
     disk_bytes: int | None = 20 << 30
     min_free_disk_bytes: int = 2 << 30
     disk_writes_per_day: int | None = None  # bytes; SSDs wear
+
+    def __post_init__(self) -> None:
+        least = {"disk_writes_per_day": 1}  # 0 would write nothing; None is no limit
+        for name, value in vars(self).items():
+            if value is not None and value < least.get(name, 0):
+                raise BadInput(f"{name} is {value}; it must be {least.get(name, 0)} or more.")
 
     @classmethod
     def of(cls, settings: config.Settings) -> Budgets:
@@ -82,11 +89,13 @@ class Store:
         self.memory = MemoryTier(_memory_bytes(budgets))
         self.saver: Saver = MemorySaver(self.memory)
         self._on_disk: DiskStore | None = None
+        self.counts = CountBook(None)
+        self.restore_failures = RestoreFailures()
         self._tiers: dict[str, Tier] = {"memory": self.memory}
         lookups: list[tuple[str, Tier]] = [("memory", self.memory)]
         if budgets.disk:
             self._on_disk = self._open_disk(budgets)
-            disk = self._on_disk.disk
+            disk, self.counts = self._on_disk.disk, self._on_disk.counts
             writer = Writer(self.memory, disk, budgets.queue_bytes, self._on_disk.wear)
             self.saver = writer
             self._tiers["disk"] = disk
@@ -157,7 +166,9 @@ class Store:
         name = namespace(identity) if on_disk is None else on_disk.register(identity)
         if self._reader.slabs is not None:
             self._reader.slabs.expect(kv.slab_sizes(layout))
-        return Manager(name, layout, self._lookups, self._reader, self.saver)
+        return Manager(
+            name, layout, self._lookups, self._reader, self.saver, failures=self.restore_failures
+        )
 
     def origin_of(self, agent_id: str) -> str:
         """The import that an agent's blocks came with; "" for any other agent, or none."""
@@ -224,7 +235,10 @@ class Store:
 
     def clear_memory(self) -> int:
         """Free all unpinned blocks in memory; blocks on disk stay."""
-        return self.release(sys.maxsize)
+        freed = self.memory.clear()
+        if self._reader.slabs is not None:
+            self._reader.slabs.trim(freed)
+        return freed
 
     def blocks(self) -> dict[str, Iterator[StoredBlock]]:
         """Every block of every tier, in no order; safe while other threads put and delete."""
@@ -238,6 +252,7 @@ class Store:
 
     def flush(self) -> None:
         """Return once everything committed is on disk, where it survives a power cut."""
+        self.counts.save()
         self.saver.flush()
         if self._on_disk is not None:
             self._on_disk.disk.flush()

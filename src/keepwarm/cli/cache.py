@@ -26,13 +26,15 @@ from keepwarm.cli.agents import (
     open_store,
     print_fields,
 )
-from keepwarm.errors import BadInput, NewerFormat
+from keepwarm.errors import BadInput
 from keepwarm.units import format_bytes
 
 if TYPE_CHECKING:
     from keepwarm.cache.agents.agent import Agent
     from keepwarm.cache.disk_store import DiskStore
-    from keepwarm.prefix.fingerprint import Identity
+
+PROMPT_CACHE = ".safetensors"
+FORMAT_HELP = "bundle, or for other programs mlx-lm or swift: a prompt-cache file (.safetensors)."
 
 app = typer.Typer(no_args_is_help=True, help="Inspect, pin, export and delete stored blocks.")
 app.add_typer(agents.app)
@@ -86,10 +88,16 @@ def _when(row: dict[str, Any]) -> str:
 
 @app.command()
 def stats(as_json: AsJson = False) -> None:
-    """Show blocks, bytes, limits and bytes written per day."""
+    """Show blocks, bytes, hit rate, tokens reused by tier, and bytes written per day."""
     with open_store() as store:
-        fields = asdict(store.disk.stats()) | {"written_by_day": store.wear.by_day()}
-    print_fields(fields, as_json)
+        stored, figures = asdict(store.disk.stats()), store.counts.total().figures()
+        written = {"written_by_day": store.wear.by_day()}
+    if as_json:
+        counted = {name: figures[name]["disk"] for name in ("hits", "misses")}
+        print_fields(stored | counted | {"prompts": figures} | written, as_json)
+        return
+    kept = {name: stored[name] for name in ("blocks", "n_bytes", "max_bytes")}
+    print_fields(kept | figures | written, as_json)
 
 
 @app.command()
@@ -115,41 +123,18 @@ def verify(
     fix: Annotated[bool, typer.Option("--fix", help="Quarantine damaged records.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check every record; exit code 1 if any is damaged or unreadable."""
-    from keepwarm.store.disk import fsck
+    """Check every record and agent; exit code 1 if any is damaged or unreadable."""
+    from keepwarm.cache.verify import verify_store
 
     with open_store() as store, bar("verifying") as progress:
-        bad: list[dict[str, Any]] = []
-        n_records = n_bytes = n_newer = 0
-        for name, why in store.agents.unreadable():
-            n_newer += isinstance(why, NewerFormat)
-            if not isinstance(why, NewerFormat):
-                bad.append(_bad_agent(store, name, why, fix))
-        n_blocks = store.disk.stats().blocks
-        for checked in fsck.verify(store.disk, fix):
-            n_records, n_bytes = n_records + 1, n_bytes + checked.n_bytes
-            n_newer += checked.newer
-            progress(n_records, max(n_records, n_blocks))
-            if checked.wrong is not None:
-                name = f"{checked.key.hex()}.{checked.part.value}"
-                bad.append(_bad_record(name, checked.wrong, checked.quarantined))
-    print_fields({"records": n_records, "n_bytes": n_bytes, "newer": n_newer, "bad": bad}, as_json)
-    if bad:
+        report = verify_store(store, fix, progress)
+    print_fields(report.fields(), as_json)
+    if not as_json:
+        for each in report.bad:
+            state = " (quarantined)" if each.quarantined else ""
+            print(f"{each.record}: {each.reason}{state}")
+    if report.bad:
         raise typer.Exit(1)
-
-
-def _bad_agent(store: DiskStore, name: str, why: Exception, fix: bool) -> dict[str, Any]:
-    """Quarantines a damaged agent file if asked to; never one that could not be read."""
-    record = f"agents/{name}"
-    if isinstance(why, OSError):
-        return _bad_record(record, f"could not be read: {why.strerror or why}", False)
-    quarantined = fix and store.disk.records.move_to_quarantine(store.disk.root / record, str(why))
-    return _bad_record(record, str(why), quarantined)
-
-
-def _bad_record(record: str, reason: str, quarantined: bool) -> dict[str, Any]:
-    fields = {"record": record, "reason": reason, "quarantined": quarantined}
-    return fields | {"wrong": reason, "set_aside": quarantined}  # deprecated names
 
 
 @app.command()
@@ -157,7 +142,7 @@ def export(
     agent: Annotated[
         str, typer.Argument(metavar="AGENT", help="Agent id, or prefix id (@ and digits).")
     ],
-    file: Annotated[Path, typer.Argument(help="The bundle to write.")],
+    file: Annotated[Path, typer.Argument(help="The file to write.")],
     tokens: Annotated[
         int | None, typer.Option("--tokens", help="Export only the first N tokens.")
     ] = None,
@@ -167,12 +152,23 @@ def export(
     sign: Annotated[
         Path | None, typer.Option("--sign", help="Sign it with this private key (Ed25519, PEM).")
     ] = None,
+    form: Annotated[str, typer.Option("--format", help=FORMAT_HELP)] = "bundle",
+    model: Annotated[
+        str | None, typer.Option("--model", help="Model of the agent, for a prompt-cache file.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write an agent or a prefix to a file that another machine can import."""
     from keepwarm.cache.agents.signing import BundleKeys
 
-    keys = BundleKeys.of(config.load(), sign)
+    settings = config.load(model=model)
+    if form != "bundle":
+        if sign is not None:
+            raise BadInput("--sign is for bundles; a prompt-cache file cannot be signed.")
+        n_tokens = _export_prompt_file(settings, form, file, (agent, tokens, turn, branch))
+        print_fields({"agent": agent, "tokens": n_tokens, "file": str(file)}, as_json)
+        return
+    keys = BundleKeys.of(settings, sign)
     with open_store() as store, bar("exporting") as progress:
         found = store.find(agent, tokens, turn, branch)
         n_records = store.export_agent(found, file, progress, keys.signing)
@@ -183,7 +179,9 @@ def export(
 
 @app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(help="The bundle to read.")],
+    file: Annotated[
+        Path, typer.Argument(help="The bundle, or a prompt-cache file of mlx-lm or Swift.")
+    ],
     model: Annotated[
         str | None, typer.Option("--model", help="Model of the bundle; default from the settings.")
     ] = None,
@@ -197,14 +195,19 @@ def import_(
         str | None,
         typer.Option("--check", metavar="N|all", help="Compute so many blocks and compare."),
     ] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option("--tokens", help="Token ids of a prompt-cache file, as a JSON list."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Import a bundle made with the same weights and KV dtype.
+    """Import a bundle or a prompt-cache file made with the same weights and KV dtype.
 
     Unless a trusted key signed it, only this agent and its forks are served from it.
     """
     from keepwarm.cache.agents.bundle import identity_in
     from keepwarm.cache.agents.signing import BundleKeys
+    from keepwarm.cache.identity import make_options_in
     from keepwarm.cache.restore.records import check_record
     from keepwarm.cache.store import Store
     from keepwarm.engine.engine import Engine
@@ -212,11 +215,18 @@ def import_(
     from keepwarm.models.load import load
 
     settings = config.load(model=model)
-    keys = BundleKeys.of(settings, trust=trust or ())
     if check is not None and not re.fullmatch(EXTENT, check):
         raise BadInput(f"--check is {check!r}; it must be a number of blocks, or all.")
+    if file.suffix == PROMPT_CACHE:
+        if trust:
+            raise BadInput("--trust is for bundles; a prompt-cache file is not signed.")
+        made = _import_prompt_file(settings, file, agent, tokens, check)
+        with open_store() as disk_store:
+            print_fields(agent_fields(disk_store, made), as_json)
+        return
+    keys = BundleKeys.of(settings, trust=trust or ())
     theirs = identity_in(file)
-    loaded, options = load(settings.model, settings), _kv_options(theirs)
+    loaded, options = load(settings.model, settings), make_options_in(theirs)
     with Store(settings=settings) as store, bar("importing") as progress:
         ours = store.attach(loaded.module, loaded.path, salt=theirs.salt, **options)
         fits = partial(check_record, ours.manager.layout)
@@ -227,14 +237,6 @@ def import_(
             with Engine(loaded, store, settings=settings) as engine:
                 made = ImportCheck(engine, made).run(check)
         print_fields(agent_fields(store.on_disk, made), as_json)
-
-
-def _kv_options(theirs: Identity) -> dict[str, Any]:
-    """The bundle's KV options that this version knows; unknown ones make the identity differ."""
-    from keepwarm.text.request import KVOptions
-
-    known = asdict(KVOptions()).keys() - {"quantized_kv_start"}  # part of the salt
-    return {name: value for name, value in theirs.kv_options.items() if name in known}
 
 
 def _summary(store: DiskStore, agent: Agent) -> dict[str, Any]:
@@ -249,3 +251,42 @@ def _summary(store: DiskStore, agent: Agent) -> dict[str, Any]:
         "imported": bool(store.origin_of(agent)),
         "used": agent.used,
     }
+
+
+def _import_prompt_file(
+    settings: config.Settings, file: Path, agent: str | None, tokens: Path | None, check: str | None
+) -> Agent:
+    """Store a prompt-cache file as an agent, checked if asked to."""
+    from keepwarm.cache.prompt_files import import_prompt_file, read_prompt_file
+    from keepwarm.cache.store import Store
+    from keepwarm.engine.engine import Engine
+    from keepwarm.engine.insight.recompute import ImportCheck
+    from keepwarm.models.load import load
+
+    read = read_prompt_file(file, tokens)
+    model = load(settings.model, settings)
+    with Store(settings=settings) as store:
+        made = import_prompt_file(store, model, read, agent or file.stem)
+        if check is not None:
+            with Engine(model, store, settings=settings) as engine:
+                made = ImportCheck(engine, made).run(check)
+        return made
+
+
+def _export_prompt_file(
+    settings: config.Settings,
+    form: str,
+    file: Path,
+    what: tuple[str, int | None, int | None, int | None],
+) -> int:
+    """Write an agent or a prefix as a prompt-cache file; the number of tokens."""
+    from keepwarm.cache.prompt_files import FORMATS, export_prompt_file
+    from keepwarm.cache.store import Store
+    from keepwarm.models.load import load
+
+    if form not in FORMATS:
+        known = ", ".join(("bundle", *FORMATS))
+        raise BadInput(f"--format is {form!r}; it must be one of {known}.")
+    with Store(settings=settings) as store:
+        agent, model = store.on_disk.find(*what), load(settings.model, settings)
+        return export_prompt_file(store, model, agent, file, FORMATS[form])

@@ -14,6 +14,7 @@ from urllib.request import Request, urlopen
 import typer
 
 from keepwarm import config
+from keepwarm.cli.options import first_key
 from keepwarm.errors import BadInput, Refused, Unreachable
 from keepwarm.server.clients import CLIENTS, KEY_VARIABLE, NO_KEY, ClientSetup, ServerInfo
 
@@ -74,7 +75,7 @@ def _key(settings: config.Settings) -> Key:
         return Key(NO_KEY, NO_KEY)
     if settings.api_keys:
         return Key(keys[0], '"${KEEPWARM_API_KEYS%%,*}"')
-    return Key(keys[0], f'"$(head -n 1 {shlex.quote(settings.api_key_file)})"')
+    return Key(keys[0], f'"{first_key(settings.api_key_file)}"')
 
 
 def _served(url: str, key: Key) -> ServerInfo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -88,6 +89,11 @@ def _log_discarded() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
+
+
+def first_key(file: str) -> str:
+    """A shell expression for the first key of a file, which may have a name before it."""
+    return f"$(awk 'NR == 1 {{print $NF}}' {shlex.quote(file)})"
 
 
 def system_messages(system: Path | None) -> list[dict[str, str]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from keepwarm import config
-from keepwarm.cli.options import ModelName
+from keepwarm.cli.options import ModelName, first_key
 
 if TYPE_CHECKING:
     from keepwarm.config import Settings
@@ -28,11 +27,37 @@ def serve(
         int | None, typer.Option("--port", help="Port to listen on; 0 picks a free one.")
     ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", help="File of accepted API keys, one per line.")
+        Path | None,
+        typer.Option("--api-key-file", help="File of accepted API keys, or of `name = key` lines."),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option("--context", help="Context window in tokens, if shorter than the model's."),
+    ] = None,
+    kv_bits: Annotated[
+        int | None,
+        typer.Option("--kv-bits", help="Quantise keys and values to 2, 4 or 8 bits; 0: do not."),
+    ] = None,
+    kv_group_size: Annotated[
+        int | None, typer.Option("--kv-group-size", help="Group size of the quantisation.")
+    ] = None,
+    quantized_kv_start: Annotated[
+        int | None,
+        typer.Option("--quantized-kv-start", help="Tokens before this one are not quantised."),
+    ] = None,
+    max_kv_size: Annotated[
+        int | None,
+        typer.Option("--max-kv-size", help="Keep only so many of the last tokens; 0: all."),
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option("--log-level", help="debug, info, warning or error.")
+    ] = None,
+    log_format: Annotated[
+        str | None, typer.Option("--log-format", help="text, or json: one object per line.")
     ] = None,
 ) -> None:
     """Serve the OpenAI and Anthropic APIs until stopped."""
-    settings = config.load(model=model, host=host, port=port, api_key_file=api_key_file)
+    settings = config.load(**locals())
     from keepwarm.server.http.limits import check_binding
     from keepwarm.server.process import address_of, bind
     from keepwarm.server.process import serve as serve_app
@@ -65,7 +90,7 @@ def _greeting(settings: Settings, name: str, address: str) -> str:
 def _key(settings: Settings) -> str:
     """A header that makes the shell insert the key, so that the screen does not show it."""
     if settings.api_key_file:
-        return f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(settings.api_key_file)})"'
+        return f' -H "Authorization: Bearer {first_key(settings.api_key_file)}"'
     if settings.api_keys:
         return ' -H "Authorization: Bearer ${KEEPWARM_API_KEYS%%,*}"'
     return ""

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import psutil
 
+from keepwarm.errors import BadInput
+
 MIB, GIB = 1 << 20, 1 << 30
 UNLIMITED = 1 << 62  # more than any machine has
 CONTAINER = Path("/sys/fs/cgroup")
@@ -136,6 +138,11 @@ class MemoryConfig:
     live_bytes: int  # live caches of finished requests
     tier_bytes: int  # the memory tier
     batch_bytes: int  # keys and values of running requests
+
+    def __post_init__(self) -> None:
+        for name, n_bytes in vars(self).items():
+            if n_bytes < 0:
+                raise BadInput(f"{name} is {n_bytes}; it must be 0 or more.")
 
     @classmethod
     def automatic(

@@ -9,7 +9,7 @@ from typing import Self
 
 from keepwarm.config import Settings
 from keepwarm.device.memory import MemoryConfig
-from keepwarm.errors import InsufficientResources
+from keepwarm.errors import BadInput, InsufficientResources
 from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.text.request import KVOptions
@@ -28,7 +28,20 @@ class EngineConfig:
 
     @classmethod
     def of(cls, settings: Settings, isolated: bool = False) -> Self:
-        return cls(None, settings.max_queue, KVOptions(), settings.audit_share, isolated)
+        memory = MemoryConfig.unconstrained() if settings.memory == "unconstrained" else None
+        kv = KVOptions(
+            settings.max_kv_size or None,
+            settings.kv_bits or None,
+            settings.kv_group_size,
+            settings.quantized_kv_start,
+        )
+        return cls(memory, settings.max_queue, kv, settings.audit_share, isolated)
+
+    def __post_init__(self) -> None:
+        if self.max_queue < 1:
+            raise BadInput(f"max_queue is {self.max_queue}; it must be at least 1.")
+        if not 0 <= self.audit_share <= 1:
+            raise BadInput(f"audit_share is {self.audit_share}; it must be from 0 to 1.")
 
 
 def kv_bytes(layout: Layout, n_tokens: int) -> int:

@@ -6,10 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
+from keepwarm.cache.counts import PromptCounts
 from keepwarm.cache.store import Store
 from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.engine.jobs import Job, RunningSequence
@@ -35,6 +37,7 @@ class Chores:
         self._expired_since: dict[str, float] = {}  # by the same clock
         self._unrecorded: dict[str, Job] = {}  # the latest of each agent
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-chores")
+        self._is_saving_counts = False
 
     def record_sequence(self, sequence: RunningSequence) -> None:
         """After a sequence has ended: record its agent's new turn, pin its breakpoints."""
@@ -81,6 +84,23 @@ class Chores:
         """After a prompt was cached without an answer: pin its breakpoints."""
         if job.request.policy.to_disk and job.request.breakpoints:
             self._pool.submit(self._run, self._pin, job, list(job.tokens))
+
+    def count(self, job: Job) -> None:
+        """Count a request that has been looked up, however it ended."""
+        if job.receipt is None:
+            return
+        n_prompt, reused = job.receipt.prompt_tokens, job.receipt.reused
+        self._store.counts.add(
+            PromptCounts.of_request(n_prompt, reused, is_later_turn=job.is_later_turn)
+        )
+        if not self._is_saving_counts:  # once for requests that end together
+            self._is_saving_counts = True
+            with suppress(RuntimeError):  # it is closed; the store saves them when it closes
+                self._pool.submit(self._save_counts)
+
+    def _save_counts(self) -> None:
+        self._is_saving_counts = False
+        self._store.counts.save()
 
     def end_durably(self, job: Job) -> None:
         """End a job when its blocks are on disk; the receipt says whether all of them are."""

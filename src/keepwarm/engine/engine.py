@@ -76,6 +76,7 @@ class Engine:
         settings = settings or load_settings()
         blas.start(settings.home)
         self.config = config or EngineConfig.of(settings)
+        make_caches(model.module, **make_options(self.config.kv))  # refuses bad options
         memory = self.config.memory or MemoryConfig.automatic(model_bytes=model.n_bytes)
         self._owns_store = store is None
         self.store = store or Store(settings=settings)
@@ -329,8 +330,9 @@ class Engine:
         return self._chores.with_history(request, lane, self.call), lane
 
     def _with_defaults(self, request: Request) -> Request:
-        """With the engine's KV options if the request names none."""
-        return replace(request, kv=self.config.kv) if request.kv == KVOptions() else request
+        """With the engine's KV options if the request names none and need not be exact."""
+        is_own = request.exact or request.kv != KVOptions()
+        return request if is_own else replace(request, kv=self.config.kv)
 
     def _check_open(self) -> None:
         if not self._accepting:
@@ -370,7 +372,8 @@ class Engine:
     def _remember(self, job: Job) -> None:
         """Remember the answers for the client's next turn, which sends them back as text."""
         for sequence in job.sequences if job.request.policy.writes else ():
-            self._recent.remember((job.request.kv, job.request.tenant), sequence.tokens)
+            kept = [*job.cuts, len(job.tokens) - 1, len(sequence.tokens)]
+            self._recent.remember((job.request.kv, job.request.tenant), sequence.tokens, kept)
             self.preparer.remember(job.prepared, sequence.tokens)
 
     def _lane(self, request: Request) -> Lane:
@@ -387,12 +390,12 @@ class Engine:
 
     def _on_end(self, job: Job, error: KeepwarmError | None) -> None:
         self._remember(job)
+        self._chores.count(job)
         self._journal.add(entry_of(job, error))
         self.misses.end_request(job)
         if error is None and not job.sequences:
             self._chores.record_prompt(job)
         if job.receipt is not None and job.request.policy.to_disk:
             tokens = job.sequences[0].tokens if job.sequences else job.tokens
-            manager = job.lane.manager
-            block_bytes = kv_bytes(manager.layout, BLOCK_TOKENS)
+            manager, block_bytes = job.lane.manager, kv_bytes(job.lane.manager.layout, BLOCK_TOKENS)
             self.lookup_log.add(manager.namespace, tokens, len(job.tokens), block_bytes)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from keepwarm.cache.restore.failures import Fault
 from keepwarm.engine.admission import Admission, kv_bytes
 from keepwarm.engine.jobs import Counters, Job, PrefillTask, RunningSequence
 from keepwarm.engine.lane import MIN_SHARED_TOKENS, Lane, WarmPrefix
@@ -13,8 +14,16 @@ from keepwarm.engine.sampling import Sampler
 from keepwarm.errors import InsufficientResources
 from keepwarm.prefix.blocks import common_tokens, pack
 from keepwarm.text.parsing import AnswerReader
-from keepwarm.text.request import Receipt, Started
+from keepwarm.text.request import Miss, MissCause, Receipt, Started
 
+FAULTS: Mapping[Fault, MissCause] = {
+    "missing": "evicted",
+    "damaged": "damaged",
+    "unreadable": "unreadable",
+    "newer": "unreadable",
+    "layout": "refused layout",
+    "error": "failed",
+}
 LEASE_TOKENS = 1024  # answer tokens that memory is reserved for at a time
 MAX_PREFILLS = 4  # prompts that take turns
 MAX_EXTRA_PREFILLS = 4  # more that need only one slice, or have a higher priority
@@ -144,7 +153,7 @@ class Intake:
         copied = None if loading else _copied(job, tasks)
         warm = copied or job.lane.restore(job.tokens, job.request.policy, loading)
         load_s = max(watch.seconds(), loading.seconds if loading else 0.0)
-        job.receipt = _receipt(job, warm.reused, load_s)
+        job.receipt = _receipt(job, warm, load_s)
         if not job.audit:
             self._counters.prompt_tokens += len(job.tokens)
             self._counters.saved_ms += job.receipt.saved_ms
@@ -222,21 +231,32 @@ def _copied(job: Job, tasks: Iterable[PrefillTask]) -> WarmPrefix | None:
     return job.lane.copy_of(prefill.caches, n_excess, tokens, job.request.policy)
 
 
-def _receipt(job: Job, reused: dict[str, int], load_s: float) -> Receipt:
-    n_known, n_tokens, rates = sum(reused.values()), len(job.tokens), job.lane.manager.rates
+def _receipt(job: Job, warm: WarmPrefix, load_s: float) -> Receipt:
+    n_known, n_tokens, rates = warm.n_tokens, len(job.tokens), job.lane.manager.rates
     spared_s = rates.prefill_s(0, n_tokens) - rates.prefill_s(n_known, n_tokens)
     saved_ms = 1000 * (spared_s - load_s)
     return Receipt(
         prompt_tokens=n_tokens,
-        reused=reused,
+        reused=warm.reused,
         recomputed=n_tokens - n_known,
         saved_ms=round(max(0.0, saved_ms), 1) if n_known and rates.measured else 0.0,
-        inexact=job.lane.inexact(n_known),
+        inexact=job.lane.inexact(n_known, n_tokens),
         spliced=job.prepared.spliced,
         scrubbed=job.request.scrubbed,
-        miss=job.prepared.explain(n_known) if job.request.explain else None,
+        miss=_miss(job, warm) if job.request.explain else None,
         continued=job.prepared.continued,
     )
+
+
+def _miss(job: Job, warm: WarmPrefix) -> Miss | None:
+    """Why not more was reused: what the restore met with, else what earlier prompts tell."""
+    lane, n_known = job.lane, warm.n_tokens
+    why: MissCause | None = FAULTS.get(warm.fault) if warm.fault else None
+    if why is None and job.request.policy.reads and lane.n_stored(job.tokens) > n_known:
+        why = "not worth loading"
+    held = lane.manager.n_held(job.tokens) if job.request.policy.reads else 0
+    is_states_alone = not lane.manager.needs.delta
+    return job.prepared.explain(n_known, why, held=held, only_at_cuts=is_states_alone)
 
 
 def _sequence(job: Job, choice: int) -> RunningSequence:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -44,6 +44,7 @@ from keepwarm.text.request import (
     ToolCalled,
     Usage,
 )
+from keepwarm.text.tools import calls_of_round, signature_of
 
 LOG = logging.getLogger(__name__)
 
@@ -108,6 +109,11 @@ class RunningSequence(Row):
         self._said: list[Piece] = []
 
     @property
+    def calls(self) -> list[ToolCall]:
+        """Calls of tools so far."""
+        return [piece for piece in self._said if isinstance(piece, ToolCall)]
+
+    @property
     def n_tokens(self) -> int:
         """Tokens of the answer."""
         return len(self.tokens) - len(self.job.tokens)
@@ -142,7 +148,7 @@ class RunningSequence(Row):
             pieces += self._reader.finish()
         events = [self._event(piece) for piece in pieces]
         if self.reason:
-            if self.reason == "stop" and any(isinstance(p, ToolCall) for p in self._said):
+            if self.calls and self.reason == "stop":
                 self.reason = "tool_calls"
             events.append(Finished(self.choice, self.reason, self._reader.stopped, self._flush()))
         return events
@@ -214,6 +220,13 @@ class Job:
         return self.prepared.tokens
 
     @property
+    def is_later_turn(self) -> bool:
+        """Whether it continues a conversation: its prompt holds an earlier answer."""
+        said = self.request.messages or ()
+        goes_on = self.prepared.spliced > 0 or bool(self.prepared.continued)
+        return goes_on or any(one.get("role") == "assistant" for one in said)
+
+    @property
     def n_answers(self) -> int:
         """0 where a prompt is only to be cached."""
         return self.request.n if self.request.sampling.max_tokens != 0 else 0
@@ -247,17 +260,35 @@ class Job:
 
     def done(self) -> Done:
         assert self.receipt is not None
+        receipt = self._final(self.receipt)
         first, last = self.first_token or self.arrived, self.last_token or self.arrived
         n_generated = sum(sequence.n_tokens for sequence in self.sequences)
         usage = Usage(
             prompt_tokens=len(self.tokens),
-            cached_tokens=self.receipt.cached_tokens,
+            cached_tokens=receipt.cached_tokens,
             completion_tokens=n_generated,
             reasoning_tokens=sum(sequence.n_reasoning for sequence in self.sequences),
             ttft_ms=round((first - self.arrived) * 1000, 1),
             tokens_per_second=round((n_generated - 1) / (last - first), 1) if last > first else 0.0,
         )
-        return Done(usage, self.receipt)
+        return Done(usage, receipt)
+
+    def _final(self, receipt: Receipt) -> Receipt:
+        """With what the answer adds: it may have made a bounded cache drop rows."""
+        longest = max((len(sequence.tokens) for sequence in self.sequences), default=0)
+        n_tokens = max(longest, receipt.prompt_tokens)
+        inexact = self.lane.inexact(receipt.cached_tokens, n_tokens)
+        return replace(receipt, inexact=inexact, repeated_calls=self._repeated_calls())
+
+    def _repeated_calls(self) -> tuple[str, ...]:
+        """Calls that the model made just before, with the same arguments: it may go on for ever."""
+        made = [call for sequence in self.sequences for call in sequence.calls]
+        if not made:
+            return ()
+        past = self.request.history.turn if self.request.history else None
+        said = [*(past.messages if past else ()), *(self.request.messages or ())]
+        before = calls_of_round(said)
+        return tuple(c.id for c in made if signature_of(c.name, c.arguments) in before)
 
     def end(self, error: KeepwarmError | None = None) -> None:
         """Send the last event; only the first call has an effect."""

@@ -14,8 +14,9 @@ from keepwarm import kv
 from keepwarm.cache.padding import RowSharing
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.continuations import continuations
+from keepwarm.cache.restore.failures import Fault
 from keepwarm.cache.restore.live import Live, copy_without
-from keepwarm.cache.restore.loading import Loading
+from keepwarm.cache.restore.loading import EMPTY, Loading
 from keepwarm.cache.restore.manager import SMALL_LOAD_S, Manager
 from keepwarm.cache.store import Store
 from keepwarm.engine.admission import kv_bytes
@@ -37,6 +38,7 @@ class WarmPrefix(NamedTuple):
     n_tokens: int
     reused: dict[str, int]  # tokens by tier
     n_kept: int  # tokens that this lane already stores, and that need not be put again
+    fault: Fault | None = None  # why more, which was planned, could not be restored
 
 
 @dataclass
@@ -49,13 +51,18 @@ class Lane:
     sharing: RowSharing
     exact_lane: Lane | None = None  # for prompts shorter than `quantized_kv_start`
 
-    def inexact(self, n_reused: int) -> tuple[Inexact, ...]:
-        """Why the answer to a prompt is not exact: the only definition, as docs/serving.md has it.
+    def inexact(self, n_reused: int, n_tokens: int) -> tuple[Inexact, ...]:
+        """Why an answer is not exact: the only definition, as docs/serving.md has it.
 
-        Blocks of an import are whatever the bundle's author wrote, and so is what follows them.
+        `n_tokens` are those of prompt and answer so far. A bounded cache differs once it has
+        dropped a row. Blocks of an import are whatever the bundle's author wrote, and so is what
+        follows them.
         """
+        limit = self.options.max_kv_size
+        windows = {leaf.window for leaf in self.manager.layout.leaves()}
         reasons: dict[Inexact, bool] = {
             "quantised": self.options.kv_bits is not None,
+            "bounded": limit is not None and limit in windows and n_tokens > limit,
             "imported": bool(self.identity.origin and n_reused),
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
@@ -126,11 +133,12 @@ class Lane:
 
         `loading` is what `begin_loading` returned for this prompt.
         """
-        found = self._restore_or_none(tokens, policy, loading) if policy.reads else None
-        if self.exact_lane is not None and policy.reads:
-            n_known = found.n_tokens if found else 0
-            found = self.exact_lane.restore_quantized(tokens, self.options, n_known) or found
-        return found or WarmPrefix(self.make_caches(), 0, {}, 0)
+        if not policy.reads:
+            return self._cold()
+        found = self._restore_or_fail(tokens, policy, loading)
+        if self.exact_lane is None:
+            return found
+        return self.exact_lane.restore_quantized(tokens, self.options, found.n_tokens) or found
 
     def copy_of(
         self, caches: kv.Caches, n_excess: int, tokens: list[int], policy: Policy
@@ -150,14 +158,18 @@ class Lane:
         """The longest known prefix of this lane, quantized; None if not longer than `beyond`."""
         if self.n_warm(tokens) <= beyond:
             return None
-        found = self._restore_or_none(tokens, Policy.READ_ONLY)
-        if found is None or options.kv_bits is None:
+        found = self._restore_or_fail(tokens, Policy.READ_ONLY)
+        if not found.n_tokens or options.kv_bits is None:
             return None
         caches = kv.quantize_caches(found.caches, options.kv_bits, options.kv_group_size)
         return found._replace(caches=kv.evaluate(caches), n_kept=0)
 
     def n_warm(self, tokens: list[int]) -> int:
-        return max(self.n_live(tokens), self.manager.plan(tokens).n_tokens)
+        return max(self.n_live(tokens), self.n_stored(tokens))
+
+    def n_stored(self, tokens: list[int]) -> int:
+        """Tokens of a prompt that blocks could restore, worth it or not."""
+        return self.manager.plan(tokens).n_tokens
 
     def n_live(self, tokens: list[int]) -> int:
         return self.live.n_served(self.manager.namespace, tokens)
@@ -175,40 +187,45 @@ class Lane:
     def make_caches(self) -> kv.Caches:
         return kv.make_caches(self.model.module, **make_options(self.options))
 
-    def _restore_or_none(
+    def _cold(self, fault: Fault | None = None) -> WarmPrefix:
+        return WarmPrefix(self.make_caches(), 0, {}, 0, fault)
+
+    def _restore_or_fail(
         self, tokens: list[int], policy: Policy, loading: Loading | None = None
-    ) -> WarmPrefix | None:
+    ) -> WarmPrefix:
         """A restore that fails counts as a miss."""
         try:
             return self._restore(tokens, policy, loading)
         except Exception:
             self._count_failure()
-            return None
+            return self._cold("error")
 
     def _count_failure(self) -> None:
         LOG.exception("a restore failed; the prompt is prefilled")
-        self.manager.restore_failures += 1
+        self.manager.failures.add("error")
 
-    def _restore(
-        self, tokens: list[int], policy: Policy, loading: Loading | None
-    ) -> WarmPrefix | None:
+    def _restore(self, tokens: list[int], policy: Policy, loading: Loading | None) -> WarmPrefix:
         n_live = self.n_live(tokens)
         if loading is not None and loading.in_background and self._is_stale(loading):
             loading.abandon()
             loading = None
         loading = loading or self.manager.begin(tokens, policy, beyond=n_live)
+        stored = EMPTY
         if loading is not None and loading.point.n_tokens > n_live:
             stored = self.manager.finish(loading, beyond=n_live)
             if stored.caches is not None:
                 n_kept = self.manager.n_saved(tokens[: stored.n_tokens], policy)
-                return WarmPrefix(stored.caches, stored.n_tokens, stored.tokens_by_tier, n_kept)
+                by_tier, fault = stored.tokens_by_tier, stored.fault
+                return WarmPrefix(stored.caches, stored.n_tokens, by_tier, n_kept, fault)
         elif loading is not None:
             loading.abandon()  # meanwhile another request left a longer live cache
         taken = self.live.take(self.manager.namespace, tokens, keep=not policy.writes)
         if taken is None:
-            return None
-        n_kept = self.manager.n_saved(tokens[: taken.n_tokens], policy)
-        return WarmPrefix(taken.caches, taken.n_tokens, {"live": taken.n_tokens}, n_kept)
+            return self._cold(stored.fault)
+        known, by_tier = tokens[: taken.n_tokens], {"live": taken.n_tokens}
+        self.manager.touch(known)
+        n_kept = self.manager.n_saved(known, policy)
+        return WarmPrefix(taken.caches, taken.n_tokens, by_tier, n_kept, stored.fault)
 
     def _is_stale(self, loading: Loading) -> bool:
         """Whether other requests have stored more of the same prompt meanwhile."""

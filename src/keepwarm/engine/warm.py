@@ -12,19 +12,18 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import nlargest
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from keepwarm.cache.agents.agent import Agent
 from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.disk_store import DiskStore
+from keepwarm.cache.identity import make_options_in
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.plan import Read
 from keepwarm.cache.store import AttachedModel
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.lane import make_options
-from keepwarm.errors import BadInput, KeepwarmError, Stopping
+from keepwarm.errors import BadInput, CacheError, KeepwarmError, Stopping
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace
-from keepwarm.prefix.fingerprint import Identity
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.tier import TTL_PIN, StoredBlock
 
@@ -54,6 +53,7 @@ class Warmer:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self.warmed: list[WarmedConversation] = []
+        self._attached: dict[tuple[tuple[str, Any], ...], AttachedModel] = {}  # by KV options
 
     def run_in_background(self) -> Self:
         self._thread = threading.Thread(target=self._run_quietly, name="keepwarm-warm", daemon=True)
@@ -93,27 +93,36 @@ class Warmer:
         agents = [*disk_store.agents.all(), *_ttl_pins(disk_store)]
         if not agents:
             return []
-        attached = self._attach()
         names = {agent.namespace for agent in agents}
-        ours = {name for name in names if self._is_of(attached.identity, name)}
-        found = [agent for agent in agents if agent.namespace in ours]
-        found.sort(key=lambda agent: (not agent.pinned, -agent.used))
-        return [(attached.manager.in_namespace(agent.namespace), agent) for agent in found]
+        managers = {name: self._manager(name) for name in names}
+        found = [(manager, agent) for agent in agents if (manager := managers[agent.namespace])]
+        found.sort(key=lambda item: (not item[1].pinned, -item[1].used))
+        return found
 
-    def _is_of(self, model: Identity, name: Namespace) -> bool:
-        """Whether a namespace is of this model, whichever its tenant or import."""
+    def _manager(self, name: Namespace) -> Manager | None:
+        """The manager of a namespace, whichever its KV options, tenant or import; None if it is
+        not of this model."""
         try:
             theirs = self._engine.store.on_disk.identity_of(name)
-        except BadInput:  # it is not recorded
-            return False
-        return replace(theirs, salt=model.salt, origin=model.origin) == model
+            usual = self._attach({}).identity
+            if (theirs.weights, theirs.config) != (usual.weights, usual.config):
+                return None
+            attached = self._attach(make_options_in(theirs))
+        except (BadInput, CacheError):  # it is not recorded, or its options are not for this model
+            return None
+        ours = attached.identity
+        is_ours = replace(theirs, salt=ours.salt, origin=ours.origin) == ours
+        return attached.manager.in_namespace(name) if is_ours else None
 
-    def _attach(self) -> AttachedModel:
-        """The engine's model with its default KV options."""
-        self._wait_until_idle()
-        model, attach = self._engine.model, self._engine.store.attach
-        options = make_options(self._engine.config.kv)
-        return self._engine.call(lambda: attach(model.module, model.path, **options)).result()
+    def _attach(self, options: dict[str, Any]) -> AttachedModel:
+        """The engine's model with these KV options."""
+        key = tuple(sorted(options.items()))
+        if key not in self._attached:
+            self._wait_until_idle()
+            model, attach = self._engine.model, self._engine.store.attach
+            attached = self._engine.call(lambda: attach(model.module, model.path, **options))
+            self._attached[key] = attached.result()
+        return self._attached[key]
 
     def _warm(self, manager: Manager, agent: Agent) -> None:
         tokens = self._engine.store.on_disk.tokens_of(agent)

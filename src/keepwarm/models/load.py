@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -58,7 +58,9 @@ def load(
     blas.start(settings.home)
     report = report or (lambda _: None)
     report("finding its files")
-    return read_model(name, locate(name, settings), report)
+    model = read_model(name, locate(name, settings), report)
+    own = model.n_context
+    return replace(model, n_context=min(own, settings.context or own))
 
 
 def read_model(name: str, path: Path, report: Callable[[str], None] = lambda _: None) -> Model:

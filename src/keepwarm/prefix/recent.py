@@ -95,11 +95,14 @@ class RecentPrompts:
         cuts: Sequence[int],
         restored: int,
         *,
+        held: int = 0,
         only_at_cuts: bool = False,
     ) -> MissExplanation | None:
         """Why no more than `restored` tokens were restored; None if that is all that can be.
 
-        `cuts[i]` is where message i ends. A model with state layers is restored `only_at_cuts`.
+        `cuts[i]` is where message i ends. The first `held` tokens are stored, though for want of a
+        state or a window not all can be restored. A model that keeps states alone is restored
+        `only_at_cuts`, those of the earlier prompt.
         Call it before the prompt itself is remembered.
         """
         if restored >= len(tokens) - 1:
@@ -109,7 +112,7 @@ class RecentPrompts:
         return MissExplanation(
             position=restored,
             message=message if message < len(cuts) else None,
-            reason=_reason(len(tokens), restored, n_common, entry, only_at_cuts),
+            reason=_reason(len(tokens), max(restored, held), n_common, entry, only_at_cuts),
             nearest=n_common,
         )
 
@@ -121,14 +124,13 @@ class RecentPrompts:
 
 
 def _reason(
-    n_prompt: int, restored: int, n_common: int, entry: RememberedPrompt | None, only_at_cuts: bool
+    n_prompt: int, held: int, n_common: int, entry: RememberedPrompt | None, only_at_cuts: bool
 ) -> Reason:
     if entry is None or n_common < min(SIMILAR_TOKENS, n_prompt - 1):
         return "new"
+    kept = min(n_common, n_prompt - 1)
     if only_at_cuts:
-        kept = max((cut for cut in entry.cuts if cut <= n_common), default=0)
-    else:
-        kept = min(n_common, n_prompt - 1)
-    if restored < kept:
+        kept = max((cut for cut in entry.cuts if cut <= kept), default=0)
+    if held < kept:
         return "evicted"
     return "diverged" if n_common < entry.n_tokens else "new"

@@ -25,10 +25,12 @@ from keepwarm.server.http.limits import Limits
 from keepwarm.server.http.problems import http_problem, problem_of, respond, validation_problem
 from keepwarm.server.http.receipts import RECEIPT_HEADER
 from keepwarm.server.http.turns import PreparingTurns
+from keepwarm.server.keys import ApiKeys
 from keepwarm.server.manage import admin, agents, health, metrics, talking
 from keepwarm.server.manage import cache as cache_api
 from keepwarm.server.manage.transfers import Transfers, remove_old_bundles
 from keepwarm.server.openai import routes as openai
+from keepwarm.server.request_log import REQUEST_ID_HEADER, RequestLog
 from keepwarm.server.responses import routes as responses
 from keepwarm.server.responses.kept_responses import KeptResponses
 
@@ -73,14 +75,16 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
     app.state.transfers = Transfers()
     app.state.resident = admin.ResidentModel(host, settings)
     app.state.metrics = metrics.Metrics(host)
+    app.state.keys = ApiKeys(settings)
     app.state.dashboard = dashboard.DashboardState(host, settings)
     for router in ROUTERS:
         app.include_router(router)
     app.include_router(dashboard_page.make_router())
     _add_error_handlers(app)
     app.add_middleware(PreparingTurns, settings=settings)
-    app.add_middleware(Limits, settings=settings)
+    app.add_middleware(Limits, settings=settings, keys=app.state.keys)
     _add_cors(app, settings)
+    app.add_middleware(RequestLog)
     app.add_middleware(metrics.RequestCounter, metrics=app.state.metrics)
     return app
 
@@ -105,7 +109,7 @@ def _add_cors(app: FastAPI, settings: Settings) -> None:
             allow_origins=origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=[RECEIPT_HEADER],
+            expose_headers=[RECEIPT_HEADER, REQUEST_ID_HEADER],
         )
 
 
@@ -128,7 +132,3 @@ def _add_error_handlers(app: FastAPI) -> None:
         answer = respond(request.url.path, problem)
         answer.headers.update(error.headers or {})
         return answer
-
-    @app.exception_handler(Exception)
-    async def unexpected_error(request: Request, error: Exception) -> Response:
-        return respond(request.url.path, problem_of(error))

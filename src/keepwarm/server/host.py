@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
 from keepwarm.errors import StillLoading, Stopping, UnknownModel
-from keepwarm.text.request import Done, Event, Result, Usage
+from keepwarm.text.request import Done, Event, KVOptions, Receipt, Result, Started, Usage
 
 if TYPE_CHECKING:
     from keepwarm.cache.store import Store
@@ -28,7 +28,14 @@ def start_engine(model: Model, store: Store, settings: Settings) -> Engine:
     from keepwarm.engine.engine import Engine  # loads MLX
 
     config = EngineConfig.of(settings, isolated=True)
-    return Engine(model, store, config, settings=settings)
+    engine = Engine(model, store, config, settings=settings)
+    try:
+        if config.kv != KVOptions():
+            engine.lane_of()  # refuses options that the model cannot take, before any request
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 def _start_warmer(engine: Engine) -> Warmer:
@@ -58,6 +65,8 @@ class ObservedAnswer(AsyncIterator[Event]):
     def __init__(self, answer: Answer, on_done: Callable[[Usage], None]) -> None:
         self._answer = answer
         self._on_done = on_done
+        self.receipt: Receipt | None = None
+        self.usage: Usage | None = None
 
     @property
     def prepared(self) -> PreparedRequest | None:
@@ -71,14 +80,21 @@ class ObservedAnswer(AsyncIterator[Event]):
 
     async def __anext__(self) -> Event:
         event = await anext(self._answer)
+        if isinstance(event, Started | Done):
+            self.receipt = event.receipt
         if isinstance(event, Done):
-            self._on_done(event.usage)
+            self._end(event.usage)
         return event
 
     async def wait(self) -> Result:
         result = await self._answer.wait()
-        self._on_done(result.usage)
+        self.receipt = result.receipt
+        self._end(result.usage)
         return result
+
+    def _end(self, usage: Usage) -> None:
+        self.usage = usage
+        self._on_done(usage)
 
 
 class EngineHost:
@@ -121,9 +137,21 @@ class EngineHost:
 
     async def submit_all(self, requests: Sequence[Request], turn: Turn) -> list[ObservedAnswer]:
         """Start several answers; if one is refused, the others are cancelled."""
+        turn.agent = requests[0].agent if requests else None
         answers = await turn.run(_submit_all, self.engine, requests)
+        return self._observed(answers, turn)
+
+    async def warm(self, request: Request, turn: Turn) -> ObservedAnswer:
+        """Start to prefill a prompt that needs no answer."""
+        turn.agent = request.agent
+        (answer,) = self._observed([await turn.run(self.engine.warm, request)], turn)
+        return answer
+
+    def _observed(self, answers: Sequence[Answer], turn: Turn) -> list[ObservedAnswer]:
         turn.end()
-        return [ObservedAnswer(answer, self._answered) for answer in answers]
+        observed = [ObservedAnswer(answer, self._answered) for answer in answers]
+        turn.answers = observed
+        return observed
 
     def on_answer(self, listener: Callable[[Usage], None]) -> None:
         """Call the listener with the usage of every answer that ends, of any engine."""

@@ -22,6 +22,7 @@ from keepwarm.errors import BadInput
 from keepwarm.server.host import EngineHost
 from keepwarm.server.http.connections import Connection, ConnectionPool
 from keepwarm.server.http.logs import log_to_stderr
+from keepwarm.server.request_log import log_start, log_stop
 
 KEEP_ALIVE_S = 75
 AFTER_DRAIN_S = 2  # for the last frames of streams that the drain cut short
@@ -70,14 +71,16 @@ def serve(
     Meanwhile `start` loads the model; what it raises ends the server and is raised here. A second
     signal kills the process; only what is not yet on disk is lost.
     """
-    log_to_stderr()
+    log_to_stderr(settings)
     build_routes(app)
     # uvicorn raises the signal again after its shutdown, when nothing is left to do.
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
+    log_start(app.state.host.name, address_of(listening), settings)
     server = DrainingServer(app, settings)
     started = _in_background(start, server)
     server.run(sockets=[listening])
+    log_stop(settings)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     if not started.done():

@@ -72,11 +72,6 @@ class Toolbox:
         return ToolResult(call, _text(result))
 
 
-def signature_of(call: ToolCall) -> str:
-    """Name and arguments in canonical form, to compare calls."""
-    return json.dumps([call.name, json.loads(call.arguments)], sort_keys=True)
-
-
 def schema_of(function: Function) -> Tool:
     """A function's tool schema."""
     name = _name(function)

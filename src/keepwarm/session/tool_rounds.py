@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from keepwarm.errors import BadInput, RepeatedToolCall
-from keepwarm.session.tool_functions import Toolbox, ToolResult, signature_of
+from keepwarm.session.tool_functions import Toolbox, ToolResult
 from keepwarm.text.request import (
     FinishReason,
     Message,
@@ -21,6 +21,7 @@ from keepwarm.text.request import (
     sum_receipts,
     sum_usages,
 )
+from keepwarm.text.tools import signature_of
 
 MAX_ROUNDS = 8
 
@@ -94,7 +95,7 @@ class SessionTurn:
         )
 
     def _refuse_repeated(self, calls: Sequence[ToolCall]) -> None:
-        now = {signature_of(call) for call in calls}
+        now = {signature_of(call.name, call.arguments) for call in calls}
         if again := now & self._previous:
             text = "".join(result.choices[0].text for result in self._rounds)
             raise RepeatedToolCall(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -18,6 +19,7 @@ from keepwarm.store.tier import (
     CheckpointRef,
     Child,
     PutResult,
+    ReadFault,
     RefusedBlocks,
     StoredBlock,
     TierCounts,
@@ -79,6 +81,9 @@ class MemoryTier:
         if record is not None:
             use(RecordView(record.header, record.tensors))
         return record is not None
+
+    def take_fault(self, key: BlockKey, part: Part) -> ReadFault | None:  # noqa: ARG002
+        return None
 
     def prefetch(self, key: BlockKey, part: Part) -> bool:
         """Nothing to do."""
@@ -169,12 +174,22 @@ class MemoryTier:
     def release(self, n_bytes: int) -> int:
         """Evict until so many bytes are free; returns how many were."""
         with self._lock:
-            before = self._index.lookups.n_bytes()
-            n_bytes -= self._evict_demoted(n_bytes)
-            victims = self._index.evict(max(0, n_bytes), set(), math.inf, partial=True)
-            self._drop_records([victim.key for victim in victims])
-            self._counts.add(evicted=len(victims))
-            return before - self._index.lookups.n_bytes()
+            freed, n_evicted = self._drop(n_bytes)
+            self._counts.add(evicted=n_evicted)
+            return freed
+
+    def clear(self) -> int:
+        """Delete all unpinned blocks, which is no eviction; returns the bytes."""
+        with self._lock:
+            return self._drop(sys.maxsize)[0]
+
+    def _drop(self, n_bytes: int) -> tuple[int, int]:
+        """Drop the least valuable until so many bytes are free; the bytes and blocks."""
+        before = self._index.lookups.n_bytes()
+        n_bytes -= self._evict_demoted(n_bytes)
+        victims = self._index.evict(max(0, n_bytes), set(), math.inf, partial=True)
+        self._drop_records([victim.key for victim in victims])
+        return before - self._index.lookups.n_bytes(), len(victims)
 
     def pin(self, key: BlockKey, owner: str) -> None:
         with as_store_errors(self, "pin a block"):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from keepwarm.errors import StoreFailed
 from keepwarm.prefix.blocks import BlockKey, Namespace
@@ -25,6 +25,7 @@ LOG = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound="Fallible")
+ReadFault: TypeAlias = Literal["damaged", "unreadable", "newer"]
 TTL_PIN = "mark:"  # prefix of the owner of a pin that expires; its end time follows
 
 
@@ -196,6 +197,9 @@ class Tier(Protocol):
 
         A tensor is verified when it is accessed, and valid until the next access.
         """
+
+    def take_fault(self, key: BlockKey, part: Part) -> ReadFault | None:
+        """Why the last visit of a record was a miss; told once. None: it is just not here."""
 
     def prefetch(self, key: BlockKey, part: Part) -> bool:
         """Prepare for a read soon; False if the record is not here. Does not use the index."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.record import Part, ReadBuffer, RecordView
-from keepwarm.store.tier import BlockInfo, CheckpointRef, Child, Tier
+from keepwarm.store.tier import BlockInfo, CheckpointRef, Child, ReadFault, Tier
 
 
 class Tiers:
@@ -43,6 +43,11 @@ class Tiers:
             if tier.visit(key, part, use, buffer):
                 return name
         return None
+
+    def take_fault(self, key: BlockKey, part: Part) -> ReadFault | None:
+        """Why no tier had the record at the last visit; None: it is in none."""
+        faults = [tier.take_fault(key, part) for _, tier in self._tiers]
+        return next(filter(None, faults), None)
 
     def prefetch(self, key: BlockKey, part: Part) -> bool:
         """Prefetch from the first tier that has the record; whether one has."""

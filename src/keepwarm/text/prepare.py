@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from keepwarm.errors import BadInput, ContextTooLong
 from keepwarm.models.load import Model
@@ -22,13 +23,28 @@ from keepwarm.text.parsing import NORMAL, REASONING, Markup
 from keepwarm.text.past_answers import Continuations, Splicer
 from keepwarm.text.prompt import Prompt, Prompter, SettledPrompt
 from keepwarm.text.rendering.quoted import LatestAnswers
-from keepwarm.text.request import Format, Miss, Request, Sampling
+from keepwarm.text.request import Format, Miss, MissCause, Request, Sampling
 from keepwarm.text.sampling_rules import check_sampling
 from keepwarm.text.template import Template
 from keepwarm.text.tool_grammar import call_grammar, no_call_grammar
 from keepwarm.text.tools import CallReader
 
 MAX_CHOICES = 16
+
+
+class Explainer(Protocol):
+    def __call__(
+        self,
+        n_known: int,
+        why: MissCause | None = None,
+        *,
+        held: int = 0,
+        only_at_cuts: bool = False,
+    ) -> Miss | None:
+        """Why no more than `n_known` tokens are reused; `why` if the caller knows.
+
+        Else by earlier prompts: see `RecentPrompts.explain`.
+        """
 
 
 @dataclass(frozen=True)
@@ -44,7 +60,7 @@ class PreparedRequest:
     markup: Markup
     first_segment: str  # the segment in which the answer begins
     grammar: GrammarMatcher | None  # at its start; see `new_matcher`
-    explain: Callable[[int], Miss | None]  # given the reused tokens: why there are no more
+    explain: Explainer
 
     @property
     def tokens(self) -> list[int]:
@@ -268,21 +284,28 @@ class Preparer:
             preamble = preamble._replace(think_start="", think_end="")
         return preamble_grammar(self._model.tokenizer, preamble)
 
-    def _explainer(
-        self, request: Request, prompt: Prompt | SettledPrompt
-    ) -> Callable[[int], Miss | None]:
+    def _explainer(self, request: Request, prompt: Prompt | SettledPrompt) -> Explainer:
         scope = (request.kv, request.tenant)
         is_compacted = request.explain and self._answers.are_quoted(request)
 
-        def explain(n_known: int) -> Miss | None:
+        def explain(
+            n_known: int,
+            why: MissCause | None = None,
+            *,
+            held: int = 0,
+            only_at_cuts: bool = False,
+        ) -> Miss | None:
             if not request.policy.reads:
                 return Miss(0, None, "disabled")
-            why = self._recent.explain(scope, prompt.tokens, (), n_known)
-            if why is None:
+            found = self._recent.explain(
+                scope, prompt.tokens, (), n_known, held=held, only_at_cuts=only_at_cuts
+            )
+            if found is None:
                 return None
-            begins_anew = why.reason == "diverged" or (why.reason == "new" and not n_known)
-            reason = "compacted" if is_compacted and begins_anew else why.reason
-            return Miss(why.position, prompt.message_at(n_known), reason, why.nearest)
+            begins_anew = found.reason == "diverged" or (found.reason == "new" and not n_known)
+            told: MissCause = "compacted" if is_compacted and begins_anew else found.reason
+            message = prompt.message_at(n_known)
+            return Miss(found.position, message, why or told, found.nearest)
 
         return explain
 

@@ -9,18 +9,21 @@ If an answer fails, iterating it raises the error instead of yielding Done.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.texts.turns import KeptTurn
-from keepwarm.errors import KeepwarmError
+from keepwarm.errors import BadInput, KeepwarmError
 
 Message: TypeAlias = Mapping[str, Any]  # as in OpenAI's API: role, content (text), tool_calls, …
 Tool: TypeAlias = Mapping[str, Any]  # {"type": "function", "function": {name, description, …}}
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
-Inexact: TypeAlias = Literal["quantised", "imported"]  # `Lane.inexact` says what each one means
+Inexact: TypeAlias = Literal[
+    "quantised", "bounded", "imported"
+]  # `Lane.inexact` says what each one means
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,12 @@ class KVOptions:
     kv_bits: int | None = None  # None: not quantised
     kv_group_size: int = 64
     quantized_kv_start: int = 0  # the first token that is quantised
+
+    def __post_init__(self) -> None:
+        if self.quantized_kv_start < 0:
+            raise BadInput(
+                f"quantized_kv_start is {self.quantized_kv_start}; it must be 0 or more."
+            )
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,8 @@ class Request:
     format: Format | None = None
     sampling: Sampling = Sampling()
     n: int = 1  # choices: independent answers to the same prompt
-    kv: KVOptions = KVOptions()
+    kv: KVOptions = KVOptions()  # if these are the defaults: the engine's own
+    exact: bool = False  # keys and values as the model computes them, whatever the engine's options
     policy: Policy = Policy.READ_WRITE
     agent: str | None = None  # names the conversation in the store; reuse needs no name
     continues: bool = False  # the messages are only what is new in the agent's conversation
@@ -116,6 +126,13 @@ class Request:
     timeout_s: float | None = None  # of the whole request; None: no limit
     priority: int = 0  # higher goes first
     explain: bool = False  # put the reason of a cache miss into the receipt
+    request_id: str = ""  # the caller's name for it, for the log and the dashboard
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+            raise BadInput(f"timeout_s is {self.timeout_s}; it must be above 0, or None.")
+        if self.exact and self.kv != KVOptions():
+            raise BadInput("exact and kv cannot be combined; choose one.")
 
 
 class TopLogprob(NamedTuple):
@@ -141,13 +158,39 @@ class ToolCall(NamedTuple):
     arguments: str  # JSON
 
 
+MissCause: TypeAlias = Literal[
+    "new",
+    "diverged",
+    "compacted",
+    "evicted",
+    "not worth loading",
+    "damaged",
+    "unreadable",
+    "refused layout",
+    "failed",
+    "disabled",
+]
+
+
 @dataclass(frozen=True)
 class Miss:
-    """Why not more of a prompt was reused. Positions only, no text."""
+    """Why not more of a prompt was reused. Positions only, no text.
+
+    new                 no earlier prompt of this tenant began alike, or all of it was reused
+    diverged            an earlier prompt differs from `nearest` on
+    compacted           the prompt quotes an earlier answer: the client has shortened the history
+    evicted             more was the same, but is no longer stored
+    not worth loading   more is stored, but computing it is faster
+    damaged             a record of it did not match its digests, and was quarantined
+    unreadable          a record could not be read, or is of a newer Keepwarm
+    refused layout      a record did not fit the model, and was quarantined
+    failed              restoring failed otherwise; the log has the error
+    disabled            the request's cache policy does not read
+    """
 
     position: int  # the first token that was not reused
     message: int | None  # the message it belongs to
-    reason: Literal["new", "diverged", "compacted", "evicted", "not worth loading", "disabled"]
+    reason: MissCause
     nearest: int = 0  # tokens in common with the most similar earlier prompt
 
 
@@ -163,6 +206,7 @@ class Receipt:
     spliced: int = 0  # tokens of past answers, used as they were generated
     scrubbed: tuple[str, ...] = ()  # scrubbing rules that were applied
     miss: Miss | None = None  # only if the request asks to `explain`
+    repeated_calls: tuple[str, ...] = ()  # in Done: ids of calls as the model made them just before
     durable: bool | None = None  # in Done, with Policy.DURABLE: whether all of it is on disk
     continued: int | None = None  # known tokens that the prompt begins with, if it continues them
 
@@ -238,7 +282,7 @@ class Done:
     """All choices are complete."""
 
     usage: Usage
-    receipt: Receipt  # that of Started, with `durable` set
+    receipt: Receipt  # that of Started, with what the answer adds
 
 
 Event: TypeAlias = Started | Progress | Delta | ToolCalled | Finished | Done
@@ -281,6 +325,7 @@ def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
         spliced=sum(receipt.spliced for receipt in receipts),
         scrubbed=tuple(dict.fromkeys(rule for r in receipts for rule in r.scrubbed)),
         miss=max(receipts, key=lambda receipt: receipt.recomputed).miss,
+        repeated_calls=tuple(call for r in receipts for call in r.repeated_calls),
         durable=None if None in durable else all(durable),
         continued=sum(continued) if (continued := _given(r.continued for r in receipts)) else None,
     )

@@ -218,3 +218,28 @@ def _parse_harmony(body: str, _tools: Any = None) -> dict[str, Any]:
 
 OURS = ToolFormat("<tool_call>", "</tool_call>", native=False, parse=_parse_ours)
 HARMONY = ToolFormat("to=functions.", "", parse=_parse_harmony)
+
+
+def signature_of(name: str, arguments: str) -> str:
+    """A call in canonical form, to compare calls; a client may have sent no JSON."""
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError):
+        given = arguments
+    return json.dumps([name, given], sort_keys=True)
+
+
+def calls_of_round(messages: Sequence[Message]) -> set[str]:
+    """The signatures of the calls that the model made last, since the user last spoke."""
+    signatures: set[str] = set()
+    for message in messages:
+        if message["role"] == "user":
+            signatures = set()
+        elif message["role"] == "assistant":
+            made = [call["function"] for call in message.get("tool_calls") or ()]
+            signatures = {signature_of(call["name"], _as_text(call["arguments"])) for call in made}
+    return signatures
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)

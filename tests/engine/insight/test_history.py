@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from keepwarm.cache.counts import PromptCounts
 from keepwarm.cache.restore.live import LiveStats
 from keepwarm.cache.restore.writing import WriteStats
 from keepwarm.engine.insight import history as module
@@ -24,7 +25,8 @@ def stats(live=0, disk=0, prefilled=0, saved_ms=0.0, written=0):
         "saved_ms": saved_ms,
     }
     writes = WriteStats(written_bytes=written)
-    return Stats(0, 0, 0, counters, 0.0, 1.0, LiveStats(0, 0, 0, 0, 0, 0, 0), {}, writes, True)
+    live_stats, counts = LiveStats(0, 0, 0, 0, 0, 0, 0), PromptCounts()
+    return Stats(0, 0, 0, counters, 0.0, 1.0, live_stats, {}, writes, True, counts, {})
 
 
 class Clock:

@@ -66,6 +66,7 @@ class Place:
             "KEEPWARM_MEMORY_BYTES": str(8 * MIB),
             "KEEPWARM_MAX_BODY_BYTES": str(MAX_BODY),
             "KEEPWARM_DRAIN_S": "20",
+            "KEEPWARM_LOG_LEVEL": "warning",
             "MLX_DISABLE_COMPILE": "1",
         }
 

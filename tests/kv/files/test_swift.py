@@ -6,9 +6,9 @@ They were made from its source (August 2026), not by it: no file here comes from
 import mlx.core as mx
 import pytest
 
-from keepwarm.errors import BadCacheFile
+from keepwarm.errors import BadCacheFile, BadInput, UnsupportedCache
 from keepwarm.kv.files.dialects import Dialect
-from keepwarm.kv.files.prompt_cache import import_prompt_cache
+from keepwarm.kv.files.prompt_cache import export_prompt_cache, import_prompt_cache
 from tests.kv.files.golden import (
     HOLDS,
     KV_5,
@@ -127,3 +127,43 @@ def test_swift_vision_state_refused(tmp_path):
     )
     with pytest.raises(BadCacheFile, match="state of a Swift vision model"):
         import_prompt_cache(path)
+
+
+# What Swift's `loadPromptCache` takes: how many tensors and how many numbers, by class.
+TAKEN = {
+    "KVCache": ({0, 2}, {1}),
+    "RotatingKVCache": ({0, 2}, {5, 6}),
+    "QuantizedKVCache": ({0, 4, 6}, {4}),
+    "ChunkedKVCache": ({0, 2}, {2}),
+    "ArraysCache": (set(range(9)), {2}),
+    "CacheList": (set(range(9)), set(range(99))),
+}
+
+
+@pytest.mark.parametrize("name", SWIFT)
+def test_what_is_exported_for_swift_is_what_it_takes(name, tmp_path):
+    """S3-42: and comes back the same."""
+    layers, expected = SWIFT[name]
+    found = import_prompt_cache(swift_file(tmp_path / "swift.safetensors", *layers))
+    file = tmp_path / "ours.safetensors"
+    export_prompt_cache(file, found.caches, {"from": "here"}, Dialect.SWIFT)
+    again = assert_file_holds(file, expected)
+    assert again.metadata == {"from": "here"}
+    tensors, header = mx.load(str(file), return_metadata=True)
+    for i in range(len(expected)):
+        arrays, words = TAKEN[header[f"2.{i}"]]
+        assert sum(key.startswith(f"{i}.") for key in tensors) in arrays
+        assert sum(key.startswith(f"0.{i}.") for key in header) in words
+        assert [header[f"0.{i}.0"]] == [""] or header[f"2.{i}"] != "KVCache"
+
+
+def test_what_swift_cannot_hold_is_not_exported(tmp_path):
+    slid = ("ChunkedKVCache", pair(range(5)), ["4", "3"])
+    (chunked, _) = import_prompt_cache(
+        swift_file(tmp_path / "s.safetensors", slid, ("KVCache", pair(range(8)), [""]))
+    ).caches
+    with pytest.raises(UnsupportedCache, match="does not save its token count"):
+        export_prompt_cache(tmp_path / "o.safetensors", [chunked], dialect=Dialect.SWIFT)
+    with pytest.raises(BadInput, match="read, but not written"):
+        export_prompt_cache(tmp_path / "o.safetensors", [chunked], dialect=Dialect.EARLY_MLX_LM)
+    assert not (tmp_path / "o.safetensors").exists()

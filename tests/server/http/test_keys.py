@@ -6,9 +6,9 @@ import hmac
 import pytest
 
 from keepwarm import config
-from keepwarm.errors import Refused
-from keepwarm.server.http import limits
-from keepwarm.server.http.limits import ApiKeys
+from keepwarm.errors import BadInput, Refused
+from keepwarm.server import keys
+from keepwarm.server.keys import ApiKeys
 
 KEYS = ("first", "second", "third")
 SETTINGS = config.load({}, api_keys=",".join(KEYS), admin_key="root")
@@ -26,7 +26,7 @@ def compared(monkeypatch):
     class Noting:
         compare_digest = staticmethod(noting)
 
-    monkeypatch.setattr(limits, "hmac", Noting)
+    monkeypatch.setattr(keys, "hmac", Noting)
     return pairs
 
 
@@ -66,5 +66,106 @@ class Untouchable(bytes):
 
 @pytest.mark.parametrize("given", [*KEYS, "root", "other"])
 def test_keys_are_compared_in_no_other_way(monkeypatch, given):
-    monkeypatch.setattr(limits, "_digest", lambda key: Untouchable(digest(key)))
+    monkeypatch.setattr(keys, "_digest", lambda key: Untouchable(digest(key)))
     assert is_let_in({"x-api-key": given}) is (given != "other")
+
+
+# Names of keys.
+
+
+@pytest.fixture
+def keyed(tmp_path):
+    """A function: the keys of a file with these lines, in one home."""
+
+    def read(*lines, **values):
+        file = tmp_path / "keys"
+        file.write_text("\n".join(lines))
+        file.chmod(0o600)
+        environ = {"KEEPWARM_HOME": str(tmp_path / "home")}
+        return config.load(environ, api_key_file=str(file), **values)
+
+    return read
+
+
+def caller(settings, key):
+    return ApiKeys(settings).check({"x-api-key": key})
+
+
+def test_a_name_changes_no_tenant(keyed):
+    """A bare key that gets a name keeps its cache; bare keys have the begin of their digest."""
+    bare = caller(keyed("secret", "other"), "secret")
+    assert bare.tenant == digest("secret").hex()[:16]
+    assert bare.name == bare.tenant[:8]
+    named = caller(keyed("alice = secret", "other"), "secret")
+    assert named == bare._replace(name="alice")
+
+
+def test_a_key_is_replaced_and_its_tenant_stays(keyed):
+    """Both keys work meanwhile; afterwards the old one does not."""
+    before = caller(keyed("alice = old", "bob = his"), "old")
+    both = keyed("alice = new", "alice = old", "bob = his")
+    assert caller(both, "new") == caller(both, "old") == before
+    after = keyed("alice = new", "bob = his")
+    assert caller(after, "new") == before
+    with pytest.raises(Refused):
+        caller(after, "old")
+    assert caller(after, "his").tenant != before.tenant, "the control"
+    assert caller(keyed("carol = new"), "new").tenant == digest("new").hex()[:16]
+
+
+def test_keys_with_equals_signs_are_bare(keyed):
+    """As base64 has them; only `name = key` with spaces is a name."""
+    settings = keyed("c2VjcmV0==", "a=b", "two keys", "alice = c2Vj=")
+    assert settings.read_api_keys() == ("c2VjcmV0==", "a=b", "two", "keys", "c2Vj=")
+    assert [named.name for named in settings.read_named_keys()] == ["", "", "", "", "alice"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["alice =", "= key", "a b = c", "a = b c", "admin = k", "a/b = k", "=", f"{'n' * 65} = k"],
+)
+def test_a_line_that_is_neither_is_refused_by_its_number(keyed, line):
+    with pytest.raises(BadInput, match=r"Line 2 of .* is neither a key nor `name = key`"):
+        keyed("first", line).read_api_keys()
+
+
+def test_variable_and_admin(keyed):
+    settings = keyed("alice = secret", api_keys="plain,secret", admin_key="root")
+    assert caller(settings, "plain").name == digest("plain").hex()[:8]
+    assert caller(settings, "secret").name == digest("secret").hex()[:8], "the variable wins"
+    assert caller(settings, "root").name == "admin"
+
+
+def test_a_damaged_book_is_told_and_not_overwritten(keyed, tmp_path):
+    """Otherwise names would get other tenants in silence."""
+    caller(keyed("alice = old"), "old")
+    book = tmp_path / "home" / "tenants.json"
+    book.write_text("{")
+    with pytest.raises(BadInput, match=r"tenants\.json is damaged"):
+        ApiKeys(keyed("alice = new"))
+    assert book.read_text() == "{"
+    ApiKeys(config.load({"KEEPWARM_HOME": str(tmp_path / "home")}, api_keys="a"))
+
+
+def test_a_replaced_key_finds_its_cache(serving, tmp_path):
+    """Also a name's agents; another name finds nothing."""
+    file = tmp_path / "keys"
+    body = {"messages": [{"role": "user", "content": "The quick brown fox " * 9}], "max_tokens": 2}
+
+    def reused(live, key):
+        headers = {"x-api-key": key, "X-Keepwarm-Agent": "ops", "X-Keepwarm-Cache": "durable"}
+        answer = live.post("/v1/chat/completions", body, **headers)
+        assert answer.status_code == 200
+        assert [one["id"] for one in live.get("/v1/agents", **headers).json()["data"]] == ["ops"]
+        return sum(answer.json()["keepwarm"]["reused"].values())
+
+    found = []
+    for key in ("old", "new"):
+        file.write_text(f"alice = {key}\nbob = his\n")
+        file.chmod(0o600)
+        with serving(home=tmp_path / "home", api_key_file=str(file)) as live:
+            found.append(reused(live, key))
+            if key == "new":
+                assert reused(live, "his") == 0
+    assert found[0] == 0
+    assert found[1] > 0

@@ -13,6 +13,7 @@ from keepwarm.server.app import create_app
 from keepwarm.server.host import EngineHost
 from keepwarm.server.http.body_limits import BodyBudget, BodyShare
 from keepwarm.server.http.limits import ConcurrencyLimit, Limits, RateLimit, check_binding
+from keepwarm.server.keys import ApiKeys
 
 
 async def echo(scope, receive, send):
@@ -30,7 +31,7 @@ def settings(**values):
 
 def ask(given, *, method="POST", path="/v1/chat/completions", app=None, content=b"{}", **headers):
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
-    app = app or Limits(echo, given)
+    app = app or Limits(echo, given, ApiKeys(given))
 
     async def send():
         transport = httpx.ASGITransport(app)
@@ -42,7 +43,8 @@ def ask(given, *, method="POST", path="/v1/chat/completions", app=None, content=
 
 def test_without_keys_everybody_here_is_one_tenant():
     answer = ask(settings(), authorization="Bearer anything")
-    assert answer.json() == {"tenant": "", "admin": False, "owner": "", "n_bytes": 2}
+    nobody = {"tenant": "", "admin": False, "owner": "", "key_name": ""}
+    assert answer.json() == {**nobody, "n_bytes": 2}
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_a_body_that_does_not_say_its_size_is_counted():
 
 def test_a_key_may_ask_so_often():
     given = settings(rate_per_minute=2, api_keys="a,b")
-    app = Limits(echo, given)
+    app = Limits(echo, given, ApiKeys(given))
     answers = [ask(given, app=app, x_api_key="a") for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200, 200, 429]
     assert 1 <= int(answers[2].headers["retry-after"]) <= 30
@@ -217,7 +219,8 @@ def test_more_than_fit_are_told_to_come_back(limits):
             await released.wait()
             await echo(scope, receive, send)
 
-        transport = httpx.ASGITransport(Limits(slow, settings(**limits)))
+        given = settings(**limits)
+        transport = httpx.ASGITransport(Limits(slow, given, ApiKeys(given)))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             held = [asyncio.create_task(client.post("/v1/x")) for _ in range(2)]
             await asyncio.sleep(0.05)
@@ -267,7 +270,8 @@ def test_a_request_that_never_ends_leaves_its_slot():
         async def stuck(scope, receive, send):
             await asyncio.Event().wait()
 
-        app = Limits(stuck, settings(max_queue=1, request_timeout_s=0.1, client_timeout_s=0.1))
+        given = settings(max_queue=1, request_timeout_s=0.1, client_timeout_s=0.1)
+        app = Limits(stuck, given, ApiKeys(given))
         scope = {"type": "http", "method": "POST", "path": "/v1/x", "headers": []}
         scope["headers"] = [(b"host", b"localhost")]
         for _ in range(2):

@@ -73,7 +73,8 @@ def everything(client):
 def test_no_prompt_is_in_the_log(quoting, tmp_path):
     """Answers, refusals, failures and streams that are left, through three APIs."""
     token = tokenizer_of(quoting).encode(BREAKS).ids[-1]
-    with served(quoting, tmp_path, command=SMALL, KEEPWARM_BREAKS_AT=str(token)) as server:
+    settings = {"KEEPWARM_BREAKS_AT": str(token), "KEEPWARM_LOG_LEVEL": "debug"}
+    with served(quoting, tmp_path, command=SMALL, **settings) as server:
         with httpx.Client(base_url=server.url, timeout=300) as client:
             told = everything(client)
             wait_until(lambda: 'state="decoding"} 0.0' in client.get("/metrics").text)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
 
+from keepwarm.cache.restore.failures import Fault
 from keepwarm.cache.restore.plan import Point, Read
 from keepwarm.cache.restore.reading import Reader, Use
 from keepwarm.cache.restore.records import block_of
@@ -26,6 +27,7 @@ class RestoredPrefix(NamedTuple):
     caches: Caches | None
     n_tokens: int
     tokens_by_tier: dict[str, int]
+    fault: Fault | None = None  # why a longer prefix could not be loaded
 
 
 EMPTY = RestoredPrefix(None, 0, {})
@@ -36,6 +38,7 @@ class LoadResult(NamedTuple):
 
     restored: RestoredPrefix | None
     missed: set[BlockKey]
+    fault: Fault | None = None
 
 
 class Loading:
@@ -84,14 +87,14 @@ class Loading:
             self.abandon()
             raise
         if outcome.missed:
-            return LoadResult(None, outcome.missed)
+            return LoadResult(None, outcome.missed, outcome.fault)
         began = perf_counter()
         try:
             caches = self._assembly.finish()
         except CorruptBlock as error:
             faulty = [read for read in self.point.reads if read.number == error.block]
             self._reader.discard(faulty, str(error))
-            return LoadResult(None, {read.key for read in faulty} or set(self.keys))
+            return LoadResult(None, {read.key for read in faulty} or set(self.keys), "layout")
         self.seconds = self._last_read - self._first_read + perf_counter() - began
         return LoadResult(
             RestoredPrefix(caches, self.point.n_tokens, self._by_tier(outcome.tiers)), set()

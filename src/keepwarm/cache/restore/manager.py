@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from keepwarm.cache.policy import Policy
+from keepwarm.cache.restore.failures import Fault, RestoreFailures
 from keepwarm.cache.restore.loading import EMPTY, Loading, RestoredPrefix
 from keepwarm.cache.restore.plan import NOTHING, KnownBlocks, Needs, Point, longest, n_matched
 from keepwarm.cache.restore.rates import Rates
@@ -67,7 +68,7 @@ class Manager:
     reader: Reader
     writer: Saver
     rates: Rates = field(default_factory=Rates)
-    restore_failures: int = 0
+    failures: RestoreFailures = field(default_factory=RestoreFailures)
     max_restored: int = sys.maxsize  # tokens of a prompt that are restored at most
 
     def __post_init__(self) -> None:
@@ -75,13 +76,19 @@ class Manager:
 
     def in_namespace(self, name: Namespace) -> Manager:
         """The same model for blocks of another tenant, or of one import."""
-        return replace(self, namespace=name, restore_failures=0)
+        return replace(self, namespace=name)
 
     def plan(self, tokens: Sequence[int], without: Collection[BlockKey] = ()) -> Plan:
         """The longest stored prefix; one token is always left, because a model must be fed one."""
         limit = min(len(tokens) - 1, self.max_restored)
         point = self._longest(tokens, limit, without) if limit > 0 else NOTHING
         return Plan(point, point.n_bytes / self.rates.load_bytes_per_s, self.rates)
+
+    def n_held(self, tokens: Sequence[int]) -> int:
+        """Tokens of a prompt whose rows are stored, whether or not it can be restored there."""
+        rows = replace(self)
+        rows.needs = replace(self.needs, window=0, state=False)
+        return rows.plan(tokens).n_tokens if self.needs.delta else 0
 
     def restore(
         self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE, beyond: int = 0
@@ -120,18 +127,28 @@ class Manager:
     def finish(self, loading: Loading, beyond: int = 0) -> RestoredPrefix:
         """Wait for a load. A bad record is a miss: a new plan is made without it."""
         missed: set[BlockKey] = set()
+        fault: Fault | None = None
         current: Loading | None = loading
         while current is not None:
             loaded = current.finish()
             if loaded.restored is not None:
                 if not current.in_background:  # else other work slowed it down
                     self.rates.saw_load(current.point.n_bytes, current.seconds)
-                self.tiers.touch(current.keys)
-                return loaded.restored
-            self.restore_failures += 1
+                self.touch(loading.tokens[: current.point.n_tokens], current.keys)
+                return loaded.restored._replace(fault=fault)
+            self.failures.add(loaded.fault or "error")
+            fault = fault or loaded.fault
             missed |= loaded.missed
             current = self.begin(loading.tokens, Policy.READ_ONLY, beyond, missed)
-        return EMPTY
+        return EMPTY._replace(fault=fault)
+
+    def touch(self, tokens: Sequence[int], keys: Collection[BlockKey] = ()) -> None:
+        """Note a use of these tokens: of their last block, and of all that it follows.
+
+        `keys` are other blocks that were read for them.
+        """
+        chained = (ref.key for ref in chain(self.namespace, tokens))
+        self.tiers.touch(list(dict.fromkeys([*chained, *keys])))
 
     def n_saved(self, tokens: Sequence[int], policy: Policy) -> int:
         """How many restored tokens a request need not save again.

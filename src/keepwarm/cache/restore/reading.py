@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
+from keepwarm.cache.restore.failures import Fault
 from keepwarm.cache.restore.plan import Read
 from keepwarm.errors import CacheError
 from keepwarm.kv.slabs import SlabPool
@@ -31,6 +32,7 @@ class ReadOutcome(NamedTuple):
 
     tiers: list[str]
     missed: set[BlockKey]
+    fault: Fault = "missing"  # of the first of them
 
 
 class PendingReads:
@@ -40,6 +42,7 @@ class PendingReads:
         self.futures: list[Future[str]] = []
         self.use: Future[Use] = Future()  # the function that takes the records, once prepared
         self.missed: set[BlockKey] = set()
+        self.fault: Fault = "missing"
         self.prefetch_slots = threading.Semaphore(MAX_PREFETCHED)
         self._n_records = n_records
         self._is_stopped = False
@@ -71,7 +74,12 @@ class PendingReads:
         for future in self.futures:
             tiers.append(future.result())
             meanwhile()
-        return ReadOutcome(tiers, self.missed)
+        return ReadOutcome(tiers, self.missed, self.fault)
+
+    def miss(self, key: BlockKey, fault: Fault) -> None:
+        if not self.missed:
+            self.fault = fault
+        self.missed.add(key)
 
 
 class _PerThread(threading.local):
@@ -135,9 +143,11 @@ class Reader:
             tier = self._tiers.visit(read.key, read.part, use, self._own.buffer)
         except CacheError as error:
             self._tiers.discard(read.key, read.part, str(error))
-            tier = None
+            started.miss(read.key, "layout")
+            return ""
         if tier is None:
-            started.missed.add(read.key)
+            fault = self._tiers.take_fault(read.key, read.part)
+            started.miss(read.key, fault or "missing")
         return tier or ""
 
     def _prefetch(self, started: PendingReads, numbered: Iterator[tuple[int, Read]]) -> None:

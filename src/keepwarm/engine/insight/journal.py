@@ -28,6 +28,7 @@ class JournalEntry:
     usage: Usage | None = None
     error: str = ""
     ended: float | None = None  # seconds since the epoch
+    request_id: str = ""
 
 
 def entry_of(job: Job, error: KeepwarmError | None = None) -> JournalEntry:
@@ -45,6 +46,7 @@ def entry_of(job: Job, error: KeepwarmError | None = None) -> JournalEntry:
         usage=usage,
         error="" if error is None else str(error),
         ended=time.time() if job.ended else None,
+        request_id=job.request.request_id,
     )
 
 

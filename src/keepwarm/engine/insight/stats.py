@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from keepwarm.cache.counts import PromptCounts
 from keepwarm.cache.restore.live import Live, LiveStats
 from keepwarm.cache.restore.writing import WriteStats
 from keepwarm.cache.store import Store
@@ -34,6 +35,8 @@ class Stats:
     tiers: Mapping[str, TierStats]
     writes: WriteStats
     shares_batches: bool | None  # False: sequences decode one by one; None: not tried yet
+    counts: PromptCounts  # of the store: all processes, all time
+    failed_restores: Mapping[str, int]  # by reason
 
 
 def snapshot(scheduler: Scheduler, live: Live, store: Store, lanes: Lanes) -> Stats:
@@ -49,4 +52,6 @@ def snapshot(scheduler: Scheduler, live: Live, store: Store, lanes: Lanes) -> St
         tiers=store.tier_stats(),
         writes=store.write_stats(),
         shares_batches=lanes.share_batches,
+        counts=store.counts.total(),
+        failed_restores=dict(store.restore_failures.by_reason),
     )

@@ -30,6 +30,7 @@ from keepwarm.kv.files.dialects import (
     FileContents,
     LayerLocation,
 )
+from keepwarm.kv.files.swift import swift_file
 from keepwarm.kv.kinds import Caches, is_batched, token_count
 from keepwarm.kv.layout import ROWS, Layout
 from keepwarm.kv.make import BITS, GROUP_SIZES
@@ -47,9 +48,13 @@ class PromptCacheFile(NamedTuple):
 
 
 def export_prompt_cache(
-    path: str | os.PathLike[str], caches: Caches, metadata: Mapping[str, str] | None = None
+    path: str | os.PathLike[str],
+    caches: Caches,
+    metadata: Mapping[str, str] | None = None,
+    dialect: Dialect = Dialect.MLX_LM,
 ) -> None:
-    """Write a file that mlx-lm 0.32 and later loads: live rows only, whole or not at all.
+    """Write a file that mlx-lm 0.32 and later loads, or mlx-swift-lm: live rows only, whole or not
+    at all.
 
     The rows of a batch are written one by one, without padding; each layer of such a file is a
     CacheList of them. Readable by its owner alone. The caches are not changed; call it on the
@@ -61,15 +66,16 @@ def export_prompt_cache(
     if not caches:
         raise BadInput("A prompt cache without layers cannot be exported.")
     notes = _check_metadata(metadata or {})
+    if dialect is Dialect.EARLY_MLX_LM:
+        raise BadInput("Files of mlx-lm before 0.32 are read, but not written.")
     if any(is_batched(cache) for cache in caches):
+        if dialect is Dialect.SWIFT:
+            raise UnsupportedCache("Swift loads no batch; extract a row first.")
         notes[N_ROWS] = str(batch_size(caches))
         caches = _side_by_side(caches)
     layers = [encode(cache) for cache in caches]
-    tensors, tags = _as_arrays(dict(tree_flatten([_state(layer) for layer in layers])))
-    classes = [layer.cls for layer in layers]
-    # mlx-lm skips the first tag: without it the list could be empty and would vanish.
-    header = dict(tree_flatten([notes, classes, ["", *tags]]))
-    _publish(target, tensors, header)
+    write = swift_file if dialect is Dialect.SWIFT else _mlx_lm_file
+    _publish(target, *write(layers, notes))
 
 
 def import_prompt_cache(
@@ -116,6 +122,15 @@ def _read(file: str) -> tuple[list[Caches], FileContents]:
     except CacheMismatch as error:
         raise BadCacheFile(f"{file}: its layers disagree: {error}") from error
     return rows, contents
+
+
+def _mlx_lm_file(
+    layers: Sequence[EncodedCache], metadata: Mapping[str, str]
+) -> tuple[dict[str, mx.array], dict[str, str]]:
+    tensors, tags = _as_arrays(dict(tree_flatten([_state(layer) for layer in layers])))
+    classes = [layer.cls for layer in layers]
+    # mlx-lm skips the first tag: without it the list could be empty and would vanish.
+    return tensors, dict(tree_flatten([dict(metadata), classes, ["", *tags]]))
 
 
 def _rows_of_batch(file: str, caches: Caches, n_rows: str) -> list[Caches]:

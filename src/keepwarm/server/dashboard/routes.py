@@ -15,6 +15,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request
 
+from keepwarm.cache.counts import TIERS, PromptCounts
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.insight.history import Amounts, History, Timeline, minute_name, recording
@@ -50,7 +51,6 @@ from keepwarm.text.detokenize import decode
 N_ENDED = 20
 N_POINTS = 60
 DAYS_SHOWN = 14
-TIERS = ("live", "memory", "disk")
 
 router = APIRouter(
     prefix="/v1/dashboard",
@@ -139,6 +139,7 @@ def _request(entry: JournalEntry, viewer: Viewer) -> RequestOut:
     ttft_ms = usage.ttft_ms if usage else None
     return {
         "number": entry.number,
+        "request_id": entry.request_id,
         "key": viewer.key_label(entry.tenant),
         "agent": viewer.agent_name(entry.agent),
         "state": entry.state,
@@ -173,11 +174,13 @@ def show_saved(
         "hours": hours,
         "points": _points(timeline, hours),
         "today": _totals(state.history.today()),
-        "total": _totals(timeline.total),
+        "total": _store_totals(timeline.total, stats.counts),
         "disk": _budget("disk", disk.n_bytes, disk.max_bytes),
         "blocks": disk.blocks,
         "written_by_day": dict(written[-DAYS_SHOWN:]),
         "health": _health(stats),
+        "hit_rate": stats.counts.hit_rate,
+        "hit_rate_from_turn_2": stats.counts.hit_rate_from_turn_2,
     }
 
 
@@ -191,23 +194,34 @@ def _points(timeline: Timeline, hours: int) -> list[HistoryPointOut]:
 def _point(timeline: Timeline, minute: int, width: int) -> HistoryPointOut:
     names = [minute_name(60 * each) for each in range(minute, minute + width)]
     found = [timeline.minutes[name] for name in names if name in timeline.minutes]
-    n = {name: sum(amounts.get(name, 0) for amounts in found) for name in (*TIERS, "prefilled")}
+    n = {name: sum(amounts.get(name, 0) for amounts in found) for name in (*TIERS, "prompt")}
     return {
         "at": 60 * minute,
         "live": n["live"],
         "memory": n["memory"],
         "disk": n["disk"],
-        "computed": n["prefilled"],
+        "computed": _computed(n),
     }
+
+
+def _computed(amounts: Amounts) -> int:
+    """Prompt tokens that were reused from nowhere."""
+    return max(0, amounts.get("prompt", 0) - sum(amounts.get(tier, 0) for tier in TIERS))
 
 
 def _totals(amounts: Amounts) -> TotalsOut:
     return {
         "reused": {tier: amounts.get(tier, 0) for tier in TIERS},
-        "computed": amounts.get("prefilled", 0),
+        "computed": _computed(amounts),
         "saved_s": amounts.get("saved_ms", 0) / 1000,
         "written_bytes": amounts.get("written_bytes", 0),
     }
+
+
+def _store_totals(amounts: Amounts, counts: PromptCounts) -> TotalsOut:
+    """Tokens as the store has counted them; the rest as this server has."""
+    tokens = {**counts.reused, "prompt": counts.prompt_tokens}
+    return _totals({**amounts, **dict.fromkeys(TIERS, 0), **tokens})
 
 
 def _health(stats: Stats) -> HealthCountsOut:
@@ -223,6 +237,7 @@ def _health(stats: Stats) -> HealthCountsOut:
         "read_errors": read_errors,
         "dropped_saves": dropped_saves,
         "failed_saves": failed_saves,
+        "failed_restores": sum(stats.failed_restores.values()),
         "evicted": evicted,
         "audits": stats.counters["audits"],
         "drifts": stats.counters["drifts"],

@@ -23,6 +23,7 @@ class ViewerOut(TypedDict):
 
 class RequestOut(TypedDict):
     number: int
+    request_id: str  # as in the log and in the answer's header
     key: str | None  # of another tenant; only the admin key sees those
     agent: str | None
     state: RequestState
@@ -83,6 +84,7 @@ HealthCountsOut = TypedDict(
         "read_errors": int,
         "dropped_saves": int,
         "failed_saves": int,
+        "failed_restores": int,
         "evicted": int,
         "audits": int,
         "drifts": int,
@@ -106,6 +108,8 @@ class SavingsOut(TypedDict):
     blocks: int
     written_by_day: dict[str, int]
     health: HealthCountsOut
+    hit_rate: float | None  # tokens reused ÷ prompt tokens, of all requests to the store
+    hit_rate_from_turn_2: float | None  # of those that continue a conversation
 
 
 class ForestAgentOut(TypedDict):

@@ -7,23 +7,21 @@ reads the body, and its bytes are counted as they come.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import ipaddress
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from keepwarm.config import Settings
-from keepwarm.errors import BadInput, Busy, Forbidden, KeepwarmError, Refused
+from keepwarm.errors import BadInput, Busy, Forbidden, KeepwarmError
 from keepwarm.server.http.body_limits import BodyBudget, BodyReader, BodyShare
 from keepwarm.server.http.problems import problem_of, respond
+from keepwarm.server.keys import ApiKeys
 
 OPEN_PATHS = ("/health", "/docs", "/openapi.json", "/dashboard")  # hold nothing about prompts
 OPEN_BODY_BYTES = 1024  # nothing there reads a body
@@ -46,14 +44,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-class Caller(NamedTuple):
-    """The owner of an API key."""
-
-    tenant: str  # whose blocks it can reuse
-    admin: bool
-    owner: str  # whose requests count against the limits
 
 
 class OriginCheck:
@@ -92,39 +82,6 @@ def _hostname(host: str) -> str:
 
 def _host_of(origin: str) -> str:
     return origin.partition("://")[2]
-
-
-class ApiKeys:
-    """Accepted keys as digests; every wrong key takes the same time to compare."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._keys = [_digest(key) for key in settings.read_api_keys()]
-        self._admin = _digest(settings.admin_key) if settings.admin_key else None
-        # With an admin key alone there are no tenants.
-        self._shared = settings.share_cache or not self._keys
-
-    def check(self, headers: Mapping[str, str]) -> Caller:
-        """The caller; raises if the key is not accepted."""
-        given = _digest(_sent_key(headers))
-        admin = self._admin is not None and hmac.compare_digest(given, self._admin)
-        matches = [hmac.compare_digest(given, key) for key in self._keys]
-        if not self._keys and not admin:
-            return Caller("", False, "")
-        if not admin and not any(matches):
-            raise Refused(
-                "The API key is missing or wrong; send it as Authorization: Bearer or x-api-key."
-            )
-        owner = given.hex()[:16]
-        return Caller("" if self._shared else owner, admin, owner)
-
-
-def _sent_key(headers: Mapping[str, str]) -> str:
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
 
 
 class RateLimit:
@@ -176,10 +133,10 @@ class ConcurrencyLimit:
 class Limits:
     """The middleware that applies all limits and sets `request.state.tenant` and `.admin`."""
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, keys: ApiKeys) -> None:
         self._app = app
         self._origins = OriginCheck(settings)
-        self._keys = ApiKeys(settings)
+        self._keys = keys
         self._rate = RateLimit(settings.rate_per_minute)
         self._concurrency = ConcurrencyLimit(settings.max_queue, settings.max_concurrency)
         self._bodies = BodyBudget(settings.max_body_bytes)
@@ -228,7 +185,7 @@ class Limits:
         if _is_metered(scope):
             self._rate.take(caller.owner)
         scope.setdefault("state", {}).update(
-            tenant=caller.tenant, admin=caller.admin, owner=caller.owner
+            tenant=caller.tenant, admin=caller.admin, owner=caller.owner, key_name=caller.name
         )
         return caller.owner
 

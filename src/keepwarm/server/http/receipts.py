@@ -32,6 +32,7 @@ class ReceiptOut(TypedDict):
     spliced: int
     scrubbed: list[str]
     miss: NotRequired[ReceiptMissOut]
+    repeated_calls: NotRequired[list[str]]  # ids of calls as the model made them just before
     durable: NotRequired[bool]  # only when a durable request is done
     continued: NotRequired[int]  # known tokens of the agent, if only new messages were sent
 
@@ -43,7 +44,8 @@ def receipt_dict(receipt: Receipt) -> ReceiptOut:
     fields["reused"] = dict(receipt.reused)
     fields["scrubbed"] = list(receipt.scrubbed)
     fields["saved_ms"] = round(receipt.saved_ms, 3)
-    for name in ("inexact", "miss", "durable", "continued"):
+    fields["repeated_calls"] = list(receipt.repeated_calls) or None
+    for name in ("inexact", "miss", "repeated_calls", "durable", "continued"):
         if fields[name] is None:
             del fields[name]
     return fields  # type: ignore[return-value]

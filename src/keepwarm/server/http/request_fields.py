@@ -56,7 +56,12 @@ class KeepwarmOptions(JsonInput):
     explain: bool = Field(
         default=False, description="Report in the receipt why tokens were computed."
     )
-    kv: KVOptionsIn | None = None
+    kv: KVOptionsIn | None = Field(
+        default=None, description="Null, or null in a field, turns the server's options off."
+    )
+    exact: bool = Field(
+        default=False, description="Keys and values as the model computes them: no KV options."
+    )
 
 
 class RequestFields(NamedTuple):
@@ -69,6 +74,8 @@ class RequestFields(NamedTuple):
     kv: KVOptions
     timeout_s: float | None
     continues: bool = False
+    exact: bool = False
+    request_id: str = ""
 
 
 async def host_of(request: Request) -> EngineHost:
@@ -105,7 +112,6 @@ def request_fields(
     """
     options = options or KeepwarmOptions()
     continued: str | None = request.path_params.get(AGENT_IN_PATH)
-    kv = options.kv or KVOptionsIn()
     tenant: str = getattr(request.state, "tenant", "")
     agent = continued or _agent(request.headers, options, hint)
     return RequestFields(
@@ -114,9 +120,25 @@ def request_fields(
         continues=bool(continued) or options.continues,
         policy=_policy(request.headers, options),
         explain=options.explain,
-        kv=KVOptions(**kv.model_dump()),
+        kv=_kv(options),
+        exact=_is_exact(options),
         timeout_s=settings_of(request).request_timeout_s or None,
+        request_id=getattr(request.state, "request_id", ""),
     )
+
+
+def _kv(options: KeepwarmOptions) -> KVOptions:
+    return KVOptions(**(options.kv or KVOptionsIn()).model_dump())
+
+
+def _is_exact(options: KeepwarmOptions) -> bool:
+    """Whether the server's own KV options are turned off."""
+    names_defaults = _kv(options) == KVOptions()
+    if options.exact and not names_defaults:
+        raise BadField("exact and kv cannot be combined; choose one.", "keepwarm.exact")
+    is_null = "kv" in options.model_fields_set and options.kv is None
+    has_null = options.kv is not None and bool(options.kv.model_fields_set) and names_defaults
+    return options.exact or is_null or has_null
 
 
 def _agent(headers: Mapping[str, str], options: KeepwarmOptions, hint: str | None) -> str | None:

@@ -11,10 +11,10 @@ import asyncio
 import os
 import re
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,6 +23,7 @@ from keepwarm.errors import Busy, KeepwarmError
 from keepwarm.server.http.body import check_structure
 from keepwarm.server.http.problems import problem_of, respond
 from keepwarm.text.bounds.deadline import PrepareDeadline
+from keepwarm.text.request import Receipt, Usage
 
 T = TypeVar("T")
 
@@ -93,6 +94,13 @@ class FairShares:
                 del self._waiting[owner]
 
 
+class ReportedAnswer(Protocol):
+    """What the log says about an answer."""
+
+    receipt: Receipt | None
+    usage: Usage | None  # once it has ended
+
+
 class Turn:
     """One request while it is prepared."""
 
@@ -108,6 +116,8 @@ class Turn:
         self._threads = threads
         self._end: Callable[[], None] | None = end
         self._is_long = is_long
+        self.agent: str | None = None
+        self.answers: Sequence[ReportedAnswer] = ()  # for the log
 
     async def build(self, make: Callable[[], T]) -> T:
         """What `make` returns; not on the event loop if the body is long."""

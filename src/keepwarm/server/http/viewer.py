@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, NamedTuple, Self
 
 from fastapi import Depends, Request
@@ -9,8 +10,7 @@ from fastapi import Depends, Request
 from keepwarm.config import Settings
 from keepwarm.errors import Forbidden
 from keepwarm.server.http.request_fields import settings_of, tenant_agent_id
-
-KEY_DIGITS = 8
+from keepwarm.server.keys import LABEL_DIGITS
 
 
 class Viewer(NamedTuple):
@@ -19,6 +19,7 @@ class Viewer(NamedTuple):
     key_needed: bool
     may_read_texts: bool  # not where keys share one cache: prompts there have no known owner
     may_see_totals: bool  # where keys are isolated, totals over all keys are for the admin
+    labels: Mapping[str, str]  # names of keys by tenant
 
     @classmethod
     def of(cls, request: Request) -> Self:
@@ -27,7 +28,7 @@ class Viewer(NamedTuple):
         texts = not (key_needed and settings.share_cache)
         tenant, admin = request.state.tenant, request.state.admin
         totals = admin or not tenant or _is_only_key(settings)
-        return cls(tenant, admin, key_needed, texts, totals)
+        return cls(tenant, admin, key_needed, texts, totals, request.app.state.keys.labels)
 
     def may_see(self, tenant: str | None) -> bool:
         """Whether this tenant's entries are shown; None is an unknown tenant."""
@@ -38,10 +39,12 @@ class Viewer(NamedTuple):
         return self.may_read_texts and tenant == self.tenant
 
     def key_label(self, tenant: str | None) -> str | None:
-        """A short form of another tenant's key; None for the viewer's own."""
+        """The name of another tenant's key, or a short form of it; None for the viewer's own."""
         if tenant == self.tenant:
             return None
-        return "unknown" if tenant is None else tenant[:KEY_DIGITS] or "none"
+        if tenant is None:
+            return "unknown"
+        return self.labels.get(tenant) or tenant[:LABEL_DIGITS] or "none"
 
     def agent_name(self, agent: str | None) -> str | None:
         """An agent's id without the viewer's tenant prefix."""

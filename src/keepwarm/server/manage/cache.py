@@ -15,8 +15,11 @@ from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from keepwarm.cache.counts import PromptCounts
 from keepwarm.cache.disk_store import DiskStore
+from keepwarm.cache.verify import verify_store
 from keepwarm.engine.engine import Engine
+from keepwarm.engine.insight.stats import Stats
 from keepwarm.errors import BadField, Forbidden
 from keepwarm.server.anthropic.routes import build_request
 from keepwarm.server.anthropic.shapes import CountRequest
@@ -33,7 +36,6 @@ from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest, OpenAIErrorOut
 from keepwarm.server.responses.routes import Answers, request_builder
 from keepwarm.server.responses.shapes import InputRequest
-from keepwarm.store.disk import fsck
 from keepwarm.store.disk.upkeep import clear_quarantine
 from keepwarm.store.tier import as_store_errors
 from keepwarm.text import request as engine_request
@@ -64,6 +66,19 @@ class RequestCountsOut(TypedDict):
     reading: Annotated[int, renamed_to("prefilling")]
 
 
+class FiguresOut(TypedDict):
+    """Where the prompt tokens of all requests to the store were found."""
+
+    requests: int
+    prompt_tokens: int
+    reused: dict[str, int]  # tokens by tier
+    computed: int  # tokens
+    hits: dict[str, int]  # requests that reused tokens of a tier
+    misses: dict[str, int]  # and that did not
+    hit_rate: float | None  # tokens reused ÷ prompt tokens
+    hit_rate_from_turn_2: float | None
+
+
 class CacheOut(TypedDict):
     """The engine's snapshot."""
 
@@ -75,6 +90,8 @@ class CacheOut(TypedDict):
     tiers: dict[str, dict[str, int | None]]
     writes: dict[str, int]
     written_by_day: dict[str, int]
+    prompts: FiguresOut
+    failed_restores: dict[str, int]  # by reason
 
 
 class LookupOut(TypedDict):
@@ -111,6 +128,7 @@ class VerifyOut(TypedDict):
     object: Literal["cache.verify"]
     records: int
     n_bytes: int
+    newer: int  # records and agents that only a newer Keepwarm reads
     bad: list[BadRecordOut]
 
 
@@ -167,10 +185,23 @@ def show_cache(host: Host) -> CacheOut:
         },
         "counters": dict(stats.counters),
         "live": stats.live._asdict(),
-        "tiers": {name: asdict(tier) for name, tier in stats.tiers.items()},
+        "tiers": {name: _tier(stats, name) for name in stats.tiers},
         "writes": asdict(stats.writes),
         "written_by_day": engine.store.on_disk.wear.by_day(),
+        "prompts": figures_out(stats.counts),
+        "failed_restores": dict(stats.failed_restores),
     }
+
+
+def figures_out(counts: PromptCounts) -> FiguresOut:
+    return counts.figures()  # type: ignore[return-value]
+
+
+def _tier(stats: Stats, name: str) -> dict[str, int | None]:
+    """Hits and misses are requests, as everywhere, and not records read."""
+    figures = stats.counts.figures()
+    hits, misses = figures["hits"][name], figures["misses"][name]
+    return asdict(stats.tiers[name]) | {"hits": hits, "misses": misses}
 
 
 @router.post("/lookup")
@@ -237,9 +268,7 @@ async def warm_responses(asked: ByResponses, host: Host, turn: InTurn) -> Respon
 
 
 async def _warm(host: EngineHost, asked: engine_request.Request, turn: Turn) -> Response:
-    answer = await turn.run(host.engine.warm, asked)
-    turn.end()
-    return WholeAnswer(answer, _warmed)
+    return WholeAnswer(await host.warm(asked, turn), _warmed)
 
 
 def _warmed(result: Result) -> WarmOut:
@@ -278,27 +307,15 @@ def _clear_disk(disk_store: DiskStore) -> tuple[int, int]:
 
 @router.post("/verify")
 async def verify(body: VerifyBody, request: Request, host: Host) -> VerifyOut:
-    """Check every record on disk. Needs the admin key."""
+    """Check every record and agent on disk. Needs the admin key."""
     _need_admin(request)
     return await asyncio.to_thread(_verify, host.engine.store.on_disk, body.fix)
 
 
 def _verify(disk_store: DiskStore, fix: bool) -> VerifyOut:
     """S0-57: the same check as `keepwarm cache verify`."""
-    checked = list(fsck.verify(disk_store.disk, fix))
-    bad: list[BadRecordOut] = [
-        {
-            "record": f"{each.key.hex()}.{each.part.value}",
-            "reason": each.wrong,
-            "quarantined": each.quarantined,
-            "wrong": each.wrong,
-            "set_aside": each.quarantined,
-        }
-        for each in checked
-        if each.wrong is not None
-    ]
-    n_bytes = sum(each.n_bytes for each in checked)
-    return {"object": "cache.verify", "records": len(checked), "n_bytes": n_bytes, "bad": bad}
+    found = verify_store(disk_store, fix).fields()
+    return {"object": "cache.verify", **found}  # type: ignore[typeddict-item]
 
 
 def _need_admin(request: Request) -> None:

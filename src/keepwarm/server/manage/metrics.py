@@ -72,12 +72,14 @@ def _by_tier(name: str) -> Callable[[Stats], Values]:
     return lambda stats: {tier: getattr(found, name) for tier, found in stats.tiers.items()}
 
 
-def _hits(stats: Stats) -> Values:
-    return {**_by_tier("hits")(stats), "live": stats.live.moved + stats.live.copied}
+def _figure(name: str) -> Callable[[Stats], Values]:
+    """A count of the store, by tier or alone; a rate of no tokens has no value."""
 
+    def read(stats: Stats) -> Values:
+        value = stats.counts.figures()[name]
+        return value if isinstance(value, dict) else {} if value is None else _one(value)
 
-def _misses(stats: Stats) -> Values:
-    return {**_by_tier("misses")(stats), "live": stats.live.misses}
+    return read
 
 
 def _bytes(stats: Stats) -> Values:
@@ -133,18 +135,37 @@ def _written_bytes(stats: Stats) -> Values:
 
 
 SAMPLES = (
-    Sample("keepwarm_hits", "counter", "Lookups that a tier could serve.", "tier", _hits),
-    Sample("keepwarm_misses", "counter", "Lookups that a tier could not serve.", "tier", _misses),
     Sample(
-        "keepwarm_reused_tokens", "counter", "Prompt tokens restored instead of computed.", "tier",
-        lambda stats: dict(stats.counters["reused_tokens"]),
+        "keepwarm_hit_rate", "gauge",
+        "Prompt tokens reused, as a share of the prompt tokens of all requests to the store.", "",
+        _figure("hit_rate"),
     ),
     Sample(
-        "keepwarm_prompt_tokens", "counter", "Prompt tokens of all requests.", "",
-        _counter("prompt_tokens"),
+        "keepwarm_hit_rate_from_turn_2", "gauge",
+        "The same over the requests that continue a conversation.", "",
+        _figure("hit_rate_from_turn_2"),
     ),
     Sample(
-        "keepwarm_prefilled_tokens", "counter", "Prompt tokens that were computed.", "",
+        "keepwarm_hits", "counter", "Requests to the store that reused tokens of a tier.", "tier",
+        _figure("hits"),
+    ),
+    Sample(
+        "keepwarm_misses", "counter", "Requests to the store that reused none.", "tier",
+        _figure("misses"),
+    ),
+    Sample(
+        "keepwarm_prompt_tokens", "counter", "Prompt tokens of all requests to the store.", "",
+        _figure("prompt_tokens"),
+    ),
+    Sample(
+        "keepwarm_reused_tokens", "counter", "Those that were reused.", "tier", _figure("reused")
+    ),
+    Sample(
+        "keepwarm_computed_tokens", "counter", "Those that were reused from nowhere.", "",
+        _figure("computed"),
+    ),
+    Sample(
+        "keepwarm_prefilled_tokens", "counter", "Prompt tokens that the model was fed.", "",
         _counter("prefilled_tokens"),
     ),
     Sample(
@@ -169,6 +190,11 @@ SAMPLES = (
     Sample(
         "keepwarm_restore_failures", "counter",
         "Records that were damaged or unreadable; each counts as a miss.", "tier", _failed_restores,
+    ),
+    Sample(
+        "keepwarm_failed_restores", "counter",
+        "Restores that failed in part or whole; the tokens were computed.", "reason",
+        lambda stats: stats.failed_restores,
     ),
     Sample("keepwarm_written_bytes", "counter", "Bytes written to disk.", "", _written_bytes),
     Sample(

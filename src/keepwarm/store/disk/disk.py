@@ -39,6 +39,7 @@ from keepwarm.store.tier import (
     CheckpointRef,
     Child,
     PutResult,
+    ReadFault,
     RefusedBlocks,
     StoredBlock,
     TierStats,
@@ -130,6 +131,9 @@ class DiskTier:
         self, key: BlockKey, part: Part, use: Callable[[RecordView], None], buffer: ReadBuffer
     ) -> bool:
         return self.records.visit(key, part, use, buffer)
+
+    def take_fault(self, key: BlockKey, part: Part) -> ReadFault | None:
+        return self.records.faults.pop((key, part), None)
 
     def prefetch(self, key: BlockKey, part: Part) -> bool:
         return self.records.prefetch(key, part)

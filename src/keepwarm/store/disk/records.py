@@ -32,11 +32,14 @@ from keepwarm.store.record import (
     view_record,
 )
 from keepwarm.store.seal import Seal
-from keepwarm.store.tier import TierCounts, default_on_io_error, is_busy
+from keepwarm.store.tier import ReadFault, TierCounts, default_on_io_error, is_busy
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Use: TypeAlias = Callable[[BinaryIO, VerifiedHeader], T]
+
+
+MAX_FAULTS = 64
 
 
 class Repair(NamedTuple):
@@ -61,6 +64,7 @@ class RecordFiles:
         self.pages = Pages(files)
         # Among processes: files are named, renamed and deleted under it.
         self.names_lock = SharedLock(root / "tmp" / "names")
+        self.faults: dict[tuple[BlockKey, Part], ReadFault] = {}  # the latest, until taken
         self._repairs: dict[Repair, None] = {}
 
     def read(
@@ -103,19 +107,27 @@ class RecordFiles:
         try:
             made = self.use_record(key, part, use)
         except BadRecord as bad:
+            self._note_fault(key, part, "damaged")
             self._note_repair(Repair(key, part, str(bad)))
         except NewerFormat as newer:
+            self._note_fault(key, part, "newer")
             self.skip_newer(key, part, str(newer))
         except FileNotFoundError:
             self._note_repair(Repair(key, part, None))
         except OSError as error:
             LOG.warning("%s could not be read: %s", self.path_of(key, part).name, error)
+            self._note_fault(key, part, "unreadable")
             self.counts.add(errors=1)
         else:
             self.counts.add(hits=1)
             return made
         self.counts.add(misses=1)
         return None
+
+    def _note_fault(self, key: BlockKey, part: Part, fault: ReadFault) -> None:
+        if len(self.faults) >= MAX_FAULTS:  # nobody has asked
+            self.faults.clear()
+        self.faults[key, part] = fault
 
     def path_of(self, key: BlockKey, part: Part) -> Path:
         return path_of(self.root, key, part)

@@ -71,7 +71,8 @@ function spark(name, title, kind) {
 
 function requests(caption, list, now) {
   return table(caption, REQUESTS, list.map((one) => [
-    [h("span", { class: "quiet" }, `#${one.number} `), h("strong", {}, one.agent ?? ""), one.key ? h("span", { class: "quiet" }, ` key ${one.key}`) : ""],
+    [h("span", { class: "quiet" }, `#${one.number} `), h("strong", {}, one.agent ?? ""), one.key ? h("span", { class: "quiet" }, ` key ${one.key}`) : "",
+      one.request_id ? h("span", { class: "quiet" }, ` ${one.request_id}`) : ""],
     [h("span", { class: `state ${one.state}`, title: one.error || null }, STATES[one.state] ?? one.state),
       one.ended ? h("span", { class: "quiet" }, ` ${ago(one.ended, now.time)}`) : ""],
     receipt(one),

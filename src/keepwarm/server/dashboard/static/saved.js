@@ -9,6 +9,7 @@ const HEALTH = {
   read_errors: "records that could not be read",
   dropped_saves: "saves dropped",
   failed_saves: "saves failed",
+  failed_restores: "restores failed",
   evicted: "evictions",
   audits: "audits",
   drifts: "audits that differed",
@@ -25,6 +26,7 @@ export function show(saved, choose) {
   const reused = sum(today.reused);
   const ever = sum(total.reused);
   put("saved-tiles",
+    tile("Hit rate", rate(saved.hit_rate), `from turn 2 ${rate(saved.hit_rate_from_turn_2)}`),
     tile("Hit rate today", percent(reused, reused + today.computed),
       `${short(reused)} of ${short(reused + today.computed)} prompt tokens`),
     tile("Time saved today", seconds(today.saved_s), `${short(reused)} tokens not recomputed`),
@@ -38,6 +40,8 @@ export function show(saved, choose) {
   put("writes-chart", writesChart(saved.written_by_day));
   put("health-list", Object.entries(HEALTH).flatMap(([key, name]) => [h("dt", {}, name), h("dd", {}, count(saved.health[key]))]));
 }
+
+const rate = (share) => share === null ? "–" : percent(share, 1);
 
 function hitChart(points) {
   const step = (WIDTH - LEFT) / points.length;

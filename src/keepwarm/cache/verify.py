@@ -1,0 +1,65 @@
+"""Checking a whole store, agents included: the same by command line and by HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from keepwarm.cache.disk_store import DiskStore
+from keepwarm.errors import NewerFormat
+from keepwarm.store.disk import fsck
+from keepwarm.store.disk.upkeep import Progress, no_progress
+
+
+class BadFile(NamedTuple):
+    """A record or an agent's file that is damaged or cannot be read."""
+
+    record: str
+    reason: str
+    quarantined: bool
+
+    def fields(self) -> dict[str, Any]:
+        deprecated = {"wrong": self.reason, "set_aside": self.quarantined}
+        return self._asdict() | deprecated
+
+
+class StoreReport(NamedTuple):
+    records: int
+    n_bytes: int
+    newer: int  # records and agents that only a newer Keepwarm reads
+    bad: list[BadFile]
+
+    def fields(self) -> dict[str, Any]:
+        return self._asdict() | {"bad": [file.fields() for file in self.bad]}
+
+
+def verify_store(
+    store: DiskStore, fix: bool = False, progress: Progress = no_progress
+) -> StoreReport:
+    """Check every record and every agent; with `fix`, what is damaged is quarantined."""
+    unreadable = list(store.agents.unreadable())
+    n_newer = sum(isinstance(why, NewerFormat) for _, why in unreadable)
+    bad = list(_bad_agents(store, unreadable, fix))
+    n_records = n_bytes = 0
+    n_blocks = store.disk.stats().blocks
+    for checked in fsck.verify(store.disk, fix):
+        n_records, n_bytes = n_records + 1, n_bytes + checked.n_bytes
+        n_newer += checked.newer
+        progress(n_records, max(n_records, n_blocks))
+        if checked.wrong is not None:
+            name = f"{checked.key.hex()}.{checked.part.value}"
+            bad.append(BadFile(name, checked.wrong, checked.quarantined))
+    return StoreReport(n_records, n_bytes, n_newer, bad)
+
+
+def _bad_agents(
+    store: DiskStore, unreadable: list[tuple[str, Exception]], fix: bool
+) -> Iterator[BadFile]:
+    """A damaged file is quarantined if asked to; never one that could not be read."""
+    for name, why in unreadable:
+        record = f"agents/{name}"
+        if isinstance(why, OSError):
+            yield BadFile(record, f"could not be read: {why.strerror or why}", False)
+        elif not isinstance(why, NewerFormat):
+            path, files = store.disk.root / record, store.disk.records
+            yield BadFile(record, str(why), fix and files.move_to_quarantine(path, str(why)))

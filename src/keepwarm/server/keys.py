@@ -1,0 +1,126 @@
+"""API keys: who a caller is, by the key that was sent.
+
+A tenant is named after the digest of its key. A key with a name keeps the tenant that the name had
+first, so that its key can be replaced without losing what is cached for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from keepwarm.config import Settings
+from keepwarm.errors import BadInput, Refused
+from keepwarm.files import write_atomically
+
+BOOK = "tenants.json"
+TENANT_DIGITS = 16
+LABEL_DIGITS = 8
+ADMIN = "admin"
+
+
+class Caller(NamedTuple):
+    """The owner of an API key."""
+
+    tenant: str  # whose blocks it can reuse
+    admin: bool
+    owner: str  # whose requests count against the limits
+    name: str = ""  # of the key; the begin of its digest if it has none, "" without keys
+
+
+class TenantBook:
+    """The tenant of every name, in a small file in the home directory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def tenant_of(self, name: str, digest: str) -> str:
+        """That of the first key that had this name."""
+        if not name:
+            return digest
+        names = self._read()
+        if name not in names:
+            names[name] = digest
+            self._write(names)
+        return names[name]
+
+    def _read(self) -> dict[str, str]:
+        try:
+            known = json.loads(self._path.read_text())
+            return {str(name): str(tenant) for name, tenant in known.items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, AttributeError) as error:
+            raise BadInput(
+                f"{self._path} is damaged; it says which cache belongs to the name of a key. "
+                "Restore it, or delete it: keys that were never replaced do not need it."
+            ) from error
+
+    def _write(self, names: Mapping[str, str]) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path, json.dumps(names))
+        except OSError as error:
+            raise BadInput(
+                f"{self._path} cannot be written ({error.strerror}), and a name of a key would "
+                "lose its cache when the key is replaced; check the directory."
+            ) from error
+
+
+class _AcceptedKey(NamedTuple):
+    digest: bytes
+    tenant: str
+    name: str
+
+
+class ApiKeys:
+    """Accepted keys as digests; every wrong key takes the same time to compare."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._keys = _accepted(settings)
+        self._admin = _digest(settings.admin_key) if settings.admin_key else None
+        # With an admin key alone there are no tenants.
+        self._shared = settings.share_cache or not self._keys
+        self.labels = {key.tenant: key.name for key in self._keys}  # of tenants
+
+    def check(self, headers: Mapping[str, str]) -> Caller:
+        """The caller; raises if the key is not accepted."""
+        given = _digest(_sent_key(headers))
+        admin = self._admin is not None and hmac.compare_digest(given, self._admin)
+        matches = [key for key in self._keys if hmac.compare_digest(given, key.digest)]
+        if not self._keys and not admin:
+            return Caller("", False, "")
+        if not admin and not matches:
+            raise Refused(
+                "The API key is missing or wrong; send it as Authorization: Bearer or x-api-key."
+            )
+        owner = matches[0].tenant if matches else _tenant(given)
+        name = matches[0].name if matches else ADMIN
+        return Caller("" if self._shared else owner, admin, owner, name)
+
+
+def _accepted(settings: Settings) -> list[_AcceptedKey]:
+    book = TenantBook(settings.home / BOOK)
+    found = []
+    for name, key in settings.read_named_keys():
+        digest = _digest(key)
+        tenant = book.tenant_of(name, _tenant(digest))
+        found.append(_AcceptedKey(digest, tenant, name or tenant[:LABEL_DIGITS]))
+    return found
+
+
+def _tenant(digest: bytes) -> str:
+    return digest.hex()[:TENANT_DIGITS]
+
+
+def _sent_key(headers: Mapping[str, str]) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,140 @@
+"""One line for every request, with its id; the same id is in the answer's header.
+
+Numbers and names only: no prompt, no answer, no query string, no key.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from keepwarm import __version__
+from keepwarm.cache.counts import TIERS, CountBook
+from keepwarm.config import Settings
+from keepwarm.server.http.logs import log_fields
+from keepwarm.server.http.problems import problem_of, respond
+from keepwarm.server.http.request_fields import tenant_agent_id
+from keepwarm.server.http.turns import Turn
+from keepwarm.text.request import sum_receipts
+
+LOG = logging.getLogger("keepwarm.requests")
+SERVER_LOG = logging.getLogger("keepwarm.server")
+
+REQUEST_ID_HEADER = "x-request-id"
+GIVEN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+POLLED = ("/health", "/metrics", "/v1/dashboard", "/dashboard")  # by supervisors and open pages
+MAX_PATH = 200
+LEFT = 499  # the client went away before there was a status
+
+
+class RequestLog:
+    """Gives every request its id, and logs it when it has ended."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), LEFT
+        state = scope.setdefault("state", {})
+        state["request_id"] = _id_of(Headers(scope=scope))
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = state["request_id"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if status != LEFT:
+                raise
+            SERVER_LOG.error("%s %s failed", scope["method"], _path(scope), exc_info=error)
+            await respond(scope["path"], problem_of(error))(scope, receive, send_with_id)
+        finally:
+            _log(scope, status, time.perf_counter() - began)
+
+
+def _id_of(headers: Headers) -> str:
+    """The client's own, if it is one; a proxy may have given it."""
+    given = headers.get(REQUEST_ID_HEADER, "")
+    return given if GIVEN_ID.fullmatch(given) else f"req-{secrets.token_hex(8)}"
+
+
+def _log(scope: Scope, status: int, seconds: float) -> None:
+    """Without a known caller only some lines a minute: anyone can cause them."""
+    state = scope["state"]
+    fields: dict[str, Any] = {
+        "id": state["request_id"],
+        "key": state.get("key_name", ""),
+        "method": scope["method"],
+        "path": _path(scope),
+        "status": status,
+        **_answered(state.get("turn"), state.get("tenant", "")),
+        "total_ms": round(1000 * seconds, 1),
+    }
+    is_polled = scope["method"] == "GET" and scope["path"].startswith(POLLED)
+    level = logging.DEBUG if is_polled else logging.INFO
+    log_fields(LOG, level, fields, limited="owner" not in state)
+
+
+def _path(scope: Scope) -> str:
+    """As it was sent: encoded, so that it fits into a line."""
+    sent: bytes = scope.get("raw_path") or scope["path"].encode()
+    return sent.decode("ascii", "backslashreplace")[:MAX_PATH]
+
+
+def _answered(turn: Turn | None, tenant: str) -> dict[str, Any]:
+    """Tokens by place and the time to the first token, of all answers to a request."""
+    if turn is None:
+        return {}
+    agent = (turn.agent or "").removeprefix(tenant_agent_id(tenant, ""))
+    receipts = [answer.receipt for answer in turn.answers if answer.receipt is not None]
+    if not receipts:
+        return {"agent": agent}
+    receipt, usages = sum_receipts(receipts), [answer.usage for answer in turn.answers]
+    ended = [usage for usage in usages if usage is not None]
+    return {
+        "agent": agent,
+        "prompt_tokens": receipt.prompt_tokens,
+        **{tier: receipt.reused.get(tier, 0) for tier in TIERS},
+        "computed": receipt.recomputed,
+        "answer_tokens": sum(usage.completion_tokens for usage in ended),
+        "first_token_ms": min((usage.ttft_ms for usage in ended), default=None),
+        "finished": len(ended) == len(usages),
+        **({"repeated_calls": n} if (n := len(receipt.repeated_calls)) else {}),
+    }
+
+
+def log_start(model: str, address: str, settings: Settings) -> None:
+    log_fields(
+        SERVER_LOG,
+        logging.INFO,
+        {
+            "event": "started",
+            "version": __version__,
+            "model": model,
+            "address": address,
+            "store": str(settings.store),
+            **_rates(settings),
+        },
+    )
+
+
+def log_stop(settings: Settings) -> None:
+    log_fields(SERVER_LOG, logging.INFO, {"event": "stopped", **_rates(settings)})
+
+
+def _rates(settings: Settings) -> dict[str, Any]:
+    figures = CountBook(settings.store).total().figures()
+    return {name: figures[name] for name in ("requests", "hit_rate", "hit_rate_from_turn_2")}

@@ -1,0 +1,154 @@
+"""The counts of a store: what all processes have asked of it, and what follows from that."""
+
+import multiprocessing
+from dataclasses import replace
+
+import pytest
+
+from keepwarm.cache.counts import CountBook, PromptCounts
+from keepwarm.cache.disk_store import DiskStore
+from keepwarm.store.atomic import exclusive
+from keepwarm.text.request import Request, Sampling
+from tests.kit.engines import ask, engine_on
+from tests.kit.runs import prompt_of
+
+N = 600
+FIRST = PromptCounts.of_request(100, {}, is_later_turn=False)
+WARM = PromptCounts.of_request(100, {"live": 90, "disk": 0}, is_later_turn=True)
+STORED = PromptCounts.of_request(200, {"memory": 50, "disk": 100}, is_later_turn=True)
+
+
+def test_everything_follows_from_the_counts():
+    total = FIRST.plus(WARM).plus(STORED)
+    assert total.figures() == {
+        "requests": 3,
+        "prompt_tokens": 400,
+        "reused": {"live": 90, "memory": 50, "disk": 100},
+        "computed": 160,
+        "hits": {"live": 1, "memory": 1, "disk": 1},
+        "misses": {"live": 2, "memory": 2, "disk": 2},
+        "hit_rate": 0.6,
+        "hit_rate_from_turn_2": 0.8,
+    }
+    assert PromptCounts().hit_rate is None
+    assert FIRST.hit_rate == 0
+    assert FIRST.hit_rate_from_turn_2 is None
+
+
+def test_a_hand_made_sequence(models, tmp_path):
+    """D8, S0-71: one prompt from every tier, then a conversation; counted by hand."""
+    prompt = prompt_of(N)
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine.submit(ask(prompt)).result()
+        engine.submit(ask(prompt)).result()
+        engine.settle()
+        engine.call(engine.live.clear).result()
+        engine.submit(ask(prompt)).result()
+        engine.settle()
+        engine.clear()
+        engine.submit(ask(prompt)).result()
+        counts = engine.stats().counts
+        assert counts.figures() == {
+            "requests": 4,
+            "prompt_tokens": 4 * N,
+            "reused": {"live": N - 1, "memory": N - 1, "disk": N - 1},
+            "computed": N + 3,
+            "hits": {"live": 1, "memory": 1, "disk": 1},
+            "misses": {"live": 3, "memory": 3, "disk": 3},
+            "hit_rate": round(3 * (N - 1) / (4 * N), 4),
+            "hit_rate_from_turn_2": None,
+        }
+        turn = Request(messages=[*chat, chat[0]], sampling=Sampling(max_tokens=2))
+        cold = engine.submit(turn).result().receipt
+        warm = engine.submit(turn).result().receipt
+        assert warm.cached_tokens == cold.prompt_tokens - 1
+        later = engine.stats().counts
+        share = (cold.cached_tokens + warm.cached_tokens) / (2 * cold.prompt_tokens)
+        assert later.hit_rate_from_turn_2 == round(share, 4) > 0
+        assert later.hit_rate != later.hit_rate_from_turn_2
+    with DiskStore(tmp_path / "store") as store:
+        assert store.counts.total() == later, "it survives the process"
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine.submit(ask(prompt)).result()
+        again = engine.stats().counts
+    assert again.requests == later.requests + 1
+    assert again.reused["disk"] == later.reused["disk"] + N - 1
+
+
+def test_audits_and_refused_requests_are_not_counted(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path, audit_share=1.0) as engine:
+        for _ in range(2):
+            engine.submit(ask(prompt_of(40))).result()
+        while engine.stats().counters["audits"] < 1:
+            engine.settle()
+        assert engine.stats().counts.requests == 2
+
+
+def count_often(root):
+    book = CountBook(root)
+    for _ in range(50):
+        book.add(WARM)
+        book.save()
+
+
+def test_processes_lose_no_count(tmp_path):
+    """Each adds to what the others have saved."""
+    DiskStore(tmp_path).close()
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=count_often, args=(tmp_path,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    count_often(tmp_path)
+    for process in processes:
+        process.join()
+    total = CountBook(tmp_path).total()
+    assert (total.requests, total.reused, total.hits) == (150, {"live": 150 * 90}, {"live": 150})
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"requests": 1}', '{"reused": 3}', "null"])
+def test_a_damaged_file_counts_as_empty(tmp_path, content):
+    DiskStore(tmp_path).close()
+    (tmp_path / "counts.json").write_text(content)
+    book = CountBook(tmp_path)
+    assert book.total() == PromptCounts()
+    book.add(WARM)
+    book.save()
+    assert CountBook(tmp_path).total() == WARM
+
+
+def test_what_cannot_be_saved_is_saved_later(tmp_path, caplog, monkeypatch):
+    """Another process holds the lock for too long."""
+    monkeypatch.setattr("keepwarm.store.atomic.LOCK_WAIT_S", 0.05)
+    DiskStore(tmp_path).close()
+    book = CountBook(tmp_path)
+    book.add(WARM)
+    with exclusive(tmp_path / "tmp" / "counts"):
+        book.save()
+        assert "could not be written" in caplog.text
+        assert book.total() == WARM
+    book.add(FIRST)
+    book.save()
+    assert CountBook(tmp_path).total() == WARM.plus(FIRST) == book.total()
+
+
+def test_without_a_directory_they_last_as_long_as_the_process():
+    book = CountBook(None)
+    book.add(WARM)
+    book.save()
+    assert book.total() == replace(WARM)
+
+
+def test_clearing_is_no_eviction(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine.submit(ask(prompt_of(N))).result()
+        engine.settle()
+        assert engine.stats().tiers["memory"].blocks
+        engine.clear()
+        stats = engine.stats()
+        assert not stats.tiers["memory"].blocks
+        assert (stats.tiers["memory"].evicted, stats.live.evicted) == (0, 0)
+        engine.submit(ask(prompt_of(N))).result()
+        engine.settle()
+        engine.store.memory.resize(0)
+        assert engine.stats().tiers["memory"].evicted, "the control: a smaller budget evicts"

@@ -1,0 +1,158 @@
+"""Every reason of a miss, each provoked: the receipt names what has happened and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import get_args
+
+import pytest
+
+from keepwarm.cache.policy import Policy
+from keepwarm.cache.store import Budgets
+from keepwarm.store.record import Part
+from keepwarm.text.request import Miss, MissCause
+from tests.engine.test_restore_failures import Broken, flip, rewritten, with_extra_head
+from tests.kit.engines import FixedRates, ask, engine_on
+from tests.kit.runs import prompt_of
+
+ON_DISK = Budgets(memory_bytes=0, min_free_disk_bytes=0)
+N = 600
+STATES = ["qwen3_next", "mamba2"]
+
+
+class SlowDisk(FixedRates):
+    """Loading takes far longer than computing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load_bytes_per_s = 1.0
+
+
+def manager_of(engine):
+    return engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result().manager
+
+
+def record_of(engine, prompt):
+    """The file of the second block."""
+    key = manager_of(engine).plan(prompt).point.reads[1].key
+    return engine.store.on_disk.disk.records.path_of(key, Part.DELTA)
+
+
+def asked(engine, prompt, **wishes):
+    receipt = engine.submit(ask(prompt, explain=True, **wishes)).result().receipt
+    engine.settle()
+    engine.call(engine.live.clear).result()
+    return receipt
+
+
+def nothing(engine, prompt):
+    """It is there, as it was stored."""
+
+
+def evict(engine, prompt):
+    disk = engine.store.on_disk.disk
+    disk.delete_all([block.key for block in disk.walk()])
+
+
+def vanish(engine, prompt):
+    record_of(engine, prompt).unlink()
+
+
+def damage(engine, prompt):
+    flip(record_of(engine, prompt))
+
+
+def no_permission(engine, prompt):
+    path = record_of(engine, prompt)
+    path.unlink()
+    path.symlink_to(path)  # a loop, which not even root can read
+
+
+def other_layout(engine, prompt):
+    rewritten(record_of(engine, prompt), with_extra_head)
+
+
+def slow_disk(engine, prompt):
+    manager_of(engine).rates = SlowDisk()
+
+
+def broken_reader(engine, prompt):
+    manager_of(engine).reader = Broken()
+
+
+@pytest.mark.parametrize(
+    ("happens", "reason", "n_reused"),
+    [
+        (nothing, None, N - 1),
+        (evict, "evicted", 0),
+        (vanish, "evicted", 256),
+        (damage, "damaged", 256),
+        (no_permission, "unreadable", 256),
+        (other_layout, "refused layout", 256),
+        (slow_disk, "not worth loading", 0),
+        (broken_reader, "failed", 0),
+    ],
+)
+def test_what_happened_to_a_stored_prompt_is_the_reason(
+    happens, reason, n_reused, models, tmp_path
+):
+    """S0-62: the same prompt again, after something befell its blocks."""
+    prompt = prompt_of(N)
+    with engine_on(models.of("llama"), tmp_path, budgets=ON_DISK) as engine:
+        assert asked(engine, prompt).miss.reason == "new"
+        happens(engine, prompt)
+        receipt = asked(engine, prompt)
+    assert receipt.cached_tokens == n_reused
+    assert (receipt.miss and receipt.miss.reason) == reason
+    if reason is not None:
+        assert (receipt.miss.position, receipt.miss.nearest) == (n_reused, N)
+
+
+def test_a_policy_that_does_not_read_is_the_reason(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        asked(engine, prompt_of(N))
+        assert asked(engine, prompt_of(N), policy=Policy.NO_STORE).miss.reason == "disabled"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", *STATES])
+def test_a_divergence_is_one_on_every_kind_of_model(architecture, models, tmp_path):
+    """A model with states goes back to a checkpoint before it: nothing was evicted."""
+    before, other = prompt_of(N), prompt_of(N, seed=7)
+    with engine_on(models.of(architecture), tmp_path) as engine:
+        asked(engine, before)
+        miss = asked(engine, [*before[:300], *other[:200]]).miss
+        assert (miss.reason, miss.nearest) == ("diverged", 300)
+        evict(engine, before)
+        engine.clear()
+        assert asked(engine, before).miss.reason == "evicted", "the control"
+
+
+def test_no_reason_is_left_out():
+    """A new reason needs a test above."""
+    here = {"new", "diverged", "evicted", "damaged", "unreadable", "refused layout", "failed"}
+    assert here | {"not worth loading", "disabled"} == set(get_args(MissCause))
+    assert "reason" in {field.name for field in fields(Miss)}
+
+
+def test_roots_are_used_when_their_leaves_are(models, tmp_path):
+    """From live caches too, where no block is read."""
+    prompt = prompt_of(N)
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        disk = engine.store.on_disk.disk
+        engine.submit(ask(prompt)).result()
+        for from_live in (True, False):
+            engine.settle()
+            if not from_live:
+                engine.call(engine.live.clear).result()
+            before = roots(disk)
+            reused = engine.submit(ask(prompt)).result().receipt.reused
+            assert ("live" in reused) is from_live
+            engine.settle()
+            after = roots(disk)
+            assert len(before) == len(after) == 2
+            assert all(after[key] > before[key] for key in before)
+
+
+def roots(disk):
+    """When the blocks before the last were used."""
+    return {block.key: block.used for block in disk.walk() if block.number < N // 256}

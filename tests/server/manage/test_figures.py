@@ -1,0 +1,147 @@
+"""One number everywhere: metrics, cache API, dashboard and command line read the same counts."""
+
+import json
+
+import pytest
+
+from tests.cli import keepwarm
+from tests.server.manage.test_metrics import read
+
+ADMIN = {"Authorization": "Bearer admin"}
+TEXT = "The quick brown fox jumps over the lazy dog. " * 12
+
+
+def ask(live, *messages):
+    roles = ("user", "assistant")
+    said = [{"role": roles[n % 2], "content": text} for n, text in enumerate(messages)]
+    answer = live.post("/v1/chat/completions", {"messages": said, "max_tokens": 2})
+    assert answer.status_code == 200
+    return answer.json()["keepwarm"]
+
+
+def by_command(home):
+    done = keepwarm("cache", "stats", "--json", home=home)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def sequence(serving, tmp_path):
+    """A server after a cold prompt, the same again, a second turn, and one after a `clear`."""
+    with serving(home=tmp_path) as live:
+        receipts = [ask(live, TEXT), ask(live, TEXT), ask(live, TEXT, "Yes.", "More.")]
+        live.host.engine.settle()
+        assert live.post("/v1/cache/clear", {}).status_code == 200
+        receipts.append(ask(live, TEXT))
+        live.host.engine.settle()
+        yield live, receipts
+
+
+def test_the_figures_are_the_same_everywhere(sequence, tmp_path):
+    """S0-59, D8: and follow from the receipts."""
+    live, receipts = sequence
+    figures = live.get("/v1/cache").json()["prompts"]
+    n_prompt = sum(receipt["prompt_tokens"] for receipt in receipts)
+    n_reused = sum(sum(receipt["reused"].values()) for receipt in receipts)
+    assert [bool(receipt["reused"].get("disk")) for receipt in receipts] == [False] * 3 + [True]
+    assert figures["requests"] == 4
+    assert figures["prompt_tokens"] == n_prompt
+    assert sum(figures["reused"].values()) == n_reused
+    assert figures["computed"] == n_prompt - n_reused
+    assert figures["hits"] == {"live": 2, "memory": 0, "disk": 1}
+    assert figures["misses"] == {"live": 2, "memory": 4, "disk": 3}
+    assert figures["hit_rate"] == round(n_reused / n_prompt, 4)
+    second = receipts[2]
+    share = round(sum(second["reused"].values()) / second["prompt_tokens"], 4)
+    assert figures["hit_rate_from_turn_2"] == share != figures["hit_rate"]
+    assert by_command(tmp_path)["prompts"] == figures, "of the store, not of its own process"
+    check_dashboard(live.get("/v1/dashboard/saved").json(), figures)
+    check_metrics(read(live), figures)
+
+
+def check_dashboard(saved, figures):
+    assert saved["total"]["reused"] == figures["reused"]
+    assert saved["total"]["computed"] == figures["computed"] == saved["today"]["computed"]
+    for name in ("hit_rate", "hit_rate_from_turn_2"):
+        assert saved[name] == figures[name]
+
+
+def check_metrics(found, figures):
+    for name in ("hit_rate", "hit_rate_from_turn_2"):
+        assert found[f"keepwarm_{name}",] == figures[name]
+    assert found["keepwarm_prompt_tokens_total",] == figures["prompt_tokens"]
+    assert found["keepwarm_computed_tokens_total",] == figures["computed"]
+    for name, metric in (("hits", "hits"), ("misses", "misses"), ("reused", "reused_tokens")):
+        by_tier = {tier: found[f"keepwarm_{metric}_total", tier] for tier in figures[name]}
+        assert by_tier == figures[name]
+
+
+def test_a_clear_is_no_eviction(sequence):
+    live, _ = sequence
+    found = read(live)
+    assert {found["keepwarm_evictions_total", tier] for tier in ("live", "memory", "disk")} == {0}
+
+
+def test_the_figures_survive_a_restart(sequence, serving, tmp_path):
+    live, _ = sequence
+    before = live.get("/v1/cache").json()["prompts"]
+    with serving(home=tmp_path) as other:
+        assert other.get("/v1/cache").json()["prompts"] == before
+        ask(other, TEXT)
+        after = other.get("/v1/cache").json()["prompts"]
+        assert after["requests"] == before["requests"] + 1
+        other.host.engine.settle()
+        assert live.get("/v1/cache").json()["prompts"] == after, "the other process's too"
+
+
+def test_before_the_first_request_there_is_no_rate(serving):
+    with serving() as live:
+        assert live.get("/v1/cache").json()["prompts"]["hit_rate"] is None
+        assert ("keepwarm_hit_rate",) not in read(live)
+
+
+def test_a_failed_restore_is_exported_with_its_reason(serving):
+    with serving(admin_key="admin") as live:
+        ask(live, TEXT)
+        live.host.engine.settle()
+        live.post("/v1/cache/clear", {})
+        for path in live.settings.store.glob("blocks/*/*.safetensors"):
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        assert ask(live, TEXT)["reused"] == {}
+        found = read(live, **ADMIN)
+        assert found["keepwarm_failed_restores_total", "damaged"] == 1
+        assert found["keepwarm_failed_restores_total", "missing"] == 0
+        assert live.get("/v1/cache", **ADMIN).json()["failed_restores"]["damaged"] == 1
+        health = live.get("/v1/dashboard/saved", **ADMIN).json()["health"]
+        assert health["failed_restores"] == 1
+
+
+def test_verify_says_the_same_by_http_and_by_command(serving, tmp_path):
+    """S0-57: every bad record and agent by name."""
+    with serving(home=tmp_path, admin_key="admin") as live:
+        body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2}
+        for agent in ("kept", "torn"):
+            header = {"X-Keepwarm-Agent": agent, "X-Keepwarm-Cache": "durable"}
+            assert live.post("/v1/chat/completions", body, **header).status_code == 200
+        live.host.engine.settle()
+        (live.settings.store / "agents" / "torn.json").write_text("{")
+        newer = json.loads((live.settings.store / "agents" / "kept.json").read_text())
+        newer["version"] = 99
+        (live.settings.store / "agents" / "kept.json").write_text(json.dumps(newer))
+        damaged = sorted(live.settings.store.glob("blocks/*/*.safetensors"))[:2]
+        for path in damaged:
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        told = live.post("/v1/cache/verify", {}, **ADMIN).json()
+    done = keepwarm("cache", "verify", "--json", home=tmp_path)
+    by_name = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert told.pop("object") == "cache.verify"
+    for report in (told, by_name):
+        report["bad"].sort(key=lambda bad: bad["record"])
+    assert told == by_name
+    names = {bad["record"] for bad in told["bad"]}
+    records = {path.name.removesuffix(".safetensors") for path in damaged}
+    assert names == {"agents/torn.json", *records}
+    assert told["newer"] == 1
+    text = keepwarm("cache", "verify", home=tmp_path).stdout.decode()
+    assert all(name in text for name in names), "in the text too"

@@ -1,0 +1,212 @@
+"""One line for every request, and its id in the answer, the log and the dashboard."""
+
+import json
+import logging
+import signal
+
+import httpx
+import pytest
+
+from keepwarm import config
+from keepwarm.errors import BadInput
+from keepwarm.server.http.logs import LINES_PER_MINUTE, JsonFormatter, log_fields, log_to_stderr
+from tests.server.conftest import wait_until
+from tests.server.processes import served
+
+SECRET = "swordfish"
+A, B = {"Authorization": "Bearer a-key"}, {"Authorization": "Bearer b-key"}
+
+
+@pytest.fixture(scope="module")
+def keyed(serving, tmp_path_factory):
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text("alice = a-key\nb-key\n")
+    file.chmod(0o600)
+    with serving(api_key_file=str(file), admin_key="root") as live:
+        yield live
+
+
+@pytest.fixture
+def lines(caplog):
+    """A function: the fields of every request line so far."""
+    caplog.set_level(logging.DEBUG, "keepwarm.requests")
+    return lambda: [r.keepwarm_fields for r in caplog.records if r.name == "keepwarm.requests"]
+
+
+def body(text=SECRET, **fields):
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 4, **fields}
+
+
+def line_of(lines, answer):
+    """The line of an answer, which may come after its last byte."""
+    name = answer.headers["x-request-id"]
+    wait_until(lambda: any(line["id"] == name for line in lines()))
+    (found,) = [line for line in lines() if line["id"] == name]
+    return found
+
+
+def test_a_line_has_names_tokens_by_place_times_and_status(keyed, lines):
+    header = {**A, "X-Keepwarm-Agent": "ops"}
+    cold = keyed.post("/v1/chat/completions", body(), **header)
+    warm = keyed.post("/v1/chat/completions", body(), **header)
+    receipt, usage = warm.json()["keepwarm"], warm.json()["usage"]
+    line = line_of(lines, warm)
+    assert line.pop("total_ms") >= line.pop("first_token_ms") > 0
+    assert line == {
+        "id": warm.headers["x-request-id"],
+        "key": "alice",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "status": 200,
+        "agent": "ops",
+        "prompt_tokens": usage["prompt_tokens"],
+        **{tier: receipt["reused"].get(tier, 0) for tier in ("live", "memory", "disk")},
+        "computed": receipt["recomputed"],
+        "answer_tokens": usage["completion_tokens"],
+        "finished": True,
+    }
+    assert line["live"] == usage["prompt_tokens"] - 1
+    assert line["id"] != cold.headers["x-request-id"]
+    assert line_of(lines, cold)["computed"] == usage["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("chat/completions", body(stream=True)),
+        ("messages", body(model="m")),
+        ("responses", {"input": SECRET, "max_output_tokens": 4}),
+        ("completions", {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 2}),
+        ("cache/warm", body()),
+    ],
+)
+def test_every_api_has_its_line(keyed, lines, path, asked):
+    line = line_of(lines, keyed.post(f"/v1/{path}", asked, **B))
+    assert (line["path"], line["status"], line["finished"]) == (f"/v1/{path}", 200, True)
+    assert line["prompt_tokens"] == line["live"] + line["memory"] + line["disk"] + line["computed"]
+    assert line["key"] not in ("", "b-key")
+
+
+def test_refused_and_failed_requests_have_a_line_and_an_id(keyed, lines):
+    for answer, status, key in (
+        (keyed.post("/v1/chat/completions", {}, **A), 400, "alice"),
+        (keyed.post("/v1/chat/completions", body()), 401, ""),
+        (keyed.get("/v1/nowhere", **A), 404, "alice"),
+        (keyed.get("/health"), 200, ""),
+        (keyed.post("/v1/admin/unload", {}, **A), 403, ""),
+    ):
+        assert answer.status_code == status
+        line = line_of(lines, answer)
+        assert (line["status"], line["key"]) == (status, key)
+
+
+def test_an_unexpected_error_has_an_id_too(serving, lines, monkeypatch):
+    with serving() as live:
+        monkeypatch.setattr(live.host, "check_model", lambda name: 1 / 0)
+        answer = live.post("/v1/chat/completions", body())
+        assert answer.status_code == 500
+        assert "see its log" in answer.json()["error"]["message"]
+        assert line_of(lines, answer)["status"] == 500
+        assert 'outcome="failed"} 1.0' in live.get("/metrics").text
+
+
+def test_a_client_that_leaves_has_a_line(keyed, lines):
+    long = body(stream=True, logit_bias={"2": -100}) | {"max_tokens": 3000}
+    headers = {**A, "x-request-id": "left-early"}
+    url = f"{keyed.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=long, headers=headers, timeout=300) as answer:
+        next(answer.iter_raw())
+    assert line_of(lines, answer)["finished"] is False
+
+
+@pytest.mark.parametrize(
+    ("given", "is_kept"),
+    [("my-id.7", True), ("x" * 64, True), ("x" * 65, False), ("a b", False), ("é", False)],
+)
+def test_an_id_that_the_client_gives_is_kept_if_it_is_one(keyed, given, is_kept):
+    answer = keyed.get("/v1/models", **A, **{"x-request-id": given.encode("latin-1")})
+    assert (answer.headers["x-request-id"] == given) is is_kept
+
+
+def test_the_dashboard_shows_id_and_key(keyed):
+    answer = keyed.post("/v1/chat/completions", body(), **A)
+    admin = {"Authorization": "Bearer root"}
+    ended = keyed.get("/v1/dashboard/now", **admin).json()["ended"]
+    (one,) = [each for each in ended if each["request_id"] == answer.headers["x-request-id"]]
+    assert one["key"] == "alice"
+
+
+def test_lines_of_strangers_are_limited_and_others_are_not(keyed, caplog, lines):
+    """A flood without a key does not fill the disk."""
+    keyed.get("/v1/models", **A)
+    keyed.get("/v1/models")
+    limited = {r.keepwarm_fields["key"]: not r.keepwarm_unlimited for r in caplog.records}
+    assert limited == {"alice": False, "": True}
+
+
+def test_the_log_of_a_process(checkpoint, tmp_path):
+    """Start, requests beyond the limit of other lines, stop; and no prompt."""
+    n = LINES_PER_MINUTE + 2
+    settings = {"KEEPWARM_LOG_FORMAT": "json", "KEEPWARM_LOG_LEVEL": "info"}
+    with served(checkpoint, tmp_path, **settings) as server:
+        with httpx.Client(base_url=server.url, timeout=300) as client:
+            for _ in range(n):
+                client.post("/v1/completions", json={"prompt": SECRET, "max_tokens": 1})
+                client.get("/health")
+        server.process.send_signal(signal.SIGTERM)
+        _, logged = server.process.communicate(timeout=300)
+    assert SECRET not in logged
+    lines = [json.loads(line) for line in logged.splitlines()]
+    assert {"time", "level", "logger"} <= set.intersection(*(set(line) for line in lines))
+    started, *requests, stopped = lines
+    assert (started["event"], stopped["event"]) == ("started", "stopped")
+    assert [line["status"] for line in requests] == [200] * n, "health checks are for debug"
+    assert stopped["requests"] == n
+    assert stopped["hit_rate"] > 0.5
+
+
+def test_text_and_json_have_the_same_fields():
+    said = []
+    logger = logging.Logger("keepwarm.server")
+    logger.addFilter(lambda record: said.append(record) or False)
+    log_fields(logger, logging.INFO, {"key": "", "path": "/a", "store": "/my home", "n": None})
+    (record,) = said
+    assert record.getMessage() == 'key=- path=/a store="/my home" n=-'
+    line = json.loads(JsonFormatter().format(record))
+    assert {name: line[name] for name in ("key", "path", "store", "n", "level", "logger")} == {
+        "key": "",
+        "path": "/a",
+        "store": "/my home",
+        "n": None,
+        "level": "info",
+        "logger": "keepwarm.server",
+    }
+
+
+def test_an_exception_is_in_the_json_without_its_words():
+    try:
+        raise ValueError(SECRET)
+    except ValueError as error:
+        raised = (ValueError, error, error.__traceback__)
+    record = logging.makeLogRecord({"msg": "it failed", "exc_info": raised})
+    line = JsonFormatter().format(record)
+    assert "builtins.ValueError" in json.loads(line)["exception"]
+    assert json.loads(line)["message"] == "it failed"
+    assert SECRET not in line
+
+
+def test_the_level_is_a_setting(caplog):
+    logger = logging.getLogger("keepwarm")
+    before = logger.level
+    try:
+        for level in ("debug", "error"):
+            log_to_stderr(config.load({}, log_level=level))
+            assert logger.getEffectiveLevel() == getattr(logging, level.upper())
+    finally:
+        logger.setLevel(before)
+
+
+@pytest.mark.parametrize(("name", "value"), [("log_level", "loud"), ("log_format", "xml")])
+def test_other_values_are_refused(serving, name, value):
+    with pytest.raises(BadInput, match=f"The setting {name} is '{value}' .* one of "):
+        serving(**{name: value})
