@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Every package with its hashes, for all systems and Pythons; on macOS the CPU's file brings Metal.
 LOCK := requirements$(if $(filter cuda,$(BACKEND)),-cuda).lock
 
-.PHONY: run chat test lint format bench soak install lock backend clean
+.PHONY: run chat test lint format bench soak mutants install lock backend clean
 
 run: install
 	$(BIN)/keepwarm pull smollm2
@@ -39,6 +39,9 @@ bench: install
 
 soak: install
 	MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest --soak $(ARGS)
+
+mutants: install
+	nice -n 19 $(BIN)/python -m benchmarks.mutation $(ARGS)
 
 install: $(READY)
 

@@ -379,6 +379,13 @@ def test_padding_counts_tokens(padding):
 
 
 def test_padding_on_both_sides_must_agree():
+    """A row of padding alone is a row without tokens."""
+    none = TwoSidedPadding(LeftPadding((2, 0)), RightPadding((2, 4)))
+    batch = empty_batch([KVCache()], 2)
+    prepare(batch, none)
+    filled(batch[0], 4, n_batch=2)
+    finalize(batch)
+    assert batch[0].offset.tolist() == [0, 4]
     with pytest.raises(BadInput, match="Row 1 has 3 tokens of left padding and a length of 2"):
         TwoSidedPadding(LeftPadding((0, 3)), RightPadding((4, 2)))
     with pytest.raises(CacheMismatch, match="Right padding: the number of rows is 1, expected 2"):

@@ -1,0 +1,127 @@
+"""`python -m benchmarks.mutation`: sampled mutants of three rooms, each against its room's tests.
+
+Stopped and started again it goes on where it was; what is known lies under `.mutants`. mutmut and
+cosmic-ray were looked at: the one does not change decorated functions and runs a copy of the tree,
+which the tests of the sources do not stand, the other starts an interpreter for each mutant, which
+takes longer here than the tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.mutation.running import judge, record
+from benchmarks.mutation.sites import Mutant, mutants_of
+from keepwarm import blas
+
+ROOT = Path(__file__).parents[2]
+KNOWN = ROOT / ".mutants"
+SLACK = 10  # times what the tests took without the change
+
+
+def main(  # noqa: PLR0917 (options of a command)
+    count: Annotated[int, typer.Option(help="Mutants in all.")] = 300,
+    seed: int = 1,
+    modules: Annotated[str, typer.Option(help="Or modules, as kv.batch.")] = "kv,cache,engine",
+    tests: Annotated[str, typer.Option(help="Test files; else all of a mutant's room.")] = "",
+    minutes: Annotated[float, typer.Option(help="Stop after so many.")] = 1e6,
+    write: Annotated[Path | None, typer.Option("--json", help="Write the verdicts here.")] = None,
+) -> None:
+    """Exit code 1 if a mutant survived, or if not all could be tried."""
+    os.chdir(ROOT)
+    deadline = time.monotonic() + 60 * minutes
+    every = [m for path in _sources(modules.split(",")) for m in mutants_of(_name(path), path)]
+    sample = random.Random(seed).sample(every, min(count, len(every)))  # noqa: S311
+    _import_much()
+    rooms = {mutant.module.split(".")[1] for mutant in sample}
+    recorded = {room: _recorded(room, tests.split(",") if tests else []) for room in rooms}
+    verdicts: list[dict[str, Any]] = []
+    for mutant in sample:
+        if time.monotonic() > deadline:
+            break
+        verdicts.append(_verdict(mutant, recorded[mutant.module.split(".")[1]]))
+        print(f"{verdicts[-1]['verdict']:>12}  {mutant.key}", flush=True)
+        if write is not None:
+            lines = ",\n".join(json.dumps(verdict, ensure_ascii=False) for verdict in verdicts)
+            write.write_text(f"[\n{lines}\n]\n")
+    found = Counter(verdict["verdict"] for verdict in verdicts)
+    print(f"{len(verdicts)} of {len(every)} mutants: {dict(found)}")
+    sys.exit(bool(found["survived"]) or len(verdicts) < len(sample))
+
+
+def _sources(modules: list[str]) -> list[Path]:
+    package = ROOT / "src" / "keepwarm"
+    named = [package / name.replace(".", os.sep) for name in modules]
+    found = [p for n in named for p in (sorted(n.rglob("*.py")) or [n.with_suffix(".py")])]
+    if absent := [path for path in found if not path.exists()]:
+        sys.exit(f"{absent[0]} does not exist; name rooms or modules, as kv or kv.batch.")
+    return found
+
+
+def _import_much() -> None:
+    """What tests need, once for all forks. Nothing here may compute: MLX cannot be forked then."""
+    os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
+    blas.start()
+    for name in ("keepwarm.engine.engine", "tests.kit.engines", "hypothesis", "transformers"):
+        import_module(name)
+
+
+def _name(path: Path) -> str:
+    relative = path.relative_to(ROOT / "src").with_suffix("")
+    return ".".join(relative.parts).removesuffix(".__init__")
+
+
+def _recorded(room: str, files: list[str]) -> dict[str, Any]:
+    """What each test of a room calls; a file that changed is run anew."""
+    tests: dict[str, Any] = {}
+    for file in sorted((ROOT / "tests" / room).rglob("test_*.py")):
+        relative = str(file.relative_to(ROOT))
+        if files and relative not in files:
+            continue
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        known = KNOWN / f"{relative.replace(os.sep, '.')}.{digest}.json"
+        if not known.exists():
+            known.parent.mkdir(exist_ok=True)
+            print(f"     records  {relative}", flush=True)
+            record(ROOT, relative, known)
+        tests |= json.loads(known.read_text())["tests"]
+    return tests
+
+
+def _verdict(mutant: Mutant, tests: dict[str, Any]) -> dict[str, Any]:
+    """Known already, or tried now: quick tests first, so that most end soon."""
+    source = Path(str(import_module(mutant.module).__file__)).read_bytes()
+    mark = hashlib.sha256(source + mutant.key.encode()).hexdigest()[:24]
+    known = KNOWN / f"{mark}.json"
+    if known.exists():
+        verdict: dict[str, Any] = json.loads(known.read_text())
+        if verdict["verdict"] == "killed":
+            return verdict
+    called = f"{mutant.module}:{mutant.function}"
+    meet = sorted((t["seconds"], name) for name, t in tests.items() if called in t["calls"])
+    limit, start = 60 + SLACK * sum(seconds for seconds, _ in meet), time.monotonic()
+    outcome = judge(mutant, [name for _, name in meet], limit) if meet else "not called"
+    verdict = {
+        "mutant": mutant.key,
+        "verdict": outcome,
+        "tests": len(meet),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    known.parent.mkdir(exist_ok=True)
+    known.write_text(json.dumps(verdict))
+    return verdict
+
+
+if __name__ == "__main__":
+    typer.run(main)
