@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import io
 import math
 import pkgutil
 import tomllib
+from contextlib import redirect_stdout
 from importlib import import_module
 from importlib.resources import files
 from types import ModuleType
@@ -31,12 +33,17 @@ def model_types() -> list[str]:
 def _is_model(name: str) -> bool:
     try:
         return hasattr(_module(name), "ModelArgs")
-    except (ImportError, SystemExit):  # it lacks a package
+    except ImportError:  # it lacks a package
         return True
 
 
 def _module(name: str) -> ModuleType:
-    return import_module(f"mlx_lm.models.{name}")
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said):
+            return import_module(f"mlx_lm.models.{name}")
+    except SystemExit as end:  # it says what it lacks, and would end this program
+        raise ImportError(said.getvalue().strip()) from end
 
 
 def build(name: str, dtype: mx.Dtype = mx.float32) -> Any:

@@ -1,23 +1,26 @@
-"""What one model type is put through: every way of being warm, compared with a cold run."""
+"""What one model type is put through: every way of being warm, compared with a cold run.
+
+The first process asks a model that nobody asked before, the next one what is on disk by then.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from benchmarks.zoo.findings import BATCHED, QUANTISED, Findings, Padding
 from benchmarks.zoo.models import build
-from keepwarm import config
-from keepwarm.cache.policy import Policy
+from keepwarm import blas, config, kv
 from keepwarm.cache.store import Budgets, Store
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.engine.admission import EngineConfig
@@ -33,97 +36,98 @@ END = "</s>"
 N_CONTEXT = 4096
 N_ANSWER = 4
 SLICE = 64  # of a prompt that shows how far mlx-lm is from slice-invariant
-EXACT = 1e-4  # |Δlogprob| in fp32
-EXACT_IN_BATCH = 5e-4  # a fast BLAS adds in another order there
-DRIFT = 10.0  # times what two slicings of plain mlx-lm differ by
-QUANTISED = KVOptions(kv_bits=8, kv_group_size=32)
-APART_8_BIT = 0.05  # a value at the edge of a step may round either way
+HANGS_S = 900
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
+EIGHT_BITS = KVOptions(kv_bits=8, kv_group_size=32)
+
+Trial: TypeAlias = Callable[[Model, Findings, Path], None]
 
 
-@dataclass
-class Findings:
-    """What was seen of one type. Reuse is in tokens, of so many that the prompts share."""
-
-    name: str
-    caches: str = ""
-    drift: float = 0.0  # of plain mlx-lm, between two slicings of one prompt
-    apart: dict[str, float] = field(default_factory=dict)  # |Δlogprob| to a cold run, by trial
-    reused: dict[str, tuple[int, int]] = field(default_factory=dict)
-    batched: bool | None = None
-    quantised: str = ""  # "yes", or why not
-    failure: str = ""
-
-    @property
-    def limit(self) -> float:
-        return max(EXACT, DRIFT * self.drift)
-
-    @property
-    def wrong(self) -> list[str]:
-        limits = {
-            "8 bit": max(APART_8_BIT, self.limit),
-            "three at once": max(EXACT_IN_BATCH, self.limit),
-        }
-        return [t for t, apart in self.apart.items() if not apart <= limits.get(t, self.limit)]
-
-    @property
-    def verdict(self) -> str:
-        if self.failure:
-            return f"not run: {self.failure}"
-        if self.wrong:
-            return f"WRONG: {', '.join(self.wrong)}"
-        return "exact" if self.drift <= EXACT else "as mlx-lm, which drifts"
+def first_process(name: str, folder: Path) -> list[Findings]:
+    """Everything that a new model is asked; a failure is part of the findings."""
+    return [_examine(Findings(name, dtype), folder, _ask_a_new_model) for dtype in DTYPES]
 
 
-def examine(name: str, folder: Path) -> Findings:
-    """Put one type through all trials; a failure is part of the findings."""
-    found = Findings(name)
+def next_process(findings: Sequence[Findings], folder: Path) -> list[Findings]:
+    """What is on disk by now."""
+    return [
+        found if found.left_out or found.crash else _examine(found, folder, _ask_after_a_restart)
+        for found in findings
+    ]
+
+
+def _examine(found: Findings, folder: Path, trial: Trial) -> Findings:
+    faulthandler.dump_traceback_later(HANGS_S, exit=True)
+    blas.start()
+    home = folder / found.name / found.dtype
     try:
-        model = _load(name, folder / name / "model")
-    except (Exception, SystemExit) as error:  # it lacks a package, or a GPU
-        found.failure = _sentence(error)
+        model = _load(found, home / "model")
+    except Exception as error:  # it lacks a package, or a GPU
+        found.left_out = _sentence(error)
         return found
     try:
-        _examine(model, found, folder / name)
+        trial(model, found, home)
     except Exception as error:
-        found.apart["failed"] = float("inf")
-        found.quantised = found.quantised or _sentence(error)
+        found.crash = _sentence(error)
     return found
 
 
-def _examine(model: Model, found: Findings, home: Path) -> None:
-    found.caches = ", ".join(
-        sorted({type(leaf).__name__ for _, leaf in leaves(make_prompt_cache(model.module))})
-    )
+def _ask_a_new_model(model: Model, found: Findings, home: Path) -> None:
+    module = model.module
+    kinds = {type(leaf).__name__ for _, leaf in leaves(make_prompt_cache(module))}
+    found.caches = ", ".join(sorted(kinds))
     prompt = tokens(300)
-    found.drift = _drift(model.module, prompt)
-    cold = _Cold(model.module)
+    found.drift, found.control = _drift(module, prompt), _control(module, prompt)
     with _engine(model, home / "home") as engine:
-        ask = _Asker(engine, found, cold)
-        first = ask("cold", prompt, 0)
+        ask = _Asker(engine, found, _Cold(module))
+        said = [*prompt, *ask("cold", prompt, 0)]
         ask("again", prompt, len(prompt) - 1)
-        said = [*prompt, *first]
         ask("next turn", [*said, *tokens(40, 1)], len(said))
         ask("fork", [*prompt, *tokens(40, 2)], len(prompt))
         ask("rewind", [*prompt[:200], *tokens(40, 3)], 200)
         ask.at_once([tokens(n, n) for n in (130, 50, 91)])
         found.batched = engine.stats().shares_batches
+    found.padding = _padding(home / "home" / "padding.json")
+    (home / "said.json").write_text(json.dumps(said))
+    with _quantised(model, found, home) as ask:
+        ask(QUANTISED, prompt, 0)
+        ask(f"{QUANTISED}, again", prompt, len(prompt) - 1)
+
+
+def _ask_after_a_restart(model: Model, found: Findings, home: Path) -> None:
+    prompt, said = tokens(300), json.loads((home / "said.json").read_text())
+    # A model so small may be prefilled sooner than loaded; without known speeds it is loaded.
+    (home / "home" / "rates.json").unlink(missing_ok=True)
     with _engine(model, home / "home") as engine:
-        ask = _Asker(engine, found, cold)
-        ask("restart", prompt, len(prompt) - 1)
-        ask("restart, next turn", [*said, *tokens(40, 4)], len(said))
-    _examine_quantised(model, found, home / "quantised", prompt)
+        ask = _Asker(engine, found, _Cold(model.module))
+        ask("new process", prompt, len(prompt) - 1)
+        ask("new process, next turn", [*said, *tokens(40, 4)], len(said))
+    if found.quantised != "refused":
+        with _quantised(model, found, home) as ask:
+            ask(f"{QUANTISED}, new process", prompt, len(prompt) - 1)
 
 
-def _examine_quantised(model: Model, found: Findings, home: Path, prompt: list[int]) -> None:
+@contextmanager
+def _quantised(model: Model, found: Findings, home: Path) -> Iterator[_Asker]:
+    """Asks with 8 bits; types that refuse them say so at the first request."""
+
+    def make() -> kv.Caches:
+        return kv.make_caches(model.module, kv_bits=8, kv_group_size=32)
+
+    found.quantised = "yes"
     try:
-        with _engine(model, home, kv=QUANTISED) as engine:
-            cold = _answer(engine, prompt, Policy.READ_WRITE)
-            warm = _answer(engine, prompt, Policy.READ_WRITE)
+        with _engine(model, home / "quantised", EIGHT_BITS) as engine:
+            yield _Asker(engine, found, _Cold(model.module, make))
     except BadInput:
         found.quantised = "refused"
-        return
-    found.apart["8 bit"] = _apart(cold.choices[0], warm.choices[0])
-    found.quantised = "yes"
+
+
+def _padding(book: Path) -> Padding | None:
+    """The verdict of the only trial there was; None if caches of this class share no batch."""
+    if not book.exists():
+        return None
+    (known,) = json.loads(book.read_text()).values()
+    return Padding(**known["verdict"])
 
 
 class _Asker:
@@ -133,16 +137,19 @@ class _Asker:
         self._engine, self._found, self._cold = engine, found, cold
 
     def __call__(self, trial: str, prompt: Sequence[int], n_known: int) -> list[int]:
-        result = _answer(self._engine, prompt, Policy.READ_WRITE)
+        result = self._engine.submit(_request(prompt, N_ANSWER)).result()
+        self._engine.settle()
         if n_known:
             self._found.reused[trial] = (result.receipt.cached_tokens, n_known)
+        if n_known > result.receipt.cached_tokens and result.receipt.miss:
+            self._found.missed[trial] = result.receipt.miss.reason
         return self._note(trial, prompt, result)
 
     def at_once(self, prompts: Sequence[Sequence[int]]) -> None:
         """Long answers: rows are tried before they share a batch, and then still decode in it."""
         running = [self._engine.submit(_request(p, 48)) for p in prompts]
         for prompt, answer in zip(prompts, running, strict=True):
-            self._note("three at once", prompt, answer.result())
+            self._note(BATCHED, prompt, answer.result())
 
     def _note(self, trial: str, prompt: Sequence[int], result: Result) -> list[int]:
         choice = result.choices[0]
@@ -154,13 +161,14 @@ class _Asker:
 class _Cold:
     """Cold runs of plain mlx-lm: one pass from empty caches over prompt and answer."""
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    def __init__(self, module: Any, make: Callable[[], Any] | None = None) -> None:
+        self._module, self._make = module, make or (lambda: make_prompt_cache(module))
 
     def apart(self, prompt: Sequence[int], choice: Choice) -> float:
         """The largest |Δlogprob| of the tokens that the answer shows."""
         answer = [info.token for info in choice.tokens]
-        logprobs = _logprobs(self._module, [*prompt, *answer])[len(prompt) - 1 :]
+        whole = mx.array([[*prompt, *answer]])
+        logprobs = _normalised(self._module(whole, cache=self._make())[0])[len(prompt) - 1 :]
         shown = [
             (step, one.token, one.logprob)
             for step, info in enumerate(choice.tokens)
@@ -169,18 +177,6 @@ class _Cold:
         steps, ids, got = (list(column) for column in zip(*shown, strict=True))
         expected = logprobs[mx.array(steps), mx.array(ids)]
         return _largest(mx.abs(expected - mx.array(got)))
-
-
-def _apart(a: Choice, b: Choice) -> float:
-    """The largest |Δlogprob| of two answers, up to the first token that differs."""
-    worst = 0.0
-    for one, other in zip(a.tokens, b.tokens, strict=True):
-        known = {top.token: top.logprob for top in other.top}
-        both = [abs(t.logprob - known[t.token]) for t in one.top[:5] if t.token in known]
-        worst = max([worst, *both]) if both else float("inf")
-        if one.token != other.token:
-            break
-    return worst
 
 
 def _drift(module: Any, prompt: Sequence[int]) -> float:
@@ -192,6 +188,13 @@ def _drift(module: Any, prompt: Sequence[int]) -> float:
         for ends in (range(SLICE, len(prompt), SLICE), range(len(prompt) - 20, len(prompt)))
     ]
     return max(_largest(x[1:]) for x in apart)
+
+
+def _control(module: Any, prompt: Sequence[int]) -> float:
+    """How far the last token moves if one in the middle is another: what an error looks like."""
+    middle = len(prompt) // 2
+    other = [*prompt[:middle], (prompt[middle] + 1) % VOCABULARY, *prompt[middle + 1 :]]
+    return _largest(mx.abs(_logprobs(module, prompt)[-1] - _logprobs(module, other)[-1]))
 
 
 def _sliced(module: Any, prompt: Sequence[int], ends: Sequence[int]) -> mx.array:
@@ -222,15 +225,9 @@ def tokens(n_tokens: int, seed: int = 0) -> list[int]:
     return list(made)
 
 
-def _request(prompt: Sequence[int], n_tokens: int, policy: Policy = Policy.READ_WRITE) -> Request:
+def _request(prompt: Sequence[int], n_tokens: int) -> Request:
     sampling = Sampling(max_tokens=n_tokens, top_logprobs=20)
-    return Request(prompt=list(prompt), sampling=sampling, policy=policy)
-
-
-def _answer(engine: Engine, prompt: Sequence[int], policy: Policy) -> Result:
-    result = engine.submit(_request(prompt, N_ANSWER, policy)).result()
-    engine.settle()
-    return result
+    return Request(prompt=prompt, sampling=sampling, explain=True)
 
 
 @contextmanager
@@ -245,11 +242,12 @@ def _engine(model: Model, home: Path, kv: KVOptions | None = None) -> Iterator[E
         yield engine
 
 
-def _load(name: str, path: Path) -> Model:
+def _load(found: Findings, path: Path) -> Model:
     """The model with a small tokenizer, and files that identify it."""
-    module = build(name)
+    name = found.name
+    module = build(name, DTYPES[found.dtype])
     mx.eval(module(mx.array([[1, 2]])))  # some need a GPU's kernels
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
     _tokenizer().save(str(path / "tokenizer.json"))
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
     (path / "tokenizer_config.json").write_text(json.dumps(described))

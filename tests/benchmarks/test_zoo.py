@@ -1,13 +1,36 @@
-"""The zoo of model types: a sample here, all of them with --soak."""
+"""The zoo of model types: a sample here, all of them with --soak, its page in the docs."""
 
 import subprocess
 import sys
-from math import inf
+from dataclasses import replace
 
 import pytest
+from benchmarks.zoo.__main__ import examine
+from benchmarks.zoo.findings import Findings, Padding, Results
 from benchmarks.zoo.models import model_types
-from benchmarks.zoo.page import page
-from benchmarks.zoo.trials import Findings, examine
+from benchmarks.zoo.page import FLOORS, padded_apart, page, summary
+
+from tests.kit.generated import ARCHITECTURES, ZOO
+
+TRIALS = {"again", "next turn", "fork", "rewind", "new process", "new process, next turn"}
+RIGHT = Findings(
+    "a",
+    "float32",
+    control=0.1,
+    apart={"again": 1e-6, "three at once": 3e-4, "8 bit": 0.01},
+    reused={"again": (9, 10)},
+    batched=True,
+    padding=Padding(True, 1e-6, 1e-6, 97),
+    quantised="yes",
+)
+
+
+@pytest.fixture(scope="module")
+def results():
+    return Results.read(ZOO)
+
+
+# -- a sample -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -15,34 +38,94 @@ from benchmarks.zoo.trials import Findings, examine
     [("starcoder2", True, "yes"), ("minimax_m3_vl", False, "refused")],
 )
 def test_a_sample(tmp_path, name, batched, quantised):
-    found = examine(name, tmp_path)
+    found, _ = examine(name, tmp_path)
     assert found.verdict == "exact"
     assert (found.batched, found.quantised) == (batched, quantised)
-    assert found.reused["again"] == found.reused["restart"] == (299, 299)
-    assert {"again", "next turn", "fork", "rewind", "three at once"} < found.apart.keys()
+    assert found.reused["again"] == found.reused["new process"] == (299, 299)
+    assert found.reused.keys() >= TRIALS
+    assert found.apart.keys() >= {*TRIALS, "three at once"}
 
 
 def test_what_cannot_run_is_named(tmp_path):
     """It needs a package that is not installed, and its import ends the program."""
     assert "olmo" in model_types()
-    assert examine("olmo", tmp_path).verdict.startswith("not run: SystemExit")
+    for found in examine("olmo", tmp_path):
+        assert found.verdict.startswith("not run: ImportError: To run olmo install ai2-olmo")
 
 
-def test_the_page_shows_what_is_wrong():
-    right = Findings("a", apart={"again": 1e-6}, reused={"again": (9, 10)}, quantised="yes")
-    wrong = Findings("b", apart={"again": 0.1, "fork": 0.0}, drift=1e-6)
-    failed = Findings("c", apart={"failed": inf})
-    text = page([right, wrong, failed], "1", "a machine", 1e-4)
-    assert "| a | exact |" in text
-    assert "9 of 10" in text
-    assert "| b | WRONG: again |" in text
-    assert "3 types, 3 run here; 1 exact" in text
-    assert "2 wrong (b, c)" in text
+# -- what it says ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ({}, "exact"),
+        ({"apart": {"again": 2e-4}}, "WRONG: again"),
+        ({"apart": {"again": float("inf"), "fork": 0.0}}, "WRONG: again"),
+        ({"apart": {"three at once": 6e-4}}, "WRONG: three at once"),
+        ({"apart": {"8 bit, new process": 0.1}}, "WRONG: 8 bit, new process"),
+        ({"apart": {"again": 2e-3}, "drift": 3e-4}, "drifts"),
+        ({"apart": {"again": 4e-3}, "drift": 3e-4}, "WRONG: again"),
+        ({"control": 1e-5}, "BLIND: no error would be seen"),
+        ({"crash": "KeyError: 1"}, "CRASH: KeyError: 1"),
+        ({"left_out": "needs a GPU"}, "not run: needs a GPU"),
+    ],
+)
+def test_verdicts(change, verdict):
+    found = replace(RIGHT, **change)
+    assert found.verdict == verdict
+    assert found.is_bad == verdict.startswith(("WRONG", "BLIND", "CRASH"))
+
+
+def test_a_run_goes_on_where_it_was_left(tmp_path):
+    """A type that is named is run again and replaces what was known."""
+    path = tmp_path / "zoo.json"
+    results = Results("python", "2026-01-01", {"versions": {}}, [RIGHT, replace(RIGHT, name="b")])
+    results.write(path)
+    again = Results.read(path)
+    assert again == results
+    assert again.names == {"a", "b"}
+    again.put([replace(RIGHT, crash="died")])
+    assert {one.name: one.crash for one in again.findings} == {"a": "died", "b": ""}
+    assert "1 exact, 0 drifts, 0 WRONG, 1 CRASH" in summary(again)
+    assert "  - a: CRASH: died\n" in summary(again)
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+
+def test_the_page_is_that_of_the_results(results):
+    """If it fails: `python -m tests.kit.generated`."""
+    assert ARCHITECTURES.read_text() == page(results)
+
+
+def test_every_type_of_mlx_lm_is_in_the_results(results):
+    """If it fails: `python -m benchmarks.zoo --json docs/results/zoo.json` runs what is missing."""
+    for dtype in FLOORS:
+        assert sorted(one.name for one in results.of(dtype)) == sorted(model_types())
+
+
+def test_nothing_is_wrong(results):
+    assert [one.name for one in results.findings if one.is_bad] == []
+    assert all(one.left_out or one.apart.keys() >= TRIALS for one in results.findings)
+
+
+def test_the_padding_trial_tells_right_rows_from_wrong_ones(results):
+    """Its tolerances lie between what was seen of the types that pass and of those that fail."""
+    for dtype, tolerance in FLOORS.items():
+        right, wrong = (padded_apart(results.of(dtype), shares) for shares in (True, False))
+        assert len(right) > 30
+        assert 50 * max(right) < tolerance < min(wrong)
+    failed = {one.name for one in results.findings if one.padding and not one.padding.shares}
+    assert {"minimax_m3_vl", "afm7"} <= failed
 
 
 @pytest.mark.soak
-def test_every_type():
+def test_every_type(tmp_path):
     run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.zoo"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "benchmarks.zoo", "--json", str(tmp_path / "zoo.json")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr

@@ -1,5 +1,6 @@
 """Pages generated from code and results: the public API, the command line's help, the table of
-settings, the results of `keepwarm bench`, and the README's table of them.
+settings, the results of `keepwarm bench`, the README's table of them, and the pages of the zoo
+and of the conversations.
 
 `python -m tests.kit.generated` writes them; tests compare them with the code.
 """
@@ -7,6 +8,7 @@ settings, the results of `keepwarm bench`, and the README's table of them.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import Field, fields
@@ -14,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
+from benchmarks.zoo.findings import Results as ZooResults
+from benchmarks.zoo.page import page as zoo_page
 from typer.testing import CliRunner
 
 from keepwarm.bench.report import tables
@@ -21,6 +25,7 @@ from keepwarm.bench.report.results import Results
 from keepwarm.bench.summary import summary
 from keepwarm.cli.main import app
 from keepwarm.config import Settings
+from tests.hostile.conversations.page import page as conversations_page
 from tests.kit.api_page import api_page
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +36,9 @@ TUNING = DOCS / "tuning.md"
 README = ROOT / "README.md"
 BASELINE = DOCS / "results" / "baseline.json"
 RESULTS = DOCS / "results" / "bench.md"
+ZOO = DOCS / "results" / "zoo.json"
+ARCHITECTURES = DOCS / "architectures.md"
+CONVERSATIONS = DOCS / "results" / "conversations"
 BETWEEN = re.compile(r"(?<=<!-- settings, from the code -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 HELP_INTRO = """\
@@ -137,3 +145,6 @@ if __name__ == "__main__":
     TUNING.write_text(tuning(TUNING.read_text()))
     RESULTS.write_text(tables.markdown(Results.read(BASELINE)))
     README.write_text(readme(README.read_text()))
+    ARCHITECTURES.write_text(zoo_page(ZooResults.read(ZOO)))
+    said = json.loads(CONVERSATIONS.with_suffix(".json").read_text())
+    CONVERSATIONS.with_suffix(".md").write_text(conversations_page(said))

@@ -1,0 +1,136 @@
+"""What was seen of the model types, and the file that keeps it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+EXACT = {"float32": 1e-4, "bfloat16": 0.05}  # |Δlogprob|; a logit of 8 in bf16 has steps of 0.06
+EXACT_IN_BATCH = 5  # times that: a fast BLAS adds in another order there
+DRIFT = 10.0  # times what two slicings of plain mlx-lm differ by
+APART_8_BIT = 0.05  # a value at the edge of a step may round either way
+BATCHED = "three at once"
+QUANTISED = "8 bit"  # how the names of its trials begin
+NOTHING: tuple[Any, ...] = ("", None, {})
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How far padded and unpadded rows are from single ones: the trial of `cache.padding_trial`."""
+
+    shares: bool
+    padded: float
+    unpadded: float
+    n_tokens: int
+
+
+@dataclass
+class Findings:
+    """What was seen of one type in one dtype. Reuse is in tokens, of so many as prompts share."""
+
+    name: str
+    dtype: str
+    caches: str = ""
+    drift: float = 0.0  # of plain mlx-lm, between two slicings of one prompt
+    control: float = 0.0  # |Δlogprob| if one token in the middle of the prompt is another
+    apart: dict[str, float] = field(default_factory=dict)  # |Δlogprob| to a cold run, by trial
+    reused: dict[str, tuple[int, int]] = field(default_factory=dict)
+    missed: dict[str, str] = field(default_factory=dict)  # why not more was reused
+    batched: bool | None = None
+    padding: Padding | None = None
+    quantised: str = ""  # "yes", or "refused"
+    left_out: str = ""  # why it cannot run here
+    crash: str = ""  # an error that is no finding
+
+    @property
+    def limit(self) -> float:
+        return max(EXACT[self.dtype], DRIFT * self.drift)
+
+    @property
+    def wrong(self) -> list[str]:
+        """Trials whose answers are not those of a cold run."""
+        return [trial for trial, apart in self.apart.items() if not apart <= self._limit_of(trial)]
+
+    def _limit_of(self, trial: str) -> float:
+        if trial.startswith(QUANTISED):
+            return max(APART_8_BIT, self.limit)
+        return self.limit * (EXACT_IN_BATCH if trial == BATCHED else 1)
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether an error of one token could hide below the limit."""
+        return not self.left_out and not self.control > self.limit
+
+    @property
+    def verdict(self) -> str:
+        if self.left_out:
+            return f"not run: {self.left_out}"
+        if self.crash:
+            return f"CRASH: {self.crash}"
+        if self.wrong:
+            return f"WRONG: {', '.join(self.wrong)}"
+        if self.is_blind:
+            return "BLIND: no error would be seen"
+        return "exact" if self.drift <= EXACT[self.dtype] else "drifts"
+
+    @property
+    def is_bad(self) -> bool:
+        return self.verdict.split(":")[0] in ("CRASH", "WRONG", "BLIND")
+
+
+@dataclass
+class Results:
+    """A run over many types; it may be made of pieces."""
+
+    command: str
+    date: str
+    machine: dict[str, Any]
+    findings: list[Findings] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        known = json.loads(path.read_text())
+        return cls(**known | {"findings": [_finding(one) for one in known["findings"]]})
+
+    def write(self, path: Path) -> None:
+        """One line for each finding, so that a later run shows as a small difference."""
+        ordered = sorted(self.findings, key=lambda one: (one.name, one.dtype != "float32"))
+        lines = ",\n".join(f"  {json.dumps(_plain(one))}" for one in ordered)
+        head = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "findings"}
+        text = json.dumps(head, indent=1).removesuffix("\n}")
+        path.write_text(f'{text},\n "findings": [\n{lines}\n ]\n}}\n')
+
+    def put(self, new: Iterable[Findings]) -> None:
+        new = list(new)
+        replaced = {(one.name, one.dtype) for one in new}
+        kept = [one for one in self.findings if (one.name, one.dtype) not in replaced]
+        self.findings = [*kept, *new]
+
+    @property
+    def names(self) -> set[str]:
+        return {one.name for one in self.findings}
+
+    def of(self, dtype: str) -> list[Findings]:
+        return [one for one in self.findings if one.dtype == dtype]
+
+
+def _plain(one: Findings) -> dict[str, Any]:
+    """Without what is empty, and with three digits."""
+    return {key: _rounded(value) for key, value in asdict(one).items() if value not in NOTHING}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.3g}")
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return value
+
+
+def _finding(known: dict[str, Any]) -> Findings:
+    padding = known.get("padding")
+    reused = {trial: tuple(counts) for trial, counts in known.get("reused", {}).items()}
+    return Findings(**known | {"reused": reused, "padding": padding and Padding(**padding)})

@@ -1,0 +1,62 @@
+"""The fuzz of conversations in small; its full run is in docs/results/conversations.json."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from tests.hostile.conversations.page import page
+from tests.hostile.conversations.run import fuzz, life_of
+from tests.kit.generated import CONVERSATIONS
+from tests.kit.models import ARCHITECTURES
+from tests.kit.runs import FedCounter
+
+FEW = {"llama": 25, "gemma3_text": 25, "falcon_h1": 25}  # rows, windows, states
+MANY = 2000
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_every_answer_is_that_of_a_cold_run(models, tmp_path, name):
+    report = life_of(name, models, tmp_path, seed=2).run(FEW[name])
+    assert report.differences == []
+    assert report.n_requests == FEW[name]
+    assert report.answers["equal"] > 0.8 * FEW[name]
+    assert sum(report.reused.values()) > report.reused["computed"]
+    assert report.events["restarts"] + report.events["crashes"] > 1
+
+
+class WrongWhenWarm(FedCounter):
+    """A model that says something else after many tokens."""
+
+    def __call__(self, inputs, *args, **kwargs):
+        out = super().__call__(inputs, *args, **kwargs)
+        return out + (inputs.shape[1] == 1) * out
+
+
+def test_a_wrong_answer_is_seen(models, tmp_path):
+    life = life_of("llama", models, tmp_path, seed=2)
+    life._model = replace(life._model, module=WrongWhenWarm(models.module("llama")))
+    report = life.run(5)
+    assert len(report.differences) == report.answers["different"] > 0
+    assert "llama, request" in report.differences[0]
+
+
+def test_the_page_is_that_of_the_results():
+    """If it fails: `python -m tests.kit.generated`."""
+    results = json.loads(CONVERSATIONS.with_suffix(".json").read_text())
+    assert CONVERSATIONS.with_suffix(".md").read_text() == page(results)
+    assert results["architectures"].keys() == ARCHITECTURES.keys()
+    reports = results["architectures"].values()
+    assert not any(each["differences"] for each in reports)
+    assert sum(sum(each["requests"].values()) for each in reports) == MANY
+
+
+@pytest.mark.soak
+def test_two_thousand_requests(tmp_path):
+    reports = fuzz(tmp_path, MANY, seed=3)
+    assert reports.keys() == ARCHITECTURES.keys()
+    assert [line for report in reports.values() for line in report.differences] == []
+    assert sum(report.n_requests for report in reports.values()) == MANY
+    happened = sum((report.events for report in reports.values()), Counter())
+    assert {"restarts", "crashes", "records spoiled", "index lost"} <= happened.keys()
