@@ -97,11 +97,15 @@ def _left_out(findings: Iterable[Findings]) -> str:
 
 def _drifting(results: Results) -> str:
     rows = [
-        _line(f"`{one.name}`", one.dtype, f"{one.drift:.2g}", f"{max(one.apart.values()):.2g}")
+        _line(f"`{one.name}`", one.dtype, *(f"{x:.2g}" for x in _distances(one)))
         for one in results.findings
         if one.verdict == "drifts"
     ]
     return "".join(sorted(rows))
+
+
+def _distances(one: Findings) -> tuple[float, float, float]:
+    return one.drift, max(one.apart.values()), one.control
 
 
 def padded_apart(findings: Iterable[Findings], shares: bool) -> list[float]:

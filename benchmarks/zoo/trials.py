@@ -43,21 +43,17 @@ EIGHT_BITS = KVOptions(kv_bits=8, kv_group_size=32)
 Trial: TypeAlias = Callable[[Model, Findings, Path], None]
 
 
-def first_process(name: str, folder: Path) -> list[Findings]:
+def first_process(name: str, dtype: str, folder: Path) -> Findings:
     """Everything that a new model is asked; a failure is part of the findings."""
-    return [_examine(Findings(name, dtype), folder, _ask_a_new_model) for dtype in DTYPES]
+    return _examine(Findings(name, dtype), folder, _ask_a_new_model)
 
 
-def next_process(findings: Sequence[Findings], folder: Path) -> list[Findings]:
+def next_process(found: Findings, folder: Path) -> Findings:
     """What is on disk by now."""
-    return [
-        found if found.left_out or found.crash else _examine(found, folder, _ask_after_a_restart)
-        for found in findings
-    ]
+    return _examine(found, folder, _ask_after_a_restart)
 
 
 def _examine(found: Findings, folder: Path, trial: Trial) -> Findings:
-    faulthandler.dump_traceback_later(HANGS_S, exit=True)
     blas.start()
     home = folder / found.name / found.dtype
     try:
@@ -65,15 +61,18 @@ def _examine(found: Findings, folder: Path, trial: Trial) -> Findings:
     except Exception as error:  # it lacks a package, or a GPU
         found.left_out = _sentence(error)
         return found
+    faulthandler.dump_traceback_later(HANGS_S, exit=True)
     try:
         trial(model, found, home)
     except Exception as error:
         found.crash = _sentence(error)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return found
 
 
 def _ask_a_new_model(model: Model, found: Findings, home: Path) -> None:
-    module = model.module
+    module: _RowCounter = model.module
     kinds = {type(leaf).__name__ for _, leaf in leaves(make_prompt_cache(module))}
     found.caches = ", ".join(sorted(kinds))
     prompt = tokens(300)
@@ -86,7 +85,7 @@ def _ask_a_new_model(model: Model, found: Findings, home: Path) -> None:
         ask("fork", [*prompt, *tokens(40, 2)], len(prompt))
         ask("rewind", [*prompt[:200], *tokens(40, 3)], 200)
         ask.at_once([tokens(n, n) for n in (130, 50, 91)])
-        found.batched = engine.stats().shares_batches
+        found.batched, found.n_rows = engine.stats().shares_batches, module.n_rows
     found.padding = _padding(home / "home" / "padding.json")
     (home / "said.json").write_text(json.dumps(said))
     with _quantised(model, found, home) as ask:
@@ -255,7 +254,23 @@ def _load(found: Findings, path: Path) -> Model:
     mx.save_safetensors(str(path / "model.safetensors"), {"name": mx.array(list(name.encode()))})
     tokenizer = load_tokenizer(path)
     tokenizer.eos_token_ids = set()
-    return Model(name, path, module, tokenizer, {}, N_CONTEXT)
+    return Model(name, path, _RowCounter(module), tokenizer, {}, N_CONTEXT)
+
+
+class _RowCounter:
+    """A model that notes its widest batch."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.n_rows = module, 0
+
+    def __call__(self, inputs: mx.array, *args: Any, **kwargs: Any) -> Any:
+        self.n_rows = max(self.n_rows, inputs.shape[0])
+        return self.module(inputs, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module" or name.startswith("__"):  # before __init__ has run
+            raise AttributeError(name)
+        return getattr(self.module, name)
 
 
 def _tokenizer() -> Tokenizer:
