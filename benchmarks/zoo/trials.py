@@ -36,6 +36,7 @@ END = "</s>"
 N_CONTEXT = 4096
 N_ANSWER = 4
 SLICE = 64  # of a prompt that shows how far mlx-lm is from slice-invariant
+N_SINGLES = 40  # tokens of it that are fed one by one
 HANGS_S = 900
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 EIGHT_BITS = KVOptions(kv_bits=8, kv_group_size=32)
@@ -76,7 +77,8 @@ def _ask_a_new_model(model: Model, found: Findings, home: Path) -> None:
     kinds = {type(leaf).__name__ for _, leaf in leaves(make_prompt_cache(module))}
     found.caches = ", ".join(sorted(kinds))
     prompt = tokens(300)
-    found.drift, found.control = _drift(module, prompt), _control(module, prompt)
+    found.drift = _drift(module, [[*prompt, *tokens(N_SINGLES, seed)] for seed in range(1, 5)])
+    found.control = _control(module, prompt)
     with _engine(model, home / "home") as engine:
         ask = _Asker(engine, found, _Cold(module))
         said = [*prompt, *ask("cold", prompt, 0)]
@@ -178,15 +180,16 @@ class _Cold:
         return _largest(mx.abs(expected - mx.array(got)))
 
 
-def _drift(module: Any, prompt: Sequence[int]) -> float:
-    """How far plain mlx-lm is from itself when it is fed a prompt in other slices."""
-    whole = _logprobs(module, prompt)
-    best = mx.argsort(-whole, axis=-1)[:, :20]
-    apart = [
-        mx.abs(mx.take_along_axis(_sliced(module, prompt, ends) - whole, best, axis=-1))
-        for ends in (range(SLICE, len(prompt), SLICE), range(len(prompt) - 20, len(prompt)))
-    ]
-    return max(_largest(x[1:]) for x in apart)
+def _drift(module: Any, prompts: Sequence[Sequence[int]]) -> float:
+    """How far plain mlx-lm is from itself when a prompt is fed in slices, its end token by token."""
+    apart = []
+    for prompt in prompts:
+        whole = _logprobs(module, prompt)
+        best = mx.argsort(-whole, axis=-1)[:, :20]
+        n_singles = len(prompt) - N_SINGLES
+        ends = (*range(SLICE, n_singles, SLICE), *range(n_singles, len(prompt)))
+        apart.append(mx.take_along_axis(_sliced(module, prompt, ends) - whole, best, axis=-1))
+    return max(_largest(mx.abs(x[1:])) for x in apart)
 
 
 def _control(module: Any, prompt: Sequence[int]) -> float:
