@@ -77,7 +77,9 @@ def _ask_a_new_model(model: Model, found: Findings, home: Path) -> None:
     kinds = {type(leaf).__name__ for _, leaf in leaves(make_prompt_cache(module))}
     found.caches = ", ".join(sorted(kinds))
     prompt = tokens(300)
-    found.drift = _drift(module, [[*prompt, *tokens(N_SINGLES, seed)] for seed in range(1, 5)])
+    for seed in range(1, 5):
+        whole = [*prompt, *tokens(N_SINGLES, seed)]
+        found.drift = max(found.drift, _drift(module, whole, len(prompt)))
     found.control = _control(module, prompt)
     with _engine(model, home / "home") as engine:
         ask = _Asker(engine, found, _Cold(module))
@@ -153,23 +155,27 @@ class _Asker:
             self._note(BATCHED, prompt, answer.result())
 
     def _note(self, trial: str, prompt: Sequence[int], result: Result) -> list[int]:
-        choice = result.choices[0]
+        choice, found = result.choices[0], self._found
         apart = self._cold.apart(prompt, choice)
-        self._found.apart[trial] = max(self._found.apart.get(trial, 0.0), apart)
-        return [info.token for info in choice.tokens]
+        found.apart[trial] = max(found.apart.get(trial, 0.0), apart)
+        answer = [info.token for info in choice.tokens]
+        if not trial.startswith(QUANTISED):
+            drift = _drift(self._cold.module, [*prompt, *answer], len(prompt))
+            found.drift = max(found.drift, drift)
+        return answer
 
 
 class _Cold:
     """Cold runs of plain mlx-lm: one pass from empty caches over prompt and answer."""
 
     def __init__(self, module: Any, make: Callable[[], Any] | None = None) -> None:
-        self._module, self._make = module, make or (lambda: make_prompt_cache(module))
+        self.module, self._make = module, make or (lambda: make_prompt_cache(module))
 
     def apart(self, prompt: Sequence[int], choice: Choice) -> float:
         """The largest |Δlogprob| of the tokens that the answer shows."""
         answer = [info.token for info in choice.tokens]
         whole = mx.array([[*prompt, *answer]])
-        logprobs = _normalised(self._module(whole, cache=self._make())[0])[len(prompt) - 1 :]
+        logprobs = _normalised(self.module(whole, cache=self._make())[0])[len(prompt) - 1 :]
         shown = [
             (step, one.token, one.logprob)
             for step, info in enumerate(choice.tokens)
@@ -180,16 +186,13 @@ class _Cold:
         return _largest(mx.abs(expected - mx.array(got)))
 
 
-def _drift(module: Any, prompts: Sequence[Sequence[int]]) -> float:
-    """How far plain mlx-lm is from itself when a prompt is fed in slices, its end token by token."""
-    apart = []
-    for prompt in prompts:
-        whole = _logprobs(module, prompt)
-        best = mx.argsort(-whole, axis=-1)[:, :20]
-        n_singles = len(prompt) - N_SINGLES
-        ends = (*range(SLICE, n_singles, SLICE), *range(n_singles, len(prompt)))
-        apart.append(mx.take_along_axis(_sliced(module, prompt, ends) - whole, best, axis=-1))
-    return max(_largest(mx.abs(x[1:])) for x in apart)
+def _drift(module: Any, sequence: Sequence[int], n_prompt: int) -> float:
+    """How far plain mlx-lm is from itself if tokens after a prompt are fed one by one."""
+    whole = _logprobs(module, sequence)
+    best = mx.argsort(-whole, axis=-1)[:, :20]
+    ends = (*range(SLICE, n_prompt - 1, SLICE), *range(n_prompt - 1, len(sequence)))
+    apart = mx.take_along_axis(_sliced(module, sequence, ends) - whole, best, axis=-1)
+    return _largest(mx.abs(apart[1:]))
 
 
 def _control(module: Any, prompt: Sequence[int]) -> float:
