@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from keepwarm.cache.policy import Policy
 from keepwarm.cache.store import Budgets
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
-from keepwarm.errors import Cancelled, KeepwarmError, UnknownAgent
+from keepwarm.errors import BadInput, Cancelled, KeepwarmError
 from keepwarm.models.load import Model
 from keepwarm.text.request import Request, Result
 from tests.hostile.conversations.damage import copy_running, damage_closed, damage_records
@@ -121,7 +122,7 @@ class Life:
             engine.clear()
             self.report.events["memory cleared"] += 1
         elif what < 0.3:
-            with suppress(UnknownAgent):
+            with suppress(BadInput):  # there is none, or its file is damaged
                 engine.forget(self._chance.choice(AGENTS))
                 self.report.events["agents forgotten"] += 1
 
@@ -183,6 +184,7 @@ def fuzz(folder: Path, n_requests: int, seed: int) -> dict[str, Report]:
         n_asked = sum(report.n_requests for report in reports.values())
         n = (n_requests - n_asked) // (len(ARCHITECTURES) - number)
         reports[name] = life_of(name, models, folder / name, seed).run(n)
+        sys.stderr.write(f"{name}: {n} requests, {len(reports[name].differences)} differences\n")
     return reports
 
 
