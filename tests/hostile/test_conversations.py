@@ -12,18 +12,20 @@ from tests.kit.generated import CONVERSATIONS
 from tests.kit.models import ARCHITECTURES
 from tests.kit.runs import FedCounter
 
-FEW = {"llama": 25, "gemma3_text": 25, "falcon_h1": 25}  # rows, windows, states
+FEW = 20
+SEEDS = {"llama": 1, "gemma3_text": 2, "falcon_h1": 3}  # rows, windows, states; with flipped bits
 MANY = 2000
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", SEEDS)
 def test_every_answer_is_that_of_a_cold_run(models, tmp_path, name):
-    report = life_of(name, models, tmp_path, seed=2).run(FEW[name])
+    report = life_of(name, models, tmp_path, SEEDS[name]).run(FEW)
     assert report.differences == []
-    assert report.n_requests == FEW[name]
-    assert report.answers["equal"] > 0.8 * FEW[name]
-    assert sum(report.reused.values()) > report.reused["computed"]
-    assert report.events["restarts"] + report.events["crashes"] > 1
+    assert report.n_requests == FEW
+    assert report.answers["equal"] > FEW / 2
+    assert report.reused["disk"] > 0
+    assert report.events["records flipped"] > 0
+    assert report.events["restarts"] + report.events["crashes"] > 0
 
 
 class WrongWhenWarm(FedCounter):

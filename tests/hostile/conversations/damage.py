@@ -9,23 +9,19 @@ from random import Random
 from tests.kit.mutants.changes import spoil
 
 
-def damage_records(chance: Random, home: Path, n_files: int = 3) -> str:
+def damage_records(chance: Random, home: Path) -> str:
     """Spoil, swap or remove record files, also under a store that is open; what was done."""
     files = sorted((home / "store" / "blocks").glob("*/*.safetensors"))
     if len(files) < 2:
         return "nothing to damage"
-    how = chance.choice(("spoiled", "spoiled", "swapped", "lost"))
-    for path, other in _pairs(chance, files, n_files):
+    how = chance.choice(("flipped", "flipped", "spoiled", "swapped", "lost"))
+    chosen = chance.sample(files, len(files) // 2)
+    for path, other in zip(chosen, chosen[1:] + chosen[:1], strict=True):
         try:
             _damage(chance, path, other, how)
         except FileNotFoundError:
             continue  # it has been evicted meanwhile
     return f"records {how}"
-
-
-def _pairs(chance: Random, files: list[Path], n_files: int) -> list[tuple[Path, Path]]:
-    chosen = chance.sample(files, min(len(files), 2 * n_files))
-    return list(zip(chosen[::2], chosen[1::2], strict=False))
 
 
 def _damage(chance: Random, path: Path, other: Path, how: str) -> None:
@@ -35,15 +31,25 @@ def _damage(chance: Random, path: Path, other: Path, how: str) -> None:
         one, two = path.read_bytes(), other.read_bytes()
         path.write_bytes(two)
         other.write_bytes(one)
+    elif how == "flipped":
+        path.write_bytes(_flipped(chance, path.read_bytes()))
     else:
         path.write_bytes(spoil(chance, path.read_bytes()))
+
+
+def _flipped(chance: Random, data: bytes) -> bytes:
+    """A high bit of many numbers is another; only digests can tell."""
+    changed = bytearray(data)
+    for at in range(len(data) // 2 + chance.randrange(4), len(data), 512):
+        changed[at] ^= 0x40
+    return bytes(changed)
 
 
 def damage_closed(chance: Random, home: Path) -> str:
     """What may be found wrong at a start."""
     how = chance.choice(("records", "records", "index lost", "index spoiled", "agents", "notes"))
     if how == "records":
-        return damage_records(chance, home, n_files=8)
+        return damage_records(chance, home)
     found = {
         "index lost": "store/index*",
         "index spoiled": "store/index*",

@@ -8,7 +8,7 @@ from typing import Any
 
 PAGE = Path(__file__).with_suffix(".md")
 EVENTS = ("restarts", "crashes", "agents", "notes", "index lost", "index spoiled")
-DAMAGED = ("records spoiled", "records swapped", "records lost")
+DAMAGED = ("records flipped", "records spoiled", "records swapped", "records lost")
 REUSED = ("live", "memory", "disk", "computed")
 
 

@@ -115,13 +115,13 @@ class Life:
 
     def _happen(self, engine: Engine) -> None:
         what = self._chance.random()
-        if what < 0.15:
+        if what < 0.2:
             engine.settle()
             self.report.events[damage_records(self._chance, self._home)] += 1
-        elif what < 0.25:
+        if 0.1 < what < 0.3:
             engine.clear()
             self.report.events["memory cleared"] += 1
-        elif what < 0.3:
+        elif what > 0.95:
             with suppress(BadInput):  # there is none, or its file is damaged
                 engine.forget(self._chance.choice(AGENTS))
                 self.report.events["agents forgotten"] += 1
