@@ -39,6 +39,7 @@ class Findings:
     reused: dict[str, tuple[int, int]] = field(default_factory=dict)
     missed: dict[str, str] = field(default_factory=dict)  # why not more was reused
     batched: bool | None = None
+    alone: str = ""  # why its sequences share no batch
     n_rows: int = 0  # of the widest batch; the padding trial has two
     padding: Padding | None = None
     quantised: str = ""  # "yes", or "refused"

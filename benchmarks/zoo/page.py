@@ -66,7 +66,7 @@ def _row(in_32: Findings, in_16: Findings) -> str:
         other,
         in_32.caches,
         *reused,
-        _batched(in_32),
+        f"alone: {in_32.alone}" if in_32.alone else "yes",
         in_32.quantised,
     )
 
@@ -78,12 +78,6 @@ def _line(*cells: str) -> str:
 def _share(one: Findings, trial: str) -> str:
     n_reused, n_known = one.reused.get(trial, (0, 0))
     return "all" if n_reused == n_known else f"{n_reused} of {n_known}"
-
-
-def _batched(one: Findings) -> str:
-    if one.batched:
-        return "yes"
-    return "alone: padded rows differ" if one.padding else "alone: class of cache"
 
 
 def _left_out(findings: Iterable[Findings]) -> str:

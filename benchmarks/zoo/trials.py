@@ -91,6 +91,7 @@ def _ask_a_new_model(model: Model, found: Findings, home: Path) -> None:
         ask.at_once([tokens(n, n) for n in (130, 50, 91)])
         found.batched, found.n_rows = engine.stats().shares_batches, module.n_rows
     found.padding = _padding(home / "home" / "padding.json")
+    found.alone = "" if found.batched else _why_alone(module, found.padding)
     (home / "said.json").write_text(json.dumps(said))
     with _quantised(model, found, home) as ask:
         ask(QUANTISED, prompt, 0)
@@ -133,6 +134,12 @@ def _padding(book: Path) -> Padding | None:
     return Padding(**known["verdict"])
 
 
+def _why_alone(module: Any, padding: Padding | None) -> str:
+    if padding is not None:
+        return "padded rows differ"
+    return "fails in a batch" if kv.can_batch(kv.make_caches(module)) else "class of cache"
+
+
 class _Asker:
     """Asks an engine and notes how far its answers are from cold ones."""
 
@@ -151,8 +158,9 @@ class _Asker:
     def at_once(self, prompts: Sequence[Sequence[int]]) -> None:
         """Long answers: rows are tried before they share a batch, and then still decode in it."""
         running = [self._engine.submit(_request(p, 48)) for p in prompts]
-        for prompt, answer in zip(prompts, running, strict=True):
-            self._note(BATCHED, prompt, answer.result())
+        results = [answer.result() for answer in running]  # some models keep arrays of their calls
+        for prompt, result in zip(prompts, results, strict=True):
+            self._note(BATCHED, prompt, result)
 
     def _note(self, trial: str, prompt: Sequence[int], result: Result) -> list[int]:
         choice, found = result.choices[0], self._found
