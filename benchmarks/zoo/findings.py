@@ -51,22 +51,18 @@ class Findings:
         return self.name, self.dtype
 
     @property
-    def limit(self) -> float:
-        return max(EXACT[self.dtype], DRIFT * self.drift)
-
-    @property
     def wrong(self) -> list[str]:
-        """Trials whose answers are not those of a cold run."""
-        return [trial for trial, apart in self.apart.items() if not apart <= self._limit_of(trial)]
-
-    def _limit_of(self, trial: str) -> float:
-        if trial.startswith(QUANTISED):
-            return max(APART_8_BIT, self.limit)
-        return self.limit * (EXACT_IN_BATCH if trial == BATCHED else 1)
+        """Trials whose answers are not those of a cold run, nor as near as mlx-lm is to itself."""
+        return self._beyond(max(EXACT[self.dtype], DRIFT * self.drift))
 
     @property
-    def drifts(self) -> bool:
-        return self.drift > EXACT[self.dtype]
+    def inexact(self) -> list[str]:
+        return self._beyond(EXACT[self.dtype])
+
+    def _beyond(self, limit: float) -> list[str]:
+        allowed = {BATCHED: limit * EXACT_IN_BATCH}
+        allowed |= {trial: max(APART_8_BIT, limit) for trial in self.apart if QUANTISED in trial}
+        return [t for t, apart in self.apart.items() if not apart <= allowed.get(t, limit)]
 
     @property
     def verdict(self) -> str:
@@ -76,9 +72,9 @@ class Findings:
             return f"CRASH: {self.crash}"
         if self.wrong:
             return f"WRONG: {', '.join(self.wrong)}"
-        if self.drifts:
+        if self.inexact:
             return "drifts"
-        return "exact" if self.control > self.limit else "BLIND: no error would be seen"
+        return "exact" if self.control > EXACT[self.dtype] else "BLIND: no error would be seen"
 
     @property
     def is_bad(self) -> bool:
