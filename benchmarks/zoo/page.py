@@ -26,10 +26,10 @@ def page(results: Results) -> str:
         exact_16=EXACT["bfloat16"],
         in_batch=EXACT_IN_BATCH,
         summary=summary(results),
-        rows="".join(_row(one, in_16[one.name]) for one in ran),
+        rows="".join(_row(one, in_16.get(one.name)) for one in ran),
         drifting=_drifting(results),
         left_out=_left_out(in_32.values()),
-        only_32=_left_out(in_16[one.name] for one in ran),
+        only_32=_left_out(in_16.get(one.name, _untried(one.name)) for one in ran),
         padding="".join(_padding_row(results.of(dtype), dtype) for dtype in EXACT),
         padded_wrong=_padded_wrong(results),
     )
@@ -57,9 +57,13 @@ def _machine(results: Results) -> str:
     return f"{machine['n_cpus']} cores of {machine['architecture']}, BLAS {machine['blas']}"
 
 
-def _row(in_32: Findings, in_16: Findings) -> str:
+def _untried(name: str) -> Findings:
+    return Findings(name, "bfloat16", left_out="not tried yet")
+
+
+def _row(in_32: Findings, in_16: Findings | None) -> str:
     reused = [_share(in_32, trial) for trial in REUSES]
-    other = "" if in_16.left_out else in_16.verdict
+    other = "" if in_16 is None or in_16.left_out else in_16.verdict
     return _line(
         f"`{in_32.name}`",
         in_32.verdict,
