@@ -1,13 +1,12 @@
 """The fuzz of conversations in small; its full run is in docs/results/conversations.json."""
 
 import json
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from tests.hostile.conversations.page import page
-from tests.hostile.conversations.run import fuzz, life_of
+from tests.hostile.conversations.run import life_of, shares
 from tests.kit.generated import CONVERSATIONS
 from tests.kit.models import ARCHITECTURES
 from tests.kit.runs import FedCounter
@@ -55,10 +54,9 @@ def test_the_page_is_that_of_the_results():
 
 
 @pytest.mark.soak
-def test_two_thousand_requests(tmp_path):
-    reports = fuzz(tmp_path, MANY, seed=3)
-    assert reports.keys() == ARCHITECTURES.keys()
-    assert [line for report in reports.values() for line in report.differences] == []
-    assert sum(report.n_requests for report in reports.values()) == MANY
-    happened = sum((report.events for report in reports.values()), Counter())
-    assert {"restarts", "crashes", "records spoiled", "index lost"} <= happened.keys()
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_many_requests(models, tmp_path, name):
+    report = life_of(name, models, tmp_path, seed=3).run(shares(MANY)[name])
+    assert report.differences == []
+    assert report.n_requests == shares(MANY)[name]
+    assert {"restarts", "crashes", "records flipped"} <= report.events.keys()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -58,6 +57,11 @@ class Report:
     @property
     def n_requests(self) -> int:
         return sum(self.requests.values())
+
+    def as_json(self) -> dict[str, Any]:
+        counts = {name: c for name, c in vars(self).items() if isinstance(c, Counter)}
+        sorted_counts = {name: dict(sorted(count.items())) for name, count in counts.items()}
+        return {**sorted_counts, "differences": self.differences}
 
 
 class Life:
@@ -177,15 +181,10 @@ class Life:
         return f"{self._model.name}, request {self.report.n_requests}, {asked.kind}"
 
 
-def fuzz(folder: Path, n_requests: int, seed: int) -> dict[str, Report]:
-    """Requests to every architecture of the kit, as many to each."""
-    models, reports = Models(folder / "models"), {}
-    for number, name in enumerate(ARCHITECTURES):
-        n_asked = sum(report.n_requests for report in reports.values())
-        n = (n_requests - n_asked) // (len(ARCHITECTURES) - number)
-        reports[name] = life_of(name, models, folder / name, seed).run(n)
-        sys.stderr.write(f"{name}: {n} requests, {len(reports[name].differences)} differences\n")
-    return reports
+def shares(n_requests: int) -> dict[str, int]:
+    """As many requests to every architecture of the kit."""
+    each, more = divmod(n_requests, len(ARCHITECTURES))
+    return {name: each + (number < more) for number, name in enumerate(ARCHITECTURES)}
 
 
 def life_of(name: str, models: Models, folder: Path, seed: int) -> Life:
