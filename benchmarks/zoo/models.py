@@ -21,7 +21,7 @@ GAIN = 2.0
 SEED = 7
 # Decay parameters of state layers. With random values a state decays within twenty tokens, and an
 # earlier error would not be seen.
-SLOW_DECAY = ("A_log", "recurrent_param")
+SLOW_DECAY = ("A_log", "recurrent_param", "w_lora.lora.2.bias")
 
 
 def model_types() -> list[str]:

@@ -36,6 +36,7 @@ END = "</s>"
 N_CONTEXT = 4096
 N_ANSWER = 4
 SLICE = 64  # of a prompt that shows how far mlx-lm is from slice-invariant
+N_BEST = 20  # tokens whose logprobs are compared
 N_SINGLES = 40  # tokens of it that are fed one by one
 HANGS_S = 900
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
@@ -79,7 +80,7 @@ def _ask_a_new_model(model: Model, found: Findings, home: Path) -> None:
     prompt = tokens(300)
     for seed in range(1, 5):
         whole = [*prompt, *tokens(N_SINGLES, seed)]
-        found.drift = max(found.drift, _drift(module, whole, len(prompt)))
+        found.drift = max(found.drift, drift_of(module, whole, len(prompt)))
     found.control = _control(module, prompt)
     with _engine(model, home / "home") as engine:
         ask = _Asker(engine, found, _Cold(module))
@@ -157,7 +158,7 @@ class _Asker:
 
     def at_once(self, prompts: Sequence[Sequence[int]]) -> None:
         """Long answers: rows are tried before they share a batch, and then still decode in it."""
-        running = [self._engine.submit(_request(p, 48)) for p in prompts]
+        running = [self._engine.submit(_request(p, 64)) for p in prompts]
         results = [answer.result() for answer in running]  # some models keep arrays of their calls
         for prompt, result in zip(prompts, results, strict=True):
             self._note(BATCHED, prompt, result)
@@ -168,7 +169,7 @@ class _Asker:
         found.apart[trial] = max(found.apart.get(trial, 0.0), apart)
         answer = [info.token for info in choice.tokens]
         if not trial.startswith(QUANTISED):
-            drift = _drift(self._cold.module, [*prompt, *answer], len(prompt))
+            drift = drift_of(self._cold.module, [*prompt, *answer], len(prompt))
             found.drift = max(found.drift, drift)
         return answer
 
@@ -194,10 +195,10 @@ class _Cold:
         return _largest(mx.abs(expected - mx.array(got)))
 
 
-def _drift(module: Any, sequence: Sequence[int], n_prompt: int) -> float:
+def drift_of(module: Any, sequence: Sequence[int], n_prompt: int) -> float:
     """How far plain mlx-lm is from itself if tokens after a prompt are fed one by one."""
     whole = _logprobs(module, sequence)
-    best = mx.argsort(-whole, axis=-1)[:, :20]
+    best = mx.argpartition(-whole, N_BEST, axis=-1)[:, :N_BEST]
     ends = (*range(SLICE, n_prompt - 1, SLICE), *range(n_prompt - 1, len(sequence)))
     apart = mx.take_along_axis(_sliced(module, sequence, ends) - whole, best, axis=-1)
     return _largest(mx.abs(apart[1:]))
@@ -239,7 +240,7 @@ def tokens(n_tokens: int, seed: int = 0) -> list[int]:
 
 
 def _request(prompt: Sequence[int], n_tokens: int) -> Request:
-    sampling = Sampling(max_tokens=n_tokens, top_logprobs=20)
+    sampling = Sampling(max_tokens=n_tokens, top_logprobs=N_BEST)
     return Request(prompt=prompt, sampling=sampling, explain=True)
 
 

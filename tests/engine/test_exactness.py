@@ -17,7 +17,6 @@ from keepwarm.cache.store import Budgets
 from keepwarm.engine.engine import Engine
 from keepwarm.models.load import Model
 from keepwarm.text.request import KVOptions, Receipt
-from tests.kit.compare import IN_A_BATCH, TOLERANCE
 from tests.kit.engines import Exam, Models, ask, engine_on, held, memory, tokens_of
 from tests.kit.models import ARCHITECTURES
 from tests.kit.runs import prompt_of
@@ -27,6 +26,8 @@ ROWS = ("llama", "qwen3", "deepseek_v3", "deepseek_v32", "llama4")  # restored a
 WINDOWS = ("gemma3_text", "gpt_oss", "gemma4_text")  # at any token whose window is still there
 STATES = ("mamba", "mamba2", "deepseek_v41", "falcon_h1")  # where a turn or a prompt ended
 THINNED = ("qwen3_next", "recurrent_gemma")  # there too, but large: only the last are kept
+# In a batch of another width its sums are taken in another order, and its gate sharpens that.
+TOLERANCE = {"deepseek_v3": 1.7e-4, "deepseek_v32": 1.7e-4}
 
 each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
@@ -65,7 +66,7 @@ class Talk:
 def talk_of(models: Models):
     def make(architecture: str) -> Talk:
         model = models.of(architecture)
-        tolerance = IN_A_BATCH.get(architecture, TOLERANCE)
+        tolerance = TOLERANCE.get(architecture, 1e-4)
         return Talk(model, Exam(models.module(architecture), tolerance))
 
     return make
@@ -156,7 +157,7 @@ def test_with_next_to_no_room(talk_of, tmp_path, architecture):
 def test_neighbours_that_join_and_leave(models, tmp_path, architecture):
     """S4-01: conversations of unlike lengths, side by side, each answered as if it were alone."""
     model = models.of(architecture)
-    exam = Exam(models.module(architecture), IN_A_BATCH.get(architecture, TOLERANCE))
+    exam = Exam(models.module(architecture), TOLERANCE.get(architecture, 1e-4))
     talks = [prompt_of(20 + 17 * i, seed=i) for i in range(5)]
     with engine_on(model, tmp_path) as engine:
         for turn in range(3):

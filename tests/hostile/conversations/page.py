@@ -17,7 +17,7 @@ def page(results: dict[str, Any]) -> str:
     requests, answers, store, events, reused = (
         _sum(reports, name) for name in ("requests", "answers", "store", "events", "reused")
     )
-    counted = {**{name: answers[name] for name in ("equal", "cancelled", "different")}}
+    counted = {name: answers[name] for name in ("equal", "drifted", "cancelled", "different")}
     counted |= {name.replace(" ", "_"): events[name] for name in (*EVENTS, *DAMAGED)}
     counted |= {name: reused[name] for name in REUSED}
     counted |= {"requests": sum(requests.values()), "quarantined": store["quarantined"]}
@@ -38,6 +38,6 @@ def _sum(reports: dict[str, Any], name: str) -> Counter[str]:
 def _row(name: str, report: dict[str, Any]) -> str:
     answers, reused = Counter(report["answers"]), Counter(report["reused"])
     n_asked, n_reused = sum(report["requests"].values()), sum(reused.values()) - reused["computed"]
-    counts = [n_asked, answers["equal"], answers["cancelled"], answers["different"]]
-    cells = [f"{count:,}" for count in (*counts, n_reused, reused["computed"])]
+    ended = [answers[name] for name in ("equal", "drifted", "cancelled", "different")]
+    cells = [f"{count:,}" for count in (n_asked, *ended, n_reused, reused["computed"])]
     return f"| `{name}` | {' | '.join(cells)} |\n"
