@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
-from benchmarks.zoo.findings import EXACT, EXACT_IN_BATCH, Findings, Results
+from benchmarks.zoo.findings import EXACT, EXACT_IN_BATCH, UNTOLD, Findings, Results
 from keepwarm.cache.padding_trial import MAX_APART_16, MAX_APART_32
 
 REUSES = ("again", "next turn", "fork", "rewind", "new process", "new process, next turn")
 FLOORS = {"float32": MAX_APART_32, "bfloat16": MAX_APART_16}
-COUNTED = ("exact", "drifts", "WRONG", "CRASH", "BLIND")
+COUNTED = ("exact", "drifts", UNTOLD, "WRONG", "CRASH", "BLIND")
 
 
 def page(results: Results) -> str:
@@ -97,7 +97,7 @@ def _drifting(results: Results) -> str:
     rows = [
         _line(f"`{one.name}`", one.dtype, *(f"{x:.2g}" for x in _distances(one)))
         for one in results.findings
-        if one.verdict == "drifts"
+        if one.verdict.startswith("drifts")
     ]
     return "".join(sorted(rows))
 

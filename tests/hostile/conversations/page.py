@@ -6,6 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests.kit.models import ARCHITECTURES
+
 PAGE = Path(__file__).with_suffix(".md")
 EVENTS = ("restarts", "crashes", "agents", "notes", "index lost", "index spoiled")
 DAMAGED = ("records flipped", "records spoiled", "records swapped", "records lost")
@@ -26,6 +28,8 @@ def page(results: dict[str, Any]) -> str:
         command=results["command"],
         date=results["date"],
         machine=f"{machine['n_cpus']} cores of {machine['architecture']}",
+        n_architectures=len(reports),
+        n_kit=len(ARCHITECTURES),
         rows="".join(_row(name, report) for name, report in reports.items()),
         **{name: f"{count:,}" for name, count in counted.items()},
     )
