@@ -248,6 +248,7 @@ def run(model: str, n_requests: int) -> dict[str, Any]:
         settled = memory(served)
         statuses += send(served.url, n_requests - SETTLED, first=CLIENTS)
         found = health(served)
+        print(served.log.read_text(), file=sys.stderr, end="")
         ended = memory(served)
         return {
             "requests": n_requests,
