@@ -367,17 +367,22 @@ def roomy(request, tmp_path):
     made.close()
 
 
-def test_the_smallest_gap_goes_first():
-    places = [256, 512, 2048, 2100, 2600, 9000, 9001, 9002]
+def test_the_nearest_go_first_then_the_ends_of_blocks_then_the_smallest_gaps():
+    places = [256, 500, 512, 2048, 2100, 2600, 9000, 9010, 9060, 9070]
     made = [Checkpoint(at, bytes([n]), bytes([n]), 10, held=False) for n, at in enumerate(places)]
-    assert [state.at for state in find_surplus(made, 80)] == []
-    assert [state.at for state in find_surplus(made, 50)] == [2100, 256, 512]
-    assert [state.at for state in find_surplus(made, 10)][-1] == 2048, (
-        "the last three are not touched"
-    )
-    made[3] = made[3]._replace(held=True)
+    assert [state.at for state in find_surplus(made, 100)] == []
+    assert [state.at for state in find_surplus(made, 70)] == [512, 9010, 256]
+    left = [512, 9010, 256, 2048, 500, 2600, 2100]
+    assert [state.at for state in find_surplus(made, 10)] == left, "three are always kept"
+    made[4] = made[4]._replace(held=True)
     assert 2100 not in [state.at for state in find_surplus(made, 10)]
     assert find_surplus(made, 0) == [], "there is nothing to weigh them against"
+
+
+def test_the_end_of_a_first_prompt_outlives_short_turns():
+    """It is asked again, after a restart: before, the end of its answer of five tokens stayed."""
+    made = [Checkpoint(at, b"", b"", 10, held=False) for at in (599, 604, 643, 648)]
+    assert [state.at for state in find_surplus(made, 10)] == [604]
 
 
 def test_states_take_no_more_than_rows_and_the_last_three_stay(roomy):

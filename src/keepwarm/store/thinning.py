@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from keepwarm.prefix.blocks import BlockKey
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
 
 # The end of the last prompt, the end of its answer (also a cancelled one), and the end of the turn
 # before, from which the prompt may be asked again in other words.
 LAST_KEPT = 3
+LAST_TURN = 2  # of them, however near
+NEAR = 16  # tokens that are recomputed in about the time that one takes
 
 
 class Checkpoint(NamedTuple):
@@ -24,17 +26,33 @@ class Checkpoint(NamedTuple):
 
 
 def find_surplus(checkpoints: Sequence[Checkpoint], kv_bytes: int) -> list[Checkpoint]:
-    """Those to delete until states take no more bytes than K and V rows, smallest gaps first.
+    """Those to delete until states take no more bytes than K and V rows; three stay.
 
-    The gap before a state is what its loss costs: it is recomputed from the state before. None
-    where there are no K and V rows.
+    The gap before a state is what its loss costs: it is recomputed from the state before. First go
+    those near the one before, then those at the ends of blocks, where nothing ended and nobody
+    parted so far, then the others, smallest gaps first. None where there are no K and V rows.
     """
     kept, deleted = sorted(checkpoints), []
-    while kv_bytes and sum(state.n_bytes for state in kept) > kv_bytes:
-        positions = [0, *(state.at for state in kept)]
-        unheld = [n for n, state in enumerate(kept[:-LAST_KEPT]) if not state.held]
-        if not unheld:
+    while kv_bytes and len(kept) > LAST_KEPT and sum(one.n_bytes for one in kept) > kv_bytes:
+        gaps = [after - before for before, after in pairwise([0, *(one.at for one in kept)])]
+        ranks = [_rank(one, gap) for one, gap in zip(kept, gaps, strict=True)]
+        free = [rank for rank in ranks[:-LAST_KEPT] if not rank.held]
+        free += [rank for rank in ranks[-LAST_KEPT:-LAST_TURN] if not rank.held and not rank.far]
+        if not free:
             break
-        gap = [after - before for before, after in pairwise(positions)]
-        deleted.append(kept.pop(min(unheld, key=gap.__getitem__)))
+        deleted.append(kept.pop(ranks.index(min(free))))
     return deleted
+
+
+class _Rank(NamedTuple):
+    """The lowest is deleted first."""
+
+    far: bool
+    chosen: bool  # the end of a prompt, an answer or a message, or a place where prompts parted
+    gap: int
+    at: int
+    held: bool
+
+
+def _rank(state: Checkpoint, gap: int) -> _Rank:
+    return _Rank(gap >= NEAR, state.at % BLOCK_TOKENS != 0, gap, state.at, state.held)

@@ -170,8 +170,10 @@ class Index:
         ).fetchone():
             return
         children = self.lookups.children(header.parent, header.tokens)
-        siblings = [child.key for child in children if child.key != header.key]
-        branch = self.lookups.first_of_branch(siblings[0], SHORT_BRANCH + 1) if siblings else []
+        sizes = self.lookups.have([child.key for child in children if child.key != header.key])
+        # A sibling that this block continues is a checkpoint inside it.
+        parted = [c.key for c in children if c.key in sizes and c.n_common < sizes[c.key].n_tokens]
+        branch = self.lookups.first_of_branch(parted[0], SHORT_BRANCH + 1) if parted else []
         if len(branch) <= SHORT_BRANCH:
             query = "UPDATE blocks SET value = ? WHERE key = ? AND used <= ?"
             value = SUPERSEDED * self._half_life_s
