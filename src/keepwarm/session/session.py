@@ -133,6 +133,8 @@ class Session:
             self._turn_ends = self._turn_ends[:turn]
             self._messages = self._messages[: self._turn_ends[-1] if turn else 0]
             self._known = KnownConversation()
+            with suppress(Stopping):
+                self.engine.call(lambda: self.engine.live.abandon(self.id)).result()
 
     def fork(self, id: str | None = None) -> Session:  # noqa: A002
         """Another session with the same messages; their common prefix is not computed again."""

@@ -320,6 +320,26 @@ def test_a_conversation_is_dropped_with_all_its_models_and_nobody_else(live):
     assert live.release_owned("nobody") == 0
 
 
+def test_a_rewound_conversation_leaves_nothing_behind(live):
+    """Its cache serves the turns that are left, and goes when the next turn is put."""
+    live.put(OURS, said(50), rows(50), owner="a")
+    live.put(OURS, said(50, 1), rows(50), owner="b")
+    assert live.abandon("a") == 0
+    assert live.take(OURS, [*said(30), 1]).n_tokens == 30
+    live.put(OURS, [*said(30), *said(10, 2)], rows(40), owner="a")
+    assert live.stats[:2] == (2, 90 * ROW_BYTES)
+    assert live.n_served(OURS, [*said(50), 1]) == 30
+    assert live.n_served(OURS, [*said(50, 1), 1]) == 50
+
+
+def test_what_cannot_be_trimmed_goes_with_the_rewind(live, tiny_model):
+    live.put(OURS, said(50), held(tiny_model("mamba"), said(50)), owner="a")
+    n_bytes = live.stats.n_bytes
+    assert live.abandon("b") == 0
+    assert live.abandon("a") == n_bytes > 0
+    assert live.stats[:2] == (0, 0)
+
+
 def test_shedding_beside_putting_and_taking(live):
     """The watcher's thread against the engine's."""
     stop, failed = threading.Event(), []

@@ -2,6 +2,10 @@
 
 A cache that the prompt continues is moved out, without a copy. One that must be trimmed, because a
 conversation was forked, rewound or edited, stays; the request gets a copy-on-write copy.
+
+A conversation that is rewound leaves its cache behind (`abandon`). One that is edited or replaced
+does not: under one owner's name agents run several conversations in turn, and which of them ended
+cannot be told. The one that is not used again is evicted first.
 """
 
 from __future__ import annotations
@@ -73,6 +77,7 @@ class Live:
         self._lock = threading.Lock()
         self._numbers = count()
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # least recently used first
+        self._abandoned: set[int] = set()
         self._n_bytes = 0
         self._moved = self._copied = self._misses = self._evicted = 0
 
@@ -93,6 +98,8 @@ class Live:
             namespace, pack(tokens), caches, kv.live_bytes(caches), _can_trim(caches), owner
         )
         with self._lock:
+            for number in [n for n in self._abandoned if self._entries[n].owner == owner]:
+                self._remove(number)
             self._add(entry)
         return True
 
@@ -138,6 +145,16 @@ class Live:
         """Release the entries of one conversation, of all models; the bytes freed."""
         return self._release(lambda entry: entry.owner == owner)
 
+    def abandon(self, owner: str) -> int:
+        """A conversation was rewound: release what no longer serves it; the bytes freed.
+
+        A cache that can be trimmed serves the turns that are left, until the next one is put.
+        """
+        with self._lock:
+            owned = {number for number, entry in self._entries.items() if entry.owner == owner}
+            self._abandoned |= {number for number in owned if self._entries[number].can_trim}
+            return sum(self._remove(number).n_bytes for number in owned - self._abandoned)
+
     @property
     def stats(self) -> LiveStats:
         with self._lock:
@@ -182,6 +199,7 @@ class Live:
 
     def _remove(self, number: int) -> _Entry:
         entry = self._entries.pop(number)
+        self._abandoned.discard(number)
         self._n_bytes -= entry.n_bytes
         return entry
 

@@ -161,7 +161,9 @@ class TenantAgents:
             raise BadField(
                 f"{agent_id!r} has {len(agent.turns)} turns; choose one of them.", "turn"
             )
-        return self._out(self._disk_store.agents.rewind(agent.id, turn, branch))
+        rewound = self._disk_store.agents.rewind(agent.id, turn, branch)
+        self._engine.call(partial(self._engine.live.abandon, agent.id)).result()
+        return self._out(rewound)
 
     def pin(self, agent_id: str, pinned: bool, branch: int | None) -> AgentOut:
         agent = self._find(agent_id, branch)
