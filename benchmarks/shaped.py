@@ -9,7 +9,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -119,7 +119,7 @@ class Case:
             self.model,
             self.tokens,
             lambda checkpoint, prefill: capture.capture(prefill.caches, prefill.n_done, checkpoint),
-            needs_checkpoints=self.manager.needs.checkpoints,
+            self.manager.points(self.tokens, (), 0),
         )
         capture.finish(self.tokens, caches)
         seconds = (time.perf_counter() - started,)
@@ -179,19 +179,14 @@ def _prefilled(
     model: Model,
     tokens: list[int],
     keep: Callable[[bool, Prefill], None] | None,
-    needs_checkpoints: bool = False,
+    points: Iterable[int] = (),
 ) -> kv.Caches:
-    prefill = Prefill(
-        model.module,
-        tokens,
-        kv.make_caches(model.module),
-        0,
-        needs_checkpoints=needs_checkpoints,
-    )
+    caches = kv.make_caches(model.module)
+    prefill = Prefill(model.module, tokens, caches, 0, points=points)
     while prefill.n_done < len(tokens):
         prefill.feed(SLICE)
         if keep is not None:
-            keep(prefill.is_at_cut, prefill)
+            keep(prefill.is_at_point, prefill)
     return prefill.caches
 
 

@@ -1,4 +1,4 @@
-"""An mlx-lm script with a persistent prompt cache: `attach`, `restore`, `commit`.
+"""An mlx-lm script with a persistent prompt cache: `attach`, `restore`, `on_progress`, `commit`.
 
 Run it twice: the second time only the last token of the prompt is prefilled.
 """
@@ -21,7 +21,13 @@ with keepwarm.Store() as store:
     kw = store.attach(model, source=loaded.path)
     cache, rest = kw.restore(tokens)
     print(f"{len(tokens) - len(rest)} of {len(tokens)} tokens were warm")
-    steps = generate_step(mx.array(rest), model, prompt_cache=cache, max_tokens=8)
+    steps = generate_step(
+        mx.array(rest),
+        model,
+        prompt_cache=cache,
+        max_tokens=8,
+        prompt_progress_callback=kw.on_progress(tokens, cache),
+    )
     answer = [int(token) for token, _ in steps]
     kw.commit([*tokens, *answer], cache)
 print(f"answer: {answer}")

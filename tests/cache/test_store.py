@@ -6,13 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 import keepwarm
 from keepwarm.errors import BadInput
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.compare import assert_same
+from tests.kit.models import ARCHITECTURES
 from tests.kit.runs import FedCounter, cold, continue_from, prefill, prompt_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "prompt_cache.py"
@@ -37,6 +40,30 @@ def test_commit_in_one_store_restore_in_the_next(model, tmp_path):
     counter = FedCounter(model.module)
     assert_same(cold(model.module, prompt, 5), continue_from(counter, cache, rest, 5))
     assert counter.fed == 1 + 5
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_a_script_keeps_the_last_place_before_the_end(models, tmp_path, architecture):
+    """A state cannot be taken back: it is kept while mlx-lm prefills, for the same prompt again."""
+    model, prompt = models.of(architecture), prompt_of(300)
+    answers, n_fed = [], []
+    for _ in range(2):
+        with keepwarm.Store(tmp_path / "store") as store:
+            kw = store.attach(model.module.model, source=model.path)
+            cache, rest = kw.restore(prompt)
+            steps = generate_step(
+                mx.array(rest),
+                model.module.model,
+                prompt_cache=cache,
+                max_tokens=4,
+                prefill_step_size=128,
+                prompt_progress_callback=kw.on_progress(prompt, cache),
+            )
+            answers.append([int(token) for token, _ in steps])
+            n_fed.append(len(rest))
+            kw.commit([*prompt, *answers[-1]], cache)
+    assert n_fed == [300, 1]
+    assert answers[0] == answers[1]
 
 
 def test_other_kv_options_are_another_identity(model, tmp_path):

@@ -31,7 +31,7 @@ class PrefillRun:
         self.logits = None
         while self.logits is None:
             self.logits = self.prefill.feed(at_most)
-            self.ends.append((self.prefill.n_done, self.prefill.is_at_cut))
+            self.ends.append((self.prefill.n_done, self.prefill.is_at_point))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -40,7 +40,7 @@ def test_slices_change_nothing(tiny_model, architecture, at_most):
     """Whatever the slices, the logits after the prompt are those of a cold run."""
     module = tiny_model(architecture)
     n_tokens = 60 if at_most == 7 else 290
-    read = PrefillRun(module, n_tokens, at_most, needs_checkpoints=True)
+    read = PrefillRun(module, n_tokens, at_most, points=[n_tokens - 1])
     run = cold(module, read.tokens, 1)
     logprobs = read.logits[0] - read.logits[0].logsumexp()
     assert abs(logprobs - run.logprobs[0]).max().item() <= 1.7 * TOLERANCE
@@ -61,27 +61,22 @@ def test_the_last_token_goes_with_a_short_slice(tiny_model):
 
 
 def test_slices_of_states_and_windows_end_where_they_are_kept(tiny_model):
-    """At messages and before the last token; a block between two of these does not end a slice."""
-    read = PrefillRun(tiny_model("mamba2"), 1600, 600, cuts=[100, 700], needs_checkpoints=True)
-    expected = [(100, True), (512, False), (700, True), (1280, False), (1599, True), (1600, False)]
+    """At points, and where the device wants it: the end of a block means nothing to a state."""
+    read = PrefillRun(tiny_model("mamba2"), 1600, 600, points=[100, 700, 1599])
+    expected = [(100, True), (700, True), (1300, False), (1599, True), (1600, False)]
     assert read.ends == expected
 
 
-def test_rows_ignore_cuts(tiny_model):
-    """Rows can be restored at any token."""
-    assert PrefillRun(tiny_model("llama"), 60, 400, cuts=[10, 30]).ends == [(60, False)]
-
-
-def test_a_cut_that_is_added_during_prefill(tiny_model):
+def test_a_point_that_is_added_during_prefill(tiny_model):
     """A request waits for the first 40 tokens: the slice ends there, with a checkpoint."""
     module = tiny_model("llama")
     prefill = Prefill(module, prompt_of(100), make_prompt_cache(module), 0)
     prefill.feed(20)
-    assert not prefill.is_at_cut
-    prefill.add_cut(40)
-    prefill.add_cut(10)  # already prefilled
+    assert not prefill.is_at_point
+    prefill.add_point(40)
+    prefill.add_point(10)  # already prefilled
     prefill.feed(100)
-    assert (prefill.n_done, prefill.is_at_cut) == (40, True)
+    assert (prefill.n_done, prefill.is_at_point) == (40, True)
     assert prefill.feed(100) is not None
 
 

@@ -126,6 +126,36 @@ def test_a_place_after_rows_that_were_in_memory_only(made, tmp_path, n_common):
     exam.check()
 
 
+@wide
+def test_where_prompts_parted_another_goes_on_after_a_restart(made, tmp_path):
+    """D4: the second was restored there from memory; its place is on disk for the third."""
+    exam, first, n_common = Exam(made.module.model), prompt_of(2200), 1100
+    others = [[*first[:n_common], seed, *prompt_of(20, seed=seed)] for seed in (1, 2)]
+    with engine_on(made, tmp_path) as engine:
+        said(engine, first)
+        receipt = engine.submit(ask(others[0], 4)).result().receipt
+        assert receipt.reused == {"memory": n_common}
+    with engine_on(made, tmp_path) as engine:
+        result = engine.submit(ask(others[1], 4)).result()
+        assert result.receipt.reused == {"disk": n_common}
+        exam.add(others[1], result.choices[0])
+    exam.check()
+
+
+@pytest.mark.parametrize("made", [("gpt_oss", 300)], indirect=True)
+def test_after_a_restart_a_prompt_that_parts_anywhere_goes_on_from_a_sparse_point(made, tmp_path):
+    """D4: nothing ended there; the rows of a point are as large as a quarter of the prompt's."""
+    exam, first = Exam(made.module.model), prompt_of(2300)
+    parted = [*first[:1700], 1, *prompt_of(20, seed=2)]
+    with engine_on(made, tmp_path) as engine:
+        said(engine, first)
+    with engine_on(made, tmp_path) as engine:
+        result = engine.submit(ask(parted, 4)).result()
+        assert result.receipt.reused == {"disk": 1024}
+        exam.add(parted, result.choices[0])
+    exam.check()
+
+
 def messages(*contents: str) -> list[Message]:
     roles = ("system", "user", "assistant", "user")
     return [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]

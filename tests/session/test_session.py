@@ -168,6 +168,7 @@ def test_rewinding_drops_turns_and_keeps_the_common_prefix(engine):
     session.rewind(1)
     assert [message["content"] for message in session.messages] == ["one", "This is answer 0."]
     again = session.respond("TWO")
+    assert n_live(engine) == 1, "the cache of the dropped turns is gone"
     assert again.text == "This is answer 1."
     first = replies[0].usage
     assert again.usage.cached_tokens >= first.prompt_tokens + first.completion_tokens
@@ -303,7 +304,7 @@ def test_a_conversation_is_exact_up_to_the_start_and_quantised_from_there(models
         other = replace(options, quantized_kv_start=start + 1)
         again = session_with(other, session.messages[:-2]).respond("Go on.")
         assert again.usage.prompt_tokens == third.usage.prompt_tokens
-        assert again.usage.cached_tokens < start
+        assert again.usage.cached_tokens == start, "what is exact is anybody's"
 
 
 # Freeing caches.

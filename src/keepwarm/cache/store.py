@@ -7,7 +7,7 @@ kw.commit(tokens, cache)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -337,6 +337,28 @@ class AttachedModel:
         found = self.manager.restore(tokens)
         caches = found.caches or kv.make_caches(self._model, **self._kv_options)
         return RestoredPrompt(caches, list(tokens[found.n_tokens :]))
+
+    def on_progress(self, tokens: Sequence[int], cache: kv.Caches) -> Callable[[int, int], None]:
+        """A `prompt_progress_callback` for mlx-lm: saves a prompt while it is prefilled.
+
+        `cache` is what `restore` returned for these tokens. On a model with states only this keeps
+        a place before the end, from which the same prompt can go on again.
+        """
+        capture, last = self.manager.open(tokens), len(tokens) - 1
+        points: frozenset[int] = frozenset()
+
+        def keep(n_done: int, n_rest: int) -> None:
+            nonlocal points
+            upto = len(tokens) - n_rest + n_done
+            if not n_done:
+                capture.start_at(upto)
+                points = self.manager.points(tokens, (), upto)
+                capture.expect(points)
+            elif upto <= last:  # the last call comes when the cache holds more
+                kv.evaluate(cache)
+                capture.capture(cache, upto, checkpoint=upto in points)
+
+        return keep
 
     def commit(self, tokens: Sequence[int], cache: kv.Caches) -> None:
         """Save a cache that represents exactly these tokens. It can be restored at once."""

@@ -10,7 +10,7 @@ from typing import Self
 from keepwarm.config import Settings
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.errors import BadInput, InsufficientResources
-from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec
+from keepwarm.kv.layout import LayerSpec, Layout
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.text.request import KVOptions
 from keepwarm.units import format_bytes
@@ -47,7 +47,7 @@ class EngineConfig:
 def kv_bytes(layout: Layout, n_tokens: int) -> int:
     """Bytes that caches of this layout take for `n_tokens`, rounded up to whole blocks."""
     return sum(
-        _tensor_bytes(spec, _rows(leaf, n_tokens))
+        spec.n_bytes(_rows(leaf, n_tokens))
         for leaf in layout.leaves()
         for spec in leaf.tensors.values()
     )
@@ -58,13 +58,6 @@ def _rows(leaf: LayerSpec, n_tokens: int) -> int:
     whole = -(-n_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
     window = leaf.window or leaf.scalars.get("max_size")
     return min(whole, window + BLOCK_TOKENS) if window else whole
-
-
-def _tensor_bytes(spec: TensorSpec, n_rows: int) -> int:
-    size = spec.dtype.size
-    for n in spec.with_rows(n_rows):
-        size *= n
-    return size
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from keepwarm.cache.restore.failures import Fault
+from keepwarm.cache.restore.manager import Capture
 from keepwarm.engine.admission import Admission, kv_bytes
 from keepwarm.engine.jobs import Counters, Job, PrefillTask, RunningSequence
 from keepwarm.engine.lane import MIN_SHARED_TOKENS, Lane, WarmPrefix
@@ -72,7 +73,10 @@ class Intake:
         lane = job.lane
         if job.lease is None:
             n_tokens = len(job.tokens) + min(job.prepared.max_new_tokens, LEASE_TOKENS)
-            n_bytes = kv_bytes(lane.manager.layout, n_tokens)
+            n_bytes = max(
+                kv_bytes(lane.manager.layout, n_tokens),
+                kv_bytes(lane.exact_lane.manager.layout, lane.n_exact) if lane.exact_lane else 0,
+            )
             batch = lane.options if lane.can_batch else None
             job.lease = self._admission.reserve(n_bytes, batch, n_rows=max(1, job.n_answers))
         return job.lease is not None
@@ -134,7 +138,7 @@ class Intake:
             self._counters.waited_for_prefix += 1
         if job.waits_for is None or n_tokens > job.wait_until:
             job.waits_for, job.wait_until, job.n_uncached = task, n_tokens, None
-            task.prefill.add_cut(n_tokens)
+            task.prefill.add_point(n_tokens)
 
     def is_loading(self, job: Job, tasks: Iterable[PrefillTask]) -> bool:
         """Begin a long restore in the background; whether it is still under way."""
@@ -176,21 +180,36 @@ def _task(
     sequences: list[RunningSequence],
     clock: Clock,
 ) -> PrefillTask:
-    lane = job.lane
-    tokens = list(tokens)
-    capture = lane.manager.open(tokens, job.request.policy)
-    capture.start_at(warm.n_kept)
-    capture.expect([*job.cuts, len(tokens) - 1])
+    lane, tokens, n_exact = job.lane, list(tokens), job.lane.n_exact
+    exact_lane = lane.exact_lane if warm.n_tokens < n_exact else None
+    n_kept, exact = (0 if exact_lane else warm.n_kept), None
+    capture, points = _opened(job, lane, tokens, warm.n_tokens, n_kept)
+    if exact_lane is not None:
+        first = tokens[: n_exact + 1]
+        exact, before = _opened(job, exact_lane, first, warm.n_tokens, warm.n_kept)
+        points = before | {n_exact} | {point for point in points if point > n_exact}
     prefill = Prefill(
         lane.model.module,
         tokens,
         warm.caches,
         warm.n_tokens,
-        cuts=job.cuts,
-        needs_checkpoints=lane.needs_checkpoints,
+        points=points,
+        whole_blocks=lane.manager.needs.whole_blocks,
         clock=clock,
     )
-    return PrefillTask(job, tokens, prefill, capture, list(sequences))
+    return PrefillTask(job, tokens, prefill, capture, list(sequences), exact=exact)
+
+
+def _opened(
+    job: Job, lane: Lane, tokens: list[int], n_known: int, n_kept: int
+) -> tuple[Capture, frozenset[int]]:
+    """A capture that skips the first `n_kept` tokens, and where slices must end for it."""
+    manager, policy = lane.manager, job.request.policy
+    points = manager.points(tokens, job.cuts, n_known) if policy.writes else frozenset()
+    capture = manager.open(tokens, policy)
+    capture.start_at(n_kept)
+    capture.expect(points)
+    return capture, points if manager.needs.checkpoints else frozenset()
 
 
 def _can_share(task: PrefillTask, job: Job) -> bool:
@@ -214,7 +233,12 @@ def _neighbour(job: Job, tasks: Iterable[PrefillTask]) -> Neighbour | None:
         Neighbour(task, min(common_tokens(task.packed, packed), task.prefill.n_done, limit))
         for task in others
     ]
-    usable = [one for one in found if job.lane.can_trim or one.n_shared == one.task.prefill.n_done]
+    usable = [
+        one
+        for one in found
+        if (job.lane.can_trim or one.n_shared == one.task.prefill.n_done)
+        and one.n_shared >= job.lane.n_exact
+    ]
     best = max(usable, key=lambda one: one.n_shared, default=None)
     if best is None or best.n_shared < max(MIN_SHARED_TOKENS, job.lane.n_warm(job.tokens)):
         return None

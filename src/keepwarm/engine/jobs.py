@@ -340,6 +340,7 @@ class PrefillTask:
     capture: Capture
     sequences: list[RunningSequence]  # that decode from its end
     states: Caches | None = None  # at its last whole block, if no checkpoint was kept since
+    exact: Capture | None = None  # saves what comes before `quantized_kv_start`, in the exact lane
     ended: bool = False
 
     def __post_init__(self) -> None:
@@ -348,6 +349,19 @@ class PrefillTask:
     @property
     def lane(self) -> Lane:
         return self.job.lane
+
+    @property
+    def current_capture(self) -> Capture:
+        """Saves what is being computed now."""
+        return self.capture if self.exact is None else self.exact
+
+    def quantize(self) -> bool:
+        """At `quantized_kv_start`: from here on rows are computed from quantised ones."""
+        if self.exact is None or self.prefill.n_done != self.lane.n_exact:
+            return False
+        self.prefill.caches = self.lane.quantized(self.prefill.caches)
+        self.exact = self.states = None
+        return True
 
     @property
     def is_at_last_token(self) -> bool:

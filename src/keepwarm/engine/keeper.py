@@ -29,10 +29,17 @@ class Keeper:
         self._counters = counters
         self._on_kept = on_kept
 
+    def keep_restored(self, task: PrefillTask) -> None:
+        """Keep the place where a prompt was restored from memory."""
+        receipt = task.job.receipt
+        if receipt is not None and "memory" in receipt.reused:
+            with self._saving():
+                task.current_capture.keep_restored(task.prefill.caches, task.prefill.n_done)
+
     def keep_slice(self, task: PrefillTask, checkpoint: bool) -> None:
         """Keep the blocks that a slice completed, and a checkpoint if asked."""
         prefill = task.prefill
-        self._capture(task.capture, prefill.caches, prefill.n_done, checkpoint)
+        self._capture(task.current_capture, prefill.caches, prefill.n_done, checkpoint)
         if checkpoint:
             task.states = None
         elif task.lane.manager.needs.state and prefill.n_done % BLOCK_TOKENS == 0:
@@ -42,18 +49,21 @@ class Keeper:
     def publish_partial_block(self, task: PrefillTask) -> None:
         """Let other requests find all that a task has prefilled, its open block included."""
         prefill = task.prefill
-        if not task.lane.needs_checkpoints:  # such a lane keeps checkpoints at its cuts
-            self._capture(task.capture, prefill.caches, prefill.n_done, True, temporary=True)
+        if not task.lane.manager.needs.checkpoints:  # else checkpoints are kept at its points
+            self._capture(
+                task.current_capture, prefill.caches, prefill.n_done, True, temporary=True
+            )
 
     def keep_prefix(self, task: PrefillTask) -> None:
         """Keep all that a task has prefilled."""
-        self._capture(task.capture, task.prefill.caches, task.prefill.n_done, True)
+        self._capture(task.current_capture, task.prefill.caches, task.prefill.n_done, True)
 
     def keep_whole_blocks(self, task: PrefillTask) -> None:
-        """After a failed slice: keep the states at the last whole block; the rest may be wrong."""
+        """After a failed slice: keep the states at the last block with which a slice ended; the
+        rest may be wrong."""
         if task.states is not None:
             n_whole = task.prefill.n_done // BLOCK_TOKENS * BLOCK_TOKENS
-            self._capture(task.capture, task.states, n_whole, checkpoint=True)
+            self._capture(task.current_capture, task.states, n_whole, checkpoint=True)
 
     def keep_running(self, batch: Batch[RunningSequence], row: RunningSequence) -> None:
         """Keep the blocks of a long answer at intervals: a crash must not lose all of it."""

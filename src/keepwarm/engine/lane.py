@@ -49,7 +49,7 @@ class Lane:
     manager: Manager
     live: Live
     sharing: RowSharing
-    exact_lane: Lane | None = None  # for prompts shorter than `quantized_kv_start`
+    exact_lane: Lane | None = None  # for what comes before `quantized_kv_start`
 
     def inexact(self, n_reused: int, n_tokens: int) -> tuple[Inexact, ...]:
         """Why an answer is not exact: the only definition, as docs/serving.md has it.
@@ -73,19 +73,14 @@ class Lane:
         return self.sharing.can_batch and self.sharing.allowed is not False
 
     @property
-    def needs_checkpoints(self) -> bool:
-        """Whether a prompt can be restored only where a slice of it ended."""
-        return self.manager.needs.checkpoints
-
-    @property
     def can_trim(self) -> bool:
         """Whether the last tokens of a cache can be removed."""
-        return not (self.manager.needs.state or self.manager.needs.window)
+        return not self.manager.needs.points
 
     @property
     def needs_cuts(self) -> bool:
         """Whether what is stored depends on where the messages of a prompt end."""
-        return self.manager.needs.state or self.manager.needs.window > 0
+        return self.manager.needs.points
 
     @property
     def continuations(self) -> Continuations:
@@ -118,10 +113,19 @@ class Lane:
             return self.exact_lane
         return self
 
+    @property
+    def n_exact(self) -> int:
+        """Leading tokens of a prompt that are computed in the exact lane, and then quantised.
+
+        Rows from before that place are not restored here: a cold run would have computed the next
+        ones from exact rows.
+        """
+        return 0 if self.exact_lane is None else self.options.quantized_kv_start
+
     def begin_loading(self, tokens: list[int], policy: Policy) -> Loading | None:
         """Begin to load a prompt's stored blocks, if they reach further than a live cache."""
         try:
-            return self.manager.begin(tokens, policy, self.n_live(tokens), others_wait=True)
+            return self.manager.begin(tokens, policy, self._n_least(tokens), others_wait=True)
         except Exception:
             self._count_failure()
             return None
@@ -133,12 +137,20 @@ class Lane:
 
         `loading` is what `begin_loading` returned for this prompt.
         """
-        if not policy.reads:
-            return self._cold()
-        found = self._restore_or_fail(tokens, policy, loading)
-        if self.exact_lane is None:
+        found = self._restore_or_fail(tokens, policy, loading) if policy.reads else self._cold()
+        if self.exact_lane is None or found.n_tokens:
             return found
-        return self.exact_lane.restore_quantized(tokens, self.options, found.n_tokens) or found
+        policy = Policy.READ_ONLY if policy.reads else policy  # its live caches stay
+        exact = self.exact_lane.restore(tokens[: self.n_exact + 1], policy)
+        if exact.n_tokens == self.n_exact:
+            exact = exact._replace(caches=self.quantized(exact.caches), n_kept=0)
+        return exact._replace(fault=found.fault or exact.fault)
+
+    def quantized(self, caches: kv.Caches) -> kv.Caches:
+        """Caches of the exact lane as this lane has them."""
+        assert self.options.kv_bits is not None
+        options = self.options.kv_bits, self.options.kv_group_size
+        return kv.evaluate(kv.quantize_caches(caches, *options))
 
     def copy_of(
         self, caches: kv.Caches, n_excess: int, tokens: list[int], policy: Policy
@@ -152,27 +164,23 @@ class Lane:
         n_kept = self.manager.n_saved(tokens, policy)
         return WarmPrefix(copied, len(tokens), {"live": len(tokens)}, n_kept)
 
-    def restore_quantized(
-        self, tokens: list[int], options: KVOptions, beyond: int
-    ) -> WarmPrefix | None:
-        """The longest known prefix of this lane, quantized; None if not longer than `beyond`."""
-        if self.n_warm(tokens) <= beyond:
-            return None
-        found = self._restore_or_fail(tokens, Policy.READ_ONLY)
-        if not found.n_tokens or options.kv_bits is None:
-            return None
-        caches = kv.quantize_caches(found.caches, options.kv_bits, options.kv_group_size)
-        return found._replace(caches=kv.evaluate(caches), n_kept=0)
-
     def n_warm(self, tokens: list[int]) -> int:
-        return max(self.n_live(tokens), self.n_stored(tokens))
+        n_known = max(self.n_live(tokens), self.n_stored(tokens))
+        if self.exact_lane is None or n_known >= self.n_exact:
+            return n_known
+        return self.exact_lane.n_warm(tokens[: self.n_exact + 1])
 
     def n_stored(self, tokens: list[int]) -> int:
         """Tokens of a prompt that blocks could restore, worth it or not."""
         return self.manager.plan(tokens).n_tokens
 
     def n_live(self, tokens: list[int]) -> int:
-        return self.live.n_served(self.manager.namespace, tokens)
+        n_served = self.live.n_served(self.manager.namespace, tokens)
+        return n_served if n_served >= self.n_exact else 0
+
+    def _n_least(self, tokens: list[int]) -> int:
+        """A load is of use if it restores more than this."""
+        return max(self.n_live(tokens), self.n_exact - 1)
 
     def is_worth_waiting(self, n_tokens: int, n_known: int, n_shared: int) -> bool:
         """Whether restoring `n_shared` of a prompt's tokens, which another request is computing,
@@ -205,7 +213,7 @@ class Lane:
         self.manager.failures.add("error")
 
     def _restore(self, tokens: list[int], policy: Policy, loading: Loading | None) -> WarmPrefix:
-        n_live = self.n_live(tokens)
+        n_live = self._n_least(tokens)
         if loading is not None and loading.in_background and self._is_stale(loading):
             loading.abandon()
             loading = None
@@ -219,7 +227,8 @@ class Lane:
                 return WarmPrefix(stored.caches, stored.n_tokens, by_tier, n_kept, fault)
         elif loading is not None:
             loading.abandon()  # meanwhile another request left a longer live cache
-        taken = self.live.take(self.manager.namespace, tokens, keep=not policy.writes)
+        beyond = max(0, self.n_exact - 1)
+        taken = self.live.take(self.manager.namespace, tokens, beyond, keep=not policy.writes)
         if taken is None:
             return self._cold(stored.fault)
         known, by_tier = tokens[: taken.n_tokens], {"live": taken.n_tokens}

@@ -37,34 +37,34 @@ class Prefill:
         caches: kv.Caches,
         n_done: int,
         *,
-        cuts: Iterable[int] = (),
-        needs_checkpoints: bool = False,
+        points: Iterable[int] = (),
+        whole_blocks: bool = False,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """`needs_checkpoints`: some layers (states, small windows) restore only at slice ends."""
+        """At `points` slices end and a checkpoint is kept; `whole_blocks`: see `end_of_slice`."""
         self._module = module
         self._tokens = tokens
         self._clock = clock
-        self._needs_checkpoints = needs_checkpoints
-        self._cuts = {*cuts, len(tokens) - 1} if needs_checkpoints else set()
+        self._whole_blocks = whole_blocks
+        self._points = set(points)
         self.caches = caches
         self.n_done = n_done
         self.waited_s = 0.0  # by the latest slice, for what the device had to finish before it
 
     @property
-    def is_at_cut(self) -> bool:
+    def is_at_point(self) -> bool:
         """Whether a checkpoint is to be kept here."""
-        return self.n_done in self._cuts
+        return self.n_done in self._points
 
-    def add_cut(self, n_tokens: int) -> None:
+    def add_point(self, n_tokens: int) -> None:
         """End a slice there and keep a checkpoint: another request waits for it."""
         if n_tokens > self.n_done:
-            self._cuts.add(n_tokens)
+            self._points.add(n_tokens)
 
     def feed(self, n_tokens: int) -> mx.array | None:
         """Feed about `n_tokens`; the logits after the last token of the prompt, else None."""
-        total, whole = len(self._tokens), self._needs_checkpoints
-        end = end_of_slice(self.n_done, n_tokens, total, self._cuts, whole_blocks=whole)
+        total, whole = len(self._tokens), self._whole_blocks
+        end = end_of_slice(self.n_done, n_tokens, total, self._points, whole_blocks=whole)
         logits = self._module(mx.array([self._tokens[self.n_done : end]]), cache=self.caches)
         last = logits[:, -1, :] if end == total else None
         # MLX is lazy, so the slice has not begun; a GPU may still compute the last decode step.
@@ -79,20 +79,27 @@ class Prefill:
 
 
 def end_of_slice(
-    start: int, n_tokens: int, total: int, cuts: Iterable[int] = (), *, whole_blocks: bool = False
+    start: int,
+    n_tokens: int,
+    total: int,
+    points: Iterable[int] = (),
+    *,
+    whole_blocks: bool = False,
 ) -> int:
-    """Where a slice of about `n_tokens` ends.
+    """Where a slice of about `n_tokens` ends. Only this function decides it.
 
-    At the next cut, if that is nearer. A rest of a quarter more is not worth a slice of its own.
-    With `whole_blocks` it ends with the last block that it completes, unless with the prompt. The
-    last token is fed alone, unless the slice is short.
+    `n_tokens` is what the device does best (`SliceSizer`); `points` are the prompt's restore points
+    and the places that other requests wait for. The slice ends at the next point, if that is
+    nearer. A rest of a quarter more is not worth a slice of its own. With `whole_blocks` it ends
+    with the last block that it completes, unless with the prompt. The last token is fed alone,
+    unless the slice is short.
     """
     end = start + max(n_tokens, 1)
     if end + n_tokens // 4 >= total:
         end = total
     elif whole_blocks and end // BLOCK_TOKENS > start // BLOCK_TOKENS:
         end -= end % BLOCK_TOKENS
-    end = min([end, *(cut for cut in cuts if start < cut < end)])
+    end = min([end, *(point for point in points if start < point < end)])
     return end - 1 if end == total and end - start > SHORT_SLICE else end
 
 

@@ -129,7 +129,9 @@ class Scheduler:
                     continue
                 self.waiting.remove(job)
                 self._starts.take(job)
-                self.prefilling.append(self._intake.start(job, self.prefilling))
+                task = self._intake.start(job, self.prefilling)
+                self._keeper.keep_restored(task)
+                self.prefilling.append(task)
             except Exception as error:
                 self._remove_waiting(job)
                 self._fail(job, error)
@@ -161,7 +163,9 @@ class Scheduler:
         n_before, watch = prefill.n_done, Stopwatch(self._clock)
         try:
             logits = prefill.feed(self._slice_tokens(task.lane, n_before))
-            self._keeper.keep_slice(task, prefill.is_at_cut)
+            self._keeper.keep_slice(task, prefill.is_at_point)
+            if task.quantize():
+                self._keeper.keep_slice(task, checkpoint=True)
         except Exception as error:
             self._keeper.keep_whole_blocks(task)
             self._end_prefill(task)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -43,6 +44,9 @@ class TensorSpec:
 
     def with_rows(self, n_rows: int) -> tuple[int, ...]:
         return tuple([n_rows if n is None else n for n in self.shape])
+
+    def n_bytes(self, n_rows: int) -> int:
+        return self.dtype.size * prod(self.with_rows(n_rows))
 
     def check(self, array: ArrayLike, n_rows: int | None, where: str) -> None:
         """Raise unless the array is like this; `n_rows` is None if any number of rows will do."""

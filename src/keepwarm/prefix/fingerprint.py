@@ -15,12 +15,13 @@ NAMESPACE_BYTES = 32
 FORMAT_VERSION = 1
 
 
-_QUANTIZED_FROM = re.compile(r" from \d+$")
+# Before "exact to", rows were quantised that had been computed from quantised ones, or had not.
+_QUANTIZED_FROM = re.compile(r" (from|exact to) \d+$")
 
 
 def salt_of(tenant: str, quantized_from: int) -> str:
     """Separates blocks by tenant, and by the token from which on rows are quantised."""
-    return f"{tenant} from {quantized_from}" if quantized_from else tenant
+    return f"{tenant} exact to {quantized_from}" if quantized_from else tenant
 
 
 def tenant_of(salt: str) -> str:

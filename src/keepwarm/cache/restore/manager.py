@@ -16,6 +16,7 @@ from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.failures import Fault, RestoreFailures
 from keepwarm.cache.restore.loading import EMPTY, Loading, RestoredPrefix
 from keepwarm.cache.restore.plan import NOTHING, KnownBlocks, Needs, Point, longest, n_matched
+from keepwarm.cache.restore.points import is_worth_learning, restore_points
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.restore.records import records_of
@@ -38,6 +39,7 @@ from keepwarm.store.tier import BlockInfo
 from keepwarm.store.tiers import Tiers
 
 SMALL_LOAD_S = 0.02
+WORTH_SAVING = 32  # tokens that a place spares after a restart: less is not worth its records
 LONG_LOAD_S = 0.1  # a longer restore runs in background if others would have to wait
 
 
@@ -168,6 +170,13 @@ class Manager:
         point = replace(self, tiers=on_disk)._longest(tokens, len(tokens), ())
         return point.n_tokens == len(tokens)
 
+    def survives(self, tokens: Sequence[int]) -> bool:
+        """Whether these tokens, which can be restored now, could be after a restart too, or nearly
+        all of them. True where there is no disk."""
+        saved = list(self.tiers.named)[1:]  # without memory
+        point = replace(self, tiers=Tiers(saved))._longest(tokens, len(tokens), ())
+        return not saved or point.n_tokens > len(tokens) - WORTH_SAVING
+
     def open(self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE) -> Capture:
         """Start saving what a request computes.
 
@@ -175,7 +184,18 @@ class Manager:
         """
         return Capture(self, tokens, policy)
 
+    def points(self, tokens: Sequence[int], cuts: Iterable[int], n_known: int) -> frozenset[int]:
+        """Where a prompt, of which so many tokens are restored, is to be restorable later."""
+        if not self.needs.points:
+            return frozenset()
+        n_shared = self._blocks_of(tokens).n_shared
+        learned = n_shared if is_worth_learning(self.layout, n_known, n_shared) else 0
+        return restore_points(self.layout, len(tokens), cuts, learned)
+
     def _longest(self, tokens: Sequence[int], limit: int, without: Collection[BlockKey]) -> Point:
+        return longest(self.needs, self._blocks_of(tokens, without), limit)
+
+    def _blocks_of(self, tokens: Sequence[int], without: Collection[BlockKey] = ()) -> KnownBlocks:
         blocks = list(chain(self.namespace, tokens))
         refs = [ref for ref in blocks if ref.n_tokens == BLOCK_TOKENS]
         needs = self.needs
@@ -184,11 +204,11 @@ class Manager:
         packed = b"".join(ref.tokens for ref in blocks)
         parent = refs[matched - 1].key if matched else root(self.namespace)
         rest = packed[4 * BLOCK_TOKENS * matched : 4 * BLOCK_TOKENS * (matched + 1)]
-        children = [] if needs.state else self.tiers.children(parent, rest)
+        children = self.tiers.children(parent, rest)
         states = self._states(refs, packed) if needs.state else {}
         partial = [child.key for child in children] + list(states.values())
         known |= self._have(partial, without)
-        return longest(needs, KnownBlocks(refs, known, matched, children, states), limit)
+        return KnownBlocks(refs, known, matched, children, states)
 
     def _states(self, refs: Sequence[BlockRef], packed: bytes) -> dict[int, BlockKey]:
         """Checkpoints inside the blocks of this prompt, by position."""
@@ -271,6 +291,14 @@ class Capture:
             self._keep(ref, block if checkpoint else _stateless(block), policy)
             if is_whole:
                 self._passed(ref)
+
+    def keep_restored(self, caches: Caches, n_tokens: int) -> None:
+        """Have the window before a place that was restored from memory on disk too: the next prompt
+        that parts there may come after a restart. The first slice drops rows that this needs.
+        """
+        needs = self._manager.needs
+        if needs.window and not needs.state and not self._manager.survives(self._tokens[:n_tokens]):
+            self.capture(caches, n_tokens, checkpoint=True)
 
     def finish(self, all_tokens: Sequence[int], caches: Caches) -> None:
         """Save everything, including generated tokens and the open block."""

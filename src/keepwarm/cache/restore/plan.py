@@ -31,9 +31,21 @@ class Needs:
     state: bool
 
     @property
+    def points(self) -> bool:
+        """Whether not every token can be restored for good, only chosen points."""
+        return self.state or self.window > 0
+
+    @property
     def checkpoints(self) -> bool:
-        """Whether a position inside a block can be restored only from a checkpoint."""
-        return self.state or 0 < self.window < BLOCK_TOKENS
+        """Whether a point is restorable only where a slice ended. After a slice with a window as
+        long as a block, all rows of its blocks are there.
+        """
+        return self.state or self.whole_blocks
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether a slice that ends inside a block loses the first rows of that block."""
+        return not self.state and 0 < self.window < BLOCK_TOKENS
 
     def window_blocks(self, n_tokens: int) -> range:
         """The blocks whose window rows are needed to continue from a point."""
@@ -82,6 +94,12 @@ class KnownBlocks:
     states: Mapping[int, BlockKey] = field(
         default_factory=dict
     )  # checkpoints inside blocks, by position
+
+    @property
+    def n_shared(self) -> int:
+        """How many leading tokens some stored prompt has in common with this one."""
+        n_common = max((child.n_common for child in self.children), default=0)
+        return self.n_matched * BLOCK_TOKENS + n_common
 
 
 class Candidate(NamedTuple):

@@ -1,0 +1,106 @@
+"""Where a prompt is to be restorable: there its slices end, and states and window rows are kept.
+
+    cuts      ends of messages, where another prompt may part from this one
+    sparse    at growing distances, because a raw prompt has no messages and a message may be long
+    learned   where this prompt parts from a stored one that could not be restored there
+    last      before the last token, for the same prompt again
+
+Plain attention is restorable at every token and has no points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise, takewhile
+
+from keepwarm.kv.kinds import Kind
+from keepwarm.kv.layout import LayerSpec, Layout
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
+from keepwarm.store.thinning import NEAR, Checkpoint, find_surplus
+
+SPARSE_SHARE = 0.25  # of the bytes that a prompt takes anyway, for its sparse points
+NO_KEY = BlockKey(b"")
+
+
+@dataclass(frozen=True)
+class PointSizes:
+    """What restore points take, beside the rows that are kept of every token."""
+
+    layout: Layout
+
+    def rows(self, n_tokens: int) -> int:
+        """Bytes of the rows of a prompt, of which every token adds some."""
+        return sum(_bytes(leaf, n_tokens) for leaf in self.layout.leaves() if _grows(leaf))
+
+    def point(self, n_tokens: int) -> int:
+        """Bytes of the states and window rows at one point."""
+        kept = (leaf for leaf in self.layout.leaves() if leaf.kind is not Kind.DELTA)
+        return sum(_bytes(leaf, n_tokens) for leaf in kept)
+
+
+def _grows(leaf: LayerSpec) -> bool:
+    return leaf.kind is Kind.DELTA or leaf.has_variable_tensors
+
+
+def _bytes(leaf: LayerSpec, n_tokens: int) -> int:
+    limit = leaf.window or leaf.scalars.get("max_size")
+    n_rows = min(n_tokens, limit + BLOCK_TOKENS) if limit else n_tokens
+    return sum(spec.n_bytes(n_rows) for spec in leaf.tensors.values())
+
+
+def is_worth_learning(layout: Layout, n_known: int, n_shared: int) -> bool:
+    """Whether to keep the place where a prompt parts from a stored one, beyond what is known.
+
+    A state must be no larger than the rows of the tokens that it spares the next prompt: no more
+    than that is kept of them in the long run.
+    """
+    if n_shared < n_known + NEAR:
+        return False
+    sizes = PointSizes(layout)
+    rows = sizes.rows(n_shared) - sizes.rows(n_known)
+    return Kind.STATE not in layout.kinds or not rows or sizes.point(n_shared) <= rows
+
+
+def restore_points(
+    layout: Layout, n_tokens: int, cuts: Iterable[int] = (), learned: int = 0
+) -> frozenset[int]:
+    """The points of a prompt. No state is taken that the store would delete at once."""
+    sizes, last = PointSizes(layout), n_tokens - 1
+    if not sizes.point(n_tokens):
+        return frozenset()
+    cuts = [cut for cut in {*cuts, learned} if 0 < cut < last]
+    wanted = {*cuts, *sparse_points(sizes, n_tokens, cuts), last}
+    if Kind.STATE not in layout.kinds:
+        return frozenset(wanted)
+    # The end of the answer will be one more.
+    states = [_state(sizes, n, held=n == learned) for n in sorted({*wanted, n_tokens})]
+    surplus = {state.at for state in find_surplus(states, sizes.rows(n_tokens))}
+    return frozenset(wanted - surplus)
+
+
+def _state(sizes: PointSizes, n_tokens: int, *, held: bool) -> Checkpoint:
+    return Checkpoint(n_tokens, NO_KEY, NO_KEY, sizes.point(n_tokens), held)
+
+
+def sparse_points(sizes: PointSizes, n_tokens: int, others: Sequence[int] = ()) -> list[int]:
+    """Points in the first three quarters of a prompt, each half as far again as the one before.
+
+    The same in every prompt, so that prompts share them, and on the grid of long slices. Within a
+    budget of bytes, smallest gaps first; none where another point is near.
+    """
+    near = takewhile(lambda n: 4 * n <= 3 * n_tokens, _growing())
+    points = [n for n in near if not any(3 * n < 4 * other <= 4 * n for other in others)]
+    budget = SPARSE_SHARE * sizes.rows(n_tokens)
+    while budget and sum(map(sizes.point, points)) > budget:
+        gaps = [after - before for before, after in pairwise([0, *points])]
+        del points[gaps.index(min(gaps))]
+    return points
+
+
+def _growing() -> Iterable[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16 … blocks."""
+    yield BLOCK_TOKENS
+    for power in count(1):
+        yield BLOCK_TOKENS << power
+        yield 3 * BLOCK_TOKENS << (power - 1)

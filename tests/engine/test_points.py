@@ -1,0 +1,106 @@
+"""Prompts without messages: where one parted from another, the next that parts there is warm."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepwarm.cache.policy import Policy
+from keepwarm.engine.engine import Engine
+from keepwarm.text.request import KVOptions, Result
+from tests.kit.engines import Exam, ask, engine_on, tokens_of
+from tests.kit.models import ARCHITECTURES
+from tests.kit.runs import prompt_of
+
+PARTING = 391  # inside a block, and at no sparse point
+TOLERANCE = {"deepseek_v3": 1.7e-4, "deepseek_v32": 1.7e-4}  # as in test_exactness
+
+each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+def branch(number: int, n_tokens: int = 120) -> list[int]:
+    """A prompt that shares its first tokens with all the others."""
+    first = prompt_of(700)
+    return first if not number else [*first[:PARTING], number, *prompt_of(n_tokens, seed=number)]
+
+
+class Asked:
+    """Branches that engines were asked, all compared with cold runs at the end."""
+
+    def __init__(self, module, architecture: str) -> None:
+        self._exam = Exam(module, TOLERANCE.get(architecture, 1e-4))
+
+    def __call__(self, engine: Engine, number: int, **options) -> Result:
+        prompt = branch(number)
+        result = engine.submit(ask(prompt, 4, **options)).result()
+        self._exam.add(prompt, result.choices[0])
+        return result
+
+    def check(self) -> None:
+        self._exam.check()
+
+
+@each_architecture
+def test_the_third_that_parts_at_a_place_recomputes_only_what_is_new(
+    models, tmp_path, architecture
+):
+    """S0-26, S4-21: rows are restored at any token; for states and windows the second prompt shows
+    where they part, and keeps that place. Also after a restart."""
+    model, asked = models.of(architecture), Asked(models.module(architecture), architecture)
+    with engine_on(model, tmp_path) as engine:
+        asked(engine, 0)
+        asked(engine, 1)
+        assert asked(engine, 2).receipt.cached_tokens == PARTING
+    with engine_on(model, tmp_path) as engine:
+        receipt = asked(engine, 3).receipt
+        assert receipt.reused == {"disk": PARTING}
+        assert receipt.recomputed == len(branch(3)) - PARTING
+    asked.check()
+
+
+@each_architecture
+def test_a_place_is_learned_over_restarts(models, tmp_path, architecture):
+    """Each prompt comes to a process that has only the disk."""
+    model, asked = models.of(architecture), Asked(models.module(architecture), architecture)
+    for number in range(2):
+        with engine_on(model, tmp_path) as engine:
+            asked(engine, number)
+    with engine_on(model, tmp_path) as engine:
+        assert asked(engine, 2).receipt.reused == {"disk": PARTING}
+    asked.check()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("llama", KVOptions(kv_bits=8, kv_group_size=32)),
+        ("llama", KVOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=500)),
+        ("qwen3", KVOptions(max_kv_size=300)),
+        ("qwen3", KVOptions(max_kv_size=64)),
+    ],
+)
+def test_a_place_is_learned_with_kv_options(models, tmp_path, architecture, options):
+    """S4-04: compared with a cold run of the same options."""
+    model, colds, warm = models.of(architecture), [], []
+    for number in range(3):
+        with engine_on(model, tmp_path, kv=options) as engine:
+            request = ask(branch(number, 150), 4, policy=Policy.NO_STORE)
+            colds.append(engine.submit(request).result())
+            warm.append(engine.submit(ask(branch(number, 150), 4)).result())
+    assert warm[2].receipt.reused == {"disk": PARTING}
+    for cold, result in zip(colds, warm, strict=True):
+        assert tokens_of(cold.choices[0]) == tokens_of(result.choices[0])
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "recurrent_gemma"])
+def test_before_a_place_is_known_a_sparse_point_serves(models, tmp_path, architecture):
+    """S0-26: where nothing ended. Of a hybrid only long prompts have them: its states are large."""
+    model, first = models.of(architecture), prompt_of(1500)
+    parted = [*first[:900], 1, *prompt_of(20, seed=1)]
+    exam = Exam(models.module(architecture))
+    with engine_on(model, tmp_path) as engine:
+        engine.submit(ask(first, 4)).result()
+    with engine_on(model, tmp_path) as engine:
+        result = engine.submit(ask(parted, 4)).result()
+    exam.add(parted, result.choices[0])
+    exam.check()
+    assert result.receipt.reused == {"disk": 768}
