@@ -324,8 +324,7 @@ class Engine:
         """A request with all its options and the conversation that it continues; its lane."""
         request = self._with_defaults(request)
         make_caches(self.model.module, **make_options(request.kv))  # refuses bad options
-        if request.agent is not None:
-            self.store.check_agent(request.agent)
+        self.store.check_agent(request.agent)
         lane = lane or self._lane(request)
         return self._chores.with_history(request, lane, self.call), lane
 
