@@ -208,7 +208,7 @@ def test_caches_of_another_choice(models, tmp_path, architecture, options):
                     other.result()
                 warm = turn > 0 and policy is Policy.READ_WRITE
                 assert result.receipt.reused == ({"disk": len(tokens) - 5} if warm else {})
-                assert result.receipt.exact == (options.kv_bits is None)
+                assert not result.receipt.exact  # quantised, or rows were dropped
                 tokens = [*tokens, *tokens_of(result.choices[0]), *fresh(turn)[:1] * 5]
         said.append(tokens)
     assert said[0] == said[1]

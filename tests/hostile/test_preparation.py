@@ -178,7 +178,7 @@ def test_what_cannot_fit_is_refused_before_it_is_rendered(model, request_, monke
 def test_what_the_template_adds_counts_before_it_is_tokenised(model, monkeypatch):
     tiny = Preparer(replace(model, n_context=64), N_VOCAB, RecentPrompts())
     monkeypatch.setattr(prompt, "write", lambda *_, **__: "ab" * 99_999)
-    monkeypatch.setattr(prompt, "_tokenise", lambda *_: pytest.fail("it was tokenised"))
+    monkeypatch.setattr(prompt, "tokenise", lambda *_: pytest.fail("it was tokenised"))
     with pytest.raises(ContextTooLong, match="199,998 characters long"):
         tiny.prepare(chat("hi"))
 

@@ -252,10 +252,12 @@ class Scheduler:
         batch: Batch[RunningSequence] = self._batches.setdefault(key, Batch(lane.model.module))
         try:
             batch.join(sequence, caches, token)
-        except CacheMismatch:  # a state that grows is still short; nothing was changed
-            self._batches[sequence] = Batch(lane.model.module)
-            self._batches[sequence].join(sequence, caches, token)
-        except Exception:
+        except Exception as error:
+            if isinstance(error, CacheMismatch) and lane.manager.layout.fits(caches):
+                # A state that grows is still short. Nothing was changed.
+                self._batches[sequence] = Batch(lane.model.module)
+                self._batches[sequence].join(sequence, caches, token)
+                return
             self._rebuild(key, batch)  # only some layers may hold the new row
             raise
 

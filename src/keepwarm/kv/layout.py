@@ -144,6 +144,14 @@ class Layout:
                     raise CacheMismatch(f"Layer {expected.path}", f"the {what}", wanted, found)
             _check_tensors(expected, got.tensors)
 
+    def fits(self, caches: Caches) -> bool:
+        """Whether `check` passes."""
+        try:
+            self.check(caches)
+        except CacheMismatch:
+            return False
+        return True
+
 
 def _check_tensors(leaf: LayerSpec, found: Mapping[str, TensorSpec]) -> None:
     wanted = leaf.tensors
