@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import dynamic_roll as mlx_lm_roll
 
 from benchmarks.caches import Shape, random_rows
 from benchmarks.kv import copy_into, repeats_for
@@ -108,7 +109,7 @@ def _changing(batch: kv.Caches, speed: Measured) -> list[Record]:
         speed("filter", 4 / 8, lambda: filtered(batch, (0, 2, 4, 6))),
         speed("extract", 1 / 8, lambda: evaluated(kv.extract(batch, 3))),
         speed("roll", 1, lambda: rolled(batch, kv.dynamic_roll)),
-        speed("roll, wide", 1, lambda: rolled(batch, wide_roll)),
+        speed("roll, mlx-lm", 1, lambda: rolled(batch, mlx_lm_roll)),
         speed("roll, slices", 1, lambda: rolled(batch, sliced_roll)),
     ]
 
@@ -142,11 +143,6 @@ def rolled(batch: kv.Caches, roll: Roll) -> list[mx.array]:
     buffers = [roll(buffer, shifts, 2) for buffer in buffers_of(batch)]
     mx.eval(buffers)
     return buffers
-
-
-def wide_roll(x: mx.array, shifts: mx.array, axis: int) -> mx.array:
-    """The same roll on 64-bit numbers."""
-    return kv.dynamic_roll(x.view(WIDE), shifts, axis).view(x.dtype)
 
 
 def sliced_roll(x: mx.array, shifts: mx.array, axis: int) -> mx.array:

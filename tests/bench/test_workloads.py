@@ -12,10 +12,10 @@ from keepwarm.bench.client import BenchRequest
 from keepwarm.bench.prompts import PromptGenerator, system, user
 from keepwarm.bench.report.results import Note, Results, Series
 from keepwarm.bench.run import QUICK, Sizes
+from keepwarm.bench.summary import LINES
 from keepwarm.bench.targets import InProcess, Remote, disk_bytes, free_port, make
 from keepwarm.bench.workloads import lengths, overhead
 from keepwarm.errors import BadInput
-from tests.kit import generated
 from tests.kit.checkpoints import write_checkpoint
 
 IN_PROCESS = [name for name, workload in suite.WORKLOADS.items() if not workload.has_own_targets]
@@ -271,4 +271,4 @@ def test_quick_asks_for_less():
 def test_rows_of_the_readme_are_measured(found):
     """Every row of the README's table names a series that the workloads produce."""
     known = {(record.workload, record.what) for record in (*found.series, *found.claims)}
-    assert {(line.workload, line.what) for line in generated.LINES} <= known
+    assert {(line.workload, line.what) for line in LINES} <= known

@@ -166,7 +166,7 @@ def test_a_batch_holds_its_rows_and_their_padding_only(n_rows, padded):
         assert found.ratio == pytest.approx(expected[found.lengths], rel=0.01)
 
 
-@pytest.mark.parametrize("roll", [batch.wide_roll, batch.sliced_roll])
+@pytest.mark.parametrize("roll", [batch.mlx_lm_roll, batch.sliced_roll])
 def test_other_ways_to_roll_give_the_same(roll):
     x = mx.random.normal((4, 2, 10, 8)).astype(mx.bfloat16)
     shifts = mx.array([0, 3, 9, 1])[:, None]

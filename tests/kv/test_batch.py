@@ -18,7 +18,6 @@ from keepwarm.errors import BadInput, CacheMismatch, UnsupportedCache
 from keepwarm.kv.batch import (
     batch_size,
     can_batch,
-    dynamic_roll,
     empty_batch,
     extend,
     extract,
@@ -28,6 +27,7 @@ from keepwarm.kv.batch import (
     prepare,
     trim,
 )
+from keepwarm.kv.buffers import dynamic_roll
 from keepwarm.kv.kinds import is_empty, token_count
 from keepwarm.kv.padding import LeftPadding, RightPadding, TwoSidedPadding
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache
@@ -81,6 +81,17 @@ def test_dynamic_roll_batched():
     x = mx.random.normal((3, 8, 100, 64))
     rolled = dynamic_roll(x, mx.array([5, 10, 0])[:, None], axis=2)
     for row, shift in enumerate((5, 10, 0)):
+        assert mx.array_equal(rolled[row], mx.roll(x[row], shift, axis=1))
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32, mx.uint8, mx.int64])
+@pytest.mark.parametrize("width", [3, 4, 8])
+def test_dynamic_roll_of_any_width_and_dtype(dtype, width):
+    """Rows of whole 8-byte words are rolled as such; the values are the same."""
+    x = mx.arange(2 * 3 * 10 * width).reshape(2, 3, 10, width).astype(dtype)
+    rolled = dynamic_roll(x, mx.array([[7], [-2]]), axis=2)
+    assert rolled.dtype == dtype
+    for row, shift in enumerate((7, -2)):
         assert mx.array_equal(rolled[row], mx.roll(x[row], shift, axis=1))
 
 

@@ -16,7 +16,6 @@ from keepwarm.kv.assembly import (
 from keepwarm.kv.batch import (
     batch_size,
     can_batch,
-    dynamic_roll,
     empty_batch,
     extend,
     extract,
@@ -26,6 +25,7 @@ from keepwarm.kv.batch import (
     prepare,
     trim,
 )
+from keepwarm.kv.buffers import dynamic_roll
 from keepwarm.kv.codec import EncodedCache, copy_caches, decode, encode, evaluate, live_bytes
 from keepwarm.kv.kinds import (
     BatchCache,

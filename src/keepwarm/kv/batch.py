@@ -38,18 +38,6 @@ BATCHABLE = ("KVCache", "QuantizedKVCache", "RotatingKVCache", "ArraysCache")
 SETTINGS = ("group_size", "bits", "max_size", "keep", "size")
 
 
-def dynamic_roll(x: mx.array, shifts: mx.array, axis: int) -> mx.array:
-    """Roll each row of `x` along `axis` by its own shift, which may be negative or zero.
-
-    `shifts` has one entry per row, and a trailing axis of one for each axis between the first and
-    `axis`: shape (B, 1) rolls axis 2 of (B, heads, tokens, width).
-    """
-    if shifts.ndim != axis:
-        raise CacheMismatch("dynamic_roll", "the number of axes of shifts", axis, shifts.ndim)
-    rolled: mx.array = mlx_cache.dynamic_roll(x, shifts, axis)
-    return rolled
-
-
 def empty_batch(caches: Caches, n_rows: int) -> Caches:
     """A batch of `n_rows` empty sequences, from empty caches of the model."""
     return merge([caches] * n_rows)

@@ -12,10 +12,10 @@ from mlx_lm.models.cache import (
     CacheList,
     KVCache,
     QuantizedKVCache,
-    dynamic_roll,
 )
 
 from keepwarm.errors import UnsupportedCache
+from keepwarm.kv.buffers import dynamic_roll
 
 
 class QuantizedRows(NamedTuple):
