@@ -146,7 +146,7 @@ def test_an_engine_releases_what_it_keeps_when_memory_runs_low(models, tmp_path,
     """Live caches and blocks; its own watcher does it."""
     free = {"bytes": 1 << 60}
     shared = Memory(1 << 40, lambda: free["bytes"], int)
-    monkeypatch.setattr(engine_module, "memories", lambda: Memories(shared, shared))
+    monkeypatch.setattr(engine_module, "memories", lambda **_: Memories(shared, shared))
     with an_engine(models, tmp_path, memory()) as engine:
         engine.submit(ask(prompt_of(600), 3)).result()
         engine.settle()
@@ -159,10 +159,13 @@ def test_an_engine_releases_what_it_keeps_when_memory_runs_low(models, tmp_path,
 
 
 def test_an_engine_that_cannot_start_leaves_the_limits(before, models, tmp_path):
-    def broken(tokens):
-        raise ValueError("no")
+    class Broken:
+        layers = (None,)
 
-    model, settings = replace(models.of("llama"), module=broken), settings_in(tmp_path)
+        def __call__(self, tokens, cache=None):
+            raise ValueError("no")
+
+    model, settings = replace(models.of("llama"), module=Broken()), settings_in(tmp_path)
     with Store(settings=settings) as store, pytest.raises(ValueError, match="no"):
         Engine(model, store, settings=settings)
     assert limit() == before
