@@ -13,7 +13,9 @@ FIRST = Receipt(
     spliced=2,
     scrubbed=("total-tokens", "budget"),
     miss=Miss(4, 0, "new"),
+    repeated_calls=("a",),
     durable=True,
+    continued=3,
 )
 SECOND = Receipt(
     prompt_tokens=20,
@@ -24,6 +26,7 @@ SECOND = Receipt(
     spliced=3,
     scrubbed=("budget", "date"),
     miss=Miss(11, 1, "diverged"),
+    repeated_calls=("b",),
     durable=False,
 )
 
@@ -38,7 +41,9 @@ def test_a_sum_keeps_every_field_of_its_receipts():
         spliced=5,
         scrubbed=("total-tokens", "budget", "date"),
         miss=SECOND.miss,
+        repeated_calls=("a", "b"),
         durable=False,
+        continued=3,
     )
 
 
