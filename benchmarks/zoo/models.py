@@ -46,10 +46,10 @@ def _module(name: str) -> ModuleType:
         raise ImportError(said.getvalue().strip()) from end
 
 
-def build(name: str, dtype: mx.Dtype = mx.float32) -> Any:
-    """A new tiny model of this type; equal calls give equal weights."""
+def build(name: str, dtype: mx.Dtype = mx.float32, **changes: Any) -> Any:
+    """A new tiny model of this type, with changes; equal calls give equal weights."""
     module = _module(name)
-    model = module.Model(module.ModelArgs.from_dict(config_of(name)))
+    model = module.Model(module.ModelArgs.from_dict(config_of(name) | changes))
     model.eval()  # as after loading: some keep arrays then that they compute at the first call
     randomise(model)
     if dtype != mx.float32:

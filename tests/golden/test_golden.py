@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,10 @@ from tests.golden.scenario import (
     engine_on,
     request,
 )
+
+# The end of the system prompt, where its second conversation parts from the first: it is kept by
+# now, and the golden files were written before.
+LEARNED = {"qwen3_next": {"ffe3b496c84ad0061a7392b928862e1fb76b3186"}}
 
 every_model = pytest.mark.parametrize("architecture", scenario.ARCHITECTURES)
 STORES = [(a, "plain", "") for a in scenario.ARCHITECTURES] + [("llama", "sealed", SECRET)]
@@ -75,7 +80,9 @@ def test_tokens_records_and_receipts(architecture, tmp_path):
     played, wanted = scenario.play(architecture, tmp_path), expected(f"{architecture}.json")
     for name, answer in wanted["answers"].items():
         assert played["answers"][name] == corrected(answer), name
-    assert played["records"] == wanted["records"]
+    assert played["records"].items() >= wanted["records"].items()
+    more = played["records"].keys() - wanted["records"].keys()
+    assert {Path(name).name.split(".")[0] for name in more} == LEARNED.get(architecture, set())
 
 
 @pytest.mark.parametrize(("architecture", "kind", "secret"), STORES)

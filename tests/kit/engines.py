@@ -104,17 +104,18 @@ class Models:
         self.module = cache(tiny)
         self._path = cache(self._write)
 
-    def of(self, architecture: str, *, endless: bool = True) -> Model:
+    def of(self, architecture: str, *, endless: bool = True, **changes: Any) -> Model:
         """A model with its own token counter. An endless one has no stop token."""
-        path = self._path(architecture)
+        path = self._path(architecture, **changes)
         tokenizer = load_tokenizer(path)
         if endless:
             tokenizer.eos_token_ids = set()
-        counter = FedCounter(self.module(architecture))
+        counter = FedCounter(self.module(architecture, **changes))
         return Model(architecture, path, counter, tokenizer, {}, N_CONTEXT)
 
-    def _write(self, architecture: str) -> Path:
-        return write_tiny(self._directory / architecture, architecture, self.module(architecture))
+    def _write(self, architecture: str, **changes: Any) -> Path:
+        directory = self._directory / "-".join([architecture, *map(str, changes.values())])
+        return write_tiny(directory, architecture, self.module(architecture, **changes))
 
 
 def memory(**bytes_of: int) -> MemoryConfig:

@@ -193,9 +193,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def tiny(name: str, **changes: Any) -> Model:
     """A new tiny model of this architecture, with changes; equal calls give equal weights.
 
-    One that is not here comes from the zoo, which has them all, without changes.
+    One that is not here comes from the zoo, which has them all.
     """
-    return ARCHITECTURES[name](**changes) if name in ARCHITECTURES else build(name)
+    return ARCHITECTURES[name](**changes) if name in ARCHITECTURES else build(name, **changes)
 
 
 def _build(name: str, **changes: Any) -> Model:

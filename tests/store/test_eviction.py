@@ -379,6 +379,17 @@ def test_the_nearest_go_first_then_the_ends_of_blocks_then_the_smallest_gaps():
     assert find_surplus(made, 0) == [], "there is nothing to weigh them against"
 
 
+def test_where_conversations_part_as_many_bytes_are_kept_again():
+    """And three in any case: an answer that comes back in other words parts at every turn."""
+    places = range(100, 1300, 100)
+    made = [Checkpoint(at, b"", b"", 10, held=False, is_fork=at < 1000) for at in places]
+    assert find_surplus(made, 60) == []
+    assert [state.at for state in find_surplus(made, 50)] == [100, 300]
+    assert len(find_surplus(made, 1)) == len(made) - 6
+    made[0] = made[0]._replace(held=True)
+    assert [state.at for state in find_surplus(made, 50)] == [200, 400]
+
+
 def test_the_end_of_a_first_prompt_outlives_short_turns():
     """It is asked again, after a restart: before, the end of its answer of five tokens stayed."""
     made = [Checkpoint(at, b"", b"", 10, held=False) for at in (599, 604, 643, 648)]
@@ -405,6 +416,18 @@ def test_a_checkpoint_where_conversations_part_stays(roomy):
     keep_states(roomy, two[2:], n_rows=8)
     assert states(roomy, two)[1]
     assert sum(states(roomy, two)) == 4
+
+
+def test_a_checkpoint_inside_a_block_stays_where_conversations_part(roomy):
+    """Also if neither of them fills that block; one where nobody parted goes."""
+    shared = tokens_of(256 + 100)
+    prompts = [shared + tokens_of(60, seed) for seed in (1, 2)]
+    keep_states(roomy, list(chain(NAMESPACE, shared))[:1], n_rows=8, every=())
+    for prompt, ends in zip(prompts, [(160,), (100, 116, 132, 148, 160)], strict=True):
+        for n_tokens in ends:
+            keep_states(roomy, list(chain(NAMESPACE, prompt[: 256 + n_tokens]))[1:], n_rows=8)
+    kept = [block.n_tokens for block in roomy.walk() if Part.STATE in block.n_bytes]
+    assert sorted(kept) == [100, 132, 148, 160, 160]
 
 
 def test_a_cancelled_turn_leaves_the_end_of_the_one_before(roomy):

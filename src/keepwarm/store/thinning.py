@@ -22,7 +22,8 @@ class Checkpoint(NamedTuple):
     key: BlockKey
     beside: BlockKey  # the conversation's block at that position; mostly the same as `key`
     n_bytes: int
-    held: bool  # pinned, or conversations fork here
+    held: bool  # pinned
+    is_fork: bool = False  # conversations part here, or soon after
 
 
 def find_surplus(checkpoints: Sequence[Checkpoint], kv_bytes: int) -> list[Checkpoint]:
@@ -30,23 +31,35 @@ def find_surplus(checkpoints: Sequence[Checkpoint], kv_bytes: int) -> list[Check
 
     The gap before a state is what its loss costs: it is recomputed from the state before. First go
     those near the one before, then those at the ends of blocks, where nothing ended and nobody
-    parted so far, then the others, smallest gaps first. None where there are no K and V rows.
+    parted so far, then the others, smallest gaps first. Where conversations part three more stay,
+    and as many as fit into as many bytes again. None goes where there are no K and V rows.
     """
     kept, deleted = sorted(checkpoints), []
-    while kv_bytes and len(kept) > LAST_KEPT and sum(one.n_bytes for one in kept) > kv_bytes:
-        gaps = [after - before for before, after in pairwise([0, *(one.at for one in kept)])]
-        ranks = [_rank(one, gap) for one, gap in zip(kept, gaps, strict=True)]
-        free = [rank for rank in ranks[:-LAST_KEPT] if not rank.held]
-        free += [rank for rank in ranks[-LAST_KEPT:-LAST_TURN] if not rank.held and not rank.far]
-        if not free:
-            break
-        deleted.append(kept.pop(ranks.index(min(free))))
+    while kv_bytes and (state := _worst(kept, kv_bytes)):
+        kept.remove(state)
+        deleted.append(state)
     return deleted
+
+
+def _worst(kept: Sequence[Checkpoint], kv_bytes: int) -> Checkpoint | None:
+    """The one to delete next, if any."""
+    n_bytes = sum(one.n_bytes for one in kept)
+    if len(kept) <= LAST_KEPT or n_bytes <= kv_bytes:
+        return None
+    gaps = [after - before for before, after in pairwise([0, *(one.at for one in kept)])]
+    ranks = [_rank(one, gap) for one, gap in zip(kept, gaps, strict=True)]
+    free = [rank for rank in ranks[:-LAST_KEPT] if not rank.held]
+    free += [rank for rank in ranks[-LAST_KEPT:-LAST_TURN] if not rank.held and not rank.far]
+    forks = [rank for rank in free if rank.is_fork]
+    if len(forks) <= LAST_KEPT or n_bytes <= 2 * kv_bytes:
+        free = [rank for rank in free if not rank.is_fork]
+    return kept[ranks.index(min(free))] if free else None
 
 
 class _Rank(NamedTuple):
     """The lowest is deleted first."""
 
+    is_fork: bool
     far: bool
     chosen: bool  # the end of a prompt, an answer or a message, or a place where prompts parted
     gap: int
@@ -55,4 +68,5 @@ class _Rank(NamedTuple):
 
 
 def _rank(state: Checkpoint, gap: int) -> _Rank:
-    return _Rank(gap >= NEAR, state.at % BLOCK_TOKENS != 0, gap, state.at, state.held)
+    is_chosen = state.at % BLOCK_TOKENS != 0
+    return _Rank(state.is_fork, gap >= NEAR, is_chosen, gap, state.at, state.held)

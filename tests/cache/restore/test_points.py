@@ -9,8 +9,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.cache.restore.points import (
+    Parting,
     PointSizes,
-    is_worth_learning,
+    learned_place,
     restore_points,
     sparse_points,
 )
@@ -85,13 +86,49 @@ def test_windows_are_kept_at_every_message():
     assert restore_points(layout, 50_000, [300]) > {300, 49_999}, "and some sparse ones"
 
 
-def test_a_place_is_learned_if_it_spares_enough():
-    """A window is evicted like other rows; a state is no larger than the rows that it spares."""
-    assert is_worth_learning(Layout((ROWS, window(512))), 100, 116)
-    assert not is_worth_learning(Layout((ROWS, window(512))), 100, 115)
-    assert is_worth_learning(hybrid(900), 100, 1000)
-    assert not is_worth_learning(hybrid(900), 100, 999)
-    assert is_worth_learning(Layout((state(900),)), 0, 100), "nothing to weigh it against"
+WINDOWED = Layout((ROWS, window(512)))
+
+
+def is_learned(layout: Layout, n_known: int, n_shared: int, n_states: int = 0) -> bool:
+    return learned_place(layout, Parting(n_shared, n_known, n_states)) == n_shared
+
+
+@pytest.mark.parametrize("layout", [WINDOWED, hybrid(900), Layout((state(900),))])
+def test_a_place_is_learned_if_it_spares_enough(layout):
+    assert is_learned(layout, 100, 116)
+    assert learned_place(layout, Parting(115, 100)) == 0
+
+
+def test_learned_states_have_a_budget():
+    """Three are kept of any prompt. More take no more bytes than the rows up to there, or than the
+    rows that they spare; windows are evicted like other rows."""
+    assert is_learned(hybrid(900), 0, 50, n_states=2)
+    assert not is_learned(hybrid(900), 0, 50, n_states=3)
+    assert is_learned(hybrid(900), 3500, 3600, n_states=3)
+    assert not is_learned(hybrid(900), 3500, 3599, n_states=3)
+    assert is_learned(hybrid(900), 100, 1000, n_states=3)
+    assert not is_learned(hybrid(900), 101, 1000, n_states=3)
+    assert is_learned(WINDOWED, 0, 50, n_states=99)
+    assert is_learned(Layout((state(900),)), 0, 50, n_states=99), "nothing to weigh them against"
+
+
+@pytest.mark.parametrize(
+    ("n_shared", "cuts", "place"),
+    [
+        (710, [100, 699, 705, 711], 705),
+        (710, [694, 711], 710),
+        (710, [695], 695),
+        (710, [710], 710),
+        (515, [510, 512], 512),
+        (515, [510], 515),
+        (310, [305], 310),
+    ],
+    ids=["nearest", "too far", "just near", "there", "end of a block", "before it", "known"],
+)
+def test_the_end_of_a_message_is_learned_where_prompts_part_soon_after_it(n_shared, cuts, place):
+    """Questions part in their first words, each elsewhere. A fork is seen only within its block,
+    and what is near to a known place is no gain."""
+    assert learned_place(hybrid(900), Parting(n_shared, n_known=292), cuts) == place
 
 
 def test_a_place_at_the_end_is_no_place_more():

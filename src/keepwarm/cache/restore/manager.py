@@ -16,7 +16,7 @@ from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.failures import Fault, RestoreFailures
 from keepwarm.cache.restore.loading import EMPTY, Loading, RestoredPrefix
 from keepwarm.cache.restore.plan import NOTHING, KnownBlocks, Needs, Point, longest, n_matched
-from keepwarm.cache.restore.points import is_worth_learning, restore_points
+from keepwarm.cache.restore.points import Parting, learned_place, restore_points
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.restore.records import records_of
@@ -188,8 +188,9 @@ class Manager:
         """Where a prompt, of which so many tokens are restored, is to be restorable later."""
         if not self.needs.points:
             return frozenset()
-        n_shared = self._blocks_of(tokens).n_shared
-        learned = n_shared if is_worth_learning(self.layout, n_known, n_shared) else 0
+        blocks, cuts = self._blocks_of(tokens), list(cuts)
+        n_states = sum(n <= blocks.n_shared for n in blocks.states)
+        learned = learned_place(self.layout, Parting(blocks.n_shared, n_known, n_states), cuts)
         return restore_points(self.layout, len(tokens), cuts, learned)
 
     def _longest(self, tokens: Sequence[int], limit: int, without: Collection[BlockKey]) -> Point:

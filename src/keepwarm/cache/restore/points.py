@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise, takewhile
+from typing import NamedTuple
 
 from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
-from keepwarm.store.thinning import NEAR, Checkpoint, find_surplus
+from keepwarm.store.thinning import LAST_KEPT, NEAR, Checkpoint, find_surplus
 
 SPARSE_SHARE = 0.25  # of the bytes that a prompt takes anyway, for its sparse points
 NO_KEY = BlockKey(b"")
@@ -49,17 +50,36 @@ def _bytes(leaf: LayerSpec, n_tokens: int) -> int:
     return sum(spec.n_bytes(n_rows) for spec in leaf.tensors.values())
 
 
-def is_worth_learning(layout: Layout, n_known: int, n_shared: int) -> bool:
-    """Whether to keep the place where a prompt parts from a stored one, beyond what is known.
+class Parting(NamedTuple):
+    """Where a prompt parts from stored ones."""
 
-    A state must be no larger than the rows of the tokens that it spares the next prompt: no more
-    than that is kept of them in the long run.
+    n_shared: int  # tokens that one of them has too
+    n_known: int  # of them can be restored
+    n_states: int = 0  # kept so far before this place
+
+
+def learned_place(layout: Layout, parting: Parting, cuts: Iterable[int] = ()) -> int:
+    """The place to keep for the next prompt that parts there; 0 where that is not worth it.
+
+    That is the end of a message, if one is near: what follows parts anywhere in its first words.
     """
-    if n_shared < n_known + NEAR:
-        return False
-    sizes = PointSizes(layout)
-    rows = sizes.rows(n_shared) - sizes.rows(n_known)
-    return Kind.STATE not in layout.kinds or not rows or sizes.point(n_shared) <= rows
+    nearest = parting.n_known + NEAR
+    if parting.n_shared < nearest or not _fits(PointSizes(layout), parting):
+        return 0
+    block = parting.n_shared // BLOCK_TOKENS * BLOCK_TOKENS  # a fork is seen within its block
+    near = range(max(nearest, block, parting.n_shared - NEAR + 1), parting.n_shared)
+    return max((cut for cut in cuts if cut in near), default=parting.n_shared)
+
+
+def _fits(sizes: PointSizes, parting: Parting) -> bool:
+    """Whether one state more takes no more bytes, with those before it, than the rows up to there,
+    or than the rows that it spares. Three always fit, as in `find_surplus`; windows do too.
+    """
+    rows = sizes.rows(parting.n_shared)
+    if Kind.STATE not in sizes.layout.kinds or not rows or parting.n_states < LAST_KEPT:
+        return True
+    state, spared = sizes.point(parting.n_shared), rows - sizes.rows(parting.n_known)
+    return state <= spared or (parting.n_states + 1) * state <= rows
 
 
 def restore_points(
@@ -74,13 +94,13 @@ def restore_points(
     if Kind.STATE not in layout.kinds:
         return frozenset(wanted)
     # The end of the answer will be one more.
-    states = [_state(sizes, n, held=n == learned) for n in sorted({*wanted, n_tokens})]
+    states = [_state(sizes, n, is_fork=n == learned) for n in sorted({*wanted, n_tokens})]
     surplus = {state.at for state in find_surplus(states, sizes.rows(n_tokens))}
     return frozenset(wanted - surplus)
 
 
-def _state(sizes: PointSizes, n_tokens: int, *, held: bool) -> Checkpoint:
-    return Checkpoint(n_tokens, NO_KEY, NO_KEY, sizes.point(n_tokens), held)
+def _state(sizes: PointSizes, n_tokens: int, *, is_fork: bool) -> Checkpoint:
+    return Checkpoint(n_tokens, NO_KEY, NO_KEY, sizes.point(n_tokens), False, is_fork)
 
 
 def sparse_points(sizes: PointSizes, n_tokens: int, others: Sequence[int] = ()) -> list[int]:

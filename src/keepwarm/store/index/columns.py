@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from keepwarm.errors import BadRecord
-from keepwarm.prefix.blocks import BlockKey, Namespace, common_tokens
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, common_tokens
 from keepwarm.store.index.database import Database
 from keepwarm.store.record import Header
 from keepwarm.store.seal import Seal
@@ -20,6 +20,9 @@ class Columns(Protocol):
 
     def shorter_siblings(self, key: BlockKey) -> list[BlockKey]:
         """Blocks of the same parent whose tokens are a proper prefix of this block's."""
+
+    def is_fork(self, parent: BlockKey, child: BlockKey | None = None) -> bool:
+        """Whether blocks after `parent` part from each other; not before the end of `child`."""
 
     def encode_tokens(self, header: Header) -> bytes: ...
 
@@ -70,6 +73,15 @@ class PlainColumns:
         )
         return [BlockKey(row[0]) for row in self._rows(query, (key,))]
 
+    def is_fork(self, parent: BlockKey, child: BlockKey | None = None) -> bool:
+        own = self._rows("SELECT tokens FROM tokens WHERE parent = ? AND key = ?", (parent, child))
+        first = own[0][0] if own else b""
+        after = "FROM tokens WHERE parent = ? AND tokens BETWEEN ? AND ?"
+        where = (parent, first, first.ljust(4 * BLOCK_TOKENS + 1, b"\xff"))
+        last = self._rows(f"SELECT tokens {after} ORDER BY tokens DESC LIMIT 1", where)
+        parts = f"SELECT 1 {after} AND tokens != substr(?, 1, length(tokens)) LIMIT 1"
+        return bool(last and self._rows(parts, (*where, last[0][0])))
+
     def encode_tokens(self, header: Header) -> bytes:
         return header.tokens
 
@@ -103,6 +115,13 @@ class SealedColumns:
         siblings = self._siblings(BlockKey(rows[0][0])) if rows else {}
         own = siblings.pop(key, b"")
         return [k for k, held in siblings.items() if len(held) < len(own) and own.startswith(held)]
+
+    def is_fork(self, parent: BlockKey, child: BlockKey | None = None) -> bool:
+        siblings = self._siblings(parent)
+        own = siblings.get(child, b"") if child else b""
+        after = [tokens for tokens in siblings.values() if tokens.startswith(own)]
+        longest = max(after, key=len, default=b"")
+        return not all(longest.startswith(tokens) for tokens in after)
 
     def _siblings(self, parent: BlockKey) -> dict[BlockKey, bytes]:
         """The tokens of every child; those that cannot be decrypted are left out."""

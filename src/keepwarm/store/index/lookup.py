@@ -125,14 +125,9 @@ class Lookups:
             beside = path[states[key]]
             if key != beside and key not in self.shorter_siblings(beside):
                 continue  # it belongs to another conversation
-            held = pins > 0 or self._is_fork(key if n_tokens == BLOCK_TOKENS else states[key])
-            at = number * BLOCK_TOKENS + n_tokens
-            yield Checkpoint(at, BlockKey(key), beside, n_bytes, held)
-
-    def _is_fork(self, key: BlockKey) -> bool:
-        """Whether more than one conversation continues from here."""
-        query = "SELECT count(*) FROM blocks WHERE parent = ? AND n_tokens = ? AND NOT doomed"
-        return int(self._rows(query, (key, BLOCK_TOKENS))[0][0]) > 1
+            place = (states[key], key) if n_tokens < BLOCK_TOKENS else (key,)
+            at, is_fork = number * BLOCK_TOKENS + n_tokens, self._columns.is_fork(*place)
+            yield Checkpoint(at, BlockKey(key), beside, n_bytes, pins > 0, is_fork)
 
     def walk(self) -> Iterator[StoredBlock]:
         last = b""
