@@ -8,7 +8,10 @@ from importlib.resources import files
 from benchmarks.zoo.findings import EXACT, EXACT_IN_BATCH, UNTOLD, Findings, Results
 from keepwarm.cache.padding_trial import MAX_APART_16, MAX_APART_32
 
-REUSES = ("again", "next turn", "fork", "rewind", "new process", "new process, next turn")
+REUSES = (
+    *("again", "next turn", "fork", "rewind", "rewind again"),
+    *("new process", "new process, next turn"),
+)
 FLOORS = {"float32": MAX_APART_32, "bfloat16": MAX_APART_16}
 COUNTED = ("exact", "drifts", UNTOLD, "WRONG", "CRASH", "BLIND")
 
@@ -80,7 +83,9 @@ def _line(*cells: str) -> str:
 
 
 def _share(one: Findings, trial: str) -> str:
-    n_reused, n_known = one.reused.get(trial, (0, 0))
+    if trial not in one.reused:
+        return ""
+    n_reused, n_known = one.reused[trial]
     return "all" if n_reused == n_known else f"{n_reused} of {n_known}"
 
 

@@ -89,6 +89,7 @@ def _ask_a_new_model(model: Model, found: Findings, home: Path) -> None:
         ask("next turn", [*said, *tokens(40, 1)], len(said))
         ask("fork", [*prompt, *tokens(40, 2)], len(prompt))
         ask("rewind", [*prompt[:200], *tokens(40, 3)], 200)
+        ask("rewind again", [*prompt[:200], *tokens(40, 5)], 200)
         ask.at_once([tokens(n, n) for n in (130, 50, 91)])
         found.batched, found.n_rows = engine.stats().shares_batches, module.n_rows
     found.padding = _padding(home / "home" / "padding.json")

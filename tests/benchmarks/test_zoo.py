@@ -39,6 +39,7 @@ def test_a_sample(tmp_path):
     assert found.verdict == "exact"
     assert (found.batched, found.n_rows, found.quantised) == (True, 3, "yes")
     assert found.reused["again"] == found.reused["new process"] == (299, 299)
+    assert found.reused["rewind again"] == (200, 200)
     assert found.reused.keys() >= TRIALS
     assert found.apart.keys() >= {*TRIALS, "three at once", "8 bit, again", "8 bit, new process"}
 
