@@ -102,6 +102,7 @@ class Settings:
     raw_special_tokens: bool = True  # parse special tokens in raw prompts; false: they are text
     allow_model_paths: bool = False  # requests may name any directory as a model
     scrub: str = ""  # scrub rules to turn on, or off with `-`, as `-billing-header,date`
+    skip_unreadable: bool = False  # an image in the newest message becomes a note, not an error
     strict_model: bool = False  # refuse requests that name another model than the loaded one
     max_body_bytes: int = 32 << 20
     max_concurrency: int = 128  # concurrent requests of one key

@@ -159,7 +159,7 @@ def test_a_client_may_look_first_whether_there_is_a_server(idle):
     assert httpx.head(idle.url, follow_redirects=True).status_code == 200
 
 
-@pytest.mark.parametrize("client", ["claude", "codex", "opencode", "aider", "any"])
+@pytest.mark.parametrize("client", ["claude", "codex", "opencode", "qwen", "aider", "any"])
 def test_the_page_shows_what_is_printed(idle, client):
     launch = (sys.executable, "-m", "keepwarm", "launch", client, "--url", idle.url)
     environ = {**os.environ, "KEEPWARM_HOME": str(idle.live.settings.home)}

@@ -16,6 +16,7 @@ VARIABLE = {
     "claude": "ANTHROPIC_AUTH_TOKEN",
     "codex": "KEEPWARM_API_KEY",
     "opencode": "KEEPWARM_API_KEY",
+    "qwen": "OPENAI_API_KEY",
     "aider": "OPENAI_API_KEY",
 }
 PROGRAMS = tuple(VARIABLE)
@@ -151,6 +152,45 @@ def test_opencode_is_told_in_json():
     provider = told["provider"]["keepwarm"]
     assert provider["models"]["org/model"]["limit"]["context"] == 4096
     assert provider["options"]["apiKey"] == "{env:KEEPWARM_API_KEY}"
+
+
+def test_qwen_is_told_by_variables():
+    setup = CLIENTS["qwen"](ServerInfo("http://h:1", "org/model", 4096))
+    assert setup.environ == {
+        "OPENAI_BASE_URL": "http://h:1/v1",
+        "OPENAI_MODEL": "org/model",
+        "QWEN_CODE_MAX_OUTPUT_TOKENS": "1024",
+    }
+
+
+@pytest.mark.parametrize(
+    ("client", "n_context", "said"),
+    [
+        ("claude", 32_768, ["first prompt"]),
+        ("claude", 40_000, []),
+        ("codex", 16_384, ["first prompt"]),
+        ("codex", 32_768, []),
+        ("opencode", 8_192, ["first prompt"]),
+        ("qwen", 16_384, ["first prompt", "200,000"]),
+        ("qwen", 65_536, ["200,000"]),
+        ("qwen", 262_144, []),
+        ("aider", 4_096, []),
+        ("any", 4_096, []),
+    ],
+)
+def test_a_context_that_is_too_small_is_told(client, n_context, said):
+    server = ServerInfo("http://h:1", "org/model", n_context)
+    warnings = list(CLIENTS[client](server).warnings(server))
+    assert len(warnings) == len(said)
+    for warning, word in zip(warnings, said, strict=True):
+        assert word in warning
+        assert f"org/model has a context of {n_context:,} tokens" in warning
+
+
+def test_a_warning_is_not_part_of_what_is_pasted(live, environ):
+    answer = launch(environ, "claude", "--url", live.url)
+    assert answer.stderr.startswith("Warning: the first prompt of claude has about 29,000 tokens")
+    assert "Warning" not in answer.stdout
 
 
 @pytest.mark.parametrize(("program", "said"), [(TALK, "tiny"), (TALK_ANTHROPIC, "assistant")])

@@ -60,11 +60,6 @@ def message_parts(url):
     return (
         {"type": "image", "source": source},
         {"type": "document", "source": source},
-        {
-            "type": "tool_result",
-            "tool_use_id": "t",
-            "content": [{"type": "image", "source": source}],
-        },
     )
 
 
@@ -84,6 +79,21 @@ def test_parts_that_name_an_address_are_refused(trusting, bait):
     for path, body in bodies:
         answer = trusting.post(f"/v1/{path}", {"model": "m", "max_tokens": 4, **body})
         assert answer.status_code == 400, body
+    assert not bait.was_taken()
+
+
+def test_parts_of_the_history_that_name_an_address_are_not_fetched(trusting, bait):
+    """In place of each stands a note."""
+    after = [{"role": "assistant", "content": "I see."}, {"role": "user", "content": "Well?"}]
+    bodies = [
+        ("chat/completions", {"messages": [*asked(chat_parts(bait.url)), *after]}),
+        ("messages", {"messages": [*asked(message_parts(bait.url)), *after]}),
+        ("responses", {"input": [*asked(response_parts(bait.url)), *after]}),
+    ]
+    for path, body in bodies:
+        answer = trusting.post(f"/v1/{path}", {"model": "m", "max_tokens": 4, **body})
+        assert answer.status_code == 200, answer.text
+        assert "image" in answer.json()["keepwarm"]["unread"]
     assert not bait.was_taken()
 
 

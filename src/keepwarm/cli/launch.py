@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import sys
 from http.client import HTTPException
 from typing import Annotated, NamedTuple
 from urllib.error import HTTPError
@@ -48,7 +49,10 @@ def launch(
         raise BadInput(f"{client!r} is not a known client; use one of {', '.join(CLIENTS)}.")
     settings = config.load()
     key = _key(settings)
-    setup = CLIENTS[client](_served(_checked(url or _address(settings)), key))
+    server = _served(_checked(url or _address(settings)), key)
+    setup = CLIENTS[client](server)
+    for warning in setup.warnings(server):
+        print(warning, file=sys.stderr)
     command = [*setup.command, *(arguments or ())]
     if run:
         _start(setup, command)

@@ -1,12 +1,12 @@
 """The environment and arguments that point each client at this server.
 
-Variables and options as of claude 2.1, codex 0.166, opencode 1.18, aider 0.86.
+Variables and options as of claude 2.1, codex 0.166, opencode 1.18, qwen 0.22, aider 0.86.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -37,6 +37,23 @@ class ClientSetup:
     environ: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     cleared: tuple[str, ...] = ()  # variables that would point the client elsewhere
+    first_prompt: int = 0  # tokens that it sends before the user's question, about
+    assumes_context: int = 0  # tokens, if it cannot be told the server's on its command line
+
+    def warnings(self, server: ServerInfo) -> Iterator[str]:
+        """Why conversations may end early with this server."""
+        context = f"{server.model} has a context of {server.n_context:,} tokens"
+        if server.n_context - server.n_answer < self.first_prompt:
+            yield (
+                f"Warning: the first prompt of {self.command[0]} has about {self.first_prompt:,} "
+                f"tokens, and {context}; use a model with a longer one."
+            )
+        if server.n_context < self.assumes_context:
+            yield (
+                f"Warning: {self.command[0]} shortens conversations for a context of "
+                f"{self.assumes_context:,} tokens, and {context}; docs/clients.md says where "
+                "to set it."
+            )
 
 
 SetupFunction: TypeAlias = Callable[[ServerInfo], ClientSetup]
@@ -58,6 +75,7 @@ def claude(server: ServerInfo) -> ClientSetup:
         },
         {"ANTHROPIC_AUTH_TOKEN": server.key},
         ("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"),
+        first_prompt=29_000,
     )
 
 
@@ -76,7 +94,9 @@ def codex(server: ServerInfo) -> ClientSetup:
         **{f"model_providers.keepwarm.{name}": value for name, value in provider.items()},
     }
     arguments = [part for name, value in options.items() for part in ("-c", _toml(name, value))]
-    return ClientSetup(("codex", *arguments), {}, {KEY_VARIABLE: server.key})
+    return ClientSetup(
+        ("codex", *arguments), {}, {KEY_VARIABLE: server.key}, first_prompt=13_000
+    )
 
 
 def _toml(name: str, value: str | int) -> str:
@@ -95,7 +115,25 @@ def opencode(server: ServerInfo) -> ClientSetup:
     name = f"keepwarm/{server.model}"
     config = {"provider": {"keepwarm": provider}, "model": name, "small_model": name}
     return ClientSetup(
-        ("opencode",), {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}, {KEY_VARIABLE: server.key}
+        ("opencode",),
+        {"OPENCODE_CONFIG_CONTENT": json.dumps(config)},
+        {KEY_VARIABLE: server.key},
+        first_prompt=11_000,
+    )
+
+
+def qwen(server: ServerInfo) -> ClientSetup:
+    """Qwen Code, through the OpenAI API. Only its settings file can name the context."""
+    return ClientSetup(
+        ("qwen", "--auth-type", "openai"),
+        {
+            "OPENAI_BASE_URL": f"{server.url}/v1",
+            "OPENAI_MODEL": server.model,
+            "QWEN_CODE_MAX_OUTPUT_TOKENS": str(server.n_answer),
+        },
+        {"OPENAI_API_KEY": server.key},
+        first_prompt=24_000,
+        assumes_context=200_000,
     )
 
 
@@ -122,6 +160,7 @@ CLIENTS: Mapping[str, SetupFunction] = {
     "claude": claude,
     "codex": codex,
     "opencode": opencode,
+    "qwen": qwen,
     "aider": aider,
     "any": any_sdk,
 }

@@ -123,6 +123,7 @@ class Request:
     tenant: str = ""  # tenants never reuse each other's blocks
     breakpoints: Sequence[Breakpoint] = ()
     scrubbed: tuple[str, ...] = ()  # scrubbing rules that were applied, for the receipt
+    unread: tuple[str, ...] = ()  # kinds of parts that became a note, for the receipt
     timeout_s: float | None = None  # of the whole request; None: no limit
     priority: int = 0  # higher goes first
     explain: bool = False  # put the reason of a cache miss into the receipt
@@ -205,6 +206,7 @@ class Receipt:
     inexact: tuple[Inexact, ...] = ()  # why keys and values may differ from those of a cold run
     spliced: int = 0  # tokens of past answers, used as they were generated
     scrubbed: tuple[str, ...] = ()  # scrubbing rules that were applied
+    unread: tuple[str, ...] = ()  # kinds of parts, as image, that a note stands for
     miss: Miss | None = None  # only if the request asks to `explain`
     repeated_calls: tuple[str, ...] = ()  # in Done: ids of calls as the model made them just before
     durable: bool | None = None  # in Done, with Policy.DURABLE: whether all of it is on disk
@@ -324,6 +326,7 @@ def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
         inexact=tuple(dict.fromkeys(reason for r in receipts for reason in r.inexact)),
         spliced=sum(receipt.spliced for receipt in receipts),
         scrubbed=tuple(dict.fromkeys(rule for r in receipts for rule in r.scrubbed)),
+        unread=tuple(dict.fromkeys(kind for r in receipts for kind in r.unread)),
         miss=max(receipts, key=lambda receipt: receipt.recomputed).miss,
         repeated_calls=tuple(call for r in receipts for call in r.repeated_calls),
         durable=None if None in durable else all(durable),

@@ -128,10 +128,6 @@ def test_past_thinking_goes_along_under_its_own_name():
         ([{"type": "document"}], "messages[0].content[0]"),
         ([{"type": "text"}], "messages[0].content[0].text"),
         ([{"type": "tool_result"}], "messages[0].content[0].tool_use_id"),
-        (
-            [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}],
-            "messages[0].content[0].content[0]",
-        ),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(content, param):

@@ -26,7 +26,6 @@ from keepwarm.server.responses.request import (
     decode_reasoning,
     encode_reasoning,
     items_of,
-    messages_of,
     offered_tools,
     request_of,
 )
@@ -89,8 +88,8 @@ def test_instructions_come_first_and_parts_stay_apart():
 
 
 def test_what_an_assistant_did_in_one_turn_is_one_message():
-    made = messages_of(
-        items(
+    made = asked(
+        input=[
             {"role": "user", "content": "Go"},
             {"type": "reasoning", "summary": [], "encrypted_content": encode_reasoning("Hm")},
             said("assistant", "I look.", "output_text"),
@@ -103,8 +102,8 @@ def test_what_an_assistant_did_in_one_turn_is_one_message():
                 "output": [{"type": "input_text", "text": "y"}],
             },
             said("assistant", "Done.", "output_text"),
-        )
-    )
+        ]
+    ).messages
     first = {"name": "read", "arguments": '{"a": 1}'}
     second = {"name": "files__read", "arguments": "{}"}
     assert made == [
@@ -127,7 +126,7 @@ def test_what_an_assistant_did_in_one_turn_is_one_message():
 def test_what_comes_earlier_in_a_turn_begins_another():
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm"}]}
     one, two = (said("assistant", text, "output_text") for text in ("One", "Two"))
-    made = messages_of(items(one, two, thought, thought, two))
+    made = asked(input=[one, two, thought, thought, two]).messages
     assert [message["content"] for message in made] == ["One", "Two", "Two"]
     assert made[2]["reasoning_content"] == "HmHm"
 
@@ -135,7 +134,7 @@ def test_what_comes_earlier_in_a_turn_begins_another():
 @pytest.mark.parametrize(
     ("item", "param"),
     [
-        ({"type": "web_search_call", "id": "x"}, "input[0].type"),
+        ({"type": "mesage", "id": "x"}, "input[0]"),
         ({"type": "message", "content": "x"}, "input[0].role"),
         ({"role": "user"}, "input[0].content"),
         ({"type": "function_call", "name": "read"}, "input[0]"),
@@ -380,7 +379,7 @@ def test_signs_of_life_and_last_words():
     [
         (Problem(429, "x", "rate_limit_exceeded"), "rate_limit_exceeded"),
         (Problem(504, "x", "timeout"), "server_error"),
-        (Problem(400, "x", "context_length_exceeded"), "invalid_prompt"),
+        (Problem(400, "x"), "invalid_prompt"),
     ],
 )
 def test_failures_have_codes_that_clients_know(problem, code):

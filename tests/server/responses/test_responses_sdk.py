@@ -290,6 +290,16 @@ def test_a_prompt_over_the_context_is_a_bad_request(client):
     assert error.value.code == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("truncation", ["disabled", "auto"])
+def test_a_stream_over_the_context_fails_with_the_event_that_codex_knows(client, truncation):
+    """Codex compacts at this event and its code, and gives up at a status of 400."""
+    made = list(ask(client, "9" * (N_CONTEXT + 1), stream=True, truncation=truncation))
+    assert [event.type for event in made] == ["response.created", "response.failed"]
+    failed = made[-1].response
+    assert (failed.status, failed.error.code) == ("failed", "context_length_exceeded")
+    assert f"maximum context length is {N_CONTEXT - 1} tokens" in failed.error.message
+
+
 def test_a_stream_that_fails_says_so_in_the_stream(serving):
     """The time is up while the answer is being written."""
     schema = {"type": "json_schema", "name": "long", "schema": LONG_TEXT}

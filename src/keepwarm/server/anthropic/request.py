@@ -13,11 +13,12 @@ from keepwarm.server.anthropic.shapes import (
     CacheControl,
     ContentBlock,
     CountRequest,
+    DocumentSource,
     MessageIn,
     MessagesRequest,
 )
 from keepwarm.server.anthropic.tools import expand_tool_references, offered_tools, tool_choice_of
-from keepwarm.server.http.content import unsupported_part
+from keepwarm.server.http.content import Unread, decode_text, titled
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.text.request import (
     Breakpoint,
@@ -52,12 +53,15 @@ class EngineMessage(NamedTuple):
 def request_of(body: CountRequest, fields: RequestFields, settings: Settings) -> Request:
     _check(body)
     given = expand_tool_references(body)
-    converted = [*_system(body), *(each for i, m in enumerate(given) for each in _convert(m, i))]
+    unread = Unread("" if settings.skip_unreadable else _newest(given))
+    converted = [*_system(body, unread)]
+    converted += [each for i, m in enumerate(given) for each in _convert(m, i, unread)]
     messages = [each.message for each in converted]
     output = body.output_config
     effort = output.effort if output else None
     return Request(
         messages=messages,
+        unread=unread.kinds,
         tools=offered_tools(body),
         tool_choice=tool_choice_of(body),
         thinking=THINKING.get(body.thinking.type) if body.thinking else None,
@@ -108,33 +112,43 @@ def _check(body: CountRequest) -> None:
         raise BadField(PREFILL, "messages")
 
 
-def _system(body: CountRequest) -> Iterator[EngineMessage]:
+def _newest(messages: Sequence[MessageIn]) -> str:
+    """Where the user's newest message is; with tool results it is the client's."""
+    said = [i for i, message in enumerate(messages) if message.role != "system"]
+    last = messages[said[-1]] if said else None
+    if last is None or last.role != "user" or isinstance(last.content, str):
+        return ""
+    has_result = any(block.type == "tool_result" for block in last.content)
+    return "" if has_result else f"messages[{said[-1]}]"
+
+
+def _system(body: CountRequest, unread: Unread) -> Iterator[EngineMessage]:
     if body.system:
-        yield _text_message("system", body.system, "system")
+        yield _text_message("system", body.system, "system", unread)
 
 
-def _convert(message: MessageIn, index: int) -> Iterator[EngineMessage]:
+def _convert(message: MessageIn, index: int, unread: Unread) -> Iterator[EngineMessage]:
     where = f"messages[{index}].content"
     if message.role == "assistant":
-        yield _assistant(message.content, where)
+        yield _assistant(message.content, where, unread)
     elif message.role == "user" and not isinstance(message.content, str):
-        yield from _user(message.content, where)
+        yield from _user(message.content, where, unread)
     else:
-        yield _text_message(message.role, message.content, where)
+        yield _text_message(message.role, message.content, where, unread)
 
 
 def _text_message(
-    role: str, content: str | Sequence[ContentBlock], where: str, first: int = 0
+    role: str, content: str | Sequence[ContentBlock], where: str, unread: Unread, first: int = 0
 ) -> EngineMessage:
     """A message of text only. Blocks are not joined: scrubbing rules apply to each block."""
     if isinstance(content, str):
         return EngineMessage({"role": role, "content": content})
-    texts = [_text(block, f"{where}[{i}]") for i, block in enumerate(content, first)]
+    texts = [_text(block, f"{where}[{i}]", unread) for i, block in enumerate(content, first)]
     parts = [{"type": "text", "text": text} for text in texts]
     return EngineMessage({"role": role, "content": parts}, _longest_ttl(content))
 
 
-def _user(blocks: Sequence[ContentBlock], where: str) -> Iterator[EngineMessage]:
+def _user(blocks: Sequence[ContentBlock], where: str, unread: Unread) -> Iterator[EngineMessage]:
     """Tool results become messages of their own; the order is kept."""
     texts: list[ContentBlock] = []
     for index, block in enumerate(blocks):
@@ -142,26 +156,23 @@ def _user(blocks: Sequence[ContentBlock], where: str) -> Iterator[EngineMessage]
             texts.append(block)
             continue
         if texts:
-            yield _text_message("user", texts, where, index - len(texts))
+            yield _text_message("user", texts, where, unread, index - len(texts))
             texts = []
-        yield _tool_result(block, f"{where}[{index}]")
+        yield _tool_result(block, f"{where}[{index}]", unread)
     if texts or not blocks:
-        yield _text_message("user", texts, where, len(blocks) - len(texts))
+        yield _text_message("user", texts, where, unread, len(blocks) - len(texts))
 
 
-def _tool_result(block: ContentBlock, where: str) -> EngineMessage:
+def _tool_result(block: ContentBlock, where: str, unread: Unread) -> EngineMessage:
     if block.tool_use_id is None:
         raise BadField(f"{where}.tool_use_id is required but missing.", f"{where}.tool_use_id")
-    content = block.content or ""
-    if not isinstance(content, str):
-        texts = [_text(b, f"{where}.content[{i}]") for i, b in enumerate(content)]
-        content = "\n".join(texts)
+    content = _joined(block.content, f"{where}.content", unread)
     content = ERROR_PREFIX + content if block.is_error else content
     message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
     return EngineMessage(message, block.cache_control)
 
 
-def _assistant(content: str | Sequence[ContentBlock], where: str) -> EngineMessage:
+def _assistant(content: str | Sequence[ContentBlock], where: str, unread: Unread) -> EngineMessage:
     """Past thinking becomes `reasoning_content`; the template uses it or drops it."""
     if isinstance(content, str):
         return EngineMessage({"role": "assistant", "content": content})
@@ -173,7 +184,7 @@ def _assistant(content: str | Sequence[ContentBlock], where: str) -> EngineMessa
         elif block.type == "tool_use":
             calls.append(_tool_call(block, f"{where}[{index}]"))
         else:
-            texts.append(_text(block, f"{where}[{index}]"))
+            texts.append(_text(block, f"{where}[{index}]", unread))
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     if any(thoughts):
         message["reasoning_content"] = "".join(thoughts)
@@ -193,12 +204,33 @@ def _tool_call(block: ContentBlock, where: str) -> Mapping[str, Any]:
     }
 
 
-def _text(block: ContentBlock, where: str) -> str:
-    if block.type != "text":
-        raise unsupported_part(block.type, where)
-    if block.text is None:
-        raise BadField(f"{where}.text is required but missing.", f"{where}.text")
-    return block.text
+def _joined(content: str | Sequence[ContentBlock] | None, where: str, unread: Unread) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(_text(block, f"{where}[{i}]", unread) for i, block in enumerate(content))
+
+
+def _text(block: ContentBlock, where: str, unread: Unread) -> str:
+    if block.type == "text":
+        if block.text is None:
+            raise BadField(f"{where}.text is required but missing.", f"{where}.text")
+        return block.text
+    text = None
+    if block.type == "document" and isinstance(block.source, DocumentSource):
+        text = _document_text(block.source, f"{where}.source", unread)
+    elif block.type == "search_result":
+        text = _joined(block.content, f"{where}.content", unread)
+        text = titled(block.source if isinstance(block.source, str) else None, text)
+    return unread.note(block.type, where) if text is None else titled(block.title, text)
+
+
+def _document_text(source: DocumentSource, where: str, unread: Unread) -> str | None:
+    """The text of a document; None if it is something else, as a PDF."""
+    if source.type == "content":
+        return _joined(source.content, f"{where}.content", unread)
+    if source.type == "base64":
+        return decode_text(source.data or "", source.media_type)
+    return source.data if source.type == "text" else None
 
 
 # Breakpoints

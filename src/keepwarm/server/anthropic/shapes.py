@@ -46,8 +46,20 @@ class ToolChange(JsonInput):
     definition: AnthropicTool | None = None
 
 
+class DocumentSource(JsonInput):
+    """Where a document or image is: text, blocks, or base64 of a media type."""
+
+    type: str | None = None
+    media_type: str | None = None
+    data: str | None = None
+    content: str | Members[ContentBlock] | None = None
+
+
 class ContentBlock(JsonInput):
-    """Part of a message: text, thinking, tool_use, tool_result, tools. Media are rejected."""
+    """Part of a message: text, documents of text, thinking, tool_use, tool_result, tools.
+
+    Others become a note; in the user's newest message they are rejected.
+    """
 
     type: str
     text: str | None = None
@@ -59,6 +71,8 @@ class ContentBlock(JsonInput):
     tool_name: str | None = None
     tool: ToolChange | None = None
     content: str | Members[ContentBlock] | None = None
+    title: str | None = None
+    source: str | DocumentSource | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 

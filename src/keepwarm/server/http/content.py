@@ -1,7 +1,10 @@
-"""Message content as OpenAI's APIs send it: text, or a list of text parts."""
+"""Message content as clients send it: text, text files, and parts that a text model cannot read."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import mimetypes
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -11,45 +14,116 @@ from keepwarm.errors import BadField
 from keepwarm.server.http.body import JsonInput
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
+FILE_PARTS = frozenset({"file", "input_file"})
+TEXT_TYPES = frozenset({"application/json", "application/xml", "application/yaml"})
+NOTE = "[{}: left out, because this model reads text only]"
+# The word for a kind of part, by what its type contains; the first that fits.
+WORDS = {
+    "tool_result": "tool result",
+    "_output": "tool result",
+    "tool_use": "tool call",
+    "_call": "tool call",
+    "search_result": "search result",
+    "image": "image",
+    "audio": "audio",
+    "video": "video",
+    "file": "file",
+    "document": "document",
+}
 
 
-class ContentPart(JsonInput):
-    """A part of a message. Text only; media are rejected."""
+class FileData(JsonInput):
+    """A file in the request itself: base64, or a data URL."""
 
-    type: str = Field(description="`text`; any other type is rejected.")
+    file_data: str | None = None
+    filename: str | None = None
+
+
+class ContentPart(FileData):
+    """A part of a message: text, or a text file. In the history others become a note."""
+
+    type: str = Field(description="`text`, or a file of text; others are noted or rejected.")
     text: str | None = None
     refusal: str | None = None
+    file: FileData | None = None
 
 
 Content: TypeAlias = str | Sequence[ContentPart] | None
 
 
-def text_of(content: Content, where: str) -> str:
+class Unread:
+    """Parts that a text model cannot read: a note in their place, and their kinds in the receipt.
+
+    The note is the same every time, so that the prompt keeps its prefix.
+    """
+
+    def __init__(self, newest: str = "") -> None:
+        """`newest`, as `messages[2]`, is the message of the user whose parts are refused."""
+        self._newest = newest
+        self._kinds: set[str] = set()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(sorted(self._kinds))
+
+    def note(self, kind: str, where: str) -> str:
+        """The text in place of a part of this type."""
+        if self._newest and where.startswith(self._newest):
+            raise BadField(
+                f"{where} has type {kind!r}, but this model reads text only; leave it out.", where
+            )
+        word = next((word for part, word in WORDS.items() if part in kind), "part")
+        self._kinds.add(word)
+        return NOTE.format(word)
+
+
+def text_of(content: Content, where: str, unread: Unread) -> str:
     """The text of a message, one part per line."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(_texts(content, where))
+    return "\n".join(_texts(content, where, unread))
 
 
-def content_of(content: Content, where: str) -> str | list[dict[str, str]]:
+def content_of(content: Content, where: str, unread: Unread) -> str | list[dict[str, str]]:
     """The content as it was sent. Parts are not joined: scrubbing rules apply to each part."""
     if content is None or isinstance(content, str):
         return content or ""
-    return [{"type": "text", "text": text} for text in _texts(content, where)]
+    return [{"type": "text", "text": text} for text in _texts(content, where, unread)]
 
 
-def _texts(parts: Sequence[ContentPart], where: str) -> list[str]:
-    return [_part(part, f"{where}[{index}]") for index, part in enumerate(parts)]
+def titled(title: str | None, text: str) -> str:
+    return f"{title}\n{text}" if title else text
 
 
-def _part(part: ContentPart, where: str) -> str:
+def decode_text(data: str, media_type: str | None) -> str | None:
+    """The text in base64 data; None if it is something else."""
+    if not media_type or not (media_type.startswith("text/") or media_type in TEXT_TYPES):
+        return None
+    try:
+        return base64.b64decode(data, validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+
+
+def _texts(parts: Sequence[ContentPart], where: str, unread: Unread) -> list[str]:
+    return [_part(part, f"{where}[{index}]", unread) for index, part in enumerate(parts)]
+
+
+def _part(part: ContentPart, where: str, unread: Unread) -> str:
+    if part.type in FILE_PARTS:
+        text = _file_text(part.file or part)
+        return unread.note(part.type, where) if text is None else text
     if part.type not in TEXT_PARTS:
-        raise unsupported_part(part.type, where)
+        return unread.note(part.type, where)
     text = part.refusal if part.type == "refusal" else part.text
     if text is None:
         raise BadField(f"{where} has no text; add text or remove the part.", where)
     return text
 
 
-def unsupported_part(kind: str, where: str) -> BadField:
-    return BadField(f"{where} has type {kind!r}, but this model reads text only.", where)
+def _file_text(file: FileData) -> str | None:
+    """The text of a text file, with its name; None if it is another file, or not in the request."""
+    about, _, data = (file.file_data or "").rpartition(",")
+    named = mimetypes.guess_type(file.filename or "")[0]
+    text = decode_text(data, about.removeprefix("data:").partition(";")[0] or named)
+    return None if text is None else titled(file.filename, text)

@@ -31,6 +31,7 @@ class ReceiptOut(TypedDict):
     inexact: NotRequired[list[Inexact]]  # why not
     spliced: int
     scrubbed: list[str]
+    unread: NotRequired[list[str]]  # kinds of parts that a note stands for
     miss: NotRequired[ReceiptMissOut]
     repeated_calls: NotRequired[list[str]]  # ids of calls as the model made them just before
     durable: NotRequired[bool]  # only when a durable request is done
@@ -43,9 +44,10 @@ def receipt_dict(receipt: Receipt) -> ReceiptOut:
     fields["inexact"] = list(receipt.inexact) or None
     fields["reused"] = dict(receipt.reused)
     fields["scrubbed"] = list(receipt.scrubbed)
+    fields["unread"] = list(receipt.unread) or None
     fields["saved_ms"] = round(receipt.saved_ms, 3)
     fields["repeated_calls"] = list(receipt.repeated_calls) or None
-    for name in ("inexact", "miss", "repeated_calls", "durable", "continued"):
+    for name in ("inexact", "unread", "miss", "repeated_calls", "durable", "continued"):
         if fields[name] is None:
             del fields[name]
     return fields  # type: ignore[return-value]

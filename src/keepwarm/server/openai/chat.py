@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
-from keepwarm.server.http.content import content_of
+from keepwarm.server.http.content import Unread, content_of
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields
+from keepwarm.server.http.scrub import SYSTEM_ROLES
 from keepwarm.server.openai.chunks import Chunks, CompletionMeta, usage_dict
 from keepwarm.server.openai.shapes import (
     BaseCompletionRequest,
@@ -19,9 +21,11 @@ from keepwarm.server.openai.shapes import (
     ChatMessage,
     ChatMessageOut,
     ChatRequest,
+    CustomToolCallIn,
     FunctionCallOut,
     NamedTool,
     ResponseFormat,
+    ToolCallIn,
     ToolCallOut,
 )
 from keepwarm.server.openai.tokens import Pieces, chat_logprobs
@@ -58,8 +62,10 @@ def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> 
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
         thinking = body.reasoning_effort not in NOT_THINKING if thinking is None else thinking
+    unread = Unread("" if settings.skip_unreadable else _newest(body.messages))
     return Request(
-        messages=[_message(message, i) for i, message in enumerate(body.messages)],
+        messages=[_message(message, i, unread) for i, message in enumerate(body.messages)],
+        unread=unread.kinds,
         tools=tools,
         tool_choice=_tool_choice(body),
         thinking=None if thinking is None else bool(thinking),
@@ -115,13 +121,19 @@ def _top_logprobs(body: ChatRequest) -> int | None:
     return None
 
 
-def _message(message: ChatMessage, index: int) -> Message:
+def _newest(messages: Sequence[ChatMessage]) -> str:
+    """Where the newest message is, if it is the user's; system messages may follow it."""
+    said = [i for i, message in enumerate(messages) if message.role not in SYSTEM_ROLES]
+    return f"messages[{said[-1]}]" if said and messages[said[-1]].role == "user" else ""
+
+
+def _message(message: ChatMessage, index: int, unread: Unread) -> Message:
     """A message for the chat template; the role `developer` becomes `system`."""
     role = "system" if message.role == "developer" else message.role
-    content = content_of(message.content, f"messages[{index}].content")
+    content = content_of(message.content, f"messages[{index}].content", unread)
     result: dict[str, Any] = {"role": role, "content": content}
     if message.tool_calls:
-        result["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        result["tool_calls"] = [_past_call(call) for call in message.tool_calls]
     reasoning = message.reasoning_content or message.reasoning
     named = {
         "name": message.name,
@@ -129,6 +141,17 @@ def _message(message: ChatMessage, index: int) -> Message:
         "reasoning_content": reasoning,
     }
     return result | {key: value for key, value in named.items() if value is not None}
+
+
+def _past_call(call: ToolCallIn | CustomToolCallIn) -> dict[str, Any]:
+    if isinstance(call, ToolCallIn):
+        return call.model_dump()
+    return {"id": call.id, "type": "function", "function": custom_call(**call.custom.model_dump())}
+
+
+def custom_call(name: str, input: str) -> dict[str, str]:  # noqa: A002  # OpenAI's name
+    """A call with text as its input, as the call of a function with this one argument."""
+    return {"name": name, "arguments": json.dumps({"input": input}, ensure_ascii=False)}
 
 
 def _tool(function: dict[str, Any]) -> Tool:

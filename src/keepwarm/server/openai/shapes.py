@@ -33,11 +33,24 @@ class ToolCallIn(JsonInput):
     function: FunctionCall
 
 
+class CustomCall(JsonInput):
+    name: str
+    input: str
+
+
+class CustomToolCallIn(JsonInput):
+    """A call of a tool whose input is text; in the prompt its arguments are `{"input": …}`."""
+
+    id: str
+    type: Literal["custom"]
+    custom: CustomCall
+
+
 class ChatMessage(JsonInput):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Members[ContentPart] | None = None
     name: str | None = None
-    tool_calls: Members[ToolCallIn] | None = None
+    tool_calls: Members[ToolCallIn | CustomToolCallIn] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None

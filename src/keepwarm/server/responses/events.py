@@ -16,6 +16,7 @@ from keepwarm.server.openai.shapes import LogprobOut
 from keepwarm.server.openai.tokens import Pieces, chat_logprobs
 from keepwarm.server.responses.request import OfferedTools, QualifiedName, encode_reasoning
 from keepwarm.server.responses.shapes import (
+    Failure,
     ResponseOut,
     ResponseReceipt,
     ResponsesRequest,
@@ -153,9 +154,7 @@ class ResponseBuilder:
 
     def fail(self, problem: Problem) -> Frames:
         """End the response with an error."""
-        code = "invalid_prompt" if problem.status < 500 else "server_error"
-        code = "rate_limit_exceeded" if problem.status == 429 else code
-        self.response["error"] = {"code": code, "message": problem.message}
+        self.response["error"] = _failure(problem)
         self.response["status"] = "failed"
         return [*self._close("incomplete"), self.state("failed")]
 
@@ -278,6 +277,9 @@ class ResponseStream:
     def event(self, event: Event) -> bytes:
         return self._frames(self._builder.add(event))
 
+    def created(self) -> bytes:
+        return self._frames([self._builder.state("created")])
+
     def keep_alive(self, progress: Progress | None) -> bytes:
         """An event, not a comment: some clients time out between events."""
         event = self._builder.state("in_progress")
@@ -292,6 +294,21 @@ class ResponseStream:
             frames.append(frame(json.dumps(event | {"sequence_number": self._sent}), event["type"]))
             self._sent += 1
         return b"".join(frames)
+
+
+def failed_stream(response: ResponseOut, problem: Problem) -> bytes:
+    """The whole stream of a response that fails before it starts."""
+    options = AnswerOptions({}, (), encrypted=False, writes=False)
+    stream = ResponseStream(ResponseBuilder(response, options, lambda _: None))
+    return stream.created() + stream.problem(problem)
+
+
+def _failure(problem: Problem) -> Failure:
+    if problem.overflow is not None:  # by this code Codex knows to shorten the conversation
+        return {"code": "context_length_exceeded", "message": problem.overflow.openai}
+    code = "invalid_prompt" if problem.status < 500 else "server_error"
+    code = "rate_limit_exceeded" if problem.status == 429 else code
+    return {"code": code, "message": problem.message}
 
 
 def _usage(event: Done, writes: bool) -> ResponseUsage:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
+from json import dumps
 from typing import Any, NamedTuple
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
-from keepwarm.server.http.content import content_of, text_of
+from keepwarm.server.http.content import ContentPart, Unread, content_of, text_of
 from keepwarm.server.http.request_fields import RequestFields
-from keepwarm.server.openai.chat import NOT_THINKING
+from keepwarm.server.http.scrub import SYSTEM_ROLES
+from keepwarm.server.openai.chat import NOT_THINKING, custom_call
 from keepwarm.server.responses.shapes import (
     InputRequest,
     Item,
@@ -27,7 +29,9 @@ LOGPROBS = "message.output_text.logprobs"  # a value of `include`
 NAMESPACE_SEPARATOR = "__"  # between namespace and function name
 
 # The order of items within one assistant turn; an item of a lower rank begins a new turn.
-RANKS = {"reasoning": 0, "message": 1, "function_call": 2}
+RANKS = {"reasoning": 0, "message": 1, "function_call": 2, "custom_tool_call": 2}
+OUTPUT = "_output"  # types of tool results end with it
+READ_OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output"})
 
 
 class QualifiedName(NamedTuple):
@@ -53,13 +57,15 @@ def request_of(
 ) -> Request:
     """The engine request; `items` includes those of previous responses."""
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    messages = [*instructions, *messages_of(items)]
+    unread = Unread("" if settings.skip_unreadable else _newest(items))
+    messages = [*instructions, *messages_of(items, unread)]
     if not messages:
         raise BadField("input is empty; send at least one item.", "input")
     tools = offered_tools(body.tools or ())
     effort = body.reasoning.effort if body.reasoning else None
     return Request(
         messages=messages,
+        unread=unread.kinds,
         tools=tools.tools,
         tool_choice=_tool_choice(body, tools),
         thinking=None if effort is None else effort not in NOT_THINKING,
@@ -111,7 +117,15 @@ def decode_reasoning(text: str | None) -> str:
 # Items
 
 
-def messages_of(items: Sequence[Item]) -> list[Message]:
+def _newest(items: Sequence[Item]) -> str:
+    """Where the newest item is, unless the assistant or a tool wrote it."""
+    said = [i for i, item in enumerate(items) if item.role not in SYSTEM_ROLES]
+    last = items[said[-1]] if said else None
+    is_own = last is None or _rank(last) is not None or _kind(last).endswith(OUTPUT)
+    return "" if is_own else f"input[{said[-1]}]"
+
+
+def messages_of(items: Sequence[Item], unread: Unread) -> list[Message]:
     """The items as messages; the items of one assistant turn become one message."""
     messages: list[dict[str, Any]] = []
     last = -1  # rank of the previous item in the assistant's turn
@@ -119,11 +133,11 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
         where = f"input[{index}]"
         rank = _rank(item)
         if rank is None:
-            messages.append(_other(item, where))
+            messages.append(_other(item, where, unread))
         else:
             if last < 0 or rank < last or rank == last == RANKS["message"]:
                 messages.append({"role": "assistant", "content": ""})
-            _add(messages[-1], item, where)
+            _add(messages[-1], item, where, unread)
         last = -1 if rank is None else rank
     return list(messages)
 
@@ -135,18 +149,22 @@ def _kind(item: Item) -> str:
 def _rank(item: Item) -> int | None:
     """The item's rank in an assistant turn; None if it is not the assistant's."""
     kind = _kind(item)
-    return RANKS.get(kind) if kind != "message" or item.role == "assistant" else None
+    if kind == "message":
+        return RANKS[kind] if item.role == "assistant" else None
+    return RANKS.get(kind, RANKS["message"] if kind.endswith("_call") else None)
 
 
-def _add(message: dict[str, Any], item: Item, where: str) -> None:
+def _add(message: dict[str, Any], item: Item, where: str, unread: Unread) -> None:
     match _kind(item):
         case "reasoning":
             if reasoning := _reasoning(item):
                 message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
-        case "function_call":
+        case "function_call" | "custom_tool_call":
             message.setdefault("tool_calls", []).append(_call(item, where))
-        case _:
-            message["content"] += text_of(item.content, f"{where}.content")
+        case "message":
+            message["content"] += text_of(item.content, f"{where}.content", unread)
+        case kind:
+            message["content"] += unread.note(kind, where)
 
 
 def _reasoning(item: Item) -> str:
@@ -158,25 +176,40 @@ def _call(item: Item, where: str) -> Mapping[str, Any]:
     if item.call_id is None or item.name is None:
         raise BadField(f"{where} needs both call_id and name.", where)
     name = QualifiedName(item.name, item.namespace).flat
-    function = {"name": name, "arguments": item.arguments or "{}"}
+    arguments = item.arguments if isinstance(item.arguments, str) else dumps(item.arguments or {})
+    function = {"name": name, "arguments": arguments or "{}"}
+    if _kind(item) == "custom_tool_call":
+        function = custom_call(name, item.input or "")
     return {"id": item.call_id, "type": "function", "function": function}
 
 
-def _other(item: Item, where: str) -> dict[str, Any]:
-    """A message that is not the assistant's, or the output of a function."""
+def _other(item: Item, where: str, unread: Unread) -> dict[str, Any]:
+    """A message that is not the assistant's, the output of a function, or a note."""
     kind = _kind(item)
-    if kind == "function_call_output":
+    if kind in READ_OUTPUTS:
         if item.call_id is None:
             raise BadField(f"{where}.call_id is required but missing.", f"{where}.call_id")
-        output = text_of(item.output, f"{where}.output")
-        return {"role": "tool", "tool_call_id": item.call_id, "content": output}
+        return {
+            "role": "tool",
+            "tool_call_id": item.call_id,
+            "content": _output(item, where, unread),
+        }
     if kind != "message":
-        raise BadField(f"{where} has the unknown type {kind!r}.", f"{where}.type")
+        said = item.output if isinstance(item.output, str) else unread.note(kind, where)
+        return {"role": "user", "content": said}
     if item.role is None:
         raise BadField(f"{where}.role is required but missing.", f"{where}.role")
     if item.content is None:
         raise BadField(f"{where}.content is required but missing.", f"{where}.content")
-    return {"role": item.role, "content": content_of(item.content, f"{where}.content")}
+    return {"role": item.role, "content": content_of(item.content, f"{where}.content", unread)}
+
+
+def _output(item: Item, where: str, unread: Unread) -> str:
+    output, where = item.output, f"{where}.output"
+    parts = [] if output is None or isinstance(output, str) else output
+    if not isinstance(parts, list) or not all(isinstance(part, ContentPart) for part in parts):
+        raise BadField(f"{where} is neither text nor a list of parts.", where)
+    return text_of(output, where, unread)
 
 
 # Tools and options

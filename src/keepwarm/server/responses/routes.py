@@ -11,9 +11,12 @@ from fastapi import APIRouter, Depends, Request, Response
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadField, ContextTooLong
+from keepwarm.server.host import EngineHost, ObservedAnswer
 from keepwarm.server.http import scrub
+from keepwarm.server.http.problems import Problem, problem_of
 from keepwarm.server.http.request_fields import Config, Host, InTurn, request_fields
-from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs
+from keepwarm.server.http.sse import STREAM_HEADERS, EventStream, WholeAnswer, answer_docs
+from keepwarm.server.http.turns import Turn
 from keepwarm.server.openai.shapes import OpenAIErrorOut
 from keepwarm.server.openai.tokens import Pieces
 from keepwarm.server.responses.events import (
@@ -21,6 +24,7 @@ from keepwarm.server.responses.events import (
     ResponseBuilder,
     ResponseStream,
     answer_options_of,
+    failed_stream,
     initial_response,
 )
 from keepwarm.server.responses.kept_responses import KeptResponses
@@ -130,12 +134,13 @@ async def create_response(
     build = request_builder(body, request, settings)
     asked = await turn.build(lambda: build(items))
     try:
-        answer, n_dropped = await host.submit(asked, turn), 0
-    except ContextTooLong:
-        if body.truncation != "auto":
+        answer, n_dropped = await _submit(
+            host, turn, asked, build, items if body.truncation == "auto" else ()
+        )
+    except ContextTooLong as error:
+        if not body.stream:
             raise
-        kept = await turn.run(_truncate, host.engine, build, items)
-        answer, n_dropped = await host.submit(build(kept), turn), len(items) - len(kept)
+        return _failed_stream(initial_response(body, host.name, asked), problem_of(error))
     wants_logprobs = asked.sampling.top_logprobs is not None
     pieces = Pieces(host.engine.model.tokenizer) if wants_logprobs else None
     options = answer_options_of(body, offered_tools(body.tools or ()), asked, n_dropped, pieces)
@@ -148,6 +153,29 @@ async def create_response(
     if body.stream:
         return EventStream(answer, ResponseStream(builder))
     return WholeAnswer(BuiltAnswer(answer, builder), lambda _: builder.response)
+
+
+async def _submit(
+    host: EngineHost,
+    turn: Turn,
+    asked: engine_request.Request,
+    build: BuildRequest,
+    droppable: Sequence[Item],
+) -> tuple[ObservedAnswer, int]:
+    """The answer, and how many items were dropped because the context is too short for them."""
+    try:
+        return await host.submit(asked, turn), 0
+    except ContextTooLong:
+        if not droppable:
+            raise
+    kept = await turn.run(_truncate, host.engine, build, droppable)
+    return await host.submit(build(kept), turn), len(droppable) - len(kept)
+
+
+def _failed_stream(response: ResponseOut, problem: Problem) -> Response:
+    """Clients that stream learn from its event that they must shorten the conversation."""
+    events = failed_stream(response, problem)
+    return Response(events, headers=STREAM_HEADERS, media_type=EventStream.media_type)
 
 
 def request_builder(body: InputRequest, request: Request, settings: Settings) -> BuildRequest:

@@ -16,10 +16,15 @@ MAX_METADATA = 16
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA)]
+# Of a function text or parts; other tools have objects of their own.
+Output = Annotated[str | Members[ContentPart] | Any, Field(union_mode="left_to_right")]
 
 
 class Item(JsonInput):
-    """A message, a function call or its output, or reasoning of an earlier answer."""
+    """A message, a function call or its output, reasoning of an earlier answer.
+
+    Other items, as calls of tools that run elsewhere, become a note.
+    """
 
     model_config = ConfigDict(extra="allow")  # returned as it was sent
 
@@ -30,8 +35,9 @@ class Item(JsonInput):
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
-    arguments: str | None = None
-    output: str | Members[ContentPart] | None = None
+    arguments: str | dict[str, Any] | None = None
+    input: str | None = None
+    output: Output = None
     encrypted_content: str | None = None
 
 
