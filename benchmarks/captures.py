@@ -144,7 +144,7 @@ class Traffic:
         self.prompts: list[list[int]] = []
 
     def _ask(self, prompt: Sequence[int], n: int, policy: Policy = Policy.READ_WRITE) -> Answer:
-        sampling = Sampling(max_tokens=n)
+        sampling = Sampling(max_tokens=n, temperature=0)
         return self._engine.submit(Request(prompt=list(prompt), sampling=sampling, policy=policy))
 
     @contextmanager

@@ -129,7 +129,9 @@ class Case:
         return [int(token) for token in dice.integers(0, 250, n_tokens)]
 
     def ask(self, prompt: Sequence[int], n: int = 1, policy: Policy = Policy.READ_WRITE) -> Answer:
-        request = Request(prompt=list(prompt), sampling=Sampling(max_tokens=n), policy=policy)
+        request = Request(
+            prompt=list(prompt), sampling=Sampling(max_tokens=n, temperature=0), policy=policy
+        )
         return self.engine.submit(request)
 
     def first_ms(self, prompt: Sequence[int], policy: Policy = Policy.READ_WRITE) -> float:

@@ -13,7 +13,9 @@ from keepwarm.config import CHOICES, RANGES, Settings
 from keepwarm.errors import BadInput
 
 KINDS = get_type_hints(Settings)
-NUMBERS = [n for n, kind in KINDS.items() if kind in (int, float) and n not in CHOICES]
+NUMBERS = [
+    n for n, kind in KINDS.items() if kind in (int, float, float | None) and n not in CHOICES
+]
 
 
 def load_file(home: Path, text: str) -> Settings:
@@ -24,7 +26,15 @@ def load_file(home: Path, text: str) -> Settings:
 def test_every_number_has_a_range_that_holds_its_default():
     defaults = {field.name: field.default for field in fields(Settings)}
     assert RANGES.keys() == set(NUMBERS)
-    assert all(low <= defaults[name] <= high for name, (low, high) in RANGES.items())
+    given = {name: value for name, value in defaults.items() if value is not None}
+    assert all(low <= given[name] <= high for name, (low, high) in RANGES.items() if name in given)
+
+
+def test_a_temperature_that_is_not_given_is_not_zero(tmp_path):
+    assert config.load({}).temperature is None
+    assert config.load({"KEEPWARM_TEMPERATURE": ""}).temperature is None
+    assert config.load({"KEEPWARM_TEMPERATURE": "0"}).temperature == 0
+    assert load_file(tmp_path, "temperature = 0").temperature == 0
 
 
 @pytest.mark.parametrize("name", NUMBERS)

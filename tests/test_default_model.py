@@ -56,7 +56,7 @@ def memory_store(home: Path | str) -> keepwarm.Store:
 
 def ask(engine: keepwarm.Engine, prompt: Sequence[int], **wishes: Any) -> Choice:
     """The greedy answer to these tokens."""
-    sampling = keepwarm.Sampling(max_tokens=32)
+    sampling = keepwarm.Sampling(max_tokens=32, temperature=0)
     request = keepwarm.Request(prompt=prompt, sampling=sampling, **wishes)
     return engine.submit(request).result().choices[0]
 

@@ -56,7 +56,7 @@ def test_a_conversation_of_a_real_model_outlives_a_restart(tmp_path):
 
 
 def outlives_a_restart(checkpoint, prompt, tmp_path):
-    request = Request(prompt=prompt, sampling=Sampling(max_tokens=8))
+    request = Request(prompt=prompt, sampling=Sampling(max_tokens=8, temperature=0))
     results = []
     for _ in range(2):
         model = keepwarm.load(checkpoint)

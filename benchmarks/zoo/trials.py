@@ -241,7 +241,7 @@ def tokens(n_tokens: int, seed: int = 0) -> list[int]:
 
 
 def _request(prompt: Sequence[int], n_tokens: int) -> Request:
-    sampling = Sampling(max_tokens=n_tokens, top_logprobs=N_BEST)
+    sampling = Sampling(max_tokens=n_tokens, temperature=0, top_logprobs=N_BEST)
     return Request(prompt=prompt, sampling=sampling, explain=True)
 
 

@@ -61,6 +61,7 @@ class NamedKey(NamedTuple):
 
 CHOICES: Mapping[str, tuple[str, ...] | tuple[int, ...]] = {
     "memory": ("automatic", "unconstrained"),
+    "sampling": ("model", "greedy"),
     "kv_bits": (0, 2, 4, 8),
     "kv_group_size": (32, 64, 128),
     "log_level": ("debug", "info", "warning", "error"),
@@ -74,7 +75,8 @@ class Settings:
     store: Path  # the block store
     model: str = "smollm2"
     max_tokens: int = 512
-    temperature: float = 0.0
+    sampling: str = "model"  # defaults of generation_config.json; or `greedy`
+    temperature: float | None = None  # of requests that name none; 0 is greedy
     context: int = 0  # tokens of prompt and answer, if fewer than the model's own
     kv_bits: int = 0  # quantise keys and values to 2, 4 or 8 bits; 0 keeps them exact
     kv_group_size: int = 64  # of quantised keys and values
@@ -265,7 +267,7 @@ def _parse(name: str, kind: type, value: Any) -> Any:
     parsed = PARSERS[kind](value)
     if parsed not in CHOICES.get(name, (parsed,)):
         raise ValueError(name)
-    if name in RANGES:
+    if name in RANGES and parsed is not None:
         low, high = RANGES[name]
         if not low <= parsed <= high:
             raise ValueError(name)
@@ -315,6 +317,10 @@ def _parse_number(value: Any) -> float:
     return number
 
 
+def _parse_optional(value: Any) -> float | None:
+    return None if value is None else _parse_number(value)
+
+
 def _parse_text(value: Any) -> str:
     if not isinstance(value, str | Path) or "\0" in str(value):
         raise ValueError(value)
@@ -332,11 +338,13 @@ def _parse_path(value: Any) -> Path:
     return path
 
 
+OPTIONAL: Any = float | None
 MAX_SHOWN = 80  # characters of a bad value in the error
 PARSERS: Mapping[type, Callable[[Any], Any]] = {
     bool: _parse_flag,
     int: _parse_whole,
     float: _parse_number,
+    OPTIONAL: _parse_optional,
     str: _parse_text,
     Path: _parse_path,
 }
@@ -344,6 +352,7 @@ KINDS: Mapping[type, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
+    OPTIONAL: "a number",
     str: "a text",
     Path: "a path",
 }

@@ -59,7 +59,7 @@ def test_a_hand_made_sequence(models, tmp_path):
             "hit_rate": round(3 * (N - 1) / (4 * N), 4),
             "hit_rate_from_turn_2": None,
         }
-        turn = Request(messages=[*chat, chat[0]], sampling=Sampling(max_tokens=2))
+        turn = Request(messages=[*chat, chat[0]], sampling=Sampling(max_tokens=2, temperature=0))
         cold = engine.submit(turn).result().receipt
         warm = engine.submit(turn).result().receipt
         assert warm.cached_tokens == cold.prompt_tokens - 1

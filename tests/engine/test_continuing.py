@@ -23,7 +23,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 ASK = {"role": "user", "content": "What is the quick brown fox?"}
 NEXT = {"role": "user", "content": "And the lazy dog?"}
 LAST = {"role": "user", "content": "Why?"}
-EIGHT = Sampling(max_tokens=8)
+EIGHT = Sampling(max_tokens=8, temperature=0)
 
 
 def ask(engine: Engine, *messages, agent="ops", **wishes) -> Result:

@@ -72,7 +72,9 @@ def test_one_after_another_share_the_system_message(models, tmp_path, architectu
     with engine_on(model, tmp_path) as engine:
         for i in range(10):
             messages = [system, {"role": "user", "content": f"{i} is the question"}]
-            request = Request(messages=messages, sampling=Sampling(max_tokens=N, top_logprobs=20))
+            request = Request(
+                messages=messages, sampling=Sampling(max_tokens=N, temperature=0, top_logprobs=20)
+            )
             prepared, before = engine.prepare(request), model.module.fed
             exam.add(prepared.tokens, engine.submit(request).result().choices[0])
             engine.settle()

@@ -53,7 +53,11 @@ def test_a_text_is_tokenised_and_its_answer_streamed(tmp_path):
     tokens = model.tokenizer.encode(TEXT)
     with engine_on(model, tmp_path) as engine:
         by_text, by_ids = (
-            list(engine.submit(Request(prompt=prompt, sampling=Sampling(max_tokens=12))))
+            list(
+                engine.submit(
+                    Request(prompt=prompt, sampling=Sampling(max_tokens=12, temperature=0))
+                )
+            )
             for prompt in (TEXT, tokens)
         )
         with pytest.raises(ContextTooLong, match="at most 63"):

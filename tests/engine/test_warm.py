@@ -48,7 +48,9 @@ def with_words(question: str, *breakpoints: Breakpoint, seed: int = 0) -> Reques
         {"role": "system", "content": f"{seed} {WORDS}"},
         {"role": "user", "content": question},
     ]
-    return Request(messages=messages, sampling=Sampling(max_tokens=4), breakpoints=breakpoints)
+    return Request(
+        messages=messages, sampling=Sampling(max_tokens=4, temperature=0), breakpoints=breakpoints
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])

@@ -170,12 +170,14 @@ def test_after_a_restart_a_talk_goes_on_from_where_its_messages_ended(made, tmp_
     parts = [text(n, n) for n in (150, 90, 160, 110)]
     other = [*parts[:1], text(20, 5)]
     with engine_on(made, tmp_path) as engine:
-        asked = Request(messages=messages(*parts), sampling=Sampling(max_tokens=4))
+        asked = Request(messages=messages(*parts), sampling=Sampling(max_tokens=4, temperature=0))
         cut = engine.prepare(asked).cuts[0]
         engine.submit(asked).result()
     with engine_on(made, tmp_path) as engine:
         n_parts = n_common(engine, asked, Request(messages=messages(*other)))
-        receipt = engine.submit(Request(messages=messages(*other), sampling=Sampling(max_tokens=4)))
+        receipt = engine.submit(
+            Request(messages=messages(*other), sampling=Sampling(max_tokens=4, temperature=0))
+        )
         reused = receipt.result().receipt.reused
         assert cut <= reused["disk"] <= n_parts < cut + 20
 
@@ -192,7 +194,7 @@ def test_many_small_messages_are_read_in_few_slices(made, tmp_path):
         {"role": role, "content": text(4, n)} for n in range(30) for role in ("user", "assistant")
     ]
     with engine_on(made, tmp_path) as engine:
-        asked = Request(messages=[*talk, talk[0]], sampling=Sampling(max_tokens=1))
+        asked = Request(messages=[*talk, talk[0]], sampling=Sampling(max_tokens=1, temperature=0))
         n_cuts = len(engine.prepare(asked).cuts)
         engine.submit(asked).result()
         assert sum(length > 1 for _, length in made.module.shapes) < n_cuts - 5

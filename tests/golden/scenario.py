@@ -56,7 +56,7 @@ def engine_on(model: Any, home: Path, secret: str = "") -> Iterator[Engine]:
 
 
 def request(*messages: dict[str, str], **options: Any) -> Request:
-    sampling = Sampling(max_tokens=N_ANSWER)
+    sampling = Sampling(max_tokens=N_ANSWER, temperature=0)
     return Request(messages=messages, sampling=sampling, agent=AGENT, explain=True, **options)
 
 

@@ -255,7 +255,7 @@ class Simulation:
     ) -> Sent:
         """A request for so many tokens after a prompt, or after a new one of this length."""
         tokens = self.prompt(prompt) if isinstance(prompt, int) else list(prompt)
-        sampling = Sampling(max_tokens=n_answer)
+        sampling = Sampling(max_tokens=n_answer, temperature=0)
         prepared = self.preparer.prepare(
             Request(prompt=tokens, sampling=sampling, policy=policy, tenant=tenant)
         )

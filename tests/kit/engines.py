@@ -170,7 +170,7 @@ def ask(prompt: Sequence[int], n: int = 6, /, **wishes: Any) -> Request:
     """A request for n tokens after these, with logprobs and other options."""
     names = Sampling.__dataclass_fields__
     sampling = {name: wishes.pop(name) for name in list(wishes) if name in names}
-    chosen = Sampling(**{"max_tokens": n, "top_logprobs": 20, **sampling})
+    chosen = Sampling(**{"max_tokens": n, "temperature": 0, "top_logprobs": 20, **sampling})
     return Request(prompt=list(prompt), sampling=chosen, **wishes)
 
 

@@ -57,7 +57,9 @@ PLAIN = {
     "home": "all data of Keepwarm; only as `KEEPWARM_HOME`",
     "model": "the default model ([names](models.md#names))",
     "max_tokens": "token limit of an answer of `run` and `chat`",
-    "temperature": "default sampling temperature; 0 is greedy",
+    "sampling": "what holds where a request is silent: `model` is its `generation_config.json`, "
+    "`greedy` the likeliest token ([sampling](sampling.md))",
+    "temperature": "of requests that name none; 0 is greedy, none leaves it to `sampling`",
     "port": "0 picks a free port",
     "max_body_bytes": "largest request body",
     "request_timeout_s": "time limit of a request; 0 is no limit",
@@ -109,7 +111,7 @@ def _default(setting: Field[Any]) -> str:
     if setting.name.endswith("_bytes"):
         unit, name = (GIB, "GiB") if value >= GIB else (MIB, "MiB")
         return f"`{value}`, {value // unit} {name}"
-    return f"`{value}`".lower() if value != "" else "none"
+    return f"`{value}`".lower() if value not in ("", None) else "none"
 
 
 def tuning(page: str) -> str:

@@ -16,7 +16,7 @@ from tests.kit.runs import FedCounter
 from tests.kit.scripted import write_scripted
 
 SYSTEM = "You answer in one sentence, in the words of the question. " * 4
-FEW = Sampling(max_tokens=8)
+FEW = Sampling(max_tokens=8, temperature=0)
 
 
 @pytest.fixture(params=["llama", "mamba2"])
@@ -82,7 +82,9 @@ def test_who_cannot_be_compacted_stays_as_he_is(engine):
     with pytest.raises(BadInput, match="'ops' cannot be compacted"):
         Compaction.of_agent(engine, Request(agent="ops"), None, None)
     work = Compaction(engine, Request(messages=(), agent="ops"), [], "Sum up.", 4)
-    silent = engine.submit(replace(work.request, sampling=Sampling(max_tokens=1))).result()
+    silent = engine.submit(
+        replace(work.request, sampling=Sampling(max_tokens=1, temperature=0))
+    ).result()
     choice = replace(silent.choices[0], text=" ")
     with pytest.raises(BadInput, match="no summary"):
         work.warm(replace(silent, choices=(choice,)))

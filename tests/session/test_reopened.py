@@ -16,7 +16,7 @@ from keepwarm.text.request import KVOptions, Sampling
 from tests.kit.engines import engine_on
 from tests.kit.scripted import write_scripted
 
-FEW = Sampling(max_tokens=8)
+FEW = Sampling(max_tokens=8, temperature=0)
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
     },
 }
-SHORT = Sampling(max_tokens=4)
+SHORT = Sampling(max_tokens=4, temperature=0)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -98,7 +98,7 @@ def test_later_turns_prefill_only_new_tokens(engine):
 
 def test_options_can_be_named_for_one_question(engine):
     session = Session(engine)
-    assert session.respond("Hi", sampling=Sampling(max_tokens=1)).reason == "length"
+    assert session.respond("Hi", sampling=Sampling(max_tokens=1, temperature=0)).reason == "length"
     assert session.respond("Hi").reason == "stop"
 
 

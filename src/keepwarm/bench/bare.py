@@ -64,7 +64,7 @@ class BareEngine:
 
 def _request(ask: BenchRequest) -> Request:
     bias = dict.fromkeys(ask.forbidden, -100.0)
-    sampling = Sampling(max_tokens=ask.max_tokens, logit_bias=bias)
+    sampling = Sampling(max_tokens=ask.max_tokens, temperature=0, logit_bias=bias)
     policy = Policy(ask.policy or Policy.READ_WRITE)
     return Request(messages=ask.messages, sampling=sampling, policy=policy)
 

@@ -253,12 +253,12 @@ def keepwarm_server(model: Path, folder: Path, name: str = "keepwarm") -> Server
     command = [sys.executable, "-m", "keepwarm", "serve", "--model", str(model)]
     return ServerProcess(
         name,
-        "keepwarm serve with default settings, restarted with kill -9",
+        "keepwarm serve with default settings but greedy, restarted with kill -9",
         command,
         health="/health/ready",
         log=folder / f"{name}.log",
         store=store,
-        environ={"KEEPWARM_STORE": str(store)},
+        environ={"KEEPWARM_STORE": str(store), "KEEPWARM_SAMPLING": "greedy"},
     )
 
 

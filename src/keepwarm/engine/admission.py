@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from keepwarm.config import Settings
@@ -12,7 +12,8 @@ from keepwarm.device.memory import MemoryConfig
 from keepwarm.errors import BadInput, InsufficientResources
 from keepwarm.kv.layout import LayerSpec, Layout
 from keepwarm.prefix.blocks import BLOCK_TOKENS
-from keepwarm.text.request import KVOptions
+from keepwarm.text.request import KVOptions, Request
+from keepwarm.text.sampling_rules import DrawRules
 from keepwarm.units import format_bytes
 
 
@@ -36,6 +37,12 @@ class EngineConfig:
             settings.quantized_kv_start,
         )
         return cls(memory, settings.max_queue, kv, settings.audit_share, isolated)
+
+    def complete(self, request: Request, rules: DrawRules) -> Request:
+        """The request with the engine's KV options and sampling where it names none."""
+        is_own = request.exact or request.kv != KVOptions()
+        kv = request.kv if is_own else self.kv
+        return replace(request, kv=kv, sampling=rules.complete(request.sampling))
 
     def __post_init__(self) -> None:
         if self.max_queue < 1:

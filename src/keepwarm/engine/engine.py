@@ -49,7 +49,8 @@ from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.text.bounds.deadline import PrepareDeadline
 from keepwarm.text.prepare import PreparedRequest, Preparer
-from keepwarm.text.request import KVOptions, Request
+from keepwarm.text.request import Request
+from keepwarm.text.sampling_rules import default_rules
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -77,6 +78,7 @@ class Engine:
         blas.start(settings.home)
         self.config = config or EngineConfig.of(settings)
         make_caches(model.module, **make_options(self.config.kv))  # refuses bad options
+        self.sampling = default_rules(model.generation_config, settings)
         memory = self.config.memory or MemoryConfig.automatic(model_bytes=model.n_bytes)
         self._owns_store = store is None
         self.store = store or Store(settings=settings)
@@ -118,7 +120,7 @@ class Engine:
 
     def lane_of(self, tenant: str = "", agent: str | None = None) -> Lane:
         """The lane of a tenant's or an agent's requests that name no KV options."""
-        return self._lane(self._with_defaults(Request(tenant=tenant, agent=agent)))
+        return self._lane(Request(tenant=tenant, agent=agent, kv=self.config.kv))
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Render, tokenise and check a request. Runs nothing."""
@@ -322,16 +324,11 @@ class Engine:
 
     def resolve(self, request: Request, lane: Lane | None = None) -> tuple[Request, Lane]:
         """A request with all its options and the conversation that it continues; its lane."""
-        request = self._with_defaults(request)
+        request = self.config.complete(request, self.sampling)
         make_caches(self.model.module, **make_options(request.kv))  # refuses bad options
         self.store.check_agent(request.agent)
         lane = lane or self._lane(request)
         return self._chores.with_history(request, lane, self.call), lane
-
-    def _with_defaults(self, request: Request) -> Request:
-        """With the engine's KV options if the request names none and need not be exact."""
-        is_own = request.exact or request.kv != KVOptions()
-        return request if is_own else replace(request, kv=self.config.kv)
 
     def _check_open(self) -> None:
         if not self._accepting:

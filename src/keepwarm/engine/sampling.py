@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from keepwarm.models.load import Model
 from keepwarm.text.request import Sampling, TokenInfo, TopLogprob
+from keepwarm.text.sampling_rules import DrawRules
 
 if TYPE_CHECKING:
     from keepwarm.text.grammar import GrammarMatcher
@@ -43,7 +44,8 @@ class Sampler:
         choice: int = 0,
     ) -> None:
         self.sampling = sampling
-        self.is_greedy = sampling.temperature == 0 or sampling.top_k == 1
+        self.rules = DrawRules().of(sampling)
+        self.is_greedy = self.rules.temperature == 0 or self.rules.top_k == 1
         self._grammar = grammar
         self._stop_tokens = frozenset(stop_tokens)
         self._seen: set[int] = set()  # tokens of the answer
@@ -67,7 +69,7 @@ class Sampler:
         """Logits (1, vocabulary) under this row's rules. EngineFailed if its grammar is stuck."""
         scores = logits.astype(mx.float32)
         if self._repeated is not None:
-            penalty = self.sampling.repetition_penalty
+            penalty = self.rules.repetition_penalty
             weaker = mx.where(scores < 0, scores * penalty, scores / penalty)
             scores = mx.where(self._repeated, weaker, scores)
         if self._offset is not None:
@@ -101,7 +103,7 @@ class Sampler:
 
     def _start_repeated(self, n_vocab: int, prompt_tokens: Sequence[int]) -> mx.array | None:
         """Tokens of the prompt and the answer, (vocabulary,) of bool."""
-        if self.sampling.repetition_penalty == 1:
+        if self.rules.repetition_penalty == 1:
             return None
         repeated = np.zeros(n_vocab, np.bool_)
         repeated[list(prompt_tokens)] = True
@@ -159,7 +161,7 @@ def _draw(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
     scores = logits.astype(mx.float32)
     scores = scores - scores.max(axis=-1, keepdims=True)
     kept = mx.where(scores < _thresholds(samplers, scores), -mx.inf, scores)
-    temperatures = _column([max(c.sampling.temperature, MIN_TEMPERATURE) for c in samplers])
+    temperatures = _column([max(c.rules.temperature, MIN_TEMPERATURE) for c in samplers])
     keys = mx.array(np.stack([sampler.key for sampler in samplers]))
     noise = mx.vmap(lambda key: mx.random.gumbel(scores.shape[1:], key=key))(keys)
     return mx.argmax(kept / temperatures + noise, axis=-1)
@@ -170,27 +172,25 @@ def _thresholds(samplers: Sequence[Sampler], scores: mx.array) -> mx.array:
 
     Each filter sees the whole distribution, so together they are the highest threshold.
     """
-    least = _column(
-        [math.log(c.sampling.min_p) if c.sampling.min_p else -math.inf for c in samplers]
-    )
-    ranked = [i for i, c in enumerate(samplers) if c.sampling.top_k or c.sampling.top_p < 1]
+    least = _column([math.log(c.rules.min_p) if c.rules.min_p else -math.inf for c in samplers])
+    ranked = [i for i, c in enumerate(samplers) if c.rules.top_k or c.rules.top_p < 1]
     if ranked:
         rows = mx.array(ranked)
-        by_rank = _rank_thresholds([samplers[i].sampling for i in ranked], scores[rows])
+        by_rank = _rank_thresholds([samplers[i].rules for i in ranked], scores[rows])
         least[rows] = mx.maximum(least[rows], by_rank)
     return least
 
 
-def _rank_thresholds(samplings: Sequence[Sampling], scores: mx.array) -> mx.array:
+def _rank_thresholds(rules: Sequence[DrawRules], scores: mx.array) -> mx.array:
     """The lowest score that both top_k and top_p keep."""
     n_vocab = scores.shape[-1]
-    counts = [min(s.top_k or n_vocab, n_vocab) for s in samplings]
+    counts = [min(s.top_k or n_vocab, n_vocab) for s in rules]
     largest = max(counts)  # only these are sorted
     best = scores if largest == n_vocab else mx.topk(scores, largest, axis=-1)
     best = -mx.sort(-best, axis=-1)
     mass = mx.exp(best - mx.logsumexp(scores, axis=-1, keepdims=True))
     mass_above = mx.cumsum(mass, axis=-1, inclusive=False)
-    wanted = _column([s.top_p if s.top_p < 1 else math.inf for s in samplings])
+    wanted = _column([s.top_p if s.top_p < 1 else math.inf for s in rules])
     n_nucleus = (mass_above < wanted).sum(axis=-1, keepdims=True)
     n_kept = mx.minimum(n_nucleus, mx.array(counts)[:, None])
     return mx.take_along_axis(best, n_kept - 1, axis=-1)

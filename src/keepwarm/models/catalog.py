@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from keepwarm.config import Settings
 from keepwarm.errors import BadModelFile, UnknownModel
 from keepwarm.models import builtin, hub
 
+LOG = logging.getLogger(__name__)
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
@@ -53,6 +55,18 @@ def read_config(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise BadModelFile(f"{path}/config.json has no model_type; download the model again.")
+    return config
+
+
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """A model directory's generation_config.json; empty if there is none, as with a .gguf."""
+    try:
+        config: dict[str, Any] = json.loads((path / "generation_config.json").read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        LOG.warning("%s/generation_config.json cannot be read (%s); ignored", path, error)
+        return {}
     return config
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from keepwarm import config as configuration
 from keepwarm.config import Settings
 from keepwarm.device.space import require_memory
 from keepwarm.errors import BadModelFile, KeepwarmError, UnsupportedModel
-from keepwarm.models.catalog import locate, n_context, read_config
+from keepwarm.models.catalog import locate, n_context, read_config, read_generation_config
 from keepwarm.models.gguf import model as gguf
 from keepwarm.models.gguf.tokenizer import write_tokenizer
 
@@ -38,6 +38,7 @@ class Model:
     config: dict[str, Any]
     n_context: int  # tokens, prompt and answer together
     n_bytes: int = 0  # of the weights
+    generation_config: dict[str, Any] = field(default_factory=dict)  # the makers' sampling
 
 
 class _Parts(NamedTuple):
@@ -77,7 +78,8 @@ def read_model(name: str, path: Path, report: Callable[[str], None] = lambda _: 
     except RuntimeError as error:
         raise BadModelFile(f"The weights of {path} cannot be read ({error}).") from error
     module, tokenizer, config = parts
-    return Model(name, path, module, tokenizer, config, n_context(config), n_bytes)
+    generation = read_generation_config(path)
+    return Model(name, path, module, tokenizer, config, n_context(config), n_bytes, generation)
 
 
 def _read_weights(weights: Iterable[mx.array], n_bytes: int, report: Callable[[str], None]) -> None:

@@ -94,9 +94,7 @@ def codex(server: ServerInfo) -> ClientSetup:
         **{f"model_providers.keepwarm.{name}": value for name, value in provider.items()},
     }
     arguments = [part for name, value in options.items() for part in ("-c", _toml(name, value))]
-    return ClientSetup(
-        ("codex", *arguments), {}, {KEY_VARIABLE: server.key}, first_prompt=13_000
-    )
+    return ClientSetup(("codex", *arguments), {}, {KEY_VARIABLE: server.key}, first_prompt=13_000)
 
 
 def _toml(name: str, value: str | int) -> str:

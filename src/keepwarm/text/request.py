@@ -28,14 +28,18 @@ Inexact: TypeAlias = Literal[
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters, and when the answer ends. The defaults are greedy decoding."""
+    """Sampling parameters, and when the answer ends.
+
+    From `temperature` to `repetition_penalty` None means the engine's default: the setting, else
+    what the model's `generation_config.json` says, else greedy decoding.
+    """
 
     max_tokens: int | None = None  # None: up to the end of the context
-    temperature: float = 0.0  # 0: greedy
-    top_p: float = 1.0  # 1: all tokens
-    top_k: int = 0  # 0: all tokens
-    min_p: float = 0.0  # relative to the most likely token; 0: all tokens
-    repetition_penalty: float = 1.0  # of tokens in prompt and answer; 1: none
+    temperature: float | None = None  # 0: greedy
+    top_p: float | None = None  # 1: all tokens
+    top_k: int | None = None  # 0: all tokens
+    min_p: float | None = None  # relative to the most likely token; 0: all tokens
+    repetition_penalty: float | None = None  # of tokens in prompt and answer; 1: none
     presence_penalty: float = 0.0  # of tokens in the answer, once
     frequency_penalty: float = 0.0  # of tokens in the answer, for each occurrence
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id, -100 to 100

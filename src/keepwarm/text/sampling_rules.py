@@ -1,13 +1,17 @@
-"""Checks the sampling parameters of a request before it runs."""
+"""The sampling parameters of a request: what holds where it is silent, and which are refused."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+from keepwarm.config import Settings
 from keepwarm.errors import BadInput
 from keepwarm.text.request import Sampling
 
+LOG = logging.getLogger(__name__)
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_BIAS = 100
@@ -44,10 +48,53 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+class DrawRules(NamedTuple):
+    """How tokens are drawn. The defaults are greedy decoding."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def of(self, sampling: Sampling) -> DrawRules:
+        """What holds for a request: its own values, and these where it has none."""
+        given = {name: getattr(sampling, name) for name in self._fields}
+        return self._replace(**{name: each for name, each in given.items() if each is not None})
+
+    def complete(self, sampling: Sampling) -> Sampling:
+        """The request's parameters, with nothing left open."""
+        return replace(sampling, **self.of(sampling)._asdict())
+
+
+def default_rules(generation_config: Mapping[str, Any], settings: Settings) -> DrawRules:
+    """What holds where a request is silent: the setting, else the model's file, else greedy."""
+    use_file = settings.sampling == "model"
+    rules = _rules_of_file(generation_config) if use_file else DrawRules()
+    if settings.temperature is None:
+        return rules
+    return rules._replace(temperature=settings.temperature)
+
+
+def _rules_of_file(given: Mapping[str, Any]) -> DrawRules:
+    """As transformers reads it: without a temperature a model that samples has 1."""
+    found = {name: given[name] for name in DrawRules._fields if given.get(name) is not None}
+    for name in [name for name, value in found.items() if not RULES[name][0](value)]:
+        must, value = RULES[name][1], found.pop(name)
+        LOG.warning("generation_config.json: %s is %.40r, not %s; ignored", name, value, must)
+    if given.get("do_sample") is True:
+        found.setdefault("temperature", 1.0)
+    elif given.get("do_sample") is False:
+        found["temperature"] = 0.0
+    return DrawRules(**found)
+
+
 def check_sampling(sampling: Sampling, n_vocab: int) -> None:
     """Raise BadInput for the first parameter that is out of range."""
     for name, (holds, must) in RULES.items():
         value = getattr(sampling, name)
+        if value is None and name in DrawRules._fields:
+            continue
         if not holds(value):
             raise BadInput(f"{name} is {value!r}; it must be {must}.")
     _check_bias(sampling.logit_bias, n_vocab)

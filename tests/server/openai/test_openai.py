@@ -56,7 +56,7 @@ def asked(**fields):
 
 def completed(**fields):
     body = CompletionRequest.model_validate(fields)
-    return completions.requests_of(body, CALLER, SETTINGS)
+    return completions.requests_of(body, CALLER)
 
 
 # The request.

@@ -44,6 +44,7 @@ from keepwarm.text.request import (
     ToolChoice,
     Usage,
 )
+from keepwarm.text.sampling_rules import DrawRules
 
 SETTINGS = config.load({})
 CALLER = RequestFields("", None, Policy.READ_WRITE, False, KVOptions(), None)
@@ -256,7 +257,7 @@ def builder(kept=None, **fields):
     request = request_of(given, items_of(given.input), CALLER, SETTINGS)
     options = answer_options_of(given, offered_tools(given.tools or ()), request)
     keep = (kept if kept is not None else []).append
-    return ResponseBuilder(initial_response(given, "tiny", request), options, keep)
+    return ResponseBuilder(initial_response(given, "tiny", request, DrawRules()), options, keep)
 
 
 def streamed(events, made):
@@ -391,7 +392,7 @@ def test_failures_have_codes_that_clients_know(problem, code):
 
 
 def stored(store, name, given=1, size=10, before=(), tenant=""):
-    response = initial_response(body(), "tiny", asked()) | {"id": name}
+    response = initial_response(body(), "tiny", asked(), DrawRules()) | {"id": name}
     response["output"] = [{"type": "message", "id": f"msg_{name}", "content": "x" * size}]
     all_items = [*before, *items(*[{"role": "user", "content": f"to {name}"}] * given)]
     store.put(tenant, response, all_items, given)
@@ -467,7 +468,10 @@ def test_every_byte_is_counted():
         {"x" * 9000: 1},
     ):
         store = ResponseStore()
-        response = initial_response(body(), "tiny", asked()) | {"id": "a", "output": []}
+        response = initial_response(body(), "tiny", asked(), DrawRules()) | {
+            "id": "a",
+            "output": [],
+        }
         store.put("", response, items({"role": "user", **change}), 1)
         assert store.n_bytes > size + 6000, change
 

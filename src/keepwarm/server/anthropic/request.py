@@ -69,7 +69,7 @@ def request_of(body: CountRequest, fields: RequestFields, settings: Settings) ->
         format=Format(json=True, schema=output.format.schema_)
         if output and output.format
         else None,
-        sampling=_sampling(body, settings) if isinstance(body, MessagesRequest) else Sampling(),
+        sampling=_sampling(body) if isinstance(body, MessagesRequest) else Sampling(),
         breakpoints=_breakpoints(body, converted),
         **fields._asdict(),
     )
@@ -90,12 +90,12 @@ def session_of(user_id: str | None) -> str | None:
     return named[1] if named else user_id
 
 
-def _sampling(body: MessagesRequest, settings: Settings) -> Sampling:
+def _sampling(body: MessagesRequest) -> Sampling:
     return Sampling(
         max_tokens=body.max_tokens,
-        temperature=settings.temperature if body.temperature is None else body.temperature,
-        top_p=body.top_p or 1.0,
-        top_k=body.top_k or 0,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
         stop=tuple(body.stop_sequences or ()),
     )
 

@@ -139,11 +139,9 @@ def _by_chat(body: ChatRequest, request: Request, settings: Config) -> engine_re
     return scrub.scrub_request(asked, scrub.rules_for(settings.scrub, request.headers))
 
 
-def _by_completion(
-    body: CompletionRequest, request: Request, settings: Config
-) -> engine_request.Request:
+def _by_completion(body: CompletionRequest, request: Request) -> engine_request.Request:
     caller = request_fields(request, body.keepwarm, body.prompt_cache_key)
-    asked = completions.requests_of(body, caller, settings)
+    asked = completions.requests_of(body, caller)
     if len(asked) > 1:
         raise BadField("The body has several prompts; send one at a time.", "prompt")
     return asked[0]

@@ -72,7 +72,7 @@ def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> 
         template_options=options,
         format=_format(body.response_format),
         sampling=sampling_of(
-            body, settings, body.max_completion_tokens or body.max_tokens, _top_logprobs(body)
+            body, body.max_completion_tokens or body.max_tokens, _top_logprobs(body)
         ),
         n=body.n or 1,
         **fields._asdict(),
@@ -80,20 +80,17 @@ def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> 
 
 
 def sampling_of(
-    body: BaseCompletionRequest,
-    settings: Settings,
-    max_tokens: int | None,
-    top_logprobs: int | None,
+    body: BaseCompletionRequest, max_tokens: int | None, top_logprobs: int | None
 ) -> Sampling:
     """Sampling options, the same for chat and text completions."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Sampling(
         max_tokens=max_tokens,
-        temperature=settings.temperature if body.temperature is None else body.temperature,
-        top_p=body.top_p or 1.0,
-        top_k=body.top_k or 0,
-        min_p=body.min_p or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=_logit_bias(body.logit_bias or {}),

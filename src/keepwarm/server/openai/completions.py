@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from keepwarm.config import Settings
 from keepwarm.errors import BadField
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields
@@ -33,12 +32,10 @@ from keepwarm.text.request import (
 DEFAULT_MAX_TOKENS = 16
 
 
-def requests_of(
-    body: CompletionRequest, fields: RequestFields, settings: Settings
-) -> list[Request]:
+def requests_of(body: CompletionRequest, fields: RequestFields) -> list[Request]:
     """One request for each prompt."""
     _check(body)
-    sampling = sampling_of(body, settings, body.max_tokens or DEFAULT_MAX_TOKENS, body.logprobs)
+    sampling = sampling_of(body, body.max_tokens or DEFAULT_MAX_TOKENS, body.logprobs)
     prompts = prompts_of(body)
     n = body.n or 1
     if len(prompts) * n > MAX_ANSWERS:

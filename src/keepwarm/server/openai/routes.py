@@ -62,12 +62,12 @@ async def create_chat_completion(
 
 @router.post("/completions", responses=answer_docs(TextCompletion))
 async def create_completion(
-    body: CompletionRequest, request: Request, host: Host, settings: Config, turn: InTurn
+    body: CompletionRequest, request: Request, host: Host, turn: InTurn
 ) -> Response:
     """Continue one or more texts, as one object or as a stream of chunks."""
     host.check_model(body.model)
     fields = request_fields(request, body.keepwarm, body.prompt_cache_key)
-    requests = await turn.build(lambda: completions.requests_of(body, fields, settings))
+    requests = await turn.build(lambda: completions.requests_of(body, fields))
     n = requests[0].n
     texts = await turn.build(lambda: _echoed(host, body, requests))
     echoed = [text for text in texts for _ in range(n)]
@@ -125,4 +125,5 @@ def _model(host: EngineHost) -> ModelOut:
         "owned_by": "keepwarm",
         "context_length": host.engine.model.n_context,
         "shares_batches": host.engine.stats().shares_batches,
+        "sampling": host.engine.sampling._asdict(),  # type: ignore[typeddict-item]
     }

@@ -103,7 +103,9 @@ class BaseCompletionRequest(JsonInput):
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     seed: int | None = None
     stop: Stop | Annotated[Checked[Stop], Field(max_length=MAX_STOPS)] | None = None
-    temperature: float | None = Field(default=None, ge=0, le=2, description="Default 0.")
+    temperature: float | None = Field(
+        default=None, ge=0, le=2, description="0 is greedy. Default: see `/v1/models`."
+    )
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0)
     min_p: float | None = Field(default=None, ge=0, le=1)
@@ -233,6 +235,16 @@ class TextCompletion(TypedDict):
     keepwarm: ReceiptOut
 
 
+class SamplingOut(TypedDict):
+    """What holds where a request is silent."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+
+
 class ModelOut(TypedDict):
     id: str
     object: Literal["model"]
@@ -240,6 +252,7 @@ class ModelOut(TypedDict):
     owned_by: str
     context_length: int
     shares_batches: bool | None  # false: its answers are decoded one by one; null: not tried yet
+    sampling: SamplingOut
 
 
 class ModelList(TypedDict):

@@ -36,6 +36,7 @@ from keepwarm.text.request import (
     ToolCall,
     ToolCalled,
 )
+from keepwarm.text.sampling_rules import DrawRules
 
 Frames: TypeAlias = list[dict[str, Any]]
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
@@ -65,8 +66,11 @@ def answer_options_of(
     return AnswerOptions(offered.names, offered.ignored, encrypted, writes, n_dropped, pieces)
 
 
-def initial_response(body: ResponsesRequest, model: str, asked: Request) -> ResponseOut:
-    """The response before generation: status and the request's options."""
+def initial_response(
+    body: ResponsesRequest, model: str, asked: Request, defaults: DrawRules
+) -> ResponseOut:
+    """The response before generation: status and the options that hold."""
+    rules = defaults.of(asked.sampling)
     given = body.model_dump(
         include={"tools", "tool_choice", "reasoning", "text"}, exclude_none=True, by_alias=True
     )
@@ -89,12 +93,12 @@ def initial_response(body: ResponsesRequest, model: str, asked: Request) -> Resp
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": None, "summary": None} | given.get("reasoning", {}),
         "store": body.store is not False,
-        "temperature": asked.sampling.temperature,
+        "temperature": rules.temperature,
         "text": {"format": {"type": "text"}} | given.get("text", {}),
         "tool_choice": given.get("tool_choice", "auto"),
         "tools": given.get("tools", []),
         "top_logprobs": asked.sampling.top_logprobs or 0,
-        "top_p": asked.sampling.top_p,
+        "top_p": rules.top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,

@@ -71,7 +71,7 @@ def request_of(
         thinking=None if effort is None else effort not in NOT_THINKING,
         template_options={} if effort is None else {"reasoning_effort": effort},
         format=_format(body.text.format) if body.text and body.text.format else None,
-        sampling=_sampling(body, settings) if isinstance(body, ResponsesRequest) else Sampling(),
+        sampling=_sampling(body) if isinstance(body, ResponsesRequest) else Sampling(),
         **fields._asdict(),
     )
 
@@ -251,11 +251,11 @@ def _format(wanted: TextFormat) -> Format | None:
     return Format(json=True, schema=wanted.schema_)
 
 
-def _sampling(body: ResponsesRequest, settings: Settings) -> Sampling:
+def _sampling(body: ResponsesRequest) -> Sampling:
     return Sampling(
         max_tokens=body.max_output_tokens,
-        temperature=settings.temperature if body.temperature is None else body.temperature,
-        top_p=body.top_p or 1.0,
+        temperature=body.temperature,
+        top_p=body.top_p,
         top_logprobs=_top_logprobs(body),
     )
 

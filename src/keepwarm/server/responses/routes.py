@@ -133,6 +133,7 @@ async def create_response(
     items = await answers.conversation(body)
     build = request_builder(body, request, settings)
     asked = await turn.build(lambda: build(items))
+    response = initial_response(body, host.name, asked, host.engine.sampling)
     try:
         answer, n_dropped = await _submit(
             host, turn, asked, build, items if body.truncation == "auto" else ()
@@ -140,16 +141,12 @@ async def create_response(
     except ContextTooLong as error:
         if not body.stream:
             raise
-        return _failed_stream(initial_response(body, host.name, asked), problem_of(error))
+        return _failed_stream(response, problem_of(error))
     wants_logprobs = asked.sampling.top_logprobs is not None
     pieces = Pieces(host.engine.model.tokenizer) if wants_logprobs else None
     options = answer_options_of(body, offered_tools(body.tools or ()), asked, n_dropped, pieces)
     n_given = len(items_of(body.input))
-    builder = ResponseBuilder(
-        initial_response(body, host.name, asked),
-        options,
-        partial(answers.save, asked, items, n_given),
-    )
+    builder = ResponseBuilder(response, options, partial(answers.save, asked, items, n_given))
     if body.stream:
         return EventStream(answer, ResponseStream(builder))
     return WholeAnswer(BuiltAnswer(answer, builder), lambda _: builder.response)
