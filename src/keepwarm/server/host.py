@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from keepwarm.errors import StillLoading, Stopping, UnknownModel
-from keepwarm.text.request import Done, Event, KVOptions, Receipt, Result, Started, Usage
+from keepwarm.text.request import (
+    Choice,
+    Done,
+    Event,
+    Finished,
+    KVOptions,
+    Receipt,
+    Result,
+    Started,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from keepwarm.cache.store import Store
@@ -60,11 +71,16 @@ def _submit_all(
 
 
 class ObservedAnswer(AsyncIterator[Event]):
-    """An engine's answer that reports its usage once its end is read."""
+    """An engine's answer that reports its usage once its end is read.
 
-    def __init__(self, answer: Answer, on_done: Callable[[Usage], None]) -> None:
+    A client that asked for no tokens gets `n_empty` empty choices.
+    """
+
+    def __init__(self, answer: Answer, on_done: Callable[[Usage], None], n_empty: int = 0) -> None:
         self._answer = answer
         self._on_done = on_done
+        self._empty = [Finished(choice, "length") for choice in range(n_empty)]
+        self._done: Done | None = None  # read, but behind the empty choices
         self.receipt: Receipt | None = None
         self.usage: Usage | None = None
 
@@ -79,7 +95,11 @@ class ObservedAnswer(AsyncIterator[Event]):
         return self
 
     async def __anext__(self) -> Event:
-        event = await anext(self._answer)
+        event: Event = await anext(self._answer) if self._done is None else self._done
+        if isinstance(event, Done) and self._empty:
+            self._done = event
+            return self._empty.pop(0)
+        self._done = None
         if isinstance(event, Started | Done):
             self.receipt = event.receipt
         if isinstance(event, Done):
@@ -88,6 +108,9 @@ class ObservedAnswer(AsyncIterator[Event]):
 
     async def wait(self) -> Result:
         result = await self._answer.wait()
+        if self._empty:
+            nothing = Choice("", "", (), "length", None, ())
+            result = replace(result, choices=(nothing,) * len(self._empty))
         self.receipt = result.receipt
         self._end(result.usage)
         return result
@@ -139,7 +162,8 @@ class EngineHost:
         """Start several answers; if one is refused, the others are cancelled."""
         turn.agent = requests[0].agent if requests else None
         answers = await turn.run(_submit_all, self.engine, requests)
-        return self._observed(answers, turn)
+        is_empty = requests[0].sampling.max_tokens == 0 if requests else False
+        return self._observed(answers, turn, requests[0].n if is_empty else 0)
 
     async def warm(self, request: Request, turn: Turn) -> ObservedAnswer:
         """Start to prefill a prompt that needs no answer."""
@@ -147,9 +171,11 @@ class EngineHost:
         (answer,) = self._observed([await turn.run(self.engine.warm, request)], turn)
         return answer
 
-    def _observed(self, answers: Sequence[Answer], turn: Turn) -> list[ObservedAnswer]:
+    def _observed(
+        self, answers: Sequence[Answer], turn: Turn, n_empty: int = 0
+    ) -> list[ObservedAnswer]:
         turn.end()
-        observed = [ObservedAnswer(answer, self._answered) for answer in answers]
+        observed = [ObservedAnswer(answer, self._answered, n_empty) for answer in answers]
         turn.answers = observed
         return observed
 

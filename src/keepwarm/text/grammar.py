@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from numpy.typing import NDArray
 
 from keepwarm.errors import BadInput, EngineFailed
@@ -23,6 +25,8 @@ Trial: TypeAlias = Callable[[str], None]
 MAX_COMPILED = 16  # of one tenant, in the LRU cache
 MAX_TENANTS = 64
 MAX_CHARACTERS = 256 << 10  # of a schema or a grammar
+MAX_GBNF = 16 << 10  # characters; converting a grammar four times as long takes seconds
+LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
 ANY_OBJECT = {"type": "object"}
 # Bounded: some models would write whitespace until max_tokens.
 BLANKS = r"[ \n\r\t]{1,64}"
@@ -204,7 +208,23 @@ def _grammar_of(wanted: Format) -> str | None:
         return None if schema is None else _schema_grammar(schema)
     if schema is not None:
         raise BadInput("The answer's format is JSON and a grammar at once; choose one of them.")
-    return LLMatcher.grammar_from_lark(wanted.grammar)
+    return LLMatcher.grammar_from_lark(_lark(wanted.grammar))
+
+
+def _lark(grammar: str) -> str:
+    """Lark as it is; GBNF, the language of llama.cpp, converted."""
+    if "::=" not in grammar or LARK.search(grammar):
+        return grammar
+    if len(grammar) > MAX_GBNF:
+        raise BadInput(
+            f"The grammar is {len(grammar):,} characters of GBNF; send at most {MAX_GBNF:,}, "
+            "or write it in Lark."
+        )
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:  # it raises all kinds of errors
+        reason = _one_line(str(error))
+        raise BadInput(f"The GBNF grammar cannot be read ({reason}); change it.") from error
 
 
 def _with_preamble(preamble: str, text: str, wanted: Format) -> str:

@@ -73,7 +73,7 @@ class Format:
 
     json: bool = False  # any JSON object
     schema: Mapping[str, Any] | None = None  # JSON that matches this JSON schema
-    grammar: str | None = None  # text that matches this Lark grammar, as llguidance reads it
+    grammar: str | None = None  # text that matches this grammar: llguidance's Lark, or GBNF
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,8 @@ from keepwarm.text.request import (
 
 NOT_THINKING = frozenset({"none", "minimal"})
 SEEDS = 1 << 63
+TO_THE_END = ALL_TOKENS = -1  # as llama.cpp and vLLM write them
+LEAST_TOP_P = 1e-9  # for 0: only the likeliest token
 
 
 # Request
@@ -70,10 +72,8 @@ def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> 
         tool_choice=_tool_choice(body),
         thinking=None if thinking is None else bool(thinking),
         template_options=options,
-        format=_format(body.response_format),
-        sampling=sampling_of(
-            body, body.max_completion_tokens or body.max_tokens, _top_logprobs(body)
-        ),
+        format=grammar_of(body) or _format(body.response_format),
+        sampling=sampling_of(body, _max_tokens(body), _top_logprobs(body)),
         n=body.n or 1,
         **fields._asdict(),
     )
@@ -85,10 +85,10 @@ def sampling_of(
     """Sampling options, the same for chat and text completions."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Sampling(
-        max_tokens=max_tokens,
+        max_tokens=None if max_tokens == TO_THE_END else max_tokens,
         temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
+        top_p=LEAST_TOP_P if body.top_p == 0 else body.top_p,
+        top_k=0 if body.top_k == ALL_TOKENS else body.top_k,
         min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
@@ -96,8 +96,21 @@ def sampling_of(
         logit_bias=_logit_bias(body.logit_bias or {}),
         seed=None if body.seed is None else body.seed % SEEDS,
         top_logprobs=top_logprobs,
-        stop=tuple(stop),
+        stop=tuple(filter(None, stop)),
     )
+
+
+def _max_tokens(body: ChatRequest) -> int | None:
+    given = body.max_completion_tokens
+    return body.max_tokens if given is None else given
+
+
+def grammar_of(body: BaseCompletionRequest) -> Format | None:
+    if not body.grammar:
+        return None
+    if isinstance(body, ChatRequest) and _format(body.response_format) is not None:
+        raise BadField("grammar and response_format cannot be combined; send one.", "grammar")
+    return Format(grammar=body.grammar)
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:

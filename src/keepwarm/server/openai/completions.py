@@ -8,7 +8,7 @@ from typing import Any
 from keepwarm.errors import BadField
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields
-from keepwarm.server.openai.chat import sampling_of
+from keepwarm.server.openai.chat import grammar_of, sampling_of
 from keepwarm.server.openai.chunks import Chunks, CompletionMeta, usage_dict
 from keepwarm.server.openai.shapes import (
     MAX_ANSWERS,
@@ -35,14 +35,18 @@ DEFAULT_MAX_TOKENS = 16
 def requests_of(body: CompletionRequest, fields: RequestFields) -> list[Request]:
     """One request for each prompt."""
     _check(body)
-    sampling = sampling_of(body, body.max_tokens or DEFAULT_MAX_TOKENS, body.logprobs)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    sampling, format_ = sampling_of(body, max_tokens, body.logprobs), grammar_of(body)
     prompts = prompts_of(body)
     n = body.n or 1
     if len(prompts) * n > MAX_ANSWERS:
         raise BadField(
             f"The request asks for more than {MAX_ANSWERS} answers; send fewer prompts.", "prompt"
         )
-    return [Request(prompt=p, sampling=sampling, n=n, **fields._asdict()) for p in prompts]
+    return [
+        Request(prompt=p, sampling=sampling, format=format_, n=n, **fields._asdict())
+        for p in prompts
+    ]
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:

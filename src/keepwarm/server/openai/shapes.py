@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
 from keepwarm.server.http.body import MAX_MEMBERS, Checked, JsonInput, Members
@@ -16,9 +16,16 @@ MAX_CHOICES = 16
 MAX_ANSWERS = 128  # of all prompts of a request
 MAX_STOPS = 16
 
-TokenCount = Annotated[int, Field(ge=1)]
+
+def _whole(value: object) -> object:
+    """A whole number that is written with a decimal point, as 40.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+TokenCount = Annotated[
+    int, Field(ge=-1, description="-1: up to the end of the context; 0: no answer.")
+]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Stop = Annotated[str, Field(min_length=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -102,12 +109,14 @@ class BaseCompletionRequest(JsonInput):
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     seed: int | None = None
-    stop: Stop | Annotated[Checked[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: str | Annotated[Checked[str], Field(max_length=MAX_STOPS)] | None = None
     temperature: float | None = Field(
         default=None, ge=0, le=2, description="0 is greedy. Default: see `/v1/models`."
     )
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: Annotated[int | None, BeforeValidator(_whole)] = Field(
+        default=None, ge=-1, description="0 or -1: all tokens."
+    )
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     presence_penalty: Penalty | None = None
@@ -117,6 +126,7 @@ class BaseCompletionRequest(JsonInput):
     )
     prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
     user: str | None = None
+    grammar: str | None = Field(default=None, description="GBNF or Lark: what an answer may be.")
     keepwarm: KeepwarmOptions | None = None
 
 
@@ -136,7 +146,7 @@ class ChatRequest(BaseCompletionRequest):
 
 class CompletionRequest(BaseCompletionRequest):
     prompt: str | Checked[str] | Checked[int] | Checked[Checked[int]]
-    max_tokens: TokenCount | None = Field(default=None, description="Default 16.")
+    max_tokens: TokenCount | None = None  # 16
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = None
     suffix: str | None = Field(default=None, description="Rejected: this server does not infill.")
