@@ -1,15 +1,33 @@
 """What other servers accept: each is honoured here too, or refused by name."""
 
+import json
+from dataclasses import replace
+
 import openai
 import pytest
+from openai.types.chat import ChatCompletion
 
 from keepwarm import config
 from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadField
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.openai import chat, completions
+from keepwarm.server.openai.calls import call_style_of, custom_input
+from keepwarm.server.openai.chunks import CompletionMeta
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest
-from keepwarm.text.request import Format, KVOptions
+from keepwarm.text.request import (
+    Choice,
+    Done,
+    Finished,
+    Format,
+    KVOptions,
+    Receipt,
+    Result,
+    ToolCall,
+    ToolCalled,
+    ToolChoice,
+    Usage,
+)
 
 SETTINGS = config.load({})
 CALLER = RequestFields("", None, Policy.READ_WRITE, False, KVOptions(), None)
@@ -123,3 +141,112 @@ def test_a_grammar_beside_another_format_is_refused():
     assert asked(grammar=YES_OR_NO).format == Format(grammar=YES_OR_NO)
     with pytest.raises(BadField, match="cannot be combined"):
         asked(grammar=YES_OR_NO, response_format={"type": "json_object"})
+
+
+# Tools.
+
+PATCH = {"type": "custom", "custom": {"name": "patch", "description": "Edits."}}
+READ = {"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}
+NOTHING = {"parameters": {"type": "object", "additionalProperties": False}}
+OLD = {"name": "read", "parameters": {"type": "object"}}
+CALL = ToolCall("c1", "patch", '{"input": "+ \\"ä\\""}')
+READING = ToolCall("c2", "read", "{}")
+META = CompletionMeta("id", 1, "m")
+USAGE, RECEIPT = Usage(9, 8, 5, 2, 4.0, 100.0), Receipt(9, {}, 9, 0.0)
+
+
+def names(request):
+    return [tool["function"]["name"] for tool in request.tools]
+
+
+def told(body, *calls):
+    """The message and finish reason of an answer with these calls, whole and streamed."""
+    meta = replace(META, calls=call_style_of(ChatRequest.model_validate(body)))
+    choice = Choice("", "", calls, "tool_calls", None, ())
+    whole = ChatCompletion.model_validate(
+        chat.completion(meta, Result((choice,), USAGE, RECEIPT), None), strict=True
+    )
+    encoder = chat.ChatStream(meta, 1, False, None)
+    events = [*(ToolCalled(0, call) for call in calls), Finished(0, "tool_calls")]
+    frames = b"".join(encoder.event(event) for event in (*events, Done(USAGE, RECEIPT)))
+    lines = [line.removeprefix("data: ") for line in frames.decode().split("\n\n") if line]
+    chunks = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    return whole.choices[0], chunks
+
+
+def test_a_custom_tool_is_a_function_with_one_text():
+    request = asked(
+        tools=[PATCH, READ], tool_choice={"type": "custom", "custom": {"name": "patch"}}
+    )
+    assert names(request) == ["patch", "read"]
+    assert request.tools[0]["function"]["parameters"]["required"] == ["input"]
+    assert request.tool_choice == ToolChoice("required", "patch")
+    grammar = {"type": "custom", "custom": {"name": "x", "format": {"type": "grammar"}}}
+    with pytest.raises(BadField, match="is a grammar") as refused:
+        asked(tools=[PATCH, grammar])
+    assert refused.value.param == "tools[1].custom.format"
+
+
+def test_a_call_of_a_custom_tool_is_told_as_one():
+    choice, chunks = told({"messages": [USER], "tools": [PATCH, READ]}, CALL, READING)
+    custom, function = choice.message.tool_calls
+    assert (custom.type, custom.custom.name, custom.custom.input) == ("custom", "patch", '+ "ä"')
+    assert (function.type, function.function.name) == ("function", "read")
+    calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
+    assert [call["index"] for call in calls] == [0, 0, 1, 1]
+    assert calls[0]["custom"] == {"name": "patch", "input": ""}
+    assert calls[1] == {"index": 0, "custom": {"input": '+ "ä"'}}
+
+
+@pytest.mark.parametrize("arguments", ["{", "[]", '{"input": 5}', '{"other": "x"}'])
+def test_an_input_that_is_no_text_is_shown_as_it_is(arguments):
+    assert custom_input(arguments) == arguments
+
+
+def test_only_allowed_tools_are_offered():
+    named = {"type": "function", "function": {"name": "read"}}
+    allowed = {"mode": "required", "tools": [named]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    request = asked(tools=[PATCH, READ], tool_choice=choice)
+    assert names(request) == ["read"]
+    assert request.tool_choice == ToolChoice("required")
+    with pytest.raises(BadField, match="not in tools"):
+        asked(tools=[PATCH], tool_choice=choice)
+
+
+def test_functions_from_before_there_were_tools():
+    past = [
+        USER,
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": "read", "arguments": "{}"},
+        },
+        {"role": "function", "name": "read", "content": "Rain."},
+    ]
+    request = asked(messages=past, functions=[OLD], function_call={"name": "read"})
+    assert names(request) == ["read"]
+    assert request.tool_choice == ToolChoice("required", "read", parallel=False)
+    called, result = request.messages[1:]
+    assert called["tool_calls"][0]["function"] == {"name": "read", "arguments": "{}"}
+    assert (result["role"], result["content"]) == ("tool", "Rain.")
+    assert result["tool_call_id"] == called["tool_calls"][0]["id"]
+    assert asked(functions=[OLD], function_call="none").tool_choice.mode == "none"
+    with pytest.raises(BadField, match="cannot be combined"):
+        asked(functions=[OLD], tools=[READ])
+
+
+def test_their_calls_are_told_as_then():
+    choice, chunks = told({"messages": [USER], "functions": [OLD]}, READING)
+    assert choice.finish_reason == "function_call"
+    assert choice.message.tool_calls is None
+    assert choice.message.function_call.name == "read"
+    deltas = [chunk["delta"].get("function_call") for chunk in chunks]
+    assert deltas == [{"name": "read", "arguments": ""}, {"arguments": "{}"}, None]
+    assert chunks[-1]["finish_reason"] == "function_call"
+
+
+def test_an_old_function_is_called(client):
+    answer = ask(client, max_tokens=60, functions=[OLD | NOTHING], function_call={"name": "read"})
+    assert answer.choices[0].finish_reason == "function_call"
+    assert answer.choices[0].message.function_call.name == "read"

@@ -168,11 +168,38 @@ def test_reasoning_of_another_server_is_ignored(foreign):
 # Tools and options.
 
 
+def test_a_custom_tool_is_called_with_text():
+    made = builder(tools=[PATCH]).add(ToolCalled(0, ToolCall("c", "patch", '{"input": "+ x"}')))
+    item = made[-1]["item"]
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "patch", "+ x")
+    kinds = [event["type"].removeprefix("response.") for event in made[1:3]]
+    assert kinds == ["custom_tool_call_input.delta", "custom_tool_call_input.done"]
+    for number, event in enumerate(made):
+        EVENTS.validate_python({**event, "sequence_number": number})
+    grammar = PATCH | {"format": {"type": "grammar", "syntax": "lark", "definition": "x"}}
+    assert offered_tools([ResponseTool.model_validate(grammar)]).ignored == ["patch"]
+    assert asked(tools=[PATCH], tool_choice={"type": "custom", "name": "patch"}).tool_choice == (
+        ToolChoice("required", "patch")
+    )
+
+
+def test_only_allowed_tools_are_offered():
+    named = {"type": "function", "name": "read"}
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+    request = asked(tools=[READ, PATCH], tool_choice=choice)
+    assert [tool["function"]["name"] for tool in request.tools] == ["read"]
+    assert request.tool_choice == ToolChoice("required")
+    with pytest.raises(BadField, match="not in tools"):
+        asked(tools=[PATCH], tool_choice=choice)
+
+
 def test_functions_are_offered_and_hosted_tools_left_out():
     tools = offered_tools([ResponseTool.model_validate(tool) for tool in (READ, SEARCH, NAMESPACE)])
-    assert [tool["function"]["name"] for tool in tools.tools] == ["read", "files__read"]
-    assert tools.names["files__read"] == ("read", "files")
-    assert tools.ignored == ["web_search", "patch"]
+    names = [tool["function"]["name"] for tool in tools.tools]
+    assert names == ["read", "files__read", "files__patch"]
+    assert tools.names["files__read"] == ("read", "files", False)
+    assert tools.names["files__patch"].custom
+    assert tools.ignored == ["web_search"]
 
 
 @pytest.mark.parametrize(
@@ -327,7 +354,7 @@ def test_what_an_answer_holds():
         "cache_write_tokens": 15,
     }
     assert answer["usage"]["total_tokens"] == 28
-    assert answer["keepwarm"]["ignored_tools"] == ["patch", "web_search"]
+    assert answer["keepwarm"]["ignored_tools"] == ["web_search"]
     assert answer["keepwarm"]["scrubbed"] == ["budget"]
     assert answer["tools"] == [NAMESPACE, SEARCH]
     assert (answer["metadata"], answer["reasoning"]["effort"]) == ({"a": "b"}, "low")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from keepwarm.server.http.content import Unread, content_of
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.http.scrub import SYSTEM_ROLES
+from keepwarm.server.openai.calls import CallStyle, offered_tools, past_calls, tool_choice_of
 from keepwarm.server.openai.chunks import Chunks, CompletionMeta, usage_dict
 from keepwarm.server.openai.shapes import (
     BaseCompletionRequest,
@@ -21,12 +21,7 @@ from keepwarm.server.openai.shapes import (
     ChatMessage,
     ChatMessageOut,
     ChatRequest,
-    CustomToolCallIn,
-    FunctionCallOut,
-    NamedTool,
     ResponseFormat,
-    ToolCallIn,
-    ToolCallOut,
 )
 from keepwarm.server.openai.tokens import Pieces, chat_logprobs
 from keepwarm.text.request import (
@@ -42,10 +37,7 @@ from keepwarm.text.request import (
     Sampling,
     Started,
     TokenInfo,
-    Tool,
-    ToolCall,
     ToolCalled,
-    ToolChoice,
 )
 
 NOT_THINKING = frozenset({"none", "minimal"})
@@ -58,7 +50,7 @@ LEAST_TOP_P = 1e-9  # for 0: only the likeliest token
 
 
 def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> Request:
-    tools = [_tool(tool.function.model_dump(exclude_none=True)) for tool in body.tools or ()]
+    tools = offered_tools(body)
     options = dict(body.chat_template_kwargs or {})
     thinking = options.pop("enable_thinking", None)
     if body.reasoning_effort is not None:
@@ -69,7 +61,7 @@ def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> 
         messages=[_message(message, i, unread) for i, message in enumerate(body.messages)],
         unread=unread.kinds,
         tools=tools,
-        tool_choice=_tool_choice(body),
+        tool_choice=tool_choice_of(body, tools),
         thinking=None if thinking is None else bool(thinking),
         template_options=options,
         format=grammar_of(body) or _format(body.response_format),
@@ -141,50 +133,14 @@ def _message(message: ChatMessage, index: int, unread: Unread) -> Message:
     """A message for the chat template; the role `developer` becomes `system`."""
     role = "system" if message.role == "developer" else message.role
     content = content_of(message.content, f"messages[{index}].content", unread)
-    result: dict[str, Any] = {"role": role, "content": content}
-    if message.tool_calls:
-        result["tool_calls"] = [_past_call(call) for call in message.tool_calls]
+    result: dict[str, Any] = {"role": role, "content": content} | past_calls(message)
     reasoning = message.reasoning_content or message.reasoning
     named = {
         "name": message.name,
         "tool_call_id": message.tool_call_id,
         "reasoning_content": reasoning,
     }
-    return result | {key: value for key, value in named.items() if value is not None}
-
-
-def _past_call(call: ToolCallIn | CustomToolCallIn) -> dict[str, Any]:
-    if isinstance(call, ToolCallIn):
-        return call.model_dump()
-    return {"id": call.id, "type": "function", "function": custom_call(**call.custom.model_dump())}
-
-
-def custom_call(name: str, input: str) -> dict[str, str]:  # noqa: A002  # OpenAI's name
-    """A call with text as its input, as the call of a function with this one argument."""
-    return {"name": name, "arguments": json.dumps({"input": input}, ensure_ascii=False)}
-
-
-def _tool(function: dict[str, Any]) -> Tool:
-    return {"type": "function", "function": function}
-
-
-def _tool_choice(body: ChatRequest) -> ToolChoice:
-    parallel = body.parallel_tool_calls is not False
-    names = {tool.function.name for tool in body.tools or ()}
-    choice = body.tool_choice or "auto"
-    if isinstance(choice, NamedTool):
-        if choice.function.name not in names:
-            raise BadField(
-                "tool_choice names a tool that is not in tools; add it or choose another.",
-                "tool_choice",
-            )
-        return ToolChoice("required", choice.function.name, parallel)
-    if choice == "required" and not names:
-        raise BadField(
-            "tool_choice is required, but tools is empty; send tools or omit tool_choice.",
-            "tool_choice",
-        )
-    return ToolChoice(choice, None, parallel)
+    return {key: value for key, value in named.items() if value is not None} | result
 
 
 def _format(wanted: ResponseFormat | None) -> Format | None:
@@ -209,13 +165,15 @@ def completion(meta: CompletionMeta, result: Result, pieces: Pieces | None) -> C
         "object": "chat.completion",
         "created": meta.created,
         "model": meta.model,
-        "choices": [_choice(i, choice, pieces) for i, choice in enumerate(result.choices)],
+        "choices": [
+            _choice(i, choice, pieces, meta.calls) for i, choice in enumerate(result.choices)
+        ],
         "usage": usage_dict(result.usage),
         "keepwarm": receipt_dict(result.receipt),
     }
 
 
-def _choice(index: int, choice: Choice, pieces: Pieces | None) -> ChatChoice:
+def _choice(index: int, choice: Choice, pieces: Pieces | None, calls: CallStyle) -> ChatChoice:
     message: ChatMessageOut = {
         "role": "assistant",
         "content": None if choice.tool_calls and not choice.text else choice.text,
@@ -224,18 +182,13 @@ def _choice(index: int, choice: Choice, pieces: Pieces | None) -> ChatChoice:
     if choice.reasoning:
         message["reasoning_content"] = message["reasoning"] = choice.reasoning
     if choice.tool_calls:
-        message["tool_calls"] = [_tool_call(call) for call in choice.tool_calls]
+        message |= calls.message(choice.tool_calls)  # type: ignore[typeddict-item]
     return {
         "index": index,
         "message": message,
         "logprobs": _logprobs(pieces, choice.tokens),
-        "finish_reason": choice.reason,
+        "finish_reason": calls.reason(choice.reason),  # type: ignore[typeddict-item]
     }
-
-
-def _tool_call(call: ToolCall) -> ToolCallOut:
-    function: FunctionCallOut = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 def _logprobs(pieces: Pieces | None, tokens: Sequence[TokenInfo]) -> ChatLogprobs | None:
@@ -254,6 +207,7 @@ class ChatStream(Chunks):
         super().__init__("chat.completion.chunk", meta, usage)
         self._n = n
         self._pieces = pieces
+        self._calls = meta.calls
         self._called = [0] * n  # tool calls so far
 
     def event(self, event: Event) -> bytes:
@@ -264,7 +218,7 @@ class ChatStream(Chunks):
                 return self._release() + self._tool_called(event)
             case Finished():
                 end = self._choice(event.choice, {}, event.tokens)
-                return self._hold(end | {"finish_reason": event.reason})
+                return self._hold(end | {"finish_reason": self._calls.reason(event.reason)})
             case Started():
                 role = {"role": "assistant", "content": ""}
                 return b"".join(self._chunk(choice, role) for choice in range(self._n))
@@ -281,14 +235,9 @@ class ChatStream(Chunks):
         return self._chunk(event.choice, delta, event.tokens) if delta else b""
 
     def _tool_called(self, event: ToolCalled) -> bytes:
-        """Name and arguments in separate chunks, as clients expect."""
-        index, call = self._called[event.choice], event.call
+        first, rest = self._calls.deltas(self._called[event.choice], event.call)
         self._called[event.choice] += 1
-        named = {"index": index, **_tool_call(call._replace(arguments=""))}
-        rest = {"index": index, "function": {"arguments": call.arguments}}
-        return self._chunk(event.choice, {"tool_calls": [named]}, event.tokens) + self._chunk(
-            event.choice, {"tool_calls": [rest]}
-        )
+        return self._chunk(event.choice, first, event.tokens) + self._chunk(event.choice, rest)
 
     def _chunk(self, index: int, delta: dict[str, Any], tokens: Sequence[TokenInfo] = ()) -> bytes:
         return self._framed({"choices": [self._choice(index, delta, tokens)]})

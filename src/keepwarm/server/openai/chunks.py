@@ -9,6 +9,7 @@ from typing import Any
 from keepwarm.server.http.problems import Problem, openai_body
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.sse import comment, frame
+from keepwarm.server.openai.calls import FUNCTIONS, CallStyle
 from keepwarm.server.openai.shapes import CompletionUsage
 from keepwarm.text.request import Done, Progress, Usage
 
@@ -22,6 +23,7 @@ class CompletionMeta:
     id: str
     created: int
     model: str
+    calls: CallStyle = FUNCTIONS
 
 
 class Chunks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
@@ -13,6 +14,7 @@ from keepwarm.server.http import scrub
 from keepwarm.server.http.request_fields import Config, Host, InTurn, request_fields
 from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_id
 from keepwarm.server.openai import chat, completions
+from keepwarm.server.openai.calls import call_style_of
 from keepwarm.server.openai.chat import ChatStream
 from keepwarm.server.openai.chunks import CompletionMeta
 from keepwarm.server.openai.completions import TextStream
@@ -53,7 +55,7 @@ async def create_chat_completion(
         lambda: scrub.scrub_request(chat.request_of(body, fields, settings), rules)
     )
     answer = await host.submit(asked, turn)
-    meta = _meta(host, "chatcmpl-")
+    meta = replace(_meta(host, "chatcmpl-"), calls=call_style_of(body))
     pieces = _pieces(host) if body.logprobs else None
     if body.stream:
         return EventStream(answer, ChatStream(meta, asked.n, _wants_usage(body), pieces))

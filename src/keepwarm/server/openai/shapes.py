@@ -54,10 +54,11 @@ class CustomToolCallIn(JsonInput):
 
 
 class ChatMessage(JsonInput):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Members[ContentPart] | None = None
     name: str | None = None
     tool_calls: Members[ToolCallIn | CustomToolCallIn] | None = None
+    function_call: FunctionCall | None = Field(default=None, description="As before tools.")
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -75,6 +76,23 @@ class ChatTool(JsonInput):
     function: Function
 
 
+class CustomFormat(JsonInput):
+    type: str
+
+
+class Custom(JsonInput):
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    format: CustomFormat | None = Field(default=None, description="A grammar is rejected.")
+
+
+class CustomChatTool(JsonInput):
+    """A tool whose input is text."""
+
+    type: Literal["custom"]
+    custom: Custom
+
+
 class FunctionName(JsonInput):
     name: str
 
@@ -82,6 +100,23 @@ class FunctionName(JsonInput):
 class NamedTool(JsonInput):
     type: Literal["function"]
     function: FunctionName
+
+
+class NamedCustomTool(JsonInput):
+    type: Literal["custom"]
+    custom: FunctionName
+
+
+class AllowedNames(JsonInput):
+    mode: Literal["auto", "required"]
+    tools: Members[NamedTool | NamedCustomTool] = Field(min_length=1)
+
+
+class AllowedTools(JsonInput):
+    """Only these of the tools are offered."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedNames
 
 
 class JsonSchema(JsonInput):
@@ -137,8 +172,12 @@ class ChatRequest(BaseCompletionRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: Members[ChatTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Members[ChatTool | CustomChatTool] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedTools | None
+    ) = None
+    functions: Members[Function] | None = Field(default=None, description="Use `tools`.")
+    function_call: Literal["none", "auto"] | FunctionName | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -179,20 +218,32 @@ class ToolCallOut(TypedDict):
     function: FunctionCallOut
 
 
+class CustomOut(TypedDict):
+    name: str
+    input: str
+
+
+class CustomToolCallOut(TypedDict):
+    id: str
+    type: Literal["custom"]
+    custom: CustomOut
+
+
 class ChatMessageOut(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
     reasoning_content: NotRequired[str]
     reasoning: NotRequired[str]
-    tool_calls: NotRequired[list[ToolCallOut]]
+    tool_calls: NotRequired[list[ToolCallOut | CustomToolCallOut]]
+    function_call: NotRequired[FunctionCallOut]
 
 
 class ChatChoice(TypedDict):
     index: int
     message: ChatMessageOut
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class PromptDetails(TypedDict):

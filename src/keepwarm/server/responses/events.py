@@ -6,12 +6,13 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.engine.answer import collect
 from keepwarm.server.http.problems import Problem
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.sse import AnswerLike, frame, new_id, progress_json
+from keepwarm.server.openai.calls import custom_input
 from keepwarm.server.openai.shapes import LogprobOut
 from keepwarm.server.openai.tokens import Pieces, chat_logprobs
 from keepwarm.server.responses.request import OfferedTools, QualifiedName, encode_reasoning
@@ -41,6 +42,19 @@ from keepwarm.text.sampling_rules import DrawRules
 Frames: TypeAlias = list[dict[str, Any]]
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
+
+
+class CallShape(NamedTuple):
+    """How a kind of call is written: as an item, and as events."""
+
+    item: str
+    prefix: str  # of ids
+    field: str  # what it is called with
+    event: str
+
+
+FUNCTION_CALL = CallShape("function_call", "fc_", "arguments", "response.function_call_arguments")
+CUSTOM_CALL = CallShape("custom_tool_call", "ctc_", "input", "response.custom_tool_call_input")
 
 
 @dataclass(frozen=True)
@@ -222,17 +236,19 @@ class ResponseBuilder:
 
     def _add_call(self, call: ToolCall) -> Frames:
         name = self._options.names.get(call.name, QualifiedName(call.name))
-        item: dict[str, Any] = {"type": "function_call", "id": new_id("fc_"), "call_id": call.id}
-        item |= {"name": name.name, "arguments": "", "status": "in_progress"}
+        shape = CUSTOM_CALL if name.custom else FUNCTION_CALL
+        said = custom_input(call.arguments) if name.custom else call.arguments
+        item: dict[str, Any] = {"type": shape.item, "id": new_id(shape.prefix), "call_id": call.id}
+        item |= {"name": name.name, shape.field: "", "status": "in_progress"}
         if name.namespace:
             item["namespace"] = name.namespace
         position = {"item_id": item["id"], "output_index": self._index}
-        done = item | {"arguments": call.arguments, "status": "completed"}
-        kind = "response.function_call_arguments"
+        done = item | {shape.field: said, "status": "completed"}
+        whole = {shape.field: said} if name.custom else {"name": name.name, shape.field: said}
         frames = [
             self._item_event("added", item),
-            {"type": f"{kind}.delta", **position, "delta": call.arguments},
-            {"type": f"{kind}.done", **position, "name": name.name, "arguments": call.arguments},
+            {"type": f"{shape.event}.delta", **position, "delta": said},
+            {"type": f"{shape.event}.done", **position, **whole},
             self._item_event("done", done),
         ]
         self.response["output"].append(done)

@@ -13,7 +13,8 @@ from keepwarm.errors import BadField
 from keepwarm.server.http.content import ContentPart, Unread, content_of, text_of
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.http.scrub import SYSTEM_ROLES
-from keepwarm.server.openai.chat import NOT_THINKING, custom_call
+from keepwarm.server.openai.calls import custom_call, custom_function
+from keepwarm.server.openai.chat import NOT_THINKING
 from keepwarm.server.responses.shapes import (
     InputRequest,
     Item,
@@ -39,6 +40,7 @@ class QualifiedName(NamedTuple):
 
     name: str
     namespace: str | None = None
+    custom: bool = False  # its input is text
 
     @property
     def flat(self) -> str:
@@ -61,7 +63,7 @@ def request_of(
     messages = [*instructions, *messages_of(items, unread)]
     if not messages:
         raise BadField("input is empty; send at least one item.", "input")
-    tools = offered_tools(body.tools or ())
+    tools = _allowed(body.tool_choice, offered_tools(body.tools or ()))
     effort = body.reasoning.effort if body.reasoning else None
     return Request(
         messages=messages,
@@ -90,8 +92,8 @@ def offered_tools(tools: Sequence[ResponseTool]) -> OfferedTools:
         inner = tool.tools or () if tool.type == "namespace" else (tool,)
         namespace = tool.name if tool.type == "namespace" else None
         for function in inner:
-            if function.type == "function" and function.name:
-                name = QualifiedName(function.name, namespace)
+            if function.name and (function.type == "function" or _takes_text(function)):
+                name = QualifiedName(function.name, namespace, function.type == "custom")
                 names[name.flat] = name
                 found.tools.append(_tool(function, name.flat))
             else:
@@ -215,7 +217,32 @@ def _output(item: Item, where: str, unread: Unread) -> str:
 # Tools and options
 
 
+def _unknown_tool() -> BadField:
+    return BadField(
+        "tool_choice names a tool that is not in tools; add it or choose another.", "tool_choice"
+    )
+
+
+def _takes_text(tool: ResponseTool) -> bool:
+    """Whether it is a custom tool without a grammar for its input."""
+    format_ = (tool.model_extra or {}).get("format") or {"type": "text"}
+    is_text = isinstance(format_, dict) and format_.get("type") == "text"
+    return tool.type == "custom" and is_text
+
+
+def _allowed(choice: object, tools: OfferedTools) -> OfferedTools:
+    """The tools that `allowed_tools` leaves, if it is chosen."""
+    if not isinstance(choice, NamedChoice) or choice.type != "allowed_tools":
+        return tools
+    flat = {QualifiedName(t.name, t.namespace).flat for t in choice.tools or () if t.name}
+    if not flat <= tools.names.keys():
+        raise _unknown_tool()
+    return tools._replace(tools=[t for t in tools.tools if t["function"]["name"] in flat])
+
+
 def _tool(tool: ResponseTool, name: str) -> Tool:
+    if tool.type == "custom":
+        return {"type": "function", "function": custom_function(name, tool.description)}
     fields = {"name": name, "description": tool.description, "parameters": tool.parameters}
     function = {key: value for key, value in fields.items() if value is not None}
     return {"type": "function", "function": function}
@@ -224,13 +251,12 @@ def _tool(tool: ResponseTool, name: str) -> Tool:
 def _tool_choice(body: InputRequest, tools: OfferedTools) -> ToolChoice:
     parallel = body.parallel_tool_calls is not False
     choice = body.tool_choice or "auto"
+    if isinstance(choice, NamedChoice) and choice.type == "allowed_tools":
+        choice = choice.mode or "auto"
     if isinstance(choice, NamedChoice):
         name = QualifiedName(choice.name or "", choice.namespace).flat
-        if choice.type != "function" or name not in tools.names:
-            raise BadField(
-                "tool_choice names a tool that is not in tools; add it or choose another.",
-                "tool_choice",
-            )
+        if choice.type not in ("function", "custom") or name not in tools.names:
+            raise _unknown_tool()
         return ToolChoice("required", name, parallel)
     if choice == "required" and not tools.tools:
         raise BadField(

@@ -42,7 +42,10 @@ class Item(JsonInput):
 
 
 class ResponseTool(JsonInput):
-    """A function, or a namespace of functions. Other tools are ignored; the receipt lists them."""
+    """A function, a tool whose input is text (`custom`), or a namespace of these.
+
+    Other tools, and custom ones with a grammar, are ignored; the receipt lists them.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -58,6 +61,9 @@ class NamedChoice(JsonInput):
     name: str | None = None
     namespace: str | None = None
     mode: Literal["auto", "required"] | None = None
+    tools: Members[NamedChoice] | None = Field(
+        default=None, description="Of `allowed_tools`: only these are offered."
+    )
 
 
 class TextFormat(JsonInput):
