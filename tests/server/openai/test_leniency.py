@@ -10,11 +10,14 @@ from openai.types.chat import ChatCompletion
 from keepwarm import config
 from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadField
+from keepwarm.server.anthropic.shapes import MessageIn, MessagesRequest
+from keepwarm.server.http.body import LEAST_TOP_P
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.calls import call_style_of, custom_input
 from keepwarm.server.openai.chunks import CompletionMeta
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest
+from keepwarm.server.responses.shapes import ResponsesRequest
 from keepwarm.text.request import (
     Choice,
     Done,
@@ -73,6 +76,13 @@ def test_other_ways_to_write_a_number(fields, name, value):
 def test_what_nobody_accepts(fields):
     with pytest.raises(ValueError, match=next(iter(fields))):
         asked(**fields)
+
+
+@pytest.mark.parametrize("top_p", [0, 0.5])
+def test_the_other_apis_too(top_p):
+    message = MessagesRequest(messages=[MessageIn(**USER)], max_tokens=1, top_p=top_p, top_k=-1)
+    assert (message.top_p, message.top_k) == (top_p or LEAST_TOP_P, 0)
+    assert ResponsesRequest(input="a", top_p=top_p).top_p == message.top_p
 
 
 def test_a_text_completion_too():

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from keepwarm.server.http.body import Checked, JsonInput, Members
+from keepwarm.server.http.body import Checked, JsonInput, Members, TopK, TopP
 from keepwarm.server.http.receipts import ReceiptOut
 from keepwarm.server.http.request_fields import KeepwarmOptions
 
@@ -130,8 +130,8 @@ class MessagesRequest(CountRequest):
         default=None, max_length=MAX_STOPS
     )
     temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0, le=LARGEST)
+    top_p: TopP | None = None
+    top_k: Annotated[TopK, Field(le=LARGEST)] | None = None
     thread: Any = Field(default=None, description="Rejected: send all messages.")
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Annotated, TypeAlias, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from keepwarm.errors import BadInput, TooLarge
 from keepwarm.server.http.limits import UPLOADS
@@ -22,6 +22,7 @@ MAX_MEMBERS = 10_000  # of one list that is checked element by element
 LONG = 16 << 10  # bytes; a shorter body cannot hold many values
 _UNCOUNTED = bytes(set(range(256)) - set(b",[{"))
 SMALLEST, LARGEST = -(2**63), 2**64 - 1  # of whole numbers: what fits 64 bits
+LEAST_TOP_P = 1e-9
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -30,6 +31,19 @@ class JsonInput(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
+
+def _whole(value: object) -> object:
+    """A whole number that is written with a decimal point, as 40.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# As other servers take them: a top_p of 0 is the likeliest token, a top_k of -1 all tokens.
+TopP: TypeAlias = Annotated[
+    float, Field(ge=0, le=1), AfterValidator(lambda given: given or LEAST_TOP_P)
+]
+TopK: TypeAlias = Annotated[
+    int, BeforeValidator(_whole), Field(ge=-1), AfterValidator(lambda given: max(given, 0))
+]
 
 T = TypeVar("T")
 # A list of which the first bad element is reported, not all of them.

@@ -42,8 +42,7 @@ from keepwarm.text.request import (
 
 NOT_THINKING = frozenset({"none", "minimal"})
 SEEDS = 1 << 63
-TO_THE_END = ALL_TOKENS = -1  # as llama.cpp and vLLM write them
-LEAST_TOP_P = 1e-9  # for 0: only the likeliest token
+TO_THE_END = -1  # of the context, as llama.cpp and vLLM write it
 
 
 # Request
@@ -79,8 +78,8 @@ def sampling_of(
     return Sampling(
         max_tokens=None if max_tokens == TO_THE_END else max_tokens,
         temperature=body.temperature,
-        top_p=LEAST_TOP_P if body.top_p == 0 else body.top_p,
-        top_k=0 if body.top_k == ALL_TOKENS else body.top_k,
+        top_p=body.top_p,
+        top_k=body.top_k,
         min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,

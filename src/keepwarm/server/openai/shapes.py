@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from typing_extensions import TypedDict
 
-from keepwarm.server.http.body import MAX_MEMBERS, Checked, JsonInput, Members
+from keepwarm.server.http.body import MAX_MEMBERS, Checked, JsonInput, Members, TopK, TopP
 from keepwarm.server.http.content import ContentPart
 from keepwarm.server.http.receipts import ReceiptOut
 from keepwarm.server.http.request_fields import KeepwarmOptions
@@ -15,13 +15,6 @@ from keepwarm.server.http.request_fields import KeepwarmOptions
 MAX_CHOICES = 16
 MAX_ANSWERS = 128  # of all prompts of a request
 MAX_STOPS = 16
-
-
-def _whole(value: object) -> object:
-    """A whole number that is written with a decimal point, as 40.0."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 TokenCount = Annotated[
     int, Field(ge=-1, description="-1: up to the end of the context; 0: no answer.")
 ]
@@ -148,10 +141,8 @@ class BaseCompletionRequest(JsonInput):
     temperature: float | None = Field(
         default=None, ge=0, le=2, description="0 is greedy. Default: see `/v1/models`."
     )
-    top_p: float | None = Field(default=None, ge=0, le=1)
-    top_k: Annotated[int | None, BeforeValidator(_whole)] = Field(
-        default=None, ge=-1, description="0 or -1: all tokens."
-    )
+    top_p: TopP | None = None
+    top_k: TopK | None = Field(default=None, description="0 or -1: all tokens.")
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     presence_penalty: Penalty | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
-from keepwarm.server.http.body import JsonInput, Members
+from keepwarm.server.http.body import JsonInput, Members, TopP
 from keepwarm.server.http.content import ContentPart
 from keepwarm.server.http.receipts import ReceiptOut
 from keepwarm.server.http.request_fields import KeepwarmOptions
@@ -101,7 +101,7 @@ class InputRequest(JsonInput):
 class ResponsesRequest(InputRequest):
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: TopP | None = None
     include: Members[str] | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     store: bool | None = None
