@@ -26,11 +26,8 @@ from tests.kit.engines import FixedRates, memory
 
 DATA = Path(__file__).parents[1] / "data" / "golden"
 ARCHITECTURES = ("llama", "gemma3_text", "qwen3_next")
-NEWER = (
-    "continued",
-    "repeated_calls",
-    "unread",
-)  # fields of receipts that are younger than the golden files
+# Fields of receipts that are younger than the golden files.
+NEWER = ("continued", "repeated_calls", "unread")
 SECRET = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8="  # bytes 0 to 31
 AGENT = "golden"
 N_ANSWER = 12
