@@ -13,7 +13,7 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 from keepwarm.engine.sampling import Sampler, logprobs_of, sample, token_info
 from keepwarm.errors import BadInput
 from keepwarm.text.request import Sampling, TokenInfo, TopLogprob
-from keepwarm.text.sampling_rules import check_sampling
+from keepwarm.text.sampling_rules import DrawRules, check_sampling
 
 N_VOCAB = 24
 LOGITS = np.random.default_rng(5).normal(0, 2, N_VOCAB).astype(np.float32)
@@ -34,6 +34,7 @@ def softmax(scores):
 
 def reference(sampling, logits=LOGITS):
     """The distribution by mlx-lm's own filters, in its order, with the temperature last."""
+    sampling = DrawRules().of(sampling)
     logprobs = logprobs_of(mx.array(logits)[None])
     if sampling.top_p < 1:
         logprobs = apply_top_p(logprobs, sampling.top_p)
@@ -322,7 +323,7 @@ BAD = [
     *({"top_p": v} for v in (0, -1, 1.01, math.nan)),
     *({"min_p": v} for v in (-0.1, 1.1, math.nan)),
     *({"top_k": v} for v in (-1, 1.5)),
-    *({"repetition_penalty": v} for v in (0, -1, math.inf, None, 1e-40)),
+    *({"repetition_penalty": v} for v in (0, -1, math.inf, 1e-40)),
     *({"presence_penalty": v} for v in (math.nan, -math.inf, 10**400, -1e300)),
     *({"frequency_penalty": v} for v in (math.nan, "1")),
     *({"max_tokens": v} for v in (-1, -3, 2.5)),

@@ -240,6 +240,7 @@ def test_a_search_result_of_messages_is_read():
     ("name", "data"),
     [
         ("a.pdf", TEXT),
+        ("a", TEXT),
         ("a.txt", base64.b64encode(b"\xff\xfe").decode()),
         ("a.txt", "not base64"),
         ("a.txt", f"data:application/pdf;base64,{TEXT}"),
