@@ -262,6 +262,24 @@ def test_stored_answers_are_asked_for_there_as_here(here, apart):
     assert asked[: len(asked) // 2] == asked[len(asked) // 2 :]
 
 
+def test_what_was_tokenised_there_is_known_by_the_next_turn(here, apart):
+    """Of the tenant only. The texts spell special tokens, and most of them once more."""
+    known = apart._prompter._known
+    texts = [long_text(3_000, seed) for seed in range(20, 29)]
+
+    def grown(asked):
+        before = known.n_bytes
+        assert apart.prepare(asked).tokens == here.prepare(asked).tokens
+        return known.n_bytes - before
+
+    asked, continued = chat(*texts), chat(*texts, "a short answer", "and?")
+    whole = grown(asked)
+    assert whole > 4 * len(here.prepare(asked).tokens)
+    assert grown(continued) < whole / 10
+    assert grown(continued) == 0
+    assert grown(replace(continued, tenant="another")) >= whole
+
+
 def test_errors_come_back_as_they_are(model, here, apart):
     bad = chat(long_text(), template_options={"messages": 1})
     for preparer in (here, apart):

@@ -22,6 +22,7 @@ from keepwarm.text.lark import preamble_grammar
 from keepwarm.text.parsing import NORMAL, REASONING, Markup
 from keepwarm.text.past_answers import Continuations, Splicer
 from keepwarm.text.prompt import Prompt, Prompter, SettledPrompt
+from keepwarm.text.rendering.pieces import KnownPieces
 from keepwarm.text.rendering.quoted import LatestAnswers
 from keepwarm.text.request import Format, Miss, MissCause, Request, Sampling
 from keepwarm.text.sampling_rules import check_sampling
@@ -124,8 +125,10 @@ class Preparer:
         self.template = Template.of(tokenizer)
         self.splicer = Splicer(tokenizer, self.template)
         self.markup = Markup.of(tokenizer, self.template)
+        known = KnownPieces()
         self._prompter = Prompter(
             *(tokenizer, self.template, self.splicer, self.markup.tool_format),
+            known=known,
             raw_special_tokens=raw_special_tokens,
         )
         self._grammars = Grammars(tokenizer, n_vocab, self._stop_tokens)
@@ -134,7 +137,7 @@ class Preparer:
             *(tokenizer, self.template, self.markup.tool_format.markers, raw_special_tokens),
             *(n_vocab, self._stop_tokens),
         )
-        self._isolation = Isolation.of(recipe, self.splicer) if isolated else None
+        self._isolation = Isolation.of(recipe, self.splicer, known) if isolated else None
 
     def prepare(
         self,

@@ -17,6 +17,8 @@ from keepwarm.text.detokenize import decode
 from keepwarm.text.past_answers import Continuations, KnownSpan, Splicer, encode
 from keepwarm.text.rendering.behind import Behind
 from keepwarm.text.rendering.continuing import last_answer, with_kept_messages
+from keepwarm.text.rendering.cutting import Cutter
+from keepwarm.text.rendering.pieces import KnownPieces, PieceEncoder, PieceOwner
 from keepwarm.text.rendering.tokenised import TokenisedText, find_cut, tokenise
 from keepwarm.text.request import Message, Request, Tool
 from keepwarm.text.special_tokens import Chat, Encode, SpecialTokens
@@ -186,13 +188,18 @@ class Prompter:
         splicer: Splicer | None = None,
         call_markers: CallMarkers | None = None,
         *,
+        known: KnownPieces | None = None,
         raw_special_tokens: bool = True,
     ) -> None:
+        """`known`: tokens of earlier prompts; without it every prompt is tokenised whole."""
         self.template = template or Template.of(tokenizer)
         self._tokenizer = tokenizer
         self._splicer = splicer
         self._call_markers = call_markers or tool_format(tokenizer, self.template)
-        self._specials = SpecialTokens(tokenizer, _written(tokenizer, self._call_markers))
+        written = _written(tokenizer, self._call_markers)
+        self._specials = SpecialTokens(tokenizer, written)
+        self._cutter = Cutter.of(tokenizer, written)
+        self._known = known
         self._raw_special_tokens = raw_special_tokens
 
     def render(
@@ -221,7 +228,7 @@ class Prompter:
     def _chat(
         self, request: Request, stored: Continuations | None, limits: PromptLimits | None
     ) -> Prompt:
-        (messages, tools, options), to_tokens = self._masked(request)
+        (messages, tools, options), in_pieces = self._masked(request)
         asking = _asking(options)
         text = self._write(messages, tools, **asking)
         if limits is not None:
@@ -235,13 +242,13 @@ class Prompter:
         if self._splicer is not None and request.policy.reads:
             closed = render_up_to(len(messages) - 1) if stored else text
             starts = _answer_starts(text, closed)
-            spans = self._splicer.spans(request.tenant, text, starts, stored, to_tokens)
-        whole = tokenise(self._tokenizer, to_tokens, text, spans)
-        return Prompt(self._tokenizer, whole, len(messages), render_up_to, to_tokens)
+            spans = self._splicer.spans(request.tenant, text, starts, stored, in_pieces)
+        whole = tokenise(self._tokenizer, in_pieces.all, text, spans)
+        return Prompt(self._tokenizer, whole, len(messages), render_up_to, in_pieces.to_tokens)
 
     def _continued(self, request: Request, limits: PromptLimits | None) -> Prompt | None:
         """The prompt of a conversation whose tokens are known; None if it must be rendered."""
-        (messages, tools, options), to_tokens = self._masked(request)
+        (messages, tools, options), in_pieces = self._masked(request)
         answer = last_answer(self._tokenizer, request, options, messages)
         if answer is None or request.history is None or self._splicer is None:
             return None
@@ -261,17 +268,28 @@ class Prompter:
                 raise BadInput("The template cannot write a part of these messages alone.")
             return found
 
-        whole = tokenise(self._tokenizer, to_tokens, text, before=known)
-        return Prompt(self._tokenizer, whole, len(messages), render_up_to, to_tokens)
+        whole = tokenise(self._tokenizer, in_pieces.all, text, before=known)
+        return Prompt(self._tokenizer, whole, len(messages), render_up_to, in_pieces.to_tokens)
 
-    def _masked(self, request: Request) -> tuple[Chat, Encode]:
+    def _masked(self, request: Request) -> tuple[Chat, PieceEncoder]:
         """A chat with the special tokens that it spells masked, and how it is tokenised."""
         messages = [normalise(each) for each in request.messages or ()]
         if not messages:
             raise BadInput("There are no messages; send at least one.")
         chat = Chat(messages, request.tools, _options(request))
         masked = self._specials.mask(chat)
-        return masked or chat, self._specials.encode if masked else partial(encode, self._tokenizer)
+        to_tokens = self._specials.encode if masked else partial(encode, self._tokenizer)
+        return masked or chat, self._in_pieces(request, to_tokens, is_masked=bool(masked))
+
+    def _in_pieces(self, request: Request, to_tokens: Encode, *, is_masked: bool) -> PieceEncoder:
+        uses_known = self._tokenizer.has_chat_template and request.policy.reads
+        return PieceEncoder(
+            to_tokens,
+            self._cutter,
+            self._known if uses_known else None,
+            PieceOwner(request.tenant, is_masked),
+            keeps=request.policy.writes,
+        )
 
     def _write(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
         adapted = adapt_to_template(self._call_markers, messages, tools)

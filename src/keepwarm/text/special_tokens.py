@@ -110,7 +110,7 @@ class SpecialTokens:
         return self._speller.encode(text, self._spans(text), add_special_tokens)
 
     def _masked(self, text: str) -> str:
-        spans = self._spans(text)
+        spans = self._spans(text) if self._hint.search(text) else []
         if spans and self._speller is None:
             raise BadInput(
                 f"The messages spell the special token {text[spans[0].start : spans[0].end]!r}, "

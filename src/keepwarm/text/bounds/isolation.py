@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadInput, TimedOut
 from keepwarm.text.bounds.deadline import PrepareDeadline
 from keepwarm.text.bounds.forks import Channel
@@ -16,17 +18,20 @@ from keepwarm.text.bounds.size import PromptLimits
 from keepwarm.text.grammar import Grammars
 from keepwarm.text.past_answers import Continuations, KnownSpan, Splicer
 from keepwarm.text.prompt import Prompter, SettledPrompt
+from keepwarm.text.rendering.pieces import KnownPieces, PieceOwner, Tokens
 from keepwarm.text.request import Request
 from keepwarm.text.template import Template
 from keepwarm.text.tools import CallMarkers
 
 RENDER_CPU_S = 60.0
 GRAMMAR_CPU_S = 1.0
+_FIRST = Request(messages=[{"role": "user", "content": "Hi"}], policy=Policy.NO_STORE)
 
 
 class _Bench(NamedTuple):
     prompter: Prompter
     splicer: _AskingSplicer
+    known: _AskingPieces
     grammars: Grammars
 
 
@@ -57,13 +62,17 @@ class BenchRecipe:
 
     def build(self) -> _Bench:
         splicer = _AskingSplicer(self.tokenizer, self.template)
+        known = _AskingPieces()
         prompter = Prompter(
             *(self.tokenizer, self.template, splicer, self.call_markers),
+            known=known,
             raw_special_tokens=self.raw_special_tokens,
         )
+        with suppress(BadInput):
+            prompter.render(_FIRST)  # compiles the template, which every fork would do
         grammars = Grammars(self.tokenizer, self.n_vocab, self.stop_tokens)
         grammars.load()
-        return _Bench(prompter, splicer, grammars)
+        return _Bench(prompter, splicer, known, grammars)
 
 
 class _AskingSplicer(Splicer):
@@ -87,21 +96,39 @@ class _AskingSplicer(Splicer):
         return found
 
 
+class _AskingPieces(KnownPieces):
+    """Asks the server, which knows what was tokenised."""
+
+    channel: Channel
+
+    def find(self, owner: PieceOwner, texts: Sequence[str]) -> list[Tokens | None]:
+        found: list[Tokens | None] = self.channel.ask("find", owner, texts)
+        return found
+
+    def keep(self, owner: PieceOwner, found: Mapping[str, Tokens]) -> None:
+        self.channel.ask("keep", owner, found)
+
+
 class Isolation:
     """Does what is heavy in a process, and leaves no trace of it here. Thread-safe. Close it."""
 
-    def __init__(self, process: PreparingProcess, splicer: Splicer) -> None:
+    def __init__(self, process: PreparingProcess, splicer: Splicer, known: KnownPieces) -> None:
         self._process = process
-        self._splicer = splicer
+        self._answers: Mapping[str, Callable[..., Any]] = {
+            "remembered": splicer.remembered,
+            "remember": splicer.remember,
+            "find": known.find,
+            "keep": known.keep,
+        }
 
     @classmethod
-    def of(cls, recipe: BenchRecipe, splicer: Splicer) -> Isolation | None:
+    def of(cls, recipe: BenchRecipe, splicer: Splicer, known: KnownPieces) -> Isolation | None:
         """None for a tokenizer that cannot be sent to another process."""
         portable = recipe.portable()
         if portable is None:
             return None
         try:
-            return cls(PreparingProcess(portable), splicer)
+            return cls(PreparingProcess(portable), splicer, known)
         except (pickle.PicklingError, TypeError, AttributeError):
             return None
 
@@ -121,7 +148,7 @@ class Isolation:
         def reply(what: str, *arguments: Any) -> Any:
             if what == "stored":
                 return list(stored(*arguments)) if stored else []
-            return getattr(self._splicer, what)(*arguments)
+            return self._answers[what](*arguments)
 
         task = _RenderTask(request, stored is not None, limits, wants_cuts)
         too_long = TimedOut(
@@ -151,7 +178,7 @@ class Isolation:
 
 
 def _render(bench: _Bench, channel: Channel, task: _RenderTask) -> SettledPrompt:
-    bench.splicer.channel = channel
+    bench.splicer.channel = bench.known.channel = channel
     stored = bench.splicer.stored if task.has_stored else None
     prompt = bench.prompter.render(task.request, stored, task.limits)
     return prompt.settled(wants_cuts=task.wants_cuts)

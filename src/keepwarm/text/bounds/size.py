@@ -126,7 +126,7 @@ def token_reach(tokenizer: Any) -> TokenReach | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.truncation is not None:
         return None
-    steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
+    steps = [*tokenizer_steps(backend.normalizer), *tokenizer_steps(backend.pre_tokenizer)]
     added = backend.get_added_tokens_decoder().values()
     if not all(map(_keeps_text, steps)) or any(each.lstrip or each.rstrip for each in added):
         return None
@@ -138,7 +138,7 @@ def token_reach(tokenizer: Any) -> TokenReach | None:
     return TokenReach(factor * max(map(len, vocabulary)), dropped)
 
 
-def _steps(component: Any) -> list[Mapping[str, Any]]:
+def tokenizer_steps(component: Any) -> list[Mapping[str, Any]]:
     """A normalizer or pre-tokenizer as the list of its steps."""
     if component is None:
         return []

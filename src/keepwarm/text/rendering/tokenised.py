@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from keepwarm.prefix.blocks import common_prefix
 from keepwarm.text.past_answers import KnownSpan
+from keepwarm.text.rendering.pieces import Tokens
 from keepwarm.text.special_tokens import Encode
+
+# Tokens of parts of a prompt, each with the character it begins at.
+EncodeParts: TypeAlias = Callable[[Sequence[tuple[str, int]]], list[Tokens]]
 
 MARGIN = 1_000  # characters; text further on no longer changes the tokens before it
 
@@ -35,7 +41,7 @@ class TokenisedText:
 
 def tokenise(
     tokenizer: Any,
-    to_tokens: Encode,
+    to_tokens: EncodeParts,
     text: str,
     spans: Sequence[KnownSpan] = (),
     before: Sequence[int] = (),
@@ -44,15 +50,16 @@ def tokenise(
     tokens = list(before)
     boundaries: list[TokenBoundary] = []
     names = _special_names(tokenizer)
-    start = 0
-    for span in (*spans, KnownSpan(len(text), len(text), ())):
-        between = to_tokens(text[start : span.start], start)
+    ends = [*spans, KnownSpan(len(text), len(text), ())]
+    starts = [0, *(span.end for span in spans)]
+    pairs = list(zip(starts, ends, strict=True))
+    parts = to_tokens([(text[start : span.start], start) for start, span in pairs])
+    for (start, span), between in zip(pairs, parts, strict=True):
         boundaries.append(TokenBoundary(len(tokens), start, start))
         boundaries += _boundaries(names, text, start, between, len(tokens))
         tokens += between
         boundaries.append(TokenBoundary(len(tokens), span.start, span.start))
         tokens += span.tokens
-        start = span.end
     spliced = sum(len(span.tokens) for span in spans)
     return TokenisedText(text, tokens, boundaries, spliced, len(before))
 
@@ -80,13 +87,13 @@ def _special_names(tokenizer: Any) -> dict[int, str]:
 
 
 def _boundaries(
-    names: dict[int, str], text: str, end: int, tokens: Sequence[int], n_before: int
+    names: dict[int, str], text: str, end: int, tokens: Tokens, n_before: int
 ) -> Iterator[TokenBoundary]:
     """The special tokens of a rendering; a cut tokenises from the last one, not from the start."""
-    for index, token in enumerate(tokens):
-        if token in names:
-            start = text.find(names[token], end)
-            if start < 0:
-                return
-            end = start + len(names[token])
-            yield TokenBoundary(n_before + index, start, end)
+    for index in np.flatnonzero(np.isin(np.asarray(memoryview(tokens)), list(names))).tolist():
+        name = names[tokens[index]]
+        start = text.find(name, end)
+        if start < 0:
+            return
+        end = start + len(name)
+        yield TokenBoundary(n_before + index, start, end)
