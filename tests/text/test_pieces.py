@@ -304,9 +304,10 @@ class Watching(KnownPieces):
         super().__init__(**options)
         self.new: list[str] = []
 
-    def keep(self, owner, found):
-        self.new += found
-        super().keep(owner, found)
+    def find(self, owner, texts):
+        found = super().find(owner, texts)
+        self.new += [text for text, tokens in zip(texts, found, strict=True) if tokens is None]
+        return found
 
 
 @pytest.mark.parametrize(("kind", "template"), EVERY)
