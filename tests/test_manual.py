@@ -105,3 +105,16 @@ def test_the_way_from_single_to_batch_is_described(column):
     assert len(rows) >= 8
     assert len(named) >= 2
     assert [name for name in named if not hasattr(kv, name)] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "https://huggingface.co/docs/transformers/kv_cache",
+        "https://huggingface.co/docs/transformers/cache_explanation",
+        "https://arxiv.org/abs/2603.04428",
+    ],
+)
+def test_the_comparison_cites_its_sources(source):
+    """S0-83: both pages of transformers, and the article on persistent caches."""
+    assert f"]({source})" in page("comparison")

@@ -40,6 +40,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "memory_bytes": BYTES,
     "disk_bytes": BYTES,
     "disk_writes_per_day": BYTES,
+    "retention_s": (0.0, 1e12),
     "port": (0, 65535),
     "max_body_bytes": (1, BYTES[1]),
     "max_concurrency": COUNT,
@@ -86,6 +87,7 @@ class Settings:
     memory_bytes: int = 0  # blocks in memory; 0 is a share of this machine's memory
     disk_bytes: int = 20 << 30  # total size of the store directory
     disk_writes_per_day: int = 0  # bytes; 0 is no limit
+    retention_s: float = 0.0  # new agents are deleted when unused for longer; 0: never
 
     encryption_key: str = field(default="", repr=False)  # from the environment only
     encryption_key_file: str = ""  # a file with the key, readable by its owner only

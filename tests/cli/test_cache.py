@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shutil
 import sqlite3
 import subprocess
 from contextlib import closing
@@ -229,6 +230,41 @@ def test_a_bundle_that_may_not_be_kept_is_one_sentence(
     assert says in error
     assert error.count("\n") == 1
     assert main_here("cache", "ls", "--json")[1] == "[]\n"
+
+
+def test_labels_retention_and_several_forks(home):
+    cache(home, "fork", "coder", "f1", "f2")
+    arguments = ("--label", "team=web", "--note", "of the demo", "--retention", "60")
+    changed = cache_json(home, "set", "f1", *arguments)
+    assert changed["metadata"] == {"team": "web", "note": "of the demo"}
+    assert changed["retention_s"] == 60
+    changed = cache_json(home, "set", "f1", "--label", "team=", "--retention", "0")
+    assert (changed["metadata"], changed["retention_s"]) == ({"note": "of the demo"}, None)
+    listed = {row["id"]: row["model"] for row in cache_json(home, "ls")}
+    assert listed["f1"] == listed["coder"] == str(home / "model")
+    for name in ("f1", "f2"):
+        cache(home, "rm", name)
+
+
+def test_a_prefix_is_shown_pinned_and_removed(home):
+    run(home, "a lazy dog " * 120)
+    prefix = cache_json(home, "ls", "--prefixes")[0]
+    assert prefix["model"] == str(home / "model")
+    assert cache_json(home, "show", prefix["id"])["n_tokens"] == prefix["n_tokens"]
+    cache(home, "pin", prefix["id"])
+    assert cache_json(home, "ls", "--prefixes")[0]["pinned"]
+    cache(home, "unpin", prefix["id"])
+    assert cache_json(home, "rm", prefix["id"])["removed_blocks"] > 0
+    assert prefix["id"] not in [row["id"] for row in cache_json(home, "ls", "--prefixes")]
+
+
+def test_clear_asks_first(home, tmp_path):
+    shutil.copytree(home / "store", tmp_path / "store")
+    cache(tmp_path, "clear", code=1)
+    assert cache_json(tmp_path, "ls")
+    assert cache_json(tmp_path, "clear", "--yes")["removed_agents"] >= 1
+    assert cache_json(tmp_path, "stats")["blocks"] == 0
+    assert cache_json(tmp_path, "gc")["empty_agents"] == []
 
 
 def test_rm_deletes_blocks_that_no_other_agent_uses(home):

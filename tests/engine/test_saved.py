@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 
 import keepwarm
+from keepwarm import kv
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.records import records_of
 from keepwarm.kv.slices import cut_blocks
@@ -63,6 +64,36 @@ def test_a_saved_cache_says_its_place_and_its_owner(models, tmp_path):
     own = [blocks[number][0] for number in (0, 1)]
     assert [header["key"] for header in own] == [key.hex() for key in agent.blocks]
     assert own[1]["parent"] == own[0]["key"]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
+def test_an_agents_blocks_are_loaded_by_its_id(architecture, models, tmp_path):
+    """S0-16, S0-82: by layer, in order, with the number of tokens and its labels."""
+    prompt = prompt_of(600)
+    with engine_on(models.of(architecture), tmp_path) as engine:
+        engine.submit(ask(prompt, 4, agent="ada", policy=Policy.DURABLE)).result()
+        engine.settle()
+        engine.store.on_disk.agents.update("ada", metadata={"team": "web"})
+        loaded = engine.store.load_agent("ada")
+        layout = engine.lane_of().manager.layout
+        restored = engine.lane_of().manager.restore(
+            [*engine.store.on_disk.tokens_of(engine.store.on_disk.agents.show("ada")), 0]
+        )
+    assert (loaded.n_tokens, loaded.metadata) == (604, {"team": "web"})
+    assert list(loaded.layers) == list(range(len(layout.layers)))
+    for layer, blocks in loaded.layers.items():
+        assert [block.index for block in blocks] == sorted(block.index for block in blocks)
+        names = {name for block in blocks for name in (*block.delta, *block.window, *block.state)}
+        assert names
+        assert all(name.startswith(f"L{layer}_") for name in names)
+    rows = [layer for layer in loaded.layers if loaded.layers[layer][0].delta]
+    for layer in rows if architecture == "llama" else ():
+        blocks = loaded.layers[layer]
+        ks, vs = ([b.delta[f"L{layer}_B{b.index}_{name}"] for b in blocks] for name in "KV")
+        assert [k.shape[2] for k in ks] == [256, 256, 92]
+        joined = kv.concatenate_cache_blocks(ks, vs)
+        for mine, theirs in zip(joined, restored.caches[layer].state[:2], strict=True):
+            assert mx.array_equal(mine, theirs[..., :604, :])  # behind them is room to grow
 
 
 def test_shapes_are_told_on_save(model, caplog):

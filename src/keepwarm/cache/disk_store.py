@@ -24,38 +24,42 @@ from keepwarm.cache.agents.bundle import (
     import_bundle,
     stage_record,
 )
-from keepwarm.cache.agents.holders import Holder, find_holders, read_header
+from keepwarm.cache.agents.holders import Holder, find_holders
 from keepwarm.cache.agents.manifest import Manifest
 from keepwarm.cache.agents.pins import TtlPins
+from keepwarm.cache.agents.prefixes import PREFIX_SIGN, StoredPrefixes
 from keepwarm.cache.agents.rewriting import prefix_blocks, prefix_records, renamed
 from keepwarm.cache.agents.signing import NO_KEYS, BundleKeys, SigningKey
 from keepwarm.cache.counts import CountBook
 from keepwarm.cache.texts.turns import AgentTurn, KeptTurn
 from keepwarm.errors import BadCacheFile, BadInput, BadRecord, Busy
 from keepwarm.files import replacing
-from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, unpack
+from keepwarm.prefix.blocks import Namespace, unpack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.disk.staging import StagedRecords
-from keepwarm.store.disk.upkeep import Progress, file_path, no_progress, read_file, write_file
+from keepwarm.store.disk.upkeep import (
+    Progress,
+    delete_subtrees,
+    file_path,
+    no_progress,
+    read_file,
+    write_file,
+)
 from keepwarm.store.disk.wear import Wear
 from keepwarm.store.seal import stored_namespace
 from keepwarm.store.tier import as_store_errors
 from keepwarm.store.unlock import unlock
 
-PREFIX_SIGN = "@"  # starts a prefix id; no agent id starts with it
-ID_DIGITS = 12
 ROWS_TRUSTED = "rows trusted "  # noted with each namespace whose blocks no untried batch wrote
 PINS_MADE = "pins made"  # noted in the index once agents' pins are in it
 
 
-class Prefix(NamedTuple):
-    """A stored prompt that belongs to no agent."""
+class Cleared(NamedTuple):
+    """How much was deleted."""
 
-    id: str
-    n_tokens: int
-    n_bytes: int  # including blocks shared with others
-    used: float
+    n_agents: int
+    n_blocks: int
 
 
 class DiskStore:
@@ -67,7 +71,9 @@ class DiskStore:
         limits: DiskLimits | None = None,
         writes_per_day: int | None = None,
         secret: str | None = None,
+        retention_s: float | None = None,
     ) -> None:
+        """`retention_s` is that of new agents."""
         try:
             self.disk = DiskTier(root, limits, seal=unlock(root, secret))
         except TimeoutError as error:
@@ -80,7 +86,8 @@ class DiskStore:
                 f"The store {root} cannot be used ({error.strerror}); "
                 "name another directory as KEEPWARM_STORE."
             ) from error
-        self.agents = Agents(self.disk)
+        self.agents = Agents(self.disk, retention_s=retention_s)
+        self.prefixes = StoredPrefixes(self.disk, self.agents)
         self.ttl_pins = TtlPins(self.disk)
         self.wear = Wear(self.disk.root, writes_per_day)
         self.counts = CountBook(self.disk.root)
@@ -146,42 +153,6 @@ class DiskStore:
             return AgentTurn(agent.namespace, (), found)
         return AgentTurn(agent.namespace, tokens, self.agents.turns.find(agent_id, tokens))
 
-    def prefixes(self) -> Iterator[Prefix]:
-        """Stored prompts that belong to no agent, most recently used first."""
-        named = {
-            holder.key
-            for agent in self.agents.all()
-            for branch in agent.branches
-            for holder in self.holders(agent.on(branch.number))
-        }
-        for end in self.disk.index.lookups.leaves():
-            if end.key not in named:
-                known = self.disk.have(list(self.disk.index.lookups.parents(end.key)))
-                n_bytes = sum(one.n_bytes for one in known.values())
-                n_tokens = end.number * BLOCK_TOKENS + end.n_tokens
-                yield Prefix(
-                    f"{PREFIX_SIGN}{end.key.hex()[:ID_DIGITS]}", n_tokens, n_bytes, end.used
-                )
-
-    def _prefix(self, text: str) -> Agent:
-        """The prefix whose last block's key starts with this, as an agent without an id."""
-        keys = [
-            k for end in self.disk.index.lookups.leaves() if (k := end.key).hex().startswith(text)
-        ]
-        if len(text) < 4 or len(keys) != 1:
-            raise BadInput(
-                f"{len(keys)} prefixes match {PREFIX_SIGN}{text}; `cache ls --prefixes` lists them."
-            )
-        path = list(self.disk.index.lookups.parents(keys[0]))[::-1]
-        headers = [
-            read_header(self.disk, key, known) for key, known in self.disk.have(path).items()
-        ]
-        found = {header.key: header for header in headers if header is not None}
-        if len(found) < len(path) or found[path[0]].number:
-            raise BadInput(f"{PREFIX_SIGN}{text} is incomplete: earlier blocks have been evicted.")
-        n_tokens = sum(len(header.tokens) // 4 for header in found.values())
-        return Agent("", Branch(found[path[0]].namespace, tuple(path), n_tokens))
-
     def first(self, agent: Agent, n_tokens: int) -> Agent:
         """The agent as it was when it had this many tokens."""
         tokens = self.tokens_of(agent)
@@ -200,9 +171,7 @@ class DiskStore:
         cut to its first tokens or turns if asked.
         """
         is_prefix = name.startswith(PREFIX_SIGN)
-        agent = (
-            self._prefix(name.removeprefix(PREFIX_SIGN)) if is_prefix else self.agents.show(name)
-        ).on(branch)
+        agent = (self.prefixes if is_prefix else self.agents).show(name).on(branch)
         if turn is not None:
             if not 0 < turn <= len(agent.turns):
                 raise BadInput(f"{name!r} has {len(agent.turns)} turns; there is no turn {turn}.")
@@ -312,6 +281,13 @@ class DiskStore:
             with as_store_errors(self.disk, "release the agent"):
                 staged.publish()
         return self.agents.move(agent_id, ours, unpack(tokens))
+
+    def clear(self, progress: Progress = no_progress) -> Cleared:
+        """Delete every agent and every block, also from the memory of all processes."""
+        self.disk.forget_all()
+        n_agents = self.agents.delete_all()
+        keys = [stored.key for stored in self.disk.walk()]
+        return Cleared(n_agents, delete_subtrees(self.disk, keys, (), progress))
 
     def close(self) -> None:
         self.counts.save()

@@ -18,7 +18,10 @@ from keepwarm.cache.counts import CountBook
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.identity import Digests, identify
 from keepwarm.cache.padding import RowSharing, padding_book
+from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.failures import RestoreFailures
+from keepwarm.cache.restore.forgetting import Forget, Forgetting
+from keepwarm.cache.restore.layers import AgentBlocks, load_blocks
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.rates import RateBook
 from keepwarm.cache.restore.reading import Reader
@@ -91,12 +94,22 @@ class Store:
         self._on_disk: DiskStore | None = None
         self.counts = CountBook(None)
         self.restore_failures = RestoreFailures()
+        self._forgetting: Forgetting | None = None
         self._tiers: dict[str, Tier] = {"memory": self.memory}
         lookups: list[tuple[str, Tier]] = [("memory", self.memory)]
         if budgets.disk:
             self._on_disk = self._open_disk(budgets)
             disk, self.counts = self._on_disk.disk, self._on_disk.counts
-            writer = Writer(self.memory, disk, budgets.queue_bytes, self._on_disk.wear)
+            self._forgetting = Forgetting(disk)
+            writer = Writer(
+                self.memory,
+                disk,
+                budgets.queue_bytes,
+                self._on_disk.wear,
+                self._forgetting.catch_up,
+            )
+            for tier in (self.memory, writer.queued):
+                self._forgetting.add_tier(tier)
             self.saver = writer
             self._tiers["disk"] = disk
             lookups += [("memory", writer.queued), ("disk", disk)]
@@ -107,7 +120,10 @@ class Store:
     def _open_disk(self, budgets: Budgets) -> DiskStore:
         limits = DiskLimits(budgets.disk_bytes, budgets.min_free_disk_bytes)
         secret = self.settings.read_encryption_key()
-        return DiskStore(self.settings.store, limits, budgets.disk_writes_per_day, secret)
+        retention_s = self.settings.retention_s or None
+        return DiskStore(
+            self.settings.store, limits, budgets.disk_writes_per_day, secret, retention_s
+        )
 
     @property
     def on_disk(self) -> DiskStore:
@@ -167,8 +183,40 @@ class Store:
         if self._reader.slabs is not None:
             self._reader.slabs.expect(kv.slab_sizes(layout))
         return Manager(
-            name, layout, self._lookups, self._reader, self.saver, failures=self.restore_failures
+            name,
+            layout,
+            self._lookups,
+            self._reader,
+            self.saver,
+            failures=self.restore_failures,
+            forgetting=self._forgetting,
         )
+
+    def load_agent(self, agent_id: str, branch: int | None = None) -> AgentBlocks:
+        """What is on disk of an agent's head, or of a branch: blocks by layer, in order.
+
+        `keepwarm.kv.concatenate_cache_blocks` makes K and V of a layer from them. Blocks after one
+        that was evicted are left out.
+        """
+        agent = self.on_disk.find(agent_id, branch=branch)
+        return load_blocks(self.on_disk.disk, agent, list(self.on_disk.holders(agent)))
+
+    def policy_for(self, agent_id: str | None, policy: Policy) -> Policy:
+        """The policy with which an agent's request runs: of an ephemeral one nothing is written."""
+        if agent_id is None:
+            return policy
+        self.check_agent(agent_id)
+        if not self.is_ephemeral(agent_id) or not policy.to_disk:
+            return policy
+        if policy is Policy.DURABLE:
+            raise BadInput(
+                f"Agent {agent_id!r} is ephemeral, so nothing of it is written to disk; "
+                "use another policy, or an agent that is not."
+            )
+        return Policy.EPHEMERAL
+
+    def is_ephemeral(self, agent_id: str) -> bool:
+        return self._on_disk is not None and self._on_disk.agents.is_ephemeral(agent_id)
 
     def origin_of(self, agent_id: str) -> str:
         """The import that an agent's blocks came with; "" for any other agent, or none."""
@@ -204,12 +252,15 @@ class Store:
 
     def forget(self, agent_id: str) -> int:
         """Delete an agent and all blocks that no other uses, also in memory; how many blocks."""
-        agent = self.on_disk.agents.show(agent_id)
         n_deleted = self.on_disk.agents.delete(agent_id)
-        keys = {key for branch in agent.branches for key in branch.blocks}
-        for key in keys - self.on_disk.disk.have(keys).keys():
-            self.memory.delete(key)
+        if self._forgetting is not None:
+            self._forgetting.catch_up()
         return n_deleted
+
+    def add_forget(self, forget: Forget) -> None:
+        """Have `forget` called with all that any process deletes on purpose from now on."""
+        if self._forgetting is not None:
+            self._forgetting.add(forget)
 
     def allow_memory(self, n_bytes: int) -> None:
         """Set the memory budget, unless the caller or the settings have fixed one."""

@@ -13,6 +13,7 @@ from rich import progress as bars
 from rich.console import Console
 
 from keepwarm import config
+from keepwarm.errors import BadInput
 
 if TYPE_CHECKING:
     from keepwarm.cache.agents.agent import Agent
@@ -23,6 +24,9 @@ app = typer.Typer()
 
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 AgentId: TypeAlias = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.")]
+AnyId: TypeAlias = Annotated[
+    str, typer.Argument(metavar="AGENT", help="Agent id, or prefix id (@ and digits).")
+]
 BranchNumber: TypeAlias = Annotated[
     int | None, typer.Option("--branch", help="One of its branches, in place of the head.")
 ]
@@ -34,7 +38,13 @@ def open_store() -> DiskStore:
 
     settings = config.load()
     limits, per_day = DiskLimits(settings.disk_bytes), settings.disk_writes_per_day or None
-    return DiskStore(settings.store, limits, per_day, settings.read_encryption_key())
+    return DiskStore(
+        settings.store,
+        limits,
+        per_day,
+        settings.read_encryption_key(),
+        settings.retention_s or None,
+    )
 
 
 @contextmanager
@@ -47,25 +57,70 @@ def bar(label: str) -> Iterator[Progress]:
 
 
 @app.command()
-def show(agent: AgentId, branch: BranchNumber = None, as_json: AsJson = False) -> None:
-    """Show one agent: turns, branches, size, pin, quota, retention."""
+def show(agent: AnyId, branch: BranchNumber = None, as_json: AsJson = False) -> None:
+    """Show one agent, or a prefix: turns, branches, size, pin, quota, retention."""
     with open_store() as store:
-        found = store.agents.show(agent).on(branch)
+        found = store.find(agent, branch=branch)
         print_fields(agent_fields(store, found) | {"n_bytes": n_bytes_of(store, found)}, as_json)
 
 
 @app.command()
-def pin(agent: AgentId, branch: BranchNumber = None, as_json: AsJson = False) -> None:
-    """Protect the blocks of an agent's head from eviction."""
-    with open_store() as store:
-        print_fields(agent_fields(store, store.agents.pin(agent, True, branch)), as_json)
+def pin(agent: AnyId, branch: BranchNumber = None, as_json: AsJson = False) -> None:
+    """Protect the blocks of an agent's head, or of a prefix, from eviction."""
+    _pin(agent, True, branch, as_json)
 
 
 @app.command()
-def unpin(agent: AgentId, branch: BranchNumber = None, as_json: AsJson = False) -> None:
-    """Allow an agent's blocks to be evicted."""
+def unpin(agent: AnyId, branch: BranchNumber = None, as_json: AsJson = False) -> None:
+    """Allow the blocks of an agent or a prefix to be evicted."""
+    _pin(agent, False, branch, as_json)
+
+
+def _pin(name: str, pinned: bool, branch: int | None, as_json: bool) -> None:
     with open_store() as store:
-        print_fields(agent_fields(store, store.agents.pin(agent, False, branch)), as_json)
+        if _is_prefix(name):
+            store.prefixes.pin(name, pinned)
+            print_fields({"prefix": name, "pinned": pinned}, as_json)
+        else:
+            print_fields(agent_fields(store, store.agents.pin(name, pinned, branch)), as_json)
+
+
+def _is_prefix(name: str) -> bool:
+    from keepwarm.cache.agents.prefixes import PREFIX_SIGN
+
+    return name.startswith(PREFIX_SIGN)
+
+
+@app.command("set")
+def set_(
+    agent: AgentId,
+    label: Annotated[
+        list[str] | None,
+        typer.Option("--label", metavar="KEY=VALUE", help="Set a label; KEY= removes it."),
+    ] = None,
+    note: Annotated[str | None, typer.Option("--note", help="Set the label `note`.")] = None,
+    retention: Annotated[
+        float | None,
+        typer.Option("--retention", help="Delete it when unused for so many seconds; 0: never."),
+    ] = None,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Change an agent's labels, note or retention."""
+    labels = dict(_label(text) for text in label or ()) | ({} if note is None else {"note": note})
+    changes = {} if retention is None else {"retention_s": retention or None}
+    with open_store() as store:
+        metadata = {**store.agents.show(agent).metadata, **labels}
+        kept = {key: value for key, value in metadata.items() if value}
+        changed = store.agents.update(agent, metadata=kept, **changes)
+        print_fields(agent_fields(store, changed), as_json)
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise BadInput(f"--label is {text!r}; write it as KEY=VALUE.")
+    return key, value
 
 
 @app.command()
@@ -83,13 +138,18 @@ def quota(
 @app.command()
 def fork(
     agent: AgentId,
-    new: Annotated[str, typer.Argument(metavar="NEW", help="Id of the new agent.")],
+    new: Annotated[list[str], typer.Argument(metavar="NEW...", help="Ids of the new agents.")],
     branch: BranchNumber = None,
     as_json: AsJson = False,
 ) -> None:
-    """Create an agent with the same history; no block is copied."""
+    """Create agents with the same history; no block is copied."""
     with open_store() as store:
-        print_fields(agent_fields(store, store.agents.fork(agent, new, branch)), as_json)
+        made = [agent_fields(store, each) for each in store.agents.fork_all(agent, new, branch)]
+    if as_json:
+        print(json.dumps(made[0] if len(made) == 1 else made))
+        return
+    for fields in made:
+        print_fields(fields, as_json)
 
 
 @app.command()
@@ -105,10 +165,10 @@ def rewind(
 
 
 @app.command("rm")
-def remove(agent: AgentId, as_json: AsJson = False) -> None:
-    """Delete an agent and every block that no other agent uses."""
+def remove(agent: AnyId, as_json: AsJson = False) -> None:
+    """Delete an agent, or a prefix, and every block that no other agent uses."""
     with open_store() as store, bar("deleting") as progress:
-        n_blocks = store.agents.delete(agent, progress)
+        n_blocks = (store.prefixes if _is_prefix(agent) else store.agents).delete(agent, progress)
     print_fields({"agent": agent, "removed_blocks": n_blocks}, as_json)
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from keepwarm import config
 from keepwarm.cli import agents
 from keepwarm.cli.agents import (
+    AnyId,
     AsJson,
     BranchNumber,
     agent_fields,
@@ -50,7 +51,7 @@ def list_agents(
     """List agents."""
     with open_store() as store:
         if prefixes:
-            rows = [prefix._asdict() for prefix in store.prefixes()]
+            rows = [prefix._asdict() for prefix in store.prefixes.all()]
         else:
             rows = [_summary(store, agent) for agent in store.agents.all()]
     if as_json:
@@ -72,9 +73,10 @@ def _agent_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _prefix_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("prefix", "tokens", "size", "used")
+    table = Table("prefix", "model", "tokens", "size", "pinned", "used")
     for row in rows:
-        table.add_row(row["id"], *_size(row), _when(row))
+        pinned = "yes" if row["pinned"] else ""
+        table.add_row(row["id"], row["model"], *_size(row), pinned, _when(row))
     return table
 
 
@@ -109,13 +111,28 @@ def path(as_json: AsJson = False) -> None:
 
 @app.command()
 def gc(as_json: AsJson = False) -> None:
-    """Delete expired agents and quarantined records; free their space."""
+    """Delete expired agents, agents without blocks, and quarantined records."""
     from keepwarm.store.disk.upkeep import clear_quarantine
 
     with open_store() as store, bar("cleaning up") as progress:
         expired = store.agents.expire(progress)
+        empty = store.agents.delete_empty()
         n_bytes = clear_quarantine(store.disk, progress)
-    print_fields({"expired_agents": expired, "quarantine_bytes": n_bytes}, as_json)
+    fields = {"expired_agents": expired, "empty_agents": empty, "quarantine_bytes": n_bytes}
+    print_fields(fields, as_json)
+
+
+@app.command()
+def clear(
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete every agent and every block, also from the memory of running servers."""
+    if not yes:
+        typer.confirm(f"Delete everything in {config.load().store}?", abort=True, err=True)
+    with open_store() as store, bar("deleting") as progress:
+        n_agents, n_blocks = store.clear(progress)
+    print_fields({"removed_agents": n_agents, "removed_blocks": n_blocks}, as_json)
 
 
 @app.command()
@@ -139,9 +156,7 @@ def verify(
 
 @app.command()
 def export(
-    agent: Annotated[
-        str, typer.Argument(metavar="AGENT", help="Agent id, or prefix id (@ and digits).")
-    ],
+    agent: AnyId,
     file: Annotated[Path, typer.Argument(help="The file to write.")],
     tokens: Annotated[
         int | None, typer.Option("--tokens", help="Export only the first N tokens.")

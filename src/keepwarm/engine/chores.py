@@ -12,6 +12,7 @@ from functools import partial
 from typing import TypeAlias
 
 from keepwarm.cache.counts import PromptCounts
+from keepwarm.cache.restore.manager import Capture
 from keepwarm.cache.store import Store
 from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.engine.jobs import Job, RunningSequence
@@ -41,16 +42,20 @@ class Chores:
 
     def record_sequence(self, sequence: RunningSequence) -> None:
         """After a sequence has ended: record its agent's new turn, pin its breakpoints."""
-        job = sequence.job
-        if not job.request.policy.to_disk:
-            return
-        tokens, called = list(sequence.tokens), sequence.reason == "tool_calls"
-        if job.request.agent and sequence.choice == 0:
-            self._unrecorded[job.request.agent] = job
-            advance = partial(self._advance_agent, called, sequence.turn)
+        job, tokens = sequence.job, list(sequence.tokens)
+        if sequence.choice == 0 and self._is_recorded(job.request):
+            self._unrecorded[str(job.request.agent)] = job
+            called = sequence.reason == "tool_calls"
+            advance = partial(self._advance_agent, sequence.capture, called, sequence.turn)
             self._pool.submit(self._run, advance, job, tokens)
-        if job.request.breakpoints:
+        if job.request.policy.to_disk and job.request.breakpoints:
             self._pool.submit(self._run, self._pin, job, tokens)
+
+    def _is_recorded(self, request: Request) -> bool:
+        """Whether the turn is an agent's; of an ephemeral one it is known in memory only."""
+        if request.agent is None or request.nameless:
+            return False
+        return request.policy.to_disk or self._store.is_ephemeral(request.agent)
 
     def with_history(self, request: Request, lane: Lane, call: Call) -> Request:
         """A request with the conversation that it continues, if it does; from any thread.
@@ -124,11 +129,22 @@ class Chores:
             self._forget_expired()
 
     def _advance_agent(
-        self, called: bool, turn: KeptTurn | None, job: Job, tokens: list[int]
+        self,
+        capture: Capture,
+        called: bool,
+        turn: KeptTurn | None,
+        job: Job,
+        tokens: list[int],
     ) -> None:
+        """Unless the agent was deleted while the request ran."""
+
+        def is_wanted() -> bool:
+            job.lane.manager.catch_up()
+            return not capture.is_forgotten
+
         agents, agent_id = self._store.on_disk.agents, str(job.request.agent)
         namespace = job.lane.manager.namespace
-        agents.advance(
+        made = agents.advance(
             agent_id,
             namespace,
             tokens,
@@ -136,10 +152,13 @@ class Chores:
             model=job.lane.model.name,
             called=called,
             continues=job.request.continues,
+            is_wanted=is_wanted,
         )
-        if turn is not None:
+        if turn is not None and made is not None and not made.ephemeral:
             *_, end = chain(namespace, tokens)
             agents.turns.keep(agent_id, tokens, end.key, turn)
+            if not is_wanted():  # deleted just now
+                agents.turns.remove(agent_id)
         if self._unrecorded.get(agent_id) is job:
             del self._unrecorded[agent_id]
 

@@ -85,6 +85,7 @@ class Engine:
         self.store.allow_memory(memory.tier_bytes)
         self._memory = memory
         self.live = Live(memory.live_bytes)
+        self.store.add_forget(self.live.forget)
         self._recent = RecentPrompts()
         self._journal = Journal()
         self.misses = Misses(self._recent)
@@ -239,7 +240,6 @@ class Engine:
     def forget(self, agent: str) -> int:
         """Delete an agent and every block that only it uses; the number of blocks."""
         self.settle()
-        self.call(partial(self.live.release_owned, agent)).result()
         return self.store.forget(agent)
 
     def close(self) -> None:
@@ -326,7 +326,7 @@ class Engine:
         """A request with all its options and the conversation that it continues; its lane."""
         request = self.config.complete(request, self.sampling)
         make_caches(self.model.module, **make_options(request.kv))  # refuses bad options
-        self.store.check_agent(request.agent)
+        request = replace(request, policy=self.store.policy_for(request.agent, request.policy))
         lane = lane or self._lane(request)
         return self._chores.with_history(request, lane, self.call), lane
 

@@ -99,7 +99,9 @@ class RunningSequence(Row):
         super().__init__(job.tokens, sampler, job.request.sampling.top_logprobs)
         self.job = job
         self.choice = choice
-        self.capture = job.lane.manager.open(self.tokens, job.request.policy)
+        self.capture = job.lane.manager.open(
+            self.tokens, job.request.policy, job.request.agent or ""
+        )
         self.capture.start_at(len(self.tokens))
         self.reason: FinishReason | None = None
         self.n_failures = 0  # failed batches that it was in

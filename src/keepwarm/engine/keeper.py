@@ -77,7 +77,7 @@ class Keeper:
         """Keep a finished sequence, in blocks and as a live cache, and call `on_kept`."""
         self._capture(row.capture, caches, len(row.tokens), checkpoint=True)
         if row.job.request.policy.writes:
-            self._keep_live(row.job, row.tokens, caches)
+            self._keep_live(row.job, row.capture, row.tokens, caches)
         with self._saving():
             self._on_kept(row)
 
@@ -85,12 +85,13 @@ class Keeper:
         """Keep a prompt that is cached without an answer."""
         self.keep_prefix(task)
         if task.job.request.policy.writes:
-            self._keep_live(task.job, list(task.tokens), task.prefill.caches)
+            self._keep_live(task.job, task.capture, list(task.tokens), task.prefill.caches)
 
-    def _keep_live(self, job: Job, tokens: list[int], caches: kv.Caches) -> None:
+    def _keep_live(self, job: Job, capture: Capture, tokens: list[int], caches: kv.Caches) -> None:
         namespace, owner = job.lane.manager.namespace, job.request.agent or ""
-        with self._saving():
-            job.lane.live.put(namespace, tokens, caches, owner)
+        with self._saving(), capture.unless_forgotten() as is_wanted:
+            if is_wanted:
+                job.lane.live.put(namespace, tokens, caches, owner)
 
     def _capture(
         self,

@@ -175,6 +175,7 @@ class Lane:
         return self.manager.plan(tokens).n_tokens
 
     def n_live(self, tokens: list[int]) -> int:
+        self.manager.catch_up()
         n_served = self.live.n_served(self.manager.namespace, tokens)
         return n_served if n_served >= self.n_exact else 0
 

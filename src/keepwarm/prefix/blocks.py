@@ -92,7 +92,12 @@ def block_key(namespace: Namespace, parent: BlockKey, tokens: bytes) -> BlockKey
 
 def chain(namespace: Namespace, tokens: Sequence[int]) -> Iterator[BlockRef]:
     """The blocks of a prompt in order; the last may be short."""
-    packed, parent = pack(tokens), root(namespace)
+    return chain_packed(namespace, pack(tokens))
+
+
+def chain_packed(namespace: Namespace, packed: bytes) -> Iterator[BlockRef]:
+    """The same for packed tokens."""
+    parent = root(namespace)
     for number, start in enumerate(range(0, len(packed), 4 * BLOCK_TOKENS)):
         words = packed[start : start + 4 * BLOCK_TOKENS]
         key = block_key(namespace, parent, words)

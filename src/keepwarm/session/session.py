@@ -90,6 +90,7 @@ class Session:
             thinking=thinking,
             policy=policy,
             agent=self.id,
+            nameless=id is None,
         )
         self._gate = Gate(busy)
         engine.store.check_agent(self.id)
@@ -138,6 +139,14 @@ class Session:
 
     def fork(self, id: str | None = None) -> Session:  # noqa: A002
         """Another session with the same messages; their common prefix is not computed again."""
+        return self.forks([id])[0]
+
+    def forks(self, ids: int | Sequence[str | None], *, ephemeral: bool = False) -> list[Session]:
+        """Several forks, by their ids or their number; of ephemeral ones nothing is written."""
+        names = [None] * ids if isinstance(ids, int) else ids
+        return [self._fork(name, ephemeral) for name in names]
+
+    def _fork(self, id: str | None, ephemeral: bool) -> Session:  # noqa: A002
         forked = Session(
             self.engine,
             system=self.system,
@@ -147,7 +156,7 @@ class Session:
             sampling=self._defaults.sampling,
             kv=self._defaults.kv,
             thinking=self._defaults.thinking,
-            policy=self._defaults.policy,
+            policy=Policy.EPHEMERAL if ephemeral else self._defaults.policy,
             busy=self._gate.rule,
             registry=self.registry,
         )

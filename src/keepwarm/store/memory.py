@@ -35,7 +35,7 @@ class MemoryTier:
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
         self._max_bytes = max_bytes
         self._clock = clock
-        self._index = Index(":memory:")
+        self.index = Index(":memory:")
         self._records: dict[tuple[BlockKey, Part], Record] = {}
         self._known: dict[BlockKey, BlockInfo] = {}  # a copy of the index, for speed
         self._refused = RefusedBlocks()
@@ -54,11 +54,11 @@ class MemoryTier:
 
     @default_on_io_error(list)
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
-        return self._index.lookups.children(parent, tokens)
+        return self.index.lookups.children(parent, tokens)
 
     @default_on_io_error(list)
     def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
-        return self._index.lookups.states(parents)
+        return self.index.lookups.states(parents)
 
     def read(
         self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
@@ -116,27 +116,27 @@ class MemoryTier:
             self._counts.add(refused=1)
             return False
         self._records[header.key, header.part] = record
-        self._index.add(header, n_bytes, now)
-        self._known |= self._index.lookups.have([header.key])
+        self.index.add(header, n_bytes, now)
+        self._known |= self.index.lookups.have([header.key])
         self._counts.add(puts=1)
         return True
 
     def _make_room(self, record: Record, n_bytes: int, now: float) -> bool:
         """Evict blocks of lower priority than one used once, now."""
-        over = self._index.lookups.n_bytes() + n_bytes - self._max_bytes
+        over = self.index.lookups.n_bytes() + n_bytes - self._max_bytes
         if over <= 0:
             return True
         if n_bytes > self._max_bytes:
             return False
-        if self._refused.follows(record.header.parent, self._index.lookups.have):
+        if self._refused.follows(record.header.parent, self.index.lookups.have):
             return False
         over -= self._evict_demoted(over)
         if over <= 0:
             return True
-        self._index.follow_clock(now)
+        self.index.follow_clock(now)
         exclude = {record.header.key, record.header.parent}
-        priority = self._index.priority_of(record.header, n_bytes, now)
-        victims = self._index.evict(over, exclude, priority)
+        priority = self.index.priority_of(record.header, n_bytes, now)
+        victims = self.index.evict(over, exclude, priority)
         self._drop_records([victim.key for victim in victims])
         self._counts.add(evicted=len(victims))
         return bool(victims)
@@ -168,7 +168,7 @@ class MemoryTier:
         """Change the limit, and evict down to it."""
         with self._lock:
             self._max_bytes = max_bytes
-            if (over := self._index.lookups.n_bytes() - max_bytes) > 0:
+            if (over := self.index.lookups.n_bytes() - max_bytes) > 0:
                 self.release(over)
 
     def release(self, n_bytes: int) -> int:
@@ -185,26 +185,26 @@ class MemoryTier:
 
     def _drop(self, n_bytes: int) -> tuple[int, int]:
         """Drop the least valuable until so many bytes are free; the bytes and blocks."""
-        before = self._index.lookups.n_bytes()
+        before = self.index.lookups.n_bytes()
         n_bytes -= self._evict_demoted(n_bytes)
-        victims = self._index.evict(max(0, n_bytes), set(), math.inf, partial=True)
+        victims = self.index.evict(max(0, n_bytes), set(), math.inf, partial=True)
         self._drop_records([victim.key for victim in victims])
-        return before - self._index.lookups.n_bytes(), len(victims)
+        return before - self.index.lookups.n_bytes(), len(victims)
 
     def pin(self, key: BlockKey, owner: str) -> None:
         with as_store_errors(self, "pin a block"):
             self.promote_window(key)
-            self._index.pin(key, owner)
+            self.index.pin(key, owner)
 
     def unpin(self, key: BlockKey, owner: str) -> None:
         with as_store_errors(self, "unpin a block"):
-            self._index.unpin(key, owner)
+            self.index.unpin(key, owner)
 
     @default_on_io_error(lambda: None)
     def touch(self, keys: Collection[BlockKey]) -> None:
         for key in keys:
             self.promote_window(key)
-        self._index.touch(keys, self._clock())
+        self.index.touch(keys, self._clock())
 
     @default_on_io_error(lambda: None)
     def discard(self, key: BlockKey, part: Part, why: str) -> None:  # noqa: ARG002
@@ -212,37 +212,40 @@ class MemoryTier:
 
     @default_on_io_error(lambda: None)
     def delete_outgrown(self, key: BlockKey) -> None:
-        for state in find_surplus(*self._index.lookups.checkpoints(key)):
+        for state in find_surplus(*self.index.lookups.checkpoints(key)):
             self.delete_part(state.key, Part.STATE)
-            self._delete(self._index.lookups.outgrown(state.beside))
-        self._delete(self._index.lookups.outgrown(key))
+            self._delete(self.index.lookups.outgrown(state.beside))
+        self._delete(self.index.lookups.outgrown(key))
 
     def delete(self, key: BlockKey) -> None:
-        with as_store_errors(self, "delete a block"):
-            self._delete([key])
+        self.delete_all([key])
+
+    def delete_all(self, keys: Collection[BlockKey]) -> None:
+        with as_store_errors(self, "delete blocks"):
+            self._delete(keys)
 
     def _delete(self, keys: Collection[BlockKey]) -> None:
         with self._lock:
             self._drop_records(keys)
             if keys:
-                self._index.mark_deleting(keys)
-                self._index.delete_marked(keys)
+                self.index.mark_deleting(keys)
+                self.index.delete_marked(keys)
 
     def delete_part(self, key: BlockKey, part: Part) -> None:
         """Delete one part; the block goes with its last part."""
         with self._lock:
             self._records.pop((key, part), None)
             self._known.pop(key, None)
-            self._index.delete_part(key, part)
-            self._known |= self._index.lookups.have([key])
+            self.index.delete_part(key, part)
+            self._known |= self.index.lookups.have([key])
 
     def walk(self) -> Iterator[StoredBlock]:
         with as_store_errors(self, "list its blocks"):
-            yield from self._index.walk()
+            yield from self.index.walk()
 
     @default_on_io_error(lambda: (0, 0))
     def _totals(self) -> tuple[int, int]:
-        return self._index.lookups.n_blocks(), self._index.lookups.n_bytes()
+        return self.index.lookups.n_blocks(), self.index.lookups.n_bytes()
 
     def stats(self) -> TierStats:
         n_blocks, n_bytes = self._totals()
@@ -252,7 +255,7 @@ class MemoryTier:
         with self._lock:
             self._records.clear()
             self._known.clear()
-            self._index.close()
+            self.index.close()
 
     def note_error(self, error: Exception) -> None:  # noqa: ARG002
         self._counts.add(errors=1)

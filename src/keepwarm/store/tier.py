@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from keepwarm.errors import StoreFailed
-from keepwarm.prefix.blocks import BlockKey, Namespace
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace
 from keepwarm.store.record import Part, ReadBuffer, Record, RecordView
 
 LOG = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound="Fallible")
 ReadFault: TypeAlias = Literal["damaged", "unreadable", "newer"]
+AGENT = "agent:"  # prefix of the owner that is an agent
 TTL_PIN = "mark:"  # prefix of the owner of a pin that expires; its end time follows
 
 
@@ -36,6 +37,19 @@ class BlockInfo(NamedTuple):
     n_tokens: int
     w_rows: int
     n_bytes: int
+
+
+class NamedBlock(NamedTuple):
+    """A block that something refers to; it need not be stored any more."""
+
+    key: BlockKey
+    parent: BlockKey
+    n_tokens: int
+
+    @property
+    def is_open(self) -> bool:
+        """Whether longer blocks may begin with this one."""
+        return self.n_tokens < BLOCK_TOKENS
 
 
 class Child(NamedTuple):
@@ -92,6 +106,11 @@ class TierStats:
     errors: int = 0
 
 
+def agent_owner(agent_id: str) -> str:
+    """The owner of an agent's pins and blocks."""
+    return f"{AGENT}{agent_id}"
+
+
 class TierCounts:
     """The counters of a tier, for all threads."""
 
@@ -113,6 +132,10 @@ def is_busy(error: Exception) -> bool:
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
     is_locked = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
     return isinstance(error, TimeoutError) or is_locked
+
+
+class Outdated(Exception):
+    """Something was deleted on purpose that the caller has not forgotten yet."""
 
 
 class Fallible(Protocol):

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from keepwarm.cache.agents.agents import MAX_SIDES, MAX_UNCHECKED_LEFT
+from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.errors import BadCacheFile, BadInput, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import chain, pack
@@ -446,6 +447,99 @@ def test_retention(tmp_path):
         now[0] += 20
         assert disk_store.agents.expire() == ["old"]
         assert [a.id for a in disk_store.agents.all()] == ["fresh"]
+
+
+def test_retention_of_new_agents(tmp_path):
+    """A default, which can be changed for each later."""
+    with DiskStore(tmp_path / "store", LIMITS, retention_s=60.0) as disk_store:
+        turn(disk_store, "a", tokens_of(300))
+        disk_store.agents.fork("a", "b")
+        disk_store.agents.create("c", Branch(NAME), retention_s=None)
+        disk_store.agents.update("b", retention_s=5.0)
+        found = {agent.id: agent.retention_s for agent in disk_store.agents.all()}
+        assert found == {"a": 60.0, "b": 5.0, "c": None}
+
+
+def test_labels_are_kept_and_bounded(disk_store):
+    """S0-82: and returned with the agent."""
+    turn(disk_store, "a", tokens_of(300))
+    disk_store.agents.update("a", metadata={"team": "web", "note": "of the demo"})
+    turn(disk_store, "a", tokens_of(400))
+    assert disk_store.agents.show("a").metadata == {"team": "web", "note": "of the demo"}
+    for bad in ({str(n): "" for n in range(17)}, {"k" * 65: ""}, {"k": "v" * 513}):
+        with pytest.raises(BadInput, match="at most 16 labels"):
+            disk_store.agents.update("a", metadata=bad)
+
+
+def test_agents_of_which_nothing_is_stored_are_deleted(disk_store):
+    """Not one that has said nothing yet, and not one whose tail a longer block replaced."""
+    for number, name in enumerate(("gone", "there")):
+        turn(disk_store, name, tokens_of(300, seed=number))
+    disk_store.agents.create("new", Branch(NAME))
+    disk_store.disk.delete_all(disk_store.agents.show("gone").blocks)
+    assert disk_store.agents.delete_empty() == ["gone"]
+    assert [agent.id for agent in disk_store.agents.all()] == ["new", "there"]
+
+
+def test_several_forks_are_made_at_once_or_not_at_all(disk_store):
+    tokens = tokens_of(600)
+    turn(disk_store, "a", tokens)
+    before = disk_store.disk.stats().puts
+    made = disk_store.agents.fork_all("a", [f"a-{n}" for n in range(10)])
+    assert {disk_store.tokens_of(agent)[-1] for agent in made} == {tokens[-1]}
+    assert disk_store.disk.stats().puts == before
+    for bad, says in ((["b", "a-3"], "'a-3' already exists"), (["b", "b"], "the same id")):
+        with pytest.raises(BadInput, match=says):
+            disk_store.agents.fork_all("a", bad)
+    assert len(list(disk_store.agents.all())) == 11
+
+
+def test_an_ephemeral_agent_has_no_bytes_on_disk(disk_store):
+    """It is shown and advanced in this process; deleting its parent does not wait for it."""
+    tokens = tokens_of(600)
+    turn(disk_store, "a", tokens)
+    before = {path: path.read_bytes() for path in files_under(disk_store.disk.root / "agents")}
+    disk_store.agents.fork_all("a", ["b", "c"], ephemeral=True)
+    disk_store.agents.advance("b", NAME, [*tokens, 7], len(tokens))
+    assert disk_store.agents.show("b").turns == (600, 601)
+    assert [agent.id for agent in disk_store.agents.all()] == ["a", "b", "c"]
+    after = {path: path.read_bytes() for path in files_under(disk_store.disk.root / "agents")}
+    assert after == before
+    assert disk_store.agents.delete("b") == 0
+    with pytest.raises(UnknownAgent):
+        disk_store.agents.show("b")
+    disk_store.agents.delete("a")
+    assert not holds_tokens(disk_store.disk.root, tokens)
+
+
+def test_prefixes_are_pinned_shown_and_deleted(disk_store):
+    """Of what they share with an agent or with another prefix, nothing goes."""
+    shared = tokens_of(512, seed=1)
+    mine, theirs = shared + tokens_of(700, seed=2), shared + tokens_of(300, seed=3)
+    for tokens in (mine, theirs):
+        keep(disk_store, tokens)
+    turn(disk_store, "a", shared[:256])
+    by_length = {prefix.n_tokens: prefix.id for prefix in disk_store.prefixes.all()}
+    assert disk_store.tokens_of(disk_store.prefixes.show(by_length[1212])) == mine
+    disk_store.prefixes.pin(by_length[1212])
+    assert [each.n_tokens for each in disk_store.prefixes.all() if each.pinned] == [1212]
+    before = disk_store.disk.index.forgotten.generation()
+    assert disk_store.prefixes.delete(by_length[1212]) == 3
+    assert disk_store.disk.index.forgotten.generation() == before + 1
+    assert not holds_tokens(disk_store.disk.root, mine[512:])
+    assert disk_store.tokens_of(disk_store.prefixes.show(by_length[812])) == theirs
+    disk_store.prefixes.delete(by_length[812])
+    assert [stored.number for stored in disk_store.disk.walk()] == [0]
+
+
+def test_clearing_leaves_nothing(disk_store):
+    tokens = tokens_of(700)
+    turn(disk_store, "a", tokens)
+    disk_store.agents.update("a", pinned=True)
+    keep(disk_store, tokens_of(300, seed=2))
+    assert disk_store.clear() == (1, 5)
+    assert not holds_tokens(disk_store.disk.root, tokens)
+    assert not list(disk_store.agents.all())
 
 
 def test_a_bundle_carries_an_agent_to_another_store(disk_store, tmp_path):

@@ -89,7 +89,7 @@ def test_a_prompt_without_a_name_is_listed_and_travels(disk_store, other, tmp_pa
     turn(disk_store, "a", named)
     for ref in chain(NAME, anonymous):
         disk_store.disk.put(record(ref, namespace=NAME))
-    (prefix,) = disk_store.prefixes()
+    (prefix,) = disk_store.prefixes.all()
     assert prefix.n_tokens == 520
     assert prefix.n_bytes > 3 * 1024
     disk_store.export_agent(prefix.id, tmp_path / "p.kw")
@@ -97,7 +97,7 @@ def test_a_prompt_without_a_name_is_listed_and_travels(disk_store, other, tmp_pa
     assert (made.id, other.tokens_of(made)) == ("p", anonymous)
     disk_store.export_agent(disk_store.find(prefix.id, 300), tmp_path / "q.kw")
     assert other.import_agent(tmp_path / "q.kw", IDENTITY).n_tokens == 300
-    assert list(other.prefixes()) == []
+    assert list(other.prefixes.all()) == []
 
 
 @pytest.mark.parametrize("name", ["@", "@00", "@zzzzzzzz", "@0123456789ab"])
@@ -111,7 +111,7 @@ def test_a_prefix_whose_beginning_is_gone_is_not_exported(disk_store):
     refs = list(chain(NAME, tokens_of(600)))
     for ref in refs[1:]:
         disk_store.disk.put(record(ref, namespace=NAME))
-    (prefix,) = disk_store.prefixes()
+    (prefix,) = disk_store.prefixes.all()
     with pytest.raises(BadInput, match="is incomplete"):
         disk_store.find(prefix.id)
 
@@ -246,7 +246,7 @@ def test_a_prefix_of_states_alone_is_listed_and_travels(tiny_model, away, tmp_pa
     manager = home.make_manager(IDENTITY, probe(model, make_prompt_cache(model)))
     manager.open(PROMPT).finish(PROMPT, prefill(model, make_prompt_cache(model), PROMPT))
     home.flush()
-    (prefix,) = home.on_disk.prefixes()
+    (prefix,) = home.on_disk.prefixes.all()
     assert prefix.n_tokens == len(PROMPT)
     home.on_disk.export_agent(prefix.id, file)
     home.close()

@@ -124,6 +124,35 @@ def test_a_title_request_under_the_same_name_is_a_branch(live):
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "branch")
 
 
+def test_labels_and_retention_are_changed_later(live):
+    made = live.post("/v1/agents", {"id": "gina", "metadata": {"team": "web"}}).json()
+    assert (made["metadata"], made["retention_s"]) == ({"team": "web"}, None)
+    assert made["model"]
+    body = {"retention_s": 60, "metadata": {"note": "of the demo"}}
+    changed = httpx.patch(f"{live.url}/v1/agents/gina", json=body).json()
+    assert (changed["metadata"], changed["retention_s"]) == ({"note": "of the demo"}, 60)
+    assert httpx.patch(f"{live.url}/v1/agents/gina", json={"pinned": True}).json()["pinned"]
+    assert live.get("/v1/agents/gina").json()["metadata"] == {"note": "of the demo"}
+    for bad in ({"metadata": {"k": "v" * 513}}, {"retention_s": 0}, {"metadata": {"": "x"}}):
+        assert httpx.patch(f"{live.url}/v1/agents/gina", json=bad).status_code == 400
+
+
+def test_several_forks_in_one_call(live):
+    say(live, "hugo")
+    made = live.post("/v1/agents/hugo/fork", {"ids": ["hugo-1", "hugo-2"]}).json()
+    assert [(each["id"], each["ephemeral"]) for each in made["data"]] == [
+        ("hugo-1", False),
+        ("hugo-2", False),
+    ]
+    body = {"ids": ["hugo-3"], "ephemeral": True}
+    assert live.post("/v1/agents/hugo/fork", body).json()["data"][0]["ephemeral"]
+    assert {"hugo-1", "hugo-2", "hugo-3"} <= set(listed(live))
+    for bad in ({}, {"id": "x", "ids": ["y"]}, {"ids": []}, {"ids": ["z", "hugo-1"]}):
+        assert live.post("/v1/agents/hugo/fork", bad).status_code == 400
+    assert "z" not in listed(live)
+    assert delete(live, "hugo-3").json()["removed_blocks"] == 0
+
+
 def test_fork_and_rewind(live):
     answer = say(live, "carol")
     said = answer["choices"][0]["message"]

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from keepwarm.cache.agents.branch import Branch
-from keepwarm.cache.agents.holders import AgentBlock
 from keepwarm.errors import BadInput, NewerFormat
 from keepwarm.prefix.blocks import BlockKey, Namespace
+from keepwarm.store.tier import NamedBlock
 
 VERSION = 3  # version 1 had no `left`, version 2 no branches
+MAX_LABELS, MAX_KEY, MAX_VALUE = 16, 64, 512
 OWN = ("id", "pinned", "quota_bytes", "retention_s", "created", "used", "forked_from", "metadata")
 OF_HEAD = ("namespace", "blocks", "n_tokens", "turns", "model")  # beside `head`, as in version 2
 
@@ -31,7 +32,8 @@ class Agent:
     used: float = 0.0
     forked_from: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)  # its user's labels and notes
-    left: tuple[AgentBlock, ...] = ()  # of no branch any more, while they exist
+    left: tuple[NamedBlock, ...] = ()  # of no branch any more, while they exist
+    ephemeral: bool = False  # of this process; it has no file, and nothing of it is written
 
     @property
     def namespace(self) -> Namespace:
@@ -69,11 +71,11 @@ class Agent:
         return replace(self, head=head, sides=sides)
 
     @property
-    def sized_blocks(self) -> list[AgentBlock]:
+    def sized_blocks(self) -> list[NamedBlock]:
         """The head's blocks, with sizes."""
         return self.sized_blocks_of(self.head)
 
-    def sized_blocks_of(self, branch: Branch) -> list[AgentBlock]:
+    def sized_blocks_of(self, branch: Branch) -> list[NamedBlock]:
         """After a rewind by an older version the last may be longer than the branch's part."""
         return branch.sized_blocks({block.key: block for block in self.left})
 
@@ -107,6 +109,16 @@ class Agent:
         )
 
 
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raise if there is too much of it; the limits are those of OpenAI's API."""
+    sizes = [(len(key), len(value)) for key, value in metadata.items()]
+    if len(sizes) > MAX_LABELS or any(k > MAX_KEY or v > MAX_VALUE for k, v in sizes):
+        raise BadInput(
+            f"An agent has at most {MAX_LABELS} labels, of {MAX_KEY} characters and with "
+            f"{MAX_VALUE} as their value; shorten them."
+        )
+
+
 def _only_branch(fields: Mapping[str, Any]) -> dict[str, Any]:
     """What older versions did not write of an agent's only branch."""
     n_tokens, turns = fields["n_tokens"], fields["turns"]
@@ -115,5 +127,5 @@ def _only_branch(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"ends": [], "main": n_tokens > 0, "used": fields["used"], **lengths}
 
 
-def _agent_block(key: str, parent: str, n_tokens: int) -> AgentBlock:
-    return AgentBlock(BlockKey(bytes.fromhex(key)), BlockKey(bytes.fromhex(parent)), n_tokens)
+def _agent_block(key: str, parent: str, n_tokens: int) -> NamedBlock:
+    return NamedBlock(BlockKey(bytes.fromhex(key)), BlockKey(bytes.fromhex(parent)), n_tokens)

@@ -14,10 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from keepwarm.cache.agents.agent import Agent
+from keepwarm.cache.agents.agent import Agent, check_metadata
 from keepwarm.cache.agents.branch import Branch, EndedTurn, Placed, Placing
-from keepwarm.cache.agents.holders import AgentBlock, find_extensions
-from keepwarm.cache.agents.reach import blocks_to_delete, blocks_to_pin, used_by
+from keepwarm.cache.agents.holders import find_extensions
+from keepwarm.cache.agents.reach import (
+    blocks_to_delete,
+    blocks_to_forget,
+    blocks_to_pin,
+    used_by,
+)
 from keepwarm.cache.texts.files import AgentTexts
 from keepwarm.cache.texts.turns import TurnBook
 from keepwarm.errors import BadInput, BadRecord, NewerFormat, UnknownAgent
@@ -26,14 +31,14 @@ from keepwarm.store.atomic import SharedLock
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.upkeep import (
     Progress,
-    delete_branches,
+    delete_subtrees,
     file_path,
     no_progress,
     read_file,
     write_file,
 )
 from keepwarm.store.eviction import CLOCK_TOLERANCE_S
-from keepwarm.store.tier import as_store_errors
+from keepwarm.store.tier import NamedBlock, agent_owner, as_store_errors
 
 MAX_SIDES = 8  # branches beside the head; then the least recently used is dropped
 MAX_RESPONSE_BYTES = 64 << 20  # on disk, of all agents
@@ -45,17 +50,31 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, BadRecor
 class Agents:
     """All agents of one store directory."""
 
-    def __init__(self, disk: DiskTier, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        disk: DiskTier,
+        clock: Callable[[], float] = time.time,
+        retention_s: float | None = None,
+    ) -> None:
+        """`retention_s` is that of new agents."""
         self._disk = disk
+        self._retention_s = retention_s
+        self._ephemeral: dict[str, Agent] = {}
         self._clock = clock
         self._lock = SharedLock(disk.root / "tmp" / "agents")  # while a file is changed
         self.turns = TurnBook(disk)
         self.responses = AgentTexts(disk, "responses", MAX_RESPONSE_BYTES, clock)
 
     def all(self) -> Iterator[Agent]:
-        """All readable agents; `unreadable` lists the others."""
-        found = [agent for _, agent in self._each() if isinstance(agent, Agent)]
+        """All readable agents, and ephemeral ones; `unreadable` lists the others."""
+        found = [*self._recorded(), *list(self._ephemeral.values())]
         return iter(sorted(found, key=lambda agent: agent.id))
+
+    def _recorded(self) -> Iterator[Agent]:
+        return (agent for _, agent in self._each() if isinstance(agent, Agent))
+
+    def is_ephemeral(self, agent_id: str) -> bool:
+        return agent_id in self._ephemeral
 
     def unreadable(self) -> Iterator[tuple[str, Exception]]:
         """Files that are damaged or from a newer Keepwarm, each with its error."""
@@ -74,6 +93,8 @@ class Agents:
 
     def show(self, agent_id: str) -> Agent:
         path = self._path(agent_id)
+        if agent_id in self._ephemeral:
+            return self._ephemeral[agent_id]
         try:
             return self._read(path)
         except FileNotFoundError as error:
@@ -92,12 +113,13 @@ class Agents:
 
     def create(self, agent_id: str, head: Branch, **fields: Any) -> Agent:
         """A new agent; `fields` are those of `Agent`."""
+        check_metadata(fields.get("metadata", {}))
         now = self._clock()
         with self._changing():
-            if self._path(agent_id).exists():
-                raise BadInput(f"Agent {agent_id!r} already exists; choose another id.")
+            self._refuse_known(agent_id)
             head = replace(head, used=now)
-            return self._save(Agent(agent_id, head, created=now, used=now, **fields))
+            made = {"created": now, "used": now, "retention_s": self._retention_s}
+            return self._save(Agent(agent_id, head, **made | fields))
 
     def advance(
         self,
@@ -109,19 +131,25 @@ class Agents:
         model: str = "",
         called: bool = False,
         continues: bool = False,
-    ) -> Agent:
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> Agent | None:
         """Record a turn, in the branch that it continues or in a new one; `n_prompt` of its tokens
         are the prompt. Creates the agent if it is new. `continues`: it was asked of the agent, so
         it is the head, whatever its tokens.
+
+        None if the turn is not wanted any more: the agent was deleted meanwhile.
         """
         n_prompt = len(tokens) if n_prompt is None else n_prompt
         turn = EndedTurn(namespace, tokens, n_prompt, model, called, continues)
         now = self._clock()
         with self._changing():
+            if not is_wanted():
+                return None
             try:
                 agent = self.show(agent_id)
             except UnknownAgent:
-                agent = Agent(agent_id, Branch(turn.namespace), created=now)
+                head, retention_s = Branch(turn.namespace), self._retention_s
+                agent = Agent(agent_id, head, retention_s=retention_s, created=now)
             placed = Placing(self._disk, turn, now).place(agent.head, agent.sides)
             return self._save(replace(self._with_branch(agent, placed), used=now))
 
@@ -141,17 +169,44 @@ class Agents:
             left=self._existing(tuple(dict.fromkeys(left))),
         )
 
+    def _refuse_known(self, agent_id: str) -> None:
+        if self.is_ephemeral(agent_id) or self._path(agent_id).exists():
+            raise BadInput(f"Agent {agent_id!r} already exists; choose another id.")
+
     def fork(self, agent_id: str, new_id: str, branch: int | None = None) -> Agent:
         """A new agent with the history of the head, or of a branch. No block is copied."""
-        old = self.show(agent_id)
-        forked = old.branch(branch)
-        self.turns.copy(agent_id, new_id)
-        return self.create(
-            new_id,
-            replace(forked, number=1, pinned=False),
-            forked_from=agent_id,
-            left=tuple(block for block in old.left if block.key in forked.blocks),
-        )
+        return self.fork_all(agent_id, [new_id], branch)[0]
+
+    def fork_all(
+        self,
+        agent_id: str,
+        new_ids: Sequence[str],
+        branch: int | None = None,
+        *,
+        ephemeral: bool = False,
+    ) -> list[Agent]:
+        """Several new agents with the same history, or none if one of them cannot be made."""
+        if len(set(new_ids)) < len(new_ids):
+            raise BadInput("Two of the new agents have the same id; choose another for one.")
+        now = self._clock()
+        with self._changing():
+            old = self.show(agent_id)
+            for new_id in new_ids:
+                self._refuse_known(new_id)
+            forked = old.branch(branch)
+            child = Agent(
+                "",
+                replace(forked, number=1, pinned=False, used=now),
+                retention_s=self._retention_s,
+                created=now,
+                used=now,
+                forked_from=agent_id,
+                left=tuple(block for block in old.left if block.key in forked.blocks),
+                ephemeral=ephemeral,
+            )
+            for new_id in () if ephemeral else new_ids:
+                self.turns.copy(agent_id, new_id)
+            return [self._save(replace(child, id=new_id)) for new_id in new_ids]
 
     def rewind(self, agent_id: str, turn: int, branch: int | None = None) -> Agent:
         """Remove the turns after this one (0: all of them), and go on there: a branch that is
@@ -188,10 +243,10 @@ class Agents:
             moved = self._save(replace(agent, head=head, sides=(), left=()))
         with as_store_errors(self._disk, f"delete the old blocks of agent {agent_id!r}"):
             keep = used_by(self._disk, self.all())
-            delete_branches(self._disk, blocks_to_delete(self._disk, agent, keep), keep)
+            delete_subtrees(self._disk, blocks_to_delete(self._disk, agent, keep), keep)
         return moved
 
-    def _existing(self, left: tuple[AgentBlock, ...]) -> tuple[AgentBlock, ...]:
+    def _existing(self, left: tuple[NamedBlock, ...]) -> tuple[NamedBlock, ...]:
         """Those still on disk; checked only when there are many.
 
         One that was replaced by a longer block is listed as that block from then on.
@@ -202,11 +257,12 @@ class Agents:
         gone = [block for block in left if block.key not in known]
         kept = [block for block in left if block.key in known]
         longer = (found.header for found in find_extensions(self._disk, gone))
-        kept += [AgentBlock(it.key, it.parent, len(it.tokens) // 4) for it in longer]
+        kept += [NamedBlock(it.key, it.parent, len(it.tokens) // 4) for it in longer]
         return tuple(dict.fromkeys(kept))
 
     def update(self, agent_id: str, **changes: Any) -> Agent:
         """Change `pinned`, `quota_bytes`, `retention_s` or `metadata`."""
+        check_metadata(changes.get("metadata", {}))
         with self._changing():
             return self._save(replace(self.show(agent_id), **changes))
 
@@ -227,18 +283,36 @@ class Agents:
         continue its own. Afterwards its tokens are only in blocks that other agents use; a block
         of which another agent uses the beginning stays whole.
         """
-        agent = self.show(agent_id)
         self._refuse_newer()
+        with self._changing():  # a turn that ends now is recorded before, or not at all
+            agent = self.show(agent_id)
+            others = (each for each in self._recorded() if each.id != agent_id)
+            keep = used_by(self._disk, others)
+            self._disk.forget(agent_owner(agent_id), blocks_to_forget(self._disk, agent, keep))
         with as_store_errors(self._disk, f"delete agent {agent_id!r}"):
-            keep = used_by(self._disk, (each for each in self.all() if each.id != agent_id))
-            self._disk.pin_only(_owner(agent_id), ())
+            self._disk.pin_only(agent_owner(agent_id), ())
             keys = blocks_to_delete(self._disk, agent, keep)
-            n_deleted = delete_branches(self._disk, keys, keep, progress)
+            n_deleted = delete_subtrees(self._disk, keys, keep, progress)
             self.turns.remove(agent_id)
             self.responses.remove_agent(agent_id)
             self._disk.files.remove(self._path(agent_id))
+            self._ephemeral.pop(agent_id, None)
             self._disk.flush()
         return n_deleted
+
+    def delete_all(self) -> int:
+        """Delete the files of all agents, but not their blocks; how many."""
+        self._refuse_newer()
+        with self._changing():
+            agents = list(self._recorded())
+            self._ephemeral.clear()
+            self.responses.remove_agent("")  # those of no agent
+            for agent in agents:
+                self._disk.pin_only(agent_owner(agent.id), ())
+                self.turns.remove(agent.id)
+                self.responses.remove_agent(agent.id)
+                self._disk.files.remove(self._path(agent.id))
+        return len(agents)
 
     def _refuse_newer(self) -> None:
         """Raise if the blocks of some agent cannot be listed."""
@@ -256,6 +330,17 @@ class Agents:
             self.delete(agent_id)
             progress(number + 1, len(gone))
         return gone
+
+    def delete_empty(self) -> list[str]:
+        """Delete the agents of whose conversation nothing is stored any more."""
+        recorded = self._recorded()
+        empty = [agent.id for agent in recorded if agent.n_tokens and not self._is_stored(agent)]
+        for agent_id in empty:
+            self.delete(agent_id)
+        return empty
+
+    def _is_stored(self, agent: Agent) -> bool:
+        return bool(self._disk.have(used_by(self._disk, [agent])))
 
     def expired(self, grace_s: float = 0.0) -> list[str]:
         """Agents unused for longer than their retention plus a grace period."""
@@ -283,17 +368,20 @@ class Agents:
         return file_path(self._disk, "agents", agent_id)
 
     def _save(self, agent: Agent) -> Agent:
+        if agent.ephemeral:
+            self._ephemeral[agent.id] = agent
+            return agent
         write_file(self._disk, self._path(agent.id), agent.to_json().encode())
         self._pin(agent)
         return agent
 
     def pin_all(self) -> None:
         """Pin the blocks of all agents again, because a rebuilt index has no pins."""
-        for agent in self.all():
+        for agent in self._recorded():
             self._pin(agent)
 
     def _pin(self, agent: Agent) -> None:
-        self._disk.pin_only(_owner(agent.id), blocks_to_pin(self._disk, agent))
+        self._disk.pin_only(agent_owner(agent.id), blocks_to_pin(self._disk, agent))
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -302,11 +390,7 @@ class Agents:
             yield
 
 
-def _owner(agent_id: str) -> str:
-    return f"agent:{agent_id}"
-
-
-def _abandoned(agent: Agent, placed: Placed) -> list[AgentBlock]:
+def _abandoned(agent: Agent, placed: Placed) -> list[NamedBlock]:
     """What a branch had before and has no more."""
     before = placed.before
     if before is None or placed.n_shared == before.n_tokens:

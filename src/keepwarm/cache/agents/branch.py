@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Self
 
-from keepwarm.cache.agents.holders import AgentBlock, find_holders
+from keepwarm.cache.agents.holders import find_holders
 from keepwarm.prefix.blocks import (
     BLOCK_TOKENS,
     BlockKey,
@@ -23,6 +23,7 @@ from keepwarm.prefix.blocks import (
     root,
 )
 from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.tier import NamedBlock
 
 MIN_SHARED_TOKENS = 64  # fewer may be just a template's and a client's first words
 TOOL_WAIT_S = 3600.0  # how long other branches are taken for the work of a tool
@@ -62,20 +63,20 @@ class Branch:
             **fields,
         )
 
-    def sized_blocks(self, longer: Mapping[BlockKey, AgentBlock]) -> list[AgentBlock]:
+    def sized_blocks(self, longer: Mapping[BlockKey, NamedBlock]) -> list[NamedBlock]:
         """Its blocks, with sizes; the last may be one of the `longer` ones."""
         parents = (root(self.namespace), *self.blocks)
         sizes = (self.n_tokens - n * BLOCK_TOKENS for n in range(len(self.blocks)))
         return [
-            longer.get(key) or AgentBlock(key, parent, min(n_tokens, BLOCK_TOKENS))
+            longer.get(key) or NamedBlock(key, parent, min(n_tokens, BLOCK_TOKENS))
             for key, parent, n_tokens in zip(self.blocks, parents, sizes, strict=False)
         ]
 
-    def turn_ends(self) -> list[AgentBlock]:
+    def turn_ends(self) -> list[NamedBlock]:
         """The open blocks that ended with its turns; longer ones may have replaced them."""
         parents = (root(self.namespace), *self.blocks)
         return [
-            AgentBlock(key, parents[n // BLOCK_TOKENS], n % BLOCK_TOKENS)
+            NamedBlock(key, parents[n // BLOCK_TOKENS], n % BLOCK_TOKENS)
             for n, key in zip(self.turns, self.ends, strict=False)
             if n % BLOCK_TOKENS
         ]

@@ -8,21 +8,9 @@ from typing import NamedTuple
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, block_key
 from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Header
-from keepwarm.store.tier import BlockInfo
-
-
-class AgentBlock(NamedTuple):
-    """A block that an agent has, or had; it need not be on disk any more."""
-
-    key: BlockKey
-    parent: BlockKey
-    n_tokens: int
-
-    @property
-    def is_open(self) -> bool:
-        """Whether longer blocks may begin with this one."""
-        return self.n_tokens < BLOCK_TOKENS
+from keepwarm.store.tier import BlockInfo, NamedBlock
 
 
 class Holder(NamedTuple):
@@ -32,21 +20,23 @@ class Holder(NamedTuple):
     tokens: bytes
 
 
-def read_header(disk: DiskTier, key: BlockKey, known: BlockInfo) -> Header | None:
+def read_header(disk: DiskTier | MemoryTier, key: BlockKey, known: BlockInfo) -> Header | None:
     record = disk.read(key, next(iter(known.parts)), tensors=())
     return record.header if record is not None else None
 
 
 class Extension(NamedTuple):
-    """A block on disk that begins with all tokens of an open one."""
+    """A stored block that begins with all tokens of an open one."""
 
-    block: AgentBlock
+    block: NamedBlock
     header: Header
 
 
-def find_extensions(disk: DiskTier, blocks: Iterable[AgentBlock]) -> Iterator[Extension]:
-    """Every block on disk that begins with one of the open ones, these included."""
-    by_parent: defaultdict[BlockKey, list[AgentBlock]] = defaultdict(list)
+def find_extensions(
+    disk: DiskTier | MemoryTier, blocks: Iterable[NamedBlock]
+) -> Iterator[Extension]:
+    """Every block of a tier that begins with one of the open ones, these included."""
+    by_parent: defaultdict[BlockKey, list[NamedBlock]] = defaultdict(list)
     for block in blocks:
         if block.is_open:
             by_parent[block.parent].append(block)
@@ -59,13 +49,13 @@ def find_extensions(disk: DiskTier, blocks: Iterable[AgentBlock]) -> Iterator[Ex
                 )
 
 
-def _begins(header: Header, block: AgentBlock) -> bool:
+def _begins(header: Header, block: NamedBlock) -> bool:
     """Compares keys, which are hashes of tokens: the block's own tokens need not be known."""
     start = header.tokens[: 4 * block.n_tokens]
     return block_key(header.namespace, header.parent, start) == block.key
 
 
-def find_holders(disk: DiskTier, blocks: Sequence[AgentBlock], n_tokens: int) -> Iterator[Holder]:
+def find_holders(disk: DiskTier, blocks: Sequence[NamedBlock], n_tokens: int) -> Iterator[Holder]:
     """The blocks on disk that hold these tokens, up to the first missing one.
 
     An open block may have been replaced by a longer one, which then takes its place.

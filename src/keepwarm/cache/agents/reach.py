@@ -8,9 +8,10 @@ from itertools import islice
 
 from keepwarm.cache.agents.agent import Agent
 from keepwarm.cache.agents.branch import Branch
-from keepwarm.cache.agents.holders import AgentBlock, find_extensions, find_holders
+from keepwarm.cache.agents.holders import find_extensions, find_holders
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, block_key, root
 from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.tier import NamedBlock
 
 
 def used_by(disk: DiskTier, agents: Iterable[Agent]) -> set[BlockKey]:
@@ -27,16 +28,32 @@ def blocks_to_delete(disk: DiskTier, agent: Agent, keep: Collection[BlockKey]) -
     """What an agent has or had, and every block that continues the end of one of its turns,
     unless other agents share that end.
     """
-    of_branches = joined.from_iterable(agent.sized_blocks_of(each) for each in agent.branches)
-    blocks = list(dict.fromkeys((*of_branches, *agent.left)))
-    ends = joined.from_iterable(_turn_ends(disk, agent, each) for each in agent.branches)
-    found = list(find_extensions(disk, [*blocks, *ends]))
+    blocks = _own_blocks(agent)
+    found = list(find_extensions(disk, [*blocks, *_turn_ends(disk, agent)]))
     shared = {one.block for one in found if one.header.key in keep}
     longer = [one.header.key for one in found if one.block not in shared]
     return [*(block.key for block in blocks), *longer]
 
 
-def _turn_ends(disk: DiskTier, agent: Agent, branch: Branch) -> Iterator[AgentBlock]:
+def blocks_to_forget(disk: DiskTier, agent: Agent, keep: Collection[BlockKey]) -> list[NamedBlock]:
+    """The same for other processes, which find what continues these blocks in their memory."""
+    blocks = list(dict.fromkeys((*_own_blocks(agent), *_turn_ends(disk, agent))))
+    found = find_extensions(disk, blocks)
+    shared = {one.block for one in found if one.header.key in keep}
+    return [block for block in blocks if block.key not in keep and block not in shared]
+
+
+def _own_blocks(agent: Agent) -> list[NamedBlock]:
+    """What it has or had."""
+    of_branches = joined.from_iterable(agent.sized_blocks_of(each) for each in agent.branches)
+    return list(dict.fromkeys((*of_branches, *agent.left)))
+
+
+def _turn_ends(disk: DiskTier, agent: Agent) -> Iterator[NamedBlock]:
+    return joined.from_iterable(_ends_of_branch(disk, agent, each) for each in agent.branches)
+
+
+def _ends_of_branch(disk: DiskTier, agent: Agent, branch: Branch) -> Iterator[NamedBlock]:
     """The blocks that ended with a turn; an older version did not write their keys."""
     if branch.ends:
         yield from branch.turn_ends()
@@ -47,7 +64,7 @@ def _turn_ends(disk: DiskTier, agent: Agent, branch: Branch) -> Iterator[AgentBl
         if n_tokens and number < len(held):
             tokens = held[number].tokens[: 4 * n_tokens]
             key = block_key(branch.namespace, parents[number], tokens)
-            yield AgentBlock(key, parents[number], n_tokens)
+            yield NamedBlock(key, parents[number], n_tokens)
 
 
 def blocks_to_pin(disk: DiskTier, agent: Agent) -> list[BlockKey]:
@@ -65,7 +82,7 @@ def blocks_to_pin(disk: DiskTier, agent: Agent) -> list[BlockKey]:
     return list(dict.fromkeys(key for run in runs for key in _ends_of_runs(disk, run)))
 
 
-def _ends_of_runs(disk: DiskTier, blocks: Sequence[AgentBlock]) -> Iterator[BlockKey]:
+def _ends_of_runs(disk: DiskTier, blocks: Sequence[NamedBlock]) -> Iterator[BlockKey]:
     """The last block, stored or not; a longer one in its place; the last before each gap."""
     known = disk.have([block.key for block in blocks])
     for number, block in enumerate(blocks, start=1):

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from keepwarm import kv
+from keepwarm.cache.restore.forgetting import Deletions, KeptTokens
 from keepwarm.errors import CacheMismatch, UnsupportedCache
 from keepwarm.prefix.blocks import Namespace, common_tokens_beyond, pack
 
@@ -154,6 +155,12 @@ class Live:
             owned = {number for number, entry in self._entries.items() if entry.owner == owner}
             self._abandoned |= {number for number in owned if self._entries[number].can_trim}
             return sum(self._remove(number).n_bytes for number in owned - self._abandoned)
+
+    def forget(self, deletions: Deletions) -> None:
+        """Release what was deleted on purpose."""
+        self._release(
+            lambda entry: deletions.hold(KeptTokens(entry.owner, entry.namespace, entry.packed))
+        )
 
     @property
     def stats(self) -> LiveStats:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.failures import Fault, RestoreFailures
+from keepwarm.cache.restore.forgetting import Forgetting, KeptTokens
 from keepwarm.cache.restore.loading import EMPTY, Loading, RestoredPrefix
 from keepwarm.cache.restore.plan import NOTHING, KnownBlocks, Needs, Point, longest, n_matched
 from keepwarm.cache.restore.points import Parting, learned_place, restore_points
@@ -71,6 +73,7 @@ class Manager:
     writer: Saver
     rates: Rates = field(default_factory=Rates)
     failures: RestoreFailures = field(default_factory=RestoreFailures)
+    forgetting: Forgetting | None = None  # without a disk nobody else deletes
     max_restored: int = sys.maxsize  # tokens of a prompt that are restored at most
 
     def __post_init__(self) -> None:
@@ -82,6 +85,7 @@ class Manager:
 
     def plan(self, tokens: Sequence[int], without: Collection[BlockKey] = ()) -> Plan:
         """The longest stored prefix; one token is always left, because a model must be fed one."""
+        self.catch_up()
         limit = min(len(tokens) - 1, self.max_restored)
         point = self._longest(tokens, limit, without) if limit > 0 else NOTHING
         return Plan(point, point.n_bytes / self.rates.load_bytes_per_s, self.rates)
@@ -91,6 +95,11 @@ class Manager:
         rows = replace(self)
         rows.needs = replace(self.needs, window=0, state=False)
         return rows.plan(tokens).n_tokens if self.needs.delta else 0
+
+    def catch_up(self) -> None:
+        """Forget what other processes have deleted."""
+        if self.forgetting is not None:
+            self.forgetting.catch_up()
 
     def restore(
         self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE, beyond: int = 0
@@ -177,12 +186,15 @@ class Manager:
         point = replace(self, tiers=Tiers(saved))._longest(tokens, len(tokens), ())
         return not saved or point.n_tokens > len(tokens) - WORTH_SAVING
 
-    def open(self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE) -> Capture:
-        """Start saving what a request computes.
+    def open(
+        self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE, agent: str = ""
+    ) -> Capture:
+        """Start saving what a request computes, for an agent if it is one's.
 
         The list of tokens is not copied, so the caller may append to it.
         """
-        return Capture(self, tokens, policy)
+        self.catch_up()
+        return Capture(self, tokens, policy, agent)
 
     def points(self, tokens: Sequence[int], cuts: Iterable[int], n_known: int) -> frozenset[int]:
         """Where a prompt, of which so many tokens are restored, is to be restorable later."""
@@ -237,8 +249,13 @@ class Capture:
     blocks stay in memory.
     """
 
-    def __init__(self, manager: Manager, tokens: Sequence[int], policy: Policy) -> None:
+    def __init__(
+        self, manager: Manager, tokens: Sequence[int], policy: Policy, agent: str = ""
+    ) -> None:
         self._manager = manager
+        self._agent = agent
+        self._is_forgotten = False
+        self._since = manager.forgetting.generation if manager.forgetting else 0
         self._tokens = tokens
         self._policy = policy
         self._n_start = 0
@@ -247,6 +264,25 @@ class Capture:
         self._windowed: set[int] = set()  # blocks whose window rows go to disk
         self._behind: dict[int, int] = {}  # those saved without them, and the position to restore
         self._latest: deque[BlockRef] = deque(maxlen=manager.needs.window // BLOCK_TOKENS + 2)
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether its tokens were deleted on purpose since it began."""
+        forgetting = self._manager.forgetting
+        if forgetting is None or self._is_forgotten or forgetting.generation == self._since:
+            return self._is_forgotten
+        with forgetting.lock:
+            kept = KeptTokens(self._agent, self._manager.namespace, pack(self._tokens))
+            self._is_forgotten = forgetting.has_forgotten(self._since, kept)
+            self._since = forgetting.generation
+        return self._is_forgotten
+
+    @contextmanager
+    def unless_forgotten(self) -> Iterator[bool]:
+        """Whether something may be kept; while inside, nothing is forgotten."""
+        forgetting = self._manager.forgetting
+        with nullcontext() if forgetting is None else forgetting.lock:
+            yield not self.is_forgotten
 
     def start_at(self, n_tokens: int) -> None:
         """Skip the first tokens, which were restored and need not be saved again."""
@@ -364,7 +400,9 @@ class Capture:
         all_parts = ref.number in self._windowed or not self._manager.needs.delta
         for record in records_of(self._manager.namespace, ref, block):
             memory_only = record.header.part is Part.WINDOW and not all_parts
-            self._manager.writer.put(record, policy, memory_only)
+            with self.unless_forgotten() as is_wanted:
+                if is_wanted:
+                    self._manager.writer.put(record, policy, memory_only)
 
 
 def _stateless(block: Block) -> Block:

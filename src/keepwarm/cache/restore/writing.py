@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,11 +21,13 @@ from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk.wear import Wear
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, Record
-from keepwarm.store.tier import BlockInfo, PutResult, Tier, is_busy
+from keepwarm.store.tier import BlockInfo, Outdated, PutResult, Tier, is_busy
 from keepwarm.store.tiers import Tiers
 
 LOG = logging.getLogger(__name__)
 MAX_DEFERRAL_S = 2.0  # how long a save waits for restores
+MAX_TRIES = 8  # to write a record while other processes delete
+CATCH_UP_S = 0.5  # how often an idle writer looks for deletions of other processes
 WRITE_BACKOFF_S = 60.0  # seconds without re-saves after a refusal
 
 
@@ -99,9 +101,18 @@ class Writer:
     """Writes records to disk, in order, on its own thread; restores have priority."""
 
     def __init__(
-        self, memory: Tier | None, disk: Tier, max_queued_bytes: int, wear: Wear | None = None
+        self,
+        memory: Tier | None,
+        disk: Tier,
+        max_queued_bytes: int,
+        wear: Wear | None = None,
+        catch_up: Callable[[], None] | None = None,
     ) -> None:
+        """`catch_up` forgets what other processes have deleted; it is called before anything is
+        written after a deletion, and at intervals.
+        """
         self._wear = wear
+        self._catch_up = catch_up or _nothing
         self._max_queued_bytes = max_queued_bytes
         self.queued = MemoryTier(max_queued_bytes)
         self._memory = memory
@@ -195,12 +206,17 @@ class Writer:
                 self._changed.notify_all()
 
     def _next(self) -> tuple[BlockKey, Part] | None:
+        while not self._wait_for_work():
+            self._catch_up()
         with self._changed:
-            self._changed.wait_for(lambda: self._order or self._closing)
             if not self._order:
                 return None
             self._changed.wait_for(lambda: not self._must_wait(), MAX_DEFERRAL_S)
             return self._order.popleft()
+
+    def _wait_for_work(self) -> bool:
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self._order or self._closing, CATCH_UP_S))
 
     def _must_wait(self) -> bool:
         """For restores, unless a flush waits or the queue is half full and may drop records."""
@@ -209,14 +225,34 @@ class Writer:
         return 2 * self.queued.stats().n_bytes < self._max_queued_bytes
 
     def _write(self, key: BlockKey, part: Part) -> None:
-        record = self.queued.read(key, part)
-        if record is None:
-            self._count(dropped=1)
-            return
+        for _ in range(MAX_TRIES):
+            record = self.queued.read(key, part)
+            if record is None:  # evicted, or forgotten
+                break
+            if self._is_saved(record):
+                return
+        self.queued.delete_part(key, part)
+        self._count(dropped=1)
+
+    def _is_saved(self, record: Record) -> bool:
+        """False if it must be tried again: it may be among what other processes have deleted."""
         try:
             self._save(record)
-        finally:
-            self.queued.delete_part(key, part)
+        except Outdated:
+            self._give_back(record)
+            self._catch_up()
+            return False
+        except BaseException:
+            self.queued.delete_part(record.header.key, record.header.part)
+            raise
+        self.queued.delete_part(record.header.key, record.header.part)
+        return True
+
+    def _give_back(self, record: Record) -> None:
+        """Return a record's bytes to today's budget."""
+        if self._wear is not None:
+            with suppress(OSError):  # then the budget is a little smaller
+                self._wear.give_back(record.n_bytes)
 
     def _save(self, record: Record) -> None:
         if self._wear is not None and not self._wear.take(record.n_bytes):
@@ -226,9 +262,7 @@ class Writer:
         if put.stored:
             self._count(written_records=1, written_bytes=record.n_bytes)
             return
-        if self._wear is not None:
-            with suppress(OSError):  # then today's budget is a little smaller
-                self._wear.give_back(record.n_bytes)
+        self._give_back(record)
         if put.durable.exception() is not None:
             self._refused(failed=1)
         elif record.header.part not in _parts(self._disk, record.header.key):
@@ -246,6 +280,10 @@ class Writer:
 def _parts(tier: Tier, key: BlockKey) -> Collection[Part]:
     known = tier.have([key]).get(key)
     return known.parts if known else ()
+
+
+def _nothing() -> None:
+    return
 
 
 def _put(tier: Tier, record: Record) -> PutResult:

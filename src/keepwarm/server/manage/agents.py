@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack
 from functools import partial
-from typing import Annotated, Any, BinaryIO, Literal, TypeAlias, cast
+from typing import Annotated, Any, BinaryIO, TypeAlias, cast
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import Field, StringConstraints
-from typing_extensions import TypedDict
+from pydantic import StringConstraints
 
 from keepwarm.cache.agents.agent import Agent
 from keepwarm.cache.agents.agents import ID
@@ -26,8 +25,19 @@ from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.insight.recompute import EXTENT, ImportCheck
 from keepwarm.errors import BadField, UnknownAgent
-from keepwarm.server.http.body import JsonInput
-from keepwarm.server.http.request_fields import AGENT_ID, Config, Host, tenant_agent_id
+from keepwarm.server.http.request_fields import Config, Host, tenant_agent_id
+from keepwarm.server.manage.agent_shapes import (
+    AgentId,
+    AgentList,
+    AgentOptions,
+    AgentOut,
+    BranchOut,
+    DeletedAgent,
+    ForkBody,
+    NewAgent,
+    QuotaBody,
+    RewindBody,
+)
 from keepwarm.server.manage.transfers import TAR, ExportResponse, Transfers, UploadedFile
 from keepwarm.server.openai.shapes import OpenAIErrorOut
 
@@ -37,7 +47,6 @@ RAW_BODY = {
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
-AgentId: TypeAlias = Annotated[str, StringConstraints(pattern=f"^{AGENT_ID.pattern}$")]
 StoredId: TypeAlias = Annotated[str, StringConstraints(pattern=f"^{ID.pattern}$")]
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -49,78 +58,6 @@ router = APIRouter(prefix="/v1/agents", tags=["Agents"], responses=ERRORS)
 
 # `server.http.limits` requires the admin key for it.
 admin_router = APIRouter(prefix="/v1/admin/agents", tags=["Admin"], responses=ERRORS)
-
-
-class AgentOptions(JsonInput):
-    """Pin, quota and retention of an agent."""
-
-    pinned: bool = Field(default=False, description="Never evict its blocks.")
-    quota_bytes: int | None = Field(
-        default=None, ge=1, le=1 << 60, description="Bytes that other agents cannot evict."
-    )
-    retention_s: float | None = Field(
-        default=None, gt=0, le=1e12, description="Delete it when unused for longer."
-    )
-
-
-class NewAgent(AgentOptions):
-    id: AgentId = Field(description="Up to 100 letters, digits and . _ @ -")
-
-
-class ForkBody(JsonInput):
-    id: AgentId = Field(description="Id of the new agent.")
-
-
-class RewindBody(JsonInput):
-    turn: int = Field(ge=0, le=1 << 31, description="Last turn to keep; 0 keeps none.")
-
-
-class QuotaBody(JsonInput):
-    quota_bytes: int | None = Field(ge=1, le=1 << 60, description="null removes the quota.")
-
-
-class BranchOut(TypedDict):
-    """One line of an agent's conversation."""
-
-    number: int
-    n_tokens: int
-    turns: list[int]
-    main: bool
-    pinned: bool
-    model: str
-    used: float
-
-
-class AgentOut(TypedDict):
-    """`n_tokens`, `turns`, `n_bytes`, `model` and `branch` are those of its head."""
-
-    id: str
-    object: Literal["agent"]
-    model: str
-    branch: int
-    n_tokens: int
-    turns: list[int]
-    n_bytes: int
-    pinned: bool
-    quota_bytes: int | None
-    retention_s: float | None
-    created: float
-    used: float
-    forked_from: str | None
-    imported: bool  # its blocks came with a bundle that nobody here vouches for
-    branches: list[BranchOut]  # the head first
-
-
-class AgentList(TypedDict):
-    object: Literal["list"]
-    data: list[AgentOut]
-
-
-class DeletedAgent(TypedDict):
-    id: str
-    object: Literal["agent"]
-    deleted: bool
-    removed_blocks: int
 
 
 class TenantAgents:
@@ -145,15 +82,21 @@ class TenantAgents:
         return self._out(self._find(agent_id))
 
     def create(self, agent_id: str, options: AgentOptions) -> AgentOut:
-        head = Branch(self._engine.lane_of(self.tenant).manager.namespace)
+        lane = self._engine.lane_of(self.tenant)
+        head = Branch(lane.manager.namespace, model=lane.model.name)
         made = self._disk_store.agents.create(
-            self._unused_id(agent_id), head, **options.model_dump()
+            self._unused_id(agent_id), head, **options.model_dump(exclude_unset=True)
         )
         return self._out(made)
 
-    def fork(self, agent_id: str, new_id: str, branch: int | None) -> AgentOut:
+    def fork(self, agent_id: str, body: ForkBody, branch: int | None) -> AgentOut | AgentList:
+        if (body.id is None) == (body.ids is None):
+            raise BadField("Send either id, for one new agent, or ids.", "id")
         old = self._find(agent_id, branch).id
-        return self._out(self._disk_store.agents.fork(old, self._unused_id(new_id), branch))
+        new_ids = [self._unused_id(new_id) for new_id in body.ids or [str(body.id)]]
+        made = self._disk_store.agents.fork_all(old, new_ids, branch, ephemeral=body.ephemeral)
+        data = [self._out(agent) for agent in made]
+        return data[0] if body.ids is None else {"object": "list", "data": data}
 
     def rewind(self, agent_id: str, turn: int, branch: int | None) -> AgentOut:
         agent = self._find(agent_id, branch)
@@ -233,9 +176,11 @@ class TenantAgents:
             "pinned": agent.pinned,
             "quota_bytes": agent.quota_bytes,
             "retention_s": agent.retention_s,
+            "metadata": dict(agent.metadata),
             "created": agent.created,
             "used": agent.used,
             "forked_from": agent.forked_from.removeprefix(prefix) or None,
+            "ephemeral": agent.ephemeral,
             "imported": bool(self._disk_store.origin_of(agent)),
             "branches": [_branch_out(branch) for branch in agent.branches],
         }
@@ -268,7 +213,7 @@ async def list_agents(agents: Agents) -> AgentList:
 @router.post("")
 async def create_agent(body: NewAgent, agents: Agents) -> AgentOut:
     """Create an agent before its first turn, to set its pin, quota or retention."""
-    options = AgentOptions(**body.model_dump(exclude={"id"}))
+    options = AgentOptions(**body.model_dump(exclude={"id"}, exclude_unset=True))
     return await asyncio.to_thread(agents.create, body.id, options)
 
 
@@ -302,8 +247,15 @@ def _length(request: Request, settings: Settings) -> int:
 
 @router.get("/{agent_id}")
 async def show_agent(agent_id: AgentId, agents: Agents) -> AgentOut:
-    """Show one agent: turns, size, pin, quota, retention."""
+    """Show one agent: turns, branches, size, pin, quota, retention, labels."""
     return await asyncio.to_thread(agents.show, agent_id)
+
+
+@router.patch("/{agent_id}")
+async def change_agent(agent_id: AgentId, body: AgentOptions, agents: Agents) -> AgentOut:
+    """Change pin, quota, retention or labels; fields that are not sent stay as they are."""
+    changes = body.model_dump(exclude_unset=True)
+    return await asyncio.to_thread(partial(agents.update, agent_id, **changes))
 
 
 @router.delete("/{agent_id}")
@@ -317,9 +269,9 @@ async def delete_agent(request: Request, agent_id: AgentId, agents: Agents) -> D
 @router.post("/{agent_id}/fork")
 async def fork_agent(
     agent_id: AgentId, body: ForkBody, agents: Agents, branch: BranchNumber = None
-) -> AgentOut:
-    """Create an agent with the same history; no block is copied."""
-    return await asyncio.to_thread(agents.fork, agent_id, body.id, branch)
+) -> AgentOut | AgentList:
+    """Create an agent with the same history, or several (`ids`); no block is copied."""
+    return await asyncio.to_thread(agents.fork, agent_id, body, branch)
 
 
 @router.post("/{agent_id}/rewind")

@@ -36,8 +36,6 @@ from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest, OpenAIErrorOut
 from keepwarm.server.responses.routes import Answers, request_builder
 from keepwarm.server.responses.shapes import InputRequest
-from keepwarm.store.disk.upkeep import clear_quarantine
-from keepwarm.store.tier import as_store_errors
 from keepwarm.text import request as engine_request
 from keepwarm.text.request import Result
 
@@ -287,20 +285,8 @@ async def clear(body: ClearBody, request: Request, host: Host) -> ClearOut:
 def _clear(engine: Engine, disk: bool) -> ClearOut:
     engine.store.flush()
     engine.clear()
-    n_agents, n_blocks = _clear_disk(engine.store.on_disk) if disk else (0, 0)
+    n_agents, n_blocks = engine.store.on_disk.clear() if disk else (0, 0)
     return {"object": "cache.clear", "removed_blocks": n_blocks, "removed_agents": n_agents}
-
-
-def _clear_disk(disk_store: DiskStore) -> tuple[int, int]:
-    agents = [agent.id for agent in disk_store.agents.all()]
-    n_blocks = sum(disk_store.agents.delete(agent_id) for agent_id in agents)
-    rest = [stored.key for stored in disk_store.disk.walk()]
-    disk_store.disk.delete_all(rest)
-    disk_store.agents.responses.remove_agent("")  # those of no agent
-    clear_quarantine(disk_store.disk)
-    with as_store_errors(disk_store.disk, "clear its index"):
-        disk_store.disk.index.database.scrub()
-    return len(agents), n_blocks + len(rest)
 
 
 @router.post("/verify")

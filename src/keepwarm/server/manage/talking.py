@@ -19,7 +19,8 @@ from keepwarm.server.http.body import JsonInput
 from keepwarm.server.http.receipts import ReceiptOut, receipt_dict
 from keepwarm.server.http.request_fields import Config, Host, InTurn, request_fields
 from keepwarm.server.http.sse import answer_docs
-from keepwarm.server.manage.agents import ERRORS, AgentId
+from keepwarm.server.manage.agent_shapes import AgentId
+from keepwarm.server.manage.agents import ERRORS
 from keepwarm.server.openai.routes import create_chat_completion
 from keepwarm.server.openai.shapes import ChatCompletion, ChatRequest
 from keepwarm.session.compaction import MAX_TOKENS, Compaction

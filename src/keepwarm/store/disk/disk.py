@@ -11,7 +11,7 @@ import logging
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,8 @@ from keepwarm.store.tier import (
     BlockInfo,
     CheckpointRef,
     Child,
+    NamedBlock,
+    Outdated,
     PutResult,
     ReadFault,
     RefusedBlocks,
@@ -82,6 +84,7 @@ class DiskTier:
         self._clock = clock
         self._refused = RefusedBlocks()
         self._is_stuck = False  # another process may be stopped
+        self.generation: int | None = None  # that the caller knows of; others' puts do not ask
         files = files or Files()
         self.root = root = claim(root, files)
         self.seal = seal
@@ -185,6 +188,18 @@ class DiskTier:
         with as_store_errors(self, "delete blocks"):
             self._delete(keys)
 
+    def forget(self, owner: str, blocks: Iterable[NamedBlock]) -> None:
+        """Have every process forget these blocks, and all that is the owner's, before they are
+        deleted. What was put before can be found now; what is put later is put by one that knows.
+        """
+        with as_store_errors(self, "note what is deleted"), self.records.names_lock.hold():
+            self.index.forgotten.add(owner, blocks)
+
+    def forget_all(self) -> None:
+        """The same with everything."""
+        with as_store_errors(self, "note what is deleted"), self.records.names_lock.hold():
+            self.index.forgotten.add_all()
+
     def flush(self) -> None:
         """Return once all that was put or deleted survives a power cut."""
         with as_store_errors(self, "flush its drive"):
@@ -218,7 +233,7 @@ class DiskTier:
         if self._has(record.header):
             return False
         written = self.write(record)
-        return written is not None and self.publish(written)
+        return written is not None and self.publish(written, self.generation)
 
     def write(self, record: Record) -> UnpublishedRecord | None:
         """Write a record that cannot be found yet; None if there is no room for it."""
@@ -237,10 +252,12 @@ class DiskTier:
             raise
         return written
 
-    def publish(self, written: UnpublishedRecord) -> bool:
-        """Let a record be found; False if it is there already."""
+    def publish(self, written: UnpublishedRecord, generation: int | None = None) -> bool:
+        """Let a record be found; False if it is there already. Raises Outdated if something was
+        deleted on purpose after this generation.
+        """
         try:
-            stored = self._publish(*written)
+            stored = self._publish(*written, generation)
         except BaseException:
             self.withdraw(written)
             raise
@@ -257,10 +274,14 @@ class DiskTier:
             return False
         return not header.improves_on(known.w_rows)
 
-    def _publish(self, header: Header, temp: Path, n_bytes: int, reservation: int) -> bool:
+    def _publish(
+        self, header: Header, temp: Path, n_bytes: int, reservation: int, generation: int | None
+    ) -> bool:
         target = self.records.path_of(header.key, header.part)
         self.ensure_directory(target.parent)
         with self.records.names_lock.hold():
+            if generation not in (None, self.index.forgotten.generation()):
+                raise Outdated
             if self.index.lookups.is_deleting(header.key):  # by a process that crashed
                 self._finish_deleting([header.key])
             if self._has(header):  # another thread or process was faster

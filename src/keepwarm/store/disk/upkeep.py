@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.index.lookup import Lookups
 from keepwarm.store.names import WHY, is_quarantined, size_of
 from keepwarm.store.tier import as_store_errors
 
@@ -48,7 +49,7 @@ def _label(path: Path) -> bytes:
     return f"{path.parent.name}/{path.name}".encode()
 
 
-def delete_branches(
+def delete_subtrees(
     disk: DiskTier,
     blocks: Sequence[BlockKey],
     keep: Collection[BlockKey],
@@ -59,20 +60,22 @@ def delete_branches(
     Blocks in `keep` stay; the caller includes their ancestors. Afterwards the deleted tokens are in
     neither the index, its log nor the quarantine, which is emptied. Returns the number of blocks.
     """
-    deleted = list(dict.fromkeys(_branches(disk, blocks, set(keep))))
+    deleted = list(dict.fromkeys(subtrees(disk.index.lookups, blocks, keep)))
+    n_stored = len(disk.have(deleted))
     for start in range(0, len(deleted), AT_ONCE):
         disk.delete_all(deleted[start : start + AT_ONCE])
         progress(min(start + AT_ONCE, len(deleted)), len(deleted))
     with as_store_errors(disk, "empty its quarantine"):
         clear_quarantine(disk)  # a bad record may belong to any agent, whatever its name
         disk.index.database.scrub()
-    return len(deleted)
+    return n_stored
 
 
-def _branches(
-    disk: DiskTier, blocks: Sequence[BlockKey], keep: set[BlockKey]
+def subtrees(
+    lookups: Lookups, blocks: Iterable[BlockKey], keep: Collection[BlockKey] = ()
 ) -> Iterator[BlockKey]:
-    lookups = disk.index.lookups
+    """Blocks with their descendants and shorter copies, deepest first."""
+    keep = set(keep)
     for key in blocks:
         if key not in keep:  # a conversation with a whole block also has its shorter copies
             yield from (part for part in lookups.shorter_siblings(key) if part not in keep)

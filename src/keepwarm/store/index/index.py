@@ -26,6 +26,7 @@ from keepwarm.store.eviction import (
 )
 from keepwarm.store.index.columns import Columns, PlainColumns, SealedColumns
 from keepwarm.store.index.database import Database
+from keepwarm.store.index.forgotten import ForgottenLog
 from keepwarm.store.index.lookup import Lookups
 from keepwarm.store.record import Header, Part
 from keepwarm.store.seal import Seal
@@ -72,6 +73,7 @@ class Index:
             PlainColumns(self.database) if seal is None else SealedColumns(self.database, seal)
         )
         self.lookups = Lookups(self.database, self._columns)
+        self.forgotten = ForgottenLog(self.database, self._columns)
 
     def _after_use(self, used: float, value: float, now: float) -> float:
         return after_use(used, value, now, self._half_life_s)

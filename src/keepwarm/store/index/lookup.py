@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey
+from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace
 from keepwarm.store.index.columns import Columns
 from keepwarm.store.index.database import Database
 from keepwarm.store.names import SUFFIXES
@@ -21,6 +21,7 @@ class Leaf(NamedTuple):
     """A block without descendants."""
 
     key: BlockKey
+    namespace: Namespace
     number: int
     n_tokens: int
     used: float
@@ -95,10 +96,11 @@ class Lookups:
     def leaves(self) -> list[Leaf]:
         """Blocks without descendants, the last used first."""
         query = (
-            "SELECT key, number, n_tokens, used FROM blocks WHERE children = 0 AND doomed = 0 "
-            "ORDER BY used DESC, key"
+            "SELECT key, namespace, number, n_tokens, used FROM blocks "
+            "WHERE children = 0 AND doomed = 0 ORDER BY used DESC, key"
         )
-        return [Leaf(BlockKey(key), *rest) for key, *rest in self._rows(query)]
+        decode = self._columns.decode_namespace
+        return [Leaf(BlockKey(k), decode(k, name), *rest) for k, name, *rest in self._rows(query)]
 
     def outgrown(self, key: BlockKey) -> list[BlockKey]:
         """Shorter siblings that this block can replace: it has their rows, they have no state."""

@@ -69,6 +69,13 @@ CREATE TRIGGER write_ended AFTER DELETE ON writes BEGIN
   UPDATE counts SET value = value - OLD.n_bytes WHERE name = 'bytes';
 END;
 """
+# In every index, older ones too. The first generation is random, so that that of an index which was
+# rebuilt is not taken for an earlier one's.
+ADDED = (
+    "CREATE TABLE IF NOT EXISTS forgotten("
+    "generation INTEGER NOT NULL, owner TEXT NOT NULL, key BLOB, parent BLOB, n_tokens INTEGER)",
+    "INSERT OR IGNORE INTO counts VALUES ('generation', (random() & 0xffffffffff) + 1)",
+)
 
 
 def statements() -> Iterator[str]:

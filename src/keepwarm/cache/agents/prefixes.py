@@ -1,0 +1,114 @@
+"""Stored prompts that belong to no agent; each is named by the key of its last block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from keepwarm.cache.agents.agent import Agent
+from keepwarm.cache.agents.agents import Agents
+from keepwarm.cache.agents.branch import Branch
+from keepwarm.cache.agents.holders import find_holders, read_header
+from keepwarm.cache.agents.reach import used_by
+from keepwarm.errors import BadInput
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
+from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.disk.upkeep import Progress, delete_subtrees, no_progress
+from keepwarm.store.tier import NamedBlock, as_store_errors
+
+PREFIX_SIGN = "@"  # starts a prefix id; no agent id starts with it
+ID_DIGITS = 12
+OWNER = "prefix"  # of pins
+
+
+class Prefix(NamedTuple):
+    """A stored prompt that belongs to no agent."""
+
+    id: str
+    model: str  # empty if no agent names it
+    n_tokens: int
+    n_bytes: int  # including blocks shared with others
+    pinned: bool
+    used: float
+
+
+class StoredPrefixes:
+    """The prefixes of one store directory. Their ids may be shortened."""
+
+    def __init__(self, disk: DiskTier, agents: Agents) -> None:
+        self._disk = disk
+        self._agents = agents
+
+    def all(self) -> Iterator[Prefix]:
+        """Most recently used first."""
+        lookups, agents = self._disk.index.lookups, list(self._agents.all())
+        models = {branch.namespace: branch.model for a in agents for branch in a.branches}
+        named = {key for agent in agents for key in self._held_by(agent)}
+        for end in lookups.leaves():
+            if end.key not in named:
+                known = self._disk.have(list(lookups.parents(end.key)))
+                yield Prefix(
+                    id=f"{PREFIX_SIGN}{end.key.hex()[:ID_DIGITS]}",
+                    model=models.get(end.namespace, ""),
+                    n_tokens=end.number * BLOCK_TOKENS + end.n_tokens,
+                    n_bytes=sum(one.n_bytes for one in known.values()),
+                    pinned=bool(lookups.owners(end.key)),
+                    used=end.used,
+                )
+
+    def _held_by(self, agent: Agent) -> Iterator[BlockKey]:
+        for branch in agent.branches:
+            blocks = agent.sized_blocks_of(branch)
+            yield from (held.key for held in find_holders(self._disk, blocks, branch.n_tokens))
+
+    def show(self, prefix_id: str) -> Agent:
+        """A prefix as an agent without an id."""
+        path = list(self._disk.index.lookups.parents(self._last_block(prefix_id)))[::-1]
+        headers = [
+            read_header(self._disk, key, known) for key, known in self._disk.have(path).items()
+        ]
+        found = {header.key: header for header in headers if header is not None}
+        if len(found) < len(path) or found[path[0]].number:
+            raise BadInput(f"{prefix_id} is incomplete: earlier blocks have been evicted.")
+        n_tokens = sum(len(header.tokens) // 4 for header in found.values())
+        return Agent("", Branch(found[path[0]].namespace, tuple(path), n_tokens))
+
+    def pin(self, prefix_id: str, pinned: bool = True) -> None:
+        """Protect a prefix from eviction, or no more; its last block protects all before it."""
+        key = self._last_block(prefix_id)
+        (self._disk.pin if pinned else self._disk.unpin)(key, OWNER)
+
+    def delete(self, prefix_id: str, progress: Progress = no_progress) -> int:
+        """Delete a prefix, but for blocks that agents or other prefixes have too; how many."""
+        keep = used_by(self._disk, self._agents.all())
+        own = list(self._own_blocks(self._last_block(prefix_id), keep))
+        self._disk.forget(OWNER, own)
+        keys = [block.key for block in own]
+        with as_store_errors(self._disk, f"delete {prefix_id}"):
+            for key in keys:
+                self._disk.unpin(key, OWNER)
+            return delete_subtrees(self._disk, keys, keep, progress)
+
+    def _own_blocks(self, last: BlockKey, keep: set[BlockKey]) -> Iterator[NamedBlock]:
+        """From the last block up to where another conversation parts from it."""
+        lookups = self._disk.index.lookups
+        path = list(lookups.parents(last))
+        known = self._disk.have(path)
+        below: set[BlockKey] = set()
+        for key, parent in zip(path, [*path[1:], None], strict=True):
+            if key in keep or set(lookups.children_of(key)) - below:
+                return
+            header = read_header(self._disk, key, known[key]) if key in known else None
+            if header is not None:
+                yield NamedBlock(key, header.parent, known[key].n_tokens)
+            below = {key, *lookups.shorter_siblings(key)} if parent is not None else set()
+
+    def _last_block(self, prefix_id: str) -> BlockKey:
+        text = prefix_id.removeprefix(PREFIX_SIGN)
+        leaves = self._disk.index.lookups.leaves()
+        keys = [end.key for end in leaves if end.key.hex().startswith(text)]
+        if len(text) < 4 or len(keys) != 1:
+            raise BadInput(
+                f"{len(keys)} prefixes match {PREFIX_SIGN}{text}; `cache ls --prefixes` lists them."
+            )
+        return keys[0]
