@@ -101,15 +101,11 @@ class Store:
             self._on_disk = self._open_disk(budgets)
             disk, self.counts = self._on_disk.disk, self._on_disk.counts
             self._forgetting = Forgetting(disk)
-            writer = Writer(
-                self.memory,
-                disk,
-                budgets.queue_bytes,
-                self._on_disk.wear,
-                self._forgetting.catch_up,
-            )
+            wear, catch_up = self._on_disk.wear, self._forgetting.catch_up
+            writer = Writer(self.memory, disk, budgets.queue_bytes, wear, catch_up)
             for tier in (self.memory, writer.queued):
                 self._forgetting.add_tier(tier)
+            disk.is_wanted = writer.holds
             self.saver = writer
             self._tiers["disk"] = disk
             lookups += [("memory", writer.queued), ("disk", disk)]

@@ -20,7 +20,7 @@ from keepwarm.cache.policy import Policy
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk.wear import Wear
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.record import Part, Record
+from keepwarm.store.record import Header, Part, Record
 from keepwarm.store.tier import BlockInfo, Outdated, PutResult, Tier, is_busy
 from keepwarm.store.tiers import Tiers
 
@@ -144,7 +144,11 @@ class Writer:
                 self._count(dropped=1)
 
     def _known(self, record: Record) -> bool:
-        return record.header.part in _parts(self.queued, record.header.key)
+        return self.holds(record.header)
+
+    def holds(self, header: Header) -> bool:
+        """Whether a record is in the queue."""
+        return header.part in _parts(self.queued, header.key)
 
     def _is_orphan(self, record: Record) -> bool:
         """Whether its parent is not saved: rows are useless without those before them."""

@@ -85,6 +85,8 @@ class DiskTier:
         self._refused = RefusedBlocks()
         self._is_stuck = False  # another process may be stopped
         self.generation: int | None = None  # that the caller knows of; others' puts do not ask
+        # Whether a record was not forgotten between its caller's look at it and its put.
+        self.is_wanted: Callable[[Header], bool] = lambda _: True
         files = files or Files()
         self.root = root = claim(root, files)
         self.seal = seal
@@ -280,7 +282,9 @@ class DiskTier:
         target = self.records.path_of(header.key, header.part)
         self.ensure_directory(target.parent)
         with self.records.names_lock.hold():
-            if generation not in (None, self.index.forgotten.generation()):
+            if generation is not None and (
+                generation != self.index.forgotten.generation() or not self.is_wanted(header)
+            ):
                 raise Outdated
             if self.index.lookups.is_deleting(header.key):  # by a process that crashed
                 self._finish_deleting([header.key])
