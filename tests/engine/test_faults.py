@@ -334,7 +334,7 @@ class BrokenWriter:
     def __init__(self, writer: Any) -> None:
         self._writer = writer
 
-    def put(self, record: Any, policy: Policy, loose: bool = False) -> None:
+    def put(self, *record: Any) -> None:
         raise OSError("no space left on device")
 
     def __getattr__(self, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -19,9 +20,12 @@ LIMITS = DiskLimits(min_free_bytes=0)
 PROMPT = prompt_of(300)
 
 
-@pytest.fixture(params=["llama", "gemma3_text", "qwen3_next"])
+each_kind = pytest.mark.parametrize("engine", ["llama", "gemma3_text", "qwen3_next"], indirect=True)
+
+
+@pytest.fixture
 def engine(request, models, tmp_path) -> Iterator[Engine]:
-    with engine_on(models.of(request.param), tmp_path) as engine:
+    with engine_on(models.of(getattr(request, "param", "llama")), tmp_path) as engine:
         yield engine
 
 
@@ -42,6 +46,7 @@ def reused(engine: Engine, prompt, **options):
     return dict(answer(engine, prompt, 1, **options).receipt.reused)
 
 
+@each_kind
 def test_a_durable_request_right_after_finds_nothing(engine, other):
     """Neither a live cache nor blocks in memory; and it writes only what it computes itself."""
     first = answer(engine, PROMPT, agent="ada")
@@ -80,16 +85,45 @@ def n_in_memory(engine: Engine) -> int:
     return engine.store.tier_stats()["memory"].blocks
 
 
-def test_the_queue_of_the_writer_is_not_written(engine, other):
-    """A turn was computed and waits to be saved, when its agent is deleted."""
+class Gate:
+    """Lets the writer write so many records; the next ones wait until it is open."""
+
+    def __init__(self, engine: Engine, n_records: int, monkeypatch) -> None:
+        self._disk, self._left = engine.store.on_disk.disk, n_records
+        self._write, self._is_open = self._disk.write, threading.Event()
+        self.reached = threading.Event()
+        monkeypatch.setattr(self._disk, "write", self.write)
+
+    def write(self, record):
+        if not self._left:
+            self.reached.set()
+            assert self._is_open.wait(60)
+        self._left -= 1
+        return self._write(record)
+
+    def open(self) -> None:
+        self._left = -1
+        self._is_open.set()
+
+
+@pytest.mark.parametrize(
+    ("engine", "n_written"),
+    [("llama", 0), ("llama", 1), ("gemma3_text", 1), ("qwen3_next", 1), ("qwen3_next", 2)],
+    indirect=["engine"],
+)
+def test_the_queue_of_the_writer_is_not_written(engine, other, n_written, monkeypatch):
+    """A turn was computed, and the rest of its records waits to be saved, when its agent is
+    deleted: what they continue may be on disk, and in the queue no more."""
     first = answer(engine, PROMPT, agent="ada")
     second = [*PROMPT, *tokens_of(first.choices[0]), *prompt_of(300, seed=2)]
-    with engine.store.saver.restoring():  # saves wait
-        engine.submit(ask(second, 3, agent="ada")).result()
-        engine.call(lambda: None).result()
-        assert engine.store.saver.queued.stats().blocks > 0
-        other.agents.delete("ada")
+    gate = Gate(engine, n_written, monkeypatch)
+    engine.submit(ask(second, 3, agent="ada")).result()
+    assert gate.reached.wait(60)
+    other.agents.delete("ada")
+    before = engine.store.saver.stats().written_records
+    gate.open()
     engine.settle()
+    assert engine.store.saver.stats().written_records == before
     assert list(other.disk.walk()) == []
     assert list(other.agents.all()) == []
     assert engine.live.stats.entries == 0
@@ -109,6 +143,51 @@ def test_a_request_that_runs_meanwhile_leaves_nothing(engine, other):
     assert list(other.agents.all()) == []
     assert list(other.disk.walk()) == []
     assert reused(engine, second) == {}
+
+
+def test_another_branch_that_runs_meanwhile_leaves_nothing(engine, other):
+    """Its blocks, of which some are written before it ends, continue none of the agent's."""
+    answer(engine, PROMPT, agent="ada")
+    running = engine.submit(ask(prompt_of(600, seed=5), 40, agent="ada"))
+    assert any(isinstance(event, Started) for event in running)
+    engine.store.flush()
+    other.agents.delete("ada")
+    running.result()
+    engine.settle()
+    assert list(other.agents.all()) == []
+    assert list(other.disk.walk()) == []
+    assert reused(engine, prompt_of(600, seed=5)) == {}
+
+
+def test_a_request_that_came_before_is_not_kept(engine, other):
+    """It knew the conversation, and begins only when that is deleted."""
+    answer(engine, PROMPT, agent="ada")
+    waits = threading.Event()
+    engine.call(waits.wait)
+    early = engine.submit(ask(PROMPT, 3, agent="ada", policy=Policy.DURABLE))
+    other.agents.delete("ada")
+    waits.set()
+    assert not early.result().receipt.durable
+    engine.settle()
+    assert list(other.agents.all()) == []
+    assert list(other.disk.walk()) == []
+    assert reused(engine, PROMPT) == {}
+
+
+def test_a_request_of_another_agent_is_recorded(engine, other):
+    """It has the same beginning, which is deleted with the first agent; its turn is its own."""
+    shared = prompt_of(600, seed=3)
+    answer(engine, [*shared, *PROMPT], agent="ada")
+    bobs = [*shared, *prompt_of(50, seed=4)]
+    running = engine.submit(ask(bobs, 40, agent="bob"))
+    assert any(isinstance(event, Started) for event in running)
+    other.agents.delete("ada")
+    running.result()
+    engine.settle()
+    assert [agent.id for agent in other.agents.all()] == ["bob"]
+    assert other.agents.show("bob").turns == (len(bobs) + 40,)
+    answer(engine, bobs, 1, agent="bob")
+    assert answer(engine, bobs, 1).receipt.recomputed == 1
 
 
 def test_a_new_conversation_under_the_old_name_is_kept(engine, other):

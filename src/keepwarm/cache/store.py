@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from keepwarm import blas, config, kv
+from keepwarm.cache.agent_layers import AgentBlocks, load_blocks
 from keepwarm.cache.counts import CountBook
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.identity import Digests, identify
@@ -21,7 +22,6 @@ from keepwarm.cache.padding import RowSharing, padding_book
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.failures import RestoreFailures
 from keepwarm.cache.restore.forgetting import Forget, Forgetting
-from keepwarm.cache.restore.layers import AgentBlocks, load_blocks
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.rates import RateBook
 from keepwarm.cache.restore.reading import Reader
@@ -103,8 +103,8 @@ class Store:
             self._forgetting = Forgetting(disk)
             wear, catch_up = self._on_disk.wear, self._forgetting.catch_up
             writer = Writer(self.memory, disk, budgets.queue_bytes, wear, catch_up)
-            for tier in (self.memory, writer.queued):
-                self._forgetting.add_tier(tier)
+            self._forgetting.add_tier(self.memory)
+            self._forgetting.add(writer.forget)
             disk.is_wanted = writer.holds
             self.saver = writer
             self._tiers["disk"] = disk
@@ -249,9 +249,12 @@ class Store:
     def forget(self, agent_id: str) -> int:
         """Delete an agent and all blocks that no other uses, also in memory; how many blocks."""
         n_deleted = self.on_disk.agents.delete(agent_id)
-        if self._forgetting is not None:
-            self._forgetting.catch_up()
+        self.catch_up()
         return n_deleted
+
+    def catch_up(self) -> int:
+        """Forget what any process has deleted on purpose; the generation that this leads to."""
+        return 0 if self._forgetting is None else self._forgetting.catch_up()
 
     def add_forget(self, forget: Forget) -> None:
         """Have `forget` called with all that any process deletes on purpose from now on."""

@@ -18,7 +18,6 @@ from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.engine.jobs import Job, RunningSequence
 from keepwarm.engine.lane import Lane
 from keepwarm.errors import BadInput, StoreFailed, UnknownAgent
-from keepwarm.prefix.blocks import chain
 from keepwarm.text.rendering.continuing import with_kept_options
 from keepwarm.text.request import KnownHistory, Request
 
@@ -140,25 +139,20 @@ class Chores:
 
         def is_wanted() -> bool:
             job.lane.manager.catch_up()
-            return not capture.is_forgotten
+            return not capture.claim.is_of_deleted_agent
 
-        agents, agent_id = self._store.on_disk.agents, str(job.request.agent)
-        namespace = job.lane.manager.namespace
-        made = agents.advance(
+        agent_id = str(job.request.agent)
+        self._store.on_disk.agents.advance(
             agent_id,
-            namespace,
+            job.lane.manager.namespace,
             tokens,
             len(job.tokens),
             model=job.lane.model.name,
             called=called,
             continues=job.request.continues,
+            messages=turn,
             is_wanted=is_wanted,
         )
-        if turn is not None and made is not None and not made.ephemeral:
-            *_, end = chain(namespace, tokens)
-            agents.turns.keep(agent_id, tokens, end.key, turn)
-            if not is_wanted():  # deleted just now
-                agents.turns.remove(agent_id)
         if self._unrecorded.get(agent_id) is job:
             del self._unrecorded[agent_id]
 

@@ -137,22 +137,23 @@ class Engine:
     ) -> Answer:
         """Run a request, in its own lane or in this one; a bad request is refused here."""
         self._check_open()
+        since = self.store.catch_up()
         prepared, lane = self._prepare(request, deadline, lane)
-        answer = Answer(self._cancel, prepared)
         job = Job(
             prepared.request,
             prepared,
             lane,
-            answer,
+            Answer(self._cancel, prepared),
             number=next(self._numbers),
             cuts=prepared.cuts if lane.needs_cuts else [],  # finding them takes time
             on_end=self._on_end,
+            since=since,
         )
         with self._changed:  # a job posted here is seen by `close`, which ends it
             self._check_open()
             self._check_queue()
             self._post(lambda: self._add(job))
-        return answer
+        return job.answer
 
     def warm(
         self, request: Request, deadline: PrepareDeadline | None = None, lane: Lane | None = None
@@ -374,10 +375,9 @@ class Engine:
 
     def _lane(self, request: Request) -> Lane:
         """From any thread; a new lane is made on the engine's."""
-        options, tenant = request.kv, request.tenant
-        options = exact_options(options) if options.kv_bits is None else options
-        found = self._lanes.find(options, tenant)
-        lane = found or self.call(lambda: self._lanes.get(options, tenant)).result()
+        options = exact_options(request.kv) if request.kv.kv_bits is None else request.kv
+        found = self._lanes.find(options, request.tenant)
+        lane = found or self.call(lambda: self._lanes.get(options, request.tenant)).result()
         return self._lanes.of_agent(lane, request.agent)
 
     def _add(self, job: Job) -> None:

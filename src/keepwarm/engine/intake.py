@@ -206,14 +206,14 @@ def _opened(
     """A capture that skips the first `n_kept` tokens, and where slices must end for it."""
     manager, policy = lane.manager, job.request.policy
     points = manager.points(tokens, job.cuts, n_known) if policy.writes else frozenset()
-    capture = manager.open(tokens, policy, job.request.agent or "")
+    capture = job.capture(tokens, lane)
     capture.start_at(n_kept)
     capture.expect(points)
     return capture, points if manager.needs.checkpoints else frozenset()
 
 
 def _can_share(task: PrefillTask, job: Job) -> bool:
-    leads = task.job.request.policy.leads and not task.capture.is_forgotten
+    leads = task.job.request.policy.leads and not task.capture.claim.is_forgotten
     return leads and task.lane.shares_blocks_with(job.lane)
 
 

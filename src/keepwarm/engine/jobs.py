@@ -47,7 +47,6 @@ from keepwarm.text.request import (
 from keepwarm.text.tools import calls_of_round, signature_of
 
 LOG = logging.getLogger(__name__)
-
 HEARTBEAT_S = 1.0
 MAX_TENANTS = 1024  # whose turns are remembered
 
@@ -99,9 +98,7 @@ class RunningSequence(Row):
         super().__init__(job.tokens, sampler, job.request.sampling.top_logprobs)
         self.job = job
         self.choice = choice
-        self.capture = job.lane.manager.open(
-            self.tokens, job.request.policy, job.request.agent or ""
-        )
+        self.capture = job.capture(self.tokens)
         self.capture.start_at(len(self.tokens))
         self.reason: FinishReason | None = None
         self.n_failures = 0  # failed batches that it was in
@@ -212,6 +209,7 @@ class Job:
     waits_for: PrefillTask | None = None
     wait_until: int = 0  # tokens that `waits_for` must have prefilled
     n_uncached: int | None = None  # tokens that were not cached at the first look-up
+    since: int | None = None  # the store's generation on arrival
     ended: bool = False
 
     def __post_init__(self) -> None:
@@ -220,6 +218,11 @@ class Job:
     @property
     def tokens(self) -> list[int]:
         return self.prepared.tokens
+
+    def capture(self, tokens: list[int], lane: Lane | None = None) -> Capture:
+        """Saves what is computed of these tokens, in its own lane or another."""
+        manager, agent = (lane or self.lane).manager, self.request.agent or ""
+        return manager.open(tokens, self.request.policy, agent, self.since)
 
     @property
     def is_later_turn(self) -> bool:

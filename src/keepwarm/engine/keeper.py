@@ -89,7 +89,7 @@ class Keeper:
 
     def _keep_live(self, job: Job, capture: Capture, tokens: list[int], caches: kv.Caches) -> None:
         namespace, owner = job.lane.manager.namespace, job.request.agent or ""
-        with self._saving(), capture.unless_forgotten() as is_wanted:
+        with self._saving(), capture.claim.unless_forgotten() as is_wanted:
             if is_wanted:
                 job.lane.live.put(namespace, tokens, caches, owner)
 

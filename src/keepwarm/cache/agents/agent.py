@@ -70,6 +70,22 @@ class Agent:
         sides = tuple(each for each in self.branches if each.number != head.number)
         return replace(self, head=head, sides=sides)
 
+    def forked(
+        self, number: int | None, now: float, retention_s: float | None, *, ephemeral: bool
+    ) -> Self:
+        """A child with the history of a branch, without an id yet."""
+        branch = self.branch(number)
+        return type(self)(
+            "",
+            replace(branch, number=1, pinned=False, used=now),
+            retention_s=retention_s,
+            created=now,
+            used=now,
+            forked_from=self.id,
+            left=tuple(block for block in self.left if block.key in branch.blocks),
+            ephemeral=ephemeral,
+        )
+
     @property
     def sized_blocks(self) -> list[NamedBlock]:
         """The head's blocks, with sizes."""

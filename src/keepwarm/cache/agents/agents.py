@@ -16,17 +16,18 @@ from typing import Any
 
 from keepwarm.cache.agents.agent import Agent, check_metadata
 from keepwarm.cache.agents.branch import Branch, EndedTurn, Placed, Placing
-from keepwarm.cache.agents.holders import find_extensions
 from keepwarm.cache.agents.reach import (
+    abandoned,
     blocks_to_delete,
     blocks_to_forget,
     blocks_to_pin,
+    existing,
     used_by,
 )
 from keepwarm.cache.texts.files import AgentTexts
-from keepwarm.cache.texts.turns import TurnBook
+from keepwarm.cache.texts.turns import KeptTurn, TurnBook
 from keepwarm.errors import BadInput, BadRecord, NewerFormat, UnknownAgent
-from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace
+from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
 from keepwarm.store.atomic import SharedLock
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.upkeep import (
@@ -38,11 +39,11 @@ from keepwarm.store.disk.upkeep import (
     write_file,
 )
 from keepwarm.store.eviction import CLOCK_TOLERANCE_S
-from keepwarm.store.tier import NamedBlock, agent_owner, as_store_errors
+from keepwarm.store.tier import agent_owner, as_store_errors
 
 MAX_SIDES = 8  # branches beside the head; then the least recently used is dropped
 MAX_RESPONSE_BYTES = 64 << 20  # on disk, of all agents
-MAX_UNCHECKED_LEFT = 64  # abandoned blocks listed without checking that they still exist
+UNRECORDED = "turn"  # owner of blocks of turns that ended after their agent was deleted
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, BadRecord, NewerFormat)
 
@@ -131,27 +132,37 @@ class Agents:
         model: str = "",
         called: bool = False,
         continues: bool = False,
+        messages: KeptTurn | None = None,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Agent | None:
         """Record a turn, in the branch that it continues or in a new one; `n_prompt` of its tokens
         are the prompt. Creates the agent if it is new. `continues`: it was asked of the agent, so
         it is the head, whatever its tokens.
 
-        None if the turn is not wanted any more: the agent was deleted meanwhile.
+        None if the turn is not wanted any more: the agent was deleted meanwhile. Then the blocks
+        that the turn left are deleted too.
         """
         n_prompt = len(tokens) if n_prompt is None else n_prompt
         turn = EndedTurn(namespace, tokens, n_prompt, model, called, continues)
-        now = self._clock()
         with self._changing():
-            if not is_wanted():
-                return None
-            try:
-                agent = self.show(agent_id)
-            except UnknownAgent:
-                head, retention_s = Branch(turn.namespace), self._retention_s
-                agent = Agent(agent_id, head, retention_s=retention_s, created=now)
-            placed = Placing(self._disk, turn, now).place(agent.head, agent.sides)
-            return self._save(replace(self._with_branch(agent, placed), used=now))
+            if is_wanted():
+                return self._record(agent_id, turn, messages)
+        with as_store_errors(self._disk, f"delete a turn of agent {agent_id!r}"):
+            self._delete_blocks(Agent("", Branch.of(namespace, tokens)), UNRECORDED)
+        return None
+
+    def _record(self, agent_id: str, turn: EndedTurn, messages: KeptTurn | None) -> Agent:
+        now = self._clock()
+        try:
+            agent = self.show(agent_id)
+        except UnknownAgent:
+            head, retention_s = Branch(turn.namespace), self._retention_s
+            agent = Agent(agent_id, head, retention_s=retention_s, created=now)
+        placed = Placing(self._disk, turn, now).place(agent.head, agent.sides)
+        if messages is not None and not agent.ephemeral:
+            *_, end = chain(turn.namespace, turn.tokens)
+            self.turns.keep(agent_id, turn.tokens, end.key, messages)
+        return self._save(replace(self._with_branch(agent, placed), used=now))
 
     def _with_branch(self, agent: Agent, placed: Placed) -> Agent:
         """The agent with a new or continued branch; the least recently used branches go."""
@@ -159,14 +170,14 @@ class Agents:
         others = [each for each in agent.branches if each.number != branch.number]
         sides = [each for each in (*others, branch) if each.number != head.number]
         sides.sort(key=lambda each: (not each.pinned, -each.used))
-        left = [*agent.left, *_abandoned(agent, placed)]
+        left = [*agent.left, *abandoned(agent, placed)]
         for old in sides[MAX_SIDES:]:
             left += agent.sized_blocks_of(old)
         return replace(
             agent,
             head=head,
             sides=tuple(sides[:MAX_SIDES]),
-            left=self._existing(tuple(dict.fromkeys(left))),
+            left=existing(self._disk, tuple(dict.fromkeys(left))),
         )
 
     def _refuse_known(self, agent_id: str) -> None:
@@ -193,20 +204,15 @@ class Agents:
             old = self.show(agent_id)
             for new_id in new_ids:
                 self._refuse_known(new_id)
-            forked = old.branch(branch)
-            child = Agent(
-                "",
-                replace(forked, number=1, pinned=False, used=now),
-                retention_s=self._retention_s,
-                created=now,
-                used=now,
-                forked_from=agent_id,
-                left=tuple(block for block in old.left if block.key in forked.blocks),
-                ephemeral=ephemeral,
-            )
-            for new_id in () if ephemeral else new_ids:
-                self.turns.copy(agent_id, new_id)
-            return [self._save(replace(child, id=new_id)) for new_id in new_ids]
+            child = old.forked(branch, now, self._retention_s, ephemeral=ephemeral)
+            try:
+                for new_id in () if ephemeral else new_ids:
+                    self.turns.copy(agent_id, new_id)
+                return [self._save(replace(child, id=new_id)) for new_id in new_ids]
+            except BaseException:
+                for new_id in new_ids:
+                    self._remove(new_id)
+                raise
 
     def rewind(self, agent_id: str, turn: int, branch: int | None = None) -> Agent:
         """Remove the turns after this one (0: all of them), and go on there: a branch that is
@@ -246,20 +252,6 @@ class Agents:
             delete_subtrees(self._disk, blocks_to_delete(self._disk, agent, keep), keep)
         return moved
 
-    def _existing(self, left: tuple[NamedBlock, ...]) -> tuple[NamedBlock, ...]:
-        """Those still on disk; checked only when there are many.
-
-        One that was replaced by a longer block is listed as that block from then on.
-        """
-        if len(left) <= MAX_UNCHECKED_LEFT:
-            return left
-        known = self._disk.have([block.key for block in left])
-        gone = [block for block in left if block.key not in known]
-        kept = [block for block in left if block.key in known]
-        longer = (found.header for found in find_extensions(self._disk, gone))
-        kept += [NamedBlock(it.key, it.parent, len(it.tokens) // 4) for it in longer]
-        return tuple(dict.fromkeys(kept))
-
     def update(self, agent_id: str, **changes: Any) -> Agent:
         """Change `pinned`, `quota_bytes`, `retention_s` or `metadata`."""
         check_metadata(changes.get("metadata", {}))
@@ -284,21 +276,44 @@ class Agents:
         of which another agent uses the beginning stays whole.
         """
         self._refuse_newer()
-        with self._changing():  # a turn that ends now is recorded before, or not at all
-            agent = self.show(agent_id)
-            others = (each for each in self._recorded() if each.id != agent_id)
-            keep = used_by(self._disk, others)
-            self._disk.forget(agent_owner(agent_id), blocks_to_forget(self._disk, agent, keep))
+        n_deleted, agent = 0, self.show(agent_id)
+        while True:
+            n_deleted += self._delete_blocks(agent, agent_owner(agent_id), progress)
+            with self._changing():
+                before, agent = agent, self._now(agent)
+                if agent == before:
+                    self._remove(agent_id)
+                    break  # else a turn has ended meanwhile, and goes too
         with as_store_errors(self._disk, f"delete agent {agent_id!r}"):
-            self._disk.pin_only(agent_owner(agent_id), ())
-            keys = blocks_to_delete(self._disk, agent, keep)
-            n_deleted = delete_subtrees(self._disk, keys, keep, progress)
-            self.turns.remove(agent_id)
-            self.responses.remove_agent(agent_id)
-            self._disk.files.remove(self._path(agent_id))
-            self._ephemeral.pop(agent_id, None)
             self._disk.flush()
         return n_deleted
+
+    def _now(self, agent: Agent) -> Agent:
+        """What an agent is by now; the same if another process has just deleted it."""
+        try:
+            return self.show(agent.id)
+        except UnknownAgent:
+            return agent
+
+    def _delete_blocks(self, agent: Agent, owner: str, progress: Progress = no_progress) -> int:
+        """Have all processes forget what is the owner's, and blocks that no other agent uses; these
+        are deleted. Returns their number."""
+        with self._changing():  # a turn that ends now is recorded before, or not at all
+            others = (each for each in self._recorded() if each.id != agent.id)
+            keep = used_by(self._disk, others)
+            self._disk.forget(owner, blocks_to_forget(self._disk, agent, keep))
+        with as_store_errors(self._disk, "delete the blocks of an agent"):
+            self._disk.pin_only(owner, ())
+            keys = blocks_to_delete(self._disk, agent, keep)
+            return delete_subtrees(self._disk, keys, keep, progress)
+
+    def _remove(self, agent_id: str) -> None:
+        """Remove all of an agent but its blocks."""
+        self._disk.pin_only(agent_owner(agent_id), ())
+        self.turns.remove(agent_id)
+        self.responses.remove_agent(agent_id)
+        self._disk.files.remove(self._path(agent_id))
+        self._ephemeral.pop(agent_id, None)
 
     def delete_all(self) -> int:
         """Delete the files of all agents, but not their blocks; how many."""
@@ -308,10 +323,7 @@ class Agents:
             self._ephemeral.clear()
             self.responses.remove_agent("")  # those of no agent
             for agent in agents:
-                self._disk.pin_only(agent_owner(agent.id), ())
-                self.turns.remove(agent.id)
-                self.responses.remove_agent(agent.id)
-                self._disk.files.remove(self._path(agent.id))
+                self._remove(agent.id)
         return len(agents)
 
     def _refuse_newer(self) -> None:
@@ -333,14 +345,11 @@ class Agents:
 
     def delete_empty(self) -> list[str]:
         """Delete the agents of whose conversation nothing is stored any more."""
-        recorded = self._recorded()
-        empty = [agent.id for agent in recorded if agent.n_tokens and not self._is_stored(agent)]
+        agents = [agent for agent in self._recorded() if agent.n_tokens]
+        empty = [a.id for a in agents if not self._disk.have(used_by(self._disk, [a]))]
         for agent_id in empty:
             self.delete(agent_id)
         return empty
-
-    def _is_stored(self, agent: Agent) -> bool:
-        return bool(self._disk.have(used_by(self._disk, [agent])))
 
     def expired(self, grace_s: float = 0.0) -> list[str]:
         """Agents unused for longer than their retention plus a grace period."""
@@ -388,12 +397,3 @@ class Agents:
         """While inside, no other process changes an agent."""
         with as_store_errors(self._disk, "change an agent"), self._lock.hold():
             yield
-
-
-def _abandoned(agent: Agent, placed: Placed) -> list[NamedBlock]:
-    """What a branch had before and has no more."""
-    before = placed.before
-    if before is None or placed.n_shared == before.n_tokens:
-        return []
-    kept = set(placed.branch.blocks)
-    return [block for block in agent.sized_blocks_of(before) if block.key not in kept]

@@ -7,11 +7,37 @@ from itertools import chain as joined
 from itertools import islice
 
 from keepwarm.cache.agents.agent import Agent
-from keepwarm.cache.agents.branch import Branch
+from keepwarm.cache.agents.branch import Branch, Placed
 from keepwarm.cache.agents.holders import find_extensions, find_holders
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, block_key, root
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.tier import NamedBlock
+
+MAX_UNCHECKED = 64  # abandoned blocks listed without checking that they still exist
+
+
+def abandoned(agent: Agent, placed: Placed) -> list[NamedBlock]:
+    """What a branch had before a turn and has no more."""
+    before = placed.before
+    if before is None or placed.n_shared == before.n_tokens:
+        return []
+    kept = set(placed.branch.blocks)
+    return [block for block in agent.sized_blocks_of(before) if block.key not in kept]
+
+
+def existing(disk: DiskTier, left: tuple[NamedBlock, ...]) -> tuple[NamedBlock, ...]:
+    """Of abandoned blocks those still on disk; checked only when there are many.
+
+    One that was replaced by a longer block is listed as that block from then on.
+    """
+    if len(left) <= MAX_UNCHECKED:
+        return left
+    known = disk.have([block.key for block in left])
+    gone = [block for block in left if block.key not in known]
+    kept = [block for block in left if block.key in known]
+    longer = (found.header for found in find_extensions(disk, gone))
+    kept += [NamedBlock(it.key, it.parent, len(it.tokens) // 4) for it in longer]
+    return tuple(dict.fromkeys(kept))
 
 
 def used_by(disk: DiskTier, agents: Iterable[Agent]) -> set[BlockKey]:

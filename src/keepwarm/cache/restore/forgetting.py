@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple, TypeAlias
 from weakref import WeakMethod
 
 from keepwarm.cache.agents.holders import find_extensions
-from keepwarm.prefix.blocks import Namespace, chain_packed
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, chain_packed, pack
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.upkeep import subtrees
 from keepwarm.store.index.forgotten import Forgotten
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.tier import agent_owner, default_on_io_error
+from keepwarm.store.tier import NamedBlock, agent_owner, default_on_io_error
 
 MAX_LOGGED = 64  # deletions that a running request is compared with
 
@@ -40,11 +41,22 @@ class Deletions:
 
     def hold(self, kept: KeptTokens) -> bool:
         """Whether tokens are of an agent that was deleted, or have blocks that were."""
+        return self.first_in(kept) is not None
+
+    def include(self, agent: str) -> bool:
+        """Whether an agent was deleted."""
         if self.found is None:
             return True
-        owner = self._owner_of(agent_owner(kept.agent))
+        owner = self._owner_of(agent_owner(agent))
+        return any(each.owner == owner for each in self.found)
+
+    def first_in(self, kept: KeptTokens) -> int | None:
+        """The number of the first block of these tokens that is to be forgotten."""
+        if self.found is None or self.include(kept.agent):
+            return 0
         refs = list(chain_packed(kept.namespace, kept.packed))
-        return any(each.owner == owner or each.is_in(kept.namespace, refs) for each in self.found)
+        firsts = (each.first_in(kept.namespace, refs) for each in self.found)
+        return min((first for first in firsts if first is not None), default=None)
 
     def delete_from(self, tier: MemoryTier) -> None:
         """Delete the blocks, all that continues them, and their shorter copies."""
@@ -52,9 +64,18 @@ class Deletions:
             tier.delete_all([block.key for block in tier.walk()])
             return
         blocks = [block for each in self.found for block in each.blocks]
-        longer = [one.header.key for one in find_extensions(tier, blocks)]
-        keys = [*(block.key for block in blocks), *longer]
+        found = list(find_extensions(tier, blocks))
+        keys = [*(block.key for block in blocks), *(one.header.key for one in found)]
+        held = tier.have(keys).keys() | {one.block.key for one in found}
+        keys += _perhaps_shorter(tier, [block for block in blocks if block.key not in held])
         tier.delete_all(list(dict.fromkeys(subtrees(tier.index.lookups, keys))))
+
+
+def _perhaps_shorter(tier: MemoryTier, blocks: Iterable[NamedBlock]) -> Iterator[BlockKey]:
+    """What may be shorter copies of blocks that the tier does not have to compare."""
+    for block in blocks:
+        siblings = tier.have(tier.index.lookups.children_of(block.parent))
+        yield from (key for key, known in siblings.items() if known.n_tokens < block.n_tokens)
 
 
 Forget: TypeAlias = Callable[[Deletions], None]
@@ -82,14 +103,23 @@ class Forgetting:
         with self.lock:
             self._forgets.append(WeakMethod(forget))
 
+    def catch_up(self) -> int:
+        """Forget what was deleted since the last call; one small query if that is nothing.
+
+        Returns the generation that this leads to; an older one if the index cannot be read.
+        """
+        self._catch_up()
+        return self.generation
+
     @default_on_io_error(lambda: None)
-    def catch_up(self) -> None:
-        """Forget what was deleted since the last call; one small query if that is nothing."""
+    def _catch_up(self) -> None:
         log = self._disk.index.forgotten
         if log.generation() == self.generation:
             return
         with self.lock:
             now, found = log.since(self.generation)
+            if now == self.generation:  # another thread was faster
+                return
             deletions = Deletions(found, log.owner)
             for tier in self._tiers:
                 deletions.delete_from(tier)
@@ -101,14 +131,85 @@ class Forgetting:
                 self._oldest, _ = self._log.popleft()
             self.generation = self._disk.generation = now
 
-    def has_forgotten(self, since: int, kept: KeptTokens) -> bool:
-        """Whether tokens were among what was forgotten after a generation."""
+    def later(self, since: int) -> list[Deletions]:
+        """What was forgotten after a generation; if that was too long ago, everything."""
         with self.lock:
             numbers = [self._oldest, *(number for number, _ in self._log)]
             if since not in numbers:
-                return True  # too long ago
-            later = list(self._log)[numbers.index(since) :]
-            return any(deletions.hold(kept) for _, deletions in later)
+                return [Deletions(None, self._disk.index.forgotten.owner)]
+            return [deletions for _, deletions in list(self._log)[numbers.index(since) :]]
 
     def note_error(self, error: Exception) -> None:
         self._disk.note_error(error)
+
+
+class Claim:
+    """What a request keeps, for an agent if it is one's: any part of its tokens, which may grow."""
+
+    def __init__(
+        self,
+        forgetting: Forgetting | None,
+        agent: str,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        since: int,
+    ) -> None:
+        """`since` is the generation at which the request began."""
+        self.tokens = tokens
+        self._forgetting = forgetting  # without a disk nobody else deletes
+        self._agent = agent
+        self._namespace = namespace
+        self._is_forgotten = False
+        self._began = self._checked = since
+
+    @property
+    def kept(self) -> KeptTokens:
+        return KeptTokens(self._agent, self._namespace, pack(self.tokens))
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether its tokens were deleted on purpose since it began, or a part of them."""
+        forgetting = self._forgetting
+        if forgetting is None or self._is_forgotten or forgetting.generation == self._checked:
+            return self._is_forgotten
+        with forgetting.lock:
+            kept, later = self.kept, forgetting.later(self._checked)
+            self._is_forgotten = any(deletions.hold(kept) for deletions in later)
+            self._checked = forgetting.generation
+        return self._is_forgotten
+
+    @property
+    def is_of_deleted_agent(self) -> bool:
+        """Whether its agent was deleted since it began."""
+        later = self._forgetting.later(self._began) if self._forgetting else ()
+        return any(deletions.include(self._agent) for deletions in later)
+
+    @contextmanager
+    def unless_forgotten(self) -> Iterator[bool]:
+        """Whether something may be kept; while inside, nothing is forgotten."""
+        with nullcontext() if self._forgetting is None else self._forgetting.lock:
+            yield not self.is_forgotten
+
+
+class Share(NamedTuple):
+    """A record's part in a claim: it holds some of the first `n_tokens`."""
+
+    claim: Claim
+    n_tokens: int
+
+
+class Unclaimed:
+    """Which records no request has a claim to, after deletions."""
+
+    def __init__(self, deletions: Deletions) -> None:
+        self._deletions = deletions
+        self._firsts: dict[Claim, int | None] = {}  # looked for once for all records of a claim
+
+    def holds(self, shares: Iterable[Share]) -> bool:
+        return all(self._is_forgotten(*share) for share in shares)
+
+    def _is_forgotten(self, claim: Claim, n_tokens: int) -> bool:
+        if claim not in self._firsts:
+            self._firsts[claim] = self._deletions.first_in(claim.kept)
+        first = self._firsts[claim]
+        return first is not None and first * BLOCK_TOKENS < n_tokens

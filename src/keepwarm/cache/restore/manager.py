@@ -9,13 +9,12 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.failures import Fault, RestoreFailures
-from keepwarm.cache.restore.forgetting import Forgetting, KeptTokens
+from keepwarm.cache.restore.forgetting import Claim, Forgetting, Share
 from keepwarm.cache.restore.loading import EMPTY, Loading, RestoredPrefix
 from keepwarm.cache.restore.plan import NOTHING, KnownBlocks, Needs, Point, longest, n_matched
 from keepwarm.cache.restore.points import Parting, learned_place, restore_points
@@ -96,10 +95,9 @@ class Manager:
         rows.needs = replace(self.needs, window=0, state=False)
         return rows.plan(tokens).n_tokens if self.needs.delta else 0
 
-    def catch_up(self) -> None:
-        """Forget what other processes have deleted."""
-        if self.forgetting is not None:
-            self.forgetting.catch_up()
+    def catch_up(self) -> int:
+        """Forget what other processes have deleted; the generation that this leads to."""
+        return 0 if self.forgetting is None else self.forgetting.catch_up()
 
     def restore(
         self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE, beyond: int = 0
@@ -187,14 +185,18 @@ class Manager:
         return not saved or point.n_tokens > len(tokens) - WORTH_SAVING
 
     def open(
-        self, tokens: Sequence[int], policy: Policy = Policy.READ_WRITE, agent: str = ""
+        self,
+        tokens: Sequence[int],
+        policy: Policy = Policy.READ_WRITE,
+        agent: str = "",
+        since: int | None = None,
     ) -> Capture:
         """Start saving what a request computes, for an agent if it is one's.
 
-        The list of tokens is not copied, so the caller may append to it.
+        The list of tokens is not copied, so the caller may append to it. `since` is what `catch_up`
+        returned before the request knew of anything stored: what is deleted later is not saved.
         """
-        self.catch_up()
-        return Capture(self, tokens, policy, agent)
+        return Capture(self, tokens, policy, agent, self.catch_up() if since is None else since)
 
     def points(self, tokens: Sequence[int], cuts: Iterable[int], n_known: int) -> frozenset[int]:
         """Where a prompt, of which so many tokens are restored, is to be restorable later."""
@@ -250,12 +252,10 @@ class Capture:
     """
 
     def __init__(
-        self, manager: Manager, tokens: Sequence[int], policy: Policy, agent: str = ""
+        self, manager: Manager, tokens: Sequence[int], policy: Policy, agent: str, since: int
     ) -> None:
         self._manager = manager
-        self._agent = agent
-        self._is_forgotten = False
-        self._since = manager.forgetting.generation if manager.forgetting else 0
+        self.claim = Claim(manager.forgetting, agent, manager.namespace, tokens, since)
         self._tokens = tokens
         self._policy = policy
         self._n_start = 0
@@ -264,25 +264,6 @@ class Capture:
         self._windowed: set[int] = set()  # blocks whose window rows go to disk
         self._behind: dict[int, int] = {}  # those saved without them, and the position to restore
         self._latest: deque[BlockRef] = deque(maxlen=manager.needs.window // BLOCK_TOKENS + 2)
-
-    @property
-    def is_forgotten(self) -> bool:
-        """Whether its tokens were deleted on purpose since it began."""
-        forgetting = self._manager.forgetting
-        if forgetting is None or self._is_forgotten or forgetting.generation == self._since:
-            return self._is_forgotten
-        with forgetting.lock:
-            kept = KeptTokens(self._agent, self._manager.namespace, pack(self._tokens))
-            self._is_forgotten = forgetting.has_forgotten(self._since, kept)
-            self._since = forgetting.generation
-        return self._is_forgotten
-
-    @contextmanager
-    def unless_forgotten(self) -> Iterator[bool]:
-        """Whether something may be kept; while inside, nothing is forgotten."""
-        forgetting = self._manager.forgetting
-        with nullcontext() if forgetting is None else forgetting.lock:
-            yield not self.is_forgotten
 
     def start_at(self, n_tokens: int) -> None:
         """Skip the first tokens, which were restored and need not be saved again."""
@@ -339,7 +320,7 @@ class Capture:
 
     def finish(self, all_tokens: Sequence[int], caches: Caches) -> None:
         """Save everything, including generated tokens and the open block."""
-        self._tokens = all_tokens
+        self._tokens = self.claim.tokens = all_tokens
         self.expect([len(all_tokens) - 1])  # the same prompt again restores all but its last token
         self.capture(caches, len(self._tokens), checkpoint=True)
 
@@ -398,11 +379,12 @@ class Capture:
     def _keep(self, ref: BlockRef, block: Block, policy: Policy) -> None:
         # Without delta layers, window rows are all that a block has.
         all_parts = ref.number in self._windowed or not self._manager.needs.delta
+        share = Share(self.claim, ref.number * BLOCK_TOKENS + ref.n_tokens)
         for record in records_of(self._manager.namespace, ref, block):
             memory_only = record.header.part is Part.WINDOW and not all_parts
-            with self.unless_forgotten() as is_wanted:
+            with self.claim.unless_forgotten() as is_wanted:
                 if is_wanted:
-                    self._manager.writer.put(record, policy, memory_only)
+                    self._manager.writer.put(record, policy, memory_only, share)
 
 
 def _stateless(block: Block) -> Block:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from keepwarm.cache.policy import Policy
+from keepwarm.cache.restore.forgetting import Deletions, Share, Unclaimed
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk.wear import Wear
 from keepwarm.store.memory import MemoryTier
@@ -43,10 +44,17 @@ class WriteStats:
 class Saver(Protocol):
     """Where captured records go."""
 
-    def put(self, record: Record, policy: Policy, memory_only: bool = False) -> None:
+    def put(
+        self,
+        record: Record,
+        policy: Policy,
+        memory_only: bool = False,
+        share: Share | None = None,
+    ) -> None:
         """Make a record findable now and, if the policy says so, durable later.
 
-        Window rows that are `memory_only` are evicted first and never written to disk.
+        Window rows that are `memory_only` are evicted first and never written to disk. A record is
+        not written once no request with a share in it has a claim any more.
         """
 
     def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
@@ -73,7 +81,13 @@ class MemorySaver:
     def __init__(self, memory: Tier) -> None:
         self._memory = memory
 
-    def put(self, record: Record, policy: Policy, memory_only: bool = False) -> None:  # noqa: ARG002
+    def put(
+        self,
+        record: Record,
+        policy: Policy,  # noqa: ARG002
+        memory_only: bool = False,
+        share: Share | None = None,  # noqa: ARG002
+    ) -> None:
         _put_in_memory(self._memory, record, memory_only)
 
     def kept(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
@@ -106,7 +120,7 @@ class Writer:
         disk: Tier,
         max_queued_bytes: int,
         wear: Wear | None = None,
-        catch_up: Callable[[], None] | None = None,
+        catch_up: Callable[[], object] | None = None,
     ) -> None:
         """`catch_up` forgets what other processes have deleted; it is called before anything is
         written after a deletion, and at intervals.
@@ -118,6 +132,7 @@ class Writer:
         self._memory = memory
         self._disk = disk
         self._order: deque[tuple[BlockKey, Part]] = deque()
+        self._shares: dict[tuple[BlockKey, Part], list[Share]] = {}  # of what is queued
         self._changed = threading.Condition()
         self._restores = 0
         self._closing = False
@@ -128,27 +143,48 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="keepwarm-writer", daemon=True)
         self._thread.start()
 
-    def put(self, record: Record, policy: Policy, memory_only: bool = False) -> None:
+    def put(
+        self,
+        record: Record,
+        policy: Policy,
+        memory_only: bool = False,
+        share: Share | None = None,
+    ) -> None:
         if self._memory is not None:
             _put_in_memory(self._memory, record, memory_only)
         if memory_only or not policy.to_disk:
             return
+        item = record.header.key, record.header.part
         with self._changed:
             if self._is_orphan(record):
                 self._count(dropped=1)
-            elif self.queued.put(record).stored:
-                self._order.append((record.header.key, record.header.part))
+                return
+            if self.queued.put(record).stored:
+                self._order.append(item)
                 self._n_put += 1
                 self._changed.notify_all()
-            elif not self._known(record):
+            elif not self.holds(record.header):
                 self._count(dropped=1)
-
-    def _known(self, record: Record) -> bool:
-        return self.holds(record.header)
+                return
+            if share is not None:  # perhaps one of several
+                self._shares.setdefault(item, []).append(share)
 
     def holds(self, header: Header) -> bool:
         """Whether a record is in the queue."""
         return header.part in _parts(self.queued, header.key)
+
+    def forget(self, deletions: Deletions) -> None:
+        """Drop what is queued and was deleted on purpose."""
+        unclaimed = Unclaimed(deletions)
+        with self._changed:
+            for item, shares in self._shares.items():
+                if unclaimed.holds(shares):
+                    self.queued.delete_part(*item)
+
+    def _drop(self, key: BlockKey, part: Part) -> None:
+        with self._changed:
+            self._shares.pop((key, part), None)
+            self.queued.delete_part(key, part)
 
     def _is_orphan(self, record: Record) -> bool:
         """Whether its parent is not saved: rows are useless without those before them."""
@@ -235,7 +271,7 @@ class Writer:
                 break
             if self._is_saved(record):
                 return
-        self.queued.delete_part(key, part)
+        self._drop(key, part)
         self._count(dropped=1)
 
     def _is_saved(self, record: Record) -> bool:
@@ -247,9 +283,9 @@ class Writer:
             self._catch_up()
             return False
         except BaseException:
-            self.queued.delete_part(record.header.key, record.header.part)
+            self._drop(record.header.key, record.header.part)
             raise
-        self.queued.delete_part(record.header.key, record.header.part)
+        self._drop(record.header.key, record.header.part)
         return True
 
     def _give_back(self, record: Record) -> None:

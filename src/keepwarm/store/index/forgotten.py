@@ -29,20 +29,22 @@ class Forgotten(NamedTuple):
     owner: str
     blocks: tuple[NamedBlock, ...]
 
-    def is_in(self, namespace: Namespace, refs: Iterable[BlockRef]) -> bool:
-        """Whether a prompt has one of these blocks, or begins one as they do."""
+    def first_in(self, namespace: Namespace, refs: Iterable[BlockRef]) -> int | None:
+        """The first block of a prompt that is one of these, or begins as they do."""
         keys, by_parent = {block.key for block in self.blocks}, defaultdict(list)
         for block in self.blocks:
             if block.is_open:
                 by_parent[block.parent].append(block)
-        return any(
-            ref.key in keys
-            or any(
-                block_key(namespace, ref.parent, ref.tokens[: 4 * block.n_tokens]) == block.key
-                for block in by_parent.get(ref.parent, ())
-            )
-            for ref in refs
-        )
+
+        def begins(ref: BlockRef, block: NamedBlock) -> bool:
+            start = ref.tokens[: 4 * block.n_tokens]
+            return block_key(namespace, ref.parent, start) == block.key
+
+        def is_one(ref: BlockRef) -> bool:
+            open_ones = by_parent.get(ref.parent, ())
+            return ref.key in keys or any(begins(ref, block) for block in open_ones)
+
+        return next((ref.number for ref in refs if is_one(ref)), None)
 
 
 class NewlyForgotten(NamedTuple):
