@@ -12,12 +12,13 @@ from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.policy import Policy
 from keepwarm.engine.engine import Engine
 from keepwarm.store.disk.disk import DiskLimits
-from keepwarm.text.request import Started
+from keepwarm.text.request import Request, Sampling, Started
 from tests.kit.engines import ask, engine_on, tokens_of
 from tests.kit.runs import prompt_of
 
 LIMITS = DiskLimits(min_free_bytes=0)
 PROMPT = prompt_of(300)
+SAMPLING = Sampling(max_tokens=8)
 
 
 each_kind = pytest.mark.parametrize("engine", ["llama", "gemma3_text", "qwen3_next"], indirect=True)
@@ -203,3 +204,31 @@ def test_a_process_that_is_far_behind_forgets_everything(engine, other):
     answer(engine, PROMPT, agent="ada")
     other.disk.forget_all()
     assert reused(engine, PROMPT).keys() <= {"disk"}
+
+
+def test_prompts_and_answers_are_forgotten(engine, other):
+    """They are remembered beside the blocks: to splice answers in, and to explain misses."""
+    question = [{"role": "user", "content": "What is a prefix?"}]
+    said = engine.submit(Request(messages=question, agent="ada", sampling=SAMPLING)).result()
+    engine.settle()
+    assert len(engine.preparer.splicer) == 1
+    other.agents.delete("ada")
+    engine.store.catch_up()
+    assert len(engine.preparer.splicer) == 0
+    told = [*question, {"role": "assistant", "content": said.choices[0].text}, *question]
+    again = engine.submit(Request(messages=told, sampling=SAMPLING, explain=True)).result()
+    assert again.receipt.miss is not None
+    assert (again.receipt.spliced, again.receipt.miss.reason) == (0, "new")
+    assert engine.misses.latest() == []
+
+
+def test_a_request_that_runs_meanwhile_is_not_remembered(engine, other):
+    answer(engine, PROMPT, agent="ada")
+    messages = [{"role": "user", "content": "Go on."}]
+    running = engine.submit(Request(messages=messages, agent="ada", sampling=SAMPLING))
+    assert any(isinstance(event, Started) for event in running)
+    other.agents.delete("ada")
+    engine.store.catch_up()
+    running.result()
+    engine.settle()
+    assert len(engine.preparer.splicer) == 0

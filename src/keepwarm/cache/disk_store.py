@@ -40,7 +40,7 @@ from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.disk.staging import StagedRecords
 from keepwarm.store.disk.upkeep import (
     Progress,
-    delete_subtrees,
+    delete_traceless,
     file_path,
     no_progress,
     read_file,
@@ -287,7 +287,7 @@ class DiskStore:
         self.disk.forget_all()
         n_agents = self.agents.delete_all()
         keys = [stored.key for stored in self.disk.walk()]
-        return Cleared(n_agents, delete_subtrees(self.disk, keys, (), progress))
+        return Cleared(n_agents, delete_traceless(self.disk, keys, progress))
 
     def close(self) -> None:
         self.counts.save()

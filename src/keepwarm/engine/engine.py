@@ -36,6 +36,7 @@ from keepwarm.engine.insight.journal import Journal, JournalEntry, entry_of
 from keepwarm.engine.insight.lookup import Lookup, look_up
 from keepwarm.engine.insight.misses import Misses
 from keepwarm.engine.insight.stats import MemoryUse, Stats, snapshot
+from keepwarm.engine.insight.texts import RememberedTexts
 from keepwarm.engine.insight.whatif import LookupLog
 from keepwarm.engine.jobs import Job, RunningSequence
 from keepwarm.engine.lane import Lane, Lanes, exact_options, make_options
@@ -85,15 +86,15 @@ class Engine:
         self.store.allow_memory(memory.tier_bytes)
         self._memory = memory
         self.live = Live(memory.live_bytes)
-        self.store.add_forget(self.live.forget)
-        self._recent = RecentPrompts()
+        recent = RecentPrompts()
         self._journal = Journal()
-        self.misses = Misses(self._recent)
+        self.misses = Misses(recent)
         self.lookup_log = LookupLog()
         self._auditor = Auditor(self.config.audit_share)
         self._numbers = count(1)
         raw, isolated = settings.raw_special_tokens, self.config.isolated
-        self.preparer = Preparer(model, n_logits(model), self._recent, raw, isolated)
+        self.preparer = Preparer(model, n_logits(model), recent, raw, isolated)
+        self._texts = RememberedTexts(recent, self.misses, self.preparer, self._post)
         self._lanes = Lanes(model, self.store, self.live)
         self._admission = Admission(memory.batch_bytes)
         self._chores = Chores(self.store, lambda job: self._post(partial(self._scheduler.end, job)))
@@ -116,6 +117,8 @@ class Engine:
         self._close_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="keepwarm-engine", daemon=True)
         self._thread.start()
+        self.store.add_forget(self.live.forget)
+        self.store.add_forget(self._texts.forget)
 
     # requests
 
@@ -366,13 +369,6 @@ class Engine:
             self._scheduler.add(self._auditor.job(sequence, self._scheduler.counters.add_audit))
         self._chores.record_sequence(sequence)
 
-    def _remember(self, job: Job) -> None:
-        """Remember the answers for the client's next turn, which sends them back as text."""
-        for sequence in job.sequences if job.request.policy.writes else ():
-            kept = [*job.cuts, len(job.tokens) - 1, len(sequence.tokens)]
-            self._recent.remember((job.request.kv, job.request.tenant), sequence.tokens, kept)
-            self.preparer.remember(job.prepared, sequence.tokens)
-
     def _lane(self, request: Request) -> Lane:
         """From any thread; a new lane is made on the engine's."""
         options = exact_options(request.kv) if request.kv.kv_bits is None else request.kv
@@ -385,7 +381,7 @@ class Engine:
         self.misses.add_request(job)
 
     def _on_end(self, job: Job, error: KeepwarmError | None) -> None:
-        self._remember(job)
+        self._texts.remember(job)
         self._chores.count(job)
         self._journal.add(entry_of(job, error))
         self.misses.end_request(job)

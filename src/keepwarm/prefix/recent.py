@@ -80,6 +80,10 @@ class RecentPrompts:
         while self._n_bytes > self._max_bytes or len(self._seen) > MAX_PROMPTS:
             self._drop(next(iter(self._seen)))
 
+    def clear(self) -> None:
+        self._seen.clear()
+        self._n_bytes = 0
+
     def nearest(self, owner: Hashable, tokens: Sequence[int]) -> NearestPrompt:
         packed, best = pack(tokens), NearestPrompt(0, None)
         for key in reversed(self._of(owner)):

@@ -137,6 +137,12 @@ class Splicer:
                 found += self._at(key, text, start)
         return found
 
+    def clear(self) -> None:
+        with self._lock:
+            self._prompts.clear()
+            self._lengths.clear()
+            self.n_bytes = 0
+
     def __len__(self) -> int:
         with self._lock:
             return sum(len(prompt.answers) for prompt in self._prompts.values())

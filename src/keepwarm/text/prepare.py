@@ -198,6 +198,11 @@ class Preparer:
         if prepared.request.messages is not None and generated and not prompt.n_before:
             self.splicer.remember(prepared.request.tenant, prompt.text, prompt.tokens, generated)
 
+    def forget(self) -> None:
+        """Forget all answers."""
+        self.splicer.clear()
+        self._answers.clear()
+
     def start(self) -> None:
         """Start the other process now, if there is one; else its first request does."""
         if self._isolation is not None:

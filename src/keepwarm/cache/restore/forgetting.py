@@ -68,7 +68,7 @@ class Deletions:
         keys = [*(block.key for block in blocks), *(one.header.key for one in found)]
         held = tier.have(keys).keys() | {one.block.key for one in found}
         keys += _perhaps_shorter(tier, [block for block in blocks if block.key not in held])
-        tier.delete_all(list(dict.fromkeys(subtrees(tier.index.lookups, keys))))
+        tier.delete_all(list(subtrees(tier.index.lookups, keys)))
 
 
 def _perhaps_shorter(tier: MemoryTier, blocks: Iterable[NamedBlock]) -> Iterator[BlockKey]:

@@ -98,6 +98,13 @@ class Misses:
         with self._lock:
             self._candidates.append(candidate)
 
+    def clear(self) -> None:
+        """Forget all misses, and what running requests are compared with: parts of prompts."""
+        self._nearest.clear()
+        with self._lock:
+            self._candidates.clear()
+            self._found.clear()
+
     def latest(self) -> list[PrefixMiss]:
         """Newest first."""
         with self._lock:

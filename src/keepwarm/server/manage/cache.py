@@ -284,8 +284,8 @@ async def clear(body: ClearBody, request: Request, host: Host) -> ClearOut:
 
 def _clear(engine: Engine, disk: bool) -> ClearOut:
     engine.store.flush()
-    engine.clear()
     n_agents, n_blocks = engine.store.on_disk.clear() if disk else (0, 0)
+    engine.clear()
     return {"object": "cache.clear", "removed_blocks": n_blocks, "removed_agents": n_agents}
 
 

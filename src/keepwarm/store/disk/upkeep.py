@@ -55,16 +55,23 @@ def delete_subtrees(
     keep: Collection[BlockKey],
     progress: Progress = no_progress,
 ) -> int:
-    """Delete these blocks of one conversation, their descendants and shorter copies.
+    """Delete these blocks of one conversation, their descendants and shorter copies; how many.
 
-    Blocks in `keep` stay; the caller includes their ancestors. Afterwards the deleted tokens are in
-    neither the index, its log nor the quarantine, which is emptied. Returns the number of blocks.
+    Blocks in `keep` stay; the caller includes their ancestors.
     """
-    deleted = list(dict.fromkeys(subtrees(disk.index.lookups, blocks, keep)))
-    n_stored = len(disk.have(deleted))
-    for start in range(0, len(deleted), AT_ONCE):
-        disk.delete_all(deleted[start : start + AT_ONCE])
-        progress(min(start + AT_ONCE, len(deleted)), len(deleted))
+    return delete_traceless(disk, list(subtrees(disk.index.lookups, blocks, keep)), progress)
+
+
+def delete_traceless(
+    disk: DiskTier, keys: Sequence[BlockKey], progress: Progress = no_progress
+) -> int:
+    """Delete blocks; how many there were. Afterwards their tokens are in neither the index, its log
+    nor the quarantine, which is emptied.
+    """
+    n_stored = len(disk.have(keys))
+    for start in range(0, len(keys), AT_ONCE):
+        disk.delete_all(keys[start : start + AT_ONCE])
+        progress(min(start + AT_ONCE, len(keys)), len(keys))
     with as_store_errors(disk, "empty its quarantine"):
         clear_quarantine(disk)  # a bad record may belong to any agent, whatever its name
         disk.index.database.scrub()
@@ -74,13 +81,16 @@ def delete_subtrees(
 def subtrees(
     lookups: Lookups, blocks: Iterable[BlockKey], keep: Collection[BlockKey] = ()
 ) -> Iterator[BlockKey]:
-    """Blocks with their descendants and shorter copies, deepest first."""
-    keep = set(keep)
+    """Blocks with their descendants and shorter copies, each once."""
+    passed = set(keep)
     for key in blocks:
-        if key not in keep:  # a conversation with a whole block also has its shorter copies
-            yield from (part for part in lookups.shorter_siblings(key) if part not in keep)
-            yield key
-            yield from (child for child in lookups.descendants(key) if child not in keep)
+        if key in passed:  # so is what is below it
+            continue
+        # A conversation with a whole block also has its shorter copies.
+        tree = [*lookups.shorter_siblings(key), key, *lookups.descendants(key)]
+        found = [one for one in dict.fromkeys(tree) if one not in passed]
+        passed.update(found)
+        yield from found
 
 
 def clear_quarantine(disk: DiskTier, progress: Progress = no_progress) -> int:

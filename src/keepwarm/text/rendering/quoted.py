@@ -36,6 +36,10 @@ class LatestAnswers:
             if len(self._lines) > MAX_AGENTS:
                 self._lines.popitem(last=False)
 
+    def clear(self) -> None:
+        with self._lock:
+            self._lines.clear()
+
     def are_quoted(self, request: Request) -> bool:
         """Whether a message that is not the model's holds most of its agent's latest answer."""
         with self._lock:
