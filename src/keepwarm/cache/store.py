@@ -256,6 +256,10 @@ class Store:
         """Forget what any process has deleted on purpose; the generation that this leads to."""
         return 0 if self._forgetting is None else self._forgetting.catch_up()
 
+    def has_deleted(self, agent_id: str, since: int) -> bool:
+        """Whether an agent was deleted after a generation, as far as `catch_up` has seen."""
+        return self._forgetting is not None and self._forgetting.has_deleted(agent_id, since)
+
     def add_forget(self, forget: Forget) -> None:
         """Have `forget` called with all that any process deletes on purpose from now on."""
         if self._forgetting is not None:

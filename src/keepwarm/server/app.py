@@ -69,9 +69,7 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
     app.state.host = host
     app.state.settings = settings
     app.state.bundle_keys = BundleKeys.of(settings)
-    app.state.responses = KeptResponses(
-        lambda: host.engine.store.on_disk.agents.responses, settings.response_ttl_s
-    )
+    app.state.responses = KeptResponses(lambda: host.engine.store, settings.response_ttl_s)
     app.state.transfers = Transfers()
     app.state.resident = admin.ResidentModel(host, settings)
     app.state.metrics = metrics.Metrics(host)

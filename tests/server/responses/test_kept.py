@@ -7,14 +7,20 @@ import time
 import httpx
 import pytest
 
+from keepwarm.cache.agents.branch import Branch
+from keepwarm.cache.disk_store import DiskStore
+from keepwarm.cache.store import Store
 from keepwarm.cache.texts.files import AgentTexts
 from keepwarm.errors import UnknownResponse
+from keepwarm.prefix.blocks import Namespace
 from keepwarm.server.responses.kept_responses import KeptResponses
 from keepwarm.server.responses.shapes import Item
 from keepwarm.store.disk.disk import DiskTier
 from tests.server.conftest import wait_until
 
 DAY_S = 86400.0
+RESPONSE = {"id": "resp_1", "created_at": time.time(), "output": []}
+ITEMS = [Item(role="user", content="Hi", id="msg_1")]
 TO_OPS = {"X-Keepwarm-Agent": "ops"}
 
 
@@ -120,13 +126,57 @@ def test_a_name_is_no_pattern_and_no_path(texts):
     assert texts.get("one", DAY_S) == b"1"
 
 
-def test_a_damaged_file_is_a_response_that_is_not_stored(texts):
-    response = {"id": "resp_1", "created_at": time.time(), "output": []}
-    kept = KeptResponses(lambda: texts, DAY_S)
-    kept.put("", response, [Item(role="user", content="Hi")], 1, agent="ops")
-    kept.close()
+def test_a_damaged_file_is_a_response_that_is_not_stored(texts, tmp_path):
     path = texts.path_of("ops", "/resp_1")
-    for damage in (b"", b"{", b"[]", b'{"version": 1}', b'{"version": 2}'):
-        path.write_bytes(damage)
-        with pytest.raises(UnknownResponse):
-            asyncio.run(KeptResponses(lambda: texts, DAY_S).get("", "resp_1"))
+    with Store(tmp_path) as store:
+        kept = KeptResponses(lambda: store, DAY_S)
+        kept.put(
+            "", RESPONSE, [Item(role="user", content="Hi")], 1, since=store.catch_up(), agent="ops"
+        )
+        kept.close()
+        for damage in (b"", b"{", b"[]", b'{"version": 1}', b'{"version": 2}'):
+            path.write_bytes(damage)
+            with pytest.raises(UnknownResponse):
+                asyncio.run(KeptResponses(lambda: store, DAY_S).get("", "resp_1"))
+
+
+def test_responses_in_memory_go_with_their_agent(tmp_path):
+    """Deleted by another process; also if its request ends only then, written or not."""
+    with Store(tmp_path) as store, DiskStore(tmp_path) as other:
+        asyncio.run(_respond_and_delete(store, other))
+
+
+async def _respond_and_delete(store, other):
+    for to_disk in (True, False):
+        kept = KeptResponses(lambda: store, DAY_S)
+        other.agents.create("ops", Branch(Namespace(b"n" * 32)))
+        since = await kept.begin()
+        kept.put("", RESPONSE, ITEMS, 1, since=since, agent="ops", to_disk=to_disk)
+        assert kept.item("", "msg_1")
+        await asyncio.to_thread(other.agents.delete, "ops")
+        await kept.begin()  # so does the writer's thread, every half second
+        late = RESPONSE | {"id": "resp_2"}
+        kept.put("", late, ITEMS, 1, since=since, agent="ops", to_disk=to_disk)
+        await asyncio.to_thread(kept.close)
+        assert kept.item("", "msg_1") is None
+        for name in ("resp_1", "resp_2"):
+            with pytest.raises(UnknownResponse):
+                await KeptResponses(lambda: store, DAY_S).get("", name)
+
+
+def test_a_response_that_is_written_too_late_is_removed(tmp_path, monkeypatch):
+    """Its agent is deleted, with its files, between the answer and the write."""
+    with Store(tmp_path) as store, DiskStore(tmp_path) as other:
+        other.agents.create("ops", Branch(Namespace(b"n" * 32)))
+        kept, since = KeptResponses(lambda: store, DAY_S), store.catch_up()
+        texts = store.on_disk.agents.responses
+        put = texts.put
+
+        def delete_first(*arguments):
+            other.agents.delete("ops")
+            put(*arguments)
+
+        monkeypatch.setattr(texts, "put", delete_first)
+        kept.put("", RESPONSE, ITEMS, 1, since=since, agent="ops")
+        kept.close()
+        assert list((tmp_path / "responses").glob("*")) == []

@@ -139,6 +139,10 @@ class Forgetting:
                 return [Deletions(None, self._disk.index.forgotten.owner)]
             return [deletions for _, deletions in list(self._log)[numbers.index(since) :]]
 
+    def has_deleted(self, agent: str, since: int) -> bool:
+        """Whether an agent was deleted after a generation."""
+        return any(deletions.include(agent) for deletions in self.later(since))
+
     def note_error(self, error: Exception) -> None:
         self._disk.note_error(error)
 
@@ -181,8 +185,8 @@ class Claim:
     @property
     def is_of_deleted_agent(self) -> bool:
         """Whether its agent was deleted since it began."""
-        later = self._forgetting.later(self._began) if self._forgetting else ()
-        return any(deletions.include(self._agent) for deletions in later)
+        forgetting = self._forgetting
+        return forgetting is not None and forgetting.has_deleted(self._agent, self._began)
 
     @contextmanager
     def unless_forgotten(self) -> Iterator[bool]:

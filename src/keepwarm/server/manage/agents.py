@@ -259,11 +259,9 @@ async def change_agent(agent_id: AgentId, body: AgentOptions, agents: Agents) ->
 
 
 @router.delete("/{agent_id}")
-async def delete_agent(request: Request, agent_id: AgentId, agents: Agents) -> DeletedAgent:
-    """Delete an agent, its stored responses, and every block on disk that no other agent uses."""
-    deleted = await asyncio.to_thread(agents.delete, agent_id)
-    await request.app.state.responses.forget(tenant_agent_id(agents.tenant, agent_id))
-    return deleted
+async def delete_agent(agent_id: AgentId, agents: Agents) -> DeletedAgent:
+    """Delete an agent, its stored responses, and every block that no other agent uses."""
+    return await asyncio.to_thread(agents.delete, agent_id)
 
 
 @router.post("/{agent_id}/fork")

@@ -1,4 +1,5 @@
 """OpenAI's responses.
 
-Imports `cache.texts`, `engine`, `server`, `server.http`, `server.openai`, `text`.
+Imports `cache`, `cache.restore`, `cache.texts`, `engine`, `server`, `server.http`,
+`server.openai`, `text`.
 """

@@ -8,8 +8,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
+from keepwarm.cache.restore.forgetting import Deletions
+from keepwarm.cache.store import Store
 from keepwarm.cache.texts.files import AgentTexts
 from keepwarm.server.responses.response_store import ResponseStore, StoredResponse
 from keepwarm.server.responses.shapes import Item, ResponseOut
@@ -24,18 +27,25 @@ class KeptResponses:
     A response that was written lives as long as its file: whoever deletes that, deletes it here.
     """
 
-    def __init__(
-        self,
-        texts: Callable[[], AgentTexts],
-        ttl_s: float,
-        store: ResponseStore | None = None,
-    ) -> None:
-        """`texts` raises while no model is loaded. With a `ttl_s` of 0 nothing is on disk."""
-        self._store = store or ResponseStore()
-        self._texts = texts
+    def __init__(self, store: Callable[[], Store], ttl_s: float) -> None:
+        """`store` raises while no model is loaded. With a `ttl_s` of 0 nothing is on disk."""
+        self._store = ResponseStore()
+        self._on_disk = store
         self._ttl_s = ttl_s
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._unwritten: set[str] = set()  # names
         self._files = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-responses")
+
+    async def begin(self) -> int:
+        """Before a request reads anything that is stored: the store's generation, for `put`."""
+        self._listen()
+        return await asyncio.to_thread(self._on_disk().catch_up)
+
+    def _listen(self) -> None:
+        """Have deletions noticed from the first request on."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._on_disk().add_forget(self._forget_deleted)
 
     def put(
         self,
@@ -44,17 +54,20 @@ class KeptResponses:
         items: Sequence[Item],
         n_given: int,
         *,
+        since: int,
         agent: str = "",
         to_disk: bool = True,
     ) -> None:
-        """Store the response to the last `n_given` items."""
+        """Store the response to the last `n_given` items, unless its agent was deleted since."""
+        if self._on_disk().has_deleted(agent, since):
+            return
         to_disk = to_disk and self._ttl_s > 0
         self._store.put(tenant, response, items, n_given, agent=agent, on_disk=to_disk)
         if to_disk:
             name = _name(tenant, response["id"])
             self._unwritten.add(name)
             fields = {"agent": agent, "response": response, "items": items, "n_given": n_given}
-            self._files.submit(self._write, self._texts(), name, fields)
+            self._files.submit(self._write, self._on_disk(), since, name, fields)
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse:
         """The response with this id; raises if there is none."""
@@ -67,10 +80,11 @@ class KeptResponses:
         self._store.delete(tenant, response_id)
         await self._run(self._texts().remove, _name(tenant, response_id))
 
-    async def forget(self, agent: str) -> None:
-        """Delete all responses of an agent."""
-        self._store.forget(agent)
-        await self._run(self._texts().remove_agent, agent)
+    def _forget_deleted(self, deletions: Deletions) -> None:
+        """From any thread: drop from memory what any process has deleted."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._store.forget, deletions.include)
 
     def item(self, tenant: str, item_id: str) -> Item | None:
         """The item with this id, among the responses in memory."""
@@ -82,6 +96,7 @@ class KeptResponses:
 
     async def _refresh(self, tenant: str, response_id: str) -> None:
         """Have in memory what is on disk, and nothing that no longer is."""
+        self._listen()
         name, stored = _name(tenant, response_id), self._store.find(tenant, response_id)
         if stored is not None:
             if self._is_gone(name, stored):
@@ -97,15 +112,22 @@ class KeptResponses:
         is_old = time.time() - stored.response["created_at"] > self._ttl_s
         return is_old or not self._texts().path_of(stored.agent, name).exists()
 
+    def _texts(self) -> AgentTexts:
+        return self._on_disk().on_disk.agents.responses
+
     async def _run(self, work: Any, *arguments: Any) -> Any:
         """After what was queued before."""
         return await asyncio.get_running_loop().run_in_executor(self._files, work, *arguments)
 
-    def _write(self, texts: AgentTexts, name: str, fields: dict[str, Any]) -> None:
+    def _write(self, store: Store, since: int, name: str, fields: dict[str, Any]) -> None:
         items = [item.model_dump(exclude_none=True) for item in fields["items"]]
         data = json.dumps({"version": VERSION, **fields, "items": items}).encode()
+        texts = store.on_disk.agents.responses
         try:
             texts.put(fields["agent"], name, data, self._ttl_s)
+            store.catch_up()
+            if store.has_deleted(fields["agent"], since):  # its files went before this one came
+                texts.remove(name)
         except Exception:
             LOG.exception("a response could not be stored on disk; it is in memory only")
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from sys import getsizeof
 from typing import NamedTuple
 
@@ -80,9 +80,9 @@ class ResponseStore:
         """The response with this id, if it is here; does not count as a use."""
         return self._stored.get((tenant, response_id))
 
-    def forget(self, agent: str) -> None:
-        """Delete all responses of an agent."""
-        for key in [key for key, stored in self._stored.items() if stored.agent == agent]:
+    def forget(self, is_deleted: Callable[[str], bool]) -> None:
+        """Delete all responses of agents that are deleted."""
+        for key in [key for key, stored in self._stored.items() if is_deleted(stored.agent)]:
             self._remove(key)
 
     def delete(self, tenant: str, response_id: str) -> None:

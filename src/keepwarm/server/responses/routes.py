@@ -72,6 +72,9 @@ class TenantResponses:
         self._kept: KeptResponses = request.app.state.responses
         self._tenant: str = getattr(request.state, "tenant", "")
 
+    async def begin(self) -> int:
+        return await self._kept.begin()
+
     async def get(self, response_id: str) -> StoredResponse:
         return await self._kept.get(self._tenant, response_id)
 
@@ -83,11 +86,16 @@ class TenantResponses:
         asked: engine_request.Request,
         items: Sequence[Item],
         n_given: int,
+        since: int,
         response: ResponseOut,
     ) -> None:
         if response["store"]:
-            agent, to_disk = asked.agent or "", asked.policy.to_disk
-            self._kept.put(self._tenant, response, items, n_given, agent=agent, to_disk=to_disk)
+            self._kept.put(
+                *(self._tenant, response, items, n_given),
+                since=since,
+                agent=asked.agent or "",
+                to_disk=asked.policy.to_disk,
+            )
 
     async def conversation(self, body: InputRequest) -> list[Item]:
         """All items: those of the previous response, then the request's own."""
@@ -130,6 +138,7 @@ async def create_response(
     """Answer a conversation, as one object or as a stream of events."""
     host.check_model(body.model)
     _reject_unsupported(body)
+    since = await answers.begin()
     items = await answers.conversation(body)
     build = request_builder(body, request, settings)
     asked = await turn.build(lambda: build(items))
@@ -146,7 +155,8 @@ async def create_response(
     pieces = Pieces(host.engine.model.tokenizer) if wants_logprobs else None
     options = answer_options_of(body, offered_tools(body.tools or ()), asked, n_dropped, pieces)
     n_given = len(items_of(body.input))
-    builder = ResponseBuilder(response, options, partial(answers.save, asked, items, n_given))
+    save = partial(answers.save, asked, items, n_given, since)
+    builder = ResponseBuilder(response, options, save)
     if body.stream:
         return EventStream(answer, ResponseStream(builder))
     return WholeAnswer(BuiltAnswer(answer, builder), lambda _: builder.response)
