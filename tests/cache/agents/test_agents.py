@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from keepwarm.cache.agents.agents import MAX_SIDES, MAX_UNCHECKED_LEFT
+from keepwarm.cache.agents.agents import MAX_SIDES
 from keepwarm.cache.agents.branch import Branch
+from keepwarm.cache.agents.reach import MAX_UNCHECKED_LEFT
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.errors import BadCacheFile, BadInput, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import chain, pack

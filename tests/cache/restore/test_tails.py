@@ -2,7 +2,8 @@
 
 import pytest
 
-from keepwarm.cache.agents.agents import MAX_SIDES, MAX_UNCHECKED_LEFT
+from keepwarm.cache.agents.agents import MAX_SIDES
+from keepwarm.cache.agents.reach import MAX_UNCHECKED_LEFT
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.writing import Writer

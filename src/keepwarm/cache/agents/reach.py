@@ -13,7 +13,7 @@ from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, block_key, root
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.tier import NamedBlock
 
-MAX_UNCHECKED = 64  # abandoned blocks listed without checking that they still exist
+MAX_UNCHECKED_LEFT = 64  # abandoned blocks listed without checking that they still exist
 
 
 def abandoned(agent: Agent, placed: Placed) -> list[NamedBlock]:
@@ -30,7 +30,7 @@ def existing(disk: DiskTier, left: tuple[NamedBlock, ...]) -> tuple[NamedBlock, 
 
     One that was replaced by a longer block is listed as that block from then on.
     """
-    if len(left) <= MAX_UNCHECKED:
+    if len(left) <= MAX_UNCHECKED_LEFT:
         return left
     known = disk.have([block.key for block in left])
     gone = [block for block in left if block.key not in known]
