@@ -124,6 +124,17 @@ def test_a_title_request_under_the_same_name_is_a_branch(live):
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "branch")
 
 
+def test_rewinding_a_branch_keeps_the_live_caches_of_the_others(live):
+    said = say(live, "gus")["choices"][0]["message"]
+    say(live, "gus", "Write a title.")
+    assert live.post("/v1/agents/gus/rewind?branch=2", {"turn": 0}).status_code == 200
+    say(live, "gus", "Write a summary.")  # with it goes what the rewind has left
+    turns = [{"role": "user", "content": LONG}, said, {"role": "user", "content": "And then?"}]
+    body = {"messages": turns, "max_tokens": 4}
+    answer = live.post("/v1/chat/completions", body, **{"X-Keepwarm-Agent": "gus"}).json()
+    assert list(answer["keepwarm"]["reused"]) == ["live"]
+
+
 def test_labels_and_retention_are_changed_later(live):
     made = live.post("/v1/agents", {"id": "gina", "metadata": {"team": "web"}}).json()
     assert (made["metadata"], made["retention_s"]) == ({"team": "web"}, None)

@@ -25,6 +25,12 @@ def abandoned(agent: Agent, placed: Placed) -> list[NamedBlock]:
     return [block for block in agent.sized_blocks_of(before) if block.key not in kept]
 
 
+def dropped_by_rewind(before: Agent, after: Agent) -> list[NamedBlock]:
+    """Blocks that were in the branch which was rewound, and are in no branch any more."""
+    kept = {key for branch in after.branches for key in branch.blocks}
+    return [block for block in before.sized_blocks if block.key not in kept]
+
+
 def existing(disk: DiskTier, left: tuple[NamedBlock, ...]) -> tuple[NamedBlock, ...]:
     """Of abandoned blocks those still on disk; checked only when there are many.
 

@@ -22,7 +22,8 @@ import mlx.core as mx
 from keepwarm import kv
 from keepwarm.cache.restore.forgetting import Deletions, KeptTokens
 from keepwarm.errors import CacheMismatch, UnsupportedCache
-from keepwarm.prefix.blocks import Namespace, common_tokens_beyond, pack
+from keepwarm.prefix.blocks import Namespace, chain_packed, common_tokens_beyond, pack
+from keepwarm.store.index.forgotten import Forgotten
 
 
 class LiveHit(NamedTuple):
@@ -54,6 +55,10 @@ class _Entry:
     @property
     def n_tokens(self) -> int:
         return len(self.packed) // 4
+
+    def has_one_of(self, blocks: Forgotten) -> bool:
+        refs = chain_packed(self.namespace, self.packed)
+        return blocks.first_in(self.namespace, refs) is not None
 
     def is_covered_by(self, other: _Entry) -> bool:
         """Whether the other serves every prompt that this one would."""
@@ -146,13 +151,15 @@ class Live:
         """Release the entries of one conversation, of all models; the bytes freed."""
         return self._release(lambda entry: entry.owner == owner)
 
-    def abandon(self, owner: str) -> int:
-        """A conversation was rewound: release what no longer serves it; the bytes freed.
+    def abandon(self, owner: str, dropped: Forgotten | None = None) -> int:
+        """A conversation was rewound: release what no longer serves it; the bytes freed. Where
+        some of its blocks are `dropped`, only what has these.
 
         A cache that can be trimmed serves the turns that are left, until the next one is put.
         """
         with self._lock:
-            owned = {number for number, entry in self._entries.items() if entry.owner == owner}
+            of_owner = [item for item in self._entries.items() if item[1].owner == owner]
+            owned = {n for n, entry in of_owner if dropped is None or entry.has_one_of(dropped)}
             self._abandoned |= {number for number in owned if self._entries[number].can_trim}
             return sum(self._remove(number).n_bytes for number in owned - self._abandoned)
 

@@ -18,6 +18,7 @@ from keepwarm.cache.agents.agent import Agent
 from keepwarm.cache.agents.agents import ID
 from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.agents.bundle import BundleExport, BundleSource
+from keepwarm.cache.agents.reach import dropped_by_rewind
 from keepwarm.cache.agents.signing import BundleKeys
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.restore.records import check_record
@@ -40,6 +41,7 @@ from keepwarm.server.manage.agent_shapes import (
 )
 from keepwarm.server.manage.transfers import TAR, ExportResponse, Transfers, UploadedFile
 from keepwarm.server.openai.shapes import OpenAIErrorOut
+from keepwarm.store.index.forgotten import Forgotten
 
 RAW_BODY = {
     "requestBody": {
@@ -105,7 +107,8 @@ class TenantAgents:
                 f"{agent_id!r} has {len(agent.turns)} turns; choose one of them.", "turn"
             )
         rewound = self._disk_store.agents.rewind(agent.id, turn, branch)
-        self._engine.call(partial(self._engine.live.abandon, agent.id)).result()
+        dropped = Forgotten(agent.id, tuple(dropped_by_rewind(agent, rewound)))
+        self._engine.call(partial(self._engine.live.abandon, agent.id, dropped)).result()
         return self._out(rewound)
 
     def pin(self, agent_id: str, pinned: bool, branch: int | None) -> AgentOut:
