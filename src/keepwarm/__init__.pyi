@@ -1,5 +1,5 @@
+from keepwarm.cache.attached import AttachedModel as AttachedModel
 from keepwarm.cache.policy import Policy as Policy
-from keepwarm.cache.store import AttachedModel as AttachedModel
 from keepwarm.cache.store import Budgets as Budgets
 from keepwarm.cache.store import Store as Store
 from keepwarm.config import Settings as Settings

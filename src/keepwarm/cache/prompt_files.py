@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 from keepwarm import kv
 from keepwarm.cache.agents.agent import Agent
 from keepwarm.cache.agents.branch import Branch
+from keepwarm.cache.attached import AttachedModel
 from keepwarm.cache.identity import make_options_in
 from keepwarm.cache.policy import Policy
-from keepwarm.cache.store import AttachedModel, Store
+from keepwarm.cache.store import Store
 from keepwarm.errors import BadCacheFile, BadInput, UnknownAgent
 from keepwarm.kv.files.dialects import Dialect
 from keepwarm.kv.files.prompt_cache import (

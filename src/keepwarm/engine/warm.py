@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, Self
 
 from keepwarm.cache.agents.agent import Agent
 from keepwarm.cache.agents.branch import Branch
+from keepwarm.cache.attached import AttachedModel
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.identity import make_options_in
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.plan import Read
-from keepwarm.cache.store import AttachedModel
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput, CacheError, KeepwarmError, Stopping
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace

@@ -147,7 +147,7 @@ class Forgetting:
         self._disk.note_error(error)
 
 
-class Claim:
+class RequestClaim:
     """What a request keeps, for an agent if it is one's: any part of its tokens, which may grow."""
 
     def __init__(
@@ -198,7 +198,7 @@ class Claim:
 class Share(NamedTuple):
     """A record's part in a claim: it holds some of the first `n_tokens`."""
 
-    claim: Claim
+    claim: RequestClaim
     n_tokens: int
 
 
@@ -207,12 +207,14 @@ class Unclaimed:
 
     def __init__(self, deletions: Deletions) -> None:
         self._deletions = deletions
-        self._firsts: dict[Claim, int | None] = {}  # looked for once for all records of a claim
+        self._firsts: dict[
+            RequestClaim, int | None
+        ] = {}  # looked for once for all records of a claim
 
     def holds(self, shares: Iterable[Share]) -> bool:
         return all(self._is_forgotten(*share) for share in shares)
 
-    def _is_forgotten(self, claim: Claim, n_tokens: int) -> bool:
+    def _is_forgotten(self, claim: RequestClaim, n_tokens: int) -> bool:
         if claim not in self._firsts:
             self._firsts[claim] = self._deletions.first_in(claim.kept)
         first = self._firsts[claim]

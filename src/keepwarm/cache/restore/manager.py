@@ -14,7 +14,7 @@ from itertools import islice
 
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.failures import Fault, RestoreFailures
-from keepwarm.cache.restore.forgetting import Claim, Forgetting, Share
+from keepwarm.cache.restore.forgetting import Forgetting, RequestClaim, Share
 from keepwarm.cache.restore.loading import EMPTY, Loading, RestoredPrefix
 from keepwarm.cache.restore.plan import NOTHING, KnownBlocks, Needs, Point, longest, n_matched
 from keepwarm.cache.restore.points import Parting, learned_place, restore_points
@@ -255,7 +255,7 @@ class Capture:
         self, manager: Manager, tokens: Sequence[int], policy: Policy, agent: str, since: int
     ) -> None:
         self._manager = manager
-        self.claim = Claim(manager.forgetting, agent, manager.namespace, tokens, since)
+        self.claim = RequestClaim(manager.forgetting, agent, manager.namespace, tokens, since)
         self._tokens = tokens
         self._policy = policy
         self._n_start = 0
