@@ -47,6 +47,7 @@ from keepwarm.store.disk.upkeep import (
     write_file,
 )
 from keepwarm.store.disk.wear import Wear
+from keepwarm.store.names import bytes_under
 from keepwarm.store.seal import stored_namespace
 from keepwarm.store.tier import as_store_errors
 from keepwarm.store.unlock import unlock
@@ -281,6 +282,11 @@ class DiskStore:
             with as_store_errors(self.disk, "release the agent"):
                 staged.publish()
         return self.agents.move(agent_id, ours, unpack(tokens))
+
+    def text_bytes(self) -> dict[str, int]:
+        """Bytes of agents' messages and of stored responses; `disk.stats` counts them too."""
+        root = self.disk.root
+        return {f"{name}_bytes": bytes_under(root / name) for name in ("messages", "responses")}
 
     def clear(self, progress: Progress = no_progress) -> Cleared:
         """Delete every agent and every block, also from the memory of all processes."""

@@ -93,13 +93,13 @@ def stats(as_json: AsJson = False) -> None:
     """Show blocks, bytes, hit rate, tokens reused by tier, and bytes written per day."""
     with open_store() as store:
         stored, figures = asdict(store.disk.stats()), store.counts.total().figures()
-        written = {"written_by_day": store.wear.by_day()}
+        texts, written = store.text_bytes(), {"written_by_day": store.wear.by_day()}
     if as_json:
         counted = {name: figures[name]["disk"] for name in ("hits", "misses")}
-        print_fields(stored | counted | {"prompts": figures} | written, as_json)
+        print_fields(stored | texts | counted | {"prompts": figures} | written, as_json)
         return
     kept = {name: stored[name] for name in ("blocks", "n_bytes", "max_bytes")}
-    print_fields(kept | figures | written, as_json)
+    print_fields(kept | texts | figures | written, as_json)
 
 
 @app.command()

@@ -143,6 +143,14 @@ def bytes_of(entry: os.DirEntry[str], in_scratch: bool = False) -> int:
         return 0
 
 
+def bytes_under(directory: Path) -> int:
+    """Of all files in a directory; 0 if there is none."""
+    try:
+        return sum(bytes_of(entry) for entry in os.scandir(directory))
+    except FileNotFoundError:
+        return 0
+
+
 def size_of(file: os.DirEntry[str] | Path) -> int:
     try:
         return file.stat(follow_symlinks=False).st_size

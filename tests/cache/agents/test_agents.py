@@ -13,8 +13,9 @@ from keepwarm.cache.agents.agents import MAX_SIDES
 from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.agents.reach import MAX_UNCHECKED_LEFT
 from keepwarm.cache.disk_store import DiskStore
+from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.errors import BadCacheFile, BadInput, StoreFailed, UnknownAgent
-from keepwarm.prefix.blocks import chain, pack
+from keepwarm.prefix.blocks import BlockKey, chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.index import database
@@ -596,3 +597,23 @@ def test_a_truncated_or_foreign_bundle_is_refused(disk_store, tmp_path):
         bundle.write_bytes(damaged)
         with pytest.raises(BadCacheFile):
             disk_store.import_agent(bundle, IDENTITY, "b")
+
+
+def test_messages_and_responses_are_counted_and_cleared(tmp_path):
+    """Those of lost agents too; what is not ours stays."""
+    with DiskStore(tmp_path, LIMITS) as store:
+        empty = store.disk.stats().n_bytes
+        turn = KeptTurn([{"role": "user", "content": "x" * 5000}])
+        for agent_id in ("ada", "lost"):
+            store.agents.create(agent_id, Branch(NAME))
+            store.agents.turns.keep(agent_id, [1, 2, 3], BlockKey(b"k" * 20), turn)
+            store.agents.responses.put(agent_id, "resp_1", b"y" * 3000, 60.0)
+        (tmp_path / "agents" / "lost.json").unlink()
+        (tmp_path / "responses" / "notes.txt").write_text("mine")
+        texts = store.text_bytes()
+        assert texts["messages_bytes"] > 10_000
+        assert texts["responses_bytes"] == 6004
+        store.disk.records.others.changed()
+        assert store.disk.stats().n_bytes - empty >= sum(texts.values())
+        assert store.clear().n_agents == 1
+        assert store.text_bytes() == {"messages_bytes": 0, "responses_bytes": 4}

@@ -321,7 +321,8 @@ class Agents:
         with self._changing():
             agents = list(self._recorded())
             self._ephemeral.clear()
-            self.responses.remove_agent("")  # those of no agent
+            self.turns.remove_all()
+            self.responses.remove_all()
             for agent in agents:
                 self._remove(agent.id)
         return len(agents)

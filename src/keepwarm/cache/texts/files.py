@@ -61,6 +61,10 @@ class AgentTexts:
         """Delete all texts of an agent."""
         self._remove(self._directory.glob(f"{self._stem(agent_id)}{SEPARATOR}*.json"))
 
+    def remove_all(self) -> None:
+        """Delete all texts, also those of no agent."""
+        self._remove(path for path in self._directory.glob("*.json") if NAME.fullmatch(path.name))
+
     def _expire(self, ttl_s: float) -> None:
         """Delete the oldest texts, until the rest is neither too old nor too much."""
         ours = [entry for entry in os.scandir(self._directory) if NAME.fullmatch(entry.name)]

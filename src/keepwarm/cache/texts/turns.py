@@ -110,6 +110,11 @@ class TurnBook:
     def remove(self, agent_id: str) -> None:
         self._disk.files.remove(file_path(self._disk, DIRECTORY, agent_id))
 
+    def remove_all(self) -> None:
+        """Delete the messages of all agents, also of lost ones."""
+        for path in list((self._disk.root / DIRECTORY).glob("*.json")):
+            self._disk.files.remove(path)
+
     def _read(self, agent_id: str) -> dict[str, _Entry]:
         try:
             return _parse(read_file(self._disk, file_path(self._disk, DIRECTORY, agent_id)))
