@@ -234,6 +234,8 @@ def test_a_bundle_that_may_not_be_kept_is_one_sentence(
 
 def test_labels_retention_and_several_forks(home):
     cache(home, "fork", "coder", "f1", "f2")
+    several = cache_json(home, "fork", "coder", "n", "--count", "2")
+    assert [made["id"] for made in several] == ["n-1", "n-2"]
     arguments = ("--label", "team=web", "--note", "of the demo", "--retention", "60")
     changed = cache_json(home, "set", "f1", *arguments)
     assert changed["metadata"] == {"team": "web", "note": "of the demo"}

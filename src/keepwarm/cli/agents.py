@@ -140,9 +140,15 @@ def fork(
     agent: AgentId,
     new: Annotated[list[str], typer.Argument(metavar="NEW...", help="Ids of the new agents.")],
     branch: BranchNumber = None,
+    count: Annotated[
+        int, typer.Option("--count", min=1, max=1000, help="So many of each: NEW-1, NEW-2, …")
+    ] = 1,
+    *,
     as_json: AsJson = False,
 ) -> None:
     """Create agents with the same history; no block is copied."""
+    if count > 1:
+        new = [f"{name}-{number}" for name in new for number in range(1, count + 1)]
     with open_store() as store:
         made = [agent_fields(store, each) for each in store.agents.fork_all(agent, new, branch)]
     if as_json:
