@@ -244,7 +244,7 @@ def test_labels_retention_and_several_forks(home):
     assert (changed["metadata"], changed["retention_s"]) == ({"note": "of the demo"}, None)
     listed = {row["id"]: row["model"] for row in cache_json(home, "ls")}
     assert listed["f1"] == listed["coder"] == str(home / "model")
-    for name in ("f1", "f2"):
+    for name in ("f1", "f2", "n-1", "n-2"):
         cache(home, "rm", name)
 
 

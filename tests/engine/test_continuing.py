@@ -53,7 +53,7 @@ def model(models, request):
 
 
 def test_turns_with_only_what_is_new_are_those_of_the_whole_conversation(model, tmp_path):
-    """S2-14, S2-15, S2-16: by its id it is found with its tokens, and after every turn anew."""
+    """S0-81, S2-14, S2-15, S2-16: by its id it is found with its tokens, after each turn anew."""
     with engine_on(model, tmp_path / "one") as engine:
         first = ask(engine, SYSTEM, ASK)
         second = go_on(engine, NEXT)
