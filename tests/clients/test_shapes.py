@@ -156,7 +156,7 @@ def test_a_tool_that_is_found_later_can_be_called(watching):
 
 def test_a_client_may_look_first_whether_there_is_a_server(idle):
     """Older versions of Claude Code ask for the head of the address itself."""
-    assert httpx.head(idle.url, follow_redirects=True).status_code == 200
+    assert httpx.head(idle.url, follow_redirects=True, timeout=300).status_code == 200
 
 
 @pytest.mark.parametrize("client", ["claude", "codex", "opencode", "qwen", "aider", "any"])
