@@ -10,6 +10,7 @@ from openai.types.chat import ChatCompletion
 from keepwarm import config
 from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadField
+from keepwarm.models.load import load
 from keepwarm.server.anthropic.shapes import MessageIn, MessagesRequest
 from keepwarm.server.http.body import LEAST_TOP_P
 from keepwarm.server.http.request_fields import RequestFields
@@ -31,6 +32,8 @@ from keepwarm.text.request import (
     ToolChoice,
     Usage,
 )
+from tests.kit.checkpoints import SPECIALS, make_tokenizer, write_checkpoint
+from tests.server.conftest import serve
 
 SETTINGS = config.load({})
 CALLER = RequestFields("", None, Policy.READ_WRITE, False, KVOptions(), None)
@@ -260,3 +263,28 @@ def test_an_old_function_is_called(client):
     answer = ask(client, max_tokens=60, functions=[OLD | NOTHING], function_call={"name": "read"})
     assert answer.choices[0].finish_reason == "function_call"
     assert answer.choices[0].message.function_call.name == "read"
+
+
+# A suffix.
+
+FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+
+
+def test_a_suffix_is_written_as_the_model_wants_it(tmp_path):
+    tokenizer = make_tokenizer(specials=(*SPECIALS, *FIM))
+    checkpoint = write_checkpoint(tmp_path / "model", tokenizer=tokenizer)
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path)})
+    options = {"model": "m", "max_tokens": 4, "temperature": 0}
+    with serve(load(str(checkpoint), settings), settings) as live, live.openai() as client:
+        made = client.completions.create(prompt="One", suffix="three", echo=True, **options)
+        asked = f"{FIM[0]}One{FIM[1]}three{FIM[2]}"
+        written = client.completions.create(prompt=asked, **options)
+        with pytest.raises(openai.BadRequestError, match="send text"):
+            client.completions.create(prompt=[5, 6], suffix="three", **options)
+    assert made.usage.prompt_tokens == written.usage.prompt_tokens
+    assert made.choices[0].text == "One" + written.choices[0].text
+
+
+def test_a_model_without_such_tokens_refuses_it(client):
+    with pytest.raises(openai.BadRequestError, match="suffix needs a model with fill-in tokens"):
+        client.completions.create(model="m", prompt="One", suffix="three")

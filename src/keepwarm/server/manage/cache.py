@@ -33,6 +33,7 @@ from keepwarm.server.http.sse import WholeAnswer
 from keepwarm.server.http.turns import Turn
 from keepwarm.server.http.viewer import require_totals
 from keepwarm.server.openai import chat, completions
+from keepwarm.server.openai.routes import fill_in_for
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest, OpenAIErrorOut
 from keepwarm.server.responses.routes import Answers, request_builder
 from keepwarm.server.responses.shapes import InputRequest
@@ -137,9 +138,11 @@ def _by_chat(body: ChatRequest, request: Request, settings: Config) -> engine_re
     return scrub.scrub_request(asked, scrub.rules_for(settings.scrub, request.headers))
 
 
-def _by_completion(body: CompletionRequest, request: Request) -> engine_request.Request:
+def _by_completion(
+    body: CompletionRequest, request: Request, host: Host, settings: Config
+) -> engine_request.Request:
     caller = request_fields(request, body.keepwarm, body.prompt_cache_key)
-    asked = completions.requests_of(body, caller)
+    asked = completions.requests_of(body, caller, fill_in_for(body, host, settings))
     if len(asked) > 1:
         raise BadField("The body has several prompts; send one at a time.", "prompt")
     return asked[0]

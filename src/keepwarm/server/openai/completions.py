@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from keepwarm.errors import BadField
 from keepwarm.server.http.receipts import receipt_dict
@@ -32,12 +32,39 @@ from keepwarm.text.request import (
 DEFAULT_MAX_TOKENS = 16
 
 
-def requests_of(body: CompletionRequest, fields: RequestFields) -> list[Request]:
+class FillIn(NamedTuple):
+    """The tokens by which a model fills in text: before what precedes it, what follows, itself."""
+
+    before: str
+    after: str
+    middle: str
+
+    def prompt(self, prefix: str, suffix: str) -> str:
+        return f"{self.before}{prefix}{self.after}{suffix}{self.middle}"
+
+
+FILL_INS = (
+    FillIn("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    FillIn("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
+    FillIn("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    FillIn("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001  # DeepSeek
+)
+
+
+def fill_in_of(tokenizer: Any) -> FillIn | None:
+    """How the model of this tokenizer fills in; None if it has no tokens for it."""
+    known = tokenizer.get_added_vocab().keys()
+    return next((each for each in FILL_INS if known >= set(each)), None)
+
+
+def requests_of(
+    body: CompletionRequest, fields: RequestFields, fill_in: FillIn | None = None
+) -> list[Request]:
     """One request for each prompt."""
     _check(body)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling, format_ = sampling_of(body, max_tokens, body.logprobs), grammar_of(body)
-    prompts = prompts_of(body)
+    prompts = _filled_in(body, fill_in)
     n = body.n or 1
     if len(prompts) * n > MAX_ANSWERS:
         raise BadField(
@@ -61,11 +88,24 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     return list(prompt)
 
 
-def _check(body: CompletionRequest) -> None:
-    if body.suffix:
+def _filled_in(body: CompletionRequest, fill_in: FillIn | None) -> list[str | list[int]]:
+    """The prompts, with the suffix in the model's own format."""
+    prompts, suffix = prompts_of(body), body.suffix
+    if not suffix:
+        return prompts
+    if fill_in is None:
         raise BadField(
-            "suffix is not supported, because this server does not infill; omit it.", "suffix"
+            "suffix needs a model with fill-in tokens and the setting raw_special_tokens, and "
+            "here one of them is missing; omit it.",
+            "suffix",
         )
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        raise BadField("suffix cannot be combined with a prompt of tokens; send text.", "suffix")
+    return [fill_in.prompt(text, suffix) for text in texts]
+
+
+def _check(body: CompletionRequest) -> None:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise BadField(
             "best_of is supported only if it equals n; set it to n or omit it.", "best_of"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
+from keepwarm.config import Settings
 from keepwarm.errors import UnknownModel
 from keepwarm.server.host import EngineHost
 from keepwarm.server.http import scrub
@@ -17,7 +17,7 @@ from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.calls import call_style_of
 from keepwarm.server.openai.chat import ChatStream
 from keepwarm.server.openai.chunks import CompletionMeta
-from keepwarm.server.openai.completions import TextStream
+from keepwarm.server.openai.completions import TextStream, fill_in_of
 from keepwarm.server.openai.multi_prompt import CombinedAnswer
 from keepwarm.server.openai.shapes import (
     BaseCompletionRequest,
@@ -30,7 +30,6 @@ from keepwarm.server.openai.shapes import (
     TextCompletion,
 )
 from keepwarm.server.openai.tokens import Pieces
-from keepwarm.text import request as engine_request
 from keepwarm.text.detokenize import decode
 
 router = APIRouter(
@@ -64,14 +63,15 @@ async def create_chat_completion(
 
 @router.post("/completions", responses=answer_docs(TextCompletion))
 async def create_completion(
-    body: CompletionRequest, request: Request, host: Host, turn: InTurn
+    body: CompletionRequest, request: Request, host: Host, settings: Config, turn: InTurn
 ) -> Response:
     """Continue one or more texts, as one object or as a stream of chunks."""
     host.check_model(body.model)
     fields = request_fields(request, body.keepwarm, body.prompt_cache_key)
-    requests = await turn.build(lambda: completions.requests_of(body, fields))
+    fill_in = fill_in_for(body, host, settings)
+    requests = await turn.build(lambda: completions.requests_of(body, fields, fill_in))
     n = requests[0].n
-    texts = await turn.build(lambda: _echoed(host, body, requests))
+    texts = await turn.build(lambda: _echoed(host, body))
     echoed = [text for text in texts for _ in range(n)]
     answers = await host.submit_all(requests, turn)
     answer = answers[0] if len(answers) == 1 else CombinedAnswer(answers, n)
@@ -96,14 +96,20 @@ async def show_model(name: str, host: Host) -> ModelOut:
     return _model(host)
 
 
-def _echoed(
-    host: EngineHost, body: CompletionRequest, requests: Sequence[engine_request.Request]
-) -> list[str]:
+def fill_in_for(
+    body: CompletionRequest, host: EngineHost, settings: Settings
+) -> completions.FillIn | None:
+    """How the suffix of this request is filled in; None if it cannot be, or there is none."""
+    is_wanted = bool(body.suffix) and settings.raw_special_tokens
+    return fill_in_of(host.engine.model.tokenizer) if is_wanted else None
+
+
+def _echoed(host: EngineHost, body: CompletionRequest) -> list[str]:
     """The text that each answer begins with: its prompt if `echo` is set."""
+    prompts = completions.prompts_of(body)
     if not body.echo:
-        return [""] * len(requests)
+        return [""] * len(prompts)
     tokenizer = host.engine.model.tokenizer
-    prompts = [request.prompt or "" for request in requests]
     return [p if isinstance(p, str) else decode(tokenizer, p) for p in prompts]
 
 

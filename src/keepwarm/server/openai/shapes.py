@@ -179,7 +179,7 @@ class CompletionRequest(BaseCompletionRequest):
     max_tokens: TokenCount | None = None  # 16
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = None
-    suffix: str | None = Field(default=None, description="Rejected: this server does not infill.")
+    suffix: str | None = Field(default=None, description="Needs a model with fill-in tokens.")
     best_of: int | None = Field(default=None, ge=1, description="Must equal `n`.")
 
 
