@@ -7,12 +7,12 @@ A loop over the bare model and a copy from pinned memory are measured in the sam
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
+import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
@@ -24,18 +24,21 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from benchmarks.measure import GIB, pinned_gb_per_s
 from benchmarks.shapes import build, make_tokenizer
 from keepwarm import config, kv
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.store import Budgets, Store
+from keepwarm.device import kernels
+from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
+from keepwarm.engine.start.rehearsal import rehearse
 from keepwarm.errors import Cancelled
 from keepwarm.models.load import Model
 from keepwarm.text.request import Delta, Progress, Request, Sampling
 
 SLICE = 2048
-GIB = 1 << 30
 SOLO_TOKENS = 12  # of every running answer, before another request arrives
 
 
@@ -203,10 +206,12 @@ class Case:
         self.add(f"a slice of {n_tokens} at a new position ÷ again", new, again)
 
     def first_requests(self) -> None:
-        """What only the first ones cost: kernels are compiled."""
+        """After the rehearsal; the second is a token longer, for every new length costs a bit."""
         for n_tokens in (20, 300):
-            first, second = (self.first_ms(self.prompt(n_tokens)) for _ in range(2))
-            self.add(f"first request of {n_tokens} tokens", first, second, 1.5)
+            first, second = (self.first_ms(self.prompt(n_tokens + i)) for i in (0, 1))
+            again = self.first_ms(self.prompt(n_tokens))
+            what = f"first request of {n_tokens} tokens ÷ the second"
+            self.add(what, first, second, 1.5, same_length_again_ms=round(again, 1))
         self.first_ms(self.prompt(2 * self.unit))
 
     def alone(self, bare: dict[int, float]) -> dict[Policy, float]:
@@ -290,75 +295,88 @@ class Case:
         self.add(what, last, bare[3 * self.unit], 1.5, **notes)
 
 
-def pinned_gb_per_s(n_bytes: int = GIB) -> float | None:
-    """From pinned host memory to the device; None without CUDA."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    host, there, size = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_size_t(n_bytes)
-    calls: list[Callable[[], int]] = [
-        lambda: cuda.cuInit(0),
-        lambda: cuda.cuDeviceGet(ctypes.byref(device), 0),
-        lambda: cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
-        lambda: cuda.cuCtxSetCurrent(context),
-        lambda: cuda.cuMemHostAlloc(ctypes.byref(host), size, 0),
-        lambda: cuda.cuMemAlloc_v2(ctypes.byref(there), size),
-    ]
-    if any(call() for call in calls):  # in order, up to the first that fails
-        return None
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        cuda.cuMemcpyHtoD_v2(there, host, size)
-        seconds.append(time.perf_counter() - started)
-    cuda.cuMemFree_v2(there)
-    cuda.cuMemFreeHost(host)
-    return n_bytes / median(seconds) / 1e9
+class Kernels:
+    """Which kernels were compiled when, in the files that MLX writes."""
+
+    def __init__(self) -> None:
+        self.new: dict[str, list[str]] = {}
+        self._known = self._files()
+        self._started = time.perf_counter()
+
+    def saw(self, what: str) -> None:
+        """What is reported begins: all that is new now belongs to what came before."""
+        seconds = time.perf_counter() - self._started
+        found = self._files()
+        self.new[what] = sorted(found - self._known)
+        self._known = found
+        print(f"{seconds:7.1f} s, {len(self.new[what]):3} new kernels before: {what}", flush=True)
+
+    def _files(self) -> set[str]:
+        folder = Path(os.environ.get(kernels.VARIABLE, "none"))
+        return {file.stem for file in folder.rglob("*.ptx")}
 
 
-def measure(shape: str, unit: int, folder: Path) -> dict[str, Any]:
-    settings = config.load({"KEEPWARM_HOME": str(folder / "home")}, store=folder / "store")
+def rehearsed(model: Model, store: Store, settings: config.Settings, compiled: Kernels) -> float:
+    """Milliseconds that a server needs before it is ready, besides loading the model."""
+    started = time.perf_counter()
+    rehearse(model, store, EngineConfig.of(settings), settings, compiled.saw)
+    ms = 1000 * (time.perf_counter() - started)
+    compiled.saw("requests")
+    return ms
+
+
+def measure(shape: str, unit: int, folder: Path, home: Path) -> dict[str, Any]:
+    settings = config.load({"KEEPWARM_HOME": str(home)}, store=folder / "store")
+    kernels.start(settings.home)
+    compiled = Kernels()
     budgets = Budgets(
         memory_bytes=32 * GIB, disk_bytes=24 * GIB, queue_bytes=16 * GIB, min_free_disk_bytes=0
     )
     tokenizer = make_tokenizer(shape, folder / "tokenizer")
     model = replace(build(shape, folder), tokenizer=tokenizer)
-    with Store(budgets=budgets, settings=settings) as store, Engine(model, store) as engine:
-        case = Case(model, engine, unit)
-        pinned = pinned_gb_per_s()
-        case.first_requests()
-        bare = case.bare()
-        print("bare", bare, "pinned GB/s", pinned, flush=True)
-        for policy, alone_ms in case.alone(bare).items():
-            case.beside(1, policy, alone_ms, 1.3)
-            case.beside(4, policy, alone_ms, 1.5)
-        case.agents(bare)
-        case.restores(pinned)
-        case.new_shapes()
-        lane = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
-        return {
-            "shape": shape,
-            "device": str(mx.default_device()),
-            "mlx": version("mlx"),
-            "bare_ms": bare,
-            "pinned_gb_per_s": pinned,
-            "slice_ms": {context: case.slices(context) for context in (0, unit)},
-            "learned": lane.manager.rates.slices.slices,
-            "figures": [asdict(f) | {"ratio": f.ratio, "holds": f.holds} for f in case.figures],
-        }
+    with Store(budgets=budgets, settings=settings) as store:
+        rehearsal_ms = rehearsed(model, store, settings, compiled)
+        with Engine(model, store) as engine:
+            found = measured(Case(model, engine, unit))
+    compiled.saw("the end")
+    return found | {"rehearsal_ms": rehearsal_ms, "kernels": compiled.new}
+
+
+def measured(case: Case) -> dict[str, Any]:
+    model, engine, unit = case.model, case.engine, case.unit
+    pinned = pinned_gb_per_s()
+    case.first_requests()
+    bare = case.bare()
+    print("bare", bare, "pinned GB/s", pinned, flush=True)
+    for policy, alone_ms in case.alone(bare).items():
+        case.beside(1, policy, alone_ms, 1.3)
+        case.beside(4, policy, alone_ms, 1.5)
+    case.agents(bare)
+    case.restores(pinned)
+    case.new_shapes()
+    lane = engine.call(lambda: engine._lanes.get(engine.config.kv, "")).result()
+    return {
+        "shape": model.name,
+        "device": str(mx.default_device()),
+        "mlx": version("mlx"),
+        "bare_ms": bare,
+        "pinned_gb_per_s": pinned,
+        "slice_ms": {context: case.slices(context) for context in (0, unit)},
+        "learned": lane.manager.rates.slices.slices,
+        "figures": [asdict(f) | {"ratio": f.ratio, "holds": f.holds} for f in case.figures],
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="a tiny shape: a check that it runs")
     parser.add_argument("--folder", type=Path, help="where to write blocks")
+    parser.add_argument("--home", type=Path, help="where kernels and rates are kept")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     shape, unit = ("tiny", 512) if given.tiny else ("llama-8b", 8192)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        found = measure(shape, unit, Path(folder))
+        found = measure(shape, unit, Path(folder), given.home or Path(folder) / "home")
     if given.json:
         given.json.write_text(json.dumps(found, indent=1))
 

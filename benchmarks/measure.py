@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import statistics
 import sys
@@ -19,6 +20,7 @@ from keepwarm.units import format_bytes
 if sys.platform != "win32":
     import resource
 
+GIB = 1 << 30
 MEMORY_BUDGET = 12 * 10**9  # leaves memory to other processes
 MAX_TOUCHED = 2 << 30  # bytes
 BOUND = 1.1  # times the live bytes, plus two blocks: allowed for saving and restoring
@@ -173,3 +175,31 @@ def reason_to_skip(n_memory: int, n_disk: int, folder: Path) -> str:
     if n_disk > disk:
         return f"needs {format_bytes(n_disk)} of disk, {format_bytes(disk)} may be used"
     return ""
+
+
+def pinned_gb_per_s(n_bytes: int = GIB) -> float | None:
+    """From pinned host memory to the device; None without CUDA."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    host, there, size = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_size_t(n_bytes)
+    calls: list[Callable[[], int]] = [
+        lambda: cuda.cuInit(0),
+        lambda: cuda.cuDeviceGet(ctypes.byref(device), 0),
+        lambda: cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+        lambda: cuda.cuCtxSetCurrent(context),
+        lambda: cuda.cuMemHostAlloc(ctypes.byref(host), size, 0),
+        lambda: cuda.cuMemAlloc_v2(ctypes.byref(there), size),
+    ]
+    if any(call() for call in calls):  # in order, up to the first that fails
+        return None
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        cuda.cuMemcpyHtoD_v2(there, host, size)
+        seconds.append(time.perf_counter() - started)
+    cuda.cuMemFree_v2(there)
+    cuda.cuMemFreeHost(host)
+    return n_bytes / statistics.median(seconds) / 1e9

@@ -19,7 +19,7 @@ _HOMES = {
     "keepwarm.engine.admission": "EngineConfig",
     "keepwarm.engine.answer": "Answer",
     "keepwarm.engine.engine": "Engine",
-    "keepwarm.engine.warm": "Warmer",
+    "keepwarm.engine.start.warm": "Warmer",
     "keepwarm.errors": (
         "BadCacheFile BadInput BadModelFile BadRecord Busy CacheError CacheMismatch Cancelled "
         "ContextTooLong CorruptBlock EngineFailed InsufficientResources KeepwarmError NewerFormat "

@@ -10,7 +10,7 @@ import pytest
 
 from keepwarm.cache.store import Budgets
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.warm import Warmer
+from keepwarm.engine.start.warm import Warmer
 from keepwarm.text.request import Breakpoint, KVOptions, Request, Sampling
 from tests.kit.engines import Models, ask, engine_on, memory, tokens_of
 from tests.kit.runs import prompt_of
@@ -182,7 +182,7 @@ def test_it_ends_with_its_engine(models, tmp_path, caplog):
         engine.close()
         warmer.run_in_background().wait()
     assert warmer.warmed == []
-    said = [record for record in caplog.records if record.name.endswith("engine.warm")]
+    said = [record for record in caplog.records if record.name.endswith("start.warm")]
     assert not [record for record in said if record.levelname != "DEBUG"]
 
 

@@ -107,6 +107,12 @@ class Store:
         self._reader = Reader(self._lookups, SlabPool.if_cuda())
         self._resize(_memory_bytes(budgets))
 
+    def scratch(self) -> Store:
+        """A store in memory alone, for trials; what they show of speeds is kept."""
+        scratch = Store(budgets=Budgets(memory_bytes=None, disk=False), settings=self.settings)
+        scratch._rates = self._rates
+        return scratch
+
     def _open_disk(self, budgets: Budgets) -> DiskStore:
         limits = DiskLimits(budgets.disk_bytes, budgets.min_free_disk_bytes)
         secret = self.settings.read_encryption_key()

@@ -74,6 +74,7 @@ def as_json(machine: Machine) -> dict[str, Any]:
         "store": str(machine.store),
         "free_disk_bytes": machine.free_disk_bytes,
         "versions": machine.versions,
+        "kernels": machine.n_kernels,
         "advice": machine.advice,
     }
 
@@ -99,7 +100,7 @@ def _rows(machine: Machine) -> dict[str, str]:
         format_bytes(machine.memory_available_bytes),
         format_bytes(machine.memory_total_bytes),
     )
-    return {
+    rows = {
         "Backend": f"{machine.backend}, {machine.device}",
         "BLAS": blas,
         "fp32 matmul": f"{machine.gemm_gflops:.1f} GFLOP/s",
@@ -109,3 +110,12 @@ def _rows(machine: Machine) -> dict[str, str]:
         "Versions": ", ".join(f"{name} {version}" for name, version in machine.versions.items()),
         "Advice": machine.advice,
     }
+    if machine.n_kernels is not None:
+        rows["Kernels"] = _kernels(machine.n_kernels)
+    return rows
+
+
+def _kernels(n_kept: int) -> str:
+    if n_kept:
+        return f"{n_kept} kept for this GPU and MLX"
+    return "none kept yet: the first start compiles them, for about a minute"

@@ -16,6 +16,7 @@ import psutil
 
 from keepwarm import __version__, blas
 from keepwarm.config import Settings
+from keepwarm.device import kernels
 from keepwarm.device.memory import GIB
 from keepwarm.device.space import free_disk_bytes
 
@@ -38,12 +39,14 @@ class Machine:
     store: Path
     free_disk_bytes: int  # of the store's file system
     versions: dict[str, str]
+    n_kernels: int | None = None  # kept from earlier starts; None: none are compiled here
     advice: str = ""  # one line: what would make this machine faster
 
 
 def snapshot(settings: Settings) -> Machine:
     """Inspect and measure the machine; takes under a second."""
     blas.start(settings.home)
+    kernels.start(settings.home)
     memory = psutil.virtual_memory()
     machine = Machine(
         backend=backend(),
@@ -57,6 +60,7 @@ def snapshot(settings: Settings) -> Machine:
         store=settings.store,
         free_disk_bytes=free_disk_bytes(settings.store),
         versions=_versions(),
+        n_kernels=kernels.n_kept(settings.home) if kernels.are_compiled() else None,
     )
     return replace(machine, advice=_advice(machine))
 

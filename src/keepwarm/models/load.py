@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from keepwarm import blas
 from keepwarm import config as configuration
 from keepwarm.config import Settings
+from keepwarm.device import kernels
 from keepwarm.device.space import require_memory
 from keepwarm.errors import BadModelFile, KeepwarmError, UnsupportedModel
 from keepwarm.models.catalog import locate, n_context, read_config, read_generation_config
@@ -57,6 +58,7 @@ def load(
     """
     settings = settings or configuration.load()
     blas.start(settings.home)
+    kernels.start(settings.home)
     report = report or (lambda _: None)
     report("finding its files")
     model = read_model(name, locate(name, settings), report)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from keepwarm.config import Settings
     from keepwarm.engine.answer import Answer
     from keepwarm.engine.engine import Engine
-    from keepwarm.engine.warm import Warmer
+    from keepwarm.engine.start.warm import Warmer
     from keepwarm.models.load import Model
     from keepwarm.server.http.turns import Turn
     from keepwarm.text.bounds.deadline import PrepareDeadline
@@ -33,12 +33,20 @@ if TYPE_CHECKING:
     from keepwarm.text.request import Request
 
 
-def start_engine(model: Model, store: Store, settings: Settings) -> Engine:
-    """Start an engine with the server's limits."""
+def start_engine(
+    model: Model,
+    store: Store,
+    settings: Settings,
+    report: Callable[[str], None] = lambda _: None,
+) -> Engine:
+    """Start an engine with the server's limits, once its kernels are compiled."""
     from keepwarm.engine.admission import EngineConfig
     from keepwarm.engine.engine import Engine  # loads MLX
+    from keepwarm.engine.start.rehearsal import rehearse_if_needed
 
     config = EngineConfig.of(settings, isolated=True)
+    rehearse_if_needed(model, store, config, settings, report)
+    report("starting the engine")
     engine = Engine(model, store, config, settings=settings)
     try:
         if config.kv != KVOptions():
@@ -51,7 +59,7 @@ def start_engine(model: Model, store: Store, settings: Settings) -> Engine:
 
 def _start_warmer(engine: Engine) -> Warmer:
     """While the engine is idle, load conversations from disk that will likely continue."""
-    from keepwarm.engine.warm import Warmer
+    from keepwarm.engine.start.warm import Warmer
 
     return Warmer(engine).run_in_background()
 
@@ -213,8 +221,7 @@ class EngineHost:
         self._loading = "starting"
         try:
             model = load(path, settings, self._report)
-            self._report("starting the engine")
-            engine = start_engine(model, store, settings)
+            engine = start_engine(model, store, settings, self._report)
             engine.preparer.start()
             self._put(engine, name)
         finally:

@@ -1,0 +1,4 @@
+"""Before the first requests: kernels are compiled, likely conversations are loaded.
+
+Imports `cache`, `device`, `engine`, `models`, `prefix`, `store`, `text`.
+"""

@@ -1,0 +1,135 @@
+"""A rehearsal: requests that meet the kernels which the first ones of clients would wait for.
+
+On CUDA, MLX compiles a kernel when it is first needed; the first answers waited for 30 to 50
+seconds. The requests run on an engine of their own, over a store in memory, and leave nothing but
+kernels and what slices of prompts cost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import count
+
+from keepwarm.cache.policy import Policy
+from keepwarm.cache.store import Store
+from keepwarm.config import Settings
+from keepwarm.device import kernels
+from keepwarm.engine.admission import EngineConfig
+from keepwarm.engine.answer import Answer
+from keepwarm.engine.engine import Engine
+from keepwarm.errors import KeepwarmError
+from keepwarm.models.load import Model
+from keepwarm.text.request import Format, Request, Sampling
+
+LOG = logging.getLogger(__name__)
+SHORT, MEDIUM, LONG = 20, 300, 2600  # tokens; the last is more than one slice
+ANSWER = 4
+Report = Callable[[str], None]
+
+
+def rehearse_if_needed(
+    model: Model, store: Store, config: EngineConfig, settings: Settings, report: Report
+) -> None:
+    """Rehearse where kernels are compiled at run time."""
+    if kernels.are_compiled():
+        rehearse(model, store, config, settings, report)
+
+
+def rehearse(
+    model: Model, store: Store, config: EngineConfig, settings: Settings, report: Report
+) -> None:
+    """Compile what first requests need; `report` is called with how far it is."""
+    with (
+        store.scratch() as scratch,
+        Engine(model, scratch, config, settings=settings) as engine,
+    ):
+        rehearsal = Rehearsal(engine)
+        for number, scene in enumerate(rehearsal.scenes, 1):
+            what = f"compiling kernels, {number} of {len(rehearsal.scenes)}"
+            LOG.info(what)
+            report(what)
+            _play(scene)
+        engine.call(lambda: kernels.keep(settings.home)).result()
+
+
+def _play(scene: Callable[[], None]) -> None:
+    """What a model cannot do, clients are told when they ask for it."""
+    try:
+        scene()
+    except KeepwarmError as error:
+        LOG.warning("a request before the first one failed: %s", error)
+
+
+class Rehearsal:
+    """Every scene runs twice: the first time compiles, the second shows what slices cost."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._firsts = count(1)
+        self.scenes = (
+            self._short_prompt,
+            self._medium_prompt,
+            self._long_prompt,
+            self._again_from_memory,
+            self._drawn_tokens,
+            self._penalties_and_grammar,
+            self._two_at_once,
+            self._prompt_beside_an_answer,
+        )
+
+    def _short_prompt(self) -> None:
+        self._twice(SHORT)
+
+    def _medium_prompt(self) -> None:
+        self._twice(MEDIUM)
+
+    def _long_prompt(self) -> None:
+        self._twice(LONG)
+
+    def _again_from_memory(self) -> None:
+        prompt = self._prompt(LONG)
+        for end in (LONG, LONG - 300):
+            self._engine.call(self._engine.live.clear).result()
+            self._ask(prompt[:end]).result()
+
+    def _drawn_tokens(self) -> None:
+        self._twice(SHORT, Sampling(ANSWER, temperature=0.7, top_p=0.9, top_k=40, top_logprobs=2))
+
+    def _penalties_and_grammar(self) -> None:
+        sampling = Sampling(ANSWER, repetition_penalty=1.1, presence_penalty=0.1)
+        self._twice(SHORT, sampling, Format(json=True))
+
+    def _two_at_once(self) -> None:
+        for answer in [self._ask(self._prompt(n)) for n in (SHORT, MEDIUM)]:
+            answer.result()
+
+    def _prompt_beside_an_answer(self) -> None:
+        running = self._ask(self._prompt(SHORT), Sampling(8 * ANSWER), policy=Policy.NO_STORE)
+        next(running)
+        self._twice(LONG)
+        running.result()
+
+    def _twice(
+        self, n_tokens: int, sampling: Sampling | None = None, format_: Format | None = None
+    ) -> None:
+        for _ in range(2):
+            self._ask(self._prompt(n_tokens), sampling, format_).result()
+
+    def _ask(
+        self,
+        prompt: list[int],
+        sampling: Sampling | None = None,
+        format_: Format | None = None,
+        policy: Policy = Policy.READ_WRITE,
+    ) -> Answer:
+        sampling = sampling or Sampling(ANSWER)
+        return self._engine.submit(
+            Request(prompt=prompt, sampling=sampling, format=format_, policy=policy)
+        )
+
+    def _prompt(self, n_tokens: int) -> list[int]:
+        """Always another one, and short enough for the model."""
+        n_tokens = min(n_tokens, self._engine.model.n_context - 8 * ANSWER)
+        first = next(self._firsts)
+        return [first, *(1 + i % 100 for i in range(n_tokens - 1))]

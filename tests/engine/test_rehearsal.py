@@ -1,0 +1,46 @@
+"""What runs before the first request, where kernels are compiled at run time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from keepwarm import config
+from keepwarm.cache.store import Store
+from keepwarm.device import kernels
+from keepwarm.engine.admission import EngineConfig
+from keepwarm.engine.start.rehearsal import rehearse_if_needed
+from tests.kit.engines import memory
+
+
+@pytest.fixture
+def store(tmp_path):
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path)}, store=tmp_path / "store")
+    with Store(settings=settings) as store:
+        yield store
+
+
+@pytest.fixture
+def model(models):
+    return replace(models.of("llama"), n_context=640)  # prompts are cut to it
+
+
+def rehearsed(model, store):
+    said = []
+    rehearse_if_needed(model, store, EngineConfig(memory()), store.settings, said.append)
+    return said
+
+
+def test_a_rehearsal_leaves_rates_and_nothing_else(model, store, monkeypatch):
+    monkeypatch.setattr(kernels, "are_compiled", lambda: True)
+    said = rehearsed(model, store)
+    assert said == [f"compiling kernels, {number} of 8" for number in range(1, 9)]
+    assert [use.blocks for use in store.tier_stats().values()] == [0, 0]
+    rates = store.attach(model.module, model.path).manager.rates
+    assert rates.slices.knows(256)
+
+
+def test_it_is_held_only_where_kernels_are_compiled(model, store, monkeypatch):
+    monkeypatch.setattr(kernels, "are_compiled", lambda: False)
+    assert rehearsed(model, store) == []
