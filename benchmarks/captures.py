@@ -36,6 +36,7 @@ from keepwarm.cache.restore import manager as capturing
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.store import Budgets, Store
+from keepwarm.device import kernels
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import Cancelled
@@ -232,8 +233,18 @@ def _digest(block: Block) -> str:
     return hasher.hexdigest()
 
 
-def measure(shape: str, unit: int, n_blocks: int, folder: Path, comparison: Comparison) -> Findings:
-    settings = config.load({"KEEPWARM_HOME": str(folder / "home")}, store=folder / "store")
+def measure(
+    shape: str,
+    unit: int,
+    n_blocks: int,
+    folder: Path,
+    comparison: Comparison,
+    *,
+    home: Path | None = None,
+) -> Findings:
+    home = home or folder / "home"
+    settings = config.load({"KEEPWARM_HOME": str(home)}, store=folder / "store")
+    kernels.start(settings.home)
     spec = SHAPES[shape]
     token_bytes = 8 * spec["num_hidden_layers"] * spec["num_key_value_heads"] * spec["head_dim"]
     memory_bytes = MEMORY_BLOCKS * BLOCK_TOKENS * token_bytes
@@ -250,6 +261,7 @@ def measure(shape: str, unit: int, n_blocks: int, folder: Path, comparison: Comp
         with traffic.running():
             while findings.blocks < n_blocks:
                 traffic.send_some()
+                print(f"{findings.blocks} blocks, {findings.different} different", flush=True)
         engine.settle()
         comparison.finish()
         check_restores(engine, traffic.prompts[-12:], findings)
@@ -262,11 +274,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny shape")
     parser.add_argument("--blocks", type=int, default=1000)
     parser.add_argument("--folder", type=Path, help="where to write blocks")
+    parser.add_argument("--home", type=Path, help="where kernels and rates are kept")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     shape, unit = ("tiny", 2048) if given.tiny else ("llama-8b", 5120)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        found = measure(shape, unit, given.blocks, Path(folder), Comparison())
+        found = measure(shape, unit, given.blocks, Path(folder), Comparison(), home=given.home)
     said = {"shape": shape, "device": str(mx.default_device()), **asdict(found)}
     print(json.dumps(said | {"holds": found.holds}))
     if given.json:

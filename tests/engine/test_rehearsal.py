@@ -35,7 +35,7 @@ def rehearsed(model, store):
 def test_a_rehearsal_leaves_rates_and_nothing_else(model, store, monkeypatch):
     monkeypatch.setattr(kernels, "are_compiled", lambda: True)
     said = rehearsed(model, store)
-    assert said == [f"compiling kernels, {number} of 8" for number in range(1, 9)]
+    assert said == [f"compiling kernels, {number} of 9" for number in range(1, 10)]
     assert [use.blocks for use in store.tier_stats().values()] == [0, 0]
     rates = store.attach(model.module, model.path).manager.rates
     assert rates.slices.knows(256)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import chain, combinations, count
+from itertools import accumulate, chain, combinations, count
 from math import log2
-from statistics import median, median_low
+from statistics import median_low
 from typing import NamedTuple
 
 LATEST = 5  # slices of each power of two that are remembered
@@ -20,6 +20,9 @@ class TimedSlice(NamedTuple):
     context: int  # tokens before it
     seconds: float
     number: int  # the later, the higher
+
+    def lever(self, other: TimedSlice) -> int:
+        return self.n_tokens * abs(self.context - other.context)
 
 
 class CurvePoint(NamedTuple):
@@ -88,14 +91,23 @@ class SliceCosts:
 
 
 def _context_s(groups: Iterable[Iterable[TimedSlice]]) -> float:
-    """Seconds for each token of a slice and each before it, from slices of equal length."""
-    slopes = [
-        (a.seconds - b.seconds) / (a.n_tokens * (a.context - b.context))
+    """Seconds for each token of a slice and each before it, from slices of equal length.
+
+    The median of what pairs show. The farther two contexts are apart, the more a pair counts: of
+    near ones the difference is mostly noise.
+    """
+    slopes = sorted(
+        ((a.seconds - b.seconds) / (a.n_tokens * (a.context - b.context)), a.lever(b))
         for group in groups
         for a, b in combinations(group, 2)
         if a.n_tokens == b.n_tokens and abs(a.context - b.context) >= MIN_APART
-    ]
-    return max(0.0, median(slopes)) if slopes else 0.0
+    )
+    half = sum(lever for _, lever in slopes) / 2
+    below = accumulate(lever for _, lever in slopes)
+    middle = next(
+        (slope for (slope, _), so_far in zip(slopes, below, strict=True) if so_far >= half), 0.0
+    )
+    return max(0.0, middle)
 
 
 def _point(latest: Sequence[TimedSlice], context_s: float) -> CurvePoint:

@@ -41,7 +41,6 @@ from keepwarm.store.tiers import Tiers
 
 SMALL_LOAD_S = 0.02
 WORTH_SAVING = 32  # tokens that a place spares after a restart: less is not worth its records
-LONG_LOAD_S = 0.1  # a longer restore runs in background if others would have to wait
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class Manager:
             if plan.n_tokens > beyond:
                 self.rates.declined_load()
             return None
-        is_long = others_wait and plan.load_s >= LONG_LOAD_S
+        is_long = others_wait and plan.load_s >= SMALL_LOAD_S
         return Loading(
             tokens, plan.point, self.layout, self.reader, self.writer, in_background=is_long
         )

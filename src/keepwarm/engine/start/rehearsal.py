@@ -23,7 +23,8 @@ from keepwarm.models.load import Model
 from keepwarm.text.request import Format, Request, Sampling
 
 LOG = logging.getLogger(__name__)
-SHORT, MEDIUM, LONG = 20, 300, 2600  # tokens; the last is more than one slice
+# Tokens. Up to 16, 32 and 64 there is a kernel each for quantised weights; then one for all.
+TINY, SHORT, MEDIUM, LONG = 12, 20, 300, 2600  # the last is more than one slice
 ANSWER = 4
 Report = Callable[[str], None]
 
@@ -68,6 +69,7 @@ class Rehearsal:
         self._engine = engine
         self._firsts = count(1)
         self.scenes = (
+            self._tiny_prompt,
             self._short_prompt,
             self._medium_prompt,
             self._long_prompt,
@@ -77,6 +79,9 @@ class Rehearsal:
             self._two_at_once,
             self._prompt_beside_an_answer,
         )
+
+    def _tiny_prompt(self) -> None:
+        self._twice(TINY)
 
     def _short_prompt(self) -> None:
         self._twice(SHORT)
@@ -101,7 +106,12 @@ class Rehearsal:
         self._twice(SHORT, sampling, Format(json=True))
 
     def _two_at_once(self) -> None:
-        for answer in [self._ask(self._prompt(n)) for n in (SHORT, MEDIUM)]:
+        """The second goes on when the first has left."""
+        asked = [
+            self._ask(self._prompt(n_tokens), Sampling(n_answer))
+            for n_tokens, n_answer in ((SHORT, 8 * ANSWER), (MEDIUM, 12 * ANSWER))
+        ]
+        for answer in asked:
             answer.result()
 
     def _prompt_beside_an_answer(self) -> None:
@@ -130,6 +140,6 @@ class Rehearsal:
 
     def _prompt(self, n_tokens: int) -> list[int]:
         """Always another one, and short enough for the model."""
-        n_tokens = min(n_tokens, self._engine.model.n_context - 8 * ANSWER)
+        n_tokens = min(n_tokens, self._engine.model.n_context - 12 * ANSWER)
         first = next(self._firsts)
         return [first, *(1 + i % 100 for i in range(n_tokens - 1))]
