@@ -26,7 +26,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from keepwarm.text.bounds.size import tokenizer_steps
 
-MIN_PIECE = 1_000  # characters; a look-up of less costs more than it saves
+MIN_PIECE = 2_000  # characters; many short pieces take longer to tokenise than few
 
 FIRST = frozenset(string.punctuation) - {"_"}  # of a token that texts are cut before
 MODELS = frozenset({"BPE", "Unigram", "WordLevel", "WordPiece"})
