@@ -133,6 +133,18 @@ def test_claude_goes_nowhere_else(live, environ):
     assert {v for k, v in seen.items() if k.endswith("_MODEL")} == {"tiny"}
 
 
+def test_an_agent_is_named_to_every_client_that_can_name_one(live, environ):
+    """As each of them reads headers; `python -m tests.clients.coders` sees them arrive."""
+    options = ("--url", live.url, "--agent", "ops")
+    told = {name: pasted(environ, printed(environ, name, *options)) for name in PROGRAMS[:3]}
+    assert told["claude"][1]["ANTHROPIC_CUSTOM_HEADERS"] == "X-Keepwarm-Agent: ops"
+    codex = tomllib.loads("\n".join(told["codex"][0][1::2]))
+    headers = codex["model_providers"]["keepwarm"]["http_headers"]
+    opencode = json.loads(told["opencode"][1]["OPENCODE_CONFIG_CONTENT"])
+    assert opencode["provider"]["keepwarm"]["options"]["headers"] == headers
+    assert headers == {"X-Keepwarm-Agent": "ops"}
+
+
 def test_codex_is_told_in_toml():
     """Values that are strange in a shell or in TOML come through."""
     name = 'models/"odd" name\\x'
@@ -207,6 +219,8 @@ def test_any_program_that_uses_the_sdks(locked, environ, program, said):
         (("claude", "--url", "http://127.0.0.1:1"), "keepwarm serve"),
         (("claude", "--url", "ftp://127.0.0.1"), "is not a server URL"),
         (("any", "--run"), "No command to start"),
+        (("claude", "--agent", "my ops"), "An agent id has"),
+        (("aider", "--agent", "ops"), "leave out --agent"),
         (("any", "--run", "--", "no-such-program"), "is not installed"),
     ],
 )

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 from http.client import HTTPException
 from typing import Annotated, NamedTuple
 from urllib.error import HTTPError
@@ -36,6 +37,10 @@ def launch(
     url: Annotated[
         str | None, typer.Option("--url", help="Server URL; default from the settings.")
     ] = None,
+    agent: Annotated[
+        str | None,
+        typer.Option("--agent", help="Id of the agent that all conversations of the client are."),
+    ] = None,
     run: Annotated[
         bool, typer.Option("--run/--print", help="Start the client, or print its settings.")
     ] = False,
@@ -50,7 +55,7 @@ def launch(
     settings = config.load()
     key = _key(settings)
     server = _served(_checked(url or _address(settings)), key)
-    setup = CLIENTS[client](server)
+    setup = CLIENTS[client](replace(server, agent=_checked_agent(agent)))
     for warning in setup.warnings(server):
         print(warning, file=sys.stderr)
     command = [*setup.command, *(arguments or ())]
@@ -68,6 +73,12 @@ def _checked(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise BadInput(f"{url!r} is not a server URL; write it like http://127.0.0.1:8181.")
     return url.rstrip("/").removesuffix("/v1")
+
+
+def _checked_agent(agent: str | None) -> str:
+    from keepwarm.server.http.request_fields import checked_agent_id
+
+    return checked_agent_id(agent) if agent else ""
 
 
 def _key(settings: config.Settings) -> Key:

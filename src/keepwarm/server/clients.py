@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from keepwarm.errors import BadInput
+
+AGENT_HEADER = "X-Keepwarm-Agent"
 KEY_VARIABLE = "KEEPWARM_API_KEY"  # for clients whose key variable can be chosen
 NO_KEY = "keepwarm"  # clients insist on a key; a server without keys accepts any
 
@@ -22,11 +25,16 @@ class ServerInfo:
     model: str
     n_context: int
     key: str = field(default=NO_KEY, repr=False)
+    agent: str = ""  # for all that the client sends; empty: every conversation has its own id
 
     @property
     def n_answer(self) -> int:
         """Answer tokens that a client may ask for; the defaults are made for larger models."""
         return self.n_context // 4
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {AGENT_HEADER: self.agent} if self.agent else {}
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ SetupFunction: TypeAlias = Callable[[ServerInfo], ClientSetup]
 def claude(server: ServerInfo) -> ClientSetup:
     """Claude Code. All its model tiers become the served model."""
     tiers = ("OPUS", "SONNET", "HAIKU", "FABLE")
+    headers = "\n".join(f"{name}: {value}" for name, value in server.headers.items())
     return ClientSetup(
         ("claude",),
         {
@@ -72,6 +81,7 @@ def claude(server: ServerInfo) -> ClientSetup:
             "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(server.n_context),
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.n_answer),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            **({"ANTHROPIC_CUSTOM_HEADERS": headers} if headers else {}),
         },
         {"ANTHROPIC_AUTH_TOKEN": server.key},
         ("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"),
@@ -86,6 +96,7 @@ def codex(server: ServerInfo) -> ClientSetup:
         "base_url": f"{server.url}/v1",
         "env_key": KEY_VARIABLE,
         "wire_api": "responses",
+        **{f"http_headers.{name}": value for name, value in server.headers.items()},
     }
     options: dict[str, str | int] = {
         "model": server.model,
@@ -104,10 +115,12 @@ def _toml(name: str, value: str | int) -> str:
 def opencode(server: ServerInfo) -> ClientSetup:
     """opencode: its configuration in a variable, which overrides its files."""
     limit = {"context": server.n_context, "output": server.n_answer}
+    options = {"baseURL": f"{server.url}/v1", "apiKey": f"{{env:{KEY_VARIABLE}}}"}
+    headers = {"headers": server.headers} if server.headers else {}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "Keepwarm",
-        "options": {"baseURL": f"{server.url}/v1", "apiKey": f"{{env:{KEY_VARIABLE}}}"},
+        "options": {**options, **headers},
         "models": {server.model: {"name": server.model, "limit": limit}},
     }
     name = f"keepwarm/{server.model}"
@@ -122,6 +135,7 @@ def opencode(server: ServerInfo) -> ClientSetup:
 
 def qwen(server: ServerInfo) -> ClientSetup:
     """Qwen Code, through the OpenAI API. Only its settings file can name the context."""
+    _check_nameless(server, "Qwen Code")
     return ClientSetup(
         ("qwen", "--auth-type", "openai"),
         {
@@ -137,6 +151,7 @@ def qwen(server: ServerInfo) -> ClientSetup:
 
 def aider(server: ServerInfo) -> ClientSetup:
     """aider, through the OpenAI API."""
+    _check_nameless(server, "aider")
     return ClientSetup(
         ("aider", "--model", f"openai/{server.model}", "--no-show-model-warnings"),
         {"OPENAI_API_BASE": f"{server.url}/v1"},
@@ -146,12 +161,21 @@ def aider(server: ServerInfo) -> ClientSetup:
 
 def any_sdk(server: ServerInfo) -> ClientSetup:
     """Any program that uses an official SDK; its command line follows `--`."""
+    _check_nameless(server, "an SDK")
     return ClientSetup(
         (),
         {"OPENAI_BASE_URL": f"{server.url}/v1", "ANTHROPIC_BASE_URL": server.url},
         {"OPENAI_API_KEY": server.key, "ANTHROPIC_AUTH_TOKEN": server.key},
         ("ANTHROPIC_API_KEY",),
     )
+
+
+def _check_nameless(server: ServerInfo, client: str) -> None:
+    if server.agent:
+        raise BadInput(
+            f"No variable names the agent of {client}; leave out --agent, and send the header "
+            f"{AGENT_HEADER} from the program."
+        )
 
 
 CLIENTS: Mapping[str, SetupFunction] = {

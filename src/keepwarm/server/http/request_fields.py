@@ -13,12 +13,12 @@ from pydantic import Field
 from keepwarm.cache.policy import Policy
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
+from keepwarm.server.clients import AGENT_HEADER
 from keepwarm.server.host import EngineHost
 from keepwarm.server.http.body import JsonInput
 from keepwarm.server.http.turns import Turn
 from keepwarm.text.request import KVOptions
 
-AGENT_HEADER = "x-keepwarm-agent"
 CACHE_HEADER = "x-keepwarm-cache"
 AGENT_IN_PATH = "agent_id"  # of routes that continue an agent
 # How coding agents name their conversation; the first one present counts.
@@ -144,15 +144,19 @@ def _is_exact(options: KeepwarmOptions) -> bool:
 def _agent(headers: Mapping[str, str], options: KeepwarmOptions, hint: str | None) -> str | None:
     named = headers.get(AGENT_HEADER) or options.agent
     if named:
-        if not AGENT_ID.fullmatch(named):
-            raise BadField(
-                "An agent id has up to 100 letters, digits and . _ @ -, "
-                "and begins with a letter or digit.",
-                "keepwarm.agent",
-            )
-        return named
+        return checked_agent_id(named)
     sessions = (headers.get(name) for name in SESSION_HEADERS)
     return agent_id(hint or next(filter(None, sessions), None))
+
+
+def checked_agent_id(named: str) -> str:
+    if not AGENT_ID.fullmatch(named):
+        raise BadField(
+            "An agent id has up to 100 letters, digits and . _ @ -, "
+            "and begins with a letter or digit.",
+            "keepwarm.agent",
+        )
+    return named
 
 
 def agent_id(hint: str | None) -> str | None:
