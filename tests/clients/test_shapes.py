@@ -129,6 +129,30 @@ def test_from_the_second_request_on_only_what_is_new_is_computed(watching, name)
     assert {turn.receipt.scrubbed for turn in turns} == {tuple(shape["scrubbed"])}
 
 
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_title_request_between_turns_is_beside_the_conversation(watching, name):
+    """One id for all: the head is the conversation, and its next turn is as warm as without.
+
+    opencode asks for a title itself too, before the first turn.
+    """
+    shape = shape_of(name)
+    shape["headers"]["x-keepwarm-agent"] = "coder"
+    with watching(shape["calls"]) as watched:
+        player = Player(shape, watched.url, CLIENTS[name])
+        for turn in range(len(shape["turns"])):
+            player.send(turn)
+            title = {"messages": [{"role": "user", "content": f"A title for turn {turn}, please."}]}
+            watched.live.post("/v1/chat/completions", title, **{"x-keepwarm-agent": "coder"})
+        turns = watched.turns()
+        watched.host.engine.settle()
+        agent = watched.live.get("/v1/agents/coder").json()
+    assert all(turn.is_warm for turn in turns[1:])
+    assert len(agent["turns"]) == len(turns)
+    assert agent["n_tokens"] > turns[-1].asked.n_tokens
+    assert all(branch["n_tokens"] < 100 for branch in agent["branches"][1:])
+    assert len(agent["branches"][1:]) == 2 * len(shape["turns"]) - len(turns)
+
+
 def test_without_scrubbing_the_beginning_changes(watching):
     """The control: the changing line is there, and would cost."""
     shape = shape_of("claude-code")

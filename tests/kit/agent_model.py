@@ -12,17 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from keepwarm.engine.engine import Engine
 from keepwarm.server.host import EngineHost, ObservedAnswer
 from keepwarm.server.http.turns import Turn
 from keepwarm.text.parsing import Markup
 from keepwarm.text.request import Format, Request, Tool, ToolChoice
 from keepwarm.text.tool_grammar import call_grammar
-from tests.kit.checkpoints import SPECIALS, make_tokenizer, write_checkpoint
+from tests.kit.checkpoints import write_checkpoint
 
 N_CONTEXT = 131_072
-N_VOCAB = 4096
-DOCS = Path(__file__).parent.parent.parent / "docs"
+TOKENIZER = Path(__file__).parents[1] / "data" / "clients" / "tokenizer.json"
 WORDS = 'start: WORD (" " WORD)~3 "."\nWORD: /[a-z]{2,9}/\n'
 SMALL = {"num_attention_heads": 1, "num_key_value_heads": 1}
 MAX_SAID = 120  # tokens of an answer: enough for a call
@@ -66,9 +67,8 @@ TOOLS_CHATML = r"""
 
 
 def write_agent_checkpoint(directory: Path) -> Path:
-    """The checkpoint; its tokenizer is trained on Keepwarm's documentation."""
-    corpus = [path.read_text() for path in sorted(DOCS.glob("*.md"))]
-    tokenizer = make_tokenizer(corpus, N_VOCAB, (*SPECIALS, "<tool_call>", "</tool_call>"))
+    """The checkpoint; its tokenizer was trained on Keepwarm's documentation and stays as it is."""
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
     return write_checkpoint(
         directory, n_context=N_CONTEXT, tokenizer=tokenizer, template=TOOLS_CHATML, shape=SMALL
     )

@@ -1,6 +1,6 @@
 """Pages generated from code and results: the public API, the command line's help, the table of
-settings, the results of `keepwarm bench`, the README's table of them, and the pages of the zoo
-and of the conversations.
+settings, the results of `keepwarm bench`, the README's table of them, and the pages of the zoo,
+of the conversations and of coding agents.
 
 `python -m tests.kit.generated` writes them; tests compare them with the code.
 """
@@ -25,6 +25,7 @@ from keepwarm.bench.report.results import Results
 from keepwarm.bench.summary import summary
 from keepwarm.cli.main import app
 from keepwarm.config import Settings
+from tests.clients.coders import page as coders
 from tests.hostile.conversations.page import page as conversations_page
 from tests.kit.api_page import api_page
 
@@ -39,6 +40,8 @@ RESULTS = DOCS / "results" / "bench.md"
 ZOO = DOCS / "results" / "zoo.json"
 ARCHITECTURES = DOCS / "architectures.md"
 CONVERSATIONS = DOCS / "results" / "conversations"
+CODERS = DOCS / "results" / "coders"
+CLIENTS = DOCS / "clients.md"
 BETWEEN = re.compile(r"(?<=<!-- settings, from the code -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 HELP_INTRO = """\
@@ -150,3 +153,6 @@ if __name__ == "__main__":
     ARCHITECTURES.write_text(zoo_page(ZooResults.read(ZOO)))
     said = json.loads(CONVERSATIONS.with_suffix(".json").read_text())
     CONVERSATIONS.with_suffix(".md").write_text(conversations_page(said))
+    asked = json.loads(CODERS.with_suffix(".json").read_text())
+    CODERS.with_suffix(".md").write_text(coders.page(asked))
+    CLIENTS.write_text(coders.clients(CLIENTS.read_text(), asked))

@@ -18,6 +18,7 @@ from keepwarm.text.tools import call_text
 from tests.kit.checkpoints import EOS, make_config, make_tokenizer, make_weights, tokenizer_config
 
 MAX_ANSWERS = 24
+CERTAINTY = 8  # so that a client that asks for a temperature gets the same
 TEMPLATE = (
     "{% set ns = namespace(n=0) %}{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -42,7 +43,7 @@ def write_scripted(directory: Path, answers: Sequence[str], n_context: int = 163
     said = list(dict.fromkeys(answers))
     tokenizer.add_tokens([AddedToken(answer, special=False, normalized=False) for answer in said])
     config = make_config(tokenizer, n_context)
-    weights = _leading(make_weights(config), _script(tokenizer, steps, answers))
+    weights = lead(make_weights(config), _script(tokenizer, steps, answers))
     mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "mlx"})
     tokenizer.save(str(directory / "tokenizer.json"))
     described = {**tokenizer_config(n_context), "chat_template": TEMPLATE}
@@ -62,8 +63,11 @@ def _script(
     return begins + [(answer, eos) for answer in dict.fromkeys(spoken)]
 
 
-def _leading(weights: dict[str, mx.array], script: list[tuple[int, int]]) -> dict[str, mx.array]:
-    """The last token alone decides the next one; attention runs but contributes nothing."""
+def lead(weights: dict[str, mx.array], script: list[tuple[int, int]]) -> dict[str, mx.array]:
+    """Weights by which the last token alone decides the next one, as these pairs say.
+
+    Attention runs but contributes nothing.
+    """
     for name, array in list(weights.items()):
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weights[name] = mx.zeros_like(array)
@@ -74,7 +78,7 @@ def _leading(weights: dict[str, mx.array], script: list[tuple[int, int]]) -> dic
     own = mx.eye(embedded.shape[1])  # orthogonal directions, so that tokens are not confused
     for index, (token, following) in enumerate(script):
         embedded[token] = own[index]
-        head[following] += own[index]
+        head[following] += CERTAINTY * own[index]
     weights["lm_head.weight"] = head
     mx.eval(weights)
     return weights

@@ -1,0 +1,1 @@
+"""Published coding agents under one agent id each: turns, side requests, kills, rewinds, forks."""
