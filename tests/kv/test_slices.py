@@ -5,7 +5,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from keepwarm.errors import CacheMismatch, CorruptBlock, UnsupportedCache
 from keepwarm.kv.assembly import (
@@ -113,6 +113,18 @@ def test_window_layers_restore_from_the_last_window_only(tiny_model):
     assert_same(again, continue_from(model, restored, [5], N))
     with pytest.raises(CorruptBlock, match="Layer 0, block 0: rows 224 to 256 are missing"):
         reconstruct_cache(layout, bare, 256)
+
+
+@pytest.mark.parametrize(("n_tokens", "first_rows"), [(287, [255, 0]), (288, [None, 0])])
+def test_a_block_before_the_window_has_no_rows(n_tokens, first_rows):
+    """Not an empty tensor, which would be refused when it is read."""
+    held = RotatingKVCache(max_size=32)
+    for length in [256, *[1] * (n_tokens - 256)]:
+        rows = mx.zeros((1, 1, length, 4))
+        held.update_and_fetch(rows, rows)
+    blocks = list(cut_blocks([held], n_tokens))
+    assert [block.first_rows.get("0") for block in blocks] == first_rows
+    assert [bool(block.window) for block in blocks] == [row is not None for row in first_rows]
 
 
 def test_block_count_and_names(tiny_model):
