@@ -83,6 +83,8 @@ def test_a_point_that_is_added_during_prefill(tiny_model):
 @pytest.mark.parametrize(
     ("start", "n_tokens", "end"),
     [
+        (0, 0, 1),  # some progress, always
+        (0, 1, 1),
         (0, 64, 64),
         (100, 512, 512),  # whole blocks
         (100, 128, 228),  # none is completed
