@@ -71,6 +71,16 @@ def test_what_other_agents_use_stays_warm(engine, other):
     assert answer(engine, [*shared, *PROMPT], 1).receipt.cached_tokens <= len(shared)
 
 
+def test_requests_of_which_nothing_is_written_are_forgotten_too(engine, other):
+    """They are the agent's, and in no file of it."""
+    answer(engine, PROMPT, agent="ada")
+    answer(engine, prompt_of(600, seed=6), agent="ada", policy=Policy.EPHEMERAL)
+    engine.live.clear()
+    assert list(reused(engine, prompt_of(600, seed=6), policy=Policy.READ_ONLY)) == ["memory"]
+    other.agents.delete("ada")
+    assert reused(engine, prompt_of(600, seed=6)) == {}
+
+
 def test_an_idle_process_forgets_too(engine, other):
     """The writer thread looks at intervals; nothing here asks it to."""
     answer(engine, PROMPT, agent="ada")

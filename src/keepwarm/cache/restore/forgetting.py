@@ -7,20 +7,21 @@ be written again after they were deleted from disk.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple, TypeAlias
 from weakref import WeakMethod
 
 from keepwarm.cache.agents.holders import find_extensions
-from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, chain_packed, pack
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, chain_packed, pack
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.upkeep import subtrees
 from keepwarm.store.index.forgotten import Forgotten
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import NamedBlock, agent_owner, default_on_io_error
 
+MAX_UNRECORDED = 4096  # agents, and blocks of each, that only memory has
 MAX_LOGGED = 64  # deletions that a running request is compared with
 
 
@@ -89,6 +90,7 @@ class Forgetting:
         self._disk = disk
         self._tiers: list[MemoryTier] = []
         self._forgets: list[WeakMethod[Forget]] = []
+        self._unrecorded: OrderedDict[str, dict[BlockKey, None]] = OrderedDict()  # by agent
         self._log: deque[tuple[int, Deletions]] = deque()  # by the generation they led to
         self.generation = self._oldest = disk.index.forgotten.generation()
         disk.generation = self.generation
@@ -123,6 +125,7 @@ class Forgetting:
             deletions = Deletions(found, log.owner)
             for tier in self._tiers:
                 deletions.delete_from(tier)
+            self._delete_unrecorded(deletions)
             for method in self._forgets:
                 if (forget := method()) is not None:
                     forget(deletions)
@@ -138,6 +141,23 @@ class Forgetting:
             if since not in numbers:
                 return [Deletions(None, self._disk.index.forgotten.owner)]
             return [deletions for _, deletions in list(self._log)[numbers.index(since) :]]
+
+    def note_unrecorded(self, agent: str, key: BlockKey) -> None:
+        """Remember a block in memory that no file of its agent will name."""
+        with self.lock:
+            keys = self._unrecorded.setdefault(agent, {})
+            keys[key] = None
+            self._unrecorded.move_to_end(agent)
+            if len(keys) > MAX_UNRECORDED:
+                del keys[next(iter(keys))]
+            if len(self._unrecorded) > MAX_UNRECORDED:
+                self._unrecorded.popitem(last=False)
+
+    def _delete_unrecorded(self, deletions: Deletions) -> None:
+        for agent in [agent for agent in self._unrecorded if deletions.include(agent)]:
+            keys = self._unrecorded.pop(agent)
+            for tier in self._tiers:
+                tier.delete_all(list(subtrees(tier.index.lookups, keys)))
 
     def has_deleted(self, agent: str, since: int) -> bool:
         """Whether an agent was deleted after a generation."""
@@ -156,15 +176,26 @@ class RequestClaim:
         agent: str,
         namespace: Namespace,
         tokens: Sequence[int],
+        *,
         since: int,
+        to_disk: bool = True,
     ) -> None:
-        """`since` is the generation at which the request began."""
+        """`since` is the generation at which the request began; without `to_disk` its blocks stay
+        in memory.
+        """
         self.tokens = tokens
+        self._to_disk = to_disk
         self._forgetting = forgetting  # without a disk nobody else deletes
         self._agent = agent
         self._namespace = namespace
         self._is_forgotten = False
         self._began = self._checked = since
+
+    def share(self, ref: BlockRef) -> Share:
+        """The part of a block's records in this claim."""
+        if self._forgetting is not None and self._agent and not self._to_disk:
+            self._forgetting.note_unrecorded(self._agent, ref.key)
+        return Share(self, ref.number * BLOCK_TOKENS + ref.n_tokens)
 
     @property
     def kept(self) -> KeptTokens:

@@ -14,7 +14,7 @@ from itertools import islice
 
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.failures import Fault, RestoreFailures
-from keepwarm.cache.restore.forgetting import Forgetting, RequestClaim, Share
+from keepwarm.cache.restore.forgetting import Forgetting, RequestClaim
 from keepwarm.cache.restore.loading import EMPTY, Loading, RestoredPrefix
 from keepwarm.cache.restore.plan import NOTHING, KnownBlocks, Needs, Point, longest, n_matched
 from keepwarm.cache.restore.points import Parting, learned_place, restore_points
@@ -253,10 +253,9 @@ class Capture:
     def __init__(
         self, manager: Manager, tokens: Sequence[int], policy: Policy, agent: str, since: int
     ) -> None:
-        self._manager = manager
-        self.claim = RequestClaim(manager.forgetting, agent, manager.namespace, tokens, since)
-        self._tokens = tokens
-        self._policy = policy
+        self._manager, self._tokens, self._policy = manager, tokens, policy
+        to_disk, known = policy.to_disk, (manager.forgetting, agent, manager.namespace)
+        self.claim = RequestClaim(*known, tokens, since=since, to_disk=to_disk)
         self._n_start = 0
         self._n_blocks = 0  # whole blocks saved so far
         self._parent = root(manager.namespace)
@@ -378,7 +377,7 @@ class Capture:
     def _keep(self, ref: BlockRef, block: Block, policy: Policy) -> None:
         # Without delta layers, window rows are all that a block has.
         all_parts = ref.number in self._windowed or not self._manager.needs.delta
-        share = Share(self.claim, ref.number * BLOCK_TOKENS + ref.n_tokens)
+        share = self.claim.share(ref)
         for record in records_of(self._manager.namespace, ref, block):
             memory_only = record.header.part is Part.WINDOW and not all_parts
             with self.claim.unless_forgotten() as is_wanted:
