@@ -125,7 +125,7 @@ class Preparer:
         self.template = Template.of(tokenizer)
         self.splicer = Splicer(tokenizer, self.template)
         self.markup = Markup.of(tokenizer, self.template)
-        known = KnownPieces()
+        known = self.pieces = KnownPieces()
         self._prompter = Prompter(
             *(tokenizer, self.template, self.splicer, self.markup.tool_format),
             known=known,
@@ -199,8 +199,9 @@ class Preparer:
             self.splicer.remember(prepared.request.tenant, prompt.text, prompt.tokens, generated)
 
     def forget(self) -> None:
-        """Forget all answers."""
+        """Forget all texts: answers, and tokens of what was prepared."""
         self.splicer.clear()
+        self.pieces.clear()
         self._answers.clear()
 
     def start(self) -> None:

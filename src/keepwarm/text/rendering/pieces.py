@@ -70,6 +70,11 @@ class KnownPieces:
             while self.n_bytes > self._max_bytes:
                 self._drop_one()
 
+    def clear(self) -> None:
+        with self._lock:
+            self._shelves.clear()
+            self.n_bytes = 0
+
     def _drop_one(self) -> None:
         tenant, shelf = max(self._shelves.items(), key=lambda item: item[1].n_bytes)
         _, tokens = shelf.pieces.popitem(last=False)
