@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
+from keepwarm.cache.restore.manager import Manager
 from keepwarm.engine import chores
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
@@ -27,3 +29,21 @@ def test_agents_past_their_retention_are_forgotten_after_an_answer(models, tmp_p
         engine.settle()
         assert [agent.id for agent in agents.all()] == ["kept", "late", "new"]
         assert not engine.store.on_disk.disk.have(old.blocks)
+
+
+def test_a_use_of_a_live_cache_is_noted_beside_the_engine(models, tmp_path, monkeypatch):
+    """Hashing a long prompt takes milliseconds, in which no answer would go on."""
+    touch, threads = Manager.touch, []
+
+    def touch_and_note(manager, tokens, *keys):
+        threads.append((threading.current_thread().name, len(tokens)))
+        touch(manager, tokens, *keys)
+
+    monkeypatch.setattr(Manager, "touch", touch_and_note)
+    prompt = prompt_of(300)
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        for _ in range(2):
+            reused = engine.submit(ask(prompt, 2)).result().receipt.reused
+        engine.settle()
+    assert reused == {"live": 299}
+    assert threads == [("keepwarm-chores_0", 299)]

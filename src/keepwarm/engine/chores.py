@@ -84,6 +84,13 @@ class Chores:
             )
         return KnownHistory(latest.tokens, latest.turn)
 
+    def touch(self, job: Job) -> None:
+        """Note a use of the blocks behind a live cache. Hashing a long prompt takes milliseconds,
+        so not on the engine's thread. What was read from blocks is noted by the restore."""
+        assert job.receipt is not None
+        if n_live := job.receipt.reused.get("live"):
+            self._pool.submit(job.lane.manager.touch, job.tokens[:n_live])
+
     def record_prompt(self, job: Job) -> None:
         """After a prompt was cached without an answer: pin its breakpoints."""
         if job.request.policy.to_disk and job.request.breakpoints:

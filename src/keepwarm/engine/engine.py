@@ -143,12 +143,10 @@ class Engine:
         since = self.store.catch_up()
         prepared, lane = self._prepare(request, deadline, lane)
         job = Job(
-            prepared.request,
-            prepared,
-            lane,
-            Answer(self._cancel, prepared),
+            *(prepared.request, prepared, lane, Answer(self._cancel, prepared)),
             number=next(self._numbers),
             cuts=prepared.cuts if lane.needs_cuts else [],  # finding them takes time
+            on_start=self._chores.touch,
             on_end=self._on_end,
             since=since,
         )

@@ -164,6 +164,7 @@ class Intake:
             self._counters.add_reused(warm.reused)
         job.sequences = [_sequence(job, choice) for choice in range(job.n_answers)]
         job.answer.put(Started(job.receipt))
+        job.on_start(job)
         return _task(job, job.tokens, warm, job.sequences, self._clock)
 
     def restart(self, sequence: RunningSequence) -> PrefillTask:
@@ -278,11 +279,11 @@ def _miss(job: Job, warm: WarmPrefix) -> Miss | None:
     """Why not more was reused: what the restore met with, else what earlier prompts tell."""
     lane, n_known = job.lane, warm.n_tokens
     why: MissCause | None = FAULTS.get(warm.fault) if warm.fault else None
-    if why is None and job.request.policy.reads and lane.n_stored(job.tokens) > n_known:
+    stored = lane.manager.stored(job.tokens if job.request.policy.reads else [])
+    if why is None and stored.n_restorable > n_known:
         why = "not worth loading"
-    held = lane.manager.n_held(job.tokens) if job.request.policy.reads else 0
     is_states_alone = not lane.manager.needs.delta
-    return job.prepared.explain(n_known, why, held=held, only_at_cuts=is_states_alone)
+    return job.prepared.explain(n_known, why, held=stored.n_held, only_at_cuts=is_states_alone)
 
 
 def _sequence(job: Job, choice: int) -> RunningSequence:

@@ -198,6 +198,7 @@ class Job:
     audit: bool = False  # not a client's request: a check of an earlier answer
     number: int = 0
     cuts: Sequence[int] = ()  # where checkpoints of its prompt are kept
+    on_start: Callable[[Job], None] = lambda _: None  # its known prefix was found
     on_end: Callable[[Job, KeepwarmError | None], None] | None = None
     clock: Clock = time.perf_counter
     lease: Lease | None = None

@@ -233,7 +233,6 @@ class Lane:
         if taken is None:
             return self._cold(stored.fault)
         known, by_tier = tokens[: taken.n_tokens], {"live": taken.n_tokens}
-        self.manager.touch(known)
         n_kept = self.manager.n_saved(known, policy)
         return WarmPrefix(taken.caches, taken.n_tokens, by_tier, n_kept, stored.fault)
 
