@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from keepwarm.bench.measure import drop_files
 from keepwarm.errors import BadInput, KeepwarmError, Unreachable
 
 START_S = 180.0
+POLL_S = 0.05  # between two looks at a server that starts
 QUIET_S = 1.0  # a store is taken as written when it has not grown for so long
 DROPS_PAGES = hasattr(os, "posix_fadvise")  # whether the system can drop files from its page cache
 
@@ -96,6 +98,7 @@ class ServerProcess:
         self.is_ours = store is not None
         self._command, self._health, self._log = command, health, log
         self._environ = {**os.environ, "HF_HUB_OFFLINE": "1", **(environ or {})}
+        self._environ.pop("PYTHONDONTWRITEBYTECODE", None)  # bytecode, as an installed one has
         self._process: subprocess.Popen[bytes] | None = None
         self._client: HttpClient | None = None
 
@@ -115,12 +118,12 @@ class ServerProcess:
 
     def _wait_for(self, url: str) -> None:
         end = time.monotonic() + START_S
-        while time.monotonic() < end and self._running.poll() is None:
-            try:
-                if httpx.get(url, timeout=5, trust_env=False).is_success:
-                    return
-            except httpx.HTTPError:
-                time.sleep(0.05)
+        with httpx.Client(timeout=5, trust_env=False) as client:
+            while time.monotonic() < end and self._running.poll() is None:
+                with suppress(httpx.HTTPError):
+                    if client.get(url).is_success:
+                        return
+                time.sleep(POLL_S)
         raise Unreachable(f"{self.name} did not start; its log ends with: {self._log_tail()}")
 
     def _log_tail(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from keepwarm.cli.options import ModelName, first_key
 if TYPE_CHECKING:
     from keepwarm.config import Settings
 
+RARELY = (100_000, 10, 10)  # objects made between two garbage collections, while starting
 EXAMPLE = '{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}'
 
 
@@ -57,7 +59,12 @@ def serve(
     ] = None,
 ) -> None:
     """Serve the OpenAI and Anthropic APIs until stopped."""
-    settings = config.load(**locals())
+    _serve(config.load(**locals()))
+
+
+def _serve(settings: Settings) -> None:
+    usual = gc.get_threshold()
+    gc.set_threshold(*RARELY)  # what is imported and loaded stays; traversing it takes time
     from keepwarm.server.http.limits import check_binding
     from keepwarm.server.process import address_of, bind
     from keepwarm.server.process import serve as serve_app
@@ -73,6 +80,8 @@ def serve(
 
             def start() -> None:
                 running.load(settings.model, settings.model, store, settings)
+                gc.freeze()
+                gc.set_threshold(*usual)
                 print(_greeting(settings, running.name, address_of(listening)), flush=True)
 
             serve_app(create_app(running, settings), settings, listening, start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,7 +45,7 @@ class Model:
 
 class _Parts(NamedTuple):
     module: Any  # weights still lazy
-    tokenizer: Any
+    tokenizer: Future[Any]
     config: dict[str, Any]
 
 
@@ -69,19 +70,28 @@ def load(
 def read_model(name: str, path: Path, report: Callable[[str], None] = lambda _: None) -> Model:
     """The model in a directory or .gguf file, which a stranger may have made."""
     report("opening its files")
-    parts = _read_gguf(path) if path.is_file() else _read_directory(path)
-    _set_compute_dtype(parts.module)
-    weights: Any = tree_flatten(parts.module.parameters(), destination={})
-    n_bytes = sum(array.nbytes for array in weights.values())
+    # Reading the tokenizer keeps Python busy, reading weights MLX and the disk.
+    with ThreadPoolExecutor(1, thread_name_prefix="keepwarm-tokenizer") as beside:
+        parts = _read_gguf(path, beside) if path.is_file() else _read_directory(path, beside)
+        n_bytes = _evaluate(name, path, parts.module, report)
+        tokenizer = parts.tokenizer.result()
+    config, generation = parts.config, read_generation_config(path)
+    module, size = parts.module, n_context(config)
+    return Model(name, path, module, tokenizer, config, size, n_bytes, generation)
+
+
+def _evaluate(name: str, path: Path, module: Any, report: Callable[[str], None]) -> int:
+    """Read all weights, as this device computes with them; their bytes."""
+    _set_compute_dtype(module)
+    weights: Any = tree_flatten(module.parameters(), destination={})
+    n_bytes: int = sum(array.nbytes for array in weights.values())
     require_memory(name, n_bytes)
     try:
         _read_weights(weights.values(), n_bytes, report)
-        mx.eval(parts.module)  # not its parameters alone: some arrays, as of the RoPE, are none
+        mx.eval(module)  # not its parameters alone: some arrays, as of the RoPE, are none
     except RuntimeError as error:
         raise BadModelFile(f"The weights of {path} cannot be read ({error}).") from error
-    module, tokenizer, config = parts
-    generation = read_generation_config(path)
-    return Model(name, path, module, tokenizer, config, n_context(config), n_bytes, generation)
+    return n_bytes
 
 
 def _read_weights(weights: Iterable[mx.array], n_bytes: int, report: Callable[[str], None]) -> None:
@@ -104,15 +114,19 @@ def _pieces(arrays: Iterable[mx.array]) -> Iterator[list[mx.array]]:
         yield piece
 
 
-def _read_gguf(path: Path) -> _Parts:
+def _read_gguf(path: Path, beside: Executor) -> _Parts:
     checkpoint = gguf.read(path)
-    with TemporaryDirectory() as temporary:
-        write_tokenizer(path, checkpoint.metadata, Path(temporary))
-        tokenizer = _read_tokenizer(Path(temporary), checkpoint.config, path)
+    tokenizer = beside.submit(_read_gguf_tokenizer, path, checkpoint)
     return _Parts(gguf.build(checkpoint), tokenizer, checkpoint.config)
 
 
-def _read_directory(path: Path) -> _Parts:
+def _read_gguf_tokenizer(path: Path, checkpoint: gguf.GGUFModel) -> Any:
+    with TemporaryDirectory() as temporary:
+        write_tokenizer(path, checkpoint.metadata, Path(temporary))
+        return _read_tokenizer(Path(temporary), checkpoint.config, path)
+
+
+def _read_directory(path: Path, beside: Executor) -> _Parts:
     read_config(path)
     if not any(path.glob("model*.safetensors")):
         raise BadModelFile(f"{path} has no weights (model*.safetensors); download the model again.")
@@ -121,7 +135,7 @@ def _read_directory(path: Path) -> _Parts:
     for file in path.glob("model*.safetensors"):
         _check_weights(file)
     module, config = _read_module(path)
-    return _Parts(module, _read_tokenizer(path, config, path), config)
+    return _Parts(module, beside.submit(_read_tokenizer, path, config, path), config)
 
 
 def _check_weights(file: Path) -> None:

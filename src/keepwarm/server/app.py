@@ -64,6 +64,7 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
         lifespan=_lifespan,
         docs_url=None,  # FastAPI's page loads scripts from a public CDN
         redoc_url=None,
+        openapi_url=None,  # FastAPI makes the schema on the event loop; see `dashboard_page`
         dependencies=[Depends(check_json)],
     )
     app.state.host = host

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import resource
 import signal
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from threading import Thread
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.routing import NoMatchFound
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput
@@ -72,13 +73,13 @@ def serve(
     signal kills the process; only what is not yet on disk is lost.
     """
     log_to_stderr(settings)
+    server = DrainingServer(app, settings)
+    started = _in_background(start, server)
     build_routes(app)
     # uvicorn raises the signal again after its shutdown, when nothing is left to do.
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
     log_start(app.state.host.name, address_of(listening), settings)
-    server = DrainingServer(app, settings)
-    started = _in_background(start, server)
     server.run(sockets=[listening])
     log_stop(settings)
     for number in STOP_SIGNALS:
@@ -95,7 +96,6 @@ def _in_background(start: Callable[[], None], server: uvicorn.Server) -> Future[
     def run() -> None:
         try:
             start()
-            gc.freeze()  # what is loaded stays; traversing it takes a tenth of a second
             started.set_result(None)
         except BaseException as error:
             started.set_exception(error)
@@ -113,8 +113,9 @@ def most_connections(settings: Settings) -> int:
 
 
 def build_routes(app: FastAPI) -> None:
-    """Build them now: FastAPI does it on the first request, and blocks for half a second."""
-    app.openapi()
+    """Build them now: FastAPI does it when a request first looks at them, on the event loop."""
+    with suppress(NoMatchFound):
+        app.url_path_for("")  # looks at all of them
 
 
 class DrainingServer(uvicorn.Server):

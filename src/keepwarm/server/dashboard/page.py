@@ -5,14 +5,16 @@ Their files hold no data and need no key.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from fastapi import APIRouter, Response
-from fastapi.responses import RedirectResponse
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, RedirectResponse
 
 PATH = "/dashboard"
 DOCS_PATH = "/docs"
+SCHEMA_PATH = "/openapi.json"
 METHODS = ["GET", "HEAD"]  # Claude Code probes the server with HEAD /
 FILES = Path(__file__).parent / "static"
 TYPES = {
@@ -35,11 +37,12 @@ HEADERS = {
 
 
 def make_router() -> APIRouter:
-    """A route for both pages and every file, and a redirect from `/` to the dashboard."""
+    """A route for both pages, the API's schema and every file; `/` leads to the dashboard."""
     router = APIRouter(include_in_schema=False)
     router.add_api_route("/", _redirect, methods=METHODS)
     router.add_api_route(PATH, _serve(FILES / "index.html"), methods=METHODS)
     router.add_api_route(DOCS_PATH, _serve(FILES / "docs.html"), methods=METHODS)
+    router.add_api_route(SCHEMA_PATH, _schema)
     for file in sorted(FILES.iterdir()):
         router.add_api_route(f"{PATH}/{file.name}", _serve(file), methods=METHODS)
     return router
@@ -47,6 +50,11 @@ def make_router() -> APIRouter:
 
 async def _redirect() -> Response:
     return RedirectResponse(PATH)
+
+
+async def _schema(request: Request) -> Response:
+    """Made when it is first asked for, which takes a quarter of a second."""
+    return JSONResponse(await asyncio.to_thread(request.app.openapi))
 
 
 def _serve(file: Path) -> Callable[[], Awaitable[Response]]:

@@ -81,11 +81,11 @@ class Recipe(Protocol):
 
 def main(control_file: int, recipe_file: int) -> None:
     """Build what the tasks need, then fork for every task until the parent is gone."""
+    os.nice(NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the parent decides
     with open(recipe_file, "rb") as file:
         recipe: Recipe = pickle.load(file)  # noqa: S301 (the parent wrote it)
     tools = recipe.build()
-    os.nice(NICE)
     children: dict[int, int] = {}  # process by task
     woken, wake = socket.socketpair()
     wake.setblocking(False)

@@ -1,0 +1,53 @@
+"""Two servers asked in turn; engines in this process stand for them."""
+
+from dataclasses import replace
+
+import pytest
+from benchmarks.servers import ratios, turns
+
+from keepwarm.bench.run import QUICK
+from keepwarm.bench.suite import run_factory
+from keepwarm.bench.targets import InProcess
+from tests.kit.checkpoints import write_checkpoint
+
+SIZES = replace(QUICK, samples=2, turns=2)
+
+
+class Noted(InProcess):
+    """Notes who was asked."""
+
+    def __init__(self, name, model, folder, asked):
+        super().__init__(name, model, folder / name)
+        self._asked = asked
+
+    def ask(self, ask):
+        if ask.policy is None:
+            self._asked.append(self.name)
+        return super().ask(ask)
+
+
+@pytest.fixture
+def asked():
+    return []
+
+
+@pytest.fixture
+def runs(tmp_path, asked):
+    model = write_checkpoint(tmp_path / "model", n_context=4096)
+    make_run = run_factory(model, tmp_path, SIZES)
+    targets = [Noted(name, model, tmp_path, asked) for name in ("keepwarm", "mlx-lm")]
+    yield [make_run("servers", target, lambda _: None) for target in targets]
+    for target in targets:
+        target.close()
+
+
+def test_each_is_first_as_often_as_the_other(runs, asked):
+    found = turns(runs)
+    assert list(found) == ["turn 1", "turn 2", "whole conversation"]
+    assert all(len(samples) == 2 for each in found.values() for samples in each.values())
+    ours, theirs = "keepwarm", "mlx-lm"
+    assert asked == [ours, theirs, theirs, ours, theirs, ours, ours, theirs]
+
+
+def test_ratios_are_those_of_samples_taken_together():
+    assert ratios({"keepwarm": [1.0, 6.0], "mlx-lm": [2.0, 3.0]}) == [0.5, 2.0]
