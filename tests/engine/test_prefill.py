@@ -131,6 +131,29 @@ def test_a_slice_is_no_longer_than_an_answer_may_wait():
     assert steps.slice_tokens(costs, 0, decoding=False) == 128  # within 1.5 s
 
 
+def test_alone_a_slice_is_long_enough_to_be_cheap():
+    """Two processor cores beside other work: every slice reads all weights, which takes 0.5 s."""
+    costs = costs_of({n: 500 + 25 * n for n in (16, 32, 64, 128, 256, 512)})
+    assert costs.seconds(32) < 1.5 < costs.seconds(48)
+    assert SliceSizer().slice_tokens(costs, 0, decoding=False) == FIRST_SLICE
+    slow = costs_of({n: 4 * (500 + 25 * n) for n in (16, 32, 64, 128, 256, 512)})
+    n_tokens = SliceSizer().slice_tokens(slow, 0, decoding=False)
+    assert n_tokens == 96
+    assert slow.seconds(n_tokens) <= 8 * 1.5 < slow.seconds(FIRST_SLICE)
+
+
+@pytest.mark.parametrize(
+    ("rest", "n_tokens"), [(100, 100), (161, 161), (256, 256), (257, 128), (600, 128)]
+)
+def test_alone_the_last_part_of_a_prompt_is_not_divided(rest, n_tokens):
+    """A turn of a conversation: a second slice would read all weights once more."""
+    costs = costs_of({n: 100 + 10 * n for n in (16, 32, 64, 128, 256, 512)})
+    assert sizer_with(0.05).slice_tokens(costs, 0, False, rest) == n_tokens
+    assert sizer_with(0.05).slice_tokens(costs, 0, True, rest) < 100
+    on_grid = sizer_with(0.05, on_grid=True)
+    assert on_grid.slice_tokens(costs, 0, False, rest) == 128
+
+
 def test_a_long_context_makes_slices_shorter():
     slices = [
         (n, context, n / 1000 * (1 + context / 4096)) for n in (64, 128) for context in (0, 4096)

@@ -37,7 +37,7 @@ class Places(NamedTuple):
 
     prefilling: Sequence[PrefillTask]
     rows: Sequence[RunningSequence]
-    slice_tokens: Callable[[Lane, int], int]  # of the next slice, after a context
+    slice_tokens: Callable[[Lane, int, int], int]  # of the next slice: context, rest
 
     @property
     def are_taken(self) -> bool:
@@ -91,7 +91,8 @@ class Intake:
         if job.request.priority > max(task.job.request.priority for task in places.prefilling):
             return True
         n_uncached = self.n_uncached(job)
-        return n_uncached <= places.slice_tokens(job.lane, len(job.tokens) - n_uncached)
+        n_warm = len(job.tokens) - n_uncached
+        return n_uncached <= places.slice_tokens(job.lane, n_warm, n_uncached)
 
     def n_uncached(self, job: Job) -> int:
         """Prompt tokens that are not cached, as of the first call: a look-up takes time."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, TypeAlias
@@ -21,6 +22,8 @@ SHORT_SLICE = 64
 FIRST_SLICE = 128  # until longer ones have been measured
 MIN_SLICE = 16
 GRAPHS = 256  # that MLX keeps on CUDA
+NEARLY = 1.05  # how much more a token may cost alone than in the best slice
+PATIENCE = 8  # times as long as usual a slice may take to be as cheap as that
 DEARER = 1.25  # how much more a token may cost beside running answers than in the best slice
 MARGIN = 0.8  # of the longest wait for a token: slices vary
 
@@ -107,9 +110,11 @@ def end_of_slice(
 class SliceSizer:
     """How long the next slice of a prompt may be, by what slices and decode steps cost.
 
-    Alone: as long as `alone_s` permits. Beside running answers: the shortest that makes prefilling
-    no dearer than DEARER times the best, and no longer than an answer may wait for its next token:
-    `steps_per_gap` decode steps, or `gap_s` if that is more.
+    Alone: as long as `alone_s` permits, and if that is short, long enough to cost hardly more than
+    the best; what is then left of the prompt goes with it, if it is no longer. Beside running
+    answers: the shortest that makes prefilling no dearer than DEARER times the best, and no longer
+    than an answer may wait for its next token: `steps_per_gap` decode steps, or `gap_s` if that is
+    more.
 
     With `on_grid` slices are powers of two that end at multiples of their length. On CUDA, MLX
     builds a graph for every new pair of slice and context, which takes as long as the slice.
@@ -118,7 +123,7 @@ class SliceSizer:
     max_slice: int = 512
     gap_s: float = 0.0
     steps_per_gap: float = 8.0
-    alone_s: float = 1.5  # bounds how long a cancellation waits
+    alone_s: float = 1.5  # how long a cancellation waits
     on_grid: bool = False
     token_s: float = 0.005  # to prefill one token, as last measured
     _steps: deque[float] = field(default_factory=lambda: deque([0.05], maxlen=5))
@@ -135,11 +140,14 @@ class SliceSizer:
         """One decode step of the batch."""
         return median(self._steps)
 
-    def slice_tokens(self, costs: SliceCosts, context: int, decoding: bool) -> int:
-        """`context`: the tokens before the slice."""
+    def slice_tokens(
+        self, costs: SliceCosts, context: int, decoding: bool, rest: int = sys.maxsize
+    ) -> int:
+        """`context`: the tokens before the slice; `rest`: those that are still to be fed."""
         n_tokens = self._best(costs, context, decoding)
         if not self.on_grid:
-            return n_tokens
+            is_last = not decoding and rest <= min(2 * n_tokens, self.max_slice)
+            return rest if is_last else n_tokens
         to_grid = n_tokens - context % n_tokens
         return to_grid if to_grid >= n_tokens // 4 else to_grid + n_tokens
 
@@ -152,10 +160,18 @@ class SliceSizer:
         longest_s = self._longest_wait() if decoding else self.alone_s
         fitting = [n for n in lengths if n <= tried and seconds[n] <= longest_s] or lengths[:1]
         if not decoding:
-            return fitting[-1]
+            return max(fitting[-1], self._thrifty(seconds))
         per_token = {n: (seconds[n] + self.step_s) / n for n in lengths}
         enough = DEARER * min(per_token.values())
         return next((n for n in fitting if per_token[n] <= enough), fitting[-1])
+
+    def _thrifty(self, seconds: Mapping[int, float]) -> int:
+        """The shortest slice that costs hardly more than the best, if it takes not much longer than
+        `alone_s`."""
+        enough = NEARLY * min(seconds[n] / n for n in seconds)
+        longest_s = PATIENCE * self.alone_s
+        fitting = [n for n in seconds if n <= FIRST_SLICE and seconds[n] <= longest_s]
+        return next((n for n in fitting if seconds[n] / n <= enough), max(fitting, default=0))
 
     def record_slice(self, n_tokens: int, seconds: float) -> None:
         if n_tokens >= MIN_SLICE:  # shorter slices measure the weights' bandwidth

@@ -162,7 +162,8 @@ class Scheduler:
         prefill = task.prefill
         n_before, watch = prefill.n_done, Stopwatch(self._clock)
         try:
-            logits = prefill.feed(self._slice_tokens(task.lane, n_before))
+            rest = len(task.tokens) - n_before
+            logits = prefill.feed(self._slice_tokens(task.lane, n_before, rest))
             self._keeper.keep_slice(task, prefill.is_at_point)
             if task.quantize():
                 self._keeper.keep_slice(task, checkpoint=True)
@@ -186,9 +187,9 @@ class Scheduler:
                 return True
         return False
 
-    def _slice_tokens(self, lane: Lane, context: int) -> int:
-        costs = lane.manager.rates.slices
-        return self.slice_sizer.slice_tokens(costs, context, decoding=bool(self._batches))
+    def _slice_tokens(self, lane: Lane, context: int, rest: int) -> int:
+        costs, decoding = lane.manager.rates.slices, bool(self._batches)
+        return self.slice_sizer.slice_tokens(costs, context, decoding, rest)
 
     def _next_task(self) -> PrefillTask:
         """The highest priority, that of waiting jobs included. Of equal ones the keys take turns,
