@@ -199,7 +199,7 @@ class Job:
     number: int = 0
     cuts: Sequence[int] = ()  # where checkpoints of its prompt are kept
     on_start: Callable[[Job], None] = lambda _: None  # its known prefix was found
-    on_end: Callable[[Job, KeepwarmError | None], None] | None = None
+    on_end: Callable[[Job, KeepwarmError | None], None] = lambda *_: None
     clock: Clock = time.perf_counter
     lease: Lease | None = None
     receipt: Receipt | None = None
@@ -317,8 +317,7 @@ class Job:
     def _call_on_end(self, error: KeepwarmError | None) -> None:
         """If the callback fails, the answer ends all the same."""
         try:
-            if self.on_end is not None:
-                self.on_end(self, error)
+            self.on_end(self, error)
         except Exception:
             LOG.exception("the end of a request could not be recorded")
 
