@@ -280,11 +280,13 @@ def _miss(job: Job, warm: WarmPrefix) -> Miss | None:
     """Why not more was reused: what the restore met with, else what earlier prompts tell."""
     lane, n_known = job.lane, warm.n_tokens
     why: MissCause | None = FAULTS.get(warm.fault) if warm.fault else None
-    stored = lane.manager.stored(job.tokens if job.request.policy.reads else [])
-    if why is None and stored.n_restorable > n_known:
+    reads, manager = job.request.policy.reads, lane.manager
+    n_stored = lane.n_stored(job.tokens) if reads else 0
+    if why is None and n_stored > n_known:
         why = "not worth loading"
+    n_held = manager.n_held(job.tokens) if reads and manager.needs.points else n_stored
     is_states_alone = not lane.manager.needs.delta
-    return job.prepared.explain(n_known, why, held=stored.n_held, only_at_cuts=is_states_alone)
+    return job.prepared.explain(n_known, why, held=n_held, only_at_cuts=is_states_alone)
 
 
 def _sequence(job: Job, choice: int) -> RunningSequence:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import NamedTuple
 
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.failures import Fault, RestoreFailures
@@ -63,13 +62,6 @@ class Plan:
         return self.n_tokens > beyond and load_s <= self.rates.prefill_s(beyond, self.n_tokens)
 
 
-class StoredTokens(NamedTuple):
-    """How many leading tokens of a prompt can be restored, and of how many the rows are stored."""
-
-    n_restorable: int
-    n_held: int
-
-
 @dataclass
 class Manager:
     namespace: Namespace
@@ -96,14 +88,11 @@ class Manager:
         point = self._longest(tokens, limit, without) if limit > 0 else NOTHING
         return Plan(point, point.n_bytes / self.rates.load_bytes_per_s, self.rates)
 
-    def stored(self, tokens: Sequence[int]) -> StoredTokens:
-        """How much of a prompt is stored, worth loading or not."""
-        limit = min(len(tokens) - 1, self.max_restored)
-        if limit <= 0:
-            return StoredTokens(0, 0)
-        blocks, rows = self._blocks_of(tokens), replace(self.needs, window=0, state=False)
-        n_held = longest(rows, blocks, limit).n_tokens if self.needs.delta else 0
-        return StoredTokens(longest(self.needs, blocks, limit).n_tokens, n_held)
+    def n_held(self, tokens: Sequence[int]) -> int:
+        """Tokens of a prompt whose rows are stored, whether or not it can be restored there."""
+        rows = replace(self)
+        rows.needs = replace(self.needs, window=0, state=False)
+        return rows.plan(tokens).n_tokens if self.needs.delta else 0
 
     def catch_up(self) -> int:
         """Forget what other processes have deleted; the generation that this leads to."""
