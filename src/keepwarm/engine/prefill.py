@@ -23,7 +23,7 @@ FIRST_SLICE = 128  # until longer ones have been measured
 MIN_SLICE = 16
 GRAPHS = 256  # that MLX keeps on CUDA
 NEARLY = 1.05  # how much more a token may cost alone than in the best slice
-PATIENCE = 8  # times as long as usual a slice may take to be as cheap as that
+PATIENCE = 2  # times as long as usual a slice may take to be as cheap as that, or the last
 DEARER = 1.25  # how much more a token may cost beside running answers than in the best slice
 MARGIN = 0.8  # of the longest wait for a token: slices vary
 
@@ -147,7 +147,7 @@ class SliceSizer:
         n_tokens = self._best(costs, context, decoding)
         if not self.on_grid:
             is_last = not decoding and rest <= min(2 * n_tokens, self.max_slice)
-            return rest if is_last else n_tokens
+            return rest if is_last and self._is_bearable(costs, rest, context) else n_tokens
         to_grid = n_tokens - context % n_tokens
         return to_grid if to_grid >= n_tokens // 4 else to_grid + n_tokens
 
@@ -164,6 +164,10 @@ class SliceSizer:
         per_token = {n: (seconds[n] + self.step_s) / n for n in lengths}
         enough = DEARER * min(per_token.values())
         return next((n for n in fitting if per_token[n] <= enough), fitting[-1])
+
+    def _is_bearable(self, costs: SliceCosts, n_tokens: int, context: int) -> bool:
+        """Whether a slice keeps others waiting not much longer than usual."""
+        return not costs or costs.seconds(n_tokens, context) <= PATIENCE * self.alone_s
 
     def _thrifty(self, seconds: Mapping[int, float]) -> int:
         """The shortest slice that costs hardly more than the best, if it takes not much longer than
