@@ -49,6 +49,7 @@ OPERATIONS = [
     ("POST", "/v1/agents"),
     ("POST", "/v1/agents/import"),
     ("GET", "/v1/agents/{agent_id}"),
+    ("PATCH", "/v1/agents/{agent_id}"),
     ("DELETE", "/v1/agents/{agent_id}"),
     ("POST", "/v1/agents/{agent_id}/fork"),
     ("POST", "/v1/agents/{agent_id}/rewind"),
