@@ -194,7 +194,7 @@ def test_all_helpers_parse_what_was_asked_for(busy):
             response = await client.responses.parse(model="x", input=[ASK], text_format=Tree)
         async with claude(busy, anthropic.AsyncAnthropic) as client:
             message = await client.messages.parse(
-                model="x", max_tokens=50, messages=[ASK], output_format=Tree
+                model="x", max_tokens=4000, messages=[ASK], output_format=Tree
             )
         return chat.choices[0].message.parsed, response.output_parsed, message.parsed_output
 
