@@ -7,11 +7,13 @@ import pytest
 import keepwarm
 from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadInput
+from keepwarm.text.request import Sampling
 from tests.kit.engines import ask, engine_on, tokens_of
 from tests.kit.runs import prompt_of
 from tests.store.kit import files_under
 
 N_CHILDREN = 10
+SHORT, LONG = Sampling(max_tokens=20), Sampling(max_tokens=300)
 
 
 @pytest.fixture(params=["llama", "qwen3_next"])
@@ -62,7 +64,7 @@ def test_an_ephemeral_agent_cannot_be_durable(engine):
 
 def test_forks_of_a_session(engine):
     """By number they have no name; with ids they are agents, unless they are ephemeral."""
-    parent = keepwarm.Session(engine, id="ada")
+    parent = keepwarm.Session(engine, id="ada", sampling=SHORT)
     parent.respond("What is a fox?")
     engine.settle()
     n_files = stored_bytes(engine)
@@ -78,7 +80,7 @@ def test_forks_of_a_session(engine):
 
 
 def test_a_session_without_an_id_leaves_no_agent(engine):
-    with keepwarm.Session(engine) as session:
+    with keepwarm.Session(engine, sampling=LONG) as session:
         session.respond("What is a fox?")
         engine.settle()
         assert engine.live.stats.entries == 1
