@@ -33,7 +33,7 @@ from keepwarm.device import kernels
 from keepwarm.engine.admission import EngineConfig
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.start.rehearsal import rehearse
+from keepwarm.engine.start.compilation import compile_kernels
 from keepwarm.errors import Cancelled
 from keepwarm.models.load import Model
 from keepwarm.text.request import Delta, Progress, Request, Sampling
@@ -206,7 +206,7 @@ class Case:
         self.add(f"a slice of {n_tokens} at a new position ÷ again", new, again)
 
     def first_requests(self) -> None:
-        """After the rehearsal; the second is a token longer, for every new length costs a bit."""
+        """The second is a token longer: every new length costs a bit."""
         for n_tokens in (20, 300):
             first, second = (self.first_ms(self.prompt(n_tokens + i)) for i in (0, 1))
             again = self.first_ms(self.prompt(n_tokens))
@@ -316,10 +316,10 @@ class Kernels:
         return {file.stem for file in folder.rglob("*.ptx")}
 
 
-def rehearsed(model: Model, store: Store, settings: config.Settings, compiled: Kernels) -> float:
+def compile_ms(model: Model, store: Store, settings: config.Settings, compiled: Kernels) -> float:
     """Milliseconds that a server needs before it is ready, besides loading the model."""
     started = time.perf_counter()
-    rehearse(model, store, EngineConfig.of(settings), settings, compiled.saw)
+    compile_kernels(model, store, EngineConfig.of(settings), settings, compiled.saw)
     ms = 1000 * (time.perf_counter() - started)
     compiled.saw("requests")
     return ms
@@ -335,11 +335,11 @@ def measure(shape: str, unit: int, folder: Path, home: Path) -> dict[str, Any]:
     tokenizer = make_tokenizer(shape, folder / "tokenizer")
     model = replace(build(shape, folder), tokenizer=tokenizer)
     with Store(budgets=budgets, settings=settings) as store:
-        rehearsal_ms = rehearsed(model, store, settings, compiled)
+        before_ready_ms = compile_ms(model, store, settings, compiled)
         with Engine(model, store) as engine:
             found = measured(Case(model, engine, unit))
     compiled.saw("the end")
-    return found | {"rehearsal_ms": rehearsal_ms, "kernels": compiled.new}
+    return found | {"compile_ms": before_ready_ms, "kernels": compiled.new}
 
 
 def measured(case: Case) -> dict[str, Any]:

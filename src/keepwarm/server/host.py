@@ -42,10 +42,10 @@ def start_engine(
     """Start an engine with the server's limits, once its kernels are compiled."""
     from keepwarm.engine.admission import EngineConfig
     from keepwarm.engine.engine import Engine  # loads MLX
-    from keepwarm.engine.start.rehearsal import rehearse_if_needed
+    from keepwarm.engine.start.compilation import compile_kernels_if_needed
 
     config = EngineConfig.of(settings, isolated=True)
-    rehearse_if_needed(model, store, config, settings, report)
+    compile_kernels_if_needed(model, store, config, settings, report)
     report("starting the engine")
     engine = Engine(model, store, config, settings=settings)
     try:

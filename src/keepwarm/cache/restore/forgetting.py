@@ -238,9 +238,7 @@ class Unclaimed:
 
     def __init__(self, deletions: Deletions) -> None:
         self._deletions = deletions
-        self._firsts: dict[
-            RequestClaim, int | None
-        ] = {}  # looked for once for all records of a claim
+        self._firsts: dict[RequestClaim, int | None] = {}  # found once for a claim's records
 
     def holds(self, shares: Iterable[Share]) -> bool:
         return all(self._is_forgotten(*share) for share in shares)

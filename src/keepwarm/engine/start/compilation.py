@@ -1,8 +1,8 @@
-"""A rehearsal: requests that meet the kernels which the first ones of clients would wait for.
+"""Compiles kernels before the first request, by trial requests that need them.
 
 On CUDA, MLX compiles a kernel when it is first needed; the first answers waited for 30 to 50
-seconds. The requests run on an engine of their own, over a store in memory, and leave nothing but
-kernels and what slices of prompts cost.
+seconds. The trial requests run on an engine of their own, over a store in memory, and leave nothing
+but kernels and what slices of prompts cost.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from keepwarm.models.load import Model
 from keepwarm.text.request import Format, Request, Sampling
 
 LOG = logging.getLogger(__name__)
-# Tokens. Up to 16, 32 and 64 there is a kernel each for quantised weights; then one for all.
+# Tokens. For quantised weights there is a kernel for up to 16, one for up to 32, one for more.
 TINY, SHORT, MEDIUM, LONG = 12, 20, 300, 2600  # the last is more than one slice
 ANSWER = 4
 Report = Callable[[str], None]
 
 
-def rehearse_if_needed(
+def compile_kernels_if_needed(
     model: Model, store: Store, config: EngineConfig, settings: Settings, report: Report
 ) -> None:
-    """Rehearse where kernels are compiled at run time."""
+    """Compile them now where MLX would compile them at run time."""
     if kernels.are_compiled():
-        rehearse(model, store, config, settings, report)
+        compile_kernels(model, store, config, settings, report)
 
 
-def rehearse(
+def compile_kernels(
     model: Model, store: Store, config: EngineConfig, settings: Settings, report: Report
 ) -> None:
     """Compile what first requests need; `report` is called with how far it is."""
@@ -45,30 +45,30 @@ def rehearse(
         store.scratch() as scratch,
         Engine(model, scratch, config, settings=settings) as engine,
     ):
-        rehearsal = Rehearsal(engine)
-        for number, scene in enumerate(rehearsal.scenes, 1):
-            what = f"compiling kernels, {number} of {len(rehearsal.scenes)}"
+        trials = TrialRequests(engine).all
+        for number, trial in enumerate(trials, 1):
+            what = f"compiling kernels, {number} of {len(trials)}"
             LOG.info(what)
             report(what)
-            _play(scene)
+            _run(trial)
         engine.call(lambda: kernels.keep(settings.home)).result()
 
 
-def _play(scene: Callable[[], None]) -> None:
+def _run(trial: Callable[[], None]) -> None:
     """What a model cannot do, clients are told when they ask for it."""
     try:
-        scene()
+        trial()
     except KeepwarmError as error:
-        LOG.warning("a request before the first one failed: %s", error)
+        LOG.warning("a trial request failed: %s", error)
 
 
-class Rehearsal:
-    """Every scene runs twice: the first time compiles, the second shows what slices cost."""
+class TrialRequests:
+    """Most run twice: the first one compiles, the second shows what slices cost."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._firsts = count(1)
-        self.scenes = (
+        self.all = (
             self._tiny_prompt,
             self._short_prompt,
             self._medium_prompt,

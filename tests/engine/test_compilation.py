@@ -10,7 +10,7 @@ from keepwarm import config
 from keepwarm.cache.store import Store
 from keepwarm.device import kernels
 from keepwarm.engine.admission import EngineConfig
-from keepwarm.engine.start.rehearsal import rehearse_if_needed
+from keepwarm.engine.start.compilation import compile_kernels_if_needed
 from tests.kit.engines import memory
 
 
@@ -26,21 +26,22 @@ def model(models):
     return replace(models.of("llama"), n_context=640)  # prompts are cut to it
 
 
-def rehearsed(model, store):
+def compiled(model, store):
     said = []
-    rehearse_if_needed(model, store, EngineConfig(memory()), store.settings, said.append)
+    compile_kernels_if_needed(model, store, EngineConfig(memory()), store.settings, said.append)
     return said
 
 
-def test_a_rehearsal_leaves_rates_and_nothing_else(model, store, monkeypatch):
+def test_trial_requests_leave_rates_and_nothing_else(model, store, monkeypatch, caplog):
     monkeypatch.setattr(kernels, "are_compiled", lambda: True)
-    said = rehearsed(model, store)
+    said = compiled(model, store)
     assert said == [f"compiling kernels, {number} of 9" for number in range(1, 10)]
     assert [use.blocks for use in store.tier_stats().values()] == [0, 0]
     rates = store.attach(model.module, model.path).manager.rates
     assert rates.slices.knows(256)
+    assert "failed" not in caplog.text
 
 
-def test_it_is_held_only_where_kernels_are_compiled(model, store, monkeypatch):
+def test_they_run_only_where_kernels_are_compiled(model, store, monkeypatch):
     monkeypatch.setattr(kernels, "are_compiled", lambda: False)
-    assert rehearsed(model, store) == []
+    assert compiled(model, store) == []
