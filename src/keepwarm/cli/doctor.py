@@ -118,4 +118,4 @@ def _rows(machine: Machine) -> dict[str, str]:
 def _kernels(n_kept: int) -> str:
     if n_kept:
         return f"{n_kept} kept for this GPU and MLX"
-    return "none kept yet: the first start compiles them, for about a minute"
+    return "none kept yet: the first start compiles them, which takes two to four minutes"

@@ -37,6 +37,16 @@ def test_a_curve_and_a_share_for_the_context_are_learned(n_tokens, context):
     assert rough == pytest.approx(true_s(n_tokens, context), rel=0.35)
 
 
+def test_near_contexts_are_outvoted_by_far_ones():
+    """Slices at nearly the same place differ by noise, which looks like a steep share."""
+    costs = SliceCosts()
+    for context, seconds in ((3072, 0.068), (3584, 0.071), (4096, 0.074), (4608, 0.077)):
+        costs.add(512, context, seconds)
+    for context in (0, 12_288, 24_576):
+        costs.add(2048, context, true_s(2048, context))
+    assert costs.seconds(2048) == pytest.approx(true_s(2048), rel=0.05)
+
+
 def test_a_prompt_is_the_sum_of_its_slices():
     costs = learned()
     assert costs.prefill_s(0, 700) == pytest.approx(costs.seconds(700))

@@ -136,6 +136,20 @@ def test_policies(tier, tiny_model):
     assert kept.restore(PROMPT, Policy.NO_STORE).n_tokens == 0
 
 
+@pytest.mark.parametrize(("load_s", "in_background"), [(0.015, False), (0.05, True)])
+def test_only_a_short_load_keeps_others_waiting(tier, tiny_model, load_s, in_background):
+    """What a step takes: a running answer waits no longer than that."""
+    model = tiny_model("llama")
+    kept = manager(model, tier)
+    compute(model, kept, PROMPT, kept.restore(PROMPT))
+    n_bytes = kept.plan(PROMPT).point.n_bytes
+    kept.rates = Rates(load_bytes_per_s=n_bytes / load_s, prefill_tokens_per_s=1)
+    for others_wait in (False, True):
+        loading = kept.begin(PROMPT, Policy.READ_ONLY, others_wait=others_wait)
+        assert loading.in_background == (in_background and others_wait)
+        assert loading.finish().restored.n_tokens == len(PROMPT) - 1
+
+
 def test_a_slow_tier_loses_to_recomputing(tier, tiny_model):
     model = tiny_model("llama")
     kept = manager(model, tier)
