@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
@@ -20,7 +20,6 @@ from keepwarm.server.anthropic import routes as anthropic
 from keepwarm.server.dashboard import page as dashboard_page
 from keepwarm.server.dashboard import routes as dashboard
 from keepwarm.server.host import EngineHost
-from keepwarm.server.http.body import check_json
 from keepwarm.server.http.limits import Limits
 from keepwarm.server.http.problems import http_problem, problem_of, respond, validation_problem
 from keepwarm.server.http.receipts import RECEIPT_HEADER
@@ -65,7 +64,6 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
         docs_url=None,  # FastAPI's page loads scripts from a public CDN
         redoc_url=None,
         openapi_url=None,  # FastAPI makes the schema on the event loop; see `dashboard_page`
-        dependencies=[Depends(check_json)],
     )
     app.state.host = host
     app.state.settings = settings
@@ -76,9 +74,8 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
     app.state.metrics = metrics.Metrics(host)
     app.state.keys = ApiKeys(settings)
     app.state.dashboard = dashboard.DashboardState(host, settings)
-    for router in ROUTERS:
-        app.include_router(router)
-    app.include_router(dashboard_page.make_router())
+    for router in (*ROUTERS, dashboard_page.make_router()):
+        app.router.routes.extend(router.routes)  # `include_router` builds each a second time
     _add_error_handlers(app)
     app.add_middleware(PreparingTurns, settings=settings)
     app.add_middleware(Limits, settings=settings, keys=app.state.keys)

@@ -9,14 +9,12 @@ import signal
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from threading import Thread
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.routing import NoMatchFound
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput
@@ -75,7 +73,6 @@ def serve(
     log_to_stderr(settings)
     server = DrainingServer(app, settings)
     started = _in_background(start, server)
-    build_routes(app)
     # uvicorn raises the signal again after its shutdown, when nothing is left to do.
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
@@ -110,12 +107,6 @@ def most_connections(settings: Settings) -> int:
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = settings.max_queue + SPARE_CONNECTIONS
     return wanted if allowed == resource.RLIM_INFINITY else min(wanted, allowed // 2)
-
-
-def build_routes(app: FastAPI) -> None:
-    """Build them now: FastAPI does it when a request first looks at them, on the event loop."""
-    with suppress(NoMatchFound):
-        app.url_path_for("")  # looks at all of them
 
 
 class DrainingServer(uvicorn.Server):

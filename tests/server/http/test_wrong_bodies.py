@@ -5,7 +5,8 @@ import json
 import httpx
 import pytest
 
-from keepwarm.server.http.body import MAX_DEPTH
+from keepwarm.server.app import ROUTERS
+from keepwarm.server.http.body import MAX_DEPTH, check_json
 
 MAX_BYTES = 1 << 17
 TEXT = {"role": "user", "content": "Hi"}
@@ -173,3 +174,14 @@ def test_another_method_is_told_which_there_are(strict, path):
 )
 def test_nothing_is_there(strict, path):
     assert path in refused(strict.post(path, {}), 404, path)
+
+
+def test_every_route_checks_its_body():
+    routes = [route for router in ROUTERS for route in router.routes]
+    unchecked = [
+        route.path
+        for route in routes
+        if check_json not in {each.call for each in route.dependant.dependencies}
+    ]
+    assert len(routes) > 50
+    assert unchecked == []

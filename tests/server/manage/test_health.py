@@ -10,7 +10,6 @@ import pytest
 from keepwarm import config
 from keepwarm.server.app import create_app
 from keepwarm.server.host import EngineHost
-from keepwarm.server.process import build_routes
 from tests.server.conftest import wait_until
 
 ENDLESS = {
@@ -47,7 +46,6 @@ def test_it_waits_for_nothing_that_the_engine_does(live):
 def test_the_first_to_ask_waits_no_longer_than_the_second(path):
     """CPU time: while the event loop is busy, all clients wait."""
     app = create_app(EngineHost(None, "none"), config.load({}))
-    build_routes(app)
 
     async def seconds():
         transport = httpx.ASGITransport(app)

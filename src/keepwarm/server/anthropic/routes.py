@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from keepwarm.config import Settings
 from keepwarm.server.anthropic import request as messages
@@ -20,11 +20,12 @@ from keepwarm.server.anthropic.shapes import (
 from keepwarm.server.anthropic.tools import ignored_tools
 from keepwarm.server.host import ObservedAnswer
 from keepwarm.server.http import scrub
+from keepwarm.server.http.body import api_router
 from keepwarm.server.http.request_fields import Config, Host, InTurn, request_fields
 from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_id
 from keepwarm.text import request as engine_request
 
-router = APIRouter(
+router = api_router(
     prefix="/v1/messages",
     tags=["Anthropic"],
     responses={

@@ -13,7 +13,7 @@ from collections import Counter
 from contextlib import AbstractContextManager
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import Depends, Query, Request
 
 from keepwarm.cache.counts import TIERS, PromptCounts
 from keepwarm.config import Settings
@@ -42,6 +42,7 @@ from keepwarm.server.dashboard.shapes import (
     WhatIfOut,
 )
 from keepwarm.server.host import EngineHost
+from keepwarm.server.http.body import api_router
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import Host
 from keepwarm.server.http.viewer import CurrentViewer, Viewer, require_totals
@@ -52,7 +53,7 @@ N_ENDED = 20
 N_POINTS = 60
 DAYS_SHOWN = 14
 
-router = APIRouter(
+router = api_router(
     prefix="/v1/dashboard",
     tags=["Dashboard"],
     responses={

@@ -7,9 +7,10 @@ import math
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Annotated, TypeAlias, TypeVar
+from enum import Enum
+from typing import Annotated, Any, TypeAlias, TypeVar
 
-from fastapi import Request
+from fastapi import APIRouter, Depends, Request
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from keepwarm.errors import BadInput, TooLarge
@@ -74,6 +75,17 @@ async def check_json(request: Request) -> None:
         check_values(value)
         if _SURROGATE.search(body):
             _check_characters(value)
+
+
+def api_router(
+    prefix: str = "",
+    *,
+    tags: list[str | Enum],
+    responses: dict[int | str, dict[str, Any]] | None = None,
+) -> APIRouter:
+    """A router that checks the bodies it gets."""
+    checked = [Depends(check_json)]
+    return APIRouter(prefix=prefix, tags=tags, responses=responses, dependencies=checked)
 
 
 def check_values(value: object) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 from pydantic import Field
 from typing_extensions import TypedDict
 
@@ -25,14 +25,14 @@ from keepwarm.models import builtin, hub
 from keepwarm.models.catalog import locate, read_config
 from keepwarm.server.deprecation import renamed_to
 from keepwarm.server.host import EngineHost
-from keepwarm.server.http.body import JsonInput
+from keepwarm.server.http.body import JsonInput, api_router
 from keepwarm.server.openai.shapes import OpenAIErrorOut
 
 MAX_DRAIN_S = 3600.0
 
 log = logging.getLogger(__name__)
 
-router = APIRouter(
+router = api_router(
     prefix="/v1/admin",
     tags=["Admin"],
     responses={

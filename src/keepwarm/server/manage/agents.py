@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Annotated, Any, BinaryIO, TypeAlias, cast
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import StringConstraints
 
@@ -26,6 +26,7 @@ from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.insight.recompute import EXTENT, ImportCheck
 from keepwarm.errors import BadField, UnknownAgent
+from keepwarm.server.http.body import api_router
 from keepwarm.server.http.request_fields import Config, Host, tenant_agent_id
 from keepwarm.server.manage.agent_shapes import (
     AgentId,
@@ -55,11 +56,11 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": OpenAIErrorOut, "description": "The request is invalid."},
     "5XX": {"model": OpenAIErrorOut, "description": "The server failed or is stopping."},
 }
-router = APIRouter(prefix="/v1/agents", tags=["Agents"], responses=ERRORS)
+router = api_router(prefix="/v1/agents", tags=["Agents"], responses=ERRORS)
 
 
 # `server.http.limits` requires the admin key for it.
-admin_router = APIRouter(prefix="/v1/admin/agents", tags=["Admin"], responses=ERRORS)
+admin_router = api_router(prefix="/v1/admin/agents", tags=["Admin"], responses=ERRORS)
 
 
 class TenantAgents:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Literal, TypeAlias
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import Depends, Request, Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
@@ -26,7 +26,7 @@ from keepwarm.server.anthropic.shapes import CountRequest
 from keepwarm.server.deprecation import renamed_to
 from keepwarm.server.host import EngineHost
 from keepwarm.server.http import scrub
-from keepwarm.server.http.body import JsonInput
+from keepwarm.server.http.body import JsonInput, api_router
 from keepwarm.server.http.receipts import ReceiptOut, receipt_dict
 from keepwarm.server.http.request_fields import Config, Host, InTurn, request_fields
 from keepwarm.server.http.sse import WholeAnswer
@@ -40,7 +40,7 @@ from keepwarm.server.responses.shapes import InputRequest
 from keepwarm.text import request as engine_request
 from keepwarm.text.request import Result
 
-router = APIRouter(
+router = api_router(
     prefix="/v1/cache",
     tags=["Cache"],
     responses={

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from fastapi import APIRouter
 from typing_extensions import TypedDict
 
 from keepwarm.errors import Stopping
+from keepwarm.server.http.body import api_router
 from keepwarm.server.http.request_fields import Host
 from keepwarm.server.openai.shapes import OpenAIErrorOut
 
-router = APIRouter(prefix="/health", tags=["Health"])
+router = api_router(prefix="/health", tags=["Health"])
 
 UNREADY: dict[int | str, dict[str, Any]] = {
     503: {"model": OpenAIErrorOut, "description": "Not ready."}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keepwarm.engine.insight.stats import Stats
 from keepwarm.server.host import EngineHost
+from keepwarm.server.http.body import api_router
 from keepwarm.server.http.viewer import CurrentViewer
 from keepwarm.text.request import Usage
 
@@ -47,7 +48,7 @@ READY = "keepwarm_ready", "1 while requests are accepted."
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 
-router = APIRouter(tags=["Health"])
+router = api_router(tags=["Health"])
 
 
 class Sample(NamedTuple):

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from typing import Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from keepwarm.server.anthropic.routes import create_message
 from keepwarm.server.anthropic.shapes import AnthropicErrorOut, MessageOut, MessagesRequest
-from keepwarm.server.http.body import JsonInput
+from keepwarm.server.http.body import JsonInput, api_router
 from keepwarm.server.http.receipts import ReceiptOut, receipt_dict
 from keepwarm.server.http.request_fields import Config, Host, InTurn, request_fields
 from keepwarm.server.http.sse import answer_docs
@@ -26,7 +26,7 @@ from keepwarm.server.openai.shapes import ChatCompletion, ChatRequest
 from keepwarm.session.compaction import MAX_TOKENS, Compaction
 from keepwarm.text import request as engine_request
 
-router = APIRouter(prefix="/v1/agents/{agent_id}", tags=["Agents"])
+router = api_router(prefix="/v1/agents/{agent_id}", tags=["Agents"])
 
 ANTHROPIC_ERRORS = {status: {**said, "model": AnthropicErrorOut} for status, said in ERRORS.items()}
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from keepwarm.config import Settings
 from keepwarm.errors import UnknownModel
 from keepwarm.server.host import EngineHost
 from keepwarm.server.http import scrub
+from keepwarm.server.http.body import api_router
 from keepwarm.server.http.request_fields import Config, Host, InTurn, request_fields
 from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_id
 from keepwarm.server.openai import chat, completions
@@ -32,7 +33,7 @@ from keepwarm.server.openai.shapes import (
 from keepwarm.server.openai.tokens import Pieces
 from keepwarm.text.detokenize import decode
 
-router = APIRouter(
+router = api_router(
     prefix="/v1",
     tags=["OpenAI"],
     responses={

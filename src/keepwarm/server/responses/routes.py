@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, TypeAlias
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import Depends, Request, Response
 
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadField, ContextTooLong
 from keepwarm.server.host import EngineHost, ObservedAnswer
 from keepwarm.server.http import scrub
+from keepwarm.server.http.body import api_router
 from keepwarm.server.http.problems import Problem, problem_of
 from keepwarm.server.http.request_fields import Config, Host, InTurn, request_fields
 from keepwarm.server.http.sse import STREAM_HEADERS, EventStream, WholeAnswer, answer_docs
@@ -52,7 +53,7 @@ UNSUPPORTED = {
     "text as instructions or input.",
 }
 
-router = APIRouter(
+router = api_router(
     prefix="/v1/responses",
     tags=["OpenAI responses"],
     responses={
