@@ -47,3 +47,26 @@ def test_a_use_of_a_live_cache_is_noted_beside_the_engine(models, tmp_path, monk
         engine.settle()
     assert reused == {"live": 299}
     assert threads == [("keepwarm-chores_0", 299)]
+
+
+def test_a_damaged_agent_file_is_named_once_until_it_is_mended(models, tmp_path, caplog):
+    """Its answers go on; the log says which file, and what to do, but not at every turn."""
+    with engine_on(models.of("llama"), tmp_path) as engine:
+
+        def turns(n):
+            caplog.clear()
+            for seed in range(n):
+                engine.submit(ask(prompt_of(40, seed=seed), 2, agent="a")).result()
+                engine.settle()
+            return [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
+
+        assert turns(1) == []
+        (path,) = tmp_path.rglob("agents/a.json")
+        path.write_text("{")
+        (warning,) = turns(3)
+        assert warning.exc_info is None
+        assert f"delete {path}" in warning.getMessage()
+        path.unlink()
+        assert turns(1) == []
+        path.write_text("{")
+        assert len(turns(2)) == 1

@@ -17,7 +17,7 @@ from keepwarm.cache.store import Store
 from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.engine.jobs import Job, RunningSequence
 from keepwarm.engine.lane import Lane
-from keepwarm.errors import BadInput, StoreFailed, UnknownAgent
+from keepwarm.errors import BadInput, KeepwarmError, StoreFailed, UnknownAgent
 from keepwarm.text.rendering.continuing import with_kept_options
 from keepwarm.text.request import KnownHistory, Request
 
@@ -36,6 +36,7 @@ class Chores:
         self._next_expiry = 0.0  # by the monotonic clock
         self._expired_since: dict[str, float] = {}  # by the same clock
         self._unrecorded: dict[str, Job] = {}  # the latest of each agent
+        self._warned: dict[str | None, str] = {}  # why the turns of an agent cannot be recorded
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-chores")
         self._is_saving_counts = False
 
@@ -126,13 +127,23 @@ class Chores:
 
     def _run(self, chore: Callable[[Job, list[int]], None], job: Job, tokens: list[int]) -> None:
         """Once the blocks are on disk; a failure is logged."""
+        agent_id = job.request.agent
         try:
             self._store.saver.flush()
             chore(job, tokens)
+        except KeepwarmError as error:
+            self._warn(agent_id, str(error))
         except Exception:
-            LOG.exception("a turn of agent %r could not be recorded", job.request.agent)
+            LOG.exception("a turn of agent %r could not be recorded", agent_id)
         else:
+            self._warned.pop(agent_id, None)
             self._forget_expired()
+
+    def _warn(self, agent_id: str | None, why: str) -> None:
+        """Once for as long as the reason stays the same, not at every turn."""
+        if self._warned.get(agent_id) != why:
+            self._warned[agent_id] = why
+            LOG.warning("turns of agent %r cannot be recorded: %s", agent_id, why)
 
     def _advance_agent(
         self,
