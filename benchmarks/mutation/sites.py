@@ -7,7 +7,9 @@ mutant needs no new interpreter. Messages, logging, assertions and defaults stay
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,6 +37,7 @@ class Mutant:
     line: int
     change: str
     number: int
+    mark: str  # the same for as long as the function stays as it is
 
     @property
     def key(self) -> str:
@@ -43,14 +46,21 @@ class Mutant:
 
 class _Site(NamedTuple):
     function: str
+    source: str
     line: int
     change: str
     apply: Callable[[], None]
 
 
 def mutants_of(module: str, source: Path) -> list[Mutant]:
-    found = enumerate(_sites(ast.parse(source.read_text())))
-    return [Mutant(module, site.function, site.line, site.change, n) for n, site in found]
+    seen: Counter[str] = Counter()
+    mutants = []
+    for number, site in enumerate(_sites(ast.parse(source.read_text()))):
+        named = f"{module} {site.function} {seen[site.function]} {site.change} {site.source}"
+        mark = hashlib.sha256(named.encode()).hexdigest()[:24]
+        mutants.append(Mutant(module, site.function, site.line, site.change, number, mark))
+        seen[site.function] += 1
+    return mutants
 
 
 def install(mutant: Mutant) -> None:
@@ -90,10 +100,11 @@ def _function(module: Any, name: str) -> FunctionType:
 
 def _sites(tree: ast.Module) -> Iterator[_Site]:
     for path, function in _outermost(tree, ""):
+        source = ast.unparse(function)
         for statement in function.body:
             for node, line in _inside(statement):
                 for change, apply in _changes(node):
-                    yield _Site(path, line, change, apply)
+                    yield _Site(path, source, line, change, apply)
 
 
 def _outermost(node: ast.AST, prefix: str) -> Iterator[tuple[str, Any]]:
