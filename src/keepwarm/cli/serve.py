@@ -12,6 +12,8 @@ from keepwarm import config
 from keepwarm.cli.options import ModelName, first_key
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from keepwarm.config import Settings
 
 RARELY = (100_000, 10, 10)  # objects made between two garbage collections, while starting
@@ -72,7 +74,6 @@ def _serve(settings: Settings) -> None:
     check_binding(settings)
     with bind(settings.host, settings.port) as listening:
         from keepwarm.cache.store import Store
-        from keepwarm.server.app import create_app
         from keepwarm.server.host import EngineHost
 
         with Store(settings=settings) as store:
@@ -84,7 +85,12 @@ def _serve(settings: Settings) -> None:
                 gc.set_threshold(*usual)
                 print(_greeting(settings, running.name, address_of(listening)), flush=True)
 
-            serve_app(create_app(running, settings), settings, listening, start)
+            def make_app() -> FastAPI:
+                from keepwarm.server.app import create_app
+
+                return create_app(running, settings)
+
+            serve_app(make_app, settings, listening, start)
 
 
 def _greeting(settings: Settings, name: str, address: str) -> str:

@@ -60,7 +60,7 @@ def address_of(listening: socket.socket) -> str:
 
 
 def serve(
-    app: FastAPI,
+    make_app: Callable[[], FastAPI],
     settings: Settings,
     listening: socket.socket,
     start: Callable[[], None] = lambda: None,
@@ -71,8 +71,10 @@ def serve(
     signal kills the process; only what is not yet on disk is lost.
     """
     log_to_stderr(settings)
+    started = _in_background(start)  # first: `make_app` imports the APIs, which takes as long
+    app = make_app()
     server = DrainingServer(app, settings)
-    started = _in_background(start, server)
+    started.add_done_callback(server.stop_if_failed)
     # uvicorn raises the signal again after its shutdown, when nothing is left to do.
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
@@ -86,8 +88,7 @@ def serve(
     started.result()
 
 
-def _in_background(start: Callable[[], None], server: uvicorn.Server) -> Future[None]:
-    """Start in a thread; the server stops if that fails."""
+def _in_background(start: Callable[[], None]) -> Future[None]:
     started: Future[None] = Future()
 
     def run() -> None:
@@ -96,7 +97,6 @@ def _in_background(start: Callable[[], None], server: uvicorn.Server) -> Future[
             started.set_result(None)
         except BaseException as error:
             started.set_exception(error)
-            server.should_exit = True
 
     Thread(target=run, name="keepwarm-start", daemon=True).start()
     return started
@@ -142,6 +142,10 @@ class DrainingServer(uvicorn.Server):
             signal.raise_signal(sig)
         self.stopped_by = sig
         super().handle_exit(sig, frame)
+
+    def stop_if_failed(self, started: Future[None]) -> None:
+        if started.exception() is not None:
+            self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Keep the port open during the drain: new requests get a 503, not a refused connection."""
