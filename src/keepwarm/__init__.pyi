@@ -62,6 +62,7 @@ from keepwarm.text.request import Sampling as Sampling
 from keepwarm.text.request import Started as Started
 from keepwarm.text.request import TokenInfo as TokenInfo
 from keepwarm.text.request import ToolCall as ToolCall
+from keepwarm.text.request import ToolCallDelta as ToolCallDelta
 from keepwarm.text.request import ToolCalled as ToolCalled
 from keepwarm.text.request import ToolChoice as ToolChoice
 from keepwarm.text.request import TopLogprob as TopLogprob

@@ -27,7 +27,16 @@ GROUPS = {
         "Policy",
         "Breakpoint",
     ),
-    "Events": ("Event", "Started", "Progress", "Delta", "ToolCalled", "Finished", "Done"),
+    "Events": (
+        "Event",
+        "Started",
+        "Progress",
+        "Delta",
+        "ToolCallDelta",
+        "ToolCalled",
+        "Finished",
+        "Done",
+    ),
     "Results": (
         *("Result", "Choice", "ToolCall", "TokenInfo", "TopLogprob", "Usage", "Receipt", "Miss"),
     ),

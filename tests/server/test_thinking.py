@@ -129,3 +129,12 @@ def test_a_text_completion_has_one_place_for_thoughts_and_answer(live, gpt):
     streamed = gpt.completions.create(stream=True, **asked)
     text = "".join(choice.text for chunk in streamed for choice in chunk.choices)
     assert whole.choices[0].text == text == "<think>" * 7
+
+
+def test_a_thought_that_the_client_began_goes_on(gpt):
+    """And an answer that it began is no thought, though the template would open one."""
+    asked = {"model": "x", "max_tokens": 4, "extra_body": {"continue_final_message": True}}
+    for content, is_thought in (("<think>I am", True), ("<think>No</think>It is", False)):
+        messages = [USER, {"role": "assistant", "content": content}]
+        message = gpt.chat.completions.create(**asked, messages=messages).choices[0].message
+        assert bool((message.model_extra or {}).get("reasoning")) is is_thought

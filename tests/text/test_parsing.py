@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from keepwarm.text.calls.begun import CallPiece
 from keepwarm.text.parsing import NORMAL, REASONING, AnswerReader, AnswerText, Markup, ReasoningText
 from keepwarm.text.request import ToolCall
 from keepwarm.text.template import opens_thinking
@@ -52,7 +53,7 @@ def read(markup, text, *, ended=False, **options):
 
 def joined(pieces):
     together = []
-    for piece in pieces:
+    for piece in (each for each in pieces if not isinstance(each, CallPiece)):
         if together and type(piece) is type(together[-1]) and not isinstance(piece, ToolCall):
             together[-1] = type(piece)(together[-1].text + piece.text)
         else:

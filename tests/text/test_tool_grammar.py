@@ -5,6 +5,7 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
 from keepwarm.errors import BadInput
+from keepwarm.text.calls.begun import CallPiece
 from keepwarm.text.parsing import AnswerReader, Markup
 from keepwarm.text.request import ToolChoice
 from keepwarm.text.tool_grammar import call_grammar
@@ -48,9 +49,8 @@ def names_read(markup, text):
     reader = AnswerReader(markup, calls=CallReader(markup.tool_format, [WEATHER, CLOCK]))
     tokens = markup.tokenizer.encode(text, add_special_tokens=False)
     tokens.append(markup.tokenizer.eos_token_id)
-    return [getattr(p, "name", p) for t in tokens for p in reader.add(t)] + [
-        getattr(p, "name", p) for p in reader.finish()
-    ]
+    pieces = [piece for token in tokens for piece in reader.add(token)] + reader.finish()
+    return [getattr(p, "name", p) for p in pieces if not isinstance(p, CallPiece)]
 
 
 @pytest.fixture(scope="module")
@@ -177,3 +177,28 @@ def test_names_and_keys_cannot_break_out_of_the_grammar(ours):
     tool = {"type": "function", "function": {"name": 'a"b\\n', "parameters": {}}}
     grammar = call_grammar([tool], REQUIRED, ours)
     assert not fits(ours, grammar, call_text("clock", "{}"))
+
+
+NESTED = {
+    "type": "object",
+    "properties": {
+        "query": {"type": "object", "properties": {"text": {"type": "string"}}},
+        "tags": {"type": "object"},
+        "more": {"type": "object", "properties": {"a": {}}, "additionalProperties": True},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fit"),
+    [
+        ('{"query": {"text": "x"}}', True),
+        ('{"query": {"text": "x", "invented": 1}}', False),
+        ('{"invented": 1}', False),
+        ('{"tags": {"any": 1}}', True),
+        ('{"more": {"a": 1, "any": 1}}', True),
+    ],
+)
+def test_no_keys_are_invented_where_a_schema_names_its_own(ours, arguments, fit):
+    tool = {"type": "function", "function": {"name": "find", "parameters": NESTED}}
+    assert fits(ours, call_grammar([tool], REQUIRED, ours), call_text("find", arguments)) is fit

@@ -137,7 +137,7 @@ def test_a_call_comes_back_as_it_is_rendered(tmp_path):
     reader = AnswerReader(markup, calls=CallReader(markup.tool_format, [WEATHER]))
     answer = call_text("get_weather", ARGUMENTS)
     tokens = markup.tokenizer.encode(answer)
-    (call,) = [piece for token in tokens for piece in reader.add(token)] + reader.finish()
+    *_, call = [piece for token in tokens for piece in reader.add(token)] + reader.finish()
     back = {"role": "assistant", "tool_calls": [{"id": call.id, "function": call._asdict()}]}
     assert write_tools_as_text([back], [])[0]["content"] == answer
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
 
 from keepwarm.cache.restore.loading import Loading
 from keepwarm.cache.restore.manager import Capture
@@ -28,7 +27,8 @@ from keepwarm.engine.sampling import Sampler
 from keepwarm.errors import KeepwarmError, TimedOut
 from keepwarm.kv import Caches
 from keepwarm.prefix.blocks import pack
-from keepwarm.text.parsing import AnswerReader, AnswerText, Piece, ReasoningText
+from keepwarm.text.calls.begun import CallPiece
+from keepwarm.text.parsing import AnswerReader, Piece, ReasoningText, continued_message, message_of
 from keepwarm.text.prepare import PreparedRequest
 from keepwarm.text.request import (
     Delta,
@@ -41,6 +41,7 @@ from keepwarm.text.request import (
     Request,
     TokenInfo,
     ToolCall,
+    ToolCallDelta,
     ToolCalled,
     Usage,
 )
@@ -133,8 +134,11 @@ class RunningSequence(Row):
         past = request.history.turn if request.history else None
         if request.messages is None or (request.history and request.history.tokens and not past):
             return None
-        messages = [*(past.messages if past else ()), *request.messages, message_of(self._said)]
-        is_whole = self._reader.stopped is None
+        answer, said = message_of(self._said), list(request.messages)
+        if request.partial_answer:
+            answer = continued_message(said.pop(), answer)
+        messages = [*(past.messages if past else ()), *said, answer]
+        is_whole = self._reader.stopped is None and not request.partial_answer
         options = (request.tools, request.thinking, request.template_options)
         return KeptTurn(messages, *options, verbatim=is_whole)
 
@@ -159,6 +163,8 @@ class RunningSequence(Row):
         return "length" if self.n_tokens >= self._max_tokens else None
 
     def _event(self, piece: Piece) -> Event:
+        if isinstance(piece, CallPiece):  # the tokens go with the whole call, or its text
+            return ToolCallDelta(self.choice, *piece)
         self._said.append(piece)
         if isinstance(piece, ToolCall):
             return ToolCalled(self.choice, piece, self._flush())
@@ -169,22 +175,6 @@ class RunningSequence(Row):
     def _flush(self) -> tuple[TokenInfo, ...]:
         infos, self._infos = tuple(self._infos), []
         return infos
-
-
-def message_of(said: Sequence[Piece]) -> dict[str, Any]:
-    """An answer as a message."""
-    texts = [piece.text for piece in said if isinstance(piece, AnswerText)]
-    thoughts = [piece.text for piece in said if isinstance(piece, ReasoningText)]
-    calls = [piece for piece in said if isinstance(piece, ToolCall)]
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
-    if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
-    if calls:
-        message["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-            for c in calls
-        ]
-    return message
 
 
 @dataclass(eq=False)

@@ -1,4 +1,5 @@
 """Messages to tokens and tokens to text, tools, grammars, sampling rules; no device work.
 
-Imports `cache`, `models`, `prefix`, `text.bounds`, `text.rendering`.
+Imports `cache`, `models`, `prefix`, `text.bounds`, `text.calls`,
+`text.rendering`.
 """

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from keepwarm.text.calls.begun import BegunCalls, CallPiece
 from keepwarm.text.detokenize import Detokenizer, find_first, held_back
-from keepwarm.text.request import ToolCall
-from keepwarm.text.template import Template
+from keepwarm.text.request import Message, ToolCall
+from keepwarm.text.template import Template, text_of
 from keepwarm.text.tools import CallReader, ToolFormat, is_harmony, tool_format
 
 # Segments by mlx-lm's names. Text of any other segment, such as a header, is not shown.
@@ -38,7 +39,7 @@ class ReasoningText(NamedTuple):
     text: str
 
 
-Piece: TypeAlias = AnswerText | ReasoningText | ToolCall
+Piece: TypeAlias = AnswerText | ReasoningText | CallPiece | ToolCall
 
 
 class Transition(NamedTuple):
@@ -114,6 +115,7 @@ class AnswerReader:
         self._segment = segment
         self._held = ""  # may still become a delimiter
         self._body: list[str] = []  # of the call that is being written
+        self._begun: BegunCalls | None = None
         self._around_call = segment  # the segment that the call interrupts
         self._blank: str | None = "" if calls else None  # all text so far, while it is blank
         self._called = False
@@ -176,16 +178,20 @@ class AnswerReader:
             yield from self._end_call(transition.delimiter)
         else:
             self._around_call, self._segment = self._segment, transition.segment
+            if transition.segment == TOOL and self._calls is not None:
+                self._begun = self._calls.begin()
 
     def _end_call(self, end: str = "", closed: bool = True) -> Iterator[Piece]:
         """Emit the call; if it cannot be parsed, its body is read again as text."""
         assert self._calls is not None
+        assert self._begun is not None
         if not end:  # the answer ends here
-            self._body.append(self._held)
-            self._held = ""
+            held, self._held = self._held, ""
+            yield from self._emit(held)
         body, self._body = "".join(self._body), []
         self._segment = self._around_call
-        calls = self._calls.read(body) if closed or not self._calls.format.end else []
+        is_whole = closed or not self._calls.format.end
+        calls = self._begun.settle(self._calls.read(body)) if is_whole else []
         if calls:
             self._blank, self._called = "", True
             self.done = not self._calls.parallel
@@ -200,6 +206,8 @@ class AnswerReader:
             return
         if self._segment == TOOL:
             self._body.append(text)
+            assert self._begun is not None
+            yield from self._begun.add(text)
         elif self._segment == REASONING:
             yield ReasoningText(text)
         elif self._segment == NORMAL:
@@ -212,6 +220,27 @@ class AnswerReader:
                 self._blank = text
                 return
         yield AnswerText(text)
+
+
+def message_of(said: Sequence[Piece]) -> dict[str, Any]:
+    """An answer as a message."""
+    texts = [piece.text for piece in said if isinstance(piece, AnswerText)]
+    thoughts = [piece.text for piece in said if isinstance(piece, ReasoningText)]
+    calls = [piece for piece in said if isinstance(piece, ToolCall)]
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in calls
+        ]
+    return message
+
+
+def continued_message(begun: Message, rest: Mapping[str, Any]) -> dict[str, Any]:
+    """A message that was begun by the client, with the answer that continues it."""
+    return {**begun, **rest, "content": text_of(begun) + rest["content"]}
 
 
 def _preamble(tokenizer: Any, transitions: Transitions, first: str) -> Preamble:

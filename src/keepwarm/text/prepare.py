@@ -26,7 +26,7 @@ from keepwarm.text.rendering.pieces import KnownPieces
 from keepwarm.text.rendering.quoted import LatestAnswers
 from keepwarm.text.request import Format, Miss, MissCause, Request, Sampling
 from keepwarm.text.sampling_rules import check_sampling
-from keepwarm.text.template import Template
+from keepwarm.text.template import Template, opens_thinking, text_of
 from keepwarm.text.tool_grammar import call_grammar, no_call_grammar
 from keepwarm.text.tools import CallReader
 
@@ -157,7 +157,7 @@ class Preparer:
         self._limits.check(request)
         wants_cuts = wants_cuts or request.explain
         prompt = self._render(request, stored, self._limits, deadline, wants_cuts=wants_cuts)
-        thinks = request.messages is not None and prompt.opens_thinking
+        thinks = request.messages is not None and self._opens_thinking(request, prompt)
         sampling = request.sampling
         if _forbids_calls(request):
             sampling = _without_calls(sampling, self.markup)
@@ -169,10 +169,20 @@ class Preparer:
             self._n_vocab,
             self._stop_tokens,
             self.markup,
-            REASONING if thinks else self.markup.first_segment if request.messages else NORMAL,
+            REASONING if thinks else self._first_segment(request),
             self._grammar(request, thinks, deadline),
             self._explainer(request, prompt),
         )
+
+    def _opens_thinking(self, request: Request, prompt: Prompt | SettledPrompt) -> bool:
+        if not (request.partial_answer and request.messages):
+            return prompt.opens_thinking
+        return opens_thinking(self._model.tokenizer, text_of(request.messages[-1]))
+
+    def _first_segment(self, request: Request) -> str:
+        """Raw prompts and answers that are begun already have no header."""
+        is_new = request.messages is not None and not request.partial_answer
+        return self.markup.first_segment if is_new else NORMAL
 
     def n_tokens(
         self,
@@ -286,7 +296,7 @@ class Preparer:
 
     def _preamble(self, request: Request) -> str:
         """A grammar for the reasoning and header that the model writes before its answer."""
-        if request.messages is None:
+        if request.messages is None or request.partial_answer:
             return ""
         preamble = self.markup.preamble
         if request.thinking is False:

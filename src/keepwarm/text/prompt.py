@@ -217,7 +217,9 @@ class Prompter:
             raise BadInput("A request has either messages or a prompt; give one of them.")
         if request.messages is None:
             return self._raw(request.prompt or "")
-        prompt = None if request.history is None else self._continued(request, limits)
+        _check_partial(request)
+        knows_past = request.history is not None and not request.partial_answer
+        prompt = self._continued(request, limits) if knows_past else None
         if prompt is None:
             request = request if request.history is None else with_kept_messages(request)
             prompt = self._chat(request, stored, limits)
@@ -321,7 +323,18 @@ def _options(request: Request) -> dict[str, Any]:
         raise BadInput(f"The template option {min(reserved)!r} cannot be set; leave it out.")
     if request.thinking is not None:
         options["enable_thinking"] = request.thinking
+    if request.partial_answer:
+        options["continue_final_message"] = True
     return options
+
+
+def _check_partial(request: Request) -> None:
+    last = request.messages[-1] if request.messages else {}
+    if request.partial_answer and (last.get("role") != "assistant" or last.get("tool_calls")):
+        raise BadInput(
+            "The last message cannot be continued: only one of the assistant can that calls no "
+            "tools; end with one, or with a message of the user."
+        )
 
 
 def _asking(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 `Engine.submit` takes a `Request` and returns an answer that yields these events, in this order:
 
-    Started, Progress*, (Delta | ToolCalled | Finished)*, Done
+    Started, Progress*, (Delta | ToolCallDelta | ToolCalled | Finished)*, Done
 
 If an answer fails, iterating it raises the error instead of yielding Done.
 """
@@ -111,6 +111,7 @@ class Request:
 
     messages: Sequence[Message] | None = None
     prompt: str | Sequence[int] | None = None  # text or token ids, without a chat template
+    partial_answer: bool = False  # the last message is the beginning of the answer
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = ToolChoice()
     thinking: bool | None = None  # reasoning on or off; None: the chat template's default
@@ -266,6 +267,20 @@ class Delta:
 
 
 @dataclass(frozen=True)
+class ToolCallDelta:
+    """New text of a call that the model is writing, in formats whose calls are JSON.
+
+    Joined, the pieces are the arguments of the `ToolCalled` that follows. If none with this id
+    follows, the call was cut off or malformed, and comes as text.
+    """
+
+    choice: int
+    id: str
+    name: str
+    arguments: str  # what is new of them
+
+
+@dataclass(frozen=True)
 class ToolCalled:
     """The model calls a tool. The call is complete; several may follow each other."""
 
@@ -292,7 +307,7 @@ class Done:
     receipt: Receipt  # that of Started, with what the answer adds
 
 
-Event: TypeAlias = Started | Progress | Delta | ToolCalled | Finished | Done
+Event: TypeAlias = Started | Progress | Delta | ToolCallDelta | ToolCalled | Finished | Done
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,15 @@ from keepwarm.errors import BadInput
 from keepwarm.text.lark import LarkWriter
 from keepwarm.text.parsing import Markup
 from keepwarm.text.request import Tool, ToolChoice
-from keepwarm.text.tools import HARMONY, ToolFormat
+from keepwarm.text.tools import HARMONY, ToolFormat, parses
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _GUIDANCE = {**_SPACES, "lenient": True}  # unknown schema keywords are ignored, not refused
+# Keywords by which an object's keys are not only those of its `properties`.
+_OPEN_KEYS = {
+    *("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"),
+    *("allOf", "anyOf", "oneOf", "if"),
+}
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
 
 
@@ -125,16 +130,9 @@ def _parses_xml(tool_format: ToolFormat) -> bool:
 
 
 def _parses(tool_format: ToolFormat, text: str) -> bool:
-    """Whether the format's parser reads this text as f(a=1)."""
-    properties = {"a": {"type": "integer"}}
-    tools = [{"function": {"name": "f", "parameters": {"properties": properties}}}]
+    """Whether the format's parser reads this text, delimiters included, as f(a=1)."""
     body = text.partition(tool_format.start)[2].removesuffix(tool_format.end)
-    try:
-        parsed = tool_format.parse(body, tools)
-        call = parsed[0] if isinstance(parsed, list) else parsed
-        return bool(call["name"] == "f" and call["arguments"] == {"a": 1})
-    except Exception:  # a parser may raise anything on another format
-        return False
+    return parses(tool_format.parse, body)
 
 
 def _json_call(
@@ -142,7 +140,7 @@ def _json_call(
 ) -> str:
     before = writer.literal(syntax.before + function["name"] + syntax.between)
     schema = function.get("parameters") or _NO_PARAMETERS
-    arguments = _json_rule({**schema, "type": "object"})
+    arguments = _json_rule(_closed({**schema, "type": "object"}))
     return f"call_{index}: {before} {arguments} {writer.literal(syntax.after)}"
 
 
@@ -170,7 +168,7 @@ def _xml_value(writer: LarkWriter, rule: str, schema: Mapping[str, Any]) -> str:
         return f"{rule}: ({' | '.join(map(json.dumps, texts))}) {writer.literal(end)}"
     if schema.get("type", "string") == "string":  # its parser takes untyped values as text
         return f"{rule}[lazy]: {writer.until(end)}"
-    return f"{rule}: {_json_rule(schema)} {writer.literal(end)}"
+    return f"{rule}: {_json_rule(_closed(schema))} {writer.literal(end)}"
 
 
 def _resolved(part: Any, root: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,6 +178,27 @@ def _resolved(part: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     _, _, name = str(schema.get("$ref", "")).rpartition("/")
     targets = [each[name] for each in definitions.values() if name in each]
     return {**(targets[0] if targets else schema), **definitions}
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with no other keys than it names, where it does not say: none are invented.
+
+    An object that names no keys, or whose keys another part of the schema adds, stays open.
+    """
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    closed = {key: _closed_part(key, value) for key, value in schema.items()}
+    if schema.get("properties") and not _OPEN_KEYS & schema.keys():
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _closed_part(key: str, value: Any) -> Any:
+    if key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
+        return {name: _closed(each) for name, each in value.items()}
+    return _closed(value) if key in ("items", "prefixItems", "anyOf", "oneOf") else value
 
 
 def _json_rule(schema: Mapping[str, Any]) -> str:

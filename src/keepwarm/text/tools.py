@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.errors import BadInput
+from keepwarm.text.calls.begun import HARMONY_HEADER, HEADERS, JSON_HEADER, BegunCalls, CallHeader
 from keepwarm.text.request import Message, Tool, ToolCall
 from keepwarm.text.template import Template
 
@@ -55,6 +57,7 @@ class ToolFormat(CallMarkers):
     """The delimiters of a call, and the parser of the text between them."""
 
     parse: Parser = field(kw_only=True)
+    header: CallHeader | None = field(default=None, kw_only=True)  # None: calls are not JSON
 
     @property
     def markers(self) -> CallMarkers:
@@ -79,6 +82,11 @@ class CallReader:
         self.parallel = parallel
         self._tools = [dict(tool) for tool in tools]
         self._names = {tool["function"]["name"] for tool in tools}
+
+    def begin(self) -> BegunCalls:
+        """What is read after a delimiter that begins calls."""
+        most = sys.maxsize if self.parallel else 1
+        return BegunCalls(self.format.header, self._names, self._new_id, most)
 
     def read(self, body: str) -> list[ToolCall]:
         """The calls between two delimiters; empty if they are not well-formed."""
@@ -112,8 +120,22 @@ def tool_format(tokenizer: Any, template: Template) -> ToolFormat:
         return HARMONY
     if tokenizer.has_tool_calling:
         markers = tokenizer.tool_call_start, tokenizer.tool_call_end
-        return ToolFormat(*markers, parse=tokenizer.tool_parser)
+        header = HEADERS.get(markers[0], JSON_HEADER)
+        known = header if parses(tokenizer.tool_parser, header.example) else None
+        return ToolFormat(*markers, parse=tokenizer.tool_parser, header=known)
     return OURS
+
+
+def parses(parse: Parser, body: str) -> bool:
+    """Whether a parser reads this text as f(a=1)."""
+    properties = {"a": {"type": "integer"}}
+    tools = [{"function": {"name": "f", "parameters": {"properties": properties}}}]
+    try:
+        parsed = parse(body, tools)
+        call = parsed[0] if isinstance(parsed, list) else parsed
+        return bool(call["name"] == "f" and call["arguments"] == {"a": 1})
+    except Exception:  # a parser may raise anything on another format
+        return False
 
 
 def is_harmony(tokenizer: Any) -> bool:
@@ -216,8 +238,10 @@ def _parse_harmony(body: str, _tools: Any = None) -> dict[str, Any]:
     return {"name": match[1], "arguments": json.loads(match[2])}
 
 
-OURS = ToolFormat("<tool_call>", "</tool_call>", native=False, parse=_parse_ours)
-HARMONY = ToolFormat("to=functions.", "", parse=_parse_harmony)
+OURS = ToolFormat(
+    "<tool_call>", "</tool_call>", native=False, parse=_parse_ours, header=JSON_HEADER
+)
+HARMONY = ToolFormat("to=functions.", "", parse=_parse_harmony, header=HARMONY_HEADER)
 
 
 def signature_of(name: str, arguments: str) -> str:

@@ -136,11 +136,12 @@ def test_what_cannot_be_read_is_refused_by_name(content, param):
     assert error.value.param == param
 
 
-def test_an_answer_that_the_client_began_is_counted_but_not_continued():
+def test_an_answer_that_the_client_began_is_continued():
     begun = {"role": "assistant", "content": "The answer is ("}
-    assert len(asked(HELLO, begun, shape=CountRequest).messages) == 2
-    with pytest.raises(BadField, match="end with a user message"):
-        asked(HELLO, begun)
+    for shape in (CountRequest, MessagesRequest):
+        assert asked(HELLO, begun, shape=shape).partial_answer
+        assert len(asked(HELLO, begun, shape=shape).messages) == 2
+        assert not asked(HELLO, shape=shape).partial_answer
 
 
 # Wishes.

@@ -32,6 +32,7 @@ from keepwarm.text.request import (
     Result,
     Started,
     ToolCall,
+    ToolCallDelta,
     ToolCalled,
     Usage,
 )
@@ -160,6 +161,7 @@ class MessageStream:
         self._index = -1  # of the last block
         self._open: str | None = None  # type of the block that is open
         self._thinking: list[str] = []  # of that block
+        self._calls: list[str] = []  # ids of calls that were begun
         self._finished: Finished | None = None
 
     def event(self, event: Event) -> bytes:
@@ -171,8 +173,8 @@ class MessageStream:
                 )
             case Delta():
                 return self._delta(event)
-            case ToolCalled():
-                return self._tool_called(event.call)
+            case ToolCallDelta() | ToolCalled():
+                return self._call(event)
             case Finished():
                 self._finished = event
                 return self._close()
@@ -193,14 +195,24 @@ class MessageStream:
             self._thinking.append(event.reasoning)
             frames += self._piece("thinking_delta", thinking=event.reasoning)
         if event.text:
+            self._calls = []  # one that is still open was malformed: this is its text
             frames += self._ensure("text", {"text": ""})
             frames += self._piece("text_delta", text=event.text)
         return frames
 
-    def _tool_called(self, call: ToolCall) -> bytes:
-        start = self._begin("tool_use", {"id": call.id, "name": call.name, "input": {}})
-        arguments = self._piece("input_json_delta", partial_json=call.arguments)
-        return start + arguments + self._close()
+    def _call(self, event: ToolCallDelta | ToolCalled) -> bytes:
+        if isinstance(event, ToolCallDelta):
+            return self._write_call(event.id, event.name, event.arguments)
+        known = event.call.id in self._calls
+        return (b"" if known else self._write_call(*event.call)) + self._close()
+
+    def _write_call(self, call_id: str, name: str, arguments: str) -> bytes:
+        """A part of a call."""
+        start = b""
+        if call_id not in self._calls:
+            start = self._begin("tool_use", {"id": call_id, "name": name, "input": {}})
+            self._calls.append(call_id)
+        return start + self._piece("input_json_delta", partial_json=arguments)
 
     def _done(self, event: Done) -> bytes:
         ended = self._finished or Finished(0, "stop")

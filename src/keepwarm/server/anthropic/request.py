@@ -32,10 +32,6 @@ TTL_S = {"5m": 300.0, "1h": 3600.0}
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 THINKING = {"enabled": True, "disabled": False}  # otherwise the template decides
 ERROR_PREFIX = "Error: "  # before the result of a tool that failed
-PREFILL = (
-    "The last message has the role assistant, but this server cannot continue a prefilled answer; "
-    "end with a user message."
-)
 NO_THREADS = (
     "thread is not supported, because it names a conversation at Anthropic; omit it and send "
     "all messages: only the new ones are computed."
@@ -51,16 +47,18 @@ class EngineMessage(NamedTuple):
 
 
 def request_of(body: CountRequest, fields: RequestFields, settings: Settings) -> Request:
-    _check(body)
+    if isinstance(body, MessagesRequest) and body.thread:
+        raise NoThreads(NO_THREADS, "thread")
     given = expand_tool_references(body)
     unread = Unread("" if settings.skip_unreadable else _newest(given))
     converted = [*_system(body, unread)]
     converted += [each for i, m in enumerate(given) for each in _convert(m, i, unread)]
-    messages = [each.message for each in converted]
+    messages, is_partial = _split_partial([each.message for each in converted])
     output = body.output_config
     effort = output.effort if output else None
     return Request(
         messages=messages,
+        partial_answer=is_partial,
         unread=unread.kinds,
         tools=offered_tools(body),
         tool_choice=tool_choice_of(body),
@@ -70,7 +68,7 @@ def request_of(body: CountRequest, fields: RequestFields, settings: Settings) ->
         if output and output.format
         else None,
         sampling=_sampling(body) if isinstance(body, MessagesRequest) else Sampling(),
-        breakpoints=_breakpoints(body, converted),
+        breakpoints=_breakpoints(body, converted[: len(messages)]),
         **fields._asdict(),
     )
 
@@ -103,13 +101,13 @@ def _sampling(body: MessagesRequest) -> Sampling:
 # Messages
 
 
-def _check(body: CountRequest) -> None:
-    """Threads and prefilled answers are rejected; `count_tokens` accepts the latter."""
-    if isinstance(body, MessagesRequest) and body.thread:
-        raise NoThreads(NO_THREADS, "thread")
-    roles = [message.role for message in body.messages if message.role != "system"]
-    if isinstance(body, MessagesRequest) and roles[-1:] == ["assistant"]:
-        raise BadField(PREFILL, "messages")
+def _split_partial(messages: Sequence[Message]) -> tuple[list[Message], bool]:
+    """The messages, and whether the last is the beginning of the answer; an empty one is not."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant":
+        return list(messages), False
+    is_empty = not last["content"].strip() and not last.get("tool_calls")
+    return list(messages[:-1] if is_empty else messages), not is_empty
 
 
 def _newest(messages: Sequence[MessageIn]) -> str:

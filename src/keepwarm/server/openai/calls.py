@@ -47,16 +47,20 @@ class CallStyle(NamedTuple):
     def reason(self, reason: str) -> str:
         return "function_call" if self.legacy and reason == "tool_calls" else reason
 
-    def deltas(self, index: int, call: ToolCall) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Name and arguments apart, as clients expect."""
+    def begin(self, index: int, call_id: str, name: str) -> dict[str, Any]:
+        """The delta that begins a call: its name without arguments, as clients expect."""
         if self.legacy:
-            begun: dict[str, Any] = {"name": call.name, "arguments": ""}
-            return {"function_call": begun}, {"function_call": {"arguments": call.arguments}}
-        named: dict[str, Any] = {"index": index, **self._call(call._replace(arguments=""))}
-        rest: dict[str, Any] = {"function": {"arguments": call.arguments}}
-        if call.name in self.custom:
-            rest = {"custom": {"input": custom_input(call.arguments)}}
-        return {"tool_calls": [named]}, {"tool_calls": [{"index": index, **rest}]}
+            return {"function_call": {"name": name, "arguments": ""}}
+        return {"tool_calls": [{"index": index, **self._call(ToolCall(call_id, name, ""))}]}
+
+    def piece(self, index: int, name: str, arguments: str) -> dict[str, Any]:
+        """A delta of the arguments; of a custom tool they must be whole."""
+        if self.legacy:
+            return {"function_call": {"arguments": arguments}}
+        said: dict[str, Any] = {"function": {"arguments": arguments}}
+        if name in self.custom:
+            said = {"custom": {"input": custom_input(arguments)}}
+        return {"tool_calls": [{"index": index, **said}]}
 
     def _call(self, call: ToolCall) -> ToolCallOut | CustomToolCallOut:
         if call.name in self.custom:

@@ -37,6 +37,7 @@ from keepwarm.text.request import (
     Sampling,
     Started,
     TokenInfo,
+    ToolCallDelta,
     ToolCalled,
 )
 
@@ -52,12 +53,14 @@ def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> 
     tools = offered_tools(body)
     options = dict(body.chat_template_kwargs or {})
     thinking = options.pop("enable_thinking", None)
+    is_partial = _is_partial(body, options.pop("continue_final_message", None))
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
         thinking = body.reasoning_effort not in NOT_THINKING if thinking is None else thinking
     unread = Unread("" if settings.skip_unreadable else _newest(body.messages))
     return Request(
         messages=[_message(message, i, unread) for i, message in enumerate(body.messages)],
+        partial_answer=is_partial,
         unread=unread.kinds,
         tools=tools,
         tool_choice=tool_choice_of(body, tools),
@@ -68,6 +71,21 @@ def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> 
         n=body.n or 1,
         **fields._asdict(),
     )
+
+
+def _is_partial(body: ChatRequest, in_options: object) -> bool:
+    """Whether the last message is to be continued."""
+    name = "add_generation_prompt"
+    continues = bool(body.continue_final_message or in_options)
+    if continues and body.add_generation_prompt:
+        raise BadField(f"{name} and continue_final_message exclude each other; send one.", name)
+    if body.add_generation_prompt is False and not continues:
+        raise BadField(
+            f"{name} is false, and nothing asks for an answer then; omit it, or set "
+            "continue_final_message to continue the last message.",
+            name,
+        )
+    return continues
 
 
 def sampling_of(
@@ -207,14 +225,14 @@ class ChatStream(Chunks):
         self._n = n
         self._pieces = pieces
         self._calls = meta.calls
-        self._called = [0] * n  # tool calls so far
+        self._begun: list[list[str]] = [[] for _ in range(n)]  # ids of tool calls
 
     def event(self, event: Event) -> bytes:
         match event:
             case Delta():
                 return self._release() + self._delta(event)
-            case ToolCalled():
-                return self._release() + self._tool_called(event)
+            case ToolCallDelta() | ToolCalled():
+                return self._release() + self._call(event)
             case Finished():
                 end = self._choice(event.choice, {}, event.tokens)
                 return self._hold(end | {"finish_reason": self._calls.reason(event.reason)})
@@ -229,14 +247,38 @@ class ChatStream(Chunks):
         delta = {}
         if event.reasoning:
             delta["reasoning_content"] = delta["reasoning"] = event.reasoning
+        if event.text:  # of a call that was malformed, if one is still open
+            self._begun[event.choice] = [""] * len(self._begun[event.choice])
         if event.text or (self._pieces and event.tokens):
             delta["content"] = event.text
         return self._chunk(event.choice, delta, event.tokens) if delta else b""
 
-    def _tool_called(self, event: ToolCalled) -> bytes:
-        first, rest = self._calls.deltas(self._called[event.choice], event.call)
-        self._called[event.choice] += 1
-        return self._chunk(event.choice, first, event.tokens) + self._chunk(event.choice, rest)
+    def _call(self, event: ToolCallDelta | ToolCalled) -> bytes:
+        """A part of a call, or a whole one. The input of a custom tool is known at its end."""
+        choice = event.choice
+        if isinstance(event, ToolCallDelta):
+            if event.name in self._calls.custom:
+                return b""
+            begun = self._begin_call(choice, event.id, event.name)
+            return begun + self._arguments(choice, event.name, event.arguments)
+        call = event.call
+        if call.id in self._begun[choice]:
+            return self._chunk(choice, {}, event.tokens) if self._pieces else b""
+        begun = self._begin_call(choice, call.id, call.name, event.tokens)
+        return begun + self._arguments(choice, call.name, call.arguments)
+
+    def _begin_call(
+        self, choice: int, call_id: str, name: str, tokens: Sequence[TokenInfo] = ()
+    ) -> bytes:
+        begun = self._begun[choice]
+        if call_id in begun:
+            return b""
+        begun.append(call_id)
+        return self._chunk(choice, self._calls.begin(len(begun) - 1, call_id, name), tokens)
+
+    def _arguments(self, choice: int, name: str, arguments: str) -> bytes:
+        index = len(self._begun[choice]) - 1
+        return self._chunk(choice, self._calls.piece(index, name, arguments))
 
     def _chunk(self, index: int, delta: dict[str, Any], tokens: Sequence[TokenInfo] = ()) -> bytes:
         return self._framed({"choices": [self._choice(index, delta, tokens)]})

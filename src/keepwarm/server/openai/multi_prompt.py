@@ -18,6 +18,7 @@ from keepwarm.text.request import (
     Outcome,
     Result,
     Started,
+    ToolCallDelta,
     ToolCalled,
     sum_receipts,
     sum_usages,
@@ -69,6 +70,6 @@ class CombinedAnswer:
             queue.put_nowait(error)
 
     def _numbered(self, number: int, event: Event) -> Event:
-        if isinstance(event, Delta | ToolCalled | Finished):
+        if isinstance(event, Delta | ToolCallDelta | ToolCalled | Finished):
             return replace(event, choice=number * self._n + event.choice)
         return event

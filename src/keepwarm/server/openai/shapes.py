@@ -172,6 +172,12 @@ class ChatRequest(BaseCompletionRequest):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = Field(
+        default=None, description="The last message is the beginning of the answer."
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None, description="False only with `continue_final_message`."
+    )
 
 
 class CompletionRequest(BaseCompletionRequest):

@@ -6,15 +6,15 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from keepwarm.engine.answer import collect
 from keepwarm.server.http.problems import Problem
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.sse import AnswerLike, frame, new_id, progress_json
-from keepwarm.server.openai.calls import custom_input
 from keepwarm.server.openai.shapes import LogprobOut
 from keepwarm.server.openai.tokens import Pieces, chat_logprobs
+from keepwarm.server.responses.calls import CallItems, Frames
 from keepwarm.server.responses.request import OfferedTools, QualifiedName, encode_reasoning
 from keepwarm.server.responses.shapes import (
     Failure,
@@ -34,27 +34,13 @@ from keepwarm.text.request import (
     Result,
     Started,
     TokenInfo,
-    ToolCall,
+    ToolCallDelta,
     ToolCalled,
 )
 from keepwarm.text.sampling_rules import DrawRules
 
-Frames: TypeAlias = list[dict[str, Any]]
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
-
-
-class CallShape(NamedTuple):
-    """How a kind of call is written: as an item, and as events."""
-
-    item: str
-    prefix: str  # of ids
-    field: str  # what it is called with
-    event: str
-
-
-FUNCTION_CALL = CallShape("function_call", "fc_", "arguments", "response.function_call_arguments")
-CUSTOM_CALL = CallShape("custom_tool_call", "ctc_", "input", "response.custom_tool_call_input")
 
 
 @dataclass(frozen=True)
@@ -134,7 +120,8 @@ class BuiltAnswer:
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         async for event in self._answer:
-            self._builder.add(event)
+            if not isinstance(event, ToolCallDelta):  # a call that fails is text, as a whole
+                self._builder.add(event)
             yield event
 
 
@@ -151,6 +138,7 @@ class ResponseBuilder:
         self._item: dict[str, Any] | None = None  # the open item
         self._text: list[str] = []  # of the open item
         self._logprobs: list[LogprobOut] = []  # of the open item; empty for reasoning
+        self._calls = CallItems(options.names, response["output"])
         self._cut = False  # the answer reached its length limit
 
     def add(self, event: Event) -> Frames:
@@ -160,8 +148,8 @@ class ResponseBuilder:
             case Delta():
                 thought = self._write("reasoning", event.reasoning)
                 return thought + self._write("message", event.text, event.tokens)
-            case ToolCalled():
-                return self._close() + self._add_call(event.call)
+            case ToolCallDelta() | ToolCalled():
+                return self._close_text() + self._calls.add(event)
             case Finished():
                 self._cut = event.reason == "length"
                 self._add_logprobs(event.tokens)
@@ -220,6 +208,10 @@ class ResponseBuilder:
         return [*closed, self._item_event("added"), self._part_event("added", "")]
 
     def _close(self, status: str = "completed") -> Frames:
+        return self._calls.close() + self._close_text(status)
+
+    def _close_text(self, status: str = "completed") -> Frames:
+        """End the open message or reasoning."""
         item = self._item
         if item is None:
             return []
@@ -234,28 +226,8 @@ class ResponseBuilder:
         self._item, self._text, self._logprobs = None, [], []
         return frames
 
-    def _add_call(self, call: ToolCall) -> Frames:
-        name = self._options.names.get(call.name, QualifiedName(call.name))
-        shape = CUSTOM_CALL if name.custom else FUNCTION_CALL
-        said = custom_input(call.arguments) if name.custom else call.arguments
-        item: dict[str, Any] = {"type": shape.item, "id": new_id(shape.prefix), "call_id": call.id}
-        item |= {"name": name.name, shape.field: "", "status": "in_progress"}
-        if name.namespace:
-            item["namespace"] = name.namespace
-        position = {"item_id": item["id"], "output_index": self._index}
-        done = item | {shape.field: said, "status": "completed"}
-        whole = {shape.field: said} if name.custom else {"name": name.name, shape.field: said}
-        frames = [
-            self._item_event("added", item),
-            {"type": f"{shape.event}.delta", **position, "delta": said},
-            {"type": f"{shape.event}.done", **position, **whole},
-            self._item_event("done", done),
-        ]
-        self.response["output"].append(done)
-        return frames
-
-    def _item_event(self, what: str, item: dict[str, Any] | None = None) -> dict[str, Any]:
-        shown = dict(item or self._item or {})
+    def _item_event(self, what: str) -> dict[str, Any]:
+        shown = dict(self._item or {})
         return {"type": f"response.output_item.{what}", "output_index": self._index, "item": shown}
 
     def _part_event(self, what: str, text: str) -> dict[str, Any]:

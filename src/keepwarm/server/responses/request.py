@@ -134,6 +134,8 @@ def messages_of(items: Sequence[Item], unread: Unread) -> list[Message]:
     for index, item in enumerate(items):
         where = f"input[{index}]"
         rank = _rank(item)
+        if _is_broken_call(item):
+            continue
         if rank is None:
             messages.append(_other(item, where, unread))
         else:
@@ -142,6 +144,12 @@ def messages_of(items: Sequence[Item], unread: Unread) -> list[Message]:
             _add(messages[-1], item, where, unread)
         last = -1 if rank is None else rank
     return list(messages)
+
+
+def _is_broken_call(item: Item) -> bool:
+    """A call of a stream that was cut off or malformed: a message with its text follows."""
+    status = (item.model_extra or {}).get("status")
+    return _kind(item) == "function_call" and status == "incomplete"
 
 
 def _kind(item: Item) -> str:

@@ -1,0 +1,4 @@
+"""Tool calls while a model still writes them.
+
+Imports `text`.
+"""
