@@ -23,7 +23,7 @@ chat: install
 	$(BIN)/keepwarm chat $(ARGS)
 
 test: install
-	MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
+	PYTHONDONTWRITEBYTECODE= MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
 lint: install
 	$(BIN)/ruff format --check src tests benchmarks examples experiments
@@ -38,7 +38,7 @@ bench: install
 	$(BIN)/keepwarm bench $(ARGS)
 
 soak: install
-	MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest --soak $(ARGS)
+	PYTHONDONTWRITEBYTECODE= MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest --soak $(ARGS)
 
 mutants: install
 	nice -n 19 $(BIN)/python -m benchmarks.mutation $(ARGS)

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.caches import GEMMA_12B, LLAMA_8B, SMALL, Shape
 from benchmarks.measure import Peak, Skipped, peak_growth, reason_to_skip
 
-from benchmarks import batch
+from benchmarks import batch, store
 from benchmarks import kv as single
 from keepwarm import kv
 from keepwarm.bench.measure import in_child
@@ -36,11 +36,12 @@ def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """One run on small caches: its output and its JSON file."""
-    file = tmp_path_factory.mktemp("bench") / "results.json"
-    run = bench("--quick", "--json", file)
+    """One run on small caches: its output, its JSON file and its drawing."""
+    folder = tmp_path_factory.mktemp("bench")
+    file, drawing = folder / "results.json", folder / "store.png"
+    run = bench("--quick", "--json", file, "--plot", drawing)
     assert run.returncode == 0, run.stderr
-    return run.stdout, file.read_text()
+    return run.stdout, file.read_text(), drawing.read_bytes()
 
 
 def test_everything_is_measured(quick):
@@ -55,6 +56,17 @@ def test_everything_is_measured(quick):
     assert {p["what"] for p in found["peaks"]} == {"save", "restore"}
     assert {len(d["lengths"]) for d in found["densities"]} == {1, 2, 4, 8}
     assert found["skipped"] == []
+
+
+def test_the_store_is_measured_and_drawn(quick):
+    found = json.loads(quick[1])
+    n_samples = {speed["what"]: len(speed["seconds"]) for speed in found["speeds"]}
+    assert n_samples["put"] == n_samples["write"] == store.SAMPLES
+    assert n_samples["restore, warm"] == n_samples["read, warm"] == store.READ_SAMPLES
+    assert {cost["n_blocks"] for cost in found["costs"]} == {100, 1000}
+    assert "mx.load, warm" in n_samples
+    assert "mx.load, warm" in quick[0]
+    assert quick[2].startswith(b"\x89PNG")
 
 
 def test_raw_samples_are_kept(quick):

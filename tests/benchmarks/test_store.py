@@ -1,6 +1,5 @@
 """The benchmark of the store, and the memory bound of a restore."""
 
-import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,7 +17,7 @@ from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.names import path_of
 from keepwarm.store.record import Part
 from keepwarm.store.tiers import Tiers
-from tests.benchmarks.test_operations import MEDIUM, bench
+from tests.benchmarks.test_operations import MEDIUM
 
 TINY = Shape("tiny", n_layers=2, n_heads=2, width=16)
 
@@ -35,21 +34,6 @@ def tiny(tmp_path):
     disk = filled_store(TINY, 600, tmp_path / "store")
     yield disk
     disk.close()
-
-
-def test_everything_is_measured_and_drawn(tmp_path):
-    file, drawing = tmp_path / "store.json", tmp_path / "store.png"
-    run = bench("store", "--quick", "--json", file, "--plot", drawing)
-    assert run.returncode == 0, run.stderr
-    found = json.loads(file.read_text())
-    speeds = {speed["what"] for speed in found["speeds"]}
-    assert {"put", "write", "restore, warm", "mx.load, warm", "read, warm"} <= speeds
-    assert {cost["n_blocks"] for cost in found["costs"]} == {100, 1000}
-    n_samples = {speed["what"]: len(speed["seconds"]) for speed in found["speeds"]}
-    assert n_samples["put"] == n_samples["write"] == store.SAMPLES
-    assert n_samples["restore, warm"] == n_samples["read, warm"] == store.READ_SAMPLES
-    assert "mx.load, warm" in run.stdout
-    assert drawing.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_rival_assembles_the_same_bytes(tiny):

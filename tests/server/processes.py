@@ -112,7 +112,7 @@ def main(checkpoint: str) -> None:
         app = create_app(EngineHost(engine, model.name), settings)
         sys.stdout.write(f"answers at {address_of(listening)}\n")
         sys.stdout.flush()
-        serve(app, settings, listening)
+        serve(lambda: app, settings, listening)
 
 
 if __name__ == "__main__":
