@@ -31,12 +31,14 @@ from keepwarm.server.manage.transfers import Transfers, remove_old_bundles
 from keepwarm.server.openai import routes as openai
 from keepwarm.server.request_log import REQUEST_ID_HEADER, RequestLog
 from keepwarm.server.responses import routes as responses
+from keepwarm.server.responses.background import BackgroundResponses
 from keepwarm.server.responses.kept_responses import KeptResponses
 
 ROUTERS = (
     health.router,
     openai.router,
     responses.router,
+    responses.conversations,
     anthropic.router,
     agents.router,
     agents.admin_router,
@@ -69,6 +71,7 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
     app.state.settings = settings
     app.state.bundle_keys = BundleKeys.of(settings)
     app.state.responses = KeptResponses(lambda: host.engine.store, settings.response_ttl_s)
+    app.state.background = BackgroundResponses(app.state.responses)
     app.state.transfers = Transfers()
     app.state.resident = admin.ResidentModel(host, settings)
     app.state.metrics = metrics.Metrics(host)
@@ -91,6 +94,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.host.start_warmer()
     with app.state.dashboard.record_history():
         yield
+    await app.state.background.close()
     app.state.transfers.close()
     await asyncio.to_thread(app.state.responses.close)
     await asyncio.to_thread(app.state.host.close)

@@ -251,7 +251,7 @@ def test_the_session_of_codex_is_an_agent(live, client):
     ("fields", "param"),
     [
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -274,7 +274,7 @@ def test_what_is_wrong_is_named(client, fields, param):
 @pytest.mark.parametrize(
     ("fields", "instead"),
     [
-        ({"background": True}, "stream"),
+        ({"background": True, "store": False}, "omit store"),
         ({"conversation": {"id": "conv_1"}}, "previous_response_id"),
         ({"prompt": {"id": "pmpt_1"}}, "instructions"),
     ],

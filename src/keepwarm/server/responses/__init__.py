@@ -1,5 +1,5 @@
 """OpenAI's responses.
 
 Imports `cache`, `cache.restore`, `cache.texts`, `engine`, `server`, `server.http`,
-`server.openai`, `text`.
+`server.openai`, `session`, `text`.
 """

@@ -79,30 +79,50 @@ def initial_response(
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,
-        "status": "in_progress",
+        "status": "queued" if body.background else "in_progress",
         "error": None,
         "incomplete_details": None,
-        "background": False,
+        "background": bool(body.background),
+        "conversation": None,
         "instructions": body.instructions,
+        "frequency_penalty": asked.sampling.frequency_penalty,
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "model": model,
         "output": [],
         "parallel_tool_calls": asked.tool_choice.parallel,
+        "presence_penalty": asked.sampling.presence_penalty,
         "previous_response_id": body.previous_response_id,
+        "prompt": None,
         "prompt_cache_key": body.prompt_cache_key,
+        "prompt_cache_retention": None,
         "reasoning": {"effort": None, "summary": None} | given.get("reasoning", {}),
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
         "store": body.store is not False,
         "temperature": rules.temperature,
         "text": {"format": {"type": "text"}} | given.get("text", {}),
         "tool_choice": given.get("tool_choice", "auto"),
-        "tools": given.get("tools", []),
+        "tools": [_shown_tool(tool) for tool in given.get("tools", [])],
         "top_logprobs": asked.sampling.top_logprobs or 0,
         "top_p": rules.top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
+        "access_programs": None,
+        "image": None,
+        "moderation": None,
+        "prompt_cache_diagnostics": None,
+        "prompt_cache_options": None,
+        "tool_usage": None,
     }
+
+
+def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as it was sent; a function with all of its fields."""
+    optional = ("description", "parameters", "strict") if tool["type"] == "function" else ()
+    return dict.fromkeys(optional) | tool
 
 
 class BuiltAnswer:
@@ -144,6 +164,7 @@ class ResponseBuilder:
     def add(self, event: Event) -> Frames:
         match event:
             case Started():
+                self.response["status"] = "in_progress"
                 return [self.state("created"), self.state("in_progress")]
             case Delta():
                 thought = self._write("reasoning", event.reasoning)
@@ -164,6 +185,12 @@ class ResponseBuilder:
         self.response["status"] = "failed"
         return [*self._close("incomplete"), self.state("failed")]
 
+    def cancel(self) -> Frames:
+        """End the response at the client's wish."""
+        events = self._close("incomplete")
+        self.response["status"] = "cancelled"
+        return [*events, self.state("incomplete")]
+
     def state(self, name: str) -> dict[str, Any]:
         """An event with the response as it is now."""
         return {"type": f"response.{name}", "response": dict(self.response)}
@@ -174,7 +201,7 @@ class ResponseBuilder:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         self.response["status"] = status
         self.response["completed_at"] = int(time.time())
-        self.response["usage"] = _usage(event, self._options.writes)
+        self.response["usage"] = usage_of(event, self._options.writes)
         self.response["keepwarm"] = _receipt(event, self._options)
         self._on_done(self.response)
         return self.state(status)
@@ -280,12 +307,18 @@ class ResponseStream:
     def problem(self, problem: Problem) -> bytes:
         return self._frames(self._builder.fail(problem))
 
+    def frames(self, events: Frames) -> list[bytes]:
+        """One for each event, numbered."""
+        first, self._sent = self._sent, self._sent + len(events)
+        return numbered_frames(events, first)
+
     def _frames(self, events: Frames) -> bytes:
-        frames = []
-        for event in events:
-            frames.append(frame(json.dumps(event | {"sequence_number": self._sent}), event["type"]))
-            self._sent += 1
-        return b"".join(frames)
+        return b"".join(self.frames(events))
+
+
+def numbered_frames(events: Frames, first: int = 0) -> list[bytes]:
+    numbered = [event | {"sequence_number": n} for n, event in enumerate(events, first)]
+    return [frame(json.dumps(event), event["type"]) for event in numbered]
 
 
 def failed_stream(response: ResponseOut, problem: Problem) -> bytes:
@@ -303,7 +336,7 @@ def _failure(problem: Problem) -> Failure:
     return {"code": code, "message": problem.message}
 
 
-def _usage(event: Done, writes: bool) -> ResponseUsage:
+def usage_of(event: Done, writes: bool) -> ResponseUsage:
     usage = event.usage
     return {
         "input_tokens": usage.prompt_tokens,

@@ -34,7 +34,12 @@ class KeptResponses:
         self._ttl_s = ttl_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._unwritten: set[str] = set()  # names
+        self._on_forget: Callable[[], None] = lambda: None
         self._files = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-responses")
+
+    def on_forget(self, listener: Callable[[], None]) -> None:
+        """Call the listener on the event loop when anything was deleted."""
+        self._on_forget = listener
 
     async def begin(self) -> int:
         """Before a request reads anything that is stored: the store's generation, for `put`."""
@@ -84,7 +89,15 @@ class KeptResponses:
         """From any thread: drop from memory what any process has deleted."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._store.forget, deletions.include)
+                self._loop.call_soon_threadsafe(self._forget, deletions)
+
+    def _forget(self, deletions: Deletions) -> None:
+        self._store.forget(deletions.include)
+        self._on_forget()
+
+    def holds(self, tenant: str, response_id: str) -> bool:
+        """Whether this response is in memory."""
+        return self._store.find(tenant, response_id) is not None
 
     def item(self, tenant: str, item_id: str) -> Item | None:
         """The item with this id, among the responses in memory."""

@@ -30,7 +30,7 @@ LOGPROBS = "message.output_text.logprobs"  # a value of `include`
 NAMESPACE_SEPARATOR = "__"  # between namespace and function name
 
 # The order of items within one assistant turn; an item of a lower rank begins a new turn.
-RANKS = {"reasoning": 0, "message": 1, "function_call": 2, "custom_tool_call": 2}
+RANKS = {"reasoning": 0, "message": 1, "compaction": 1, "function_call": 2, "custom_tool_call": 2}
 OUTPUT = "_output"  # types of tool results end with it
 READ_OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output"})
 
@@ -171,6 +171,8 @@ def _add(message: dict[str, Any], item: Item, where: str, unread: Unread) -> Non
                 message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
         case "function_call" | "custom_tool_call":
             message.setdefault("tool_calls", []).append(_call(item, where))
+        case "compaction":
+            message["content"] += decode_reasoning(item.encrypted_content)
         case "message":
             message["content"] += text_of(item.content, f"{where}.content", unread)
         case kind:
@@ -290,6 +292,8 @@ def _sampling(body: ResponsesRequest) -> Sampling:
         max_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
         top_logprobs=_top_logprobs(body),
     )
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, TypeAlias
 
-from fastapi import Depends, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from keepwarm.config import Settings
 from keepwarm.engine.engine import Engine
@@ -20,6 +21,8 @@ from keepwarm.server.http.sse import STREAM_HEADERS, EventStream, WholeAnswer, a
 from keepwarm.server.http.turns import Turn
 from keepwarm.server.openai.shapes import OpenAIErrorOut
 from keepwarm.server.openai.tokens import Pieces
+from keepwarm.server.responses.background import BackgroundResponses, RunningResponse
+from keepwarm.server.responses.compacting import compacted
 from keepwarm.server.responses.events import (
     BuiltAnswer,
     ResponseBuilder,
@@ -27,11 +30,15 @@ from keepwarm.server.responses.events import (
     answer_options_of,
     failed_stream,
     initial_response,
+    numbered_frames,
 )
 from keepwarm.server.responses.kept_responses import KeptResponses
+from keepwarm.server.responses.replay import replayed
 from keepwarm.server.responses.request import items_of, offered_tools, request_of
 from keepwarm.server.responses.response_store import StoredResponse
 from keepwarm.server.responses.shapes import (
+    CompactedOut,
+    CompactRequest,
     DeletedOut,
     InputRequest,
     Item,
@@ -41,14 +48,13 @@ from keepwarm.server.responses.shapes import (
     ResponseTokensOut,
 )
 from keepwarm.server.responses.truncation import truncate
+from keepwarm.session.compaction import Compaction
 from keepwarm.text import request as engine_request
 from keepwarm.text.bounds.deadline import PrepareDeadline
 
 UNSUPPORTED = {
-    "background": "background is not supported, because responses are not queued; omit it, and use "
-    "stream to follow a long answer.",
-    "conversation": "conversation is not supported, because it names items stored at OpenAI; "
-    "continue with previous_response_id, or send all items as input.",
+    "conversation": "conversation is not supported, because this server stores responses, not "
+    "conversations; continue with previous_response_id, or send all items as input.",
     "prompt": "prompt is not supported, because it names a template stored at OpenAI; send its "
     "text as instructions or input.",
 }
@@ -63,6 +69,7 @@ router = api_router(
 )
 
 
+conversations = APIRouter(prefix="/v1/conversations", include_in_schema=False)
 BuildRequest: TypeAlias = Callable[[Sequence[Item]], engine_request.Request]
 
 
@@ -71,7 +78,37 @@ class TenantResponses:
 
     def __init__(self, request: Request) -> None:
         self._kept: KeptResponses = request.app.state.responses
+        self.background: BackgroundResponses = request.app.state.background
         self._tenant: str = getattr(request.state, "tenant", "")
+
+    def run(
+        self,
+        answer: ObservedAnswer,
+        builder: ResponseBuilder,
+        save: Callable[[ResponseOut], None],
+    ) -> RunningResponse:
+        """Go on with an answer in the background."""
+        running = RunningResponse(answer, builder, save)
+        self.background.add(self._tenant, running)
+        return running
+
+    async def cancel(self, response_id: str) -> None:
+        await self.background.cancel(self._tenant, response_id)
+
+    async def shown(self, response_id: str) -> ResponseOut:
+        """The response as it is now."""
+        running = self.background.running(self._tenant, response_id)
+        return running.response if running else (await self.get(response_id)).response
+
+    async def stream(self, response_id: str, after: int) -> Response:
+        """The events behind this number; of one that runs also those that are to come."""
+        if running := self.background.running(self._tenant, response_id):
+            return _followed(running, after)
+        response = (await self.get(response_id)).response
+        if ended := self.background.ended(self._tenant, response_id):
+            return _followed(ended, after)
+        frames = numbered_frames(replayed(response))[after + 1 :]
+        return _event_stream(b"".join(frames))
 
     async def begin(self) -> int:
         return await self._kept.begin()
@@ -80,6 +117,8 @@ class TenantResponses:
         return await self._kept.get(self._tenant, response_id)
 
     async def delete(self, response_id: str) -> None:
+        await self.cancel(response_id)
+        self.background.forget(self._tenant, response_id)
         await self._kept.delete(self._tenant, response_id)
 
     def save(
@@ -139,6 +178,8 @@ async def create_response(
     """Answer a conversation, as one object or as a stream of events."""
     host.check_model(body.model)
     _reject_unsupported(body)
+    if body.background:
+        answers.background.check(body.store)
     since = await answers.begin()
     items = await answers.conversation(body)
     build = request_builder(body, request, settings)
@@ -158,9 +199,18 @@ async def create_response(
     n_given = len(items_of(body.input))
     save = partial(answers.save, asked, items, n_given, since)
     builder = ResponseBuilder(response, options, save)
+    if body.background:
+        running = answers.run(answer, builder, save)
+        return _followed(running) if body.stream else JSONResponse(running.response)
     if body.stream:
         return EventStream(answer, ResponseStream(builder))
     return WholeAnswer(BuiltAnswer(answer, builder), lambda _: builder.response)
+
+
+def _followed(running: RunningResponse, after: int = -1) -> Response:
+    """What goes on in the background, as a stream; if the client goes away, it still does."""
+    media_type = EventStream.media_type
+    return StreamingResponse(running.follow(after), headers=STREAM_HEADERS, media_type=media_type)
 
 
 async def _submit(
@@ -182,7 +232,10 @@ async def _submit(
 
 def _failed_stream(response: ResponseOut, problem: Problem) -> Response:
     """Clients that stream learn from its event that they must shorten the conversation."""
-    events = failed_stream(response, problem)
+    return _event_stream(failed_stream(response, problem))
+
+
+def _event_stream(events: bytes) -> Response:
     return Response(events, headers=STREAM_HEADERS, media_type=EventStream.media_type)
 
 
@@ -221,10 +274,46 @@ async def count_input_tokens(
     return {"object": "response.input_tokens", "input_tokens": n_tokens}
 
 
-@router.get("/{response_id}")
-async def show_response(response_id: str, answers: Answers) -> ResponseOut:
-    """A stored response."""
-    return (await answers.get(response_id)).response
+@router.post("/compact", responses={200: {"model": CompactedOut}})
+async def compact(
+    body: CompactRequest,
+    request: Request,
+    host: Host,
+    settings: Config,
+    *,
+    answers: Answers,
+    turn: InTurn,
+) -> Response:
+    """Replace a conversation by its user's messages and the model's summary of it."""
+    host.check_model(body.model)
+    items = await answers.conversation(body)
+    build = request_builder(body, request, settings)
+    asked = await turn.build(lambda: build(items))
+    summary = Compaction(
+        host.engine, asked, asked.messages or (), max_tokens=body.max_output_tokens
+    )
+    answer = await host.submit(summary.request, turn)
+    return WholeAnswer(answer, lambda result: compacted(items, result, asked.policy.writes))
+
+
+@router.get("/{response_id}", response_model=None, responses=answer_docs(ResponseOut))
+async def show_response(
+    response_id: str, answers: Answers, stream: bool = False, starting_after: int = -1
+) -> Response | ResponseOut:
+    """A stored response, or one in the background as it is now; with `stream`, its events."""
+    if stream:
+        return await answers.stream(response_id, max(-1, starting_after))
+    return await answers.shown(response_id)
+
+
+@router.post("/{response_id}/cancel")
+async def cancel_response(response_id: str, answers: Answers) -> ResponseOut:
+    """End a response in the background; one that has ended stays as it is."""
+    await answers.cancel(response_id)
+    shown = await answers.shown(response_id)
+    if not shown["background"]:
+        raise BadField("Only a response in the background can be cancelled.", "response_id")
+    return shown
 
 
 @router.get("/{response_id}/input_items")
@@ -247,6 +336,17 @@ async def delete_response(response_id: str, answers: Answers) -> DeletedOut:
     """Delete a stored response."""
     await answers.delete(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
+
+
+@conversations.api_route("", methods=["GET", "POST", "DELETE"])
+@conversations.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
+async def refuse_conversations() -> None:
+    """OpenAI's conversations are refused by name."""
+    raise BadField(
+        "Conversations are not supported, because this server stores responses; continue with "
+        "previous_response_id, or with an agent of /v1/agents.",
+        "conversation",
+    )
 
 
 def _reject_unsupported(body: ResponsesRequest) -> None:

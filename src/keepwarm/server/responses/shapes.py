@@ -14,7 +14,8 @@ from keepwarm.server.http.request_fields import KeepwarmOptions
 
 MAX_METADATA = 16
 
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA)]
 # Of a function text or parts; other tools have objects of their own.
 Output = Annotated[str | Members[ContentPart] | Any, Field(union_mode="left_to_right")]
@@ -104,9 +105,18 @@ class ResponsesRequest(InputRequest):
     top_p: TopP | None = None
     include: Members[str] | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    max_tool_calls: int | None = Field(
+        default=None, ge=1, description="Of tools that run on servers; here none do."
+    )
     store: bool | None = None
     stream: bool | None = None
-    background: bool | None = Field(default=None, description="Rejected: not supported.")
+    background: bool | None = Field(
+        default=None, description="Answer at once, and go on without the client."
+    )
+    service_tier: str | None = Field(default=None, description="There is one: `default`.")
+    safety_identifier: str | None = None
     conversation: Any = Field(default=None, description="Rejected: use previous_response_id.")
     prompt: Any = Field(default=None, description="Rejected: send the text itself.")
     metadata: Metadata | None = None
@@ -114,6 +124,10 @@ class ResponsesRequest(InputRequest):
         default=None, description="`auto`: drop the oldest turns if the context is exceeded."
     )
     user: str | None = None
+
+
+class CompactRequest(InputRequest):
+    max_output_tokens: int | None = Field(default=None, ge=1, description="Of the summary.")
 
 
 class ResponseReceipt(ReceiptOut):
@@ -160,15 +174,23 @@ class ResponseOut(TypedDict):
     error: Failure | None
     incomplete_details: IncompleteDetails | None
     background: bool
+    conversation: None
     instructions: str | None
+    frequency_penalty: float
     max_output_tokens: int | None
+    max_tool_calls: int | None
     metadata: dict[str, str]
     model: str
     output: list[dict[str, Any]]
     parallel_tool_calls: bool
+    presence_penalty: float
     previous_response_id: str | None
+    prompt: None
     prompt_cache_key: str | None
+    prompt_cache_retention: None
     reasoning: dict[str, Any]
+    safety_identifier: str | None
+    service_tier: Literal["default"]
     store: bool
     temperature: float
     text: dict[str, Any]
@@ -179,6 +201,13 @@ class ResponseOut(TypedDict):
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     user: str | None
+    # What only OpenAI's service has.
+    access_programs: None
+    image: None
+    moderation: None
+    prompt_cache_diagnostics: None
+    prompt_cache_options: None
+    tool_usage: None
     keepwarm: NotRequired[ResponseReceipt]
 
 
@@ -186,6 +215,17 @@ class DeletedOut(TypedDict):
     id: str
     object: Literal["response"]
     deleted: bool
+
+
+class CompactedOut(TypedDict):
+    """The user's messages, and one item with the summary of all else."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[dict[str, Any]]
+    usage: ResponseUsage
+    keepwarm: ReceiptOut
 
 
 class ItemList(TypedDict):

@@ -1,0 +1,136 @@
+"""Responses that go on without their client: it looks at them, follows or cancels them by id."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+from keepwarm.errors import BadField, Busy, Cancelled
+from keepwarm.server.http.problems import problem_of
+from keepwarm.server.http.sse import AnswerLike, comment
+from keepwarm.server.responses.calls import Frames
+from keepwarm.server.responses.events import ResponseBuilder, ResponseStream
+from keepwarm.server.responses.kept_responses import KeptResponses
+from keepwarm.server.responses.shapes import ResponseOut
+
+MAX_RUNNING = 64  # of all keys
+MAX_ENDED = 16  # whose events can still be followed by their numbers
+KEEP_ALIVE_S = 1.0
+LOG = logging.getLogger(__name__)
+
+
+class RunningResponse:
+    """One response, with all events so far."""
+
+    def __init__(
+        self, answer: AnswerLike, builder: ResponseBuilder, save: Callable[[ResponseOut], None]
+    ) -> None:
+        """`save` stores a response that was cancelled or failed; the builder does all others."""
+        self._answer = answer
+        self._builder = builder
+        self._save = save
+        self._stream = ResponseStream(builder)
+        self._sent: list[bytes] = []
+        self._news = asyncio.Event()
+        self.task = asyncio.create_task(self._run())
+
+    @property
+    def response(self) -> ResponseOut:
+        """As it is now."""
+        return self._builder.response
+
+    async def cancel(self) -> None:
+        self._answer.cancel()
+        await asyncio.wait({self.task})
+
+    async def follow(self, after: int = -1) -> AsyncIterator[bytes]:
+        """The events behind this number, also those that are still to come."""
+        following = after + 1
+        while True:
+            news, has_ended = self._news, self.task.done()
+            for sent in self._sent[following:]:
+                yield sent
+                following += 1
+            if has_ended:
+                return
+            if following >= len(self._sent):
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(news.wait(), KEEP_ALIVE_S)
+                    continue
+                yield comment(None)
+
+    async def _run(self) -> None:
+        try:
+            async for event in self._answer:
+                self._add(self._builder.add(event))
+        except Cancelled:
+            self._end(self._builder.cancel())
+        except Exception as error:
+            problem = problem_of(error)
+            if problem.status == 500:
+                LOG.exception("A response in the background failed")
+            self._end(self._builder.fail(problem))
+        finally:
+            self._news.set()
+
+    def _end(self, events: Frames) -> None:
+        self._add(events)
+        self._save(self.response)
+
+    def _add(self, events: Frames) -> None:
+        self._sent += self._stream.frames(events)
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+
+class BackgroundResponses:
+    """Those of all tenants, for the event loop. Close it."""
+
+    def __init__(self, kept: KeptResponses) -> None:
+        self._kept = kept
+        self._running: dict[tuple[str, str], RunningResponse] = {}
+        self._ended: OrderedDict[tuple[str, str], RunningResponse] = OrderedDict()
+        kept.on_forget(self._ended.clear)
+
+    def check(self, store: bool | None) -> None:
+        """Raise if no response may be added with this `store`."""
+        if store is False:
+            raise BadField(
+                "background needs store, because the response is fetched by its id; omit store.",
+                "background",
+            )
+        if len(self._running) >= MAX_RUNNING:
+            raise Busy(f"{MAX_RUNNING} responses already run in the background; retry later.")
+
+    def add(self, tenant: str, running: RunningResponse) -> None:
+        key = tenant, running.response["id"]
+        self._running[key] = running
+        running.task.add_done_callback(lambda _: self._end(key))
+
+    def running(self, tenant: str, response_id: str) -> RunningResponse | None:
+        return self._running.get((tenant, response_id))
+
+    def ended(self, tenant: str, response_id: str) -> RunningResponse | None:
+        """One that has ended a short while ago."""
+        return self._ended.get((tenant, response_id))
+
+    async def cancel(self, tenant: str, response_id: str) -> None:
+        """If it runs, end it."""
+        if running := self._running.get((tenant, response_id)):
+            await running.cancel()
+
+    def forget(self, tenant: str, response_id: str) -> None:
+        self._ended.pop((tenant, response_id), None)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(running.cancel() for running in list(self._running.values())))
+
+    def _end(self, key: tuple[str, str]) -> None:
+        running = self._running.pop(key)
+        if self._kept.holds(*key):  # its agent may have been deleted
+            self._ended[key] = running
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)

@@ -1,0 +1,163 @@
+"""Responses without a client: in the background, cancelled, followed, replayed, compacted."""
+
+import time
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import Response
+
+from tests.server.conftest import wait_until
+
+WORDS = "Tell me about foxes."
+TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
+ENDLESS = 8_000  # tokens: nobody waits for their end
+# What the Open Responses schema requires, beside what OpenAI's SDK knows.
+OPEN_RESPONSES = {
+    *("id", "object", "created_at", "completed_at", "status", "incomplete_details", "model"),
+    *("previous_response_id", "instructions", "output", "error", "tools", "tool_choice"),
+    *("truncation", "parallel_tool_calls", "text", "top_p", "presence_penalty"),
+    *("frequency_penalty", "top_logprobs", "temperature", "reasoning", "user", "usage"),
+    *("max_output_tokens", "max_tool_calls", "store", "background", "service_tier", "metadata"),
+    *("safety_identifier", "prompt_cache_key"),
+}
+
+
+@pytest.fixture(scope="module")
+def client(live):
+    return live.openai()
+
+
+def ask(client, n_tokens=4, **options):
+    asked = {"model": "x", "input": WORDS, "max_output_tokens": n_tokens, **options}
+    return client.responses.create(**asked)
+
+
+def ended(client, response):
+    """The response when it has ended; a test that hangs here has failed."""
+    for _ in range(600):
+        found = client.responses.retrieve(response.id)
+        if found.status not in ("queued", "in_progress"):
+            return found
+        time.sleep(0.1)
+    raise AssertionError(found.status)
+
+
+def test_every_field_of_the_published_schemas_is_there(live):
+    body = {"input": WORDS, "max_output_tokens": 1, "tools": [TOOL], "presence_penalty": 0.5}
+    body |= {"frequency_penalty": -0.5, "max_tool_calls": 3, "safety_identifier": "me"}
+    response = live.post("/v1/responses", body).json()
+    assert response.keys() >= OPEN_RESPONSES | Response.model_fields.keys()
+    assert response["tools"] == [TOOL | {"description": None, "strict": None}]
+    assert (response["presence_penalty"], response["frequency_penalty"]) == (0.5, -0.5)
+    assert (response["max_tool_calls"], response["safety_identifier"]) == (3, "me")
+    assert response["service_tier"] == "default"
+
+
+def test_penalties_change_the_answer(client):
+    """Without them the tiny model repeats itself."""
+    plain = ask(client, 24).output_text
+    other = ask(client, 24, extra_body={"presence_penalty": 2, "frequency_penalty": 2}).output_text
+    assert plain != other
+
+
+def test_a_response_in_the_background_is_fetched_when_it_is_done(client):
+    begun = ask(client, background=True)
+    assert begun.background
+    assert begun.status in ("queued", "in_progress")
+    done = ended(client, begun)
+    assert done.status == "incomplete"  # by its length
+    assert done.output_text == ask(client).output_text
+    again = ask(client, previous_response_id=begun.id)
+    assert again.usage.input_tokens > done.usage.input_tokens
+
+
+def test_it_is_followed_from_any_event_on(client):
+    with ask(client, background=True, stream=True) as stream:
+        first = next(iter(stream))  # and the client goes away
+    response = first.response
+    done = ended(client, response)
+    events = list(client.responses.retrieve(response.id, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created"
+    assert events[-1].response.output_text == done.output_text
+    rest = client.responses.retrieve(response.id, stream=True, starting_after=3)
+    assert list(rest) == events[4:]
+
+
+def test_it_is_cancelled(client):
+    begun = ask(client, ENDLESS, background=True)
+    cancelled = client.responses.cancel(begun.id)
+    assert cancelled.status == "cancelled"
+    assert client.responses.cancel(begun.id).status == "cancelled"
+    assert client.responses.retrieve(begun.id).status == "cancelled"
+    *_, last = client.responses.retrieve(begun.id, stream=True)
+    assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
+    plain = ask(client)
+    with pytest.raises(openai.BadRequestError, match="in the background"):
+        client.responses.cancel(plain.id)
+
+
+def test_a_deleted_one_ends(live, client):
+    begun = ask(client, ENDLESS, background=True)
+    client.responses.delete(begun.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(begun.id)
+    wait_until(lambda: not live.host.engine.stats().decoding)
+
+
+def test_it_is_forgotten_with_its_agent(live, client):
+    begun = ask(client, background=True, prompt_cache_key="fox")
+    ended(client, begun)
+    wait_until(lambda: live.get("/v1/agents/fox").status_code == 200)
+    assert httpx.delete(f"{live.url}/v1/agents/fox").status_code == 200
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(begun.id, stream=True)
+
+
+def test_keys_do_not_see_each_others(serving):
+    with serving(api_keys="a-key-of-one,a-key-of-two") as live:
+        one, two = (live.openai(api_key=key) for key in ("a-key-of-one", "a-key-of-two"))
+        begun = ask(one, ENDLESS, background=True)
+        for look in (two.responses.retrieve, two.responses.cancel, two.responses.delete):
+            with pytest.raises(openai.NotFoundError):
+                look(begun.id)
+        assert one.responses.retrieve(begun.id).status in ("queued", "in_progress")
+    # the server has ended though it still ran
+
+
+def test_a_stored_response_is_replayed(client):
+    forced = {"tools": [TOOL], "tool_choice": "required"}
+    for made in (ask(client), ask(client, 200, **forced)):
+        events = list(client.responses.retrieve(made.id, stream=True))
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert events[-1].response == client.responses.retrieve(made.id)
+        live_kinds = {event.type for event in _streamed(client, made, forced)}
+        assert {event.type for event in events} == live_kinds
+
+
+def _streamed(client, made, forced):
+    options = {"n_tokens": 200, **forced} if made.tools else {}
+    return ask(client, stream=True, **options)
+
+
+def test_a_conversation_is_compacted_and_goes_on(client):
+    first = ask(client)
+    compact = client.responses.compact(model="x", previous_response_id=first.id, input="And?")
+    assert compact.object == "response.compaction"
+    *said, summary = compact.output
+    assert [item.content[0].text for item in said] == [WORDS, "And?"]
+    assert summary.type == "compaction"
+    assert compact.usage.input_tokens_details.cached_tokens > 0
+    question = {"role": "user", "content": "Go on."}
+    items = [item.model_dump(exclude_none=True, warnings=False) for item in compact.output]
+    with_summary = ask(client, input=[*items, question])
+    without = ask(client, input=[*items[:-1], question])
+    assert with_summary.usage.input_tokens > without.usage.input_tokens
+
+
+@pytest.mark.parametrize("path", ["", "/conv_1", "/conv_1/items"])
+def test_conversations_are_refused_by_name(live, path):
+    answer = live.post(f"/v1/conversations{path}", {})
+    assert answer.status_code == 400
+    assert "previous_response_id" in answer.json()["error"]["message"]
