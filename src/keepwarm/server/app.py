@@ -20,7 +20,7 @@ from keepwarm.server.anthropic import routes as anthropic
 from keepwarm.server.dashboard import page as dashboard_page
 from keepwarm.server.dashboard import routes as dashboard
 from keepwarm.server.host import EngineHost
-from keepwarm.server.http.limits import Limits
+from keepwarm.server.http.limits import Limits, origin_pattern
 from keepwarm.server.http.problems import http_problem, problem_of, respond, validation_problem
 from keepwarm.server.http.receipts import RECEIPT_HEADER
 from keepwarm.server.http.turns import PreparingTurns
@@ -29,7 +29,7 @@ from keepwarm.server.manage import admin, agents, health, metrics, talking
 from keepwarm.server.manage import cache as cache_api
 from keepwarm.server.manage.transfers import Transfers, remove_old_bundles
 from keepwarm.server.openai import routes as openai
-from keepwarm.server.request_log import REQUEST_ID_HEADER, RequestLog
+from keepwarm.server.request_log import REQUEST_ID_HEADERS, RequestLog
 from keepwarm.server.responses import routes as responses
 from keepwarm.server.responses.background import BackgroundResponses
 from keepwarm.server.responses.kept_responses import KeptResponses
@@ -102,14 +102,13 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 def _add_cors(app: FastAPI, settings: Settings) -> None:
     """Allow cross-origin calls from the configured origins only, and never with cookies."""
-    origins = [origin.strip() for origin in settings.allowed_origins.split(",") if origin.strip()]
-    if origins:
+    if settings.allowed_origins.strip():
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_origin_regex=origin_pattern(settings.allowed_origins).pattern,
+            allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["*"],
-            expose_headers=[RECEIPT_HEADER, REQUEST_ID_HEADER],
+            expose_headers=[RECEIPT_HEADER, *REQUEST_ID_HEADERS],
         )
 
 

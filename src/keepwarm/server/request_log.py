@@ -27,6 +27,7 @@ LOG = logging.getLogger("keepwarm.requests")
 SERVER_LOG = logging.getLogger("keepwarm.server")
 
 REQUEST_ID_HEADER = "x-request-id"
+REQUEST_ID_HEADERS = (REQUEST_ID_HEADER, "request-id")  # the second is Anthropic's
 GIVEN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 POLLED = ("/health", "/metrics", "/v1/dashboard", "/dashboard")  # by supervisors and open pages
 MAX_PATH = 200
@@ -51,7 +52,8 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = state["request_id"]
+                for name in REQUEST_ID_HEADERS:
+                    MutableHeaders(scope=message)[name] = state["request_id"]
             await send(message)
 
         try:

@@ -153,6 +153,49 @@ def test_our_own_pages_and_named_ones_may_call():
     assert ask(named, origin="http://ui.lan", host="localhost:8181").is_success
 
 
+@pytest.mark.parametrize(
+    ("allowed", "origin", "may"),
+    [
+        ("*", "https://any.example", True),
+        ("*", "null", True),
+        ("vscode-webview://*", "vscode-webview://0a1b2c", True),
+        ("vscode-webview://*", "vscode-file://0a1b2c", False),
+        ("app://obsidian.md", "app://obsidian.md", True),
+        ("http://localhost:*, app://x", "http://localhost:3000", True),
+        ("http://localhost:*, app://x", "app://x", True),
+        ("http://localhost:*", "http://localhost", False),
+        ("http://localhost:*", "http://localhost:80@evil.example", False),
+        ("https://*.lan", "https://ui.lan", True),
+        ("https://*.lan", "https://ui.lan.evil.example", False),
+        ("http://ui.lan", "http://uixlan", False),
+    ],
+)
+def test_origins_may_be_patterns(allowed, origin, may):
+    """And CORS says the same as the check."""
+    answer = ask(settings(allowed_origins=allowed), origin=origin, host="localhost:8181")
+    assert answer.is_success is may
+    app = create_app(EngineHost(None, "x"), settings(allowed_origins=allowed))
+    page = TestClient(app, base_url="http://localhost").get(
+        "/health/live", headers={"Origin": origin}
+    )
+    assert page.headers.get("access-control-allow-origin") == (origin if may else None)
+
+
+@pytest.mark.parametrize(
+    ("headers", "line"),
+    [
+        ({"host": "host.docker.internal:8181"}, "KEEPWARM_ALLOWED_HOSTS=host.docker.internal "),
+        ({"origin": "app://obsidian.md"}, "KEEPWARM_ALLOWED_ORIGINS=app://obsidian.md,"),
+        ({"origin": "vscode-webview://0a1b"}, "KEEPWARM_ALLOWED_ORIGINS='vscode-webview://*',"),
+        ({"origin": "http://localhost:3000"}, "KEEPWARM_ALLOWED_ORIGINS=http://localhost:3000,"),
+    ],
+)
+def test_what_is_refused_names_the_line_that_allows_it(headers, line):
+    answer = ask(settings(), **{"host": "localhost:8181", **headers})
+    assert answer.status_code == 403
+    assert line in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "box.lan"])
 def test_beyond_this_machine_a_key_is_needed(host):
     with pytest.raises(BadInput, match="no API key is set"):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -28,6 +30,9 @@ OPEN_BODY_BYTES = 1024  # nothing there reads a body
 ADMIN_PATH = "/v1/admin"
 UPLOADS = frozenset({"/v1/agents/import"})  # files, streamed and never held in memory whole
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+PASSING_SCHEMES = frozenset({"vscode-webview"})  # of origins that are new with every window
+MAX_SHOWN = 100  # characters of a name in an error
+_ANY_HOST = "[A-Za-z0-9.-]*"
 
 
 def check_binding(settings: Settings) -> None:
@@ -46,31 +51,47 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def origin_pattern(allowed_origins: str) -> re.Pattern[str]:
+    """What `allowed_origins` names. A `*` stands for part of a host, or a port; alone, for all."""
+    names = _split(allowed_origins)
+    parts = [".*" if name == "*" else re.escape(name).replace(r"\*", _ANY_HOST) for name in names]
+    return re.compile("|".join(parts) or r"(?!)")
+
+
 class OriginCheck:
     """Rejects web pages of other origins, including DNS rebinding."""
 
     def __init__(self, settings: Settings) -> None:
         named = {settings.host, *_split(settings.allowed_hosts)}
         self._hosts = LOCAL_NAMES | named if is_loopback(settings.host) else None
-        self._origins = frozenset(_split(settings.allowed_origins))
+        self._origins = origin_pattern(settings.allowed_origins)
 
     def check(self, headers: Mapping[str, str]) -> None:
         host = headers.get("host", "")
         if self._hosts is not None and _hostname(host) not in self._hosts:
+            name = _hostname(host)[:MAX_SHOWN]
             raise Forbidden(
-                f"The Host header {_hostname(host)!r} does not name this machine; use localhost, "
-                "or set KEEPWARM_ALLOWED_HOSTS."
+                f"The Host header {name!r} does not name this machine; use localhost, or start the "
+                f"server with KEEPWARM_ALLOWED_HOSTS={shlex.quote(name)} (docs/security.md)."
             )
         origin = headers.get("origin")
-        if origin is None or origin in self._origins or (host and _host_of(origin) == host):
+        if origin is None or self._origins.fullmatch(origin) or (host and _host_of(origin) == host):
             return
+        line = shlex.quote(_to_allow(origin))
         raise Forbidden(
-            "Web pages of this origin are not allowed; add it to KEEPWARM_ALLOWED_ORIGINS."
+            "Web pages and apps of this origin are not allowed; start the server with "
+            f"KEEPWARM_ALLOWED_ORIGINS={line}, or '*' for all (docs/security.md)."
         )
 
 
 def _split(names: str) -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def _to_allow(origin: str) -> str:
+    """What to allow for this origin; an editor's web views have other names every time."""
+    scheme, separator, _ = origin.partition("://")
+    return f"{scheme}{separator}*" if scheme in PASSING_SCHEMES else origin[:MAX_SHOWN]
 
 
 def _hostname(host: str) -> str:

@@ -182,6 +182,7 @@ def completion(meta: CompletionMeta, result: Result, pieces: Pieces | None) -> C
         "object": "chat.completion",
         "created": meta.created,
         "model": meta.model,
+        "system_fingerprint": meta.fingerprint,
         "choices": [
             _choice(i, choice, pieces, meta.calls) for i, choice in enumerate(result.choices)
         ],

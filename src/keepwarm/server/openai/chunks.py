@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from typing import Any
 
+from keepwarm import __version__
+from keepwarm.engine.engine import Engine
 from keepwarm.server.http.problems import Problem, openai_body
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.sse import comment, frame
@@ -23,6 +26,7 @@ class CompletionMeta:
     id: str
     created: int
     model: str
+    fingerprint: str = ""
     calls: CallStyle = FUNCTIONS
 
 
@@ -31,7 +35,8 @@ class Chunks:
 
     def __init__(self, kind: str, meta: CompletionMeta, usage: bool) -> None:
         fields = {"id": meta.id, "object": kind, "created": meta.created}
-        self._head = json.dumps(fields | {"model": meta.model})[:-1]
+        fields |= {"model": meta.model, "system_fingerprint": meta.fingerprint}
+        self._head = json.dumps(fields)[:-1]
         self._usage = usage
         self._held: dict[str, Any] | None = None
 
@@ -62,6 +67,14 @@ class Chunks:
     def _framed(self, fields: dict[str, Any]) -> bytes:
         """The first fields are the same in all chunks and serialised only once."""
         return frame(f"{self._head}, {json.dumps(fields)[1:]}")
+
+
+def system_fingerprint(engine: Engine) -> str:
+    """Changes with the model, its KV options and the version of this server."""
+    model = engine.model
+    parts = [__version__, model.name, model.config, model.n_bytes, repr(engine.config.kv)]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return f"fp_{hashlib.blake2b(text.encode(), digest_size=5).hexdigest()}"
 
 
 def usage_dict(usage: Usage) -> CompletionUsage:

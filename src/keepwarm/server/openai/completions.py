@@ -127,6 +127,7 @@ def completion(
         "object": "text_completion",
         "created": meta.created,
         "model": meta.model,
+        "system_fingerprint": meta.fingerprint,
         "choices": [_choice(i, choice, echo, pieces) for i, (choice, echo) in enumerate(choices)],
         "usage": usage_dict(result.usage),
         "keepwarm": receipt_dict(result.receipt),

@@ -17,13 +17,16 @@ from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_
 from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.calls import call_style_of
 from keepwarm.server.openai.chat import ChatStream
-from keepwarm.server.openai.chunks import CompletionMeta
+from keepwarm.server.openai.chunks import CompletionMeta, system_fingerprint
 from keepwarm.server.openai.completions import TextStream, fill_in_of
+from keepwarm.server.openai.model_list import list_for, model_for
 from keepwarm.server.openai.multi_prompt import CombinedAnswer
 from keepwarm.server.openai.shapes import (
     BaseCompletionRequest,
     ChatCompletion,
     ChatRequest,
+    ClaudeModelList,
+    ClaudeModelOut,
     CompletionRequest,
     ModelList,
     ModelOut,
@@ -84,17 +87,17 @@ async def create_completion(
 
 
 @router.get("/models")
-async def list_models(host: Host) -> ModelList:
-    """The model that is loaded."""
-    return {"object": "list", "data": [_model(host)]}
+async def list_models(request: Request, host: Host) -> ModelList | ClaudeModelList:
+    """The model that is loaded; in Anthropic's form for its clients."""
+    return list_for(request, [_model(host)])
 
 
 @router.get("/models/{name:path}")
-async def show_model(name: str, host: Host) -> ModelOut:
+async def show_model(name: str, request: Request, host: Host) -> ModelOut | ClaudeModelOut:
     """The loaded model, by its name."""
     if name != host.name:
         raise UnknownModel(f"Model {name!r} is not loaded; this server has {host.name!r}.")
-    return _model(host)
+    return model_for(request, _model(host))
 
 
 def fill_in_for(
@@ -115,7 +118,8 @@ def _echoed(host: EngineHost, body: CompletionRequest) -> list[str]:
 
 
 def _meta(host: EngineHost, prefix: str) -> CompletionMeta:
-    return CompletionMeta(new_id(prefix), int(time.time()), host.name)
+    now, fingerprint = int(time.time()), system_fingerprint(host.engine)
+    return CompletionMeta(new_id(prefix), now, host.name, fingerprint)
 
 
 def _pieces(host: EngineHost) -> Pieces:

@@ -264,6 +264,7 @@ class ChatCompletion(TypedDict):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: CompletionUsage
     keepwarm: ReceiptOut
@@ -288,6 +289,7 @@ class TextCompletion(TypedDict):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[TextChoice]
     usage: CompletionUsage
     keepwarm: ReceiptOut
@@ -316,6 +318,25 @@ class ModelOut(TypedDict):
 class ModelList(TypedDict):
     object: Literal["list"]
     data: list[ModelOut]
+
+
+class ClaudeModelOut(TypedDict):
+    """A model as Anthropic's API shows it."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+    max_tokens: int
+
+
+class ClaudeModelList(TypedDict):
+    data: list[ClaudeModelOut]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
 
 
 class OpenAIErrorDetail(TypedDict):
