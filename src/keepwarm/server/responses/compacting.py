@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from keepwarm.errors import EngineFailed
+from keepwarm.errors import BadInput
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.sse import new_id
 from keepwarm.server.responses.events import usage_of
@@ -19,7 +19,7 @@ def compacted(items: Sequence[Item], result: Result, writes: bool) -> CompactedO
     """The items that replace these; raises if the model wrote no summary."""
     summary = result.choices[0].text.strip()
     if not summary:
-        raise EngineFailed("The model wrote no summary, so there is nothing to go on from; retry.")
+        raise BadInput("The model wrote no summary, so nothing was compacted; try again.")
     kept = [_message(item) for item in items if item.role == "user"]
     item = {
         "type": "compaction",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, TypeAlias
 
@@ -288,7 +289,7 @@ async def compact(
     host.check_model(body.model)
     items = await answers.conversation(body)
     build = request_builder(body, request, settings)
-    asked = await turn.build(lambda: build(items))
+    asked = replace(await turn.build(lambda: build(items)), format=None)
     summary = Compaction(
         host.engine, asked, asked.messages or (), max_tokens=body.max_output_tokens
     )
