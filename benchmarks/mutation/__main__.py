@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections import Counter
+from functools import cache
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
@@ -45,16 +46,15 @@ def main(  # noqa: PLR0917 (options of a command)
     deadline = time.monotonic() + 60 * minutes
     every = [m for path in _sources(modules.split(",")) for m in mutants_of(_name(path), path)]
     # By hash, so that a change elsewhere leaves the sample as it is.
-    sample = sorted(every, key=lambda m: hashlib.sha256(f"{seed} {m.mark}".encode()).digest())
-    del sample[count:]
+    drawn = sorted(every, key=lambda m: hashlib.sha256(f"{seed} {m.mark}".encode()).digest())
+    sample = sorted(drawn[:count], key=every.index)
     _import_much()
-    rooms = {mutant.module.split(".")[1] for mutant in sample}
-    recorded = {room: _recorded(room, tests.split(",") if tests else []) for room in rooms}
     verdicts: list[dict[str, Any]] = []
     for mutant in sample:
         if time.monotonic() > deadline:
             break
-        verdicts.append(_verdict(mutant, recorded[mutant.module.split(".")[1]], seconds))
+        recorded = _recorded(mutant.module.split(".")[1], tests)
+        verdicts.append(_verdict(mutant, recorded, seconds))
         print(f"{verdicts[-1]['verdict']:>12}  {mutant.key}", flush=True)
         if write is not None:
             lines = ",\n".join(json.dumps(verdict, ensure_ascii=False) for verdict in verdicts)
@@ -95,12 +95,13 @@ def _name(path: Path) -> str:
     return ".".join(relative.parts).removesuffix(".__init__")
 
 
-def _recorded(room: str, files: list[str]) -> dict[str, Any]:
+@cache
+def _recorded(room: str, files: str) -> dict[str, Any]:
     """What each test of a room calls; a file that changed is run anew."""
     tests: dict[str, Any] = {}
     for file in sorted((ROOT / "tests" / room).rglob("test_*.py")):
         relative = str(file.relative_to(ROOT))
-        if files and relative not in files:
+        if files and relative not in files.split(","):
             continue
         digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
         known = KNOWN / f"{relative.replace(os.sep, '.')}.{digest}.json"
