@@ -1,5 +1,7 @@
 """Blocks that leave the device through slabs are those that `cut_blocks` makes."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -60,6 +62,17 @@ def test_what_the_cache_does_next_does_not_change_them(tiny_model, pool):
     ]
     assert files_of(tokens, offloaded) == wanted
     assert files_of(tokens, others[0]) != wanted
+
+
+def test_another_thread_reads_them(pool):
+    """The copy has begun when they are handed over; an array that is still lazy belongs to the
+    thread that made it."""
+    caches = [_cache_of(mx.float32)]
+    (block,) = offload_blocks(pool, caches, 256, range(1), with_state=False)
+    rows = next(iter(block.delta.values()))
+    with ThreadPoolExecutor(1) as writer:
+        words = writer.submit(lambda: rows.words).result()
+    assert np.array_equal(words, np.asarray(caches[0].keys[..., :256, :]))
 
 
 def test_bytes_of_bfloat16_stay_as_they_are(pool):

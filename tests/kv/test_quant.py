@@ -236,8 +236,11 @@ def test_a_batch_grows_by_whole_steps_and_keeps_every_row():
     """S3-47: over the end of its buffer, by single tokens and by slices."""
     (batch,) = empty_batch([QuantKVCache(64, 8)], 2)
     fed = [rows_of(n, n_rows=2, seed=i)[0] for i, n in enumerate([255, 1, 1, 300, 1])]
+    n_rows = []
     for k in fed:
         keys, _ = batch.update_and_fetch(k, -k)
+        n_rows.append(batch.keys.n_rows // batch.step)
+    assert n_rows[:3] == [1, 1, 2], "a buffer that is just full has not grown"
     expected = mx.quantize(mx.concatenate(fed, axis=2), group_size=64, bits=8)
     assert all(mx.array_equal(a, b) for a, b in zip(keys, expected, strict=True))
     assert batch.keys.n_rows < 558 + 2 * batch.step

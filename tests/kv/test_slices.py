@@ -222,6 +222,8 @@ def test_a_cache_is_checked_against_the_model_before_use(tiny_model):
         layout.check(other)
     with pytest.raises(CacheMismatch, match="Layer 3: the kind"):
         layout.check(live[:3] + live[2:3] + live[4:])
+    assert layout.fits(live)
+    assert not layout.fits(other)
 
 
 def test_blocks_do_not_hold_the_cache_alive():
@@ -293,6 +295,20 @@ def test_a_state_that_grows_is_restored_at_every_length(n_tokens, tiny_model):
     live = continue_from(model, caches, rest, N)
     assert_same(live, continue_from(model, restored, rest, N), bitwise=True)
     assert_differs(live, continue_from(model, wrong, rest, N))
+
+
+@pytest.mark.parametrize("change", [lambda x: x[0], lambda x: mx.concatenate([x, x])])
+def test_arrays_that_one_token_does_not_show_are_checked_by_their_axes(change, tiny_model):
+    """The caches of deepseek_v41 have some only after more tokens; a row, and one sequence."""
+    model = tiny_model("deepseek_v41")
+    layout = probe(model, make_prompt_cache(model))
+    _, (block,) = blocks_of(model, PROMPT[:50], [50])
+    check_block(layout, block)
+    known = {f"L{leaf.path}_B0_S{name[5:]}" for leaf in layout.leaves() for name in leaf.tensors}
+    later = sorted(block.state.keys() - known)
+    wrong = block.state | {later[0]: change(block.state[later[0]])}
+    with pytest.raises(CacheMismatch, match=r"block 0: the shape .* expected \(1, rows, width\)"):
+        check_block(layout, Block(0, 50, state=wrong))
 
 
 def test_only_the_axis_that_grows_is_open(tiny_model):

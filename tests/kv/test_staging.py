@@ -102,6 +102,24 @@ def test_a_piece_waits_until_it_is_full(pool):
     assert np.array_equal(np.asarray(target.array)[:, :, :48], wanted)
 
 
+def test_a_record_larger_than_a_piece_goes_alone(pool):
+    staging = Staging(pool, 2 * PIECE_BYTES)
+    target = target_of(16, staging)
+    add(staging, (target, 0, rows_of(16, 0)))
+    staging.copy(is_complete=False)
+    assert staging.is_empty
+
+
+def test_another_thread_reads_what_was_copied(staging):
+    """Arrays that are still lazy belong to the thread that made them."""
+    target = target_of(16, staging)
+    add(staging, (target, 0, rows_of(16, 0)))
+    copy_all(staging)
+    with ThreadPoolExecutor(1) as reader:
+        found = reader.submit(lambda: np.asarray(target.array)).result()
+    assert np.array_equal(found, rows_of(16, 0).words)
+
+
 class Bytes:
     """Where an array comes from, as a file would be."""
 

@@ -303,6 +303,7 @@ def test_what_an_agent_has_left_is_forgotten_when_it_is_gone(disk_store):
 
 def test_an_agent_of_the_first_version_is_read(disk_store):
     """It did not say what it had left, and had one branch."""
+    turn(disk_store, "a", tokens_of(260))
     agent = turn(disk_store, "a", tokens_of(300))
     path = disk_store.agents._path("a")
     fields = json.loads(path.read_text())
@@ -310,8 +311,19 @@ def test_an_agent_of_the_first_version_is_read(disk_store):
     old |= {"retention_s", "created", "used", "forked_from"}
     path.write_text(json.dumps({name: fields[name] for name in old}))
     read = disk_store.agents.show("a")
-    assert (read.blocks, read.turns, read.left) == (agent.blocks, (300,), ())
-    assert (read.head.main, read.sides) == (True, ())
+    assert (read.blocks, read.turns, read.left) == (agent.blocks, (260, 300), ())
+    assert (read.head.main, read.head.n_opening, read.sides) == (True, 260, ())
+
+
+def test_a_turn_of_a_deleted_agent_leaves_no_block(disk_store):
+    """It ended after its agent was deleted; what another agent uses stays."""
+    turn(disk_store, "other", tokens_of(300))
+    late = [*tokens_of(256), *tokens_of(300, seed=1)]
+    keep(disk_store, late)
+    assert disk_store.agents.advance("gone", NAME, late, is_wanted=lambda: False) is None
+    assert [agent.id for agent in disk_store.agents.all()] == ["other"]
+    left = disk_store.disk.have([ref.key for ref in chain(NAME, late)])
+    assert list(left) == [next(iter(chain(NAME, late))).key]
 
 
 def test_deleting_finds_a_record_set_aside_under_another_name(disk_store):

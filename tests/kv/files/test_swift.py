@@ -101,6 +101,7 @@ def test_swift_files(name, tmp_path):
         (("ArraysCache", [state(1, 1, 2)], ["2", "0", "3"]), "padded for a batch"),
         (("ArraysCache", [state(1, 1, 2)], ["999999999999", "0"]), "do not fill slots"),
         (("ArraysCache", [state(1, 1, 2)], ["2", "5"]), "do not fill slots"),
+        (("ArraysCache", [state(1, 1, 2)], ["2", "0,0"]), "do not fill slots"),
         (("MambaCache", [state(1, 1, 2)], ["3", "0"]), "3 state arrays, expected 2"),
         (("ChunkedKVCache", pair(range(5)), ["None", "0"]), "'None' is not a count"),
         (("CacheList", pair(range(5)), [""]), "did not save the classes"),

@@ -340,7 +340,8 @@ def _swift_slots(
         raise where.error("it is padded for a batch; extract one sequence and save that")
     size = _number(count, where)
     indices = [_number(word, where) for word in filled.split(",")] if filled else []
-    if len(set(indices)) != len(arrays) or size > MAX_NAME or any(i >= size for i in indices):
+    is_one_each = len(indices) == len(set(indices)) == len(arrays)
+    if not is_one_each or size > MAX_NAME or any(i >= size for i in indices):
         raise where.error(f"{len(arrays)} arrays do not fill slots {filled[:MAX_NAME]!r} of {size}")
     return dict(zip(indices, arrays, strict=True)), size
 
