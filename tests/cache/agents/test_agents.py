@@ -11,7 +11,7 @@ import pytest
 
 from keepwarm.cache.agents.agents import MAX_SIDES
 from keepwarm.cache.agents.branch import Branch
-from keepwarm.cache.agents.reach import MAX_UNCHECKED_LEFT
+from keepwarm.cache.agents.reach import MAX_UNCHECKED_LEFT, dropped_by_rewind
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.errors import BadCacheFile, BadInput, StoreFailed, UnknownAgent
@@ -58,6 +58,16 @@ def holds_tokens(root, tokens):
         for path in files_under(root)
         if any(spelling in path.read_bytes() for spelling in spellings)
     ]
+
+
+def test_a_rewind_drops_what_no_branch_has(disk_store):
+    tokens = tokens_of(700)
+    turn(disk_store, "a", tokens[:300])
+    before = turn(disk_store, "a", tokens)
+    after = disk_store.agents.rewind("a", 1)
+    dropped = [block.key for block in dropped_by_rewind(before, after)]
+    assert dropped == [key for key in before.blocks if key not in after.blocks]
+    assert len(dropped) == 2
 
 
 def test_turns_fork_and_rewind_copy_no_bytes(disk_store):

@@ -107,6 +107,24 @@ def test_an_unknown_prefix_is_one_sentence(name, disk_store):
         disk_store.find(name)
 
 
+def test_a_prefix_is_found_by_four_digits(disk_store):
+    for ref in chain(NAME, tokens_of(300)):
+        disk_store.disk.put(record(ref, namespace=NAME))
+    (prefix,) = disk_store.prefixes.all()
+    assert disk_store.find(prefix.id[:5]).n_tokens == 300
+    with pytest.raises(BadInput, match="prefixes match"):
+        disk_store.find(prefix.id[:4])
+
+
+def test_a_block_that_goes_while_it_is_exported_is_missed(disk_store):
+    """The only one of its agent: no bundle without it is called whole."""
+    agent = turn(disk_store, "a", tokens_of(200))
+    export = disk_store.export(agent)
+    disk_store.disk.delete(agent.blocks[0])
+    with pytest.raises(BadCacheFile, match="evicted or deleted meanwhile"):
+        list(export.pieces)
+
+
 def test_a_prefix_whose_beginning_is_gone_is_not_exported(disk_store):
     refs = list(chain(NAME, tokens_of(600)))
     for ref in refs[1:]:
@@ -409,6 +427,7 @@ def test_a_bundle_that_finds_no_room_makes_no_agent(limits, disk_store, tmp_path
             small.import_agent(tmp_path / "a.kw", IDENTITY)
         assert list(small.agents.all()) == []
         assert list(small.disk.walk()) == [], "no name would reach them"
+        assert limits is room_for_some or not sum(small.wear.by_day().values())
 
 
 def test_a_bundle_counts_as_written_today(disk_store, other, tmp_path):
