@@ -26,7 +26,16 @@ from keepwarm.kv.batch import (
     trim,
 )
 from keepwarm.kv.buffers import dynamic_roll
-from keepwarm.kv.codec import EncodedCache, copy_caches, decode, encode, evaluate, live_bytes
+from keepwarm.kv.codec import (
+    EncodedCache,
+    copy_caches,
+    decode,
+    detached,
+    encode,
+    evaluate,
+    held_bytes,
+    live_bytes,
+)
 from keepwarm.kv.kinds import (
     BatchCache,
     Caches,
@@ -67,6 +76,7 @@ __all__ = [
     "create_cache_from_state",
     "cut_blocks",
     "decode",
+    "detached",
     "dynamic_roll",
     "empty_batch",
     "encode",
@@ -75,6 +85,7 @@ __all__ = [
     "extract",
     "filter_rows",
     "finalize",
+    "held_bytes",
     "kind_of",
     "layout_of",
     "live_bytes",

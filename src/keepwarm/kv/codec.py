@@ -31,6 +31,7 @@ from keepwarm.kv.quant import BatchQuantizedKVCache, QuantizedRows, QuantKVCache
 Scalar: TypeAlias = int | bool
 Tensors: TypeAlias = Mapping[str, mx.array]
 
+SPARE_SHARE = 8  # an eighth of the rows, at most, may be spare in a cache that is kept
 QUANT_PARTS = QuantizedRows._fields
 LAYER_ARRAYS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
 
@@ -94,6 +95,48 @@ def copy_caches(caches: Caches) -> Caches:
 def _share_memory(encoded: EncodedCache) -> EncodedCache:
     tensors = {name: array[...] for name, array in encoded.tensors.items()}
     return replace(encoded, tensors=tensors, parts=tuple(map(_share_memory, encoded.parts)))
+
+
+def detached(caches: Caches) -> Caches:
+    """Equal caches whose arrays are no views, of a batch for instance, and have little or no room
+    to grow. What is like this already is not copied; the given caches must not be used any more.
+    """
+    return [_detached(cache) for cache in caches]
+
+
+def held_bytes(caches: Caches) -> int:
+    """Bytes of detached caches, with their spare rows."""
+    return sum(_held_bytes(cache) for cache in caches)
+
+
+def _held_bytes(cache: Cache) -> int:
+    if not _has_little_room(cache):
+        return encode(cache).n_bytes
+    n_bytes: int = cache.keys.nbytes + cache.values.nbytes
+    return n_bytes
+
+
+def _has_little_room(cache: Cache) -> bool:
+    """Spare rows cost less than copying the others, now and when the next turn grows it."""
+    if type(cache) is not KVCache or cache.keys is None:
+        return False
+    n_rows: int = cache.keys.shape[-2]
+    n_spare: int = n_rows - cache.offset
+    return n_spare <= n_rows // SPARE_SHARE
+
+
+def _detached(cache: Cache) -> Cache:
+    if not _has_little_room(cache):
+        return decode(_contiguous(encode(cache)))
+    cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)
+    mx.eval(cache.keys, cache.values)
+    return cache
+
+
+def _contiguous(encoded: EncodedCache) -> EncodedCache:
+    tensors = {name: mx.contiguous(array) for name, array in encoded.tensors.items()}
+    mx.eval(list(tensors.values()))  # layer by layer, so that there are never two whole caches
+    return replace(encoded, tensors=tensors, parts=tuple(map(_contiguous, encoded.parts)))
 
 
 def live_bytes(caches: Caches) -> int:

@@ -232,6 +232,17 @@ def test_what_is_counted_is_what_is_held(live):
     assert mx.get_active_memory() - start == pytest.approx(live.stats.n_bytes, rel=0.05)
 
 
+def test_a_little_room_to_grow_is_kept_and_nothing_copied(live):
+    caches = rows(1000, room=24)
+    n_held = 1024 * ROW_BYTES
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    live.put(OURS, said(1000), caches)
+    assert mx.get_peak_memory() - before < n_held / 10
+    assert live.stats.n_bytes == n_held
+    assert live.take(OURS, said(1001)).caches[0].keys.shape[-2] == 1024
+
+
 def test_a_state_does_not_hold_its_batch(tiny_model, live):
     model = tiny_model("mamba2")
     one = held(model, said(20))

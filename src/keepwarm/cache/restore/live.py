@@ -13,11 +13,9 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
-
-import mlx.core as mx
 
 from keepwarm import kv
 from keepwarm.cache.restore.forgetting import Deletions, KeptTokens
@@ -97,11 +95,11 @@ class Live:
         held = kv.token_count(caches)
         if held not in (None, len(tokens)):
             raise CacheMismatch("A finished cache", "the token count", len(tokens), held)
-        if not tokens or kv.live_bytes(caches) > self.max_bytes:
+        if not tokens or kv.held_bytes(caches) > self.max_bytes:
             return False
-        caches = _detached(caches)
+        caches = kv.detached(caches)
         entry = _Entry(
-            namespace, pack(tokens), caches, kv.live_bytes(caches), _can_trim(caches), owner
+            namespace, pack(tokens), caches, kv.held_bytes(caches), _can_trim(caches), owner
         )
         with self._lock:
             for number in [n for n in self._abandoned if self._entries[n].owner == owner]:
@@ -216,19 +214,6 @@ class Live:
         self._abandoned.discard(number)
         self._n_bytes -= entry.n_bytes
         return entry
-
-
-def _detached(caches: kv.Caches) -> kv.Caches:
-    """The same caches in arrays of exactly their size, without room to grow and not as views of a
-    batch, so that `n_bytes` is what is held. Arrays that are like this already are not copied.
-    """
-    return [kv.decode(_contiguous(kv.encode(cache))) for cache in caches]
-
-
-def _contiguous(encoded: kv.EncodedCache) -> kv.EncodedCache:
-    tensors = {name: mx.contiguous(array) for name, array in encoded.tensors.items()}
-    mx.eval(list(tensors.values()))  # layer by layer, so that there are never two whole caches
-    return replace(encoded, tensors=tensors, parts=tuple(map(_contiguous, encoded.parts)))
 
 
 def copy_without(caches: kv.Caches, n_excess: int) -> kv.Caches:
