@@ -7,6 +7,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from keepwarm.server.responses.background import MAX_OWN
 from tests.server.conftest import wait_until
 
 WORDS = "Tell me about foxes."
@@ -161,3 +162,16 @@ def test_conversations_are_refused_by_name(live, path):
     answer = live.post(f"/v1/conversations{path}", {})
     assert answer.status_code == 400
     assert "previous_response_id" in answer.json()["error"]["message"]
+
+
+def test_one_key_runs_no_more_than_its_share(client):
+    begun = [ask(client, ENDLESS, background=True) for _ in range(MAX_OWN)]
+    impatient = client.with_options(max_retries=0)
+    try:
+        with pytest.raises(openai.APIStatusError, match="Retry when one has ended") as refused:
+            ask(impatient, background=True)
+        assert refused.value.status_code == 429
+    finally:
+        for response in begun:
+            client.responses.cancel(response.id)
+    assert ended(client, ask(client, background=True)).status == "incomplete"  # of 4 tokens

@@ -16,7 +16,7 @@ from keepwarm.server.responses.events import ResponseBuilder, ResponseStream
 from keepwarm.server.responses.kept_responses import KeptResponses
 from keepwarm.server.responses.shapes import ResponseOut
 
-MAX_RUNNING = 64  # of all keys
+MAX_RUNNING, MAX_OWN = 64, 16  # of all keys, and of one
 MAX_ENDED = 16  # whose events can still be followed by their numbers
 KEEP_ALIVE_S = 1.0
 LOG = logging.getLogger(__name__)
@@ -95,15 +95,19 @@ class BackgroundResponses:
         self._ended: OrderedDict[tuple[str, str], RunningResponse] = OrderedDict()
         kept.on_forget(self._ended.clear)
 
-    def check(self, store: bool | None) -> None:
-        """Raise if no response may be added with this `store`."""
+    def check(self, tenant: str, store: bool | None) -> None:
+        """Raise if no response of this tenant may be added with this `store`."""
         if store is False:
             raise BadField(
                 "background needs store, because the response is fetched by its id; omit store.",
                 "background",
             )
-        if len(self._running) >= MAX_RUNNING:
-            raise Busy(f"{MAX_RUNNING} responses already run in the background; retry later.")
+        n_own = sum(owner == tenant for owner, _ in self._running)
+        if n_own >= MAX_OWN or len(self._running) >= MAX_RUNNING:
+            raise Busy(
+                f"{n_own} of your responses run in the background, and {len(self._running)} in "
+                f"all; {MAX_OWN} and {MAX_RUNNING} may. Retry when one has ended."
+            )
 
     def add(self, tenant: str, running: RunningResponse) -> None:
         key = tenant, running.response["id"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, TypeAlias
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from keepwarm.config import Settings
@@ -53,6 +53,7 @@ from keepwarm.session.compaction import Compaction
 from keepwarm.text import request as engine_request
 from keepwarm.text.bounds.deadline import PrepareDeadline
 
+METHODS = ["GET", "POST", "DELETE"]
 UNSUPPORTED = {
     "conversation": "conversation is not supported, because this server stores responses, not "
     "conversations; continue with previous_response_id, or send all items as input.",
@@ -70,7 +71,7 @@ router = api_router(
 )
 
 
-conversations = APIRouter(prefix="/v1/conversations", include_in_schema=False)
+conversations = api_router("/v1/conversations", tags=["OpenAI responses"])
 BuildRequest: TypeAlias = Callable[[Sequence[Item]], engine_request.Request]
 
 
@@ -92,6 +93,9 @@ class TenantResponses:
         running = RunningResponse(answer, builder, save)
         self.background.add(self._tenant, running)
         return running
+
+    def check_background(self, store: bool | None) -> None:
+        self.background.check(self._tenant, store)
 
     async def cancel(self, response_id: str) -> None:
         await self.background.cancel(self._tenant, response_id)
@@ -180,7 +184,7 @@ async def create_response(
     host.check_model(body.model)
     _reject_unsupported(body)
     if body.background:
-        answers.background.check(body.store)
+        answers.check_background(body.store)
     since = await answers.begin()
     items = await answers.conversation(body)
     build = request_builder(body, request, settings)
@@ -339,8 +343,8 @@ async def delete_response(response_id: str, answers: Answers) -> DeletedOut:
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@conversations.api_route("", methods=["GET", "POST", "DELETE"])
-@conversations.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
+@conversations.api_route("", methods=METHODS, include_in_schema=False)
+@conversations.api_route("/{path:path}", methods=METHODS, include_in_schema=False)
 async def refuse_conversations() -> None:
     """OpenAI's conversations are refused by name."""
     raise BadField(
