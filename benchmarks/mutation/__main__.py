@@ -28,6 +28,7 @@ from keepwarm import blas
 
 ROOT = Path(__file__).parents[2]
 KNOWN = ROOT / ".mutants"
+ROOMS = ("kv", "cache", "engine")
 SLACK = 10  # times the CPU time of the tests without the change
 UNSEEN = ("survived", "not called")  # tried again when there are more tests
 
@@ -35,7 +36,7 @@ UNSEEN = ("survived", "not called")  # tried again when there are more tests
 def main(  # noqa: PLR0917 (options of a command)
     count: Annotated[int, typer.Option(help="Mutants in all.")] = 300,
     seed: int = 1,
-    modules: Annotated[str, typer.Option(help="Or modules, as kv.batch.")] = "kv,cache,engine",
+    modules: Annotated[str, typer.Option(help="Or modules, as kv.batch.")] = ",".join(ROOMS),
     tests: Annotated[str, typer.Option(help="Test files; else all of a mutant's room.")] = "",
     seconds: Annotated[float, typer.Option(help="Of tests for a mutant, quickest first.")] = 1e6,
     minutes: Annotated[float, typer.Option(help="Stop after so many.")] = 1e6,
@@ -53,8 +54,7 @@ def main(  # noqa: PLR0917 (options of a command)
     for mutant in sample:
         if time.monotonic() > deadline:
             break
-        recorded = _recorded(mutant.module.split(".")[1], tests)
-        verdicts.append(_verdict(mutant, recorded, seconds))
+        verdicts.append(_verdict(mutant, _callers(mutant, tests), seconds))
         print(f"{verdicts[-1]['verdict']:>12}  {mutant.key}", flush=True)
         if write is not None:
             lines = ",\n".join(json.dumps(verdict, ensure_ascii=False) for verdict in verdicts)
@@ -113,24 +113,32 @@ def _recorded(room: str, files: str) -> dict[str, Any]:
     return tests
 
 
-def _verdict(mutant: Mutant, tests: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Known already, or tried now: quick tests first, so that most end soon."""
+def _callers(mutant: Mutant, files: str) -> list[tuple[float, str]]:
+    """The tests of its room that call the function, quick ones first; of a later room if none."""
     called = f"{mutant.module}:{mutant.function}"
-    meet = sorted((t["seconds"], name) for name, t in tests.items() if called in t["calls"])
+    for room in ROOMS[ROOMS.index(mutant.module.split(".")[1]) :]:
+        tests = _recorded(room, files)
+        if found := [(t["seconds"], name) for name, t in tests.items() if called in t["calls"]]:
+            return sorted(found)
+    return []
+
+
+def _verdict(mutant: Mutant, meet: list[tuple[float, str]], seconds: float) -> dict[str, Any]:
+    """Known already, or tried now: quick tests first, so that most end soon."""
     before = accumulate((cost for cost, _ in meet), initial=0.0)
-    chosen = [name for spent, (_, name) in zip(before, meet, strict=False) if spent < seconds]
+    met = [test for spent, test in zip(before, meet, strict=False) if spent < seconds]
     known = KNOWN / f"{mutant.mark}.json"
     if known.exists():
         verdict: dict[str, Any] = json.loads(known.read_text())
-        if verdict["verdict"] not in UNSEEN or len(chosen) <= verdict["tests"]:
+        if verdict["verdict"] not in UNSEEN or len(met) <= verdict["tests"]:
             return verdict | {"mutant": mutant.key}
-    limit, start = 60 + SLACK * sum(cost for cost, _ in meet), time.monotonic()
-    outcome = judge(mutant, chosen, limit) if chosen else Judgement("not called")
+    limit, start = 60 + SLACK * sum(cost for cost, _ in met), time.monotonic()
+    outcome = judge(mutant, [name for _, name in met], limit) if met else Judgement("not called")
     verdict = {
         "mutant": mutant.key,
         "verdict": outcome.verdict,
         "by": outcome.by,
-        "tests": len(chosen),
+        "tests": len(met),
         "of": len(meet),
         "seconds": round(time.monotonic() - start, 1),
     }
