@@ -109,6 +109,11 @@ def test_weights_are_read_once(source, tmp_path):
     assert Digests(tmp_path / "memo").of(path) != first
 
 
+def test_digests_are_kept_in_directories_that_are_not_there_yet(source, tmp_path):
+    memo, path = tmp_path / "cache" / "keepwarm" / "memo", next(source.glob("*.safetensors"))
+    assert Digests(memo).of(path) in memo.read_text()
+
+
 def test_a_directory_without_weights_is_refused(tmp_path, layout):
     with pytest.raises(BadInput, match="no weights in"):
         identify(tmp_path, layout, Digests(tmp_path / "memo"))

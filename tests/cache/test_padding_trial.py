@@ -1,20 +1,22 @@
 """Padded rows compared with single ones, on models that are right and on models that are not."""
 
+import sys
+
 import mlx.core as mx
 import pytest
 from benchmarks.zoo.models import build
 
 from keepwarm import kv
-from keepwarm.cache.padding_trial import LENGTHS, PROMPT, try_padding
+from keepwarm.cache.padding_trial import LENGTHS, PROMPT, STEPS, try_padding
 from tests.kit.runs import FedCounter
 
 GIB = 1 << 30
 
 
-def run(model, max_bytes=GIB, **options):
+def run(model, max_bytes=GIB, max_tokens=sys.maxsize, **options):
     """The verdict, and the shapes of all passes."""
     counter = FedCounter(model)
-    trial = try_padding(counter, lambda: kv.make_caches(model, **options), max_bytes)
+    trial = try_padding(counter, lambda: kv.make_caches(model, **options), max_bytes, max_tokens)
     while True:
         try:
             next(trial)
@@ -66,3 +68,9 @@ def test_memory_bounds_its_rows(tiny_model):
     verdict, _ = run(model, max_bytes=6 * per_token * 500)
     assert verdict.n_tokens == 500
     assert run(model, max_bytes=1)[0].n_tokens == min(LENGTHS)
+
+
+def test_its_rows_fit_into_the_models_context(tiny_model):
+    """With the tokens that are decoded behind them."""
+    verdict, _ = run(tiny_model("llama"), max_tokens=500)
+    assert verdict.n_tokens + len(STEPS[0]) == 500

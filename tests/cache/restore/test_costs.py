@@ -66,6 +66,13 @@ def test_a_disturbed_measurement_is_outvoted_or_bounded_by_its_neighbours():
     assert last.seconds(2048) <= 0.02 * 128  # no token costs more than in a short slice
 
 
+def test_more_tokens_than_were_ever_measured_do_not_cost_less():
+    """Even where the longest slices happened to be faster than shorter ones."""
+    costs = SliceCosts([(1024, 0, 0.2)] * 8 + [(512, 0, 0.3)] * 8)
+    assert costs.seconds(512) > costs.seconds(1024)
+    assert costs.seconds(4096) >= costs.seconds(1024)
+
+
 def test_a_machine_that_becomes_slower_is_noticed():
     costs = learned()
     for i in range(5):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from keepwarm.cache.restore.forgetting import Deletions
-from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
+from keepwarm.cache.restore.forgetting import Deletions, KeptTokens
+from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain, pack
 from keepwarm.store.index.forgotten import Forgotten
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import NamedBlock
@@ -50,3 +50,22 @@ def test_what_differs_stays_where_they_can_be_compared(memory):
     longer = keep(memory, [*WORDS, *tokens_of(20, seed=2)])
     forget(memory, WORDS)
     assert memory.have([whole, short, other, longer]).keys() == {other}
+
+
+def test_where_it_is_unknown_what_was_deleted_everything_goes(memory):
+    """As when more was deleted than the index lists."""
+    keep(memory, WORDS)
+    everything = Deletions(None, str)
+    everything.delete_from(memory)
+    assert list(memory.walk()) == []
+    assert everything.include("ada")
+    assert everything.first_in(KeptTokens("bob", NAME, pack(WORDS))) == 0
+
+
+def test_tokens_are_forgotten_by_their_agent_and_by_their_blocks():
+    deleted = Deletions([Forgotten("agent:ada", tuple(blocks_of(WORDS)[1:]))], str)
+    assert deleted.include("ada")
+    assert not deleted.include("bob")
+    assert deleted.first_in(KeptTokens("ada", NAME, pack(tokens_of(50)))) == 0
+    assert deleted.first_in(KeptTokens("bob", NAME, pack(WORDS))) == 1
+    assert deleted.first_in(KeptTokens("bob", NAME, pack(WORDS[:BLOCK_TOKENS]))) is None
