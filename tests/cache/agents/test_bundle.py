@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from keepwarm.cache.agents.archive import MANIFEST, ArchiveWriter
 from keepwarm.cache.agents.bundle import identity_in
 from keepwarm.cache.agents.manifest import Manifest
-from keepwarm.cache.agents.rewriting import trimmed
+from keepwarm.cache.agents.rewriting import prefix_blocks, prefix_records, trimmed
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.restore.records import block_of, records_of
 from keepwarm.cache.store import Budgets, Store
@@ -105,6 +105,30 @@ def test_an_unknown_prefix_is_one_sentence(name, disk_store):
     turn(disk_store, "a", tokens_of(300))
     with pytest.raises(BadInput, match="prefixes match"):
         disk_store.find(name)
+
+
+def test_checkpoints_inside_blocks_travel(disk_store):
+    """Those of this conversation, in every block; not those of others that part from it."""
+    tokens = tokens_of(700)
+    agent = turn(disk_store, "a", tokens)
+    parts = [*tokens[:290], *tokens_of(10, seed=1)]
+    states = [[*chain(NAME, t)][-1] for t in (tokens[:100], tokens[:300], parts)]
+    for ref in states:
+        disk_store.disk.put(record(ref, Part.STATE, namespace=NAME))
+    held = prefix_blocks(disk_store.disk, NAME, pack(tokens), agent.blocks)
+    inside = [(key, number) for key, number in held if key not in agent.blocks]
+    assert sorted(inside) == sorted((ref.key, ref.number) for ref in states[:2])
+
+
+def test_a_block_of_which_no_row_is_left_travels_as_its_tokens(disk_store):
+    """The rows of a window and a state belong to its end, which is cut off; one record is left."""
+    (ref,) = chain(NAME, tokens_of(200))
+    for part, rows in ((Part.WINDOW, 8), (Part.STATE, None)):
+        disk_store.disk.put(record(ref, part, w_rows=rows, namespace=NAME))
+    packed = pack(tokens_of(100))
+    held = prefix_blocks(disk_store.disk, NAME, packed, [ref.key])
+    (left,) = prefix_records(disk_store.disk, held, packed)
+    assert (left.header.tokens, left.header.w_rows, left.tensors) == (packed, 0, ())
 
 
 def test_a_prefix_is_found_by_four_digits(disk_store):
