@@ -8,11 +8,12 @@ BACKEND ?= $(shell if [ "$$(uname -s)" = Darwin ]; then echo metal; \
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(BACKEND)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python deploy/pip_progress.py
 # Every package with its hashes, for all systems and Pythons; on macOS the CPU's file brings Metal.
 LOCK := requirements$(if $(filter cuda,$(BACKEND)),-cuda).lock
+LOCKED := $(PIP) --require-hashes --only-binary :all: --requirement
 
-.PHONY: run chat test lint format bench soak mutants install lock backend clean
+.PHONY: run chat test lint format bench soak mutants install tools lock backend clean
 
 run: install
 	$(BIN)/keepwarm pull smollm2
@@ -22,25 +23,25 @@ chat: install
 	$(BIN)/keepwarm pull smollm2
 	$(BIN)/keepwarm chat $(ARGS)
 
-test: install
+test: tools
 	PYTHONDONTWRITEBYTECODE= MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
-lint: install
+lint: tools
 	$(BIN)/ruff format --check src tests benchmarks examples experiments
 	$(BIN)/ruff check src tests benchmarks examples experiments
 	$(BIN)/mypy
 
-format: install
+format: tools
 	$(BIN)/ruff format src tests benchmarks examples experiments
 	$(BIN)/ruff check --fix src tests benchmarks examples experiments
 
 bench: install
 	$(BIN)/keepwarm bench $(ARGS)
 
-soak: install
+soak: tools
 	PYTHONDONTWRITEBYTECODE= MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest --soak $(ARGS)
 
-mutants: install
+mutants: tools
 	nice -n 19 $(BIN)/python -m benchmarks.mutation $(ARGS)
 
 install: $(READY)
@@ -49,17 +50,30 @@ $(READY): pyproject.toml $(LOCK)
 	@test -n "$(PYTHON)" || { echo "keepwarm needs Python 3.11 or newer; none of python3, python3.11 … python3.14 is one. Install it, or name it: make PYTHON=/path/to/python"; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments; install its venv package (Debian: apt install python3-venv)."; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --require-hashes --only-binary :all: --requirement $(LOCK)
+	$(LOCKED) $(LOCK)
 	$(PIP) --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/.ready-* && touch $@
 
-lock: install
+# What tests, lint and releases need besides.
+tools: $(READY)-tools
+
+$(READY)-tools: $(READY) requirements-tools.lock
+	$(LOCKED) requirements-tools.lock
+	@touch $@
+
+lock: tools
 	$(PIP) uv
-	$(call locked,requirements.lock,cpu)
-	$(call locked,requirements-cuda.lock,cuda)
+	$(call build,backend/cpu)
+	$(call build,backend/cuda)
+	$(call locked,requirements.lock) --extra cpu --group build pyproject.toml
+	$(call locked,requirements-cuda.lock) --extra cuda --group build pyproject.toml
+	$(call locked,requirements-tools.lock) --group dev --constraints requirements.lock
+
+build = cd $(1) && $(CURDIR)/$(BIN)/python -m hatchling build --target wheel --directory $(CURDIR)/$(VENV)/backend
 
 locked = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --upgrade \
-  --no-annotate --custom-compile-command 'make lock' --extra $(2) --extra dev --output-file $(1) pyproject.toml
+  --find-links $(VENV)/backend --no-emit-package keepwarm-backend --no-emit-find-links \
+  --no-annotate --custom-compile-command 'make lock' --output-file $(1)
 
 backend:
 	@echo $(BACKEND)

@@ -62,10 +62,12 @@ def test_the_backend_can_be_named(tmp_path, backend):
 def project(tmp_path: Path) -> Path:
     """A copy of the Makefile beside an environment that is installed for `cpu`."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in ("pyproject.toml", "requirements.lock", "requirements-cuda.lock"):
-        (tmp_path / name).touch()
+    for name in ("", "-cuda", "-tools"):
+        (tmp_path / f"requirements{name}.lock").touch()
+    (tmp_path / "pyproject.toml").touch()
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv/.ready-cpu").touch()
+    (tmp_path / ".venv/.ready-cpu-tools").touch()
     return tmp_path
 
 
@@ -100,9 +102,52 @@ def test_what_changed_is_installed_from_the_lock(project, backend, newer, lock):
     if newer:
         os.utime(project / newer, (2**32, 2**32))
     said = make("-n", "test", f"BACKEND={backend}", cwd=project)
-    packages, ours = (line for line in said.splitlines() if " pip install " in line)
+    packages, ours, tools = (line for line in said.splitlines() if "/pip_progress.py " in line)
     assert packages.endswith(f"--require-hashes --only-binary :all: --requirement {lock}")
     assert ours.endswith("--no-deps --no-build-isolation --editable .")
+    assert tools.endswith(
+        "--require-hashes --only-binary :all: --requirement requirements-tools.lock"
+    )
+
+
+@needs_make
+def test_running_installs_no_tools(project):
+    said = make("-n", "run", "BACKEND=cuda", cwd=project)
+    assert "requirements-cuda.lock" in said
+    assert "requirements-tools.lock" not in said
+
+
+PIP_SAYS = """
+import sys
+for n in range(40):
+    print(f"Collecting package{n}==1.0")
+print("Installing collected packages: a, b")
+sys.exit(int(sys.argv[-1]))
+"""
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_pip_shows_progress_and_its_log_only_if_it_fails(tmp_path, status):
+    """A pip that can be told to fail; the real one is run by `.ci/install`."""
+    (tmp_path / "pip.py").write_text(PIP_SAYS)
+    (tmp_path / "some.lock").write_text("a==1\nb==2\n")
+    program = ROOT / "deploy" / "pip_progress.py"
+    done = subprocess.run(
+        [sys.executable, program, tmp_path / "some.lock", str(status)],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status
+    lines = done.stdout.splitlines()
+    progress = [line for line in lines if line.startswith(("Packages: ", "Installing 2"))]
+    assert progress == [
+        "Packages: 1 of 2, package0",
+        "Packages: 21 of 21, package20",
+        "Installing 2 packages",
+    ]
+    assert len(lines) == (3 + 41 if status else 3)
 
 
 SKIPS = """

@@ -25,8 +25,8 @@ MAX_FUNCTION_LINES = 60
 # on the ground floor. The package itself and `python -m` stand above everything.
 GROUND = 0
 LEVELS = {
-    **dict.fromkeys(("errors", "config", "files", "units"), GROUND),
-    **dict.fromkeys(("blas", "blas_trial", "mlx_import"), GROUND),
+    **dict.fromkeys(("errors", "config", "files", "folders", "units"), GROUND),
+    **dict.fromkeys(("backend", "blas", "blas_trial", "mlx_import"), GROUND),
     "prefix": 1,
     **dict.fromkeys(("kv", "store", "device"), 2),
     "models": 3,

@@ -23,7 +23,7 @@ _HOMES = {
     "keepwarm.errors": (
         "BadCacheFile BadInput BadModelFile BadRecord Busy CacheError CacheMismatch Cancelled "
         "ContextTooLong CorruptBlock EngineFailed InsufficientResources KeepwarmError NewerFormat "
-        "Refused RepeatedToolCall Stopping StoreFailed TimedOut TooLarge UnknownAgent "
+        "NoBackend Refused RepeatedToolCall Stopping StoreFailed TimedOut TooLarge UnknownAgent "
         "UnknownModel Unreachable UnsupportedCache UnsupportedModel WrongDigest"
     ),
     "keepwarm.kv.files.prompt_cache": "PromptCacheFile export_prompt_cache import_prompt_cache",

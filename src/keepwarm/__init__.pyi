@@ -22,6 +22,7 @@ from keepwarm.errors import EngineFailed as EngineFailed
 from keepwarm.errors import InsufficientResources as InsufficientResources
 from keepwarm.errors import KeepwarmError as KeepwarmError
 from keepwarm.errors import NewerFormat as NewerFormat
+from keepwarm.errors import NoBackend as NoBackend
 from keepwarm.errors import Refused as Refused
 from keepwarm.errors import RepeatedToolCall as RepeatedToolCall
 from keepwarm.errors import Stopping as Stopping

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from keepwarm import config
+from keepwarm import backend, config
 from keepwarm.blas_trial import Setting, Speed, setting_from, trial_command
 from keepwarm.errors import BadInput
 from keepwarm.files import write_atomically
@@ -88,9 +88,7 @@ def wanted() -> bool:
     """Whether MLX is the Linux CPU build here, asked of the installed packages."""
     if sys.platform != "linux":
         return False
-    builds = "\n".join(importlib.metadata.requires("mlx") or [])
-    cuda = set(re.findall(r"^mlx-cuda[\w-]*", builds, re.MULTILINE))
-    return _installed("mlx-cpu") and not any(map(_installed, cuda))
+    return backend.installed() == ("mlx-cpu",)
 
 
 def cpus() -> list[int]:
@@ -98,10 +96,6 @@ def cpus() -> list[int]:
     if sys.platform == "linux":
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
-
-
-def _installed(distribution: str) -> bool:
-    return next(iter(importlib.metadata.distributions(name=distribution)), None) is not None
 
 
 # What there is to choose from.

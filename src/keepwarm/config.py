@@ -1,6 +1,6 @@
 """Settings and their defaults; file, environment and command line override them.
 
-Order, last wins: defaults, `config.toml` in the home directory, `KEEPWARM_…` variables, arguments.
+Order, last wins: defaults, `config.toml`, `KEEPWARM_…` variables, arguments.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-import platformdirs
-
+from keepwarm import folders
 from keepwarm.errors import BadInput
 
 SECRETS = frozenset({"encryption_key", "api_keys", "admin_key"})
@@ -72,8 +71,9 @@ CHOICES: Mapping[str, tuple[str, ...] | tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    home: Path  # all data of Keepwarm
+    home: Path  # agents, blocks and what is learned of this machine
     store: Path  # the block store
+    downloads: str = ""  # downloaded models; the home directory if empty
     model: str = "smollm2"
     max_tokens: int = 512
     sampling: str = "model"  # defaults of generation_config.json; or `greedy`
@@ -147,15 +147,15 @@ class Settings:
     @property
     def models(self) -> Path:
         """Downloaded and converted models."""
-        return self.home / "models"
+        return Path(self.downloads or self.home) / "models"
 
 
 def load(environ: Mapping[str, str] | None = None, **arguments: Any) -> Settings:
     """Settings from all four sources. Arguments that are None count as not given."""
     environ = os.environ if environ is None else environ
-    home = _home(environ)
-    settings = Settings(home=home, store=home / "store")
-    settings = _override(settings, _from_file(home / "config.toml"), "config.toml")
+    home, downloads, file = find_folders(environ)
+    settings = Settings(home=home, store=home / "store", downloads=str(downloads))
+    settings = _override(settings, _from_file(file), "config.toml")
     settings = _override(settings, _from_environment(environ), "the environment")
     given = {key: value for key, value in arguments.items() if value is not None}
     return _override(settings, given, "the arguments")
@@ -180,11 +180,12 @@ def _unknown_variable(name: str, known: list[str]) -> str:
     return f"Warning: the variable {PREFIX}{name} is not a setting and is ignored; {hint}"
 
 
-def _home(environ: Mapping[str, str]) -> Path:
-    given = environ.get("KEEPWARM_HOME") or platformdirs.user_cache_path("keepwarm")
+def find_folders(environ: Mapping[str, str]) -> folders.Folders:
+    """Where files are kept; raises BadInput for a `KEEPWARM_HOME` that is no path."""
     try:
-        return _parse_path(given)
-    except ValueError as error:
+        return folders.find(environ)
+    except (ValueError, RuntimeError) as error:
+        given = environ.get("KEEPWARM_HOME")
         raise BadInput(f"KEEPWARM_HOME must be a path, not {given!r}.") from error
 
 

@@ -26,6 +26,7 @@
     ├── Unreachable                  502   the network, the hub or a package index does not answer
     ├── WrongDigest                  502   a download does not have the expected digest
     ├── InsufficientResources        507   too little disk or memory
+    ├── NoBackend                    500   no build of MLX is installed, or it does not load
     └── CacheError                   500
         ├── UnsupportedCache         501   an unknown cache class, or an unsupported use of one
         ├── CacheMismatch            409   shape, dtype, heads or kind differ from what is expected
@@ -179,6 +180,10 @@ class WrongDigest(KeepwarmError):
 
 class InsufficientResources(KeepwarmError):
     status = 507
+
+
+class NoBackend(KeepwarmError, ImportError):
+    pass
 
 
 class CacheError(KeepwarmError):

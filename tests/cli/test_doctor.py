@@ -18,7 +18,8 @@ PROGRAM = "import typer; from keepwarm.cli.doctor import doctor; typer.run(docto
 KEYS = [
     *("backend", "device", "blas", "blas_threads", "gemm_gflops"),
     *("memory_total_bytes", "memory_available_bytes"),
-    *("home", "store", "free_disk_bytes", "versions", "kernels", "advice", "not_batched"),
+    *("home", "store", "free_disk_bytes", "versions", "kernels", "advice"),
+    *("config", "models", "not_batched"),
 ]
 
 

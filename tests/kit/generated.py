@@ -57,7 +57,8 @@ Answers go to standard output, notes to standard error. Every error is one sente
 
 # For settings without a comment in the code.
 PLAIN = {
-    "home": "all data of Keepwarm; only as `KEEPWARM_HOME`",
+    "home": "agents, blocks and what is learned of this machine; only as `KEEPWARM_HOME`, which "
+    "is then the place of everything ([folders](install.md#folders))",
     "model": "the default model ([names](models.md#names))",
     "max_tokens": "token limit of an answer of `run` and `chat`",
     "sampling": "what holds where a request is silent: `model` is its `generation_config.json`, "
@@ -71,7 +72,11 @@ PLAIN = {
 MEASURED = re.compile(
     r"(?<=<!-- measured, from docs/results/baseline.json -->\n).*?(?=<!-- end -->)", re.DOTALL
 )
-PLACES = {"home": "~/.cache/keepwarm", "store": "~/.cache/keepwarm/store"}  # on Linux
+PLACES = {  # on Linux
+    "home": "~/.local/share/keepwarm",
+    "store": "~/.local/share/keepwarm/store",
+    "downloads": "~/.cache/keepwarm",
+}
 MIB, GIB = 1 << 20, 1 << 30
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,11 +41,15 @@ def doctor(
 
     settings = config.load()
     machine = snapshot(settings)
+    file = str(config.find_folders(os.environ).config)
     alone = [known.model for known in padding_book(settings.home).alone()]
     if json:
-        print(dumps(as_json(machine) | {"not_batched": alone}))
+        found = {"config": file, "models": str(settings.models), "not_batched": alone}
+        print(dumps(as_json(machine) | found))
     else:
-        Console().print(_table(machine, alone))
+        Console().print(
+            _table(machine, alone, {"Configuration": file, "Models": str(settings.models)})
+        )
 
 
 def _write_report(path: Path, quick: bool) -> None:
@@ -79,10 +84,10 @@ def as_json(machine: Machine) -> dict[str, Any]:
     }
 
 
-def _table(machine: Machine, alone: list[str]) -> Table:
+def _table(machine: Machine, alone: list[str], places: dict[str, str]) -> Table:
     """`alone` are the models whose rows differ in a batch."""
     table = Table("", "", show_header=False, box=None)
-    for name, value in _rows(machine).items():
+    for name, value in (_rows(machine) | places).items():
         table.add_row(f"[bold]{name}[/bold]", value)
     if alone:
         table.add_row("[bold]Not batched[/bold]", ", ".join(alone))

@@ -155,10 +155,15 @@ def _advice_on_blas(machine: Machine) -> str:
     )
 
 
+def _blas_package() -> str:
+    return "mkl" if platform.machine() == "x86_64" else "nvpl-blas"
+
+
 def _advice_without_blas() -> str:
     if os.environ.get("KEEPWARM_BLAS") == "none":
         return "KEEPWARM_BLAS=none turns the fast BLAS off: unset it for a much faster prefill."
     return (
         "No fast BLAS was found, so matrix products run many times slower than possible: "
-        "pip install 'keepwarm[cpu]', or the system's OpenBLAS (Debian: apt install libopenblas0)."
+        f"pip install {_blas_package()}, or the system's OpenBLAS "
+        "(Debian: apt install libopenblas0)."
     )
