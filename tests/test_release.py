@@ -8,12 +8,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
-
-from dataclasses import fields
 
 from keepwarm.config import Settings
 
