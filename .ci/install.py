@@ -60,6 +60,7 @@ class Trial:
         plain = self.environment("plain", "keepwarm")
         self.sh(plain / "keepwarm", "pull", "smollm2")
         self.answer("pip", plain / "keepwarm")
+        self.sh(tools / "uvx", "keepwarm", "--version")  # downloads, with lines of its own
         self.answer("uvx", tools / "uvx", "keepwarm")
         self.sh(tools / "pipx", "install", "--quiet", "keepwarm")
         self.answer("pipx", self.folder / "bin" / "keepwarm")
@@ -126,12 +127,17 @@ class Trial:
         limit = threading.Timer(MAX_SECONDS, server.kill)
         limit.start()
         lines: list[str] = []
+        ready = threading.Event()
+        reader = threading.Thread(target=collect, args=(server, lines, ready))
+        reader.start()
         try:
-            yield address_in(server, lines), lines
+            ready.wait()
+            yield address_in(lines), lines
         finally:
             limit.cancel()
             server.terminate()
-            server.communicate()
+            reader.join()
+            server.wait()
 
     def from_source(self, programs: Path) -> None:
         """The sdist is complete: the wheel that is built of it has the same files."""
@@ -197,13 +203,18 @@ def clean_environ(folder: Path, index: Path) -> dict[str, str]:
     }
 
 
-def address_in(server: subprocess.Popen[str], lines: list[str]) -> str:
-    """The address it prints; later lines are collected while it runs."""
-    stdout = server.stdout
-    for line in stdout or ():
+def collect(server: subprocess.Popen[str], lines: list[str], ready: threading.Event) -> None:
+    """All that it prints, to its end; `ready` when there is something to try, or nothing more."""
+    for line in server.stdout or ():
         lines.append(line.rstrip())
         if line.startswith("curl "):
-            threading.Thread(target=lines.extend, args=(stdout,), daemon=True).start()
+            ready.set()
+    ready.set()
+
+
+def address_in(lines: list[str]) -> str:
+    for line in lines:
+        if line.startswith("curl "):
             return line.split()[1]
     raise Failed("\n".join(("serve ended without an address:", *lines)))
 

@@ -137,3 +137,16 @@ def test_every_variable_that_the_source_names_is_known():
     }
     assert "KEEPWARM_BLAS" in named  # control
     assert config.unknown_variables(dict.fromkeys(named, "x")) == []
+
+
+def test_a_setting_in_bytes_is_a_size(tmp_path):
+    assert load_file(tmp_path, 'disk_bytes = "20G"').disk_bytes == 20 << 30
+    assert load_file(tmp_path, "disk_bytes = 20").disk_bytes == 20
+    environ = {"KEEPWARM_HOME": str(tmp_path), "KEEPWARM_MEMORY_BYTES": "500MB"}
+    assert config.load(environ).memory_bytes == 500_000_000
+
+
+@pytest.mark.parametrize("value", ["20X", "-1", "9999999999T"])
+def test_what_is_not_a_size_is_told_how_to_write_one(tmp_path, value):
+    with pytest.raises(BadInput, match="or a size such as 20G"):
+        load_file(tmp_path, f'disk_bytes = "{value}"')

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from keepwarm import folders
 from keepwarm.errors import BadInput
+from keepwarm.units import parse_bytes
 
 SECRETS = frozenset({"encryption_key", "api_keys", "admin_key"})
 SECRET_FILES = {
@@ -52,6 +53,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "rate_per_minute": (0, COUNT[1]),
     "drain_s": SECONDS,
 }
+
+SIZES = frozenset({"memory_bytes", "disk_bytes", "disk_writes_per_day", "max_body_bytes"})
 
 
 class NamedKey(NamedTuple):
@@ -267,6 +270,8 @@ def _parse_setting(name: str, kind: type, value: Any, source: str) -> Any:
 
 def _parse(name: str, kind: type, value: Any) -> Any:
     """ValueError if the value is not of this kind, or out of the setting's range."""
+    if name in SIZES and isinstance(value, str):
+        value = parse_bytes(value)
     parsed = PARSERS[kind](value)
     if parsed not in CHOICES.get(name, (parsed,)):
         raise ValueError(name)
@@ -283,7 +288,8 @@ def _must(name: str, kind: type) -> str:
     if name not in RANGES:
         return KINDS[kind]
     low, high = RANGES[name]
-    return f"{KINDS[kind]} from {low:,} to {high:,}"
+    size = ", or a size such as 20G" if name in SIZES else ""
+    return f"{KINDS[kind]} from {low:,} to {high:,}{size}"
 
 
 def _shown(value: Any) -> str:

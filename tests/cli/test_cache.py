@@ -3,16 +3,21 @@
 import json
 import os
 import pty
+import re
 import shutil
+import signal
 import sqlite3
 import subprocess
+import time
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from keepwarm.cache import disk_store
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.store.disk.disk import DiskLimits
+from keepwarm.units import format_bytes
 from tests.cache.agents.test_signing import write_keys
 from tests.cli import command, environment, keepwarm
 from tests.kit.checkpoints import write_checkpoint
@@ -277,6 +282,84 @@ def test_rm_deletes_blocks_that_no_other_agent_uses(home):
     assert cache_json(home, "stats")["n_bytes"] < before
 
 
+def test_an_agent_is_shown_with_dates_names_and_sizes(main_here, home):
+    def told(*arguments):
+        code, out, err = main_here("cache", *arguments, home=home)
+        assert (code, err) == (0, "")
+        return out
+
+    def shown():
+        return dict(line.split(": ", 1) for line in told("show", "coder").splitlines())
+
+    kept, before = json.loads(told("show", "coder", "--json")), shown()
+    assert before["agent"] == kept["id"] == "coder"
+    assert before["model"] == kept["model"]
+    assert before["tokens"] == str(kept["n_tokens"])
+    for name in ("created", "used"):
+        assert before[name] == time.strftime("%Y-%m-%d %H:%M", time.localtime(kept[name]))
+    assert before["size"] == format_bytes(kept["n_bytes"])
+    assert before["retention"] == "kept until evicted or deleted"
+    told("set", "coder", "--retention", 3 * 86400, "--label", "team=core")
+    told("quota", "coder", "2G")
+    after = shown()
+    assert after["retention"] == "deleted when unused for 3 days"
+    assert (after["labels"], after["quota"]) == ("team=core", format_bytes(2 << 30))
+    told("set", "coder", "--retention", "0", "--label", "team=")
+    told("quota", "coder", "0")
+
+
+def test_an_existing_file_is_replaced_only_by_force(main_here, home, tmp_path):
+    file = tmp_path / "a.kw"
+    file.write_text("mine")
+    code, out, err = main_here("cache", "export", "coder", file, home=home)
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"\S+a\.kw exists; [^\n]* --force\.\n", err)
+    assert file.read_text() == "mine"
+    assert main_here("cache", "export", "coder", file, "--force", home=home)[0] == 0
+    assert file.stat().st_size > 1000
+    assert [path.name for path in tmp_path.iterdir()] == ["a.kw"]
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("there", r"there is a directory; name a file in it\."),
+        ("nowhere/a.kw", r"The directory of \S+ does not exist; create it first\."),
+        (f"{'x' * 253}.kw", r"cannot be written: File name too long; nothing was exported\."),
+    ],
+)
+def test_what_cannot_be_written_is_one_sentence(main_here, home, tmp_path, target, says):
+    (tmp_path / "there").mkdir()
+    code, out, err = main_here("cache", "export", "coder", tmp_path / target, home=home)
+    assert (code, out) == (2, "")
+    assert re.search(says, err)
+    assert err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_an_export_that_is_stopped_leaves_nothing(main_here, monkeypatch, home, tmp_path):
+    """SIGTERM between two records."""
+
+    def stopped(*_):
+        yield b"half"
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield b"whole"
+
+    made = disk_store.BundleExport(1, stopped())
+    monkeypatch.setattr(disk_store, "export_bundle", lambda *_: made)
+    before = signal.getsignal(signal.SIGTERM)
+    code, out, _ = main_here("cache", "export", "coder", tmp_path / "a.kw", home=home)
+    assert (code, out) == (128 + signal.SIGTERM, "")
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("size", ["2X", "-1", "much"])
+def test_a_quota_that_is_no_size_is_one_sentence(main_here, home, size):
+    code, _, err = main_here("cache", "quota", "coder", "--", size, home=home)
+    assert (code, err) == (2, f"{size!r} is not a size; write it as 2G, 500MB or in bytes.\n")
+
+
 def test_any_prefix_travels_in_one_file(home, tmp_path):
     """An agent's first tokens, a turn, or an unnamed prefix."""
     run(home, "a long way to go for a story " * 60, "--agent", "part")
@@ -292,8 +375,8 @@ def test_any_prefix_travels_in_one_file(home, tmp_path):
     assert cache_json(home, "export", "part", bundle, "--turn", "1")["records"] == (
         -(-n_tokens // 256)
     )
-    assert cache_json(home, "export", "part", bundle, "--tokens", "300")["records"] == 2
-    cache(home, "export", prefix["id"], bundle)
+    assert cache_json(home, "export", "part", bundle, "--tokens", "300", "--force")["records"] == 2
+    cache(home, "export", prefix["id"], bundle, "--force")
     made = cache_json(away, "import", bundle, "--model", str(away / "model"))
     assert (made["id"], made["n_tokens"]) == ("a", prefix["n_tokens"])
     done = keepwarm("cache", "export", "part", str(tmp_path / "x"), "--turn", "7", home=home)

@@ -119,7 +119,7 @@ def test_ctrl_c_while_loading_leaves(terminal):
 def test_piped_conversation(checkpoint, tmp_path):
     """Answers on standard output, notes on standard error."""
     options = ("--model", checkpoint, "--max-tokens", 12)
-    lines = "the fox\n\nthe dog\n/clear\nthe fox\n/nonsense\n/exit\nnever read\n"
+    lines = "the fox\n\nthe dog\n/clear\nthe fox\n/nonsense\n/help\n/exit\nnever read\n"
     done = keepwarm("chat", *options, home=tmp_path, stdin=lines.encode())
     assert done.returncode == 0
     once = keepwarm("run", "the fox", *options, home=tmp_path).stdout
@@ -131,7 +131,10 @@ def test_piped_conversation(checkpoint, tmp_path):
     assert first[:2] == (12, 0)
     assert second[1] >= first[2]  # the first turn's prompt was warm
     assert third[1] == first[2] - 1  # after /clear the same prompt: all but the token to be fed
-    assert "Unknown command /nonsense." in notes
+    assert "History cleared.\n" in notes
+    assert "Unknown command /nonsense; /help lists them." in notes
+    listed = notes.partition("/nonsense; /help lists them.\n")[2].splitlines()
+    assert [line.split()[0] for line in listed] == ["/clear", "/help", "/exit", "Ctrl-C"]
 
 
 def test_an_agent_goes_on_where_the_last_chat_ended(main_here, checkpoint):

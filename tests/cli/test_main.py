@@ -8,7 +8,9 @@ import pytest
 
 import keepwarm as package
 from tests.cli import keepwarm
+from tests.kit.generated import commands
 
+COMMANDS = list(commands())
 HEAVY = "mlx", "mlx_lm", "numpy", "transformers", "huggingface_hub"
 
 
@@ -42,15 +44,51 @@ def test_help_names_every_command(main_here):
     assert all(f"  {verb} " in out for verb in ("run", "chat", "pull", "models", "doctor"))
 
 
+@pytest.mark.parametrize("group", [[], ["cache"]])
+def test_without_a_command_all_are_listed(main_here, group):
+    code, out, err = main_here(*group)
+    assert (code, out) == (2, "")
+    assert err == main_here(*group, "--help")[1]
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_help_is_readable_at_80_columns(main_here, monkeypatch, path):
+    """No line is longer, and no summary in a list of commands is cut off."""
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = main_here(*path, "--help")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert not re.search(r"\w\.\.\.$", out.partition("Commands:")[2], re.MULTILINE)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_clients(main_here, monkeypatch, shell):
+    """What a shell asks, and what `--install-completion` has it ask."""
+    for words, expected in (("mod", "models"), ("launch opencod", "opencode")):
+        monkeypatch.setenv("_KEEPWARM_COMPLETE", f"complete_{shell}")
+        line = f"keepwarm {words}"
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+        monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
+        monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+        code, out, _ = main_here()
+        assert code == 0
+        assert expected in out
+        assert "doctor" not in out
+
+
 def test_version(main_here):
     assert main_here("--version") == (0, f"{package.__version__}\n", "")
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], ["run"], ["run", "hi", "--max-tokens", "few"]])
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["run"], ["run", "hi", "--max-tokens", "few"], ["cache", "shw"]]
+)
 def test_usage_errors_exit_with_2(main_here, arguments):
+    """One sentence, which says where to read more."""
     code, out, err = main_here(*arguments)
     assert (code, out) == (2, "")
-    assert "Error: " in err
+    assert re.fullmatch(r"[A-Z][^\n]*[;?] [Ss]ee `keepwarm[ a-z]* --help`\.\n", err)
 
 
 def test_an_error_of_ours_is_one_sentence(main_here):

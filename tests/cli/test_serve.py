@@ -40,11 +40,18 @@ def served(checkpoint, home, *arguments, **environ):
         text=True,
     )
     try:
-        printed = process.stdout.readline() + process.stdout.readline()
-        yield process, printed
+        yield process, greeting(process)
     finally:
         process.kill()
         process.communicate()
+
+
+def greeting(process):
+    """What it prints before it serves, to the command to be tried."""
+    lines = []
+    while not lines or (lines[-1] and not lines[-1].startswith("curl ")):
+        lines.append(process.stdout.readline())
+    return "".join(lines)
 
 
 def run_once(checkpoint, home, *arguments):
@@ -65,15 +72,37 @@ def address(printed):
 
 def run_line(printed):
     """The response to the printed curl command."""
-    line = printed.splitlines()[1]
+    line = printed.splitlines()[-1]
     answer = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
     return json.loads(answer.stdout)
+
+
+def check_links(printed):
+    """Every address ends at a space or a line, as terminals make links of them, and opens."""
+    links = [link for link in re.findall(r"http://\S+", printed) if "/v1" not in link]
+    assert [link.rpartition("/")[2] for link in links[:2]] == ["dashboard", "docs"]
+    assert all(re.fullmatch(r"http://127\.0\.0\.1:\d+(/\w+)?", link) for link in links)
+    assert all(httpx.get(link).is_success for link in links[:2])
+
+
+def check_clients(printed, home):
+    """The command for clients reaches this server, whatever port the settings say."""
+    (line,) = re.findall(r"keepwarm (launch claude --url \S+)", printed)
+    done = subprocess.run(
+        [sys.executable, "-m", "keepwarm", *line.split()],
+        env={**os.environ, "KEEPWARM_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"ANTHROPIC_BASE_URL={address(printed)}" in done.stdout
 
 
 def test_what_is_printed_works_and_a_signal_ends_it_in_order(checkpoint, tmp_path):
     """A running answer finishes, nothing else is logged, and its prompt is warm afterwards."""
     with served(checkpoint, tmp_path, KEEPWARM_DRAIN_S="5") as (process, printed):
-        assert httpx.get(f"{address(printed)}/docs").is_success
+        check_links(printed)
+        check_clients(printed, tmp_path)
         first = run_line(printed)
         assert first["object"] == "chat.completion"
         with openai.OpenAI(base_url=f"{address(printed)}/v1", api_key="any") as client:
@@ -86,10 +115,11 @@ def test_what_is_printed_works_and_a_signal_ends_it_in_order(checkpoint, tmp_pat
         assert chunks[-1].choices[0].finish_reason
         assert process.wait(300) == 0
         assert process.stdout.read() == ""
-        started, *requests, stopped = process.stderr.read().splitlines()
+        logged = process.stderr.read().splitlines()
+        started, *requests, stopped = (line for line in logged if "event=draining" not in line)
         assert " INFO keepwarm.server: event=started " in started
         assert " INFO keepwarm.server: event=stopped requests=2 hit_rate=0." in stopped
-        assert [" INFO keepwarm.requests: id=req-" in line for line in requests] == [True] * 3
+        assert [" INFO keepwarm.requests: id=req-" in line for line in requests] == [True] * 4
 
     keys = tmp_path / "my keys"
     keys.write_text("alice = secret\nother\n")
@@ -119,6 +149,8 @@ def test_what_does_not_end_in_time_is_cut_with_words(checkpoint, tmp_path):
                 list(stream)
         process.wait(300)
         assert process.returncode == 0
+        (draining,) = re.findall("event=draining (.*)", process.stderr.read())
+        assert draining.startswith("unfinished_requests=1 up_to_s=0.2 hint=")
         assert time.monotonic() - begun < 120  # three thousand tokens take longer
 
 

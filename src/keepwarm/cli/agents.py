@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from keepwarm import config
 from keepwarm.errors import BadInput
+from keepwarm.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from keepwarm.cache.agents.agent import Agent
@@ -58,15 +60,21 @@ def bar(label: str) -> Iterator[Progress]:
 
 @app.command()
 def show(agent: AnyId, branch: BranchNumber = None, as_json: AsJson = False) -> None:
-    """Show one agent, or a prefix: turns, branches, size, pin, quota, retention."""
+    """Show one agent or prefix.
+
+    Its model, turns, branches, size, dates, pin, quota and retention.
+    """
     with open_store() as store:
         found = store.find(agent, branch=branch)
-        print_fields(agent_fields(store, found) | {"n_bytes": n_bytes_of(store, found)}, as_json)
+        print_agent(store, found, as_json, n_bytes=n_bytes_of(store, found))
 
 
 @app.command()
 def pin(agent: AnyId, branch: BranchNumber = None, as_json: AsJson = False) -> None:
-    """Protect the blocks of an agent's head, or of a prefix, from eviction."""
+    """Protect an agent or a prefix from eviction.
+
+    Of an agent, the blocks of its head are pinned, or those of --branch.
+    """
     _pin(agent, True, branch, as_json)
 
 
@@ -82,7 +90,7 @@ def _pin(name: str, pinned: bool, branch: int | None, as_json: bool) -> None:
             store.prefixes.pin(name, pinned)
             print_fields({"prefix": name, "pinned": pinned}, as_json)
         else:
-            print_fields(agent_fields(store, store.agents.pin(name, pinned, branch)), as_json)
+            print_agent(store, store.agents.pin(name, pinned, branch), as_json)
 
 
 def _is_prefix(name: str) -> bool:
@@ -113,7 +121,7 @@ def set_(
         metadata = {**store.agents.show(agent).metadata, **labels}
         kept = {key: value for key, value in metadata.items() if value}
         changed = store.agents.update(agent, metadata=kept, **changes)
-        print_fields(agent_fields(store, changed), as_json)
+        print_agent(store, changed, as_json)
 
 
 def _label(text: str) -> tuple[str, str]:
@@ -126,13 +134,19 @@ def _label(text: str) -> tuple[str, str]:
 @app.command()
 def quota(
     agent: AgentId,
-    n_bytes: Annotated[int, typer.Argument(help="Bytes to reserve; 0 removes the quota.")],
+    size: Annotated[
+        str, typer.Argument(metavar="SIZE", help="As 2G or 500MB; 0 removes the quota.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Reserve bytes for an agent that other agents cannot evict."""
+    try:
+        n_bytes = parse_bytes(size)
+    except ValueError as error:
+        raise BadInput(f"{size!r} is not a size; write it as 2G, 500MB or in bytes.") from error
     with open_store() as store:
         changed = store.agents.update(agent, quota_bytes=n_bytes or None)
-        print_fields(agent_fields(store, changed), as_json)
+        print_agent(store, changed, as_json)
 
 
 @app.command()
@@ -150,12 +164,13 @@ def fork(
     if count > 1:
         new = [f"{name}-{number}" for name in new for number in range(1, count + 1)]
     with open_store() as store:
-        made = [agent_fields(store, each) for each in store.agents.fork_all(agent, new, branch)]
-    if as_json:
-        print(json.dumps(made[0] if len(made) == 1 else made))
-        return
-    for fields in made:
-        print_fields(fields, as_json)
+        made = store.agents.fork_all(agent, new, branch)
+        if as_json:
+            fields = [agent_fields(store, each) for each in made]
+            print(json.dumps(fields[0] if len(fields) == 1 else fields))
+            return
+        for each in made:
+            print_agent(store, each, as_json)
 
 
 @app.command()
@@ -165,14 +180,20 @@ def rewind(
     branch: BranchNumber = None,
     as_json: AsJson = False,
 ) -> None:
-    """Drop an agent's turns after this one; a branch that is named becomes the head."""
+    """Drop an agent's turns after this one.
+
+    A branch that is named becomes the head.
+    """
     with open_store() as store:
-        print_fields(agent_fields(store, store.agents.rewind(agent, turn, branch)), as_json)
+        print_agent(store, store.agents.rewind(agent, turn, branch), as_json)
 
 
 @app.command("rm")
 def remove(agent: AnyId, as_json: AsJson = False) -> None:
-    """Delete an agent, or a prefix, and every block that no other agent uses."""
+    """Delete an agent or a prefix.
+
+    Every block that no other agent uses is deleted with it.
+    """
     with open_store() as store, bar("deleting") as progress:
         n_blocks = (store.prefixes if _is_prefix(agent) else store.agents).delete(agent, progress)
     print_fields({"agent": agent, "removed_blocks": n_blocks}, as_json)
@@ -180,9 +201,12 @@ def remove(agent: AnyId, as_json: AsJson = False) -> None:
 
 @app.command()
 def release(agent: AgentId, as_json: AsJson = False) -> None:
-    """Vouch for an imported agent: its blocks then serve every prompt that begins alike."""
+    """Vouch for an imported agent.
+
+    Its blocks then serve every prompt that begins alike.
+    """
     with open_store() as store, bar("releasing") as progress:
-        print_fields(agent_fields(store, store.release(agent, progress)), as_json)
+        print_agent(store, store.release(agent, progress), as_json)
 
 
 def agent_fields(store: DiskStore, agent: Agent) -> dict[str, Any]:
@@ -203,5 +227,52 @@ def print_fields(fields: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(fields))
         return
     for name, value in fields.items():
-        shown = len(value) if isinstance(value, list | tuple) else value
-        print(f"{name}: {shown}")
+        print(f"{name.removeprefix('n_')}: {_readable(name, value)}")
+
+
+def _readable(name: str, value: Any) -> str:
+    """A value as people read it; `--json` has it as it is."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_readable(name, each)}" for key, each in value.items()) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name.endswith("bytes") or name == "written_by_day":
+        return format_bytes(value)
+    return str(len(value)) if isinstance(value, list | tuple) else str(value)
+
+
+def print_agent(store: DiskStore, agent: Agent, as_json: bool, **more: Any) -> None:
+    """One agent: its record as JSON, or with names, dates and sizes."""
+    if as_json:
+        print(json.dumps(agent_fields(store, agent) | more))
+        return
+    for name, value in _shown(store, agent).items():
+        print(f"{name}: {value}")
+    if len(agent.branches) > 1:
+        for branch in agent.branches:
+            turns = f"{len(branch.turns)} turns, {branch.n_tokens} tokens"
+            print(f"branch {branch.number}: {turns}, used {format_date(branch.used)}")
+
+
+def _shown(store: DiskStore, agent: Agent) -> dict[str, str | int]:
+    labels = ", ".join(f"{key}={value}" for key, value in agent.metadata.items())
+    unused = agent.retention_s and f"deleted when unused for {agent.retention_s / 86400:g} days"
+    return {
+        "agent": agent.id or "none, a prefix",
+        "model": agent.head.model or "unknown",
+        "turns": len(agent.turns),
+        "tokens": agent.n_tokens,
+        "size": format_bytes(n_bytes_of(store, agent)),
+        "created": format_date(agent.created) if agent.created else "unknown",
+        "used": format_date(agent.used) if agent.used else "unknown",
+        "pinned": "yes" if agent.pinned else "no",
+        "quota": format_bytes(agent.quota_bytes) if agent.quota_bytes else "none",
+        "retention": unused or "kept until evicted or deleted",
+        "forked from": agent.forked_from or "none",
+        "imported": "yes" if store.origin_of(agent) else "no",
+        "labels": labels or "none",
+    }
+
+
+def format_date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

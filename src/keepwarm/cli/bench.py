@@ -67,7 +67,10 @@ def bench(
     compare: ComparedFile = None,
     list_all: ListAll = False,
 ) -> None:
-    """Measure time to first token, reuse and throughput; compare servers."""
+    """Measure time to first token, reuse and throughput.
+
+    Each --target is a server; several are compared.
+    """
     from keepwarm.bench.report import page, tables
     from keepwarm.bench.report.results import Results
 

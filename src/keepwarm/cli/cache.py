@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,14 @@ from keepwarm.cli.agents import (
     AnyId,
     AsJson,
     BranchNumber,
-    agent_fields,
     bar,
+    format_date,
     n_bytes_of,
     open_store,
+    print_agent,
     print_fields,
 )
+from keepwarm.cli.options import check_parents
 from keepwarm.errors import BadInput
 from keepwarm.units import format_bytes
 
@@ -85,12 +88,15 @@ def _size(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def _when(row: dict[str, Any]) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(row["used"]))
+    return format_date(row["used"])
 
 
 @app.command()
 def stats(as_json: AsJson = False) -> None:
-    """Show blocks, bytes, hit rate, tokens reused by tier, and bytes written per day."""
+    """Show what is stored, and how much was reused.
+
+    Blocks, bytes, hit rate, tokens reused by tier, and bytes written per day.
+    """
     with open_store() as store:
         stored, figures = asdict(store.disk.stats()), store.counts.total().figures()
         texts, written = store.text_bytes(), {"written_by_day": store.wear.by_day()}
@@ -111,7 +117,7 @@ def path(as_json: AsJson = False) -> None:
 
 @app.command()
 def gc(as_json: AsJson = False) -> None:
-    """Delete expired agents, agents without blocks, and quarantined records."""
+    """Delete expired and empty agents, and quarantined records."""
     from keepwarm.store.disk.upkeep import clear_quarantine
 
     with open_store() as store, bar("cleaning up") as progress:
@@ -127,7 +133,10 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete every agent and every block, also from the memory of running servers."""
+    """Delete every agent and every block.
+
+    They are deleted from the memory of running servers, too.
+    """
     if not yes:
         typer.confirm(f"Delete everything in {config.load().store}?", abort=True, err=True)
     with open_store() as store, bar("deleting") as progress:
@@ -140,7 +149,10 @@ def verify(
     fix: Annotated[bool, typer.Option("--fix", help="Quarantine damaged records.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check every record and agent; exit code 1 if any is damaged or unreadable."""
+    """Check every record and agent.
+
+    The exit code is 1 if any is damaged or unreadable.
+    """
     from keepwarm.cache.verify import verify_store
 
     with open_store() as store, bar("verifying") as progress:
@@ -171,12 +183,18 @@ def export(
     model: Annotated[
         str | None, typer.Option("--model", help="Model of the agent, for a prompt-cache file.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write an agent or a prefix to a file that another machine can import."""
+    """Write an agent or a prefix to a file.
+
+    Another machine can import it; --format writes it for other programs.
+    """
     from keepwarm.cache.agents.signing import BundleKeys
 
     settings = config.load(model=model)
+    with _file_errors(file):
+        _check_target(file, force)
     if form != "bundle":
         if sign is not None:
             raise BadInput("--sign is for bundles; a prompt-cache file cannot be signed.")
@@ -186,7 +204,8 @@ def export(
     keys = BundleKeys.of(settings, sign)
     with open_store() as store, bar("exporting") as progress:
         found = store.find(agent, tokens, turn, branch)
-        n_records = store.export_agent(found, file, progress, keys.signing)
+        with _file_errors(file):
+            n_records = store.export_agent(found, file, progress, keys.signing)
         if store.disk.seal is not None:
             print(f"{file} is not encrypted, so that other machines can read it.", file=sys.stderr)
     print_fields({"agent": agent, "records": n_records, "file": str(file)}, as_json)
@@ -216,9 +235,10 @@ def import_(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Import a bundle or a prompt-cache file made with the same weights and KV dtype.
+    """Import a bundle or a prompt-cache file.
 
-    Unless a trusted key signed it, only this agent and its forks are served from it.
+    It must be made with the same weights and KV dtype. Unless a trusted key signed it, only this
+    agent and its forks are served from it.
     """
     from keepwarm.cache.agents.bundle import identity_in
     from keepwarm.cache.agents.signing import BundleKeys
@@ -237,7 +257,7 @@ def import_(
             raise BadInput("--trust is for bundles; a prompt-cache file is not signed.")
         made = _import_prompt_file(settings, file, agent, tokens, check)
         with open_store() as disk_store:
-            print_fields(agent_fields(disk_store, made), as_json)
+            print_agent(disk_store, made, as_json)
         return
     keys = BundleKeys.of(settings, trust=trust or ())
     theirs = identity_in(file)
@@ -251,7 +271,7 @@ def import_(
         if check is not None:
             with Engine(loaded, store, settings=settings) as engine:
                 made = ImportCheck(engine, made).run(check)
-        print_fields(agent_fields(store.on_disk, made), as_json)
+        print_agent(store.on_disk, made, as_json)
 
 
 def _summary(store: DiskStore, agent: Agent) -> dict[str, Any]:
@@ -304,4 +324,24 @@ def _export_prompt_file(
         raise BadInput(f"--format is {form!r}; it must be one of {known}.")
     with Store(settings=settings) as store:
         agent, model = store.on_disk.find(*what), load(settings.model, settings)
-        return export_prompt_file(store, model, agent, file, FORMATS[form])
+        with _file_errors(file):
+            return export_prompt_file(store, model, agent, file, FORMATS[form])
+
+
+def _check_target(file: Path, force: bool) -> None:
+    """Fail before anything is read, which may take minutes."""
+    if file.is_dir():
+        raise BadInput(f"{file} is a directory; name a file in it.")
+    if file.exists() and not force:
+        raise BadInput(f"{file} exists; choose another name, or replace it with --force.")
+    check_parents(file)
+
+
+@contextmanager
+def _file_errors(file: Path) -> Iterator[None]:
+    """A file that cannot be written is one sentence; nothing of it is left."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise BadInput(f"{file} cannot be written: {why}; nothing was exported.") from error

@@ -35,6 +35,11 @@ if TYPE_CHECKING:
     from keepwarm.text.request import Event, Receipt, Request, Usage
 
 HELP = "Ctrl-C stops an answer, /clear starts over, /exit or Ctrl-D quits."
+COMMANDS = """\
+/clear  start over; the system prompt stays
+/help   show this
+/exit   quit, as Ctrl-D does
+Ctrl-C stops an answer; what it said so far stays in the conversation."""
 
 
 def chat(
@@ -56,7 +61,7 @@ def chat(
         n_known = _n_turns(engine, agent)
         history = ChatHistory(engine, template, first, continues=n_known > 0)
         known = f" {agent} has {n_known} turns, which are continued." if n_known else ""
-        print_note(f"{engine.model.name}.{known} {HELP}")
+        print_note(f"{engine.model.name}.{known} {HELP} /help lists the commands.")
         for line in _input_lines():
             _handle_line(history, line)
 
@@ -72,9 +77,11 @@ def _handle_line(history: ChatHistory, line: str) -> None:
     """Run a command, or answer a prompt."""
     if line == "/clear":
         history.clear()
-        print_note("KnownHistory cleared.")
+        print_note("History cleared.")
+    elif line == "/help":
+        print_note(COMMANDS)
     elif line.startswith("/"):
-        print_note(f"Unknown command {line.split(maxsplit=1)[0]}. {HELP}")
+        print_note(f"Unknown command {line.split(maxsplit=1)[0]}; /help lists them.")
     else:
         _turn(history, line)
 

@@ -8,7 +8,10 @@ from keepwarm import config
 
 
 def demo() -> None:
-    """Run three agents, kill the server, resume them; compare cold with warm."""
+    """Run three agents, kill the server, resume them.
+
+    Compares cold with warm, in two minutes.
+    """
     from keepwarm.bench.demo import play
 
     play(config.load().model, Console())

@@ -29,7 +29,10 @@ class Key(NamedTuple):
 
 
 def launch(
-    client: Annotated[str, typer.Argument(help=f"One of {', '.join(CLIENTS)}.")],
+    client: Annotated[
+        str,
+        typer.Argument(help=f"One of {', '.join(CLIENTS)}.", autocompletion=lambda: list(CLIENTS)),
+    ],
     arguments: Annotated[
         list[str] | None, typer.Argument(help="Passed to the client; put them after --.")
     ] = None,

@@ -1,4 +1,4 @@
-"""The `keepwarm` command. A KeepwarmError is printed as one sentence, with exit code 2.
+"""The `keepwarm` command. A KeepwarmError, or a wrong option, is one sentence with exit code 2.
 
 The verbs import MLX inside their functions, so that `--help` is fast.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,8 +30,8 @@ app = typer.Typer(
     name="keepwarm",
     help="Local LLM agents that never compute the same prompt twice.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
+    context_settings={"max_content_width": 80},
     pretty_exceptions_enable=False,
 )
 for command in (run, chat, serve, launch, pull, models, doctor, bench, demo):
@@ -56,6 +57,9 @@ def _options(
     pass
 
 
+UsageError: Any = typer.BadParameter.__base__  # typer exports only its subclasses
+
+
 def main() -> None:
     """Run the command line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -63,8 +67,29 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")
     for sentence in config.unknown_variables(os.environ):
         typer.echo(sentence, err=True)
+    # So that what is half written is removed; `serve` drains instead.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        app()
+        sys.exit(app(prog_name="keepwarm", standalone_mode=False))
     except KeepwarmError as error:
         typer.echo(str(error), err=True)
         sys.exit(2)
+    except UsageError as error:
+        typer.echo(_sentence(error), err=True)
+        sys.exit(2)
+    except typer.Abort:
+        typer.echo("Stopped.", err=True)
+        sys.exit(1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _sentence(error: Any) -> str:
+    """A wrong command, option or argument, and where to read more; without one, all commands."""
+    message = " ".join(error.format_message().split()).rstrip(".")
+    if error.ctx is None:
+        return f"{message}."
+    if not message or "help" in type(error).__name__.lower():
+        return str(error.ctx.get_help())
+    end = " See" if message.endswith("?") else "; see"
+    return f"{message}{end} `{error.ctx.command_path} --help`."

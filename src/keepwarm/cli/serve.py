@@ -94,12 +94,22 @@ def _serve(settings: Settings) -> None:
 
 
 def _greeting(settings: Settings, name: str, address: str) -> str:
+    """What was started and what to do next; no address touches a bracket, a comma or a stop."""
     return (
-        f"Serving {name} at {address}/v1 "
-        f"(dashboard: {address}/dashboard, API: {address}/docs). Try:\n"
+        f"Serving {name} at {address}/v1\n"
+        f"Dashboard: {address}/dashboard\n"
+        f"Endpoints: {address}/docs\n"
+        f"Clients: keepwarm launch claude --url {address} (or {', '.join(_other_clients())})\n"
+        f"Try:\n"
         f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'"
         f"{_key(settings)} -d '{EXAMPLE}'"
     )
+
+
+def _other_clients() -> list[str]:
+    from keepwarm.server.clients import CLIENTS
+
+    return [name for name in CLIENTS if name != "claude"]
 
 
 def _key(settings: Settings) -> str:

@@ -206,6 +206,14 @@ class EngineHost:
         if self._engine is not None and self._engine.alive:
             self._engine.drain(timeout_s)
 
+    @property
+    def n_unfinished(self) -> int:
+        """Requests that a drain waits for."""
+        if self._engine is None:
+            return 0
+        stats = self._engine.stats()
+        return stats.waiting + stats.prefilling + stats.decoding
+
     def take(self) -> Engine | None:
         """Remove the engine and return it; until `load`, requests are told to retry."""
         engine, self._engine = self._engine, None

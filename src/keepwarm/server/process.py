@@ -21,7 +21,7 @@ from keepwarm.errors import BadInput
 from keepwarm.server.host import EngineHost
 from keepwarm.server.http.connections import Connection, ConnectionPool
 from keepwarm.server.http.logs import log_to_stderr
-from keepwarm.server.request_log import log_start, log_stop
+from keepwarm.server.request_log import log_drain, log_start, log_stop
 
 KEEP_ALIVE_S = 75
 AFTER_DRAIN_S = 2  # for the last frames of streams that the drain cut short
@@ -149,5 +149,6 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Keep the port open during the drain: new requests get a 503, not a refused connection."""
+        log_drain(self._host.n_unfinished, self._drain_s)
         await asyncio.to_thread(self._host.drain, self._drain_s)
         await super().shutdown(sockets)
