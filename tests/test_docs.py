@@ -228,7 +228,8 @@ def unknown_words(line: str) -> list[str]:
     root = command_line()
     verb, *rest = line.split()[1:] or ["--help"]
     if verb.startswith("-"):
-        return [] if verb in {"--help", "--version"} else [verb]
+        known = {"--help", *(name for parameter in root.params for name in parameter.opts)}
+        return [] if verb in known else [verb]
     if verb not in root.commands:
         return [verb]
     command = root.commands[verb]
@@ -245,6 +246,7 @@ def unknown_words(line: str) -> list[str]:
 def test_wrong_commands_are_seen():
     assert unknown_words("keepwarm run - --json") == []
     assert unknown_words("keepwarm fly") == ["fly"]
+    assert unknown_words("keepwarm --fly") == ["--fly"]
     assert unknown_words("keepwarm run hi --fast") == ["--fast"]
     assert unknown_words("keepwarm cache burn") == ["cache burn"]
     assert unknown_words("keepwarm cache rm x --hard") == ["--hard"]
