@@ -23,7 +23,13 @@ def keepwarm(tmp_path):
         outside = ("HF_", "HUGGING", "KEEPWARM_")
         mine = {key: value for key, value in os.environ.items() if not key.startswith(outside)}
         mine |= {"HF_HOME": str(tmp_path / "hf"), "KEEPWARM_HOME": str(tmp_path / "home")}
-        mine |= {"COLUMNS": "300", "NO_PROXY": "127.0.0.1", **UNMEASURED, **environ}
+        mine |= {
+            "HOME": str(tmp_path),
+            "COLUMNS": "300",
+            "NO_PROXY": "127.0.0.1",
+            **UNMEASURED,
+            **environ,
+        }
         command = [sys.executable, "-c", PROGRAM, *arguments]
         return subprocess.run(command, env=mine, capture_output=True, text=True, check=False)
 
@@ -61,6 +67,21 @@ def test_broken_model_does_not_hide_the_others(tmp_path, keepwarm):
     (broken / "config.json").write_text("{")
     (model,) = json.loads(keepwarm("models", "--json").stdout)
     assert (model["path"], model["architecture"]) == (str(broken), None)
+
+
+def test_models_of_lm_studio_are_found_and_used(tmp_path, keepwarm):
+    """Where it keeps them today, not one of the hub's, and not one that is half downloaded."""
+    folder = tmp_path / ".lmstudio" / "models" / "org"
+    theirs = write_checkpoint(folder / "tiny")
+    half = write_checkpoint(folder / "half")
+    weights = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (half / "model.safetensors.index.json").write_text(json.dumps(weights))
+    _, found = json.loads(keepwarm("models", "--json").stdout)
+    assert (found["name"], found["source"]) == ("org/tiny", "lm-studio")
+    assert found["path"] == str(theirs)
+    asked = ("run", "the fox", "--model", "org/tiny", "--max-tokens", "2", "--json")
+    done = keepwarm(*asked, HF_ENDPOINT="http://127.0.0.1:9")
+    assert json.loads(done.stdout)["usage"]["completion_tokens"] > 0
 
 
 def test_unknown_name_is_one_sentence_and_exit_code_2(keepwarm):

@@ -17,7 +17,7 @@ from keepwarm.errors import BadModelFile
 
 class ModelEntry(NamedTuple):
     name: str
-    source: str  # built-in or hub
+    source: str  # built-in, hub or lm-studio
     path: str | None  # None: not pulled yet
     n_bytes: int | None
     architecture: str | None  # None with a path: config.json is unreadable
@@ -36,14 +36,18 @@ def models(
 
 
 def list_models(settings: config.Settings) -> Iterator[ModelEntry]:
-    """Built-ins first, pulled or not, then the models in the hub's cache."""
-    from keepwarm.models import builtin, hub
+    """Built-ins first, pulled or not, then the models of the hub's cache and of LM Studio."""
+    from keepwarm.models import builtin, hub, lmstudio
 
     for name, known in builtin.BUILTINS.items():
         path = builtin.directory(known, settings)
         yield _entry(name, "built-in", path) if path.is_dir() else _absent(name)
-    for name, path in hub.all_cached().items():
+    cached = hub.all_cached()
+    for name, path in cached.items():
         yield _entry(name, "hub", path)
+    for name, path in lmstudio.all_found().items():
+        if name not in cached:
+            yield _entry(name, "lm-studio", path)
 
 
 def _entry(name: str, source: str, path: Path) -> ModelEntry:

@@ -10,7 +10,7 @@ from typing import Any
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadModelFile, UnknownModel
-from keepwarm.models import builtin, hub
+from keepwarm.models import builtin, hub, lmstudio
 
 LOG = logging.getLogger(__name__)
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -19,14 +19,16 @@ CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_
 def locate(name: str, settings: Settings, *, refresh: bool = False) -> Path:
     """The path of the model on this machine; downloads it if missing.
 
-    A cached hub model is used as it is; `refresh` asks the hub for a newer one.
+    A model in the hub's cache, or LM Studio's, is used as it is; `refresh` asks the hub for a newer
+    one.
     """
     if name in builtin.BUILTINS:
         return builtin.fetch(builtin.BUILTINS[name], settings)
     if path := _local(name):
         return path
     if hub.is_id(name):
-        return (None if refresh else hub.cached(name)) or hub.fetch(name)
+        here = None if refresh else hub.cached(name) or lmstudio.find(name)
+        return here or hub.fetch(name)
     raise UnknownModel(
         f"There is no model {name!r}; use {' or '.join(builtin.BUILTINS)}, a model directory, "
         f"a .gguf file or a hub id (org/name)."
