@@ -34,8 +34,8 @@ _HOMES = {
     "keepwarm.session.tool_rounds": "Reply",
     "keepwarm.text.request": (
         "Breakpoint Choice Delta Done Event Finished Format KVOptions Miss Progress Receipt "
-        "Request Result Sampling Started TokenInfo ToolCall ToolCallDelta ToolCalled ToolChoice "
-        "TopLogprob Usage"
+        "Request Result Sampling Scored Started TokenInfo ToolCall ToolCallDelta ToolCalled "
+        "ToolChoice TopLogprob Usage"
     ),
 }
 

@@ -60,6 +60,7 @@ from keepwarm.text.request import Receipt as Receipt
 from keepwarm.text.request import Request as Request
 from keepwarm.text.request import Result as Result
 from keepwarm.text.request import Sampling as Sampling
+from keepwarm.text.request import Scored as Scored
 from keepwarm.text.request import Started as Started
 from keepwarm.text.request import TokenInfo as TokenInfo
 from keepwarm.text.request import ToolCall as ToolCall

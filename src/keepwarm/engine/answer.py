@@ -22,6 +22,7 @@ from keepwarm.text.request import (
     Finished,
     Outcome,
     Result,
+    Scored,
     ToolCalled,
 )
 
@@ -111,15 +112,18 @@ def collect(events: Iterator[Event] | list[Event]) -> Result:
     """All events of an answer as one value."""
     by_choice: dict[int, list[Event]] = {}
     done: Done | None = None
+    scored = {}
     for event in events:
         if isinstance(event, Delta | ToolCalled | Finished):
             by_choice.setdefault(event.choice, []).append(event)
+        elif isinstance(event, Scored):
+            scored[event.choice] = event.tokens
         elif isinstance(event, Done):
             done = event
     if done is None:
         raise EngineFailed("The response stopped unexpectedly; retry.")
     choices = tuple(_choice(by_choice[number]) for number in sorted(by_choice))
-    return Result(choices, done.usage, done.receipt)
+    return Result(choices, done.usage, done.receipt, scored)
 
 
 def _choice(events: list[Event]) -> Choice:

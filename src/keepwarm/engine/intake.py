@@ -11,7 +11,7 @@ from keepwarm.engine.admission import Admission, kv_bytes
 from keepwarm.engine.jobs import Counters, Job, PrefillTask, RunningSequence
 from keepwarm.engine.lane import MIN_SHARED_TOKENS, Lane, WarmPrefix
 from keepwarm.engine.prefill import Clock, Prefill, Stopwatch
-from keepwarm.engine.sampling import Sampler
+from keepwarm.engine.sampling import PromptScores, Sampler
 from keepwarm.errors import InsufficientResources
 from keepwarm.prefix.blocks import common_tokens, pack
 from keepwarm.text.parsing import AnswerReader
@@ -166,7 +166,10 @@ class Intake:
         job.sequences = [_sequence(job, choice) for choice in range(job.n_answers)]
         job.answer.put(Started(job.receipt))
         job.on_start(job)
-        return _task(job, job.tokens, warm, job.sequences, self._clock)
+        task = _task(job, job.tokens, warm, job.sequences, self._clock)
+        if job.request.score_prompt:
+            task.prefill.scores = PromptScores(job.tokens[0], job.request.sampling.top_logprobs)
+        return task
 
     def restart(self, sequence: RunningSequence) -> PrefillTask:
         """Restore a sequence whose batch failed, from its blocks."""
@@ -273,6 +276,7 @@ def _receipt(job: Job, warm: WarmPrefix, load_s: float) -> Receipt:
         unread=job.request.unread,
         miss=_miss(job, warm) if job.request.explain else None,
         continued=job.prepared.continued,
+        scored=n_tokens if job.request.score_prompt else None,
     )
 
 

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from keepwarm import kv
 from keepwarm.cache.restore.costs import SliceCosts
+from keepwarm.engine.sampling import PromptScores
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 # Up to this length the last token is fed with the slice before it: one forward pass less, for a
@@ -22,6 +23,7 @@ SHORT_SLICE = 64
 FIRST_SLICE = 128  # until longer ones have been measured
 MIN_SLICE = 16
 GRAPHS = 256  # that MLX keeps on CUDA
+SCORED_SLICE = 64  # tokens whose logits are held at once
 NEARLY = 1.05  # how much more a token may cost alone than in the best slice
 PATIENCE = 2  # times as long as usual a slice may take to be as cheap as that, or the last
 DEARER = 1.25  # how much more a token may cost beside running answers than in the best slice
@@ -42,6 +44,7 @@ class Prefill:
         *,
         points: Iterable[int] = (),
         whole_blocks: bool = False,
+        scores: PromptScores | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         """At `points` slices end and a checkpoint is kept; `whole_blocks`: see `end_of_slice`."""
@@ -52,6 +55,7 @@ class Prefill:
         self._points = set(points)
         self.caches = caches
         self.n_done = n_done
+        self.scores = scores
         self.waited_s = 0.0  # by the latest slice, for what the device had to finish before it
 
     @property
@@ -67,8 +71,11 @@ class Prefill:
     def feed(self, n_tokens: int) -> mx.array | None:
         """Feed about `n_tokens`; the logits after the last token of the prompt, else None."""
         total, whole = len(self._tokens), self._whole_blocks
+        n_tokens = min(n_tokens, SCORED_SLICE) if self.scores else n_tokens
         end = end_of_slice(self.n_done, n_tokens, total, self._points, whole_blocks=whole)
         logits = self._module(mx.array([self._tokens[self.n_done : end]]), cache=self.caches)
+        if self.scores is not None:
+            self.scores.add(logits[0], self._tokens[self.n_done + 1 : end + 1])
         last = logits[:, -1, :] if end == total else None
         # MLX is lazy, so the slice has not begun; a GPU may still compute the last decode step.
         watch = Stopwatch(self._clock)

@@ -147,6 +147,20 @@ def token_info(logprobs_row: mx.array, token: int, top: int | None) -> TokenInfo
     )
 
 
+class PromptScores:
+    """Log-probabilities of a prompt's tokens, from the logits before each."""
+
+    def __init__(self, first: int, top: int | None) -> None:
+        self._top = top
+        self.tokens = [TokenInfo(first)]
+
+    def add(self, logits: mx.array, tokens: Sequence[int]) -> None:
+        """The next tokens; row i of the logits (rows, vocabulary) is what token i comes from."""
+        logprobs = logprobs_of(logits[: len(tokens)])
+        mx.eval(logprobs)
+        self.tokens += [token_info(logprobs[i], token, self._top) for i, token in enumerate(tokens)]
+
+
 def _likeliest(row: NDArray[np.float32], n_tokens: int) -> list[int]:
     """Ids of the likeliest tokens, the best first, equal ones in order of their ids."""
     if not n_tokens:

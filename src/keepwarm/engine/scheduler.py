@@ -26,7 +26,7 @@ from keepwarm.engine.keeper import Keeper, OnKept
 from keepwarm.engine.lane import Lane
 from keepwarm.engine.prefill import Clock, Prefill, SliceSizer, Stopwatch
 from keepwarm.errors import CacheMismatch, EngineFailed, KeepwarmError
-from keepwarm.text.request import Progress
+from keepwarm.text.request import Progress, Scored
 
 LOG = logging.getLogger(__name__)
 
@@ -230,6 +230,8 @@ class Scheduler:
 
     def _start_decoding(self, task: PrefillTask, logits: mx.array) -> None:
         """The sequences join the batch; a job without any is finished."""
+        if task.prefill.scores is not None:
+            task.job.answer.put(Scored(0, tuple(task.prefill.scores.tokens)))
         if not task.sequences:
             self._keeper.keep_prompt(task)
             self._finish(task.job)

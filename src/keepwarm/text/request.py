@@ -2,7 +2,7 @@
 
 `Engine.submit` takes a `Request` and returns an answer that yields these events, in this order:
 
-    Started, Progress*, (Delta | ToolCallDelta | ToolCalled | Finished)*, Done
+    Started, Progress*, Scored*, (Delta | ToolCallDelta | ToolCalled | Finished)*, Done
 
 If an answer fails, iterating it raises the error instead of yielding Done.
 """
@@ -119,6 +119,7 @@ class Request:
     format: Format | None = None
     sampling: Sampling = Sampling()
     n: int = 1  # choices: independent answers to the same prompt
+    score_prompt: bool = False  # logprobs of the prompt too; with Policy.NO_STORE
     kv: KVOptions = KVOptions()  # if these are the defaults: the engine's own
     exact: bool = False  # keys and values as the model computes them, whatever the engine's options
     policy: Policy = Policy.READ_WRITE
@@ -138,6 +139,11 @@ class Request:
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
             raise BadInput(f"timeout_s is {self.timeout_s}; it must be above 0, or None.")
+        if self.score_prompt and (self.policy.reads or self.sampling.top_logprobs is None):
+            raise BadInput(
+                "score_prompt needs Policy.NO_STORE, because restored keys and values have no "
+                "logits, and sampling.top_logprobs."
+            )
         if self.exact and self.kv != KVOptions():
             raise BadInput("exact and kv cannot be combined; choose one.")
 
@@ -217,6 +223,7 @@ class Receipt:
     repeated_calls: tuple[str, ...] = ()  # in Done: ids of calls as the model made them just before
     durable: bool | None = None  # in Done, with Policy.DURABLE: whether all of it is on disk
     continued: int | None = None  # known tokens that the prompt begins with, if it continues them
+    scored: int | None = None  # prompt tokens with logprobs: computed, whatever was cached
 
     @property
     def exact(self) -> bool:
@@ -254,6 +261,14 @@ class Progress:
 
     done: int  # prompt tokens in the cache so far
     total: int
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The tokens of the prompt, if they were to be scored; the first has no logprob."""
+
+    choice: int  # the first of this prompt
+    tokens: tuple[TokenInfo, ...]
 
 
 @dataclass(frozen=True)
@@ -307,7 +322,9 @@ class Done:
     receipt: Receipt  # that of Started, with what the answer adds
 
 
-Event: TypeAlias = Started | Progress | Delta | ToolCallDelta | ToolCalled | Finished | Done
+Event: TypeAlias = (
+    Started | Progress | Scored | Delta | ToolCallDelta | ToolCalled | Finished | Done
+)
 
 
 @dataclass(frozen=True)
@@ -329,6 +346,7 @@ class Result:
     choices: tuple[Choice, ...]
     usage: Usage
     receipt: Receipt
+    scored: Mapping[int, tuple[TokenInfo, ...]] = field(default_factory=dict)  # by `Scored.choice`
 
 
 Outcome: TypeAlias = Event | KeepwarmError
@@ -351,6 +369,7 @@ def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
         repeated_calls=tuple(call for r in receipts for call in r.repeated_calls),
         durable=None if None in durable else all(durable),
         continued=sum(continued) if (continued := _given(r.continued for r in receipts)) else None,
+        scored=sum(scored) if (scored := _given(r.scored for r in receipts)) else None,
     )
 
 

@@ -75,7 +75,7 @@ def test_a_stream_says_what_a_whole_answer_says(client):
         ({"prompt": []}, "prompt"),
         ({"suffix": "!"}, "suffix"),
         ({"best_of": 4}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True, "logprobs": 1, "suffix": "x"}, "echo"),
         ({"prompt": [[]]}, None),
         ({"prompt": [1, -5]}, None),
         ({"prompt": [1, 10**9]}, None),

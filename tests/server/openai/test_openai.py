@@ -198,7 +198,7 @@ def test_a_prompt_has_four_forms(prompt, wanted):
         ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
-        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+        ({"prompt": "a", "echo": True, "logprobs": 1, "suffix": "b"}, "echo"),
     ],
 )
 def test_completions_that_are_refused(fields, param):

@@ -35,6 +35,7 @@ class ReceiptOut(TypedDict):
     miss: NotRequired[ReceiptMissOut]
     repeated_calls: NotRequired[list[str]]  # ids of calls as the model made them just before
     durable: NotRequired[bool]  # only when a durable request is done
+    scored: NotRequired[int]  # prompt tokens with logprobs, for which nothing is reused
     continued: NotRequired[int]  # known tokens of the agent, if only new messages were sent
 
 
@@ -47,7 +48,7 @@ def receipt_dict(receipt: Receipt) -> ReceiptOut:
     fields["unread"] = list(receipt.unread) or None
     fields["saved_ms"] = round(receipt.saved_ms, 3)
     fields["repeated_calls"] = list(receipt.repeated_calls) or None
-    for name in ("inexact", "unread", "miss", "repeated_calls", "durable", "continued"):
+    for name in ("inexact", "unread", "miss", "repeated_calls", "durable", "continued", "scored"):
         if fields[name] is None:
             del fields[name]
     return fields  # type: ignore[return-value]

@@ -1,4 +1,4 @@
 """OpenAI's chat completions and text completions.
 
-Imports `engine`, `server`, `server.http`, `text`.
+Imports `cache`, `engine`, `server`, `server.http`, `text`.
 """

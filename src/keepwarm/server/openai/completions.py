@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadField
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields
@@ -16,7 +17,12 @@ from keepwarm.server.openai.shapes import (
     TextChoice,
     TextCompletion,
 )
-from keepwarm.server.openai.tokens import Pieces, text_logprobs
+from keepwarm.server.openai.tokens import (
+    Pieces,
+    joined_logprobs,
+    prompt_logprobs,
+    text_logprobs,
+)
 from keepwarm.text.request import (
     Choice,
     Delta,
@@ -25,6 +31,7 @@ from keepwarm.text.request import (
     Finished,
     Request,
     Result,
+    Scored,
     Started,
     TokenInfo,
 )
@@ -70,10 +77,11 @@ def requests_of(
         raise BadField(
             f"The request asks for more than {MAX_ANSWERS} answers; send fewer prompts.", "prompt"
         )
-    return [
-        Request(prompt=p, sampling=sampling, format=format_, n=n, **fields._asdict())
-        for p in prompts
-    ]
+    scored: dict[str, Any] = {}
+    if body.echo and body.logprobs is not None:  # restored keys and values have no logits
+        scored = {"score_prompt": True, "policy": Policy.NO_STORE}
+    options = {"sampling": sampling, "format": format_, "n": n, **fields._asdict(), **scored}
+    return [Request(prompt=prompt, **options) for prompt in prompts]
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
@@ -110,11 +118,8 @@ def _check(body: CompletionRequest) -> None:
         raise BadField(
             "best_of is supported only if it equals n; set it to n or omit it.", "best_of"
         )
-    if body.echo and body.logprobs is not None:
-        raise BadField(
-            "echo and logprobs cannot be combined, because prompts are not scored; omit one.",
-            "echo",
-        )
+    if body.echo and body.logprobs is not None and body.suffix:
+        raise BadField("echo with logprobs cannot be combined with suffix; omit one.", "echo")
 
 
 def completion(
@@ -128,17 +133,31 @@ def completion(
         "created": meta.created,
         "model": meta.model,
         "system_fingerprint": meta.fingerprint,
-        "choices": [_choice(i, choice, echo, pieces) for i, (choice, echo) in enumerate(choices)],
+        "choices": [
+            _choice(i, choice, echo, pieces, _scored(result, i))
+            for i, (choice, echo) in enumerate(choices)
+        ],
         "usage": usage_dict(result.usage),
         "keepwarm": receipt_dict(result.receipt),
     }
 
 
-def _choice(index: int, choice: Choice, echo: str, pieces: Pieces | None) -> TextChoice:
+def _scored(result: Result, choice: int) -> Sequence[TokenInfo]:
+    """The tokens of this choice's prompt, if they were scored."""
+    first = max((number for number in result.scored if number <= choice), default=None)
+    return () if first is None else result.scored[first]
+
+
+def _choice(
+    index: int, choice: Choice, echo: str, pieces: Pieces | None, prompt: Sequence[TokenInfo]
+) -> TextChoice:
+    logprobs = text_logprobs(pieces, choice.tokens, len(echo)) if pieces else None
+    if logprobs and pieces and prompt:
+        logprobs = joined_logprobs(prompt_logprobs(pieces, prompt, echo), logprobs)
     return {
         "index": index,
         "text": echo + choice.reasoning + choice.text,  # this API has one field for both
-        "logprobs": text_logprobs(pieces, choice.tokens) if pieces else None,
+        "logprobs": logprobs,
         "finish_reason": "length" if choice.reason == "length" else "stop",
     }
 
@@ -147,9 +166,16 @@ class TextStream(Chunks):
     """Chunks of text; the last has the receipt: that with the usage, or the last finish reason."""
 
     def __init__(
-        self, meta: CompletionMeta, echoed: Sequence[str], usage: bool, pieces: Pieces | None
+        self,
+        meta: CompletionMeta,
+        echoed: Sequence[str],
+        usage: bool,
+        pieces: Pieces | None,
+        n: int = 1,
     ) -> None:
+        """`echoed` has a text for each choice; `n` choices have the same prompt."""
         super().__init__("text_completion", meta, usage)
+        self._n = n
         self._echoed = echoed
         self._pieces = pieces
         self._offsets = [len(echo) for echo in echoed]
@@ -162,12 +188,24 @@ class TextStream(Chunks):
                 end = self._choice(event.choice, "", event.tokens)
                 reason = "length" if event.reason == "length" else "stop"
                 return self._hold(end | {"finish_reason": reason})
-            case Started():
+            case Scored():
+                return self._prompt(event)
+            case Started() if not self._pieces:
                 texts = enumerate(self._echoed)
                 return b"".join(self._chunk(self._choice(i, text)) for i, text in texts if text)
             case Done():
                 return self._done(event)
         return b""
+
+    def _prompt(self, event: Scored) -> bytes:
+        """The prompt with its logprobs, for each of its choices."""
+        assert self._pieces is not None
+        frames = []
+        for index in range(event.choice, event.choice + self._n):
+            echo = self._echoed[index]
+            logprobs = prompt_logprobs(self._pieces, event.tokens, echo)
+            frames.append(self._chunk(self._choice(index, echo) | {"logprobs": logprobs}))
+        return b"".join(frames)
 
     def _delta(self, event: Delta) -> bytes:
         text = event.reasoning + event.text

@@ -17,6 +17,7 @@ from keepwarm.text.request import (
     Finished,
     Outcome,
     Result,
+    Scored,
     Started,
     ToolCallDelta,
     ToolCalled,
@@ -70,6 +71,6 @@ class CombinedAnswer:
             queue.put_nowait(error)
 
     def _numbered(self, number: int, event: Event) -> Event:
-        if isinstance(event, Delta | ToolCallDelta | ToolCalled | Finished):
+        if isinstance(event, Scored | Delta | ToolCallDelta | ToolCalled | Finished):
             return replace(event, choice=number * self._n + event.choice)
         return event

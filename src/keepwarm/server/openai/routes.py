@@ -82,7 +82,7 @@ async def create_completion(
     meta = _meta(host, "cmpl-")
     pieces = None if body.logprobs is None else _pieces(host)
     if body.stream:
-        return EventStream(answer, TextStream(meta, echoed, _wants_usage(body), pieces))
+        return EventStream(answer, TextStream(meta, echoed, _wants_usage(body), pieces, n))
     return WholeAnswer(answer, lambda result: completions.completion(meta, result, echoed, pieces))
 
 

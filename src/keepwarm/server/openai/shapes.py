@@ -272,8 +272,8 @@ class ChatCompletion(TypedDict):
 
 class TextLogprobs(TypedDict):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]  # null for the first token of an echoed prompt
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 

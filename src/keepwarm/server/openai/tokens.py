@@ -63,19 +63,45 @@ def chat_logprobs(pieces: Pieces, tokens: Sequence[TokenInfo]) -> list[LogprobOu
 
 def text_logprobs(pieces: Pieces, tokens: Sequence[TokenInfo], offset: int = 0) -> TextLogprobs:
     """In the format of text completions; `offset` is where these tokens begin in the text."""
-    shown = pieces.shown(tokens)
+    return _text_logprobs(pieces, pieces.shown(tokens), offset)
+
+
+def prompt_logprobs(pieces: Pieces, tokens: Sequence[TokenInfo], text: str) -> TextLogprobs:
+    """Of all tokens of a prompt; one that is not in the text, as at its beginning, has no width."""
+    n_letters = sum(len(pieces.of(info.token).text) for info in tokens)
+    found = _text_logprobs(pieces, tokens, len(text) - n_letters)
+    return {**found, "text_offset": [max(0, offset) for offset in found["text_offset"]]}
+
+
+def joined_logprobs(first: TextLogprobs, second: TextLogprobs) -> TextLogprobs:
+    return {key: [*first[key], *second[key]] for key in first}  # type: ignore[literal-required, return-value]
+
+
+def _text_logprobs(pieces: Pieces, shown: Sequence[TokenInfo], offset: int) -> TextLogprobs:
     names = [pieces.of(info.token).text for info in shown]
     offsets = []
     for name in names:
         offsets.append(offset)
         offset += len(name)
-    tops = [{pieces.of(top.token).text: finite(top.logprob) for top in i.top} for i in shown]
+    tops = [_tops(pieces, info) for info in shown]
     return {
         "tokens": names,
-        "token_logprobs": [finite(info.logprob) for info in shown],
+        "token_logprobs": [
+            None if info.logprob is None else finite(info.logprob) for info in shown
+        ],
         "top_logprobs": tops,
         "text_offset": offsets,
     }
+
+
+def _tops(pieces: Pieces, info: TokenInfo) -> dict[str, float] | None:
+    """None for the first token of a prompt, before which there is nothing."""
+    if info.logprob is None:
+        return None
+    tops: dict[str, float] = {}
+    for top in info.top:  # of two with one text, as parts of characters, the likelier counts
+        tops.setdefault(pieces.of(top.token).text, finite(top.logprob))
+    return tops
 
 
 def finite(logprob: float | None) -> float:
