@@ -31,6 +31,7 @@ GROUPS = {
         "Event",
         "Started",
         "Progress",
+        "Scored",
         "Delta",
         "ToolCallDelta",
         "ToolCalled",
