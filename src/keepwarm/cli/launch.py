@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import sys
 from dataclasses import replace
@@ -64,7 +63,7 @@ def launch(
     command = [*setup.command, *(arguments or ())]
     if run:
         _start(setup, command)
-    print("\n".join(_lines(setup, command, None if show_key else key)))
+    print("\n".join(setup.shell_lines(command, None if show_key else key.shell)))
 
 
 def _address(settings: config.Settings) -> str:
@@ -127,14 +126,3 @@ def _start(setup: ClientSetup, command: list[str]) -> None:
         raise BadInput(f"{command[0]} is not installed, or not on the PATH; install it first.")
     inherited = {name: value for name, value in os.environ.items() if name not in setup.cleared}
     os.execve(program, command, {**inherited, **setup.environ, **setup.secrets})  # noqa: S606
-
-
-def _lines(setup: ClientSetup, command: list[str], hidden: Key | None) -> list[str]:
-    """Shell commands; a hidden key is written as a shell expression that reads it."""
-    unset = [f"unset {' '.join(setup.cleared)}"] if setup.cleared else []
-    plain = [f"export {name}={shlex.quote(value)}" for name, value in setup.environ.items()]
-    secret = [
-        f"export {name}={hidden.shell if hidden else shlex.quote(value)}"
-        for name, value in setup.secrets.items()
-    ]
-    return [*unset, *plain, *secret, *([shlex.join(command)] if command else [])]

@@ -32,7 +32,7 @@ from keepwarm.engine.admission import Admission, EngineConfig, kv_bytes
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.chores import Chores
 from keepwarm.engine.insight.audit import Auditor
-from keepwarm.engine.insight.journal import Journal, JournalEntry, entry_of
+from keepwarm.engine.insight.journal import Journal, JournalEntry, entries_of, entry_of
 from keepwarm.engine.insight.lookup import Lookup, look_up
 from keepwarm.engine.insight.misses import Misses
 from keepwarm.engine.insight.stats import MemoryUse, Stats, snapshot
@@ -189,7 +189,15 @@ class Engine:
 
     def requests(self) -> list[JournalEntry]:
         """Recent requests that ended, then those that wait or run."""
-        return [*self._journal.entries(), *map(entry_of, self._client_jobs)]
+        tasks = list(self._scheduler.prefilling)
+        return [*self._journal.entries(), *entries_of(self._client_jobs, tasks)]
+
+    def cancel(self, number: int) -> bool:
+        """Stop a request, by its number among `requests`; whether it was waiting or running."""
+        found = [job for job in self._client_jobs if job.number == number]
+        for job in found:
+            job.answer.cancel()
+        return bool(found)
 
     def memory(self) -> list[MemoryUse]:
         """Memory in use, and its limits."""

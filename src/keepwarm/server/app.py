@@ -19,6 +19,7 @@ from keepwarm.errors import KeepwarmError
 from keepwarm.server.anthropic import routes as anthropic
 from keepwarm.server.dashboard import page as dashboard_page
 from keepwarm.server.dashboard import routes as dashboard
+from keepwarm.server.dashboard.state import DashboardState
 from keepwarm.server.host import EngineHost
 from keepwarm.server.http.limits import Limits, origin_pattern
 from keepwarm.server.http.problems import http_problem, problem_of, respond, validation_problem
@@ -29,7 +30,7 @@ from keepwarm.server.manage import admin, agents, health, metrics, talking
 from keepwarm.server.manage import cache as cache_api
 from keepwarm.server.manage.transfers import Transfers, remove_old_bundles
 from keepwarm.server.openai import routes as openai
-from keepwarm.server.request_log import REQUEST_ID_HEADERS, RequestLog
+from keepwarm.server.request_log import REQUEST_ID_HEADERS, RecentLines, RequestLog
 from keepwarm.server.responses import routes as responses
 from keepwarm.server.responses.background import BackgroundResponses
 from keepwarm.server.responses.kept_responses import KeptResponses
@@ -76,14 +77,15 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
     app.state.resident = admin.ResidentModel(host, settings)
     app.state.metrics = metrics.Metrics(host)
     app.state.keys = ApiKeys(settings)
-    app.state.dashboard = dashboard.DashboardState(host, settings)
+    lines = RecentLines()
+    app.state.dashboard = DashboardState(host, settings, lines)
     for router in (*ROUTERS, dashboard_page.make_router()):
         app.router.routes.extend(router.routes)  # `include_router` builds each a second time
     _add_error_handlers(app)
     app.add_middleware(PreparingTurns, settings=settings)
     app.add_middleware(Limits, settings=settings, keys=app.state.keys)
     _add_cors(app, settings)
-    app.add_middleware(RequestLog)
+    app.add_middleware(RequestLog, recent=lines)
     app.add_middleware(metrics.RequestCounter, metrics=app.state.metrics)
     return app
 

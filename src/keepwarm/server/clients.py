@@ -6,7 +6,8 @@ Variables and options as of claude 2.1, codex 0.166, opencode 1.18, qwen 0.22, a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -47,6 +48,16 @@ class ClientSetup:
     cleared: tuple[str, ...] = ()  # variables that would point the client elsewhere
     first_prompt: int = 0  # tokens that it sends before the user's question, about
     assumes_context: int = 0  # tokens, if it cannot be told the server's on its command line
+
+    def shell_lines(self, command: Sequence[str], key: str | None = None) -> list[str]:
+        """Shell commands that start the client; `key` is an expression in place of the key."""
+        unset = [f"unset {' '.join(self.cleared)}"] if self.cleared else []
+        plain = [f"export {name}={shlex.quote(value)}" for name, value in self.environ.items()]
+        secret = [
+            f"export {name}={shlex.quote(value) if key is None else key}"
+            for name, value in self.secrets.items()
+        ]
+        return [*unset, *plain, *secret, *([shlex.join(command)] if command else [])]
 
     def warnings(self, server: ServerInfo) -> Iterator[str]:
         """Why conversations may end early with this server."""

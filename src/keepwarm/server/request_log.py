@@ -9,6 +9,7 @@ import logging
 import re
 import secrets
 import time
+from collections import deque
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -34,11 +35,26 @@ MAX_PATH = 200
 LEFT = 499  # the client went away before there was a status
 
 
+class RecentLines:
+    """The last lines of requests that were answered, for the dashboard."""
+
+    def __init__(self, n_lines: int = 500) -> None:
+        self._lines: deque[tuple[str, str, str]] = deque(maxlen=n_lines)
+
+    def add(self, tenant: str, request_id: str, line: str) -> None:
+        self._lines.append((tenant, request_id, line))
+
+    def by_request(self) -> dict[tuple[str, str], str]:
+        """By tenant and id; a client may have used an id twice, then the last."""
+        return {(tenant, request_id): line for tenant, request_id, line in list(self._lines)}
+
+
 class RequestLog:
     """Gives every request its id, and logs it when it has ended."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, recent: RecentLines) -> None:
         self._app = app
+        self._recent = recent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,7 +80,9 @@ class RequestLog:
             SERVER_LOG.error("%s %s failed", scope["method"], _path(scope), exc_info=error)
             await respond(scope["path"], problem_of(error))(scope, receive, send_with_id)
         finally:
-            _log(scope, status, time.perf_counter() - began)
+            line = _log(scope, status, time.perf_counter() - began)
+            if "turn" in state:
+                self._recent.add(state.get("tenant", ""), state["request_id"], line)
 
 
 def _id_of(headers: Headers) -> str:
@@ -73,7 +91,7 @@ def _id_of(headers: Headers) -> str:
     return given if GIVEN_ID.fullmatch(given) else f"req-{secrets.token_hex(8)}"
 
 
-def _log(scope: Scope, status: int, seconds: float) -> None:
+def _log(scope: Scope, status: int, seconds: float) -> str:
     """Without a known caller only some lines a minute: anyone can cause them."""
     state = scope["state"]
     fields: dict[str, Any] = {
@@ -87,7 +105,7 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
     }
     is_polled = scope["method"] == "GET" and scope["path"].startswith(POLLED)
     level = logging.DEBUG if is_polled else logging.INFO
-    log_fields(LOG, level, fields, limited="owner" not in state)
+    return log_fields(LOG, level, fields, limited="owner" not in state)
 
 
 def _path(scope: Scope) -> str:

@@ -50,7 +50,10 @@ def test_more_was_restored_than_is_remembered():
     """A store outlives the process that remembers prompts."""
     other = [*HEAD, *tokens_of(9), *TAIL]  # remembered, but a nearer one was stored
     assert find_miss(candidate([*HEAD, *TAIL], other, restored=100)).wasted == 0
-    assert find_miss(candidate([*HEAD, *TAIL], other, restored=41)).wasted > 0
+    miss = find_miss(candidate([*HEAD, *TAIL], other, restored=41))
+    assert miss.wasted > 0
+    assert miss.position == miss.restored == 41  # what was restored cannot have changed
+    assert miss.before == tuple(HEAD[-24:])  # the texts are shown where the two differ
 
 
 @pytest.mark.parametrize(

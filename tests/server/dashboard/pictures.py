@@ -94,22 +94,22 @@ def busy(live: Live, team: Team) -> Iterator[None]:
             thread.join()
 
 
+VIEWS = ("overview", "requests", "forest", "misses", "agents")
+
+
 def take(live: Live, browser: Any) -> None:
     for scheme in ("light", "dark"):
         with watched(browser, live.url, color_scheme=scheme) as page:
-            page.goto(live.url)
-            page.wait_for_timeout(8000)
-            page.locator("#missed li", has_text="clock").first.get_by_text(
-                "Show the difference"
-            ).click()
-            page.wait_for_timeout(500)
-            for section in ("now", "saved", "forest", "misses", "agents"):
-                height = page.evaluate("document.documentElement.scrollHeight")
-                page.set_viewport_size({"width": WIDTH, "height": height})
-                page.wait_for_timeout(1500)
-                box = page.locator(f"#{section}").bounding_box()
-                clip = {"x": 0, "y": box["y"] - 8, "width": WIDTH, "height": box["height"] + 24}
-                page.screenshot(path=IMAGES / f"dashboard-{section}-{scheme}.png", clip=clip)
+            for view in VIEWS:
+                page.set_viewport_size({"width": WIDTH, "height": 640})
+                page.goto(f"{live.url}/dashboard#{view}")
+                page.wait_for_timeout(8000 if view == "overview" else 2500)
+                if view == "misses":
+                    changed = page.locator("#missed li", has_text="clock").first
+                    changed.get_by_text("Show the difference").click()
+                    page.wait_for_timeout(500)
+                path = IMAGES / f"dashboard-{view}-{scheme}.png"
+                page.screenshot(path=path, full_page=True)
 
 
 def main(minutes: float) -> None:

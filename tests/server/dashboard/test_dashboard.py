@@ -51,7 +51,8 @@ def test_the_page_needs_no_key_and_holds_no_data(two):
         assert answer.headers["x-content-type-options"] == "nosniff"
     moved = two.get("/")
     assert (moved.status_code, moved.headers["location"]) == (307, "/dashboard")
-    for what in ("now", "saved", "forest", "misses", "misses/1", "what-if"):
+    paths = "now saved forest misses misses/1 what-if requests agents connect settings"
+    for what in paths.split():
         assert two.get(f"/v1/dashboard/{what}").status_code == 401
 
 
@@ -106,6 +107,8 @@ def test_a_running_request_is_shown_and_then_is_not(live):
         before = running()[0]["answer_tokens"]
         wait_until(lambda: running()[0]["answer_tokens"] > before)
         assert running()[0]["receipt"]["prompt_tokens"] > 0
+        assert running()[0]["ttft_ms"] > 0  # while it streams
+        assert running()[0]["prefilled"] == running()[0]["prompt_tokens"]
     wait_until(lambda: not running())
 
 
@@ -231,7 +234,10 @@ def test_a_miss_shows_the_change_as_text(live):
 def test_a_key_sees_its_own_alone(two):
     """S0-75: of other keys it sees only the number of blocks and running requests."""
     for own, other, key in (("alice", "bob", A), ("bob", "alice", B)):
-        told = {what: show(two, what, **key) for what in ("now", "forest", "misses")}
+        views = ("now", "forest", "misses", "requests", "agents")
+        told = {what: show(two, what, **key) for what in views}
+        assert [agent["id"] for agent in told["agents"]["data"]] == [own]
+        assert told["now"]["condition"] is None
         assert {entry["agent"] for entry in told["now"]["ended"]} == {own}
         assert [agent["id"] for agent in told["forest"]["agents"]] == [own]
         assert told["forest"]["other_blocks"] > 0
@@ -269,9 +275,17 @@ def test_an_admin_sees_whose_everything_is(two):
     assert None not in {entry["key"] for entry in now["ended"]}
     assert now["viewer"] == {"key_needed": True, "admin": True, "texts": True, "sums": True}
     assert show(two, "now", **A)["viewer"]["admin"] is False
+    listed = {agent["id"]: agent for agent in show(two, "agents", **ADMIN)["data"]}
+    assert sorted(listed) == ["alice", "bob"]
+    assert len({agent["key"] for agent in listed.values()} - {None}) == 2
+    assert sorted(agent["id"] for agent in forest["agents"]) == ["alice", "bob"]
+    assert {agent["key"] for agent in show(two, "agents", **A)["data"]} == {None}
 
 
-COUNTED = ("/v1/dashboard/saved", "/v1/dashboard/what-if", "/v1/cache")
+COUNTED = (
+    *("/v1/dashboard/saved", "/v1/dashboard/what-if", "/v1/dashboard/settings"),
+    "/v1/cache",
+)
 
 
 def sums_of(live, **headers):

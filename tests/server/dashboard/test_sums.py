@@ -32,8 +32,8 @@ def test_totals_are_shown_to_the_admin_key_only(browser, serving):
         for key, opened in (("a", False), ("admin", True), ("b", False)):
             give(page, key)
             page.get_by_text(WHY).first.wait_for(state="hidden" if opened else "visible")
-            page.get_by_text("No active requests.").wait_for()
-            for name in ("Memory by budget", "Prompt tokens by source"):
+            page.get_by_text("0 queued").wait_for()
+            for name in ("Memory and disk by budget", "Prompt tokens by source"):
                 assert page.get_by_role("heading", name=name).is_visible() is opened
             if opened:
-                page.get_by_text("Hit rate today").wait_for()
+                page.get_by_text("from turn 2").wait_for()

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self, TypeAlias
 
+from keepwarm.engine.insight.latency import latency_name
 from keepwarm.engine.insight.stats import Stats
 from keepwarm.files import write_atomically
 from keepwarm.store.atomic import exclusive
@@ -39,6 +40,9 @@ def amounts_of(stats: Stats) -> Amounts:
         "prompt": counters["prompt_tokens"],
         "prefilled": counters["prefilled_tokens"],
         "generated": counters["generated_tokens"],
+        "finished": counters["finished"],
+        "cancelled": counters["cancelled"],
+        "failed": counters["failed"],
         "saved_ms": round(counters["saved_ms"]),
         "written_bytes": stats.writes.written_bytes,
     }
@@ -126,6 +130,12 @@ class History:
             if any(more.values()):
                 entry = Timeline.entry(self._clock(), {k: n for k, n in more.items() if n})
                 self._unsaved = self._unsaved.plus(entry)
+
+    def add_latency(self, ttft_ms: float) -> None:
+        """Count the time to the first token of an answer."""
+        with self._lock:
+            entry = Timeline.entry(self._clock(), {latency_name(ttft_ms): 1})
+            self._unsaved = self._unsaved.plus(entry)
 
     @property
     def timeline(self) -> Timeline:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from keepwarm.engine.jobs import Job
+from keepwarm.engine.jobs import Job, PrefillTask
 from keepwarm.errors import Cancelled, KeepwarmError
 from keepwarm.text.request import Receipt, Usage
 
@@ -25,13 +26,23 @@ class JournalEntry:
     prompt_tokens: int
     answer_tokens: int
     receipt: Receipt | None  # None while it waits
+    prefilled: int = 0  # tokens of the prompt that are in its cache
+    ttft_ms: float | None = None
     usage: Usage | None = None
     error: str = ""
     ended: float | None = None  # seconds since the epoch
     request_id: str = ""
 
 
-def entry_of(job: Job, error: KeepwarmError | None = None) -> JournalEntry:
+def entries_of(jobs: Iterable[Job], tasks: Iterable[PrefillTask]) -> list[JournalEntry]:
+    """Jobs that wait or run; `tasks` says how far those are that are prefilled."""
+    done = {task.job: task.prefill.n_done for task in tasks}
+    return [entry_of(job, prefilled=done.get(job)) for job in jobs]
+
+
+def entry_of(
+    job: Job, error: KeepwarmError | None = None, prefilled: int | None = None
+) -> JournalEntry:
     """The state of a job, or how it ended."""
     usage = job.done().usage if job.ended and job.receipt and error is None else None
     return JournalEntry(
@@ -43,11 +54,24 @@ def entry_of(job: Job, error: KeepwarmError | None = None) -> JournalEntry:
         prompt_tokens=len(job.tokens),
         answer_tokens=sum(sequence.n_tokens for sequence in job.sequences),
         receipt=job.receipt,
+        prefilled=_prefilled(job) if prefilled is None else min(prefilled, len(job.tokens)),
+        ttft_ms=_ttft_ms(job),
         usage=usage,
         error="" if error is None else str(error),
         ended=time.time() if job.ended else None,
         request_id=job.request.request_id,
     )
+
+
+def _prefilled(job: Job) -> int:
+    """Of a job that is not being prefilled: all once there is a token, else what it found."""
+    if job.first_token is not None:
+        return len(job.tokens)
+    return 0 if job.receipt is None else job.receipt.cached_tokens
+
+
+def _ttft_ms(job: Job) -> float | None:
+    return None if job.first_token is None else round(1000 * (job.first_token - job.arrived), 1)
 
 
 def _state(job: Job, error: KeepwarmError | None) -> RequestState:

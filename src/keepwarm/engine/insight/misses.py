@@ -50,7 +50,7 @@ class PrefixMiss(NamedTuple):
     wasted: int  # computed tokens that the earlier prompt had too
     seconds: float  # to compute them
     reason: MissReason
-    before: tuple[int, ...]  # tokens up to the position
+    before: tuple[int, ...]  # tokens up to the difference
     earlier: tuple[int, ...]  # tokens after it in the earlier prompt
     now: tuple[int, ...]  # and in this prompt
 
@@ -120,7 +120,8 @@ def find_miss(candidate: MissCandidate) -> PrefixMiss:
     n_prompt = len(candidate.prompt) // 4
     lost = max(0, min(candidate.n_common, n_prompt - 1) - candidate.restored)
     wasted = lost + _repeated_later(candidate)
-    position = candidate.restored if lost >= MIN_WASTED else candidate.n_common
+    is_kept = lost < MIN_WASTED
+    seen = candidate.n_common if is_kept else candidate.restored  # where the two texts are shown
     return PrefixMiss(
         candidate.number,
         candidate.tenant,
@@ -128,13 +129,13 @@ def find_miss(candidate: MissCandidate) -> PrefixMiss:
         candidate.when,
         n_prompt,
         candidate.restored,
-        position,
+        max(seen, candidate.restored),  # before a restart another prompt was more similar
         wasted,
         wasted / candidate.tokens_per_s,
-        "not kept" if lost >= MIN_WASTED else "changed",
-        _tokens(candidate.prompt, max(0, position - BEFORE), position),
-        _tokens(candidate.earlier, position, position + AFTER),
-        _tokens(candidate.prompt, position, position + AFTER),
+        "changed" if is_kept else "not kept",
+        _tokens(candidate.prompt, max(0, seen - BEFORE), seen),
+        _tokens(candidate.earlier, seen, seen + AFTER),
+        _tokens(candidate.prompt, seen, seen + AFTER),
     )
 
 

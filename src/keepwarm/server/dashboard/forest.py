@@ -58,7 +58,7 @@ def forest_out(store: Store, viewer: Viewer) -> ForestOut:
     rows = {run.key: row for row, run in enumerate(forest.runs)}
     named: list[ForestAgentOut] = [
         {
-            "id": viewer.agent_name(a.id) or "",
+            "id": viewer.agent_name(a.id, owners.tenant_of(a.namespace)) or "",
             "key": viewer.key_label(owners.tenant_of(a.namespace)),
         }
         for a in agents

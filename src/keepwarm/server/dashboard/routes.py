@@ -1,4 +1,4 @@
-"""The dashboard's endpoints: activity, savings, the forest of blocks, misses, what-if.
+"""The dashboard's endpoints: activity, savings, agents, the forest of blocks, misses, what-if.
 
 A key sees its own requests, agents and blocks, and how many others there are. The admin key sees
 those of all keys and the totals. No key sees the text of another key's prompts.
@@ -7,50 +7,57 @@ those of all keys and the totals. No key sees the text of another key's prompts.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import Counter
-from contextlib import AbstractContextManager
 from typing import Annotated
 
 from fastapi import Depends, Query, Request
 
-from keepwarm.cache.counts import TIERS, PromptCounts
-from keepwarm.config import Settings
+from keepwarm import __version__
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.insight.history import Amounts, History, Timeline, minute_name, recording
 from keepwarm.engine.insight.journal import JournalEntry
 from keepwarm.engine.insight.misses import PrefixMiss
-from keepwarm.engine.insight.stats import Stats
-from keepwarm.engine.insight.whatif import LoggedLookup, WhatIf, what_if
 from keepwarm.errors import UnknownRequest
+from keepwarm.server.clients import ServerInfo
+from keepwarm.server.dashboard.agents import agents_out
+from keepwarm.server.dashboard.connect import clients_out
 from keepwarm.server.dashboard.forest import forest_out
+from keepwarm.server.dashboard.settings import settings_out
 from keepwarm.server.dashboard.shapes import (
     ActivityOut,
-    BudgetOut,
     BudgetOutcomeOut,
+    CancelledRequestOut,
+    ConnectOut,
     DivergenceOut,
     ForestOut,
-    HealthCountsOut,
-    HistoryPointOut,
+    ListedAgentsOut,
     MissListOut,
     MissOut,
+    RequestListOut,
     RequestOut,
     SavingsOut,
-    TotalsOut,
+    SettingListOut,
     ViewerOut,
     WhatIfOut,
 )
-from keepwarm.server.host import EngineHost
+from keepwarm.server.dashboard.state import Dashboard, DashboardState
+from keepwarm.server.dashboard.totals import (
+    budget_out,
+    condition_out,
+    health_out,
+    latencies_ms,
+    points_out,
+    store_totals_out,
+    totals_out,
+)
 from keepwarm.server.http.body import api_router
 from keepwarm.server.http.receipts import receipt_dict
-from keepwarm.server.http.request_fields import Host
+from keepwarm.server.http.request_fields import Config, Host
 from keepwarm.server.http.viewer import CurrentViewer, Viewer, require_totals
 from keepwarm.server.openai.shapes import OpenAIErrorOut
 from keepwarm.text.detokenize import decode
 
 N_ENDED = 20
-N_POINTS = 60
 DAYS_SHOWN = 14
 
 router = api_router(
@@ -63,40 +70,8 @@ router = api_router(
 )
 
 
-class DashboardState:
-    """The dashboard's own state; it outlives the engine, which may be replaced."""
-
-    def __init__(self, host: EngineHost, settings: Settings) -> None:
-        self._host = host
-        self._lock = threading.Lock()
-        self._last_what_if: tuple[LoggedLookup | None, WhatIf] | None = None
-        self.history = History(settings.home / "history.json")
-
-    def record_history(self) -> AbstractContextManager[None]:
-        """Inside, a thread records the history."""
-        return recording(
-            self.history, lambda: self._host.engine.stats() if self._host.ready else None
-        )
-
-    def what_if(self, lookups: list[LoggedLookup], max_bytes: int | None) -> WhatIf:
-        """Cached until there are new lookups: replaying them takes a while."""
-        last = lookups[-1] if lookups else None
-        with self._lock:
-            if self._last_what_if is None or self._last_what_if[0] is not last:
-                self._last_what_if = last, what_if(lookups, max_bytes)
-            return self._last_what_if[1]
-
-
-def _state_of(request: Request) -> DashboardState:
-    state: DashboardState = request.app.state.dashboard
-    return state
-
-
-Dashboard = Annotated[DashboardState, Depends(_state_of)]
-
-
 @router.get("/now")
-def show_now(host: Host, viewer: CurrentViewer) -> ActivityOut:
+def show_now(host: Host, viewer: CurrentViewer, state: Dashboard) -> ActivityOut:
     """Waiting, running and recent requests, speed, and memory by budget."""
     engine = host.engine
     stats, entries = engine.stats(), engine.requests()
@@ -108,13 +83,17 @@ def show_now(host: Host, viewer: CurrentViewer) -> ActivityOut:
         "model": host.name,
         "viewer": _viewer(viewer),
         "you": _viewer(viewer),
-        "running": [_request(entry, viewer) for entry in running if viewer.may_see(entry.tenant)],
-        "ended": [_request(entry, viewer) for entry in ended[: -N_ENDED - 1 : -1]],
+        "running": [
+            request_out(entry, viewer) for entry in running if viewer.may_see(entry.tenant)
+        ],
+        "ended": [request_out(entry, viewer) for entry in ended[: -N_ENDED - 1 : -1]],
         "others": Counter(entry.state for entry in running if not viewer.may_see(entry.tenant)),
         "prefilled_tokens": stats.counters["prefilled_tokens"] if viewer.may_see_totals else None,
         "generated_tokens": stats.counters["generated_tokens"] if viewer.may_see_totals else None,
         "prefill_tokens_per_s": stats.prefill_tokens_per_s,
-        "memory": _budgets(engine) if viewer.may_see_totals else None,
+        "memory": [budget_out(*use) for use in engine.memory()] if viewer.may_see_totals else None,
+        "condition": condition_out(stats) if viewer.may_see_totals else None,
+        "revision": state.revision(engine, stats),
     }
 
 
@@ -127,33 +106,55 @@ def _viewer(viewer: Viewer) -> ViewerOut:
     }
 
 
-def _budgets(engine: Engine) -> list[BudgetOut]:
-    return [_budget(use.name, use.n_bytes, use.max_bytes) for use in engine.memory()]
-
-
-def _budget(name: str, n_bytes: int, max_bytes: int | None) -> BudgetOut:
-    return {"budget": name, "place": name, "n_bytes": n_bytes, "max_bytes": max_bytes}
-
-
-def _request(entry: JournalEntry, viewer: Viewer) -> RequestOut:
+def request_out(entry: JournalEntry, viewer: Viewer, log: str | None = None) -> RequestOut:
     usage = entry.usage if entry.usage and entry.usage.completion_tokens else None
-    ttft_ms = usage.ttft_ms if usage else None
     return {
         "number": entry.number,
         "request_id": entry.request_id,
         "key": viewer.key_label(entry.tenant),
-        "agent": viewer.agent_name(entry.agent),
+        "agent": viewer.agent_name(entry.agent, entry.tenant),
         "state": entry.state,
         "seconds": entry.seconds,
         "prompt_tokens": entry.prompt_tokens,
         "answer_tokens": entry.answer_tokens,
-        "ttft_ms": ttft_ms,
-        "first_token_ms": ttft_ms,
+        "ttft_ms": entry.ttft_ms,
+        "first_token_ms": entry.ttft_ms,
         "tokens_per_second": usage.tokens_per_second if usage else None,
+        "prefilled": entry.prefilled,
         "receipt": None if entry.receipt is None else receipt_dict(entry.receipt),
         "error": entry.error if viewer.may_read(entry.tenant) else "",  # it may quote the prompt
         "ended": entry.ended,
+        "log": log,
     }
+
+
+@router.get("/requests")
+def list_requests(
+    host: Host,
+    viewer: CurrentViewer,
+    state: Dashboard,
+    limit: Annotated[int, Query(ge=1, le=500, description="Number of requests.")] = 100,
+) -> RequestListOut:
+    """Recent requests, newest first, each with its line in the log."""
+    lines = state.lines.by_request()
+    seen = [entry for entry in host.engine.requests() if viewer.may_see(entry.tenant)]
+    data = [
+        request_out(entry, viewer, lines.get((entry.tenant, entry.request_id)))
+        for entry in seen[: -limit - 1 : -1]
+    ]
+    return {"object": "list", "data": data}
+
+
+@router.post("/requests/{number}/cancel")
+def cancel_request(number: int, host: Host, viewer: CurrentViewer) -> CancelledRequestOut:
+    """Cancel a waiting or running request; what it has computed is kept."""
+    entries = [entry for entry in host.engine.requests() if entry.number == number]
+    if not any(viewer.may_see(entry.tenant) for entry in entries):
+        raise UnknownRequest(
+            f"There is no request {number} of this key; it may have ended long ago."
+        )
+    cancelled = host.engine.cancel(number)
+    return {"object": "dashboard.request", "number": number, "cancelled": cancelled}
 
 
 @router.get("/saved", dependencies=[Depends(require_totals)])
@@ -169,85 +170,24 @@ def show_saved(
     stats = host.engine.stats()
     state.history.observe(stats)
     timeline, disk = state.history.timeline, stats.tiers["disk"]
+    p50, p95 = latencies_ms(timeline, hours)
     written = sorted(host.engine.store.on_disk.wear.by_day().items())
     return {
         "object": "dashboard.saved",
         "hours": hours,
-        "points": _points(timeline, hours),
-        "today": _totals(state.history.today()),
-        "total": _store_totals(timeline.total, stats.counts),
-        "disk": _budget("disk", disk.n_bytes, disk.max_bytes),
+        "points": points_out(timeline, hours),
+        "today": totals_out(state.history.today()),
+        "total": store_totals_out(timeline.total, stats.counts),
+        "disk": budget_out("disk", disk.n_bytes, disk.max_bytes),
         "blocks": disk.blocks,
         "written_by_day": dict(written[-DAYS_SHOWN:]),
-        "health": _health(stats),
+        "health": health_out(stats),
+        "version": __version__,
+        "started": state.started,
+        "ttft_p50_ms": p50,
+        "ttft_p95_ms": p95,
         "hit_rate": stats.counts.hit_rate,
         "hit_rate_from_turn_2": stats.counts.hit_rate_from_turn_2,
-    }
-
-
-def _points(timeline: Timeline, hours: int) -> list[HistoryPointOut]:
-    """Always 60 points; each covers as many minutes as there are hours."""
-    last = int(time.time() // 60)
-    first = last - N_POINTS * hours + 1
-    return [_point(timeline, minute, hours) for minute in range(first, last + 1, hours)]
-
-
-def _point(timeline: Timeline, minute: int, width: int) -> HistoryPointOut:
-    names = [minute_name(60 * each) for each in range(minute, minute + width)]
-    found = [timeline.minutes[name] for name in names if name in timeline.minutes]
-    n = {name: sum(amounts.get(name, 0) for amounts in found) for name in (*TIERS, "prompt")}
-    return {
-        "at": 60 * minute,
-        "live": n["live"],
-        "memory": n["memory"],
-        "disk": n["disk"],
-        "computed": _computed(n),
-    }
-
-
-def _computed(amounts: Amounts) -> int:
-    """Prompt tokens that were reused from nowhere."""
-    return max(0, amounts.get("prompt", 0) - sum(amounts.get(tier, 0) for tier in TIERS))
-
-
-def _totals(amounts: Amounts) -> TotalsOut:
-    return {
-        "reused": {tier: amounts.get(tier, 0) for tier in TIERS},
-        "computed": _computed(amounts),
-        "saved_s": amounts.get("saved_ms", 0) / 1000,
-        "written_bytes": amounts.get("written_bytes", 0),
-    }
-
-
-def _store_totals(amounts: Amounts, counts: PromptCounts) -> TotalsOut:
-    """Tokens as the store has counted them; the rest as this server has."""
-    tokens = {**counts.reused, "prompt": counts.prompt_tokens}
-    return _totals({**amounts, **dict.fromkeys(TIERS, 0), **tokens})
-
-
-def _health(stats: Stats) -> HealthCountsOut:
-    """Faults since the start; none of them has failed a request."""
-    tiers, writes = stats.tiers.values(), stats.writes
-    quarantined = sum(tier.quarantined for tier in tiers)
-    read_errors = sum(tier.errors for tier in tiers)
-    dropped_saves = writes.dropped + writes.over_budget
-    failed_saves = writes.failed + stats.counters["failed_saves"]
-    evicted = sum(tier.evicted for tier in tiers)
-    return {
-        "quarantined": quarantined,
-        "read_errors": read_errors,
-        "dropped_saves": dropped_saves,
-        "failed_saves": failed_saves,
-        "failed_restores": sum(stats.failed_restores.values()),
-        "evicted": evicted,
-        "audits": stats.counters["audits"],
-        "drifts": stats.counters["drifts"],
-        "set aside as damaged": quarantined,
-        "could not be read": read_errors,
-        "saves given up": dropped_saves,
-        "saves that failed": failed_saves,
-        "let go for lack of room": evicted,
-        "audits that differed": stats.counters["drifts"],
     }
 
 
@@ -255,6 +195,34 @@ def _health(stats: Stats) -> HealthCountsOut:
 async def show_forest(host: Host, viewer: CurrentViewer) -> ForestOut:
     """The stored blocks, up to 10,000, as runs of consecutive blocks."""
     return await asyncio.to_thread(forest_out, host.engine.store, viewer)
+
+
+@router.get("/agents")
+async def list_agents(host: Host, viewer: CurrentViewer) -> ListedAgentsOut:
+    """The agents of this key; with the admin key those of all keys."""
+    data = await asyncio.to_thread(agents_out, host.engine.store, viewer)
+    return {"object": "list", "data": data}
+
+
+@router.get("/connect")
+def show_connect(request: Request, host: Host, viewer: CurrentViewer) -> ConnectOut:
+    """For each client the lines that point it at this server."""
+    url, name = str(request.base_url).rstrip("/"), host.name
+    key = request.state.key_name if viewer.key_needed else None
+    server = ServerInfo(url, name, host.engine.model.n_context)
+    return {
+        "object": "dashboard.connect",
+        "url": url,
+        "model": name,
+        "key": key,
+        "clients": clients_out(server, key),
+    }
+
+
+@router.get("/settings", dependencies=[Depends(require_totals)])
+def show_settings(settings: Config) -> SettingListOut:
+    """The settings in force, without secrets; with more than one key, the admin key is needed."""
+    return {"object": "list", "data": settings_out(settings)}
 
 
 @router.get("/misses")
@@ -271,7 +239,7 @@ def _miss(miss: PrefixMiss, viewer: Viewer) -> MissOut:
     return {
         "number": miss.number,
         "key": viewer.key_label(miss.tenant),
-        "agent": viewer.agent_name(miss.agent),
+        "agent": viewer.agent_name(miss.agent, miss.tenant),
         "when": miss.when,
         "prompt_tokens": miss.prompt_tokens,
         "restored": miss.restored,

@@ -10,6 +10,7 @@ from keepwarm.engine.insight.journal import RequestState
 from keepwarm.engine.insight.misses import MissReason
 from keepwarm.server.deprecation import renamed_to
 from keepwarm.server.http.receipts import ReceiptOut
+from keepwarm.server.manage.agent_shapes import AgentOut
 
 
 class ViewerOut(TypedDict):
@@ -33,9 +34,11 @@ class RequestOut(TypedDict):
     ttft_ms: float | None
     first_token_ms: Annotated[float | None, renamed_to("ttft_ms")]
     tokens_per_second: float | None
+    prefilled: int  # tokens of the prompt that are in its cache
     receipt: ReceiptOut | None
     error: str
     ended: float | None
+    log: str | None  # its line in the log, once it has ended
 
 
 class BudgetOut(TypedDict):
@@ -43,6 +46,13 @@ class BudgetOut(TypedDict):
     place: Annotated[str, renamed_to("budget")]
     n_bytes: int
     max_bytes: int | None
+
+
+class ConditionOut(TypedDict):
+    """Red or amber when records were damaged or saves lost, with the reasons."""
+
+    level: Literal["green", "amber", "red"]
+    reasons: list[str]
 
 
 class ActivityOut(TypedDict):
@@ -58,16 +68,36 @@ class ActivityOut(TypedDict):
     generated_tokens: int | None
     prefill_tokens_per_s: float
     memory: list[BudgetOut] | None
+    condition: ConditionOut | None
+    revision: str  # another one whenever something else than this may have changed
+
+
+class RequestListOut(TypedDict):
+    object: Literal["list"]
+    data: list[RequestOut]  # newest first
+
+
+class CancelledRequestOut(TypedDict):
+    object: Literal["dashboard.request"]
+    number: int
+    cancelled: bool
 
 
 class HistoryPointOut(TypedDict):
-    """Prompt tokens in one interval, by source."""
+    """One interval: prompt tokens by source, tokens computed, answers by outcome."""
 
     at: float
     live: int
     memory: int
     disk: int
     computed: int
+    prefilled: int
+    generated: int
+    finished: int
+    cancelled: int
+    failed: int
+    ttft_p50_ms: float | None  # time to the first token, to within 9 %; null without answers
+    ttft_p95_ms: float | None
 
 
 class TotalsOut(TypedDict):
@@ -108,6 +138,10 @@ class SavingsOut(TypedDict):
     blocks: int
     written_by_day: dict[str, int]
     health: HealthCountsOut
+    version: str
+    started: float
+    ttft_p50_ms: float | None  # of the hours shown
+    ttft_p95_ms: float | None
     hit_rate: float | None  # tokens reused ÷ prompt tokens, of all requests to the store
     hit_rate_from_turn_2: float | None  # of those that continue a conversation
 
@@ -149,6 +183,46 @@ class ForestOut(TypedDict):
     other_blocks: int  # of other keys
     left_out: Annotated[int, renamed_to("omitted_blocks")]
     others: Annotated[int, renamed_to("other_blocks")]
+
+
+class ListedAgentOut(AgentOut):
+    """An agent, and whose it is."""
+
+    key: str | None  # of another tenant; only the admin key sees those
+
+
+class ListedAgentsOut(TypedDict):
+    object: Literal["list"]
+    data: list[ListedAgentOut]
+
+
+class ClientOut(TypedDict):
+    """How to start a client of this server."""
+
+    client: str
+    title: str
+    lines: list[str]  # for a shell
+    notes: list[str]
+
+
+class ConnectOut(TypedDict):
+    object: Literal["dashboard.connect"]
+    url: str
+    model: str
+    key: str | None  # its name; null where no key is needed
+    clients: list[ClientOut]
+
+
+class SettingOut(TypedDict):
+    name: str
+    value: str  # of a secret only whether it is set
+    default: str | None
+    changed: bool
+
+
+class SettingListOut(TypedDict):
+    object: Literal["list"]
+    data: list[SettingOut]
 
 
 class MissOut(TypedDict):

@@ -41,13 +41,14 @@ def log_to_stderr(settings: Settings) -> None:
 
 def log_fields(
     logger: logging.Logger, level: int, fields: dict[str, Any], *, limited: bool = False
-) -> None:
-    """A line of fields: `name=value` in text, members of the object in JSON.
+) -> str:
+    """A line of fields: `name=value` in text, members of the object in JSON; returns the text.
 
     A `limited` one is dropped if there are too many like it.
     """
     text = " ".join(f"{name}={_word(value)}" for name, value in fields.items())
     logger.log(level, "%s", text, extra={FIELDS: fields, UNLIMITED: not limited})
+    return text
 
 
 def _word(value: object) -> str:

@@ -46,11 +46,11 @@ class Viewer(NamedTuple):
             return "unknown"
         return self.labels.get(tenant) or tenant[:LABEL_DIGITS] or "none"
 
-    def agent_name(self, agent: str | None) -> str | None:
-        """An agent's id without the viewer's tenant prefix."""
-        if agent is None:
-            return None
-        return agent.removeprefix(tenant_agent_id(self.tenant, ""))
+    def agent_name(self, agent: str | None, tenant: str | None) -> str | None:
+        """An agent's id as its own tenant writes it; None is an unknown tenant."""
+        if agent is None or tenant is None:
+            return agent
+        return agent.removeprefix(tenant_agent_id(tenant, ""))
 
 
 def _is_only_key(settings: Settings) -> bool:

@@ -167,27 +167,32 @@ class TenantAgents:
         raise BadField(f"Agent {agent_id!r} already exists; choose another id.", "id")
 
     def _out(self, agent: Agent) -> AgentOut:
-        known = self._disk_store.disk.have(agent.blocks)
-        prefix = tenant_agent_id(self.tenant, "")
-        return {
-            "id": agent.id.removeprefix(prefix),
-            "object": "agent",
-            "model": agent.head.model,
-            "branch": agent.head.number,
-            "n_tokens": agent.n_tokens,
-            "turns": list(agent.turns),
-            "n_bytes": sum(block.n_bytes for block in known.values()),
-            "pinned": agent.pinned,
-            "quota_bytes": agent.quota_bytes,
-            "retention_s": agent.retention_s,
-            "metadata": dict(agent.metadata),
-            "created": agent.created,
-            "used": agent.used,
-            "forked_from": agent.forked_from.removeprefix(prefix) or None,
-            "ephemeral": agent.ephemeral,
-            "imported": bool(self._disk_store.origin_of(agent)),
-            "branches": [_branch_out(branch) for branch in agent.branches],
-        }
+        return agent_out(self._disk_store, agent, self.tenant)
+
+
+def agent_out(disk_store: DiskStore, agent: Agent, tenant: str) -> AgentOut:
+    """An agent of this tenant, as its tenant sees it."""
+    known = disk_store.disk.have(agent.blocks)
+    prefix = tenant_agent_id(tenant, "")
+    return {
+        "id": agent.id.removeprefix(prefix),
+        "object": "agent",
+        "model": agent.head.model,
+        "branch": agent.head.number,
+        "n_tokens": agent.n_tokens,
+        "turns": list(agent.turns),
+        "n_bytes": sum(block.n_bytes for block in known.values()),
+        "pinned": agent.pinned,
+        "quota_bytes": agent.quota_bytes,
+        "retention_s": agent.retention_s,
+        "metadata": dict(agent.metadata),
+        "created": agent.created,
+        "used": agent.used,
+        "forked_from": agent.forked_from.removeprefix(prefix) or None,
+        "ephemeral": agent.ephemeral,
+        "imported": bool(disk_store.origin_of(agent)),
+        "branches": [_branch_out(branch) for branch in agent.branches],
+    }
 
 
 def _branch_out(branch: Branch) -> BranchOut:

@@ -1,40 +1,79 @@
 // The list of agents and its actions.
 
 import { file, post, remove } from "./api.js";
-import { byId, h, put, say, table } from "./dom.js";
-import { ago, bytes, count } from "./format.js";
+import * as chat from "./chat.js";
+import { byId, details, empty, h, pages, put, say, slice, table } from "./dom.js";
+import { ago, bytes, count, plural } from "./format.js";
 
+const PAGE = 25;
 const COLUMNS = [
-  { name: "Agent" }, { name: "Created" }, { name: "Last used" }, { name: "Tokens", number: true },
-  { name: "Turns", number: true }, { name: "Size", number: true }, { name: "Actions" },
+  { name: "Agent" }, { name: "Model" }, { name: "Last used" }, { name: "Tokens", number: true },
+  { name: "Turns", number: true }, { name: "Branches", number: true }, { name: "Size", number: true }, { name: "Actions" },
 ];
+const BRANCHES = [
+  { name: "Branch" }, { name: "Model" }, { name: "Tokens", number: true }, { name: "Turns", number: true }, { name: "Last used" },
+];
+const state = { agents: [], page: 0 };
 let changed = () => {};
-let shown = "";
 
 export function start(onChange) {
   changed = onChange;
+  const renew = () => { state.page = 0; render(); };
+  byId("agent-filter").addEventListener("input", renew);
+  byId("agent-sort").addEventListener("change", renew);
 }
 
 export function show({ data }) {
-  const now = JSON.stringify([data, Math.floor(Date.now() / 30000)]); // so that ages are updated
-  if (now === shown) return;
-  shown = now;
+  state.agents = data;
+  render();
+}
+
+function render() {
+  const found = sorted(state.agents.filter(matches));
+  const { rows, page, n } = slice(found, state.page, PAGE);
   const focused = document.activeElement?.dataset?.action;
-  put("agent-list", data.length ? table("All agents", COLUMNS, data.map(row))
-    : h("p", { class: "quiet" }, "No agents yet. Name one with the header ", h("code", {}, "X-Keepwarm-Agent"), "."));
+  put("agent-list", rows.length ? table("All agents", COLUMNS, rows.map(row))
+    : state.agents.length ? empty("No agent matches; clear the filter.")
+      : empty("No agents yet. Name one with the header ", h("code", {}, "X-Keepwarm-Agent"), ", or try one below."));
+  pages("agent-pages", page, n, (to) => { state.page = to; render(); });
   if (focused) document.querySelector(`[data-action="${CSS.escape(focused)}"]`)?.focus();
 }
 
+function matches(agent) {
+  const wanted = byId("agent-filter").value.trim().toLowerCase();
+  return !wanted || [agent.id, agent.model, agent.key].some((text) => text?.toLowerCase().includes(wanted));
+}
+
+function sorted(agents) {
+  const by = byId("agent-sort").value;
+  return agents.toSorted(by === "id" ? (a, b) => a.id.localeCompare(b.id) : (a, b) => b[by] - a[by]);
+}
+
 function row(agent) {
-  const name = [h("strong", {}, agent.id), agent.pinned ? h("span", { class: "badge" }, "pinned") : "",
-    agent.forked_from ? h("div", { class: "quiet" }, `fork of ${agent.forked_from}`) : ""];
-  return [name, ago(agent.created), ago(agent.used), count(agent.n_tokens), count(agent.turns.length),
-    bytes(agent.n_bytes), h("div", { class: "actions" }, actions(agent))];
+  const badges = [agent.pinned && "pinned", agent.ephemeral && "ephemeral", agent.imported && "imported"].filter(Boolean);
+  const name = [h("strong", {}, agent.id), agent.key ? h("span", { class: "quiet" }, ` key ${agent.key}`) : "",
+    ...badges.map((badge) => h("span", { class: "badge" }, badge)),
+    h("div", { class: "quiet" }, [`created ${ago(agent.created)}`, agent.forked_from ? `fork of ${agent.forked_from}` : ""].filter(Boolean).join(", "))];
+  const branches = h("button", { type: "button", class: "link", "aria-label": `${plural(agent.branches.length, "branch", "branches")} of ${agent.id}`,
+    onclick: () => showBranches(agent) }, count(agent.branches.length));
+  return [name, modelName(agent.model), ago(agent.used), count(agent.n_tokens), count(agent.turns.length), branches, bytes(agent.n_bytes),
+    agent.key ? h("span", { class: "quiet" }, "with its own key") : h("div", { class: "actions" }, actions(agent))];
+}
+
+// A model may be a directory.
+const modelName = (model) => (model.startsWith("/") ? model.split("/").at(-1) : model);
+
+function showBranches(agent) {
+  const rows = agent.branches.toSorted((a, b) => a.number - b.number).map((branch) => [
+    [`${branch.number}`, branch.number === agent.branch ? h("span", { class: "badge" }, "head") : "",
+      branch.main ? h("span", { class: "badge" }, "main") : "", branch.pinned ? h("span", { class: "badge" }, "pinned") : ""],
+    modelName(branch.model), count(branch.n_tokens), count(branch.turns.length), ago(branch.used)]);
+  details(`Branches of ${agent.id}`, table(`Branches of ${agent.id}`, BRANCHES, rows));
 }
 
 function actions(agent) {
   const pin = agent.pinned ? ["Unpin", () => post(path(agent, "unpin"))] : ["Pin", () => post(path(agent, "pin"))];
-  const all = [pin, ["Fork", () => fork(agent)], ["Rewind", () => rewind(agent)],
+  const all = [["Chat", () => chat.open(agent.id)], pin, ["Fork", () => fork(agent)], ["Rewind", () => rewind(agent)],
     ["Export", () => download(agent)], ["Delete", () => forget(agent), "danger"]];
   return all.map(([name, act, kind]) =>
     h("button", { type: "button", class: kind, "aria-label": `${name} ${agent.id}`,
@@ -67,10 +106,10 @@ async function rewind(agent) {
 
 async function forget(agent) {
   const yes = await ask({ title: `Delete ${agent.id}?`, ok: "Delete", danger: true,
-    text: `This deletes its ${count(agent.n_tokens)} tokens (${bytes(agent.n_bytes)}) from disk, except blocks that other agents use. It cannot be undone.` });
+    text: `This deletes its ${plural(agent.n_tokens, "token")} (${bytes(agent.n_bytes)}) from disk, except blocks that other agents use. It cannot be undone.` });
   if (yes) {
     const { removed_blocks: n } = await remove(path(agent));
-    say(`${agent.id} deleted, with ${count(n)} blocks.`);
+    say(`${agent.id} deleted, with ${plural(n, "block")}.`);
   }
 }
 

@@ -16,7 +16,8 @@ async function ask(path, options = {}) {
   let answer;
   try {
     answer = await fetch(path, { ...options, headers, cache: "no-store" });
-  } catch {
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
     throw new Failed("The server is not responding.");
   }
   if (answer.ok) return answer;
@@ -30,6 +31,19 @@ export const get = async (path) => (await ask(path)).json();
 export async function post(path, body = {}) {
   const headers = { "Content-Type": "application/json" };
   return (await ask(path, { method: "POST", headers, body: JSON.stringify(body) })).json();
+}
+
+// The lines of an event stream as they come.
+export async function* stream(path, body, headers, signal) {
+  headers = { "Content-Type": "application/json", ...headers };
+  const answer = await ask(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (let { value, done } = await reader.read(); !done; { value, done } = await reader.read()) {
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    yield* lines.filter((line) => line.startsWith("data: ") && line !== "data: [DONE]").map((line) => JSON.parse(line.slice(6)));
+  }
 }
 
 export const remove = async (path) => (await ask(path, { method: "DELETE" })).json();

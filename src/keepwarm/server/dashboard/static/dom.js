@@ -22,15 +22,21 @@ function fill(element, properties, children) {
   return element;
 }
 
-// Replace the content of an element. A table of the same name is updated row by row, so that focus
-// and scroll position stay.
+// Replace the content of an element, unless it is the same. A table of the same name is updated row
+// by row, so that focus and scroll position stay.
 export function put(target, ...children) {
   const element = typeof target === "string" ? byId(target) : target;
   const flat = children.flat();
   const [old, now] = [element.firstElementChild, flat[0]];
   const body = flat.length === 1 && now.querySelector?.("tbody");
   if (body && old?.ariaLabel === now.ariaLabel) renew(old.querySelector("tbody"), [...body.rows]);
-  else element.replaceChildren(...flat);
+  else if (!isSame(element, flat)) element.replaceChildren(...flat);
+}
+
+function isSame(element, children) {
+  const old = element.childNodes;
+  const same = (child, index) => (child.isEqualNode ? child.isEqualNode(old[index]) : old[index].data === child);
+  return old.length === children.length && children.every(same);
 }
 
 // Rows are matched by their first cell; only cells that differ are replaced.
@@ -60,7 +66,7 @@ export function table(caption, columns, rows) {
   const head = columns.map((column, index) => h("th", { scope: "col", ...side(index) }, column.name));
   const body = rows.map((cells) =>
     h("tr", {}, cells.map((cell, index) =>
-      index === 0 ? h("th", { scope: "row" }, cell) : h("td", side(index), cell))));
+      index === 0 ? h("th", { scope: "row" }, cell) : h("td", { ...side(index), "data-name": columns[index].name }, Array.isArray(cell) ? h("div", {}, cell) : cell))));
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
     h("table", {}, h("caption", { class: "unseen" }, caption),
       h("thead", {}, h("tr", {}, head)), h("tbody", {}, body)));
@@ -80,6 +86,44 @@ export function choice(id, values, chosen, choose) {
       h("button", { type: "button", "data-value": value, onclick: () => choose(value) }, name)));
   }
   for (const button of buttons.children) button.ariaPressed = String(button.dataset.value === String(chosen));
+}
+
+// Buttons that leave through a list; `turn` is given the new page.
+export function pages(target, page, n, turn) {
+  const element = byId(target);
+  hide(element, n < 2);
+  if (n < 2) return;
+  put(target, h("div", { class: "row pages" },
+    h("button", { type: "button", disabled: page === 0, onclick: () => turn(page - 1) }, "Previous"),
+    h("span", { class: "quiet" }, `Page ${page + 1} of ${n}`),
+    h("button", { type: "button", disabled: page === n - 1, onclick: () => turn(page + 1) }, "Next")));
+}
+
+// The rows of a page, and what `pages` needs.
+export function slice(list, page, size) {
+  const n = Math.max(1, Math.ceil(list.length / size));
+  const at = Math.min(page, n - 1);
+  return { rows: list.slice(at * size, (at + 1) * size), page: at, n };
+}
+
+// Setting what is already set would count as a change of the page.
+export function hide(element, hidden) {
+  if (element.hidden !== hidden) element.hidden = hidden;
+}
+
+export const empty = (...text) => h("p", { class: "empty" }, ...text);
+
+// In a form the first submit button is what Enter presses, so a button that closes submits nothing.
+export function closeButtons() {
+  for (const button of document.querySelectorAll("[data-close]")) {
+    button.addEventListener("click", () => button.closest("dialog").close(""));
+  }
+}
+
+export function details(title, ...children) {
+  byId("details-title").textContent = title;
+  put("details", ...children);
+  byId("details-dialog").showModal();
 }
 
 export function say(text) {

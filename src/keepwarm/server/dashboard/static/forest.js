@@ -1,23 +1,24 @@
-// The forest of blocks: a drawing that can be panned, zoomed and searched, and a table.
+// The forest of blocks: a drawing that can be moved, zoomed, folded and searched, and a table.
 
-import { byId, h, put, say, table } from "./dom.js";
-import { ago, bytes, count } from "./format.js";
+import { byId, h, pages, put, say, slice, table } from "./dom.js";
+import { draw, drawMap, LEGENDS, ROW } from "./forest_draw.js";
+import { ago, bytes, count, plural } from "./format.js";
 import { arrange, matches, neighbour } from "./trees.js";
 
-const LABELS = 240; // space at the right for names
 const PADDING = 16;
-const ROW = 24; // maximum pixels between rows
-const HEIGHTS = [220, 640]; // of the drawing, minimum and maximum
+const HEIGHTS = [220, 600]; // of the drawing, minimum and maximum
+const FEW_ROWS = 60; // with more, runs of no agent are left out at first
 const PAGE = 100; // rows of the table
-const AGES = [[300, "last 5 min"], [3600, "last hour"], [86400, "last day"], [Infinity, "older"]];
 const COLUMNS = [
   { name: "Run" }, { name: "Agents" }, { name: "Blocks", number: true }, { name: "Tokens", number: true },
   { name: "Size", number: true }, { name: "Tier" }, { name: "Last used" }, { name: "Oldest block" },
 ];
 
 const state = {
-  data: { runs: [], agents: [], blocks: 0, omitted_blocks: 0, other_blocks: 0 },
+  data: null,
   tree: arrange([]),
+  folded: new Set(), // ids of runs
+  chosen: false, // whether the reader has decided about runs of no agent
   found: null,
   selected: null,
   view: { x: 0, y: 0, sx: 1, sy: ROW },
@@ -25,53 +26,86 @@ const state = {
   page: 0,
 };
 const canvas = byId("trees");
-const pen = canvas.getContext("2d");
+const map = byId("minimap");
 
 export function show(data) {
-  const id = state.data.runs[state.selected]?.id;
+  const id = state.data?.runs[state.selected]?.id;
   state.data = data;
-  state.tree = arrange(data.runs);
-  const at = data.runs.findIndex((run) => run.id === id);
-  state.selected = at < 0 ? null : at;
+  if (!state.chosen) byId("unused").checked = arrange(data.runs).rows <= FEW_ROWS || !data.agents.length;
+  layOut();
+  const at = state.tree.shown.find((one) => one.run.id === id);
+  state.selected = at?.index ?? null;
   search();
+  resume();
+}
+
+// Called when the view is opened: a hidden canvas has no size.
+export function resume() {
+  if (!state.data || !canvas.clientWidth) return;
   if (state.fitted) fit();
   describe();
   render();
+}
+
+function layOut() {
+  const withUnused = byId("unused").checked;
+  const isLeftOut = (run) => !withUnused && run.agents.length === 0;
+  state.tree = arrange(state.data.runs, (run) => state.folded.has(run.id), isLeftOut);
 }
 
 export function start() {
   canvas.addEventListener("keydown", onKey);
   canvas.addEventListener("wheel", onWheel, { passive: false });
   canvas.addEventListener("pointerdown", onDrag);
+  canvas.addEventListener("pointermove", hover);
+  canvas.addEventListener("pointerleave", () => { byId("forest-tip").hidden = true; });
+  canvas.addEventListener("dblclick", (event) => { const hit = at(event.offsetX, event.offsetY); if (hit) fold(hit.index); });
+  map.addEventListener("pointerdown", onMap);
   byId("zoom-in").addEventListener("click", () => zoom(1.5));
   byId("zoom-out").addEventListener("click", () => zoom(1 / 1.5));
   byId("zoom-fit").addEventListener("click", () => { fit(); render(); });
   byId("colour").addEventListener("change", render);
+  byId("unused").addEventListener("change", () => { state.chosen = true; renew(); });
   byId("find").addEventListener("input", () => { state.page = 0; search(); render(); });
   byId("find").addEventListener("keydown", (event) => event.key === "Enter" && jump());
   byId("as-picture").addEventListener("click", () => asTable(false));
   byId("as-table").addEventListener("click", () => asTable(true));
-  new ResizeObserver(() => { if (state.fitted) fit(); render(); }).observe(canvas);
+  new ResizeObserver(resume).observe(canvas);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", render);
+}
+
+function renew() {
+  const id = state.data.runs[state.selected]?.id;
+  layOut();
+  state.selected = state.tree.shown.find((one) => one.run.id === id)?.index ?? null;
+  if (state.fitted) fit();
+  clamp();
+  describe();
+  render();
 }
 
 function asTable(yes) {
   byId("forest-picture").hidden = yes;
   byId("forest-table").hidden = !yes;
+  byId("forest-pages").hidden = true;
   byId("as-table").ariaPressed = String(yes);
   byId("as-picture").ariaPressed = String(!yes);
+  resume();
   render();
 }
 
 function describe() {
   const { blocks, omitted_blocks: omitted, other_blocks: others, agents, runs } = state.data;
   const shared = runs.filter((run) => run.agents.length > 1).reduce((n, run) => n + run.blocks, 0);
-  const words = [`${count(blocks)} blocks in ${count(runs.length)} runs`, `${count(agents.length)} agents`,
-    `${count(shared)} blocks shared`];
+  const left = state.tree.placed.length - state.tree.shown.length;
+  const words = [`${plural(blocks, "block")} in ${plural(runs.length, "run")}`, plural(agents.length, "agent"),
+    `${plural(shared, "block")} shared by several`];
   if (runs.length) words.push(`least recently used ${ago(Math.min(...runs.map((run) => run.oldest)))}`);
-  if (omitted) words.push(`${count(omitted)} older blocks not shown`);
-  if (others) words.push(`${count(others)} blocks of other keys`);
-  byId("forest-sum").textContent = `${words.join("; ")}.`;
+  if (left) words.push(`${plural(left, "run")} folded`);
+  if (omitted) words.push(`${plural(omitted, "older block")} not shown`);
+  if (others) words.push(`${plural(others, "block")} of other keys`);
+  const text = blocks || others ? `${words.join("; ")}.` : "No blocks yet: answer a prompt of 256 tokens or more, and its blocks are drawn here.";
+  if (byId("forest-sum").textContent !== text) byId("forest-sum").textContent = text;
 }
 
 // Search and selection
@@ -79,13 +113,28 @@ function describe() {
 function search() {
   const { runs, agents } = state.data;
   state.found = matches(runs, agents, byId("find").value);
-  byId("found").textContent = state.found ? `${count(state.found.size)} runs` : "";
+  byId("found").textContent = state.found ? plural(state.found.size, "run") : "";
 }
 
 function jump() {
   const found = [...(state.found ?? [])];
   if (!found.length) return say("No agent or run matches.");
-  select(found.find((index) => index > (state.selected ?? -1)) ?? found[0]);
+  const next = found[(found.indexOf(state.selected) + 1) % found.length];
+  if (state.tree.placed[next].hidden) unfold(next);
+  select(next);
+}
+
+function unfold(index) {
+  for (let one = state.tree.placed[index]; one; one = state.tree.placed[one.parent]) state.folded.delete(one.run.id);
+  if (state.data.runs[index].agents.length === 0) byId("unused").checked = state.chosen = true;
+  renew();
+}
+
+function fold(index) {
+  const { run, children } = state.tree.placed[index];
+  if (state.folded.has(run.id)) state.folded.delete(run.id);
+  else if (children.length) state.folded.add(run.id);
+  renew();
 }
 
 function select(index) {
@@ -97,22 +146,25 @@ function select(index) {
 }
 
 function words(run) {
-  const { agents } = state.data;
-  const names = run.agents.map((index) => agents[index].id);
-  const ends = run.ends.map((index) => agents[index].id);
+  const ends = names(run.ends);
   const last = run.first_block + run.blocks - 1;
   return [
     `Run ${run.id}: ${run.blocks > 1 ? `blocks ${run.first_block} to ${last}` : `block ${last}`}`,
-    `${count(run.tokens)} tokens, ${bytes(run.bytes)}, ${tiersOf(run)}`,
-    names.length ? `used by ${listed(names)}` : "no agent",
+    `${plural(run.tokens, "token")}, ${bytes(run.bytes)}, ${tiersOf(run)}`,
+    run.agents.length ? `used by ${listed(names(run.agents))}` : "no agent",
     ends.length ? `${listed(ends)} ${ends.length > 1 ? "end" : "ends"} here` : "",
     `last used ${ago(run.used)}`,
     run.blocks > 1 ? `its oldest block ${ago(run.oldest)}` : "",
   ].filter(Boolean).join("; ") + ".";
 }
 
-function listed(names) {
-  return names.length > 6 ? `${names.slice(0, 5).join(", ")} and ${names.length - 5} more` : names.join(", ");
+const names = (indexes) => indexes.map((index) => {
+  const { id, key } = state.data.agents[index];
+  return key ? `${id} (key ${key})` : id;
+});
+
+function listed(all) {
+  return all.length > 6 ? `${all.slice(0, 5).join(", ")} and ${all.length - 5} more` : all.join(", ");
 }
 
 function tiersOf(run) {
@@ -125,59 +177,72 @@ function reveal(run, row) {
   const [width, height] = size();
   const [left, right] = [run.first_block * view.sx + view.x, (run.first_block + run.blocks) * view.sx + view.x];
   const y = row * view.sy + view.y;
-  if (right < PADDING || left > width - LABELS) view.x += width / 3 - left;
+  if (right < PADDING || left > width - labels()) view.x += width / 3 - left;
   if (y < PADDING || y > height - PADDING) view.y += height / 2 - y;
+  clamp();
 }
 
-// Panning and zooming
+// Moving and zooming
 
 const size = () => [canvas.clientWidth, canvas.clientHeight];
+const labels = () => Math.min(240, Math.max(84, 0.28 * canvas.clientWidth)); // space at the right for names
 
 function fit() {
   const { tree, view } = state;
   const [least, most] = HEIGHTS;
-  canvas.style.height = `${Math.min(most, Math.max(least, tree.rows * 16 + 2 * PADDING))}px`;
-  const [width, height] = size();
-  view.sx = Math.min(40, (width - LABELS - 2 * PADDING) / tree.width);
-  view.sy = Math.min(ROW, (height - 2 * PADDING) / Math.max(tree.rows, 1));
+  const wanted = `${Math.min(most, Math.max(least, tree.rows * ROW + 2 * PADDING))}px`;
+  if (canvas.style.height !== wanted) canvas.style.height = wanted;
+  map.hidden = tree.rows * ROW + 2 * PADDING <= most;
+  const [width] = size();
+  view.sx = Math.min(40, (width - labels() - 2 * PADDING) / tree.width);
   view.x = PADDING;
-  view.y = PADDING + view.sy / 2;
+  view.y = PADDING + ROW / 2;
   state.fitted = true;
 }
 
-function zoom(factor, [x, y] = size().map((length) => length / 2)) {
+// Rows stay within the drawing.
+function clamp() {
+  const { view, tree } = state;
+  const [, height] = size();
+  const top = PADDING + ROW / 2;
+  const least = Math.min(top, height - PADDING - ROW / 2 - (tree.rows - 1) * ROW);
+  view.y = Math.max(least, Math.min(top, view.y));
+}
+
+function zoom(factor, x = size()[0] / 2) {
   const { view } = state;
-  const tall = Math.min(ROW, view.sy * factor) / view.sy;
   view.x = x - (x - view.x) * factor;
-  view.y = y - (y - view.y) * tall;
   view.sx *= factor;
-  view.sy *= tall;
   state.fitted = false;
   render();
 }
 
 function move(x, y) {
+  const before = state.view.y;
   state.view.x += x;
   state.view.y += y;
-  state.fitted = false;
+  clamp();
+  if (x) state.fitted = false;
   render();
+  return state.view.y !== before;
 }
 
 function onKey(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || !state.tree.shown.length) return;
   if (event.key === "+" || event.key === "=") zoom(1.5);
   else if (event.key === "-") zoom(1 / 1.5);
   else if (event.key === "0") { fit(); render(); }
-  else if (event.key.startsWith("Arrow") && state.tree.placed.length) {
-    select(state.selected === null ? 0 : neighbour(state.tree.placed, state.selected, event.key));
+  else if (event.key === "Enter" || event.key === " ") { if (state.selected !== null) fold(state.selected); }
+  else if (event.key.startsWith("Arrow")) {
+    select(state.selected === null ? state.tree.shown[0].index : neighbour(state.tree.placed, state.selected, event.key));
   } else return;
   event.preventDefault();
 }
 
 function onWheel(event) {
-  if (!event.ctrlKey && !event.metaKey) return; // plain scrolling scrolls the page
-  event.preventDefault();
-  zoom(Math.exp(-event.deltaY / 300), [event.offsetX, event.offsetY]);
+  const zooms = event.ctrlKey || event.metaKey;
+  if (zooms) zoom(Math.exp(-event.deltaY / 300), event.offsetX);
+  if (zooms || move(0, -event.deltaY)) event.preventDefault(); // at the edge the page scrolls
 }
 
 function onDrag(start) {
@@ -188,7 +253,8 @@ function onDrag(start) {
   };
   const onEnd = () => {
     canvas.removeEventListener("pointermove", onMove);
-    if (moved < 4) pick(start.offsetX, start.offsetY);
+    const hit = moved < 4 && at(start.offsetX, start.offsetY);
+    if (hit) select(hit.index);
   };
   canvas.setPointerCapture(start.pointerId);
   canvas.addEventListener("pointermove", onMove);
@@ -196,157 +262,70 @@ function onDrag(start) {
   canvas.addEventListener("pointercancel", onEnd, { once: true });
 }
 
-function pick(x, y) {
-  const { view, tree } = state;
-  const row = Math.round((y - view.y) / view.sy);
-  const block = (x - view.x) / view.sx;
-  const hit = tree.placed.find((one) => one.row === row && block >= one.run.first_block && block < one.run.first_block + one.run.blocks);
-  if (hit) select(hit.index);
+function onMap(start) {
+  const go = (event) => {
+    const [, height] = size();
+    state.view.y = height / 2 - (event.offsetY / map.clientHeight) * state.tree.rows * ROW;
+    clamp();
+    render();
+  };
+  map.setPointerCapture(start.pointerId);
+  map.addEventListener("pointermove", go);
+  map.addEventListener("pointerup", () => map.removeEventListener("pointermove", go), { once: true });
+  go(start);
+}
+
+const blockAt = (x) => Math.floor((x - state.view.x) / state.view.sx);
+
+function at(x, y) {
+  const row = Math.round((y - state.view.y) / state.view.sy);
+  const block = blockAt(x);
+  return state.tree.shown.find((one) => one.row === row && block >= one.run.first_block && block < one.run.first_block + one.run.blocks);
+}
+
+// Says what is under the pointer.
+function hover(event) {
+  const [tip, hit] = [byId("forest-tip"), at(event.offsetX, event.offsetY)];
+  tip.hidden = !hit;
+  if (!hit) return;
+  const [{ run, inside }, block] = [hit, blockAt(event.offsetX)];
+  const who = run.agents.length ? `used by ${listed(names(run.agents))}` : "used by no agent";
+  put(tip, h("strong", {}, `Block ${block}`), ` of ${run.first_block} to ${run.first_block + run.blocks - 1}, tokens from ${count(block * 256)} on`,
+    h("div", {}, who), h("div", {}, `${tiersOf(run)}; last used ${ago(run.used)}`),
+    inside ? h("div", {}, `${plural(inside, "run")} folded behind it; double-click to unfold`) : "");
+  tip.style.left = `${Math.max(0, Math.min(event.offsetX + 14, size()[0] - tip.offsetWidth))}px`;
+  tip.style.top = `${event.offsetY + 16}px`;
 }
 
 // Drawing
 
-function colours() {
-  const style = getComputedStyle(document.documentElement);
-  return (name) => style.getPropertyValue(`--${name}`).trim();
-}
-
-const ageOf = (run, now) => AGES.findIndex(([limit]) => now - run.used < limit);
-
-function kind(run, now) {
-  if (byId("colour").value === "age") return `age-${ageOf(run, now)}`;
-  return run.memory && run.disk ? "both" : run.memory ? "memory" : "disk";
-}
-
 function render() {
+  if (!state.data) return;
   if (!byId("forest-table").hidden) return renderTable();
-  const [width, height] = size();
+  const [width] = size();
   if (!width) return;
-  const scale = devicePixelRatio;
-  if (canvas.width !== width * scale || canvas.height !== height * scale) {
-    canvas.width = width * scale;
-    canvas.height = height * scale;
-  }
   canvas.dataset.scale = state.view.sx.toFixed(2); // pixels per block
-  pen.setTransform(scale, 0, 0, scale, 0, 0);
-  pen.clearRect(0, 0, width, height);
-  const colour = colours();
-  const now = Date.now() / 1000;
-  const rows = state.tree.placed.filter(({ row }) => visible(row, height));
-  for (const one of rows) connect(one, colour);
-  for (const one of rows) bar(one, colour, now);
-  labels(rows, colour);
-  legend();
-}
-
-function visible(row, height) {
-  const y = row * state.view.sy + state.view.y;
-  return y > -ROW && y < height + ROW;
-}
-
-function connect({ run, row, parent }, colour) {
-  const above = state.tree.placed[parent];
-  if (!above || above.row === row) return;
-  const { view } = state;
-  const x = run.first_block * view.sx + view.x;
-  const top = above.row * view.sy + view.y;
-  const y = row * view.sy + view.y;
-  pen.strokeStyle = colour("line");
-  pen.lineWidth = 1.5;
-  pen.beginPath();
-  pen.moveTo(x - 3, top);
-  pen.lineTo(x - 3, y - 4);
-  pen.quadraticCurveTo(x - 3, y, x + 1, y);
-  pen.stroke();
-}
-
-function bar({ run, row, index }, colour, now) {
-  const { view, found, selected } = state;
-  const thick = Math.max(1, Math.min(12, view.sy * 0.6));
-  const x = run.first_block * view.sx + view.x;
-  const y = row * view.sy + view.y - thick / 2;
-  const long = Math.max(1.5, run.blocks * view.sx - (view.sx > 4 ? 1.5 : 0));
-  pen.globalAlpha = found && !found.has(index) ? 0.2 : 1;
-  pen.fillStyle = colour(kind(run, now));
-  pen.beginPath();
-  pen.roundRect(x, y, long, thick, Math.min(3, thick / 2));
-  pen.fill();
-  if (view.sx > 6) divide(run, x, y, thick, colour);
-  if (run.pinned) outline(x, y, long, thick, colour("pinned"), 1.5);
-  pen.globalAlpha = 1;
-  if (index === selected) outline(x - 2, y - 2, long + 4, thick + 4, colour("focus"), 2);
-}
-
-function divide(run, x, y, thick, colour) {
-  pen.fillStyle = colour("card");
-  for (let block = 1; block < run.blocks; block += 1) pen.fillRect(x + block * state.view.sx - 0.5, y, 1, thick);
-}
-
-function outline(x, y, width, height, colour, line) {
-  pen.strokeStyle = colour;
-  pen.lineWidth = line;
-  pen.beginPath();
-  pen.roundRect(x, y, width, height, 3);
-  pen.stroke();
-}
-
-// Names of the agents that end in a run; at the end of other runs, when they were last used.
-function labels(rows, colour) {
-  const taken = [];
-  const isEnd = ({ row, children }) => !children.some((child) => state.tree.placed[child].row === row);
-  const named = rows.filter(({ run }) => run.ends.length);
-  const nameless = state.view.sy < 11 ? [] : rows.filter((one) => isEnd(one) && !one.run.ends.length);
-  pen.font = "12px system-ui, sans-serif";
-  pen.textBaseline = "middle";
-  for (const one of [...named, ...nameless]) label(one, colour, taken);
-}
-
-function label({ run, row, index }, colour, taken) {
-  const { view, found } = state;
-  const names = run.ends.map((index) => state.data.agents[index].id);
-  const text = names.length ? listed(names) : ago(run.used);
-  const x = (run.first_block + run.blocks) * view.sx + view.x + 6;
-  const y = row * view.sy + view.y + 0.5;
-  const end = x + pen.measureText(text).width;
-  if (taken.some((other) => Math.abs(other.y - y) < 11 && x < other.end && end > other.x)) return;
-  taken.push({ x, y, end });
-  pen.globalAlpha = found && !found.has(index) ? 0.3 : 1;
-  pen.fillStyle = colour(names.length ? "text" : "quiet");
-  pen.fillText(text, x, y);
-  pen.globalAlpha = 1;
-}
-
-function legend() {
-  const entries = byId("colour").value === "age"
-    ? AGES.map(([, name], index) => [`age-${index}`, name])
-    : [["both", "in memory and on disk"], ["memory", "in memory"], ["disk", "on disk"]];
-  const items = entries.map(([name, text]) => h("li", {}, h("span", { class: `key fill ${name}` }), text));
+  canvas.dataset.rows = state.tree.rows;
+  const colour = byId("colour").value;
+  const nameOf = (run) => listed(names(run.ends.length ? run.ends : run.agents));
+  canvas.dataset.names = draw(canvas, { ...state, colour, nameOf, labels: labels() });
+  if (!map.hidden) drawMap(map, canvas, { ...state, colour });
+  const items = LEGENDS[colour].map(([name, text]) => h("li", {}, h("span", { class: `key fill ${name}` }), text));
   put("forest-legend", ...items, h("li", {}, h("span", { class: "key ring" }), "pinned"));
 }
 
-// Table
-
 function renderTable() {
-  const { placed } = state.tree;
-  const meant = placed.filter(({ index }) => !state.found || state.found.has(index));
-  const pages = Math.max(1, Math.ceil(meant.length / PAGE));
-  state.page = Math.min(state.page, pages - 1);
-  const shown = meant.slice(state.page * PAGE, (state.page + 1) * PAGE);
-  const turn = (step) => () => { state.page += step; renderTable(); };
-  put("forest-table",
-    table("Runs of blocks", COLUMNS, shown.map(({ run, parent }) => cells(run, parent))),
-    h("div", { class: "row" },
-      h("button", { type: "button", disabled: state.page === 0, onclick: turn(-1) }, "Previous"),
-      h("span", { class: "quiet" }, `Page ${state.page + 1} of ${pages}`),
-      h("button", { type: "button", disabled: state.page === pages - 1, onclick: turn(1) }, "Next")));
+  const meant = state.tree.placed.filter(({ index }) => !state.found || state.found.has(index));
+  const { rows, page, n } = slice(meant, state.page, PAGE);
+  put("forest-table", table("Runs of blocks", COLUMNS, rows.map(({ run, parent }) => cells(run, parent))));
+  pages("forest-pages", page, n, (to) => { state.page = to; renderTable(); });
 }
 
 function cells(run, parent) {
   const after = parent === null ? "" : ` after ${state.data.runs[parent].id.slice(0, 8)}`;
-  const names = run.agents.map((index) => state.data.agents[index].id);
   return [
     [h("code", {}, run.id.slice(0, 8)), h("span", { class: "quiet" }, after)],
-    names.length ? listed(names) : h("span", { class: "quiet" }, "none"),
+    run.agents.length ? listed(names(run.agents)) : h("span", { class: "quiet" }, "none"),
     run.blocks > 1 ? `${run.first_block} to ${run.first_block + run.blocks - 1}` : `${run.first_block}`,
     count(run.tokens), bytes(run.bytes), tiersOf(run), ago(run.used), ago(run.oldest),
   ];

@@ -46,3 +46,6 @@ export const clock = (when) =>
   new Date(when * 1000).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
 
 export const sum = (numbers) => Object.values(numbers).reduce((a, b) => a + b, 0);
+
+// "1 block", "2 blocks"
+export const plural = (n, noun, many = `${noun}s`) => `${count(n)} ${n === 1 ? noun : many}`;

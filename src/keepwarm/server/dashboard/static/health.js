@@ -1,8 +1,21 @@
-// Verifying records, and the effect of other disk budgets.
+// Faults, verifying records, the effect of other disk budgets, and the settings in force.
 
 import { post } from "./api.js";
-import { byId, h, put, table } from "./dom.js";
-import { ago, bytes, count, percent, seconds, short } from "./format.js";
+import { byId, empty, h, hide, put, table } from "./dom.js";
+import { ago, bytes, count, percent, plural, seconds, short } from "./format.js";
+
+const HEALTH = {
+  quarantined: "damaged records quarantined",
+  read_errors: "records that could not be read",
+  dropped_saves: "saves dropped",
+  failed_saves: "saves failed",
+  failed_restores: "restores failed",
+  evicted: "evictions",
+  audits: "audits",
+  drifts: "audits that differed",
+};
+const HARMLESS = new Set(["evicted", "audits"]);
+const SETTINGS = [{ name: "Setting" }, { name: "Value" }, { name: "Default" }];
 
 const COLUMNS = [
   { name: "Disk budget" }, { name: "Reused", number: true }, { name: "Compared with now", number: true },
@@ -11,16 +24,19 @@ const COLUMNS = [
 
 let admin = false;
 let verifying = false;
+let known = []; // settings
 
 export function start() {
   byId("verify").addEventListener("click", verify);
+  byId("changed-only").addEventListener("change", renderSettings);
 }
 
 // Only the admin key may verify; for other keys the page says so.
 export function allow(isAdmin) {
   admin = isAdmin;
-  byId("verify").disabled = !admin || verifying;
-  byId("verify-why").hidden = admin;
+  const disabled = !admin || verifying;
+  if (byId("verify").disabled !== disabled) byId("verify").disabled = disabled;
+  hide(byId("verify-why"), admin);
 }
 
 async function verify() {
@@ -31,7 +47,7 @@ async function verify() {
     const { records, n_bytes: size, bad } = await post("/v1/cache/verify");
     byId("verified").textContent = bad.length
       ? `${count(bad.length)} of ${count(records)} records are damaged; each counts as a miss and is quarantined when it is read: ${bad.map((one) => one.record.slice(0, 10)).join(", ")}.`
-      : `All ${count(records)} records (${bytes(size)}) are intact.`;
+      : records === 1 ? `The one record (${bytes(size)}) is intact.` : `All ${count(records)} records (${bytes(size)}) are intact.`;
   } catch (error) {
     byId("verified").textContent = error.message;
   }
@@ -39,9 +55,26 @@ async function verify() {
   allow(admin);
 }
 
+export function counts({ health }) {
+  put("health-list", Object.entries(HEALTH).flatMap(([key, name]) =>
+    [h("dt", {}, name), h("dd", { class: health[key] && !HARMLESS.has(key) ? "wrong" : null }, count(health[key]))]));
+}
+
+export function settings({ data }) {
+  known = data;
+  renderSettings();
+}
+
+function renderSettings() {
+  const found = known.filter((one) => one.changed || !byId("changed-only").checked);
+  put("settings", found.length ? table("Settings in force", SETTINGS, found.map((one) =>
+    [h("code", {}, one.name), one.changed ? h("strong", {}, one.value || "–") : one.value || "–", one.default || "–"]))
+    : empty("Every setting has its default."));
+}
+
 export function whatIf(found) {
   if (!found.lookups) {
-    put("what-if", h("p", { class: "quiet" }, "No lookups of a full 256-token block yet."));
+    put("what-if", empty("No lookups of a full 256-token block yet: send a longer prompt."));
     return;
   }
   const rows = found.outcomes.map((one) => [
@@ -51,7 +84,7 @@ export function whatIf(found) {
     one.max_bytes === found.max_bytes ? "–" : signed(one.more_seconds, (s) => seconds(s)),
   ]);
   put("what-if", h("p", { class: "quiet" },
-    `${count(found.lookups)} lookups since ${ago(found.since)}, replayed with least-recently-used eviction.`),
+    `${plural(found.lookups, "lookup")} since ${ago(found.since)}, replayed with least-recently-used eviction.`),
     table("Outcome by disk budget", COLUMNS, rows));
 }
 

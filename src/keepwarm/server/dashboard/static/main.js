@@ -1,34 +1,76 @@
-// Polls the server while the page is visible, and asks for a key where one is needed.
+// Shows one view at a time, by the hash of the address, and keeps it up to date.
+//
+// `now` is asked for every second while requests run, else every two or four. It carries a revision: what a
+// view shows is asked for again only if that has changed. Nothing is asked for while hidden.
 
 import * as agents from "./agents.js";
 import { Failed, get, key, Refused } from "./api.js";
-import { byId } from "./dom.js";
+import * as chat from "./chat.js";
+import * as connect from "./connect.js";
+import { byId, closeButtons, hide } from "./dom.js";
 import * as forest from "./forest.js";
 import * as health from "./health.js";
 import * as misses from "./misses.js";
 import * as now from "./now.js";
-import * as saved from "./saved.js";
+import * as overview from "./overview.js";
+import * as requests from "./requests.js";
 
 const SECOND = 1000;
+const BUSY = SECOND;
+const IDLE = 2 * SECOND;
+const LONG_IDLE = 4 * SECOND; // after `MANY` answers without a change
+const MANY = 30;
 const PAUSE = 30 * SECOND; // after the key dialog was cancelled
+const AGES = 30 * SECOND; // after which "5 min ago" is written anew
+const OLD_NAMES = { now: "overview", saved: "overview" };
+
 let hours = 1;
 let sums = false; // whether this key may see totals over all keys
 let refused = false;
+let busy = false;
+let revision = "";
+let timer = 0;
+let beating = false;
+let unchanged = 0; // answers in a row
 
-const tasks = [
-  { every: 1, path: () => "/v1/dashboard/now", show: showNow },
-  { every: 5, sums: true, path: () => `/v1/dashboard/saved?hours=${hours}`, show: (data) => saved.show(data, choose) },
-  { every: 5, path: () => "/v1/dashboard/misses", show: misses.show },
-  { every: 3, path: () => "/v1/agents", show: agents.show },
-  { every: 5, path: () => "/v1/dashboard/forest", show: forest.show },
-  { every: 30, sums: true, path: () => "/v1/dashboard/what-if", show: health.whatIf },
-].map((task) => ({ ...task, due: 0, running: false }));
+// `least`: seconds between two requests; `most`: seconds after which it is asked for in any case
+const first = source({ path: () => "/v1/dashboard/now", show: showNow });
+const saved = source({ least: 5, most: 60, sums: true, path: () => `/v1/dashboard/saved?hours=${hours}`, show: showSaved });
+const VIEWS = {
+  overview: [saved],
+  requests: [source({ least: 1, path: () => "/v1/dashboard/requests", show: requests.show })],
+  forest: [source({ least: 5, path: () => "/v1/dashboard/forest", show: forest.show })],
+  misses: [source({ least: 3, path: () => "/v1/dashboard/misses", show: misses.show })],
+  agents: [source({ least: 3, path: () => "/v1/dashboard/agents", show: showAgents })],
+  health: [saved,
+    source({ least: 30, sums: true, path: () => "/v1/dashboard/what-if", show: health.whatIf }),
+    source({ least: 300, sums: true, path: () => "/v1/dashboard/settings", show: health.settings })],
+  connect: [source({ least: 300, path: () => "/v1/dashboard/connect", show: connect.show })],
+};
+let view = "";
+
+function source(options) {
+  return { least: 0, most: Infinity, revision: null, text: "", asked: -Infinity, shown: 0, ...options };
+}
 
 function showNow(data) {
   now.show(data);
+  requests.running(data);
   health.allow(data.viewer.admin);
+  overview.condition(data.condition);
   sums = data.viewer.sums;
-  for (const part of document.querySelectorAll("[data-sums]")) part.hidden = part.dataset.sums !== String(sums);
+  busy = data.running.length > 0 || Object.keys(data.others).length > 0;
+  for (const part of document.querySelectorAll("[data-sums]")) hide(part, part.dataset.sums !== String(sums));
+}
+
+function showSaved(data) {
+  overview.show(data, choose);
+  health.counts(data);
+}
+
+function showAgents(data) {
+  agents.show(data);
+  chat.offer(data.data.filter((agent) => agent.key === null));
 }
 
 function choose(value) {
@@ -36,43 +78,95 @@ function choose(value) {
   refresh();
 }
 
-function refresh() {
-  for (const task of tasks) task.due = 0;
-  tick();
+// Views
+
+function named(hash) {
+  const name = hash.slice(1).split("/")[0];
+  return VIEWS[name] ? name : OLD_NAMES[name] ?? "overview";
 }
 
-function tick() {
-  if (document.hidden || byId("key-dialog").open) return;
-  for (const task of tasks) {
-    if (!task.running && Date.now() >= task.due && (sums || !task.sums)) run(task);
+function open(focus) {
+  view = named(location.hash);
+  for (const name of Object.keys(VIEWS)) byId(name).hidden = name !== view;
+  for (const link of document.querySelectorAll("nav a")) {
+    if (link.hash === `#${view}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
   }
+  document.title = view === "overview" ? "Keepwarm" : `${byId(`${view}-title`).textContent} – Keepwarm`;
+  if (focus) {
+    byId(view).focus({ preventScroll: true });
+    scrollTo(0, 0);
+  }
+  if (view === "forest") forest.resume();
+  beat();
 }
 
-async function run(task) {
-  task.running = true;
-  task.due = Date.now() + task.every * SECOND;
+// Data
+
+function refresh() {
+  for (const each of [first, ...Object.values(VIEWS).flat()]) each.asked = -Infinity;
+  for (const each of Object.values(VIEWS).flat()) each.revision = null;
+  beat();
+}
+
+async function beat() {
+  clearTimeout(timer);
+  if (document.hidden || byId("key-dialog").open || beating) return;
+  beating = true;
+  if (await load(first)) await Promise.all(VIEWS[view].filter(isDue).map(load));
+  beating = false;
+  timer = setTimeout(beat, refused ? PAUSE : busy ? BUSY : unchanged < MANY ? IDLE : LONG_IDLE);
+  if (VIEWS[view].some((each) => each.revision === null && (sums || !each.sums))) setTimeout(beat, 0);
+}
+
+function isDue(each) {
+  if (each.sums && !sums) return false;
+  const age = (performance.now() - each.asked) / SECOND;
+  return each.revision === null || age >= each.most || (each.revision !== revision && age >= each.least);
+}
+
+async function load(each) {
+  each.asked = performance.now();
+  each.revision = revision;
   try {
     const asked = key.get();
-    const data = await get(task.path());
-    if (key.get() === asked) task.show(data);
-    else task.due = 0; // the key was changed meanwhile
+    const data = await get(each.path());
+    if (key.get() === asked) render(each, data);
+    else each.revision = null; // the key was changed meanwhile
     refused = false;
-    if (task === tasks[0]) status("Live", "live");
+    if (each === first) {
+      unchanged = revision === data.revision ? unchanged + 1 : 0;
+      revision = data.revision;
+      status("Live", "live");
+    }
+    return true;
   } catch (error) {
     refused = error instanceof Refused;
     if (refused) askKey(key.get() ? error.message : "");
     else status(error.message, "wrong");
     if (!refused && !(error instanceof Failed)) console.error(error); // a bug in this page
-  } finally {
-    task.running = false;
+    each.revision = ""; // so that it is asked for again
+    return false;
   }
+}
+
+// What has not changed is not drawn again, except that ages are written anew.
+function render(each, data) {
+  const text = JSON.stringify(data);
+  const isOld = performance.now() - each.shown > AGES;
+  if (text === each.text && !isOld && each !== first) return; // speeds change without new data
+  each.text = text;
+  each.shown = performance.now();
+  each.show(data);
 }
 
 function status(text, kind) {
   const element = byId("status");
   if (element.textContent !== text) element.textContent = text;
-  element.className = `status ${kind}`;
+  if (element.className !== `status ${kind}`) element.className = `status ${kind}`;
 }
+
+// The key
 
 function askKey(wrong) {
   const dialog = byId("key-dialog");
@@ -87,23 +181,31 @@ function askKey(wrong) {
 function onKeyGiven() {
   if (byId("key-dialog").returnValue === "ok") {
     key.set(byId("key-input").value.trim());
-    sums = false;
+    sums = refused = false;
     refresh();
-  } else if (refused) {
-    for (const task of tasks) task.due = Date.now() + PAUSE;
-  }
+  } else if (refused) timer = setTimeout(beat, PAUSE);
+  else beat();
 }
 
 function onHidden() {
-  if (document.hidden) status("Paused", "paused");
-  else refresh();
+  if (document.hidden) {
+    clearTimeout(timer);
+    status("Paused", "paused");
+  } else refresh();
 }
 
 byId("use-key").addEventListener("click", () => askKey(""));
 byId("key-dialog").addEventListener("close", onKeyGiven);
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  byId(view).focus();
+});
 document.addEventListener("visibilitychange", onHidden);
+addEventListener("hashchange", () => open(true));
+closeButtons();
 agents.start(refresh);
+chat.start(refresh);
 forest.start();
 health.start();
-setInterval(tick, SECOND / 4);
-tick();
+requests.start(refresh);
+open(false);

@@ -2,8 +2,8 @@
 
 import { get } from "./api.js";
 import { diff } from "./diff.js";
-import { h, put, say } from "./dom.js";
-import { ago, count, seconds } from "./format.js";
+import { empty, h, put, say } from "./dom.js";
+import { ago, count, plural, seconds } from "./format.js";
 
 const FEW = 8;
 const BEFORE = 24; // tokens shown before the difference
@@ -14,7 +14,7 @@ export function show({ data }) {
   const now = JSON.stringify(data.map((miss) => miss.number));
   if (now === shown && data.length) return; // keep what the reader has opened
   shown = now;
-  put("missed", data.length ? list(data) : h("p", { class: "quiet" }, "No misses: only new tokens were computed."));
+  put("missed", data.length ? list(data) : empty("No misses: only new tokens were computed."));
 }
 
 function list(data) {
@@ -36,8 +36,8 @@ function item(miss) {
       h("span", {}, `#${miss.number} `, h("strong", {}, miss.agent ?? ""),
         miss.key ? h("span", { class: "quiet" }, ` key ${miss.key}`) : "",
         h("span", { class: "quiet" }, ` ${ago(miss.when)}`)),
-      h("span", { class: "cost" }, `${count(miss.wasted)} tokens recomputed, ${seconds(miss.seconds)}`)),
-    h("p", {}, why, h("span", { class: "quiet" }, ` ${count(miss.restored)} tokens were warm.`)),
+      h("span", { class: "cost" }, `${plural(miss.wasted, "token")} recomputed, ${seconds(miss.seconds)}`)),
+    h("p", {}, why, h("span", { class: "quiet" }, ` ${plural(miss.restored, "token")} ${miss.restored === 1 ? "was" : "were"} warm.`)),
     miss.has_text ? details : null);
 }
 

@@ -1,22 +1,32 @@
-// The layout of runs: along a row by position in the prompt; where conversations diverge, later
-// branches get rows below.
+// The layout of runs, which come in the order of the tree: along a row by position in the prompt;
+// where conversations diverge, later branches get rows below. A run in which an agent ends, ends its
+// row, so that there is room for the name.
 
-export function arrange(runs) {
-  const children = runs.map(() => []);
+// `isFolded(run)`: what follows is not shown. `isLeftOut(run)`: neither is the run itself.
+export function arrange(runs, isFolded = () => false, isLeftOut = () => false) {
+  const placed = runs.map((run, index) => ({ run, index, row: null, parent: run.parent, children: [], inside: 0, hidden: false }));
   let rows = -1;
   let width = 0;
-  const placed = runs.map((run, index) => {
-    const parent = run.parent;
-    const isFirst = parent !== null && children[parent].length === 0;
-    if (parent !== null) children[parent].push(index);
-    const row = isFirst ? null : (rows += 1);
-    width = Math.max(width, run.first_block + run.blocks);
-    return { run, index, row, parent, children: children[index] };
-  });
   for (const one of placed) {
-    if (one.row === null) one.row = placed[one.parent].row;
+    const above = one.parent === null ? null : placed[one.parent];
+    one.hidden = isLeftOut(one.run) || (above !== null && (above.hidden || isFolded(above.run)));
+    if (one.hidden) {
+      count(placed, one);
+      continue;
+    }
+    const goesOn = above !== null && above.children.length === 0 && !above.run.ends?.length;
+    above?.children.push(one.index);
+    one.row = goesOn ? above.row : (rows += 1);
+    width = Math.max(width, one.run.first_block + one.run.blocks);
   }
-  return { placed, rows: rows + 1, width: Math.max(width, 1) };
+  return { placed, shown: placed.filter((one) => !one.hidden), rows: rows + 1, width: Math.max(width, 1) };
+}
+
+// Adds a hidden run to the last one above it that is shown.
+function count(placed, one) {
+  let above = one;
+  while (above?.hidden) above = above.parent === null ? null : placed[above.parent];
+  if (above) above.inside += 1;
 }
 
 // The run that an arrow key selects.
@@ -24,20 +34,20 @@ export function neighbour(placed, index, key) {
   const here = placed[index];
   if (key === "ArrowLeft") return here.parent ?? index;
   if (key === "ArrowRight") return here.children[0] ?? index;
-  const step = key === "ArrowDown" ? 1 : -1;
-  const rows = [...new Set(placed.map((one) => one.row))].sort((a, b) => a - b);
-  const row = rows[rows.indexOf(here.row) + step];
-  if (row === undefined) return index;
+  const row = here.row + (key === "ArrowDown" ? 1 : -1);
   const middle = here.run.first_block + here.run.blocks / 2;
   const distance = (one) => Math.abs(one.run.first_block + one.run.blocks / 2 - middle);
-  return placed.filter((one) => one.row === row).sort((a, b) => distance(a) - distance(b))[0].index;
+  const found = placed.filter((one) => one.row === row).sort((a, b) => distance(a) - distance(b));
+  return found[0]?.index ?? index;
 }
 
-// Indexes of the runs that match a search, by agent name or run id.
+// Indexes of the runs that match a search, by agent name or run id; those an agent ends in first.
 export function matches(runs, agents, text) {
   const wanted = text.trim().toLowerCase();
   if (!wanted) return null;
   const meant = new Set(agents.flatMap((agent, index) => (agent.id.toLowerCase().includes(wanted) ? [index] : [])));
   const hit = (run) => run.id.startsWith(wanted) || run.agents.some((agent) => meant.has(agent));
-  return new Set(runs.flatMap((run, index) => (hit(run) ? [index] : [])));
+  const isEnd = (index) => (runs[index].ends.some((agent) => meant.has(agent)) ? 0 : 1);
+  const found = runs.flatMap((run, index) => (hit(run) ? [index] : []));
+  return new Set(found.sort((a, b) => isEnd(a) - isEnd(b)));
 }

@@ -1,0 +1,85 @@
+// A small chat: the next message of an agent, or the first of a new one.
+
+import { stream } from "./api.js";
+import { byId, h, put, say } from "./dom.js";
+import { count, percent, seconds } from "./format.js";
+
+const MAX_TOKENS = 400;
+let known = new Set();
+let controller = null;
+let changed = () => {};
+
+export function start(onChange) {
+  changed = onChange;
+  byId("chat").addEventListener("submit", (event) => {
+    event.preventDefault();
+    send();
+  });
+  byId("chat-text").addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey) return;
+    event.preventDefault();
+    send();
+  });
+  byId("chat-stop").addEventListener("click", () => controller?.abort());
+  byId("chat-agent").addEventListener("change", () => byId("chat-said").replaceChildren());
+}
+
+export function offer(agents) {
+  known = new Set(agents.map((agent) => agent.id));
+  put("chat-agents", agents.map((agent) => h("option", { value: agent.id })));
+}
+
+// Opens the chat with this agent.
+export function open(id) {
+  byId("chat-agent").value = id;
+  byId("chat-said").replaceChildren();
+  byId("chat-text").focus();
+}
+
+async function send() {
+  const [agent, text] = [byId("chat-agent").value.trim(), byId("chat-text").value.trim()];
+  if (!text || controller) return;
+  if (!agent) return say("Name the agent: one of the list, or a new one.");
+  byId("chat-text").value = "";
+  line("you", text);
+  const answer = line(agent, "");
+  busy(new AbortController());
+  try {
+    await read(agent, text, answer);
+  } catch (error) {
+    if (error.name !== "AbortError") say(error.message);
+  }
+  busy(null);
+  changed();
+}
+
+// A known agent gets only the new message; the server has the rest.
+async function read(agent, text, answer) {
+  const path = known.has(agent) ? `/v1/agents/${encodeURIComponent(agent)}/chat/completions` : "/v1/chat/completions";
+  const body = { messages: [{ role: "user", content: text }], max_tokens: MAX_TOKENS, stream: true };
+  for await (const event of stream(path, body, { "X-Keepwarm-Agent": agent }, controller.signal)) {
+    if (event.error) throw new Error(event.error.message);
+    const delta = event.choices?.[0]?.delta;
+    if (delta) answer.append(delta.content ?? "");
+    if (event.keepwarm) receipt(event.keepwarm);
+  }
+  known.add(agent);
+}
+
+function receipt({ prompt_tokens: whole, recomputed, saved_ms: saved }) {
+  const warm = whole - recomputed;
+  byId("chat-receipt").textContent = `${count(warm)} of ${count(whole)} prompt tokens warm (${percent(warm, whole)})`
+    + (saved ? `; saved ${seconds(saved / 1000)}.` : ".");
+}
+
+function busy(value) {
+  controller = value;
+  byId("chat-send").disabled = value !== null;
+  byId("chat-stop").disabled = value === null;
+}
+
+function line(who, text) {
+  const said = h("span", { class: "text" }, text);
+  byId("chat-said").append(h("p", {}, h("strong", {}, who), " ", said));
+  return said;
+}

@@ -1,0 +1,28 @@
+// For each client the lines that point it at this server.
+
+import { byId, h, put, say } from "./dom.js";
+
+export function show({ url, model, key, clients }) {
+  const here = (line) => line.replaceAll(url, location.origin); // a proxy may have changed it
+  byId("connect-about").textContent = `Paste the lines of your client into a shell. Server ${location.origin}, model ${model}; `
+    + (key === null ? "no key is needed." : `they read the key ${key} from KEEPWARM_API_KEY.`);
+  put("clients", clients.map((client) => card(client, client.lines.map(here).join("\n"))));
+}
+
+function card({ title, notes }, text) {
+  const lines = h("pre", { tabindex: "0" }, text);
+  return h("div", { class: "card" },
+    h("div", { class: "row" }, h("h3", {}, title),
+      h("button", { type: "button", "aria-label": `Copy the lines for ${title}`, onclick: () => copy(text, lines) }, "Copy")),
+    lines, notes.map((note) => h("p", { class: "quiet" }, note[0].toUpperCase() + note.slice(1))));
+}
+
+async function copy(text, lines) {
+  try {
+    await navigator.clipboard.writeText(text);
+    say("Copied.");
+  } catch { // not allowed here: the browser wants https
+    getSelection().selectAllChildren(lines);
+    say("Selected; press Ctrl-C or ⌘C to copy.");
+  }
+}

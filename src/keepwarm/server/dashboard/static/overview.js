@@ -1,0 +1,92 @@
+// Totals over all keys: latency, speed, where prompt tokens came from, answers, disk.
+
+import { columns, legend, lines } from "./charts.js";
+import { byId, choice, empty, h, hide, put, table, tile } from "./dom.js";
+import { ago, bytes, clock, count, percent, plural, seconds, short } from "./format.js";
+import { meter } from "./now.js";
+
+const HOURS = [{ value: 1, name: "1 h" }, { value: 6, name: "6 h" }, { value: 24, name: "24 h" }];
+const of = (name) => (point) => point[name];
+const SOURCES = [["live", "live caches"], ["memory", "memory"], ["disk", "disk"], ["computed", "computed"]]
+  .map(([kind, name]) => ({ kind, name, value: of(kind) }));
+const LATENCIES = [{ kind: "p50", name: "median", value: of("ttft_p50_ms") }, { kind: "p95", name: "95th percentile", value: of("ttft_p95_ms") }];
+const ANSWERS = [{ kind: "finished", name: "finished", value: of("finished") }, { kind: "cancelled", name: "cancelled", value: of("cancelled") },
+  { kind: "failed", name: "failed", value: of("failed") }];
+
+export function condition(found) {
+  const level = found?.level ?? "green";
+  const pill = byId("condition");
+  hide(pill, level === "green");
+  if (pill.className !== `condition ${level}`) pill.className = `condition ${level}`;
+  if (level !== "green" && pill.textContent !== found.reasons[0]) pill.textContent = found.reasons[0];
+  hide(byId("reasons"), level === "green");
+  if (byId("reasons").classList.contains("red") !== (level === "red")) byId("reasons").classList.toggle("red");
+  put("reasons", (found?.reasons ?? []).map((reason) => h("li", {}, reason)));
+}
+
+export function show(saved, choose) {
+  choice("hours", HOURS, saved.hours, choose);
+  put("saved-tiles", tiles(saved));
+  const { points, hours } = saved;
+  const per = 60 * hours; // seconds of a point
+  const decode = { kind: "decode", name: "decode", value: (point) => point.generated / per };
+  const prefill = { kind: "computed", name: "prefill", value: (point) => point.prefilled / per };
+  const chart = (place, used, make) => put(place, used ? make() : empty("No requests in this period."));
+  chart("latency-chart", points.some((point) => point.ttft_p50_ms !== null), () =>
+    [lines(points, LATENCIES, (ms) => seconds(ms / 1000), "Time to the first token: median and 95th percentile"), legend(LATENCIES)]);
+  chart("decode-chart", points.some(decode.value), () => columns(points, [decode], short, "Tokens decoded per second, by interval"));
+  chart("prefill-chart", points.some(prefill.value), () => columns(points, [prefill], short, "Tokens prefilled per second, by interval"));
+  chart("hit-chart", points.some(tokens), () =>
+    [columns(points, SOURCES, short, `Share of prompt tokens by source, and their number; ${percent(...warm(points))} were not computed`, true),
+      legend([...SOURCES, { kind: "volume", name: "tokens in all" }])]);
+  chart("answer-chart", points.some(answers), () => [columns(points, ANSWERS, short, "Answers by outcome"), legend(ANSWERS)]);
+  put("disk", meter(saved.disk));
+  put("writes-chart", writesChart(saved.written_by_day));
+  put("point-table", pointTable(points));
+}
+
+function tiles(saved) {
+  const { today, total, points } = saved;
+  const failed = points.reduce((n, point) => n + point.failed, 0);
+  const all = points.reduce((n, point) => n + answers(point), 0);
+  const written = Object.entries(saved.written_by_day).at(-1)?.[1] ?? 0;
+  return [
+    tile("Hit rate", rate(saved.hit_rate), `from turn 2 ${rate(saved.hit_rate_from_turn_2)}`),
+    tile("First token", ms(saved.ttft_p50_ms), `95th percentile ${ms(saved.ttft_p95_ms)}`),
+    tile("Time saved today", seconds(today.saved_s), `in total ${seconds(total.saved_s)}`),
+    tile("Failed answers", count(failed), `of ${count(all)} in ${plural(saved.hours, "hour")}`),
+    tile("On disk", bytes(saved.disk.n_bytes), `${plural(saved.blocks, "block")} and the index; ${bytes(written)} written today`),
+    tile("Up for", ago(saved.started).replace(" ago", ""), `version ${saved.version}`),
+  ];
+}
+
+const rate = (share) => share === null ? "–" : percent(share, 1);
+const ms = (n) => (n === null ? "–" : seconds(n / 1000));
+const tokens = (point) => SOURCES.reduce((n, one) => n + one.value(point), 0);
+const answers = (point) => ANSWERS.reduce((n, one) => n + one.value(point), 0);
+
+function warm(points) {
+  const all = points.reduce((n, point) => n + tokens(point), 0);
+  return [all - points.reduce((n, point) => n + point.computed, 0), all];
+}
+
+function pointTable(points) {
+  const columns = [{ name: "Time" }, ...[...SOURCES.map(({ name }) => name), "warm", "decoded", "first token", "95th", "failed"]
+    .map((name) => ({ name, number: true }))];
+  const rows = points.filter((point) => tokens(point) || answers(point)).map((point) =>
+    [clock(point.at), ...SOURCES.map((one) => count(one.value(point))), percent(tokens(point) - point.computed, tokens(point)),
+      count(point.generated), ms(point.ttft_p50_ms), ms(point.ttft_p95_ms), count(point.failed)]);
+  return rows.length ? table("By time", columns, rows) : empty("No requests in this period.");
+}
+
+function writesChart(days) {
+  const entries = Object.entries(days).slice(-7);
+  if (!entries.length) return empty("Nothing written yet.");
+  const most = Math.max(...entries.map(([, n]) => n), 1);
+  return h("ul", { class: "bars" }, entries.map(([day, n]) => {
+    const bar = h("span", { class: "fill disk" });
+    bar.style.width = `${((100 * n) / most).toFixed(1)}%`;
+    return h("li", {}, h("span", { class: "quiet" }, day.slice(5)), h("span", { class: "stack" }, bar),
+      h("span", { class: "number" }, bytes(n)));
+  }));
+}

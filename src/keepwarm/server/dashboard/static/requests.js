@@ -1,0 +1,114 @@
+// Requests with their receipts: running ones, which can be cancelled, and recent ones.
+
+import { post } from "./api.js";
+import { byId, details, empty, h, pages, put, say, slice, table } from "./dom.js";
+import { ago, count, percent, plural, seconds } from "./format.js";
+
+const STATES = { reading: "prefilling", answering: "decoding" }; // other states are shown as they are
+const PAGE = 20;
+const COLUMNS = [
+  { name: "Request" }, { name: "State" }, { name: "Prompt" }, { name: "Answer", number: true },
+  { name: "First token", number: true }, { name: "Time", number: true }, { name: "" },
+];
+const state = { running: [], ended: [], page: 0 };
+let changed = () => {};
+
+export function start(onChange) {
+  changed = onChange;
+  const renew = () => { state.page = 0; renderRunning(); renderEnded(); };
+  byId("request-filter").addEventListener("input", renew);
+  byId("request-state").addEventListener("change", renew);
+}
+
+export function running(now) {
+  state.running = now.running;
+  if (!byId("requests").hidden) renderRunning();
+}
+
+export function show({ data }) {
+  state.ended = data.filter((one) => one.ended !== null);
+  renderRunning();
+  renderEnded();
+}
+
+function renderRunning() {
+  const found = state.running.filter(matches);
+  put("running", found.length ? table("Active requests", COLUMNS, found.map(row))
+    : empty(state.running.length ? "No active request matches." : "No active requests."));
+}
+
+function renderEnded() {
+  const wanted = byId("request-state").value;
+  const found = state.ended.filter((one) => matches(one) && (!wanted || one.state === wanted));
+  const { rows, page, n } = slice(found, state.page, PAGE);
+  put("ended", rows.length ? table("Recent requests", COLUMNS, rows.map(row))
+    : state.ended.length ? empty("No recent request matches; clear the filter.")
+      : empty("No requests yet. Send one to see its receipt here: ", h("a", { href: "#connect" }, "Connect"), " has the lines to paste."));
+  pages("ended-pages", page, n, (to) => { state.page = to; renderEnded(); });
+}
+
+function matches(one) {
+  const wanted = byId("request-filter").value.trim().toLowerCase();
+  return !wanted || [`#${one.number}`, one.agent, one.request_id, one.key].some((text) => text?.toLowerCase().includes(wanted));
+}
+
+function row(one) {
+  const name = [h("span", { class: "quiet" }, `#${one.number} `), h("strong", {}, one.agent ?? ""),
+    one.key ? h("span", { class: "quiet" }, ` key ${one.key}`) : "",
+    one.request_id ? h("div", { class: "quiet id" }, one.request_id) : ""];
+  return [
+    name,
+    [h("span", { class: `state ${one.state}`, title: one.error || null }, STATES[one.state] ?? one.state),
+      one.ended ? h("span", { class: "quiet" }, ` ${ago(one.ended)}`) : ""],
+    receipt(one), count(one.answer_tokens), one.ttft_ms === null ? "–" : seconds(one.ttft_ms / 1000),
+    seconds(one.seconds),
+    one.ended ? h("button", { type: "button", "aria-label": `Details of #${one.number}`, onclick: () => open(one) }, "Details")
+      : h("button", { type: "button", "aria-label": `Cancel #${one.number}`, onclick: () => cancel(one) }, "Cancel"),
+  ];
+}
+
+async function cancel(one) {
+  try {
+    const { cancelled } = await post(`/v1/dashboard/requests/${one.number}/cancel`);
+    say(cancelled ? `#${one.number} is cancelled; what it computed is kept.` : `#${one.number} had ended.`);
+  } catch (error) {
+    say(error.message);
+  }
+  changed();
+}
+
+// While a prompt is prefilled the bar shows how far it is; then where its tokens came from.
+function receipt(one) {
+  if (!one.receipt) return plural(one.prompt_tokens, "token");
+  const { reused, recomputed, prompt_tokens: whole, saved_ms: saved, inexact = [] } = one.receipt;
+  const warm = whole - recomputed;
+  const isReading = one.state === "reading";
+  const computed = isReading ? Math.max(0, one.prefilled - warm) : recomputed;
+  const parts = [...Object.entries(reused), ["computed", computed]].filter(([, n]) => n);
+  const places = parts.map(([tier, n]) => `${tier} ${count(n)}`).join(", ");
+  const what = isReading
+    ? `${count(warm + computed)} of ${count(whole)} prefilled (${percent(warm + computed, whole)})`
+    : `${count(warm)} of ${count(whole)} warm (${percent(warm, whole)})`;
+  return h("div", { class: "receipt", title: places }, stack(parts, whole), h("span", {}, what),
+    h("span", { class: "quiet" }, [` ${places}`, saved && !isReading ? `; saved ${seconds(saved / 1000)}` : "",
+      ...inexact.map((reason) => `; ${reason}`)].join("")));
+}
+
+function stack(parts, whole) {
+  const bars = parts.map(([tier, n]) => {
+    const bar = h("span", { class: `fill ${tier}` });
+    bar.style.width = `${((100 * n) / whole).toFixed(2)}%`;
+    return bar;
+  });
+  return h("span", { class: "stack", "aria-hidden": "true" }, bars);
+}
+
+function open(one) {
+  const rate = one.tokens_per_second ? `${count(one.tokens_per_second)} tokens per second` : "–";
+  const facts = [["Agent", one.agent ?? "–"], ["State", one.state], ["Request id", one.request_id || "–"],
+    ["Decode speed", rate], ...(one.error ? [["Error", one.error]] : [])];
+  details(`Request #${one.number}`,
+    h("dl", {}, facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
+    h("h3", {}, "Receipt"), h("pre", {}, one.receipt ? JSON.stringify(one.receipt, null, 2) : "none: it was not looked up"),
+    h("h3", {}, "Log line"), h("pre", {}, one.log ?? "It is no longer remembered; see the server's log."));
+}

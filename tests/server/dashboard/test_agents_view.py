@@ -1,0 +1,115 @@
+"""The list of agents in Chromium: its buttons, dialogs and chat."""
+
+import tarfile
+
+import pytest
+
+from tests.server.conftest import wait_until
+from tests.server.dashboard.browsers import watched
+from tests.server.dashboard.test_dashboard import LONG, ask
+
+
+@pytest.fixture
+def page(browser, own):
+    with watched(browser, own.url) as found:
+        found.goto(f"{own.url}/dashboard#agents")
+        found.get_by_role("button", name="Pin first").wait_for()
+        yield found
+
+
+def agents(live):
+    return {agent["id"]: agent for agent in live.get("/v1/agents").json()["data"]}
+
+
+def test_an_agent_is_pinned_and_unpinned(page, own):
+    page.get_by_role("button", name="Pin first").click()
+    page.get_by_role("button", name="Unpin first").wait_for()
+    assert agents(own)["first"]["pinned"]
+    page.get_by_role("button", name="Unpin first").press("Enter")
+    page.get_by_role("button", name="Pin first", exact=True).wait_for()
+    assert not agents(own)["first"]["pinned"]
+
+
+def test_an_agent_is_forked_and_deleted_after_a_question(page, own):
+    """S0-75: nothing is deleted without confirmation."""
+    page.get_by_role("button", name="Fork first").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_role("textbox").fill("second")
+    page.keyboard.press("Enter")  # which confirms, in every dialog
+    page.get_by_role("button", name="Delete second").click()
+    assert "cannot be undone" in dialog.inner_text()
+    dialog.get_by_role("button", name="Cancel").click()
+    assert agents(own)["second"]["forked_from"] == "first"
+    page.get_by_role("button", name="Delete second").click()
+    page.keyboard.press("Escape")
+    assert "second" in agents(own)
+    page.get_by_role("button", name="Delete second").click()
+    dialog.get_by_role("button", name="Delete").click()
+    page.get_by_text("second deleted").wait_for()
+    wait_until(lambda: "second" not in agents(own))
+    assert "first" in agents(own)
+
+
+def test_an_agent_is_rewound_and_exported(page, own, tmp_path):
+    ask(own, LONG, "traveller")
+    with page.expect_download() as downloaded:
+        page.get_by_role("button", name="Export traveller").click()
+    downloaded.value.save_as(tmp_path / "bundle.tar")
+    assert downloaded.value.suggested_filename == "traveller.tar"
+    with tarfile.open(tmp_path / "bundle.tar") as bundle:
+        assert bundle.getnames()
+    page.get_by_role("button", name="Rewind traveller").click()
+    page.get_by_role("dialog").get_by_role("button", name="Rewind").click()
+    wait_until(lambda: agents(own)["traveller"]["turns"] == [])
+
+
+def test_errors_are_shown(browser, own):
+    with watched(browser, own.url, allowed="400 (Bad Request)") as page:
+        page.goto(f"{own.url}/dashboard#agents")
+        page.get_by_role("button", name="Fork first").click()
+        dialog = page.get_by_role("dialog")
+        dialog.get_by_role("textbox").fill("clock")
+        dialog.get_by_role("button", name="Fork").click()
+        page.get_by_role("alert").get_by_text("Agent 'clock' already exists").wait_for()
+
+
+def test_agents_are_filtered_sorted_and_paged(browser, serving):
+    with serving() as live:
+        ask(live, LONG, "zero")
+        live.post("/v1/agents/zero/fork", {"ids": [f"copy-{n:02}" for n in range(30)]})
+        ask(live, LONG, "zero")
+        with watched(browser, live.url) as page:
+            page.goto(f"{live.url}/dashboard#agents")
+            page.get_by_text("Page 1 of 2").wait_for()
+            names = page.locator("#agent-list tbody th strong")
+            assert names.first.inner_text() == "zero"  # the last used
+            page.get_by_label("Sort").select_option("id")
+            assert names.first.inner_text() == "copy-00"
+            page.get_by_role("button", name="Next").click()
+            assert names.last.inner_text() == "zero"
+            page.get_by_label("Filter").last.fill("Y-2")
+            assert names.all_inner_texts() == [f"copy-{n}" for n in range(20, 30)]
+            page.get_by_label("Filter").last.fill("nobody")
+            page.get_by_text("No agent matches").wait_for()
+            page.get_by_label("Filter").last.fill("zero")
+            page.get_by_role("button", name="1 branch of zero").click()
+            assert "head" in page.get_by_role("dialog", name="Branches of zero").inner_text()
+
+
+def test_an_agent_is_tried_in_a_chat(page, own):
+    """A new one, then its second turn, which is warm."""
+    page.get_by_label("Agent", exact=True).fill("tried")
+    for turn in (1, 2):
+        page.get_by_label("Message").fill(f"Turn {turn}. {LONG}")
+        page.get_by_label("Message").press("Enter")
+        page.get_by_role("button", name="Stop").is_enabled()
+        wait_until(lambda turn=turn: len(agents(own).get("tried", {}).get("turns", [])) == turn)
+        page.locator("#chat-send:enabled").wait_for()
+    said = page.get_by_role("log", name="Conversation")
+    assert said.locator("p").count() == 4
+    assert said.locator(".text").last.inner_text()
+    receipt = page.locator("#chat-receipt").inner_text()
+    assert "prompt tokens warm" in receipt
+    assert not receipt.startswith("0 of")
+    page.get_by_role("button", name="Chat first").click()
+    assert page.get_by_label("Agent", exact=True).input_value() == "first"

@@ -1,0 +1,145 @@
+"""The forest in Chromium: sharing, folding, the map, names, keyboard, and 10,000 blocks."""
+
+import pytest
+
+from keepwarm.cache.agents.branch import Branch
+from keepwarm.prefix.blocks import BLOCK_TOKENS, chain
+from keepwarm.text.request import Request
+from tests.server.conftest import wait_until
+from tests.server.dashboard.browsers import watched
+from tests.server.dashboard.test_dashboard import LONG, ask
+from tests.store.kit import record
+
+
+@pytest.fixture
+def page(browser, own):
+    with watched(browser, own.url) as found:
+        found.goto(f"{own.url}/dashboard#forest")
+        found.locator("#trees[data-scale]").wait_for()
+        yield found
+
+
+def test_the_forest_is_walked_by_keyboard_and_read_as_a_table(page):
+    page.locator("#trees").focus()
+    page.keyboard.press("ArrowDown")
+    chosen = page.locator("#selected")
+    first = chosen.inner_text()
+    assert first.startswith("Run ")
+    assert "its oldest block" in first
+    assert "least recently used" in page.locator("#forest-sum").inner_text()
+    page.keyboard.press("ArrowDown")
+    wait_until(lambda: chosen.inner_text() != first)
+    page.get_by_role("button", name="Table").click()
+    table = page.get_by_role("region", name="Runs of blocks")
+    assert "in memory, on disk" in table.inner_text()
+    assert table.get_by_role("columnheader").all_inner_texts()[-1] == "Oldest block"
+    page.get_by_label("Find").fill("clock")
+    wait_until(lambda: "first" not in table.inner_text())
+    assert "clock" in table.inner_text()
+
+
+def test_zoom_changes_the_picture(page):
+    canvas = page.locator("#trees")
+    fitted, picture = float(canvas.get_attribute("data-scale")), canvas.screenshot()
+    page.get_by_role("button", name="Zoom in").click()
+    assert float(canvas.get_attribute("data-scale")) > fitted
+    assert canvas.screenshot() != picture
+    page.get_by_role("button", name="Fit").click()
+    assert float(canvas.get_attribute("data-scale")) == fitted
+    page.get_by_label("Colour").select_option("age")
+    assert "last 5 min" in page.locator("#forest-legend").inner_text()
+
+
+def test_the_pointer_is_told_what_a_block_is(page):
+    canvas = page.locator("#trees").bounding_box()
+    page.mouse.move(canvas["x"] + 18, canvas["y"] + 27)  # the first block of the first row
+    tip = page.locator("#forest-tip")
+    assert tip.inner_text().startswith("Block 0 of 0 to ")
+    assert "used by" in tip.inner_text()
+    page.mouse.move(canvas["x"] + 5, canvas["y"] + 5)
+    tip.wait_for(state="hidden")
+
+
+def test_colour_shows_sharing_first_and_every_agent_has_its_name(page):
+    legend = page.locator("#forest-legend").inner_text()
+    assert "one agent" in legend
+    assert "5 agents or more" in legend
+    assert page.locator("#trees").get_attribute("data-names") == "2"
+
+
+@pytest.fixture(scope="module")
+def crowd(serving):
+    """100 agents whose 10,000 blocks begin with two shared ones."""
+    with serving() as live:
+        store = live.host.engine.store
+        name = live.host.engine._lane(Request()).manager.namespace
+        for seed in range(100):
+            tokens = [1] * (2 * BLOCK_TOKENS) + [2 + seed] * (100 * BLOCK_TOKENS)
+            for ref in chain(name, tokens):
+                store.memory.put(record(ref, n_bytes=512, namespace=name))
+            store.on_disk.agents.create(f"agent-{seed:02}", Branch.of(name, tokens, [len(tokens)]))
+        yield live
+
+
+def test_ten_thousand_blocks_of_a_hundred_agents(browser, crowd):
+    """S0-75: drawing, searching and selecting take less than a second; rows stay readable."""
+    with watched(browser, crowd.url) as page:
+        page.goto(f"{crowd.url}/dashboard#forest")
+        page.get_by_text("10,000 blocks in").wait_for()
+        page.get_by_text("2 blocks shared by several").wait_for()
+        canvas = page.locator("#trees")
+        assert canvas.get_attribute("data-rows") == "100"
+        n_names = int(canvas.get_attribute("data-names"))
+        assert n_names >= canvas.bounding_box()["height"] // 22 - 1  # one in every row in sight
+        assert took_ms(page, "document.getElementById('zoom-in').click()") < 1000
+        canvas.focus()
+        page.keyboard.press("ArrowDown")
+        assert page.locator("#selected").inner_text().startswith("Run ")
+        runs = crowd.get("/v1/dashboard/forest").json()["runs"]
+        page.locator("#find").fill(runs[-1]["id"])
+        assert page.locator("#found").inner_text() == "1 run"
+        searching = "document.getElementById('find').dispatchEvent(new Event('input'))"
+        assert took_ms(page, searching) < 1000
+        page.keyboard.press("Enter")
+        assert page.locator("#selected").inner_text().startswith(f"Run {runs[-1]['id']}:")
+        page.locator("#find").fill("agent-42")
+        page.keyboard.press("Enter")
+        assert "agent-42" in page.locator("#selected").inner_text()
+
+
+def test_runs_are_folded_and_the_map_moves_the_drawing(browser, crowd):
+    with watched(browser, crowd.url) as page:
+        page.goto(f"{crowd.url}/dashboard#forest")
+        canvas = page.locator("#trees[data-rows='100']")
+        canvas.wait_for()
+        before = canvas.screenshot()
+        small = page.locator("#minimap").bounding_box()
+        page.mouse.click(small["x"] + 10, small["y"] + small["height"] - 5)
+        assert canvas.screenshot() != before
+        canvas.focus()
+        page.keyboard.press("ArrowDown")  # the first run: what all agents share
+        page.keyboard.press("Enter")
+        page.locator("#trees[data-rows='1']").wait_for()
+        assert "100 runs folded" in page.locator("#forest-sum").inner_text()
+        page.locator("#find").fill("agent-07")
+        page.locator("#find").press("Enter")  # unfolds what leads there
+        page.locator("#trees[data-rows='100']").wait_for()
+        assert "agent-07" in page.locator("#selected").inner_text()
+
+
+def test_runs_of_no_agent_can_be_left_out(browser, serving):
+    with serving() as live:
+        ask(live, LONG, "kept")
+        ask(live, f"Somebody else. {LONG}")
+        with watched(browser, live.url) as page:
+            page.goto(f"{live.url}/dashboard#forest")
+            page.locator("#trees[data-rows='2']").wait_for()
+            page.get_by_label("Runs of no agent").uncheck()
+            page.locator("#trees[data-rows='1']").wait_for()
+            assert "folded" in page.locator("#forest-sum").inner_text()
+
+
+def took_ms(page, script):
+    return page.evaluate(
+        f"() => {{ const t = performance.now(); {script}; return performance.now() - t }}"
+    )

@@ -1,0 +1,195 @@
+"""What the views show: progress, cancelling, log lines, status, clients, settings."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from keepwarm.cache.restore.writing import WriteStats
+from keepwarm.server.dashboard.totals import condition_out
+from keepwarm.store.tier import TierStats
+from keepwarm.text.request import Request, Sampling
+from tests.engine.insight.test_history import stats
+from tests.server.conftest import wait_until
+from tests.server.dashboard.test_dashboard import ADMIN, LONG, A, B, ask, show
+
+
+@pytest.fixture(scope="module")
+def keyed(serving, tmp_path_factory):
+    """A server with two named keys and an admin key."""
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text("alice = a\nbob = b\n")
+    file.chmod(0o600)
+    with serving(api_key_file=str(file), admin_key="admin") as live:
+        yield live
+
+
+# Requests.
+
+
+def test_a_prompt_is_seen_being_prefilled(live):
+    """The bar is not full before the work is done."""
+    engine = live.host.engine
+    messages = [{"role": "user", "content": "Prefilled slowly. " * 200}]
+    answer = engine.submit(Request(messages=messages, sampling=Sampling(max_tokens=1)))
+    seen = []
+
+    def watch():  # between two slices, on the engine's thread
+        seen.extend(entry for entry in engine.requests() if entry.state == "reading")
+
+    reader = threading.Thread(target=answer.result)
+    reader.start()
+    while reader.is_alive():
+        engine.call(watch).result()
+    parts = [(entry.prefilled, entry.prompt_tokens) for entry in seen]
+    assert any(0 < n < whole for n, whole in parts)
+    assert [n for n, _ in parts] == sorted(n for n, _ in parts)
+    ended = engine.requests()[-1]
+    assert (ended.state, ended.prefilled) == ("done", ended.prompt_tokens)
+
+
+def started(live, agent, headers):
+    """A thread that reads an endless answer, once that has begun."""
+    ends = live.host.engine.model.tokenizer.eos_token_ids
+    body = {
+        "messages": [{"role": "user", "content": "Count."}],
+        "max_tokens": 8000,
+        "logit_bias": {str(end): -100 for end in ends},
+    }
+    named = {**headers, "X-Keepwarm-Agent": agent}
+    answers = []
+    thread = threading.Thread(
+        target=lambda: answers.append(live.post("/v1/chat/completions", body, **named))
+    )
+    thread.start()
+    wait_until(lambda: bool(show(live, "now", **headers)["running"]))
+    return thread, answers
+
+
+@pytest.mark.parametrize("canceller", [A, ADMIN])
+def test_a_request_is_cancelled_by_its_key_or_the_admin(keyed, canceller):
+    thread, answers = started(keyed, "counter", A)
+    (entry,) = show(keyed, "now", **A)["running"]
+    path = f"/v1/dashboard/requests/{entry['number']}/cancel"
+    assert keyed.post(path, {}, **B).status_code == 404
+    assert keyed.post(path, {}).status_code == 401
+    assert keyed.post(path, {}, Origin="http://evil.example", **A).status_code == 403
+    assert thread.is_alive()
+    assert keyed.post(path, {}, **canceller).json()["cancelled"] is True
+    thread.join(300)
+    assert answers[0].status_code == 499
+    ended = show(keyed, "requests", **A)["data"][0]
+    assert (ended["number"], ended["state"]) == (entry["number"], "cancelled")
+    assert keyed.post(path, {}, **canceller).json()["cancelled"] is False
+
+
+def test_a_request_has_its_line_of_the_log(keyed):
+    ask(keyed, LONG, "logged", **A)
+    (entry,) = [one for one in show(keyed, "requests", **A)["data"] if one["agent"] == "logged"]
+    wait_until(lambda: show(keyed, "requests", **A)["data"][0]["log"] is not None)
+    line = show(keyed, "requests", **A)["data"][0]["log"]
+    for part in (f"id={entry['request_id']}", "key=alice", "agent=logged", "status=200"):
+        assert part in line.split()
+    assert "quick" not in line
+    assert show(keyed, "requests?limit=1", **ADMIN)["data"][0]["log"] == line
+    assert show(keyed, "requests", **B)["data"] == []
+
+
+# Changes.
+
+
+def test_the_revision_changes_only_when_something_has(serving):
+    """An idle page asks for nothing else."""
+    with serving() as live:
+        ask(live, LONG, "one")
+        live.host.engine.settle()
+        before = show(live, "now")["revision"]
+        assert show(live, "now")["revision"] == before
+        live.post("/v1/agents/one/pin", {}).raise_for_status()
+        pinned = show(live, "now")["revision"]
+        assert pinned != before
+        ask(live, "Another.")
+        assert show(live, "now")["revision"] not in (before, pinned)
+
+
+# Status.
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "reason"),
+    [
+        ({}, "green", None),
+        ({"tiers": {"disk": TierStats(evicted=5)}}, "green", None),
+        ({"tiers": {"disk": TierStats(quarantined=1)}}, "red", "1 damaged record was quarantined"),
+        ({"writes": WriteStats(failed=2)}, "red", "2 saves failed"),
+        ({"writes": WriteStats(dropped=1)}, "amber", "1 save was dropped"),
+        ({"failed_restores": {"damaged": 3}}, "amber", "3 restores failed"),
+    ],
+)
+def test_damage_and_lost_saves_turn_the_status(change, level, reason):
+    counted = stats()
+    counted = replace(counted, counters={**counted.counters, **NO_FAULTS})
+    found = condition_out(replace(counted, **change))
+    assert found["level"] == level
+    assert [reason in said for said in found["reasons"]] == ([True] if reason else [])
+
+
+NO_FAULTS = dict.fromkeys(("failed_saves", "audits", "drifts"), 0)
+
+
+def test_a_damaged_record_is_told(serving):
+    with serving() as live:
+        assert show(live, "now")["condition"] == {"level": "green", "reasons": []}
+        ask(live, LONG, "hurt")
+        live.host.engine.clear()
+        for file in live.settings.store.glob("blocks/*/*.safetensors"):
+            file.write_bytes(file.read_bytes()[:-7] + b"damaged")
+        ask(live, LONG, "hurt")
+        assert show(live, "now")["condition"]["level"] == "red"
+
+
+# Totals over time.
+
+
+def test_a_point_has_latency_speed_and_outcomes(serving):
+    with serving() as live:
+        ask(live, LONG)
+        wait_until(lambda: show(live, "saved")["ttft_p50_ms"] is not None)
+        saved = show(live, "saved")
+        (point,) = [one for one in saved["points"] if one["generated"]]
+        assert point["finished"] == 1
+        assert point["failed"] == point["cancelled"] == 0
+        assert point["prefilled"] > 0
+        assert point["ttft_p50_ms"] == point["ttft_p95_ms"] == saved["ttft_p50_ms"] > 0
+
+
+# Connect, and settings.
+
+
+def test_every_client_is_told_the_address_and_the_keys_name(keyed):
+    told = show(keyed, "connect", **A)
+    assert (told["key"], told["model"], told["url"]) == ("alice", "tiny", keyed.url)
+    assert {"claude", "codex", "opencode", "qwen", "aider", "any", "curl"} == {
+        client["client"] for client in told["clients"]
+    }
+    for client in told["clients"]:
+        lines = "\n".join(client["lines"])
+        assert keyed.url in lines, client
+        assert "the key alice" in client["lines"][0]
+        assert '"$KEEPWARM_API_KEY"' in lines or "Bearer $KEEPWARM_API_KEY" in lines
+
+
+def test_without_keys_none_is_asked_for(live):
+    told = show(live, "connect")
+    assert told["key"] is None
+    assert all("…" not in line for client in told["clients"] for line in client["lines"])
+
+
+def test_settings_in_force_without_secrets(keyed):
+    data = show(keyed, "settings", **ADMIN)["data"]
+    found = {setting["name"]: setting for setting in data}
+    assert found["admin_key"]["value"] == "set"
+    assert found["api_keys"]["value"] == ""
+    assert found["api_key_file"]["changed"] is True
+    assert (found["port"]["value"], found["port"]["changed"]) == ("8181", False)
+    assert not {"a", "b", "admin"} & {setting["value"] for setting in data}
