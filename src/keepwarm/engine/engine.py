@@ -189,8 +189,7 @@ class Engine:
 
     def requests(self) -> list[JournalEntry]:
         """Recent requests that ended, then those that wait or run."""
-        tasks = list(self._scheduler.prefilling)
-        return [*self._journal.entries(), *entries_of(self._client_jobs, tasks)]
+        return [*self._journal.entries(), *entries_of(self._client_jobs, self._scheduler)]
 
     def cancel(self, number: int) -> bool:
         """Stop a request, by its number among `requests`; whether it was waiting or running."""

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from keepwarm.engine.jobs import Job, PrefillTask
+from keepwarm.engine.jobs import Job
+from keepwarm.engine.scheduler import Scheduler
 from keepwarm.errors import Cancelled, KeepwarmError
 from keepwarm.text.request import Receipt, Usage
 
@@ -34,9 +35,11 @@ class JournalEntry:
     request_id: str = ""
 
 
-def entries_of(jobs: Iterable[Job], tasks: Iterable[PrefillTask]) -> list[JournalEntry]:
-    """Jobs that wait or run; `tasks` says how far those are that are prefilled."""
-    done = {task.job: task.prefill.n_done for task in tasks}
+def entries_of(jobs: Iterable[Job], scheduler: Scheduler) -> list[JournalEntry]:
+    """Jobs that wait or run; the scheduler knows how far their prompts are."""
+    done = {task.job: task.prefill.n_done for task in list(scheduler.prefilling)}
+    for row in scheduler.rows:  # read later: a prompt that goes on to decode is in one of them
+        done.setdefault(row.job, len(row.job.tokens))
     return [entry_of(job, prefilled=done.get(job)) for job in jobs]
 
 
@@ -64,7 +67,7 @@ def entry_of(
 
 
 def _prefilled(job: Job) -> int:
-    """Of a job that is not being prefilled: all once there is a token, else what it found."""
+    """Of a job that does not run now: all once there was a token, else what it found."""
     if job.first_token is not None:
         return len(job.tokens)
     return 0 if job.receipt is None else job.receipt.cached_tokens
