@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 12  # printed between the command and the first answer
-MAX_SECONDS = 600  # against hanging
+MAX_SECONDS = 1800  # against hanging
 PLATFORMS = {"x86_64-manylinux_2_35": "cpu", "aarch64-manylinux_2_35": "cpu", "macos": "metal"}
 QUESTION = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 8}
 
@@ -186,9 +186,12 @@ class Trial:
 
 def clean_environ(folder: Path, index: Path) -> dict[str, str]:
     """A new user's: nothing of ours, but where packages are found and kept."""
-    ours = ("KEEPWARM_", "MAKE", "MFLAGS", "VIRTUAL_ENV", "PYTHON", "XDG_", "MLX_", "PIPX_", "UV_")
+    ours = ("KEEPWARM_", "MAKE", "MFLAGS", "VIRTUAL_ENV", "PYTHON", "XDG_", "MLX_", "PIPX_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     cache = Path(os.environ.get("PIP_CACHE_DIR") or Path.home() / ".cache" / "pip")
+    for file in (Path.home() / ".pip" / "pip.conf", Path.home() / ".config" / "pip" / "pip.conf"):
+        if file.is_file():
+            kept.setdefault("PIP_CONFIG_FILE", str(file))
     return kept | {
         "HOME": str(folder / "user"),
         "MACOSX_DEPLOYMENT_TARGET": "15.0",  # of the platform that is resolved for
