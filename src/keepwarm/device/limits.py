@@ -151,8 +151,8 @@ class MemoryScopes:
             self._wired_before = None
 
     def _warn_if_different(self, entry: _ScopeEntry) -> None:
-        others = [other.config for other in self._scopes.values()]
-        if not entry.active and others and entry.config not in others:
+        others = [other.config.buffers for other in self._scopes.values()]
+        if not entry.active and others and entry.config.buffers not in others:
             LOG.warning(
                 "Two engines of this process have different memory settings; "
                 "MLX has one buffer limit, so the larger one holds for both."

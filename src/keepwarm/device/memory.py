@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,6 +144,11 @@ class MemoryConfig:
             if n_bytes < 0:
                 raise BadInput(f"{name} is {n_bytes}; it must be 0 or more.")
 
+    @property
+    def buffers(self) -> tuple[int, int]:
+        """The limits that MLX has for the whole process."""
+        return self.buffer_active_bytes, self.buffer_idle_bytes
+
     @classmethod
     def automatic(
         cls, total_bytes: int | None = None, model_bytes: int = 0, host_bytes: int | None = None
@@ -168,10 +173,23 @@ class MemoryConfig:
             batch_bytes=room // 2 if shared else room * 7 // 10,
         )
 
+    def divided(self, n_models: int) -> MemoryConfig:
+        """For one of so many models; the memory tier and MLX's buffers are for all of them."""
+        live, batch = self.live_bytes // n_models, self.batch_bytes // n_models
+        return replace(self, live_bytes=live, batch_bytes=batch)
+
     @classmethod
     def unconstrained(cls) -> MemoryConfig:
         """No limits; the caller watches the memory."""
         return cls(*[UNLIMITED] * 5)
+
+
+def most_weights() -> int:
+    """What weights of several models may take together, so that there is room for their caches."""
+    gpu, host = gpu_memory(), host_memory().total_bytes
+    total = gpu or host
+    reserved = _reserved_bytes(total) if gpu is None else total // 10
+    return (total - reserved - _active_buffer_bytes(total)) * 3 // 4
 
 
 def _active_buffer_bytes(total_bytes: int) -> int:

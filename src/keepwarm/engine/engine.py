@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -28,6 +28,7 @@ from keepwarm.config import load as load_settings
 from keepwarm.device.limits import MemoryScopes, scopes_of_process
 from keepwarm.device.memory import MemoryConfig, memories
 from keepwarm.device.pressure import Watcher, make_guards
+from keepwarm.device.turns import DeviceTurns
 from keepwarm.engine.admission import Admission, EngineConfig, kv_bytes
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.chores import Chores
@@ -72,6 +73,8 @@ class Engine:
         *,
         settings: Settings | None = None,
         scopes: MemoryScopes | None = None,
+        turns: DeviceTurns | None = None,  # shared by the engines of several models
+        numbers: Iterator[int] | None = None,  # of requests: these too
     ) -> None:
         """Without `store` the store of the settings is opened, and closed with the engine."""
         self.model = model
@@ -91,7 +94,8 @@ class Engine:
         self.misses = Misses(recent)
         self.lookup_log = LookupLog()
         self._auditor = Auditor(self.config.audit_share)
-        self._numbers = count(1)
+        self._numbers = numbers or count(1)
+        self._turns = turns or DeviceTurns()
         raw, isolated = settings.raw_special_tokens, self.config.isolated
         self.preparer = Preparer(model, n_logits(model), recent, raw, isolated)
         self._texts = RememberedTexts(recent, self.misses, self.preparer, self._post)
@@ -99,10 +103,9 @@ class Engine:
         self._admission = Admission(memory.batch_bytes)
         self._chores = Chores(self.store, lambda job: self._post(partial(self._scheduler.end, job)))
         self._scheduler = Scheduler(
-            self._admission,
-            SliceSizer.for_this_device(),
-            self._on_kept,
-            self._chores.end_durably,
+            *(self._admission, SliceSizer.for_this_device(), self._on_kept),
+            end_durably=self._chores.end_durably,
+            others_wait=self._turns.others_wait,
         )
         self._scopes = scopes or scopes_of_process()
         self._joined = self._scopes.join(memory)  # last: nothing after it fails
@@ -112,8 +115,7 @@ class Engine:
         self._commands: deque[Command] = deque()
         self._is_running_command = False
         self._changed = threading.Condition()
-        self._accepting = True
-        self._closing = False
+        self._accepting, self._closing = True, False
         self._close_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="keepwarm-engine", daemon=True)
         self._thread.start()
@@ -211,6 +213,12 @@ class Engine:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._closing
+
+    def divide_memory(self, memory: MemoryConfig) -> None:
+        """Keep to these budgets from now on; running requests end as they began."""
+        self.store.allow_memory(memory.tier_bytes)
+        self.live.resize(memory.live_bytes)
+        self._admission.limit_bytes = memory.batch_bytes
 
     def clear(self) -> None:
         """Free all cached state in memory; the disk is not touched."""
@@ -310,7 +318,8 @@ class Engine:
 
     def _step(self) -> bool:
         try:
-            return self._scheduler.step() or bool(self._commands)
+            with self._turns.take():
+                return self._scheduler.step() or bool(self._commands)
         except Exception as error:
             LOG.exception("the scheduler failed; all requests end")
             self._scheduler.fail_all(error)

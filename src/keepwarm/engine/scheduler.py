@@ -41,8 +41,10 @@ class Scheduler:
         on_kept: OnKept,
         end_durably: Callable[[Job], None],
         clock: Clock = time.perf_counter,
+        others_wait: Callable[[], bool] = bool,  # never
     ) -> None:
-        """`end_durably` ends a job, by `end`, once all that was kept of it is on disk."""
+        """`end_durably` ends a job, by `end`, once all that was kept of it is on disk; `others_wait`
+        says whether another engine waits for this step to end."""
         self.slice_sizer = slice_sizer
         self.counters = Counters()
         self.waiting: list[Job] = []
@@ -53,6 +55,7 @@ class Scheduler:
         self._end_durably = end_durably
         self._keeper = Keeper(self.counters, on_kept)
         self._clock = clock
+        self._others_wait = others_wait
         publish = self._keeper.publish_partial_block
         self._intake = Intake(admission, self.counters, publish, clock)
 
@@ -188,8 +191,8 @@ class Scheduler:
         return False
 
     def _slice_tokens(self, lane: Lane, context: int, rest: int) -> int:
-        costs, decoding = lane.manager.rates.slices, bool(self._batches)
-        return self.slice_sizer.slice_tokens(costs, context, decoding, rest)
+        costs, waited_for = lane.manager.rates.slices, bool(self._batches) or self._others_wait()
+        return self.slice_sizer.slice_tokens(costs, context, waited_for, rest)
 
     def _next_task(self) -> PrefillTask:
         """The highest priority, that of waiting jobs included. Of equal ones the keys take turns,

@@ -107,6 +107,12 @@ class Live:
             self._add(entry)
         return True
 
+    def resize(self, max_bytes: int) -> None:
+        """Change the bound; what no longer fits is evicted."""
+        with self._lock:
+            self.max_bytes = max_bytes
+            self._evict(self._n_bytes - max_bytes)
+
     def n_served(self, namespace: Namespace, tokens: Sequence[int]) -> int:
         """How many tokens of this prompt `take` would serve."""
         with self._lock:
