@@ -52,9 +52,14 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "prepare_timeout_s": (0.1, SECONDS[1]),
     "rate_per_minute": (0, COUNT[1]),
     "drain_s": SECONDS,
+    "weights_bytes": BYTES,
+    "model_ttl_s": SECONDS,
+    "load_wait_s": SECONDS,
 }
 
-SIZES = frozenset({"memory_bytes", "disk_bytes", "disk_writes_per_day", "max_body_bytes"})
+SIZES = frozenset(
+    {"memory_bytes", "disk_bytes", "disk_writes_per_day", "max_body_bytes", "weights_bytes"}
+)
 
 
 class NamedKey(NamedTuple):
@@ -107,10 +112,16 @@ class Settings:
     allowed_origins: str = ""  # web origins that may call the server
     share_cache: bool = False  # all API keys share cached blocks
     raw_special_tokens: bool = True  # parse special tokens in raw prompts; false: they are text
+    more_models: str = ""  # further models, separated by commas: a model, or `name=model`
+    on_demand: str = ""  # patterns of models on this machine that requests may load, as `org/*`
     allow_model_paths: bool = False  # requests may name any directory as a model
+    pinned_models: str = ""  # names of models that stay loaded
+    model_ttl_s: float = 0.0  # a model that is unused for longer is unloaded; 0: never
+    weights_bytes: int = 0  # weights of all loaded models; 0 is a share of this machine's memory
+    load_wait_s: float = 60.0  # how long a request waits until its model is loaded
     scrub: str = ""  # scrub rules to turn on, or off with `-`, as `-billing-header,date`
     skip_unreadable: bool = False  # an image in the newest message becomes a note, not an error
-    strict_model: bool = False  # refuse requests that name another model than the loaded one
+    strict_model: bool = False  # refuse requests that name a model which the server does not have
     max_body_bytes: int = 32 << 20
     max_concurrency: int = 128  # concurrent requests of one key
     max_queue: int = 256  # waiting and running requests of all keys
@@ -146,6 +157,10 @@ class Settings:
             for named in _parse_keys(read_secret(path), path):
                 keys.setdefault(named.key, named)
         return tuple(keys.values())
+
+    def listed(self, name: str) -> list[str]:
+        """The parts of a setting that are separated by commas."""
+        return [part for each in getattr(self, name).split(",") if (part := each.strip())]
 
     @property
     def models(self) -> Path:

@@ -94,11 +94,10 @@ class Leading(EngineHost):
         self,
         engine: Engine,
         name: str,
-        strict_model: bool = False,
         *,
         calls: Mapping[str, Mapping[str, Any]],  # arguments by tool, in the order of the calls
     ) -> None:
-        super().__init__(engine, name, strict_model)
+        super().__init__(engine, name)
         self.asked: list[Asked] = []
         self._calls = calls
 

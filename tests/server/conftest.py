@@ -19,6 +19,7 @@ import pytest
 from keepwarm import config
 from keepwarm.config import Settings
 from keepwarm.server.host import EngineHost, start_engine
+from keepwarm.server.models.models import Models
 from tests.kit.checkpoints import write_checkpoint
 
 N_CONTEXT = 16384
@@ -33,6 +34,7 @@ class Live:
     host: EngineHost
     settings: Settings
     loop: asyncio.AbstractEventLoop
+    models: Models
 
     def openai(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(**self._options(options))
@@ -104,11 +106,21 @@ def serve(
 ) -> Iterator[Live]:
     from keepwarm.cache.store import Store
     from keepwarm.server.app import create_app
+
+    with Store(settings=settings) as store:
+        host = host_type(start_engine(model, store, settings), NAME)
+        with running(create_app(Models(host, settings), settings), settings, around) as live:
+            yield live
+
+
+@contextmanager
+def running(
+    app: Any, settings: Settings, around: Callable[[Any], object] = lambda app: None
+) -> Iterator[Live]:
+    """An application, served on a free port."""
     from keepwarm.server.process import DrainingServer, address_of, bind
 
-    with bind("127.0.0.1", 0) as listening, Store(settings=settings) as store:
-        host = host_type(start_engine(model, store, settings), NAME, settings.strict_model)
-        app = create_app(host, settings)
+    with bind("127.0.0.1", 0) as listening:
         around(app)
         server = DrainingServer(app, settings)
         url, loops = address_of(listening), []
@@ -121,7 +133,7 @@ def serve(
         thread.start()
         try:
             wait_until(lambda: server.started)
-            yield Live(url, host, settings, loops[0])
+            yield Live(url, app.state.models.first, settings, loops[0], app.state.models)
         finally:
             server.should_exit = True
             thread.join(300)

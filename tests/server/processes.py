@@ -99,6 +99,7 @@ def main(checkpoint: str) -> None:
     from keepwarm.models.load import load
     from keepwarm.server.app import create_app
     from keepwarm.server.host import EngineHost
+    from keepwarm.server.models.models import Models
     from keepwarm.server.process import address_of, bind, serve
 
     settings = config.load()
@@ -109,7 +110,7 @@ def main(checkpoint: str) -> None:
         model = replace(model, module=module)
     with bind(settings.host, 0) as listening, Store(settings=settings) as store:
         engine = Engine(model, store, EngineConfig(memory), settings=settings)
-        app = create_app(EngineHost(engine, model.name), settings)
+        app = create_app(Models(EngineHost(engine, model.name), settings), settings)
         sys.stdout.write(f"answers at {address_of(listening)}\n")
         sys.stdout.flush()
         serve(lambda: app, settings, listening)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from keepwarm import config
-from keepwarm.cli.options import ModelName, first_key
+from keepwarm.cli.options import first_key
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -22,7 +22,13 @@ EXAMPLE = '{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens
 
 def serve(
     *,
-    model: ModelName = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            help="Model, or name=model; repeat it for several. The first is the default.",
+        ),
+    ] = None,
     host: Annotated[
         str | None,
         typer.Option("--host", help="Address to listen on; if not local, API keys are required."),
@@ -61,7 +67,10 @@ def serve(
     ] = None,
 ) -> None:
     """Serve the OpenAI and Anthropic APIs until stopped."""
-    _serve(config.load(**locals()))
+    given = locals()
+    if model:
+        given |= {"model": model[0], "more_models": ",".join(model[1:])}
+    _serve(config.load(**given))
 
 
 def _serve(settings: Settings) -> None:
@@ -74,29 +83,30 @@ def _serve(settings: Settings) -> None:
     check_binding(settings)
     with bind(settings.host, settings.port) as listening:
         from keepwarm.cache.store import Store
-        from keepwarm.server.host import EngineHost
+        from keepwarm.server.models.models import Models
 
         with Store(settings=settings) as store:
-            running = EngineHost(None, settings.model, settings.strict_model)
+            models = Models.of(settings, store)
 
             def start() -> None:
-                running.load(settings.model, settings.model, store, settings)
+                models.start()
                 gc.freeze()
                 gc.set_threshold(*usual)
-                print(_greeting(settings, running.name, address_of(listening)), flush=True)
+                names = ", ".join(name for slot in models.slots.all for name in slot.names)
+                print(_greeting(settings, names, address_of(listening)), flush=True)
 
             def make_app() -> FastAPI:
                 from keepwarm.server.app import create_app
 
-                return create_app(running, settings)
+                return create_app(models, settings)
 
             serve_app(make_app, settings, listening, start)
 
 
-def _greeting(settings: Settings, name: str, address: str) -> str:
+def _greeting(settings: Settings, names: str, address: str) -> str:
     """What was started and what to do next; no address touches a bracket, a comma or a stop."""
     return (
-        f"Serving {name} at {address}/v1\n"
+        f"Serving {names} at {address}/v1\n"
         f"Dashboard: {address}/dashboard\n"
         f"Endpoints: {address}/docs\n"
         f"Clients: keepwarm launch claude --url {address} (or {', '.join(_other_clients())})\n"

@@ -18,8 +18,6 @@ from functools import partial
 from itertools import count
 from typing import Self, TypeAlias, TypeVar
 
-import mlx.core as mx
-
 from keepwarm import blas
 from keepwarm.cache.restore.live import Live
 from keepwarm.cache.store import Store
@@ -36,7 +34,7 @@ from keepwarm.engine.insight.audit import Auditor
 from keepwarm.engine.insight.journal import Journal, JournalEntry, entries_of, entry_of
 from keepwarm.engine.insight.lookup import Lookup, look_up
 from keepwarm.engine.insight.misses import Misses
-from keepwarm.engine.insight.stats import MemoryUse, Stats, snapshot
+from keepwarm.engine.insight.stats import MemoryUse, Stats, memory_uses, snapshot
 from keepwarm.engine.insight.texts import RememberedTexts
 from keepwarm.engine.insight.whatif import LookupLog
 from keepwarm.engine.jobs import Job, RunningSequence
@@ -202,13 +200,8 @@ class Engine:
 
     def memory(self) -> list[MemoryUse]:
         """Memory in use, and its limits."""
-        tiers = self.store.tier_stats()
-        return [
-            MemoryUse("live", self.live.stats.n_bytes, self.live.max_bytes),
-            MemoryUse("memory", tiers["memory"].n_bytes, tiers["memory"].max_bytes),
-            MemoryUse("batch", self._admission.used_bytes, self._admission.limit_bytes),
-            MemoryUse("buffers", mx.get_cache_memory(), self._memory.buffer_active_bytes),
-        ]
+        most = self._memory.buffer_active_bytes
+        return memory_uses(self.live, self.store, self._admission, most)
 
     @property
     def alive(self) -> bool:

@@ -40,11 +40,11 @@ class Scheduler:
         slice_sizer: SliceSizer,
         on_kept: OnKept,
         end_durably: Callable[[Job], None],
+        *,
         clock: Clock = time.perf_counter,
-        others_wait: Callable[[], bool] = bool,  # never
+        others_wait: Callable[[], bool] = bool,  # for this step to end; never
     ) -> None:
-        """`end_durably` ends a job, by `end`, once all that was kept of it is on disk; `others_wait`
-        says whether another engine waits for this step to end."""
+        """`end_durably` ends a job, by `end`, once all that was kept of it is on disk."""
         self.slice_sizer = slice_sizer
         self.counters = Counters()
         self.waiting: list[Job] = []

@@ -24,7 +24,7 @@ def locate(name: str, settings: Settings, *, refresh: bool = False) -> Path:
     """
     if name in builtin.BUILTINS:
         return builtin.fetch(builtin.BUILTINS[name], settings)
-    if path := _local(name):
+    if path := find_local(name):
         return path
     if hub.is_id(name):
         here = None if refresh else hub.cached(name) or lmstudio.find(name)
@@ -35,7 +35,16 @@ def locate(name: str, settings: Settings, *, refresh: bool = False) -> Path:
     )
 
 
-def _local(name: str) -> Path | None:
+def find(name: str, settings: Settings) -> Path | None:
+    """The path of a built-in or hub model that is on this machine; never downloads."""
+    if name in builtin.BUILTINS:
+        path = builtin.directory(builtin.BUILTINS[name], settings)
+        return path if path.is_dir() else None
+    return hub.cached(name) or lmstudio.find(name) if hub.is_id(name) else None
+
+
+def find_local(name: str) -> Path | None:
+    """The directory or file of that name."""
     try:
         path = Path(name).expanduser()
         return path.absolute() if name and path.exists() else None

@@ -50,48 +50,65 @@ class _Parts(NamedTuple):
 
 
 def load(
-    name: str, settings: Settings | None = None, report: Callable[[str], None] | None = None
+    name: str,
+    settings: Settings | None = None,
+    report: Callable[[str], None] | None = None,
+    make_room: Callable[[str, int], None] | None = None,
 ) -> Model:
     """The model of that name: built-in alias, directory, .gguf file or hub id.
 
     Downloads it if missing. All weights are in memory on return, so any thread may run it.
-    `report` is called with what is being done, as "reading weights, 40 %".
+    `report` is called with what is being done, as "reading weights, 40 %"; `make_room` with the
+    bytes of the weights, before they are read: it raises if they do not fit.
     """
     settings = settings or configuration.load()
     blas.start(settings.home)
     kernels.start(settings.home)
     report = report or (lambda _: None)
     report("finding its files")
-    model = read_model(name, locate(name, settings), report)
+    model = read_model(name, locate(name, settings), report, make_room or require_memory)
     own = model.n_context
     return replace(model, n_context=min(own, settings.context or own))
 
 
-def read_model(name: str, path: Path, report: Callable[[str], None] = lambda _: None) -> Model:
+def read_model(
+    name: str,
+    path: Path,
+    report: Callable[[str], None] = lambda _: None,
+    make_room: Callable[[str, int], None] = require_memory,
+) -> Model:
     """The model in a directory or .gguf file, which a stranger may have made."""
     report("opening its files")
     # Reading the tokenizer keeps Python busy, reading weights MLX and the disk.
     with ThreadPoolExecutor(1, thread_name_prefix="keepwarm-tokenizer") as beside:
         parts = _read_gguf(path, beside) if path.is_file() else _read_directory(path, beside)
-        n_bytes = _evaluate(name, path, parts.module, report)
+        n_bytes = _weights_bytes(parts.module)
+        make_room(name, n_bytes)
+        _evaluate(path, parts.module, n_bytes, report)
         tokenizer = parts.tokenizer.result()
     config, generation = parts.config, read_generation_config(path)
     module, size = parts.module, n_context(config)
     return Model(name, path, module, tokenizer, config, size, n_bytes, generation)
 
 
-def _evaluate(name: str, path: Path, module: Any, report: Callable[[str], None]) -> int:
-    """Read all weights, as this device computes with them; their bytes."""
+def _weights_bytes(module: Any) -> int:
+    """Bytes of all weights, as this device computes with them; they are not read yet."""
     _set_compute_dtype(module)
-    weights: Any = tree_flatten(module.parameters(), destination={})
-    n_bytes: int = sum(array.nbytes for array in weights.values())
-    require_memory(name, n_bytes)
+    return sum(array.nbytes for array in _weights(module))
+
+
+def _weights(module: Any) -> list[mx.array]:
+    found: Any = tree_flatten(module.parameters(), destination={})
+    return list(found.values())
+
+
+def _evaluate(path: Path, module: Any, n_bytes: int, report: Callable[[str], None]) -> None:
+    """Read all weights."""
     try:
-        _read_weights(weights.values(), n_bytes, report)
+        _read_weights(_weights(module), n_bytes, report)
         mx.eval(module)  # not its parameters alone: some arrays, as of the RoPE, are none
     except RuntimeError as error:
         raise BadModelFile(f"The weights of {path} cannot be read ({error}).") from error
-    return n_bytes
 
 
 def _read_weights(weights: Iterable[mx.array], n_bytes: int, report: Callable[[str], None]) -> None:

@@ -1,5 +1,5 @@
-"""The HTTP server: its process, its application, and the engine it serves.
+"""The HTTP server: its process, its application, and the engine of a model.
 
-Imports `cache`, `engine`, `models`, `server.anthropic`, `server.dashboard`, `server.http`,
-`server.manage`, `server.openai`, `server.responses`, `text`.
+Imports `cache`, `device`, `engine`, `models`, `server.anthropic`, `server.dashboard`,
+`server.http`, `server.manage`, `server.models`, `server.openai`, `server.responses`, `text`.
 """

@@ -20,7 +20,6 @@ from keepwarm.server.anthropic import routes as anthropic
 from keepwarm.server.dashboard import page as dashboard_page
 from keepwarm.server.dashboard import routes as dashboard
 from keepwarm.server.dashboard.state import DashboardState
-from keepwarm.server.host import EngineHost
 from keepwarm.server.http.limits import Limits, origin_pattern
 from keepwarm.server.http.problems import http_problem, problem_of, respond, validation_problem
 from keepwarm.server.http.receipts import RECEIPT_HEADER
@@ -29,6 +28,7 @@ from keepwarm.server.keys import ApiKeys
 from keepwarm.server.manage import admin, agents, health, metrics, talking
 from keepwarm.server.manage import cache as cache_api
 from keepwarm.server.manage.transfers import Transfers, remove_old_bundles
+from keepwarm.server.models.models import Models
 from keepwarm.server.openai import routes as openai
 from keepwarm.server.request_log import REQUEST_ID_HEADERS, RecentLines, RequestLog
 from keepwarm.server.responses import routes as responses
@@ -57,8 +57,8 @@ ABOUT = (
 log = logging.getLogger(__name__)
 
 
-def create_app(host: EngineHost, settings: Settings) -> FastAPI:
-    """An application around a running engine; shutdown closes the engine."""
+def create_app(models: Models, settings: Settings) -> FastAPI:
+    """An application around these models; shutdown closes their engines."""
     app = FastAPI(
         title="Keepwarm",
         version=__version__,
@@ -68,17 +68,17 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
         redoc_url=None,
         openapi_url=None,  # FastAPI makes the schema on the event loop; see `dashboard_page`
     )
-    app.state.host = host
+    app.state.models = models
     app.state.settings = settings
     app.state.bundle_keys = BundleKeys.of(settings)
-    app.state.responses = KeptResponses(lambda: host.engine.store, settings.response_ttl_s)
+    app.state.responses = KeptResponses(lambda: models.store, settings.response_ttl_s)
     app.state.background = BackgroundResponses(app.state.responses)
     app.state.transfers = Transfers()
-    app.state.resident = admin.ResidentModel(host, settings)
-    app.state.metrics = metrics.Metrics(host)
+    app.state.resident = admin.ResidentModel(models, settings)
+    app.state.metrics = metrics.Metrics(models)
     app.state.keys = ApiKeys(settings)
     lines = RecentLines()
-    app.state.dashboard = DashboardState(host, settings, lines)
+    app.state.dashboard = DashboardState(models, settings, lines)
     for router in (*ROUTERS, dashboard_page.make_router()):
         app.router.routes.extend(router.routes)  # `include_router` builds each a second time
     _add_error_handlers(app)
@@ -93,13 +93,16 @@ def create_app(host: EngineHost, settings: Settings) -> FastAPI:
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await asyncio.to_thread(remove_old_bundles, app.state.settings.home)
-    app.state.host.start_warmer()
+    models: Models = app.state.models
+    models.start_warmers()
+    unloading = asyncio.create_task(models.unload_unused())
     with app.state.dashboard.record_history():
         yield
+    unloading.cancel()
     await app.state.background.close()
     app.state.transfers.close()
     await asyncio.to_thread(app.state.responses.close)
-    await asyncio.to_thread(app.state.host.close)
+    await asyncio.to_thread(models.close)
 
 
 def _add_cors(app: FastAPI, settings: Settings) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-from keepwarm.errors import StillLoading, Stopping, UnknownModel
+from keepwarm.errors import StillLoading, Stopping
 from keepwarm.text.request import (
     Choice,
     Done,
@@ -23,6 +23,7 @@ from keepwarm.text.request import (
 if TYPE_CHECKING:
     from keepwarm.cache.store import Store
     from keepwarm.config import Settings
+    from keepwarm.device.memory import MemoryConfig
     from keepwarm.engine.answer import Answer
     from keepwarm.engine.engine import Engine
     from keepwarm.engine.start.warm import Warmer
@@ -33,21 +34,31 @@ if TYPE_CHECKING:
     from keepwarm.text.request import Request
 
 
+Report: TypeAlias = Callable[[str], None]
+
+
 def start_engine(
     model: Model,
     store: Store,
     settings: Settings,
-    report: Callable[[str], None] = lambda _: None,
+    report: Report = lambda _: None,
+    *,
+    memory: MemoryConfig | None = None,
+    **shared: Any,
 ) -> Engine:
-    """Start an engine with the server's limits, once its kernels are compiled."""
+    """Start an engine with the server's limits, once its kernels are compiled.
+
+    `shared` is what engines of several models share.
+    """
     from keepwarm.engine.admission import EngineConfig
     from keepwarm.engine.engine import Engine  # loads MLX
     from keepwarm.engine.start.compilation import compile_kernels_if_needed
 
     config = EngineConfig.of(settings, isolated=True)
+    config = replace(config, memory=memory or config.memory)
     compile_kernels_if_needed(model, store, config, settings, report)
     report("starting the engine")
-    engine = Engine(model, store, config, settings=settings)
+    engine = Engine(model, store, config, settings=settings, **shared)
     try:
         if config.kv != KVOptions():
             engine.lane_of()  # refuses options that the model cannot take, before any request
@@ -129,11 +140,10 @@ class ObservedAnswer(AsyncIterator[Event]):
 
 
 class EngineHost:
-    """Owns the running engine that answers requests; None until a model is loaded."""
+    """Owns the running engine of one model; None while it is not loaded."""
 
-    def __init__(self, engine: Engine | None, name: str, strict_model: bool = False) -> None:
+    def __init__(self, engine: Engine | None, name: str) -> None:
         self._engine: Engine | None = engine
-        self._strict = strict_model
         self._draining = False
         self._closed = False
         self._loading = ""  # what is being done, while a model is loaded
@@ -155,6 +165,19 @@ class EngineHost:
                 f"The model is being loaded ({self._loading}); retry in a few seconds."
             )
         raise Stopping("No model is loaded at the moment; retry in a few seconds.")
+
+    @property
+    def loaded(self) -> Engine | None:
+        return self._engine
+
+    @property
+    def progress(self) -> str:
+        """What is being done while it is loaded."""
+        return self._loading or "waiting for its turn"
+
+    @property
+    def is_draining(self) -> bool:
+        return self._draining
 
     @property
     def ready(self) -> bool:
@@ -195,11 +218,6 @@ class EngineHost:
         for listener in self._listeners:
             listener(usage)
 
-    def check_model(self, name: str | None) -> None:
-        """The loaded model answers to any name, unless `strict_model` is set."""
-        if self._strict and name is not None and name != self.name:
-            raise UnknownModel(f"Model {name!r} is not loaded; this server has {self.name!r}.")
-
     def drain(self, timeout_s: float) -> None:
         """Refuse new requests; running ones finish, or fail after `timeout_s`."""
         self._draining = True
@@ -215,34 +233,30 @@ class EngineHost:
         return stats.waiting + stats.prefilling + stats.decoding
 
     def take(self) -> Engine | None:
-        """Remove the engine and return it; until `load`, requests are told to retry."""
+        """Remove the engine and return it; the caller closes it."""
         engine, self._engine = self._engine, None
         if self._warmer is not None:
             self._warmer.close()
         self._warmer = None  # it holds a reference to the engine, whose memory must be freed
         return engine
 
-    def load(self, name: str, path: str, store: Store, settings: Settings) -> None:
-        """Load a model and use its engine from now on; requests are told how far it is."""
-        from keepwarm.models.load import load  # loads MLX
-
+    def load(self, start: Callable[[Report], Engine]) -> None:
+        """Start an engine and use it from now on; requests are told how far it is."""
         self._loading = "starting"
         try:
-            model = load(path, settings, self._report)
-            engine = start_engine(model, store, settings, self._report)
+            engine = start(self._report)
             engine.preparer.start()
-            self._put(engine, name)
+            self._put(engine)
         finally:
             self._loading = ""
 
     def _report(self, what: str) -> None:
         self._loading = what
 
-    def _put(self, engine: Engine, name: str) -> None:
+    def _put(self, engine: Engine) -> None:
         if self._closed:
             engine.close()
             return
-        self.name = name
         self.created = int(time.time())
         self._engine = engine
         self.start_warmer()

@@ -18,9 +18,9 @@ from fastapi import FastAPI
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput
-from keepwarm.server.host import EngineHost
 from keepwarm.server.http.connections import Connection, ConnectionPool
 from keepwarm.server.http.logs import log_to_stderr
+from keepwarm.server.models.models import Models
 from keepwarm.server.request_log import log_drain, log_start, log_stop
 
 KEEP_ALIVE_S = 75
@@ -78,7 +78,7 @@ def serve(
     # uvicorn raises the signal again after its shutdown, when nothing is left to do.
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
-    log_start(app.state.host.name, address_of(listening), settings)
+    log_start(app.state.models.first.name, address_of(listening), settings)
     server.run(sockets=[listening])
     log_stop(settings)
     for number in STOP_SIGNALS:
@@ -132,7 +132,7 @@ class DrainingServer(uvicorn.Server):
                 timeout_graceful_shutdown=AFTER_DRAIN_S,
             )
         )
-        self._host: EngineHost = app.state.host
+        self._models: Models = app.state.models
         self._drain_s = settings.drain_s
         self.stopped_by: int = signal.SIGTERM
 
@@ -149,6 +149,6 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Keep the port open during the drain: new requests get a 503, not a refused connection."""
-        log_drain(self._host.n_unfinished, self._drain_s)
-        await asyncio.to_thread(self._host.drain, self._drain_s)
+        log_drain(self._models.n_unfinished, self._drain_s)
+        await asyncio.to_thread(self._models.drain, self._drain_s)
         await super().shutdown(sockets)

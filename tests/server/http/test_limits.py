@@ -14,6 +14,7 @@ from keepwarm.server.host import EngineHost
 from keepwarm.server.http.body_limits import BodyBudget, BodyShare
 from keepwarm.server.http.limits import ConcurrencyLimit, Limits, RateLimit, check_binding
 from keepwarm.server.keys import ApiKeys
+from keepwarm.server.models.models import Models
 
 
 async def echo(scope, receive, send):
@@ -223,7 +224,7 @@ def test_a_body_that_does_not_say_its_size_is_counted():
 
     for max_bytes, status in ((100, 413), (120, 400)):  # 400: it is read, and no JSON
         given = settings(max_body_bytes=max_bytes)
-        app = create_app(EngineHost(None, "x"), given)
+        app = create_app(Models(EngineHost(None, "x"), given), given)
         answer = ask(given, app=app, content=parts(), content_type="application/json")
         assert answer.status_code == status
 
@@ -325,7 +326,8 @@ def test_a_request_that_never_ends_leaves_its_slot():
 
 def test_pages_that_are_named_may_read_the_answer_but_never_with_cookies():
     page = {"Origin": "http://ui.lan"}
-    app = create_app(EngineHost(None, "x"), settings(allowed_origins="http://ui.lan"))
+    given = settings(allowed_origins="http://ui.lan")
+    app = create_app(Models(EngineHost(None, "x"), given), given)
     answer = TestClient(app, base_url="http://localhost").get("/health/live", headers=page)
     assert answer.headers["access-control-allow-origin"] == "http://ui.lan"
     assert "access-control-allow-credentials" not in answer.headers

@@ -13,6 +13,7 @@ from keepwarm.errors import Busy
 from keepwarm.models.load import load
 from keepwarm.server.host import EngineHost, start_engine
 from keepwarm.server.manage.admin import ResidentModel
+from keepwarm.server.models.models import Models
 from tests.kit.checkpoints import write_checkpoint
 from tests.server.conftest import serve, wait_until
 
@@ -77,7 +78,7 @@ def test_the_first_is_gone_when_the_second_comes(checkpoint, other, tmp_path):
     with Store(settings=settings) as store:
         host = EngineHost(start_engine(load(str(checkpoint), settings), store, settings), "first")
         first = weakref.ref(host.engine.model.module)
-        ResidentModel(host, settings).load(str(other), 0)
+        ResidentModel(Models(host, settings), settings).load(str(other), 0)
         assert host.ready
         assert first() is None
         host.close()
@@ -175,7 +176,7 @@ def test_answers_that_run_may_end_first(admin, other):
 
 
 def test_one_change_at_a_time(live):
-    resident = ResidentModel(live.host, live.settings)
+    resident = ResidentModel(Models(live.host, live.settings), live.settings)
     with resident._exclusive(), pytest.raises(Busy, match="being changed"):
         resident.unload(0)
     assert live.host.ready

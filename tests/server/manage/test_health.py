@@ -10,6 +10,7 @@ import pytest
 from keepwarm import config
 from keepwarm.server.app import create_app
 from keepwarm.server.host import EngineHost
+from keepwarm.server.models.models import Models
 from tests.server.conftest import wait_until
 
 ENDLESS = {
@@ -45,7 +46,8 @@ def test_it_waits_for_nothing_that_the_engine_does(live):
 @pytest.mark.parametrize("path", ["/health/live", "/nowhere", "/openapi.json"])
 def test_the_first_to_ask_waits_no_longer_than_the_second(path):
     """CPU time: while the event loop is busy, all clients wait."""
-    app = create_app(EngineHost(None, "none"), config.load({}))
+    settings = config.load({})
+    app = create_app(Models(EngineHost(None, "none"), settings), settings)
 
     async def seconds():
         transport = httpx.ASGITransport(app)

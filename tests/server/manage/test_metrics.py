@@ -12,6 +12,7 @@ from keepwarm import config
 from keepwarm.server.app import create_app
 from keepwarm.server.host import EngineHost
 from keepwarm.server.manage import metrics
+from keepwarm.server.models.models import Models
 from keepwarm.server.openai.shapes import MAX_ANSWERS
 from tests.server.conftest import wait_until
 
@@ -158,7 +159,8 @@ def test_paths_have_few_names(path, api):
 
 def test_every_route_has_a_name():
     """Requests of the server's own pages are not counted as `other`."""
-    app = create_app(EngineHost(None, "none"), config.load({}))
+    settings = config.load({})
+    app = create_app(Models(EngineHost(None, "none"), settings), settings)
     paths = {*app.openapi()["paths"], "/", "/dashboard/main.js", "/docs", "/openapi.json"}
     assert "/v1/dashboard/now" in paths
     assert {path for path in paths if metrics._api(path) == "other"} == set()
@@ -169,6 +171,8 @@ def table():
     histograms = [metrics.TTFT, metrics.OLD_TTFT]
     observed = [
         (*metrics.READY, "gauge", ""),
+        (*metrics.LOADED, "gauge", "model"),
+        (*metrics.LOADS, "counter", "model"),
         (*metrics.HTTP, "counter", "api, outcome"),
         *((*each, "histogram", "warm") for each in histograms),
         (*metrics.TOKEN, "histogram", ""),

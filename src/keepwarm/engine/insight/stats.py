@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
+
+import mlx.core as mx
 
 from keepwarm.cache.counts import PromptCounts
 from keepwarm.cache.restore.live import Live, LiveStats
 from keepwarm.cache.restore.writing import WriteStats
 from keepwarm.cache.store import Store
+from keepwarm.engine.admission import Admission
 from keepwarm.engine.lane import Lanes
 from keepwarm.engine.scheduler import Scheduler
 from keepwarm.store.tier import TierStats
@@ -55,3 +58,45 @@ def snapshot(scheduler: Scheduler, live: Live, store: Store, lanes: Lanes) -> St
         counts=store.counts.total(),
         failed_restores=dict(store.restore_failures.by_reason),
     )
+
+
+def memory_uses(
+    live: Live, store: Store, admission: Admission, buffer_bytes: int
+) -> list[MemoryUse]:
+    tier = store.tier_stats()["memory"]
+    return [
+        MemoryUse("live", live.stats.n_bytes, live.max_bytes),
+        MemoryUse("memory", tier.n_bytes, tier.max_bytes),
+        MemoryUse("batch", admission.used_bytes, admission.limit_bytes),
+        MemoryUse("buffers", mx.get_cache_memory(), buffer_bytes),
+    ]
+
+
+def add_up(found: Sequence[Stats], closed: Mapping[str, Any]) -> Stats:
+    """Of engines on one store, with the counters of those that were closed: sums, and the slowest
+    model's speeds."""
+    counters = closed
+    for stats in found:
+        counters = add_counters(counters, stats.counters)
+    lives = zip(*(stats.live for stats in found), strict=True)
+    return replace(
+        found[0],
+        waiting=sum(stats.waiting for stats in found),
+        prefilling=sum(stats.prefilling for stats in found),
+        decoding=sum(stats.decoding for stats in found),
+        counters=counters,
+        step_ms=max(stats.step_ms for stats in found),
+        prefill_tokens_per_s=min(stats.prefill_tokens_per_s for stats in found),
+        live=LiveStats(*map(sum, lives)),
+    )
+
+
+def add_counters(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, Any]:
+    """Each name's sum; some have counts by tier."""
+    return {name: _sum(one.get(name), two.get(name)) for name in [*two, *(one.keys() - two.keys())]}
+
+
+def _sum(one: Any, two: Any) -> Any:
+    if isinstance(one, Mapping) or isinstance(two, Mapping):
+        return add_counters(one or {}, two or {})
+    return (one or 0) + (two or 0)

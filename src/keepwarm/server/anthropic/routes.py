@@ -21,7 +21,7 @@ from keepwarm.server.anthropic.tools import ignored_tools
 from keepwarm.server.host import ObservedAnswer
 from keepwarm.server.http import scrub
 from keepwarm.server.http.body import api_router
-from keepwarm.server.http.request_fields import Config, Host, InTurn, request_fields
+from keepwarm.server.http.request_fields import Config, InTurn, Served, request_fields
 from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_id
 from keepwarm.text import request as engine_request
 
@@ -40,10 +40,10 @@ router = api_router(
 
 @router.post("", responses=answer_docs(MessageOut))
 async def create_message(
-    body: MessagesRequest, request: Request, host: Host, settings: Config, turn: InTurn
+    body: MessagesRequest, request: Request, models: Served, settings: Config, turn: InTurn
 ) -> Response:
     """Answer a conversation, as one object or as a stream of events."""
-    host.check_model(body.model)
+    host = await models.use(body.model, turn)
     asked = await turn.build(lambda: build_request(body, request, settings))
     answer = await host.submit(asked, turn)
     prefixes = await asyncio.to_thread(_cached_prefixes, answer) if asked.breakpoints else ()
@@ -55,10 +55,10 @@ async def create_message(
 
 @router.post("/count_tokens")
 async def count_tokens(
-    body: CountRequest, request: Request, host: Host, settings: Config, turn: InTurn
+    body: CountRequest, request: Request, models: Served, settings: Config, turn: InTurn
 ) -> AnthropicTokensOut:
     """Count the prompt tokens of this request."""
-    host.check_model(body.model)
+    host = await models.use(body.model, turn)
     asked = await turn.build(lambda: build_request(body, request, settings))
     return {"input_tokens": await turn.run(host.engine.count_tokens, asked)}
 

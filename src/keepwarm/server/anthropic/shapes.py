@@ -110,7 +110,8 @@ class CountRequest(JsonInput):
     """The fields that determine the prompt."""
 
     model: str | None = Field(
-        default=None, description="Ignored: the loaded model answers, unless strict_model is set."
+        default=None,
+        description="One of `/v1/models`. Any other is the first, or refused with strict_model.",
     )
     messages: Members[MessageIn] = Field(min_length=1)
     system: str | Members[ContentBlock] | None = None

@@ -52,8 +52,10 @@ from keepwarm.server.dashboard.totals import (
 )
 from keepwarm.server.http.body import api_router
 from keepwarm.server.http.receipts import receipt_dict
-from keepwarm.server.http.request_fields import Config, Host
+from keepwarm.server.http.request_fields import Config, Served
 from keepwarm.server.http.viewer import CurrentViewer, Viewer, require_totals
+from keepwarm.server.models.models import Models
+from keepwarm.server.models.together import lookups_of, memory_of, misses_of, requests_of
 from keepwarm.server.openai.shapes import OpenAIErrorOut
 from keepwarm.text.detokenize import decode
 
@@ -71,16 +73,15 @@ router = api_router(
 
 
 @router.get("/now")
-def show_now(host: Host, viewer: CurrentViewer, state: Dashboard) -> ActivityOut:
+def show_now(models: Served, viewer: CurrentViewer, state: Dashboard) -> ActivityOut:
     """Waiting, running and recent requests, speed, and memory by budget."""
-    engine = host.engine
-    stats, entries = engine.stats(), engine.requests()
+    stats, entries = models.stats(), requests_of(models.engines)
     running = [entry for entry in entries if entry.ended is None]
     ended = [entry for entry in entries if entry.ended is not None and viewer.may_see(entry.tenant)]
     return {
         "object": "dashboard.now",
         "time": time.time(),
-        "model": host.name,
+        "model": models.first.name,
         "viewer": _viewer(viewer),
         "you": _viewer(viewer),
         "running": [
@@ -91,9 +92,11 @@ def show_now(host: Host, viewer: CurrentViewer, state: Dashboard) -> ActivityOut
         "prefilled_tokens": stats.counters["prefilled_tokens"] if viewer.may_see_totals else None,
         "generated_tokens": stats.counters["generated_tokens"] if viewer.may_see_totals else None,
         "prefill_tokens_per_s": stats.prefill_tokens_per_s,
-        "memory": [budget_out(*use) for use in engine.memory()] if viewer.may_see_totals else None,
+        "memory": [budget_out(*use) for use in memory_of(models.engines)]
+        if viewer.may_see_totals
+        else None,
         "condition": condition_out(stats) if viewer.may_see_totals else None,
-        "revision": state.revision(engine, stats),
+        "revision": state.revision(stats),
     }
 
 
@@ -130,14 +133,14 @@ def request_out(entry: JournalEntry, viewer: Viewer, log: str | None = None) -> 
 
 @router.get("/requests")
 def list_requests(
-    host: Host,
+    models: Served,
     viewer: CurrentViewer,
     state: Dashboard,
     limit: Annotated[int, Query(ge=1, le=500, description="Number of requests.")] = 100,
 ) -> RequestListOut:
     """Recent requests, newest first, each with its line in the log."""
     lines = state.lines.by_request()
-    seen = [entry for entry in host.engine.requests() if viewer.may_see(entry.tenant)]
+    seen = [entry for entry in requests_of(models.engines) if viewer.may_see(entry.tenant)]
     data = [
         request_out(entry, viewer, lines.get((entry.tenant, entry.request_id)))
         for entry in seen[: -limit - 1 : -1]
@@ -146,20 +149,20 @@ def list_requests(
 
 
 @router.post("/requests/{number}/cancel")
-def cancel_request(number: int, host: Host, viewer: CurrentViewer) -> CancelledRequestOut:
+def cancel_request(number: int, models: Served, viewer: CurrentViewer) -> CancelledRequestOut:
     """Cancel a waiting or running request; what it has computed is kept."""
-    entries = [entry for entry in host.engine.requests() if entry.number == number]
+    entries = [entry for entry in requests_of(models.engines) if entry.number == number]
     if not any(viewer.may_see(entry.tenant) for entry in entries):
         raise UnknownRequest(
             f"There is no request {number} of this key; it may have ended long ago."
         )
-    cancelled = host.engine.cancel(number)
+    cancelled = any(engine.cancel(number) for engine in models.engines)
     return {"object": "dashboard.request", "number": number, "cancelled": cancelled}
 
 
 @router.get("/saved", dependencies=[Depends(require_totals)])
 def show_saved(
-    host: Host,
+    models: Served,
     state: Dashboard,
     hours: Annotated[int, Query(ge=1, le=24, description="Length of the history in hours.")] = 1,
 ) -> SavingsOut:
@@ -167,11 +170,11 @@ def show_saved(
 
     Counted over all keys; with more than one key, the admin key is needed.
     """
-    stats = host.engine.stats()
+    stats = models.stats()
     state.history.observe(stats)
     timeline, disk = state.history.timeline, stats.tiers["disk"]
     p50, p95 = latencies_ms(timeline, hours)
-    written = sorted(host.engine.store.on_disk.wear.by_day().items())
+    written = sorted(models.store.on_disk.wear.by_day().items())
     return {
         "object": "dashboard.saved",
         "hours": hours,
@@ -192,24 +195,24 @@ def show_saved(
 
 
 @router.get("/forest")
-async def show_forest(host: Host, viewer: CurrentViewer) -> ForestOut:
+async def show_forest(models: Served, viewer: CurrentViewer) -> ForestOut:
     """The stored blocks, up to 10,000, as runs of consecutive blocks."""
-    return await asyncio.to_thread(forest_out, host.engine.store, viewer)
+    return await asyncio.to_thread(forest_out, models.store, viewer)
 
 
 @router.get("/agents")
-async def list_agents(host: Host, viewer: CurrentViewer) -> ListedAgentsOut:
+async def list_agents(models: Served, viewer: CurrentViewer) -> ListedAgentsOut:
     """The agents of this key; with the admin key those of all keys."""
-    data = await asyncio.to_thread(agents_out, host.engine.store, viewer)
+    data = await asyncio.to_thread(agents_out, models.store, viewer)
     return {"object": "list", "data": data}
 
 
 @router.get("/connect")
-def show_connect(request: Request, host: Host, viewer: CurrentViewer) -> ConnectOut:
+def show_connect(request: Request, models: Served, viewer: CurrentViewer) -> ConnectOut:
     """For each client the lines that point it at this server."""
-    url, name = str(request.base_url).rstrip("/"), host.name
+    url, name = str(request.base_url).rstrip("/"), models.first.name
     key = request.state.key_name if viewer.key_needed else None
-    server = ServerInfo(url, name, host.engine.model.n_context)
+    server = ServerInfo(url, name, models.default.n_context or models.engine.model.n_context)
     return {
         "object": "dashboard.connect",
         "url": url,
@@ -226,12 +229,12 @@ def show_settings(settings: Config) -> SettingListOut:
 
 
 @router.get("/misses")
-async def show_misses(host: Host, viewer: CurrentViewer) -> MissListOut:
+async def show_misses(models: Served, viewer: CurrentViewer) -> MissListOut:
     """Recent requests that recomputed tokens of an earlier prompt, and the cost."""
-    found = await asyncio.to_thread(host.engine.misses.latest)
+    found = await asyncio.to_thread(misses_of, models.engines)
     return {
         "object": "list",
-        "data": [_miss(each, viewer) for each in found if viewer.may_see(each.tenant)],
+        "data": [_miss(each, viewer) for _, each in found if viewer.may_see(each.tenant)],
     }
 
 
@@ -254,13 +257,13 @@ def _miss(miss: PrefixMiss, viewer: Viewer) -> MissOut:
 
 
 @router.get("/misses/{number}")
-async def show_divergence(number: int, host: Host, viewer: CurrentViewer) -> DivergenceOut:
+async def show_divergence(number: int, models: Served, viewer: CurrentViewer) -> DivergenceOut:
     """Show as text where one of the caller's prompts diverges from the earlier one."""
-    found = await asyncio.to_thread(host.engine.misses.latest)
-    own = [miss for miss in found if miss.number == number and viewer.may_read(miss.tenant)]
+    found = await asyncio.to_thread(misses_of, models.engines)
+    own = [each for each in found if each[1].number == number and viewer.may_read(each[1].tenant)]
     if not own:
         raise UnknownRequest(f"There is no miss {number} whose text this key may read.")
-    return await asyncio.to_thread(_divergence, host.engine, own[0])
+    return await asyncio.to_thread(_divergence, *own[0])
 
 
 def _divergence(engine: Engine, miss: PrefixMiss) -> DivergenceOut:
@@ -274,18 +277,18 @@ def _divergence(engine: Engine, miss: PrefixMiss) -> DivergenceOut:
 
 
 @router.get("/what-if", dependencies=[Depends(require_totals)])
-async def show_what_if(host: Host, state: Dashboard) -> WhatIfOut:
+async def show_what_if(models: Served, state: Dashboard) -> WhatIfOut:
     """What other disk budgets would have saved, by replaying all lookups since the start.
 
     Counted over all keys; with more than one key, the admin key is needed.
     """
-    return await asyncio.to_thread(_what_if, host.engine, state)
+    return await asyncio.to_thread(_what_if, models, state)
 
 
-def _what_if(engine: Engine, state: DashboardState) -> WhatIfOut:
-    stats = engine.stats()
+def _what_if(models: Models, state: DashboardState) -> WhatIfOut:
+    stats = models.stats()
     max_bytes = stats.tiers["disk"].max_bytes
-    found = state.what_if(engine.lookup_log.all(), max_bytes)
+    found = state.what_if(lookups_of(models.engines), max_bytes)
     now = next((o.n_tokens for o in found.outcomes if o.max_bytes == max_bytes), 0)
     outcomes: list[BudgetOutcomeOut] = [
         {

@@ -14,9 +14,9 @@ from keepwarm.cache.policy import Policy
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
 from keepwarm.server.clients import AGENT_HEADER
-from keepwarm.server.host import EngineHost
 from keepwarm.server.http.body import JsonInput
 from keepwarm.server.http.turns import Turn
+from keepwarm.server.models.models import Models
 from keepwarm.text.request import KVOptions
 
 CACHE_HEADER = "x-keepwarm-cache"
@@ -78,10 +78,10 @@ class RequestFields(NamedTuple):
     request_id: str = ""
 
 
-async def host_of(request: Request) -> EngineHost:
+async def models_of(request: Request) -> Models:
     """A coroutine: FastAPI runs a plain function in a thread, for every request."""
-    host: EngineHost = request.app.state.host
-    return host
+    models: Models = request.app.state.models
+    return models
 
 
 def settings_of(request: Request) -> Settings:
@@ -98,7 +98,7 @@ async def _turn(request: Request) -> Turn:
     return turn
 
 
-Host = Annotated[EngineHost, Depends(host_of)]
+Served = Annotated[Models, Depends(models_of)]
 Config = Annotated[Settings, Depends(_config)]
 InTurn = Annotated[Turn, Depends(_turn)]
 

@@ -11,8 +11,9 @@ import asyncio
 import os
 import re
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -101,21 +102,42 @@ class ReportedAnswer(Protocol):
     usage: Usage | None  # once it has ended
 
 
+class HeldShare:
+    """One turn of a key, which may be given back for a while."""
+
+    def __init__(self, shares: FairShares, owner: str) -> None:
+        self._shares = shares
+        self._owner = owner
+        self._is_held = True
+
+    async def take(self) -> None:
+        await self._shares.take(self._owner)
+        self._is_held = True
+
+    def give_back(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._shares.give_back(self._owner)
+
+
 class Turn:
-    """One request while it is prepared."""
+    """One request while it is prepared; `held` is closed when it has been answered."""
 
     def __init__(
         self,
         deadline: PrepareDeadline,
         threads: ThreadPoolExecutor,
+        share: HeldShare,
         end: Callable[[], None],
         *,
         is_long: bool,
     ) -> None:
         self._deadline = deadline
         self._threads = threads
+        self._share = share
         self._end: Callable[[], None] | None = end
         self._is_long = is_long
+        self.held = ExitStack()
         self.agent: str | None = None
         self.answers: Sequence[ReportedAnswer] = ()  # for the log
 
@@ -134,6 +156,14 @@ class Turn:
         except asyncio.CancelledError:
             self._deadline.cancel()
             raise
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Inside, others prepare; the time that passes does not count."""
+        self._share.give_back()
+        yield
+        await self._share.take()  # not after an error: the turn ends
+        self._deadline.begin_again()
 
     def end(self) -> None:
         """The engine has the request; from here on its answer watches the client."""
@@ -177,18 +207,21 @@ class PreparingTurns:
             gone.cancel()
             raise
 
+        share = HeldShare(shares, owner)
+
         def end() -> None:
             gone.cancel()
-            shares.give_back(owner)
+            share.give_back()
 
         deadline = PrepareDeadline(self._timeout_s)
         gone.add_done_callback(lambda task: None if task.cancelled() else deadline.cancel())
-        turn = scope["state"]["turn"] = Turn(deadline, self._threads, end, is_long=is_long)
+        turn = scope["state"]["turn"] = Turn(deadline, self._threads, share, end, is_long=is_long)
         try:
             await turn.build(partial(check_structure, body))
             await self._app(scope, _replay(body, receive), send)
         finally:
             turn.end()
+            turn.held.close()
 
     async def _take(self, shares: FairShares, owner: str, gone: asyncio.Task[None]) -> bool:
         """Wait for a turn; False if the client went away meanwhile."""

@@ -1,4 +1,4 @@
-"""Changing the model of a running server, which holds one model at a time.
+"""Changing which models of a running server are loaded.
 
 `server.http.limits` requires the admin key for these routes.
 """
@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,14 +16,14 @@ from fastapi import Depends, Request
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from keepwarm.cache.store import Store
 from keepwarm.config import Settings
-from keepwarm.errors import Busy, EngineFailed, KeepwarmError, Stopping, UnknownModel
-from keepwarm.models import builtin, hub
-from keepwarm.models.catalog import locate, read_config
+from keepwarm.errors import Busy, KeepwarmError, UnknownModel
+from keepwarm.models import hub
+from keepwarm.models.catalog import find, locate, read_config
 from keepwarm.server.deprecation import renamed_to
-from keepwarm.server.host import EngineHost
 from keepwarm.server.http.body import JsonInput, api_router
+from keepwarm.server.models.models import Models
+from keepwarm.server.models.slots import Slot
 from keepwarm.server.openai.shapes import OpenAIErrorOut
 
 MAX_DRAIN_S = 3600.0
@@ -51,6 +49,10 @@ class UnloadBody(JsonInput):
     )
 
 
+class NamedUnloadBody(UnloadBody):
+    model: str | None = Field(default=None, description="One of the server's; default: the first.")
+
+
 class LoadBody(UnloadBody):
     model: str = Field(min_length=1, description="Built-in name, or hub id of a downloaded model.")
 
@@ -66,45 +68,45 @@ class ModelLocation(NamedTuple):
     """A model's name in requests, and its path."""
 
     name: str
-    path: Path
+    path: Path | None
 
 
 class ResidentModel:
-    """Replaces the engine of a host. Its methods take seconds; call them in a thread."""
+    """Changes which models are loaded. Its methods take seconds; call them in a thread."""
 
-    def __init__(self, host: EngineHost, settings: Settings) -> None:
-        self._host = host
+    def __init__(self, models: Models, settings: Settings) -> None:
+        self._models = models
+        self._slots = models.slots
         self._settings = settings
-        self._store: Store | None = None  # of the engine that was closed
-        self._changing = threading.Lock()
 
     def load(self, name: str, drain_s: float | None) -> ResidentOut:
-        """Replace the model; if the new one cannot be loaded, load the previous one again."""
-        with self._exclusive():
-            new = self._locate(name)
-            old = self._close_engine(drain_s)
-            try:
-                self._start(new)
-            except (Exception, SystemExit) as error:
-                self._reload(old)
-                if isinstance(error, KeepwarmError):
-                    raise
-                raise EngineFailed(f"{name} could not be started ({error}).") from error
-        return _out(new.name, old)
+        """Load one of the server's models; any other replaces the first one.
 
-    def unload(self, drain_s: float | None) -> ResidentOut:
-        """Free the model; its blocks stay on disk."""
+        If that cannot be loaded, the previous one is loaded again.
+        """
         with self._exclusive():
-            return _out(None, self._close_engine(drain_s))
+            slot = self._models.known(name)
+            if slot is not None and slot is not self._models.default:
+                self._load(slot)
+                return _out(name, None)
+            return self._replace(self._locate(name), drain_s)
+
+    def unload(self, drain_s: float | None, name: str | None = None) -> ResidentOut:
+        """Free a model, the first one by default; its blocks stay on disk."""
+        slot = self._models.default if name is None else self._models.known(name)
+        if slot is None:
+            raise self._models.unknown(str(name))
+        with self._exclusive():
+            return _out(None, self._unload(slot, drain_s))
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        if not self._changing.acquire(blocking=False):
+        if not self._slots.changing.acquire(blocking=False):
             raise Busy("The model is already being changed; retry when that is done.")
         try:
             yield
         finally:
-            self._changing.release()
+            self._slots.changing.release()
 
     def _locate(self, name: str) -> ModelLocation:
         """Find a model that requests may name; never downloads."""
@@ -123,32 +125,36 @@ class ResidentModel:
     def _find(self, name: str) -> Path | None:
         if name == self._settings.model:
             return locate(name, self._settings)
-        if name in builtin.BUILTINS:
-            path = builtin.directory(builtin.BUILTINS[name], self._settings)
-            return path if path.is_dir() else None
-        return hub.cached(name) if hub.is_id(name) else None
+        return find(name, self._settings)
 
-    def _close_engine(self, drain_s: float | None) -> ModelLocation | None:
-        """Drain and close the engine; its weights are freed."""
-        engine = self._host.take()
-        if engine is None:
-            return None
-        location, self._store = ModelLocation(self._host.name, engine.model.path), engine.store
-        engine.drain(self._settings.drain_s if drain_s is None else drain_s)
-        engine.close()
-        del engine
-        gc.collect()  # frees the weights before the next model is loaded
+    def _replace(self, new: ModelLocation, drain_s: float | None) -> ResidentOut:
+        default = self._models.default
+        old = self._unload(default, drain_s)
+        try:
+            self._put(default, new)
+        except KeepwarmError:
+            if old is not None:
+                log.warning("The new model could not be started; loading %s again.", old.name)
+                self._put(default, old)
+            raise
+        return _out(new.name, old)
+
+    def _put(self, slot: Slot, location: ModelLocation) -> None:
+        slot.host.name, slot.path = location
+        slot.names = [location.name]
+        self._load(slot)
+
+    def _load(self, slot: Slot) -> None:
+        if slot.host.loaded is None:
+            self._slots.load(slot)
+        slot.is_offered = True
+
+    def _unload(self, slot: Slot, drain_s: float | None) -> ModelLocation | None:
+        """Until it is loaded again, requests are told that it is not."""
+        slot.is_offered = False
+        location = ModelLocation(slot.host.name, slot.path) if slot.host.loaded else None
+        self._slots.unload(slot, self._settings.drain_s if drain_s is None else drain_s)
         return location
-
-    def _start(self, location: ModelLocation) -> None:
-        if self._store is None:
-            raise Stopping("The server is shutting down; its store is closed.")
-        self._host.load(location.name, str(location.path), self._store, self._settings)
-
-    def _reload(self, old: ModelLocation | None) -> None:
-        if old is not None:
-            log.warning("The new model could not be started; loading %s again.", old.name)
-            self._start(old)
 
 
 def _out(model: str | None, previous: ModelLocation | None) -> ResidentOut:
@@ -167,7 +173,7 @@ Resident = Annotated[ResidentModel, Depends(_resident_of)]
 @router.post("/load")
 @router.post("/swap")
 async def load_model(body: LoadBody, resident: Resident) -> ResidentOut:
-    """Replace the model: drain, unload, load.
+    """Load one of the server's models. Any other replaces the first: drain, unload, load.
 
     If the new model cannot be loaded, the old one is loaded again and the error is returned.
     """
@@ -175,6 +181,6 @@ async def load_model(body: LoadBody, resident: Resident) -> ResidentOut:
 
 
 @router.post("/unload")
-async def unload_model(body: UnloadBody, resident: Resident) -> ResidentOut:
-    """Drain and unload the model; requests get a 503 until another one is loaded."""
-    return await asyncio.to_thread(resident.unload, body.drain_s)
+async def unload_model(body: NamedUnloadBody, resident: Resident) -> ResidentOut:
+    """Drain and unload a model; requests to it get a 503 until one is loaded."""
+    return await asyncio.to_thread(resident.unload, body.drain_s, body.model)

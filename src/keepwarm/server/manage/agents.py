@@ -27,7 +27,7 @@ from keepwarm.engine.engine import Engine
 from keepwarm.engine.insight.recompute import EXTENT, ImportCheck
 from keepwarm.errors import BadField, UnknownAgent
 from keepwarm.server.http.body import api_router
-from keepwarm.server.http.request_fields import Config, Host, tenant_agent_id
+from keepwarm.server.http.request_fields import Config, Served, tenant_agent_id
 from keepwarm.server.manage.agent_shapes import (
     AgentId,
     AgentList,
@@ -66,14 +66,14 @@ admin_router = api_router(prefix="/v1/admin/agents", tags=["Admin"], responses=E
 class TenantAgents:
     """The caller's agents. Its methods read and write files; call them in a thread."""
 
-    def __init__(self, request: Request, host: Host) -> None:
+    def __init__(self, request: Request, models: Served) -> None:
         self.tenant: str = getattr(request.state, "tenant", "")
-        self._engine: Engine = host.engine
+        self._models = models
         self._keys: BundleKeys = request.app.state.bundle_keys
 
     @property
     def _disk_store(self) -> DiskStore:
-        return self._engine.store.on_disk
+        return self._models.store.on_disk
 
     def all(self) -> list[AgentOut]:
         prefix = tenant_agent_id(self.tenant, "")
@@ -85,7 +85,7 @@ class TenantAgents:
         return self._out(self._find(agent_id))
 
     def create(self, agent_id: str, options: AgentOptions) -> AgentOut:
-        lane = self._engine.lane_of(self.tenant)
+        lane = self._models.engine.lane_of(self.tenant)
         head = Branch(lane.manager.namespace, model=lane.model.name)
         made = self._disk_store.agents.create(
             self._unused_id(agent_id), head, **options.model_dump(exclude_unset=True)
@@ -109,7 +109,8 @@ class TenantAgents:
             )
         rewound = self._disk_store.agents.rewind(agent.id, turn, branch)
         dropped = Forgotten(agent.id, tuple(dropped_by_rewind(agent, rewound)))
-        self._engine.call(partial(self._engine.live.abandon, agent.id, dropped)).result()
+        for engine in self._models.engines:
+            engine.call(partial(engine.live.abandon, agent.id, dropped)).result()
         return self._out(rewound)
 
     def pin(self, agent_id: str, pinned: bool, branch: int | None) -> AgentOut:
@@ -121,31 +122,38 @@ class TenantAgents:
 
     def delete(self, agent_id: str) -> DeletedAgent:
         agent = self._find(agent_id)
-        removed = self._engine.forget(agent.id)
+        removed = self._models.store.forget(agent.id)
         return {"id": agent_id, "object": "agent", "deleted": True, "removed_blocks": removed}
 
     def export(self, agent_id: str, branch: int | None) -> BundleExport:
         return self._disk_store.export(self._find(agent_id, branch), key=self._keys.signing)
 
-    def import_(self, source: BundleSource, agent_id: str, check: str | None) -> AgentOut:
+    def import_(
+        self, engine: Engine, source: BundleSource, agent_id: str, check: str | None
+    ) -> AgentOut:
         new_id = self._unused_id(agent_id)
-        lane = self._engine.lane_of(self.tenant)
+        lane = engine.lane_of(self.tenant)
         fits = partial(check_record, lane.manager.layout)
         made = self._disk_store.receive_agent(
             source, lane.identity, new_id, keys=self._keys, check_record=fits
         )
         if check is not None:
-            made = ImportCheck(self._engine, made, self.tenant).run(check)
+            made = ImportCheck(engine, made, self.tenant).run(check)
         return self._out(made)
 
     def release(self, stored_id: str) -> AgentOut:
         """Of any tenant: for the admin."""
-        self._engine.settle()
+        self._settle()
         return self._out(self._disk_store.release(stored_id))
+
+    def _settle(self) -> None:
+        """Finish recording the latest answers."""
+        for engine in self._models.engines:
+            engine.settle()
 
     def _find(self, agent_id: str, branch: int | None = None) -> Agent:
         """An agent, seen from one of its branches."""
-        self._engine.settle()  # finishes recording the latest answer
+        self._settle()
         try:
             agent = self._disk_store.agents.show(tenant_agent_id(self.tenant, agent_id))
         except UnknownAgent as error:
@@ -230,12 +238,15 @@ async def create_agent(body: NewAgent, agents: Agents) -> AgentOut:
 async def import_agent(
     request: Request,
     agents: Agents,
+    models: Served,
     settings: Config,
+    *,
     agent_id: Annotated[AgentId, Query(alias="id", description="Id for the imported agent.")],
     check: Annotated[
         str | None,
         Query(pattern=f"^({EXTENT})$", description="Compute so many blocks, or all, and compare."),
     ] = None,
+    model: Annotated[str | None, Query(description="The server's model that it is of.")] = None,
 ) -> AgentOut:
     """Import a bundle after verifying it; a bundle of another model is refused.
 
@@ -244,8 +255,9 @@ async def import_agent(
     transfers: Transfers = request.app.state.transfers
     body = UploadedFile(request.stream(), settings.disk_bytes)
     source = BundleSource("The bundle", cast("BinaryIO", body), _length(request, settings))
-    with transfers.one_more(agents.tenant):
-        return await transfers.run(agents.import_, source, agent_id, check)
+    async with models.using(model) as host:
+        with transfers.one_more(agents.tenant):
+            return await transfers.run(agents.import_, host.engine, source, agent_id, check)
 
 
 def _length(request: Request, settings: Settings) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from fastapi import Depends, Request, Response
 from pydantic import Field
@@ -18,7 +18,6 @@ from typing_extensions import TypedDict
 from keepwarm.cache.counts import PromptCounts
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.cache.verify import verify_store
-from keepwarm.engine.engine import Engine
 from keepwarm.engine.insight.stats import Stats
 from keepwarm.errors import BadField, Forbidden
 from keepwarm.server.anthropic.routes import build_request
@@ -28,10 +27,11 @@ from keepwarm.server.host import EngineHost
 from keepwarm.server.http import scrub
 from keepwarm.server.http.body import JsonInput, api_router
 from keepwarm.server.http.receipts import ReceiptOut, receipt_dict
-from keepwarm.server.http.request_fields import Config, Host, InTurn, request_fields
+from keepwarm.server.http.request_fields import Config, InTurn, Served, request_fields
 from keepwarm.server.http.sse import WholeAnswer
 from keepwarm.server.http.turns import Turn
 from keepwarm.server.http.viewer import require_totals
+from keepwarm.server.models.models import Models
 from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.routes import fill_in_for
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest, OpenAIErrorOut
@@ -131,51 +131,74 @@ class VerifyOut(TypedDict):
     bad: list[BadRecordOut]
 
 
-def _by_chat(body: ChatRequest, request: Request, settings: Config) -> engine_request.Request:
-    asked = chat.request_of(
-        body, request_fields(request, body.keepwarm, body.prompt_cache_key), settings
+class PromptTo(NamedTuple):
+    """A prompt, and the model that it is for."""
+
+    host: EngineHost
+    request: engine_request.Request
+
+
+async def _by_chat(
+    body: ChatRequest, request: Request, models: Served, settings: Config, turn: InTurn
+) -> PromptTo:
+    host = await models.use(body.model, turn)
+    fields = request_fields(request, body.keepwarm, body.prompt_cache_key)
+    rules = scrub.rules_for(settings.scrub, request.headers)
+    asked = await turn.build(
+        lambda: scrub.scrub_request(chat.request_of(body, fields, settings), rules)
     )
-    return scrub.scrub_request(asked, scrub.rules_for(settings.scrub, request.headers))
+    return PromptTo(host, asked)
 
 
-def _by_completion(
-    body: CompletionRequest, request: Request, host: Host, settings: Config
-) -> engine_request.Request:
+async def _by_completion(
+    body: CompletionRequest, request: Request, models: Served, settings: Config, turn: InTurn
+) -> PromptTo:
+    host = await models.use(body.model, turn)
     caller = request_fields(request, body.keepwarm, body.prompt_cache_key)
-    asked = completions.requests_of(body, caller, fill_in_for(body, host, settings))
+    fill_in = fill_in_for(body, host, settings)
+    asked = await turn.build(lambda: completions.requests_of(body, caller, fill_in))
     if len(asked) > 1:
         raise BadField("The body has several prompts; send one at a time.", "prompt")
-    return asked[0]
+    return PromptTo(host, asked[0])
 
 
-def _by_messages(body: CountRequest, request: Request, settings: Config) -> engine_request.Request:
-    return build_request(body, request, settings)
+async def _by_messages(
+    body: CountRequest, request: Request, models: Served, settings: Config, turn: InTurn
+) -> PromptTo:
+    host = await models.use(body.model, turn)
+    return PromptTo(host, await turn.build(lambda: build_request(body, request, settings)))
 
 
 async def _by_responses(
-    body: InputRequest, request: Request, settings: Config, answers: Answers
-) -> engine_request.Request:
-    items = await answers.conversation(body)
-    return await asyncio.to_thread(request_builder(body, request, settings), items)
+    body: InputRequest,
+    request: Request,
+    models: Served,
+    settings: Config,
+    *,
+    answers: Answers,
+    turn: InTurn,
+) -> PromptTo:
+    host = await models.use(body.model, turn)
+    items, build = await answers.conversation(body), request_builder(body, request, settings)
+    return PromptTo(host, await turn.build(lambda: build(items)))
 
 
-ByChat: TypeAlias = Annotated[engine_request.Request, Depends(_by_chat)]
-ByCompletion: TypeAlias = Annotated[engine_request.Request, Depends(_by_completion)]
-ByMessages: TypeAlias = Annotated[engine_request.Request, Depends(_by_messages)]
-ByResponses: TypeAlias = Annotated[engine_request.Request, Depends(_by_responses)]
+ByChat: TypeAlias = Annotated[PromptTo, Depends(_by_chat)]
+ByCompletion: TypeAlias = Annotated[PromptTo, Depends(_by_completion)]
+ByMessages: TypeAlias = Annotated[PromptTo, Depends(_by_messages)]
+ByResponses: TypeAlias = Annotated[PromptTo, Depends(_by_responses)]
 
 
 @router.get("", dependencies=[Depends(require_totals)])
-def show_cache(host: Host) -> CacheOut:
+def show_cache(models: Served) -> CacheOut:
     """Blocks stored, requests served, bytes written.
 
     Counted over all keys; with more than one key, the admin key is needed.
     """
-    engine = host.engine
-    stats = engine.stats()
+    stats = models.stats()
     return {
         "object": "cache",
-        "model": host.name,
+        "model": models.first.name,
         "requests": {
             "waiting": stats.waiting,
             "prefilling": stats.prefilling,
@@ -186,7 +209,7 @@ def show_cache(host: Host) -> CacheOut:
         "live": stats.live._asdict(),
         "tiers": {name: _tier(stats, name) for name in stats.tiers},
         "writes": asdict(stats.writes),
-        "written_by_day": engine.store.on_disk.wear.by_day(),
+        "written_by_day": models.store.on_disk.wear.by_day(),
         "prompts": figures_out(stats.counts),
         "failed_restores": dict(stats.failed_restores),
     }
@@ -204,38 +227,38 @@ def _tier(stats: Stats, name: str) -> dict[str, int | None]:
 
 
 @router.post("/lookup")
-async def look_up(asked: ByChat, host: Host, turn: InTurn) -> LookupOut:
+async def look_up(asked: ByChat, turn: InTurn) -> LookupOut:
     """Report how much of a chat completion's prompt is cached; computes nothing."""
-    return await _look_up(host, asked, turn)
+    return await _look_up(asked, turn)
 
 
 @router.post("/lookup/completions")
-async def look_up_completion(asked: ByCompletion, host: Host, turn: InTurn) -> LookupOut:
+async def look_up_completion(asked: ByCompletion, turn: InTurn) -> LookupOut:
     """The same for a text completion with a single prompt."""
-    return await _look_up(host, asked, turn)
+    return await _look_up(asked, turn)
 
 
 @router.post("/lookup/messages")
-async def look_up_messages(asked: ByMessages, host: Host, turn: InTurn) -> LookupOut:
+async def look_up_messages(asked: ByMessages, turn: InTurn) -> LookupOut:
     """The same for the body of Anthropic's `/v1/messages`."""
-    return await _look_up(host, asked, turn)
+    return await _look_up(asked, turn)
 
 
 @router.post("/lookup/responses")
-async def look_up_responses(asked: ByResponses, host: Host, turn: InTurn) -> LookupOut:
+async def look_up_responses(asked: ByResponses, turn: InTurn) -> LookupOut:
     """The same for the body of OpenAI's `/v1/responses`."""
-    return await _look_up(host, asked, turn)
+    return await _look_up(asked, turn)
 
 
-async def _look_up(host: EngineHost, asked: engine_request.Request, turn: Turn) -> LookupOut:
-    found = await turn.run(host.engine.lookup, asked)
+async def _look_up(asked: PromptTo, turn: Turn) -> LookupOut:
+    found = await turn.run(asked.host.engine.lookup, asked.request)
     return {
         "object": "cache.lookup",
         "prompt_tokens": found.prompt_tokens,
         "warm": dict(found.warm),
         "ttft_ms": found.first_token_ms,
         "first_token_ms": found.first_token_ms,
-        "scrubbed": list(asked.scrubbed),
+        "scrubbed": list(asked.request.scrubbed),
     }
 
 
@@ -243,31 +266,31 @@ WARMED: Mapping[int | str, dict[str, Any]] = {200: {"model": WarmOut}}
 
 
 @router.post("/warm", responses=dict(WARMED))
-async def warm(asked: ByChat, host: Host, turn: InTurn) -> Response:
+async def warm(asked: ByChat, turn: InTurn) -> Response:
     """Prefill a chat completion's prompt and store it, so that its first use is warm."""
-    return await _warm(host, asked, turn)
+    return await _warm(asked, turn)
 
 
 @router.post("/warm/completions", responses=dict(WARMED))
-async def warm_completion(asked: ByCompletion, host: Host, turn: InTurn) -> Response:
+async def warm_completion(asked: ByCompletion, turn: InTurn) -> Response:
     """The same for a text completion with a single prompt."""
-    return await _warm(host, asked, turn)
+    return await _warm(asked, turn)
 
 
 @router.post("/warm/messages", responses=dict(WARMED))
-async def warm_messages(asked: ByMessages, host: Host, turn: InTurn) -> Response:
+async def warm_messages(asked: ByMessages, turn: InTurn) -> Response:
     """The same for the body of Anthropic's `/v1/messages`."""
-    return await _warm(host, asked, turn)
+    return await _warm(asked, turn)
 
 
 @router.post("/warm/responses", responses=dict(WARMED))
-async def warm_responses(asked: ByResponses, host: Host, turn: InTurn) -> Response:
+async def warm_responses(asked: ByResponses, turn: InTurn) -> Response:
     """The same for the body of OpenAI's `/v1/responses`."""
-    return await _warm(host, asked, turn)
+    return await _warm(asked, turn)
 
 
-async def _warm(host: EngineHost, asked: engine_request.Request, turn: Turn) -> Response:
-    return WholeAnswer(await host.warm(asked, turn), _warmed)
+async def _warm(asked: PromptTo, turn: Turn) -> Response:
+    return WholeAnswer(await asked.host.warm(asked.request, turn), _warmed)
 
 
 def _warmed(result: Result) -> WarmOut:
@@ -275,28 +298,30 @@ def _warmed(result: Result) -> WarmOut:
 
 
 @router.post("/clear")
-async def clear(body: ClearBody, request: Request, host: Host) -> ClearOut:
+async def clear(body: ClearBody, request: Request, models: Served) -> ClearOut:
     """Clear the memory tiers; with `disk`, also delete everything on disk.
 
     Needs the admin key if other keys' blocks would be removed.
     """
     if body.disk or request.state.tenant:
         _need_admin(request)
-    return await asyncio.to_thread(_clear, host.engine, body.disk)
+    return await asyncio.to_thread(_clear, models, body.disk)
 
 
-def _clear(engine: Engine, disk: bool) -> ClearOut:
-    engine.store.flush()
-    n_agents, n_blocks = engine.store.on_disk.clear() if disk else (0, 0)
-    engine.clear()
+def _clear(models: Models, disk: bool) -> ClearOut:
+    models.store.flush()
+    n_agents, n_blocks = models.store.on_disk.clear() if disk else (0, 0)
+    for engine in models.engines:
+        engine.clear()
+    models.store.clear_memory()
     return {"object": "cache.clear", "removed_blocks": n_blocks, "removed_agents": n_agents}
 
 
 @router.post("/verify")
-async def verify(body: VerifyBody, request: Request, host: Host) -> VerifyOut:
+async def verify(body: VerifyBody, request: Request, models: Served) -> VerifyOut:
     """Check every record and agent on disk. Needs the admin key."""
     _need_admin(request)
-    return await asyncio.to_thread(_verify, host.engine.store.on_disk, body.fix)
+    return await asyncio.to_thread(_verify, models.store.on_disk, body.fix)
 
 
 def _verify(disk_store: DiskStore, fix: bool) -> VerifyOut:

@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 from keepwarm.errors import Stopping
 from keepwarm.server.http.body import api_router
-from keepwarm.server.http.request_fields import Host
+from keepwarm.server.http.request_fields import Served
 from keepwarm.server.openai.shapes import OpenAIErrorOut
 
 router = api_router(prefix="/health", tags=["Health"])
@@ -30,12 +30,12 @@ async def live() -> HealthOut:
 
 @router.get("/ready", responses=UNREADY)
 @router.get("", responses=UNREADY)
-async def ready(host: Host) -> HealthOut:
+async def ready(models: Served) -> HealthOut:
     """200 while the engine accepts requests; 503 while it is down, draining or being replaced.
 
     While a model is loaded, the message says what is being done and how far.
     """
-    if not host.ready:
-        _ = host.engine  # raises, with the reason, if there is none
+    if not models.ready:
+        _ = models.engine  # raises, with the reason, if there is none
         raise Stopping("The engine is not accepting requests; retry later.")
     return {"status": "ok"}

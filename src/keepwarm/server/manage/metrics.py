@@ -16,9 +16,9 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keepwarm.engine.insight.stats import Stats
-from keepwarm.server.host import EngineHost
 from keepwarm.server.http.body import api_router
 from keepwarm.server.http.viewer import CurrentViewer
+from keepwarm.server.models.models import Models
 from keepwarm.text.request import Usage
 
 Values: TypeAlias = Mapping[str, float]  # by label value; "" without a label
@@ -44,6 +44,8 @@ TTFT = "keepwarm_time_to_first_token_seconds", "From a request's arrival to its 
 OLD_TTFT = "keepwarm_first_token_seconds", "Deprecated: keepwarm_time_to_first_token_seconds."
 TOKEN = "keepwarm_token_seconds", "Time per output token of one answer."
 HTTP = "keepwarm_http_requests", "Completed HTTP requests, refused ones included."
+LOADED = "keepwarm_model_loaded", "1 while the model is loaded."
+LOADS = "keepwarm_model_loads", "How often the model was loaded."
 READY = "keepwarm_ready", "1 while requests are accepted."
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
@@ -232,14 +234,14 @@ SAMPLES = (
 class ReadyCollector(Collector):
     """The same as `/health/ready`."""
 
-    def __init__(self, host: EngineHost) -> None:
-        self._host = host
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     def describe(self) -> list[Metric]:
         return []  # otherwise registering calls `collect`
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily(*READY, value=float(self._host.ready))
+        yield GaugeMetricFamily(*READY, value=float(self._models.ready))
 
 
 class EngineCollector(ReadyCollector):
@@ -247,9 +249,18 @@ class EngineCollector(ReadyCollector):
 
     def collect(self) -> Iterator[Metric]:
         yield from super().collect()
-        if self._host.ready:
-            stats = self._host.engine.stats()
+        if self._models.ready:
+            stats = self._models.stats()
             yield from (_family(sample, sample.read(stats)) for sample in SAMPLES)
+        yield from self._by_model()
+
+    def _by_model(self) -> Iterator[Metric]:
+        loaded = GaugeMetricFamily(*LOADED, labels=["model"])
+        loads = CounterMetricFamily(*LOADS, labels=["model"])
+        for slot in self._models.slots.all:
+            loaded.add_metric([slot.host.name], slot.host.loaded is not None)
+            loads.add_metric([slot.host.name], slot.n_loads)
+        yield from (loaded, loads)
 
 
 def _family(sample: Sample, values: Values) -> Metric:
@@ -263,19 +274,19 @@ def _family(sample: Sample, values: Values) -> Metric:
 class Metrics:
     """All metrics of one application."""
 
-    def __init__(self, host: EngineHost) -> None:
+    def __init__(self, models: Models) -> None:
         self.registry = CollectorRegistry()
         self.ready = CollectorRegistry()
-        self.ready.register(ReadyCollector(host))
+        self.ready.register(ReadyCollector(models))
         self._ttft = [
             Histogram(*name, ["warm"], buckets=TTFT_S, registry=self.registry)
             for name in (TTFT, OLD_TTFT)
         ]
         self._token = Histogram(*TOKEN, buckets=TOKEN_S, registry=self.registry)
         self._http = Counter(*HTTP, ["api", "outcome"], registry=self.registry)
-        self.registry.register(EngineCollector(host))
+        self.registry.register(EngineCollector(models))
         ProcessCollector(registry=self.registry)
-        host.on_answer(self.observe)
+        models.on_answer(self.observe)
 
     def count_request(self, api: str, outcome: str) -> None:
         self._http.labels(api, outcome).inc()

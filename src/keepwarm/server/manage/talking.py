@@ -17,7 +17,7 @@ from keepwarm.server.anthropic.routes import create_message
 from keepwarm.server.anthropic.shapes import AnthropicErrorOut, MessageOut, MessagesRequest
 from keepwarm.server.http.body import JsonInput, api_router
 from keepwarm.server.http.receipts import ReceiptOut, receipt_dict
-from keepwarm.server.http.request_fields import Config, Host, InTurn, request_fields
+from keepwarm.server.http.request_fields import Config, InTurn, Served, request_fields
 from keepwarm.server.http.sse import answer_docs
 from keepwarm.server.manage.agent_shapes import AgentId
 from keepwarm.server.manage.agents import ERRORS
@@ -36,13 +36,13 @@ async def continue_chat(
     agent_id: AgentId,  # noqa: ARG001  # `request_fields` reads it from the path
     body: ChatRequest,
     request: Request,
-    host: Host,
+    models: Served,
     settings: Config,
     *,
     turn: InTurn,
 ) -> Response:
     """Continue an agent with new messages, in OpenAI's format."""
-    return await create_chat_completion(body, request, host, settings, turn)
+    return await create_chat_completion(body, request, models, settings, turn)
 
 
 @router.post("/messages", responses={**ANTHROPIC_ERRORS, **answer_docs(MessageOut)})
@@ -51,7 +51,7 @@ async def continue_messages(
     agent_id: AgentId,  # noqa: ARG001
     body: MessagesRequest,
     request: Request,
-    host: Host,
+    models: Served,
     settings: Config,
     *,
     turn: InTurn,
@@ -60,10 +60,11 @@ async def continue_messages(
 
     Anthropic's clients append `/v1/messages` to their base URL.
     """
-    return await create_message(body, request, host, settings, turn)
+    return await create_message(body, request, models, settings, turn)
 
 
 class CompactBody(JsonInput):
+    model: str | None = Field(default=None, description="Which of the server's models it is with.")
     instruction: str | None = Field(
         default=None, min_length=1, description="What to ask for instead of a plain summary."
     )
@@ -83,16 +84,16 @@ class CompactionOut(TypedDict):
 
 @router.post("/compact", responses=ERRORS)
 async def compact_agent(
-    agent_id: AgentId, body: CompactBody, request: Request, host: Host, turn: InTurn
+    agent_id: AgentId, body: CompactBody, request: Request, models: Served, turn: InTurn
 ) -> CompactionOut:
     """Replace an agent's conversation by the model's summary of it.
 
     The instruction is read behind what is warm, so the summary costs only its own tokens. Then
     system prompt, tools and summary are prefilled, after all that other clients wait for.
     """
-    engine = host.engine
+    host = await models.use(body.model, turn)
     options = engine_request.Request(**request_fields(request)._asdict())
-    arguments = (engine, options, body.instruction, body.max_tokens)
+    arguments = (host.engine, options, body.instruction, body.max_tokens)
     work = await turn.run(lambda _: Compaction.of_agent(*arguments))
     result = await (await host.submit(work.request, turn)).wait()
     await (await asyncio.to_thread(work.warm, result)).wait()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 
 from fastapi import Request, Response
 
 from keepwarm.config import Settings
-from keepwarm.errors import UnknownModel
 from keepwarm.server.host import EngineHost
 from keepwarm.server.http import scrub
 from keepwarm.server.http.body import api_router
-from keepwarm.server.http.request_fields import Config, Host, InTurn, request_fields
+from keepwarm.server.http.request_fields import Config, InTurn, Served, request_fields
 from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_id
+from keepwarm.server.models.listing import ListedModel
 from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.calls import call_style_of
 from keepwarm.server.openai.chat import ChatStream
@@ -48,10 +49,10 @@ router = api_router(
 
 @router.post("/chat/completions", responses=answer_docs(ChatCompletion))
 async def create_chat_completion(
-    body: ChatRequest, request: Request, host: Host, settings: Config, turn: InTurn
+    body: ChatRequest, request: Request, models: Served, settings: Config, turn: InTurn
 ) -> Response:
     """Answer a conversation, as one object or as a stream of chunks."""
-    host.check_model(body.model)
+    host = await models.use(body.model, turn)
     fields = request_fields(request, body.keepwarm, body.prompt_cache_key)
     rules = scrub.rules_for(settings.scrub, request.headers)
     asked = await turn.build(
@@ -67,10 +68,10 @@ async def create_chat_completion(
 
 @router.post("/completions", responses=answer_docs(TextCompletion))
 async def create_completion(
-    body: CompletionRequest, request: Request, host: Host, settings: Config, turn: InTurn
+    body: CompletionRequest, request: Request, models: Served, settings: Config, turn: InTurn
 ) -> Response:
     """Continue one or more texts, as one object or as a stream of chunks."""
-    host.check_model(body.model)
+    host = await models.use(body.model, turn)
     fields = request_fields(request, body.keepwarm, body.prompt_cache_key)
     fill_in = fill_in_for(body, host, settings)
     requests = await turn.build(lambda: completions.requests_of(body, fields, fill_in))
@@ -87,17 +88,19 @@ async def create_completion(
 
 
 @router.get("/models")
-async def list_models(request: Request, host: Host) -> ModelList | ClaudeModelList:
-    """The model that is loaded; in Anthropic's form for its clients."""
-    return list_for(request, [_model(host)])
+async def list_models(request: Request, models: Served) -> ModelList | ClaudeModelList:
+    """The models that requests may name, the default first; in Anthropic's form for its clients."""
+    found = await asyncio.to_thread(list, models.listed())
+    return list_for(request, [_model(each) for each in found])
 
 
 @router.get("/models/{name:path}")
-async def show_model(name: str, request: Request, host: Host) -> ModelOut | ClaudeModelOut:
-    """The loaded model, by its name."""
-    if name != host.name:
-        raise UnknownModel(f"Model {name!r} is not loaded; this server has {host.name!r}.")
-    return model_for(request, _model(host))
+async def show_model(name: str, request: Request, models: Served) -> ModelOut | ClaudeModelOut:
+    """One model, by its name."""
+    for each in await asyncio.to_thread(list, models.listed()):
+        if each.name == name:
+            return model_for(request, _model(each))
+    raise models.unknown(name)
 
 
 def fill_in_for(
@@ -130,13 +133,14 @@ def _wants_usage(body: BaseCompletionRequest) -> bool:
     return bool(body.stream_options and body.stream_options.include_usage)
 
 
-def _model(host: EngineHost) -> ModelOut:
+def _model(model: ListedModel) -> ModelOut:
     return {
-        "id": host.name,
+        "id": model.name,
         "object": "model",
-        "created": host.created,
+        "created": model.created,
         "owned_by": "keepwarm",
-        "context_length": host.engine.model.n_context,
-        "shares_batches": host.engine.stats().shares_batches,
-        "sampling": host.engine.sampling._asdict(),  # type: ignore[typeddict-item]
+        "context_length": model.n_context,
+        "shares_batches": model.shares_batches,
+        "sampling": model.sampling._asdict(),  # type: ignore[typeddict-item]
+        "loaded": model.is_loaded,
     }

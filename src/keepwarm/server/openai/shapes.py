@@ -131,7 +131,8 @@ class BaseCompletionRequest(JsonInput):
     """The fields that chat and text completions share."""
 
     model: str | None = Field(
-        default=None, description="Ignored: the loaded model answers, unless strict_model is set."
+        default=None,
+        description="One of `/v1/models`. Any other is the first, or refused with strict_model.",
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -310,9 +311,10 @@ class ModelOut(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
-    context_length: int
+    context_length: int | None  # null: not known before it is loaded
     shares_batches: bool | None  # false: its answers are decoded one by one; null: not tried yet
     sampling: SamplingOut
+    loaded: bool  # false: the first request that names it waits until it is
 
 
 class ModelList(TypedDict):
@@ -328,8 +330,8 @@ class ClaudeModelOut(TypedDict):
     display_name: str
     created_at: str
     lifecycle: Literal["active"]
-    max_input_tokens: int
-    max_tokens: int
+    max_input_tokens: int | None
+    max_tokens: int | None
 
 
 class ClaudeModelList(TypedDict):

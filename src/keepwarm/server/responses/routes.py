@@ -17,7 +17,7 @@ from keepwarm.server.host import EngineHost, ObservedAnswer
 from keepwarm.server.http import scrub
 from keepwarm.server.http.body import api_router
 from keepwarm.server.http.problems import Problem, problem_of
-from keepwarm.server.http.request_fields import Config, Host, InTurn, request_fields
+from keepwarm.server.http.request_fields import Config, InTurn, Served, request_fields
 from keepwarm.server.http.sse import STREAM_HEADERS, EventStream, WholeAnswer, answer_docs
 from keepwarm.server.http.turns import Turn
 from keepwarm.server.openai.shapes import OpenAIErrorOut
@@ -174,14 +174,14 @@ Answers = Annotated[TenantResponses, Depends(_tenant_responses)]
 async def create_response(
     body: ResponsesRequest,
     request: Request,
-    host: Host,
+    models: Served,
     settings: Config,
     *,
     answers: Answers,
     turn: InTurn,
 ) -> Response:
     """Answer a conversation, as one object or as a stream of events."""
-    host.check_model(body.model)
+    host = await models.use(body.model, turn)
     _reject_unsupported(body)
     if body.background:
         answers.check_background(body.store)
@@ -206,6 +206,8 @@ async def create_response(
     builder = ResponseBuilder(response, options, save)
     if body.background:
         running = answers.run(answer, builder, save)
+        held = turn.held.pop_all()  # its model stays loaded
+        running.task.add_done_callback(lambda _: held.close())
         return _followed(running) if body.stream else JSONResponse(running.response)
     if body.stream:
         return EventStream(answer, ResponseStream(builder))
@@ -264,14 +266,14 @@ def _truncate(
 async def count_input_tokens(
     body: InputRequest,
     request: Request,
-    host: Host,
+    models: Served,
     settings: Config,
     *,
     answers: Answers,
     turn: InTurn,
 ) -> ResponseTokensOut:
     """Count the prompt tokens of this request."""
-    host.check_model(body.model)
+    host = await models.use(body.model, turn)
     build = request_builder(body, request, settings)
     items = await answers.conversation(body)
     asked = await turn.build(lambda: build(items))
@@ -283,14 +285,14 @@ async def count_input_tokens(
 async def compact(
     body: CompactRequest,
     request: Request,
-    host: Host,
+    models: Served,
     settings: Config,
     *,
     answers: Answers,
     turn: InTurn,
 ) -> Response:
     """Replace a conversation by its user's messages and the model's summary of it."""
-    host.check_model(body.model)
+    host = await models.use(body.model, turn)
     items = await answers.conversation(body)
     build = request_builder(body, request, settings)
     asked = replace(await turn.build(lambda: build(items)), format=None)

@@ -85,7 +85,8 @@ class InputRequest(JsonInput):
     """The fields that determine the prompt."""
 
     model: str | None = Field(
-        default=None, description="Ignored: the loaded model answers, unless strict_model is set."
+        default=None,
+        description="One of `/v1/models`. Any other is the first, or refused with strict_model.",
     )
     input: str | Members[Item] | None = None
     instructions: str | None = None

@@ -20,6 +20,11 @@ class PrepareDeadline:
         self._cancelled = False
         self._stop: Callable[[], None] | None = None
 
+    def begin_again(self) -> None:
+        """Give it the whole time from now on."""
+        if self._timeout_s is not None:
+            self._end = time.monotonic() + self._timeout_s
+
     def cancel(self) -> None:
         """The client is gone: stop what runs now, and let nothing more begin."""
         with self._lock:

@@ -1,0 +1,266 @@
+"""The models of a server as requests see them: one by name, all of them together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from keepwarm.config import Settings
+from keepwarm.errors import InsufficientResources, StillLoading, Stopping, UnknownModel
+from keepwarm.models.catalog import read_config
+from keepwarm.server.host import EngineHost
+from keepwarm.server.models.listing import ListedModel
+from keepwarm.server.models.names import NamedModel, OnDemand, configured, key_of
+from keepwarm.server.models.slots import Slot, Slots
+from keepwarm.text.request import Usage
+
+if TYPE_CHECKING:
+    from keepwarm.cache.store import Store
+    from keepwarm.engine.engine import Engine
+    from keepwarm.engine.insight.stats import Stats
+    from keepwarm.server.http.turns import Turn
+
+LOG = logging.getLogger(__name__)
+MOST_CHECKS_S = 10.0  # between two looks at which models are unused
+
+
+class Models:
+    """Finds the model that a request names, and has it loaded. The first one is the default."""
+
+    def __init__(self, first: EngineHost, settings: Settings, store: Store | None = None) -> None:
+        """`first` may have an engine already, with its store."""
+        engine = first.loaded
+        self._settings = settings
+        self._on_demand = OnDemand(settings)
+        self._listeners: list[Callable[[Usage], None]] = []
+        self._closed: Mapping[str, Any] = {}  # counters of engines that were closed
+        self._last: Stats | None = None  # of the last of them
+        self._adding = threading.Lock()
+        self.slots = Slots(settings, engine.store if store is None and engine else store)
+        self.slots.on_close = self._note_closed
+        self.default = Slot(first, [first.name], settings.model)
+        if engine is not None:
+            self.default.path, self.default.is_offered = engine.model.path, True
+        self._add(self.default)
+
+    @classmethod
+    def of(cls, settings: Settings, store: Store) -> Models:
+        """Those that the settings name; `start` loads them."""
+        named = configured(settings)
+        models = cls(EngineHost(None, named[0].name), settings, store)
+        models.default.source = named[0].source
+        models.default.pinned = named[0].name in settings.listed("pinned_models")
+        for model in named[1:]:
+            models._add_named(model)
+        return models
+
+    def _add_named(self, model: NamedModel) -> None:
+        """A second name of a model shares its engine."""
+        pinned = model.name in self._settings.listed("pinned_models")
+        same = [slot for slot in self.slots.all if key_of(slot.source) == key_of(model.source)]
+        if same:
+            same[0].names.append(model.name)
+            same[0].pinned |= pinned
+        else:
+            host = EngineHost(None, model.name)
+            self._add(Slot(host, [model.name], model.source, pinned))
+
+    def _add(self, slot: Slot) -> None:
+        for listener in self._listeners:
+            slot.host.on_answer(listener)
+        self.slots.all.append(slot)
+
+    def start(self) -> None:
+        """Load all that fit, the first one in any case; the others are loaded when asked for."""
+        for slot in self.slots.all:
+            with self.slots.changing:
+                try:
+                    self.slots.load(slot, may_evict=False)
+                except InsufficientResources as error:
+                    if slot is self.default:
+                        raise
+                    LOG.warning("%s It is loaded when a request asks for it.", error)
+            slot.is_offered = True
+
+    # requests
+
+    async def use(self, name: str | None, turn: Turn) -> EngineHost:
+        """The model that a request names, which stays loaded until the request has ended."""
+        slot = await self._find(name)
+        if not self._lease(slot):
+            async with turn.paused():
+                await self._wait_for(slot)
+        turn.held.callback(self.slots.release, slot)
+        return slot.host
+
+    @asynccontextmanager
+    async def using(self, name: str | None = None) -> AsyncIterator[EngineHost]:
+        """The same for what is not prepared in turns."""
+        slot = await self._find(name)
+        await self._wait_for(slot)
+        try:
+            yield slot.host
+        finally:
+            self.slots.release(slot)
+
+    async def _find(self, name: str | None) -> Slot:
+        found = self.known(name)
+        if found is None and name is not None and self._on_demand.allows(name):
+            found = await asyncio.to_thread(self._find_on_demand, name)
+        if found is None and self._settings.strict_model and name is not None:
+            raise self.unknown(name)
+        return found or self.default
+
+    def unknown(self, name: str) -> UnknownModel:
+        known = ", ".join(repr(each) for slot in self.slots.all for each in slot.names)
+        return UnknownModel(f"Model {name!r} is not loaded; this server has {known}.")
+
+    def listed(self) -> Iterator[ListedModel]:
+        """What requests may name, the default first. Reads files."""
+        if not self.ready:
+            _ = self.engine  # says why, as while the server starts
+        names = []
+        for slot in list(self.slots.all):
+            names += slot.names
+            yield from (ListedModel.of_slot(each, slot, self._settings) for each in slot.names)
+        for name in self._on_demand.names():
+            if name not in names:
+                path = self._on_demand.find(name)
+                yield ListedModel.on_disk(name, self.first.created, path, self._settings)
+
+    def known(self, name: str | None) -> Slot | None:
+        return next((slot for slot in self.slots.all if name in slot.names), None)
+
+    def _find_on_demand(self, name: str) -> Slot | None:
+        path = self._on_demand.find(name)
+        if path is None:
+            return None
+        if path.is_dir():
+            read_config(path)  # refuses what is no model
+        with self._adding:
+            same = [slot for slot in self.slots.all if slot.path == path]
+            if not same:
+                same = [Slot(EngineHost(None, name), [name], name, path=path, is_offered=True)]
+                self._add(same[0])
+            return same[0]
+
+    def _lease(self, slot: Slot) -> bool:
+        """False if it must be loaded first; raises if it cannot be, as while the server starts."""
+        if self.slots.lease(slot):
+            return True
+        if not slot.is_offered:
+            _ = slot.host.engine  # says why
+            raise Stopping("The model is being unloaded; retry in a few seconds.")
+        return False
+
+    async def _wait_for(self, slot: Slot) -> None:
+        """Have it loaded and take a lease."""
+        end = time.monotonic() + self._settings.load_wait_s
+        while not self._lease(slot):
+            loading = asyncio.wrap_future(self.slots.loading(slot))
+            loading.add_done_callback(_note_error)
+            done, _ = await asyncio.wait({loading}, timeout=max(0.0, end - time.monotonic()))
+            if not done:
+                raise StillLoading(
+                    f"{slot.host.name} is being loaded ({slot.host.progress}); "
+                    "retry in a few seconds."
+                )
+            loading.result()
+
+    # all of them
+
+    @property
+    def first(self) -> EngineHost:
+        return self.default.host
+
+    @property
+    def loaded(self) -> list[EngineHost]:
+        """Models that are loaded, the default first."""
+        return [slot.host for slot in self.slots.all if slot.host.loaded is not None]
+
+    @property
+    def engines(self) -> list[Engine]:
+        found = [slot.host.loaded for slot in self.slots.all]
+        return [engine for engine in found if engine is not None]
+
+    @property
+    def engine(self) -> Engine:
+        """Any that runs, the default's if it does; raises if none does."""
+        return next(iter(self.engines), None) or self.first.engine
+
+    @property
+    def store(self) -> Store:
+        return self.slots.store or self.first.engine.store
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are answered, or their model loaded for them."""
+        return any(
+            slot.host.ready
+            or (slot.is_offered and slot.host.loaded is None and not slot.host.is_draining)
+            for slot in self.slots.all
+        )
+
+    def stats(self) -> Stats:
+        """Over all models, also those that were unloaded."""
+        from keepwarm.engine.insight.stats import add_up
+
+        found = [engine.stats() for engine in self.engines]
+        if not found and self._last is not None:
+            found = [replace(self._last, tiers=self.store.tier_stats())]
+        return add_up(found or [self.engine.stats()], self._closed)
+
+    def _note_closed(self, engine: Engine) -> None:
+        from keepwarm.engine.insight.stats import add_counters
+
+        stats = engine.stats()
+        self._closed = add_counters(self._closed, stats.counters)
+        self._last = replace(stats, counters={}, live=stats.live._replace(entries=0, n_bytes=0))
+
+    def on_answer(self, listener: Callable[[Usage], None]) -> None:
+        """Call the listener with the usage of every answer that ends, of any model."""
+        self._listeners.append(listener)
+        for slot in self.slots.all:
+            slot.host.on_answer(listener)
+
+    # the server's life
+
+    async def unload_unused(self) -> None:
+        """Runs as long as the server."""
+        ttl_s = self._settings.model_ttl_s
+        while ttl_s:
+            await asyncio.sleep(min(MOST_CHECKS_S, ttl_s / 2))
+            await asyncio.to_thread(self.slots.unload_unused)
+
+    def start_warmers(self) -> None:
+        for host in self.loaded:
+            host.start_warmer()
+
+    @property
+    def n_unfinished(self) -> int:
+        """Requests that a drain waits for."""
+        return sum(host.n_unfinished for host in self.loaded)
+
+    def drain(self, timeout_s: float) -> None:
+        """Refuse new requests; running ones finish, or fail after `timeout_s`."""
+        self.slots.offer_no_more()
+        hosts = [slot.host for slot in self.slots.all]
+        with ThreadPoolExecutor(len(hosts)) as threads:
+            list(threads.map(lambda host: host.drain(timeout_s), hosts))
+
+    def close(self) -> None:
+        """Stop all engines after flushing everything they computed."""
+        self.slots.close()
+
+
+def _note_error(loading: asyncio.Future[None]) -> None:
+    """A request that waits no longer does not look at it."""
+    with suppress(asyncio.CancelledError):
+        loading.exception()

@@ -1,0 +1,256 @@
+"""The models of a server, each with its engine while it is loaded, within one budget of memory.
+
+A request holds a lease on its model. Models are loaded one at a time, on a thread for that. One
+that needs room has the least recently used unloaded: pinned ones stay, and one that is in use is
+given no more requests until it is idle.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from keepwarm.config import Settings
+from keepwarm.device.turns import DeviceTurns
+from keepwarm.errors import (
+    EngineFailed,
+    InsufficientResources,
+    KeepwarmError,
+    StillLoading,
+    Stopping,
+)
+from keepwarm.models.catalog import locate
+from keepwarm.server.host import EngineHost, start_engine
+from keepwarm.units import format_bytes
+
+if TYPE_CHECKING:
+    from keepwarm.cache.store import Store
+    from keepwarm.device.memory import MemoryConfig
+    from keepwarm.engine.engine import Engine
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Slot:
+    """One model. Only `Slots` changes it."""
+
+    host: EngineHost
+    names: list[str]
+    source: str
+    pinned: bool = False
+    path: Path | None = None  # of its files, once they are found
+    is_offered: bool = False  # it is loaded when a request asks for it
+    n_leases: int = 0
+    used: float = 0.0
+    is_leaving: bool = False  # it takes no more requests, to be unloaded
+    loading: Future[None] | None = None
+    n_loads: int = 0
+    n_context: int | None = None  # tokens, once it was loaded
+
+    @property
+    def n_bytes(self) -> int:
+        """Of its weights, while it is loaded."""
+        engine = self.host.loaded
+        return 0 if engine is None else engine.model.n_bytes
+
+
+class Slots:
+    """All models of a server. For all threads."""
+
+    def __init__(self, settings: Settings, store: Store | None) -> None:
+        self._settings = settings
+        self.store = store
+        self.all: list[Slot] = []
+        self.changing = threading.Lock()  # held while a model is loaded or unloaded
+        self.on_close: Callable[[Engine], None] = lambda _: None
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-models")
+        self._turns = DeviceTurns()
+        self._numbers = count(1)
+
+    # leases
+
+    def lease(self, slot: Slot) -> bool:
+        """Keep a model loaded until `release`; False if it is not, or is leaving."""
+        with self._changed:
+            if slot.host.loaded is None or slot.is_leaving:
+                return False
+            slot.n_leases += 1
+            slot.used = time.monotonic()
+            return True
+
+    def release(self, slot: Slot) -> None:
+        with self._changed:
+            slot.n_leases -= 1
+            slot.used = time.monotonic()
+            self._changed.notify_all()
+
+    # loading
+
+    def loading(self, slot: Slot) -> Future[None]:
+        """Done when the model is loaded, or could not be; begun here unless it has."""
+        with self._changed:
+            if slot.loading is None:
+                slot.loading = self._thread.submit(self._load_on_thread, slot)
+            return slot.loading
+
+    def _load_on_thread(self, slot: Slot) -> None:
+        try:
+            with self.changing:
+                if slot.host.loaded is None and slot.is_offered:
+                    self.load(slot)
+        finally:
+            with self._changed:
+                slot.loading = None
+
+    def load(self, slot: Slot, *, may_evict: bool = True) -> None:
+        """Load a model whose files are known. The caller holds `changing`."""
+        try:
+            slot.host.load(partial(self._start, slot, may_evict))
+        except KeepwarmError:
+            raise
+        except (Exception, SystemExit) as error:
+            LOG.exception("%s could not be started", slot.host.name)
+            raise EngineFailed(f"{slot.host.name} could not be started ({error}).") from error
+        finally:
+            with self._changed:
+                for other in self.all:
+                    other.is_leaving = False
+            self._divide_memory()
+        slot.used = time.monotonic()
+        slot.n_loads += 1
+
+    def _start(self, slot: Slot, may_evict: bool, report: Callable[[str], None]) -> Engine:
+        from keepwarm.models.load import load  # loads MLX
+
+        if self.store is None:
+            raise Stopping("The server is shutting down; its store is closed.")
+
+        def report_unless_closing(what: str) -> None:
+            if self._is_closing:
+                raise Stopping("The server is shutting down.")
+            report(what)
+
+        report_unless_closing("finding its files")
+        slot.path = slot.path or locate(slot.source, self._settings)
+        room = partial(self._make_room, slot, may_evict)
+        model = load(
+            *(str(slot.path), self._settings, report_unless_closing),
+            make_room=lambda _, n_bytes: room(n_bytes),
+        )
+        model = replace(model, name=slot.host.name)
+        slot.n_context = model.n_context
+        memory = self._divide_memory(model.n_bytes)
+        return start_engine(
+            *(model, self.store, self._settings, report),
+            memory=memory,
+            turns=self._turns,
+            numbers=self._numbers,
+        )
+
+    # memory
+
+    def _make_room(self, slot: Slot, may_evict: bool, n_bytes: int) -> None:
+        """Unload others until `n_bytes` of weights fit; alone a model may take what there is."""
+        from keepwarm.device.memory import most_weights
+        from keepwarm.device.space import require_memory
+
+        limit = self._settings.weights_bytes or most_weights()
+        end = time.monotonic() + self._settings.load_wait_s
+        needs = f"{slot.host.name} needs {format_bytes(n_bytes)} for its weights"
+        while self._settings.memory != "unconstrained":
+            others = [other for other in self.all if other.n_bytes and other is not slot]
+            if not others or sum(other.n_bytes for other in others) + n_bytes <= limit:
+                break
+            free = [other for other in others if may_evict and not other.pinned]
+            if not free:
+                raise InsufficientResources(
+                    f"{needs}, and models together may take {format_bytes(limit)}, which those "
+                    "that stay loaded use; unpin one, or raise weights_bytes."
+                )
+            leaver = min(free, key=lambda other: (other.n_leases > 0, other.used))
+            if not self._wait_until_idle(leaver, end):
+                raise StillLoading(
+                    f"{needs}, which models in use take at the moment; retry in a few seconds."
+                )
+            self.unload(leaver)
+        require_memory(slot.host.name, n_bytes)
+
+    def _wait_until_idle(self, slot: Slot, end: float) -> bool:
+        """Let no more requests in, and wait for those that run; whether it is idle."""
+        with self._changed:
+            slot.is_leaving = True
+            left_s = end - time.monotonic()
+            return self._changed.wait_for(lambda: not slot.n_leases, max(0.0, left_s))
+
+    def _divide_memory(self, more_bytes: int = 0) -> MemoryConfig | None:
+        """Divide what the weights leave, with those of one more model if there are any."""
+        from keepwarm.device.memory import MemoryConfig
+
+        engines = [slot.host.loaded for slot in self.all if slot.host.loaded is not None]
+        n_models = len(engines) + bool(more_bytes)
+        if self._settings.memory == "unconstrained" or not n_models:
+            return None
+        n_bytes = sum(engine.model.n_bytes for engine in engines) + more_bytes
+        memory = MemoryConfig.automatic(model_bytes=n_bytes).divided(n_models)
+        for engine in engines:
+            engine.divide_memory(memory)
+        return memory
+
+    # unloading
+
+    def unload(self, slot: Slot, drain_s: float = 0.0) -> None:
+        """Free a model; its blocks stay on disk. The caller holds `changing`."""
+        engine = slot.host.take()
+        if engine is not None:
+            engine.drain(drain_s)
+            self.on_close(engine)
+            engine.close()
+            del engine
+            gc.unfreeze()  # what was there when the server started is frozen
+            gc.collect()
+            self._divide_memory()
+
+    def unload_unused(self) -> None:
+        """Unload what was not used for `model_ttl_s`."""
+        if not self.changing.acquire(blocking=False):
+            return
+        try:
+            for slot in self.all:
+                if self._is_unused(slot):
+                    self.unload(slot)
+                    slot.is_leaving = False
+        finally:
+            self.changing.release()
+
+    def _is_unused(self, slot: Slot) -> bool:
+        """If so, it takes no more requests."""
+        with self._changed:
+            idle_s = time.monotonic() - slot.used
+            is_free = slot.host.loaded is not None and not slot.pinned and not slot.n_leases
+            slot.is_leaving = is_free and idle_s > self._settings.model_ttl_s
+            return slot.is_leaving
+
+    def close(self) -> None:
+        """Stop all engines after flushing what they computed."""
+        self._is_closing = True
+        self.offer_no_more()
+        self._thread.shutdown(cancel_futures=True)
+        for slot in self.all:
+            slot.host.close()
+
+    def offer_no_more(self) -> None:
+        """From now on no request has a model loaded."""
+        for slot in self.all:
+            slot.is_offered = False

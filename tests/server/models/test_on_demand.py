@@ -1,0 +1,188 @@
+"""Models that are loaded when a request names them, within one budget of memory."""
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from keepwarm.server.models import slots as slots_module
+from tests.kit.checkpoints import write_checkpoint
+from tests.kit.engines import held
+from tests.server.conftest import wait_until
+from tests.server.models.test_several import CHAT, asked, chat, loads
+
+
+def loaded(live):
+    return [slot.host.name for slot in live.models.slots.all if slot.host.loaded is not None]
+
+
+@pytest.fixture(scope="module")
+def n_bytes(big):
+    """Of the weights of each of these models, and a header."""
+    return (big / "model.safetensors").stat().st_size
+
+
+@contextmanager
+def in_use(live, model):
+    """Inside, a request to this model is in progress."""
+    slot = live.models.known(model)
+    chat(live, model)  # what the first request makes on the engine's thread is there
+    thread = threading.Thread(target=lambda: live.post(CHAT, asked(model)))
+    with held(slot.host.engine):
+        thread.start()
+        wait_until(lambda: slot.n_leases == 1)
+        yield
+    thread.join(300)
+    wait_until(lambda: not slot.n_leases)
+
+
+def test_the_least_recently_used_goes_and_comes_back_warm(several, big, small, third, n_bytes):
+    names = (f"big={big}", f"small={small}", f"third={third}")
+    with several(*names, weights_bytes=2 * n_bytes) as live:
+        assert loaded(live) == ["big", "small"]  # the third does not fit beside them
+        listed = live.get("/v1/models").json()["data"]
+        assert [model["loaded"] for model in listed] == [True, True, False]
+        for name in ("small", "big", "third"):
+            chat(live, name)
+        assert loaded(live) == ["big", "third"]
+        finished = 'keepwarm_answers_total{outcome="finished"} 3.0'
+        assert finished in live.get("/metrics").text  # also of the one that went
+        again = chat(live, "small")
+        assert again["keepwarm"]["recomputed"] == 1
+        assert loaded(live) == ["small", "third"]
+        assert loads(live) == {"big": 1, "small": 2, "third": 1}
+        assert live.get("/health/ready").status_code == 200
+        assert chat(live, "any other name")["model"] == "big"
+
+
+def test_a_pinned_one_stays_and_what_does_not_fit_is_refused(several, big, small, n_bytes):
+    names = (f"big={big}", f"small={small}")
+    with several(*names, weights_bytes=n_bytes + 1, pinned_models="big") as live:
+        refused = live.post(CHAT, asked("small"))
+        assert refused.status_code == 507
+        assert "small needs" in refused.json()["error"]["message"]
+        assert "raise weights_bytes" in refused.json()["error"]["message"]
+        assert loaded(live) == ["big"]
+        assert chat(live, "big")["model"] == "big"
+
+
+def test_one_in_use_does_not_go(several, big, small, n_bytes):
+    """A request for another waits until it is idle, at most `load_wait_s`."""
+    names = (f"big={big}", f"small={small}")
+    with several(*names, weights_bytes=n_bytes + 1, load_wait_s=0.2) as live:
+        with in_use(live, "big"):
+            refused = live.post(CHAT, asked("small"))
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+            wait_until(lambda: not live.models.slots.changing.locked())
+            assert loaded(live) == ["big"]
+        assert chat(live, "big")["model"] == "big"  # it takes requests again
+        assert loads(live) == {"big": 1, "small": 0}
+
+
+def test_nobody_starves_who_waits_for_room(several, big, small, n_bytes):
+    """While one waits, the model in use is given no more requests; they come after."""
+    names = (f"big={big}", f"small={small}")
+    with several(*names, weights_bytes=n_bytes + 1, load_wait_s=300) as live:
+        slot, answers = live.models.known("big"), []
+        threads = [
+            threading.Thread(target=lambda n=name: answers.append(chat(live, n)["model"]))
+            for name in ("small", "big")
+        ]
+        with in_use(live, "big"):
+            threads[0].start()
+            wait_until(lambda: slot.is_leaving)
+            threads[1].start()
+            wait_until(lambda: slot.loading is not None)  # it waits for its model to come back
+            assert slot.n_leases == 1
+        for thread in threads:
+            thread.join(300)
+        assert sorted(answers) == ["big", "small"]
+        assert loads(live) == {"big": 2, "small": 1}
+
+
+def test_others_answer_while_one_is_loaded(several, big, small, monkeypatch):
+    """Requests for it wait, also more of them than are prepared at once."""
+    go_on, began = threading.Event(), threading.Event()
+    start = slots_module.start_engine
+
+    def slow(model, *arguments, **options):
+        if model.path == small:
+            began.set()
+            assert go_on.wait(300)
+        return start(model, *arguments, **options)
+
+    with several(f"big={big}", on_demand="*", allow_model_paths=True) as live:
+        monkeypatch.setattr(slots_module, "start_engine", slow)
+        answers = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(chat(live, str(small))["model"]))
+            for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        assert began.wait(300)
+        assert chat(live, "big")["model"] == "big"
+        assert not answers
+        go_on.set()
+        for thread in threads:
+            thread.join(300)
+        assert answers == [str(small)] * 8
+        assert loads(live) == {"big": 1, str(small): 1}
+
+
+def test_a_broken_one_is_an_error_of_its_own_requests(several, big, tmp_path):
+    path = write_checkpoint(tmp_path / "broken", seed=3)
+    with several(f"big={big}", on_demand="*", allow_model_paths=True) as live:
+        (path / "model.safetensors").write_bytes(b"no weights at all")
+        for _ in range(2):
+            refused = live.post(CHAT, asked(str(path)))
+            assert refused.status_code == 422
+            assert "is not a complete safetensors file" in refused.json()["error"]["message"]
+        assert chat(live, "big")["model"] == "big"
+
+
+def test_only_what_the_operator_allowed_is_loaded(several, big, small, tmp_path):
+    """A name that is no model here is an unknown name; a path is one unless paths are allowed."""
+    with several(f"big={big}", on_demand="*") as live:
+        for name in (str(small), "org/name", "smollm2", "../small"):
+            assert chat(live, name)["model"] == "big"
+        assert loaded(live) == ["big"]
+    with several(f"big={big}", on_demand=f"{small}*", allow_model_paths=True) as live:
+        assert chat(live, str(small))["model"] == str(small)
+        assert chat(live, f"{small}/.")["model"] == str(small)  # another way to write it
+        assert chat(live, str(tmp_path))["model"] == "big"
+        assert loaded(live) == ["big", str(small)]
+        refused = live.post(CHAT, asked(f"{small}/config.json"))
+        assert refused.status_code == 422
+
+
+def test_an_unused_one_is_unloaded(several, big, small):
+    with several(f"big={big}", f"small={small}", model_ttl_s=1e6, pinned_models="big") as live:
+        slots = live.models.slots
+        with in_use(live, "small"):
+            for slot in slots.all:
+                slot.used -= 2e6
+            slots.unload_unused()
+            assert loaded(live) == ["big", "small"]  # in use
+        slots.unload_unused()
+        assert loaded(live) == ["big", "small"]  # just used
+        for slot in slots.all:
+            slot.used -= 2e6
+        slots.unload_unused()
+        assert loaded(live) == ["big"]
+        assert chat(live, "small")["keepwarm"]["recomputed"] <= 2
+        assert loaded(live) == ["big", "small"]
+
+
+def test_it_still_answers_when_all_are_unloaded(several, big):
+    with several(f"big={big}", model_ttl_s=1e6) as live:
+        chat(live, "big", keepwarm={"agent": "sleeper"})
+        live.models.slots.all[0].used -= 2e6
+        live.models.slots.unload_unused()
+        assert loaded(live) == []
+        for path in ("/health/ready", "/metrics", "/v1/dashboard/now", "/v1/cache", "/v1/agents"):
+            assert live.get(path).status_code == 200, path
+        assert live.get("/v1/models").json()["data"][0]["context_length"] == 16384
+        assert 'keepwarm_answers_total{outcome="finished"} 1.0' in live.get("/metrics").text
+        assert chat(live, "big")["keepwarm"]["recomputed"] == 1

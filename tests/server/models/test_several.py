@@ -1,0 +1,177 @@
+"""Two models on one server: both stay loaded and warm, each answers as it would alone."""
+
+import threading
+
+import pytest
+
+from keepwarm import config
+from keepwarm.errors import BadInput
+from keepwarm.server.models.names import NamedModel, configured
+from tests.kit.engines import held
+from tests.server.conftest import wait_until
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def both(several, big, small):
+    with several(f"big={big}", f"small={small}", f"haiku={small}", admin_key="admin") as live:
+        yield live
+
+
+def asked(model, content="What is the answer to the question of the user?", **more):
+    messages = [{"role": "user", "content": content}]
+    return {"model": model, "messages": messages, "max_tokens": 4, "temperature": 0, **more}
+
+
+def chat(live, model, *content, **more):
+    answer = live.post(CHAT, asked(model, *content, **more))
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def loads(live):
+    return {slot.host.name: slot.n_loads for slot in live.models.slots.all}
+
+
+def test_requests_in_turns_reload_nothing_and_are_warm(both):
+    before = loads(both)
+    first = {name: chat(both, name) for name in ("big", "small")}
+    again = {name: chat(both, name) for name in ("big", "small", "big", "small")}
+    for name, answer in again.items():
+        assert answer["model"] == name
+        assert answer["keepwarm"]["recomputed"] == 1
+        assert answer["choices"] == first[name]["choices"]
+    assert first["small"]["keepwarm"]["reused"] == {}  # blocks of the other are not its own
+    texts = [answer["choices"][0]["message"]["content"] for answer in first.values()]
+    assert texts[0] != texts[1]
+    assert loads(both) == before == {"big": 1, "small": 1}
+
+
+def test_a_second_name_has_the_same_engine_and_blocks(both):
+    chat(both, "small", "the same conversation under two names")
+    answer = chat(both, "haiku", "the same conversation under two names")
+    assert answer["keepwarm"]["recomputed"] == 1
+    assert len(both.models.engines) == 2
+
+
+def test_it_answers_as_it_would_alone(both, several, small):
+    """Also while the other model answers."""
+    with several(f"small={small}") as alone:
+        wanted = chat(alone, "small", max_tokens=20)["choices"]
+    endless = asked("big", max_tokens=3000, logit_bias={"2": -100}, stream=True)
+    thread = threading.Thread(target=lambda: both.post(CHAT, endless))
+    thread.start()
+    wait_until(lambda: both.host.engine.stats().decoding)
+    assert chat(both, "small", max_tokens=20)["choices"] == wanted
+    both.host.engine.call(both.host.engine._abort_all).result()
+    thread.join(300)
+
+
+def test_every_api_takes_the_name(both):
+    question = [{"role": "user", "content": "What is the answer?"}]
+    bodies = {
+        "/v1/completions": {"prompt": "the fox", "max_tokens": 2},
+        "/v1/messages": {"messages": question, "max_tokens": 2},
+        "/v1/responses": {"input": "the fox", "max_output_tokens": 16},
+    }
+    for path, body in bodies.items():
+        before = both.models.slots.all[1].host.engine.stats().counters["finished"]
+        answer = both.post(path, {**body, "model": "small"})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["model"] == "small"
+        assert both.models.slots.all[1].host.engine.stats().counters["finished"] == before + 1
+    chat(both, "small", "is it warm?")
+    warm = {
+        n: both.post("/v1/cache/lookup", asked(n, "is it warm?")).json() for n in ("big", "small")
+    }
+    assert sum(warm["small"]["warm"].values()) == warm["small"]["prompt_tokens"] - 1
+    assert sum(warm["big"]["warm"].values()) < warm["big"]["prompt_tokens"] // 2
+
+
+def test_a_response_in_the_background_keeps_its_model(both):
+    slot = both.models.known("small")
+    chat(both, "small")
+    body = {"model": "small", "input": "the fox", "max_output_tokens": 16, "background": True}
+    with held(slot.host.engine):
+        assert both.post("/v1/responses", body).json()["status"] == "queued"
+        assert slot.n_leases == 1
+    wait_until(lambda: not slot.n_leases)
+
+
+def test_an_unknown_name_is_the_first_or_refused(both, several, big, small):
+    assert chat(both, "claude-opus")["model"] == "big"
+    with several(f"big={big}", f"small={small}", strict_model=True) as strict:
+        refused = strict.post(CHAT, asked("claude-opus"))
+        assert refused.status_code == 404
+        assert "this server has 'big', 'small'" in refused.json()["error"]["message"]
+        refused = strict.post(CHAT, asked(str(small)))
+        assert refused.status_code == 404  # a path is no name
+        assert chat(strict, "small")["model"] == "small"
+
+
+def test_all_that_can_be_had_is_listed(both):
+    listed = both.get("/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["big", "small", "haiku"]
+    assert all(model["loaded"] for model in listed)
+    assert [model["context_length"] for model in listed] == [16384, 512, 512]
+    assert both.get("/v1/models/haiku").json()["id"] == "haiku"
+    assert both.get("/v1/models/nothing").status_code == 404
+
+
+def test_operators_see_both(both):
+    for name in ("big", "small"):
+        chat(both, name, f"what operators see of {name}", keepwarm={"agent": f"of-{name}"})
+    metrics = both.get("/metrics").text
+    assert 'keepwarm_model_loaded{model="small"} 1.0' in metrics
+    finished = sum(engine.stats().counters["finished"] for engine in both.models.engines)
+    assert f'keepwarm_answers_total{{outcome="finished"}} {float(finished)}' in metrics
+    now = both.get("/v1/dashboard/now").json()
+    assert {"of-big", "of-small"} <= {entry["agent"] for entry in now["ended"]}
+    numbers = [entry["number"] for entry in now["ended"]]
+    assert len(numbers) == len(set(numbers))
+    agents = both.get("/v1/agents").json()["data"]
+    assert {agent["model"] for agent in agents if agent["id"].startswith("of-")} == {"big", "small"}
+    assert both.get("/health/ready").status_code == 200
+    assert both.post("/v1/cache/clear", {}).status_code == 200
+    assert all(engine.live.stats.n_bytes == 0 for engine in both.models.engines)
+
+
+def test_an_unloaded_one_says_so_and_the_other_answers(both):
+    admin = {"Authorization": "Bearer admin"}
+    assert both.post("/v1/admin/unload", {"model": "small"}, **admin).json()["previous"] == "small"
+    refused = both.post(CHAT, asked("haiku"))
+    assert refused.status_code == 503
+    assert chat(both, "big")["model"] == "big"
+    assert [model["loaded"] for model in both.get("/v1/models").json()["data"]] == [
+        True,
+        False,
+        False,
+    ]
+    assert both.post("/v1/admin/load", {"model": "small"}, **admin).json()["model"] == "small"
+    assert chat(both, "haiku")["keepwarm"]["recomputed"] <= 2
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("smollm2", ("smollm2", "smollm2")),
+        ("small=org/name", ("small", "org/name")),
+        ("small = /models/a=b", ("small", "/models/a=b")),
+        ("/models/a=b", ("/models/a=b", "/models/a=b")),
+        ("=x", ("=x", "=x")),
+    ],
+)
+def test_a_model_may_have_a_name(text, found):
+    assert NamedModel.parse(text) == found
+
+
+def test_names_are_checked_at_the_start(tmp_path):
+    def given(**values):
+        return config.load({"KEEPWARM_HOME": str(tmp_path)}, **values)
+
+    with pytest.raises(BadInput, match="Two models are called 'a'"):
+        configured(given(model="a=x", more_models="a=y"))
+    with pytest.raises(BadInput, match="pinned_models names 'b', and the server has 'a'"):
+        configured(given(model="a=x", pinned_models="b"))
+    assert len(configured(given(model="a=x", more_models="a=x, b"))) == 2
