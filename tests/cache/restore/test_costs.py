@@ -80,6 +80,14 @@ def test_a_machine_that_becomes_slower_is_noticed():
     assert costs.seconds(512) > 1.5 * true_s(512)
 
 
+def test_a_slice_that_was_seen_is_what_the_next_one_costs():
+    rates = Rates(load_bytes_per_s=1.0, prefill_tokens_per_s=1.0)
+    assert rates.prefill_s(0, 512) == 512
+    rates.saw_slice(512, 0, 0.1)
+    assert rates.measured
+    assert rates.prefill_s(0, 512) == pytest.approx(0.1)
+
+
 def test_costs_are_remembered_between_starts(tmp_path):
     book = RateBook(tmp_path / "rates.json")
     for timed in learned().slices:

@@ -1,12 +1,14 @@
 """What was computed once is found again, to the token, on every kind of layer."""
 
+from contextlib import closing
+from dataclasses import replace
 from functools import cache
 
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.cache.policy import Policy
-from keepwarm.cache.restore.manager import Manager, Plan
+from keepwarm.cache.restore.manager import WORTH_SAVING, Manager, Plan
 from keepwarm.cache.restore.plan import Point
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.reading import Reader
@@ -88,6 +90,29 @@ def test_a_sibling_reuses_the_shared_part_to_the_token(name, tier, tiny_model, r
     assert restored.n_tokens == (555 if Kind.STATE in kept.layout.kinds else 600)
     run = continue_from(model, restored.caches, other[restored.n_tokens :], N)
     assert_same(reference(name, tuple(other)), run)
+
+
+@pytest.mark.parametrize(("name", "n_held"), [("qwen3_next", 600), ("mamba2", 0)])
+def test_rows_are_held_where_a_prompt_cannot_be_restored(name, n_held, tiny_model):
+    """No state was kept at the place; what has no rows holds none."""
+    model = tiny_model(name)
+    kept = manager(model, MemoryTier(1 << 30))
+    compute(model, kept, PROMPT, kept.restore(PROMPT))
+    other = PROMPT[:600] + prompt_of(50, seed=4)
+    assert kept.restore(other).n_tokens == 0
+    assert kept.n_held(other) == n_held
+
+
+def test_a_place_survives_if_nearly_all_of_it_is_on_disk(tiny_model, tmp_path):
+    model, memory = tiny_model("llama"), MemoryTier(1 << 30)
+    with closing(DiskTier(tmp_path / "store", DiskLimits(min_free_bytes=0))) as disk:
+        kept = manager(model, disk)
+        compute(model, kept, PROMPT, kept.restore(PROMPT))
+        both = replace(kept, tiers=Tiers([("memory", memory), ("disk", disk)]))
+        assert both.survives(PROMPT)
+        assert both.survives([*PROMPT, *range(WORTH_SAVING - 1)])
+        assert not both.survives([*PROMPT, *range(WORTH_SAVING)])
+        assert replace(kept, tiers=Tiers([("memory", memory)])).survives([1, 2, 3])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
