@@ -52,6 +52,11 @@ def test_distances_grow():
     assert all(3 * after <= 4 * 20_000 for after in points)
 
 
+def test_the_points_that_are_left_are_far_apart():
+    """Where not all may be kept, the smallest gaps are closed first."""
+    assert sparse_points(PointSizes(hybrid(300)), 3_000) == [256 * n for n in (4, 8)]
+
+
 @pytest.mark.parametrize("n_tokens", [400, 3_000, 50_000, 200_000])
 @pytest.mark.parametrize("n_rows", [1, 300, 3_000])
 def test_sparse_points_take_a_quarter_of_the_bytes_of_rows(n_tokens, n_rows):

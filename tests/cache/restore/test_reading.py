@@ -25,7 +25,10 @@ def test_records_are_read_in_parallel_and_a_miss_is_told(disk, records):
     reads = [Read(r.header.key, Part.DELTA, i) for i, r in enumerate(records)]
     seen = []
     started = reader.start(reads, lambda: lambda read, record: seen.append(record.header.number))
-    assert started.outcome()[:2] == (["disk"] * len(records), set())
+    calls = []
+    outcome = started.outcome(meanwhile=lambda: calls.append(started.is_done))
+    assert outcome[:2] == (["disk"] * len(records), set())
+    assert len(calls) == len(records), "whoever waits works after each"
     assert started.is_done
     assert sorted(seen) == list(range(len(records)))
     missing = Read(type(reads[0].key)(bytes(20)), Part.DELTA, 9)
@@ -200,5 +203,6 @@ def test_a_record_that_is_refused_counts_as_missed(disk, records):
         raise CorruptBlock("0", 0, "it is not wanted")
 
     key = records[0].header.key
-    assert reader.start([Read(key, Part.DELTA, 0)], lambda: refuse).outcome().missed == {key}
+    outcome = reader.start([Read(key, Part.DELTA, 0)], lambda: refuse).outcome()
+    assert (outcome.missed, outcome.fault) == ({key}, "layout")
     reader.close()
