@@ -7,6 +7,7 @@ import time
 
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.engine import chores
+from keepwarm.text.request import Breakpoint, Request, Sampling
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
 
@@ -29,6 +30,20 @@ def test_agents_past_their_retention_are_forgotten_after_an_answer(models, tmp_p
         engine.settle()
         assert [agent.id for agent in agents.all()] == ["kept", "late", "new"]
         assert not engine.store.on_disk.disk.have(old.blocks)
+
+
+def test_breakpoints_are_pinned_and_no_agent_is_made_of_nobody(models, tmp_path):
+    chat = [{"role": "user", "content": "Hello " * 60}]
+    sampling = Sampling(max_tokens=2, temperature=0)
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        for breakpoints in ((), (Breakpoint(0, 60.0),)):
+            request = Request(messages=chat, sampling=sampling, breakpoints=breakpoints)
+            engine.submit(request).result()
+            engine.settle()
+            disk = engine.store.on_disk.disk
+            owners = [disk.index.lookups.owners(block.key) for block in disk.walk()]
+            assert any(owners) == bool(breakpoints)
+        assert list(engine.store.on_disk.agents.all()) == []
 
 
 def test_a_use_of_a_live_cache_is_noted_beside_the_engine(models, tmp_path, monkeypatch):

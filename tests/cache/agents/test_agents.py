@@ -13,8 +13,8 @@ from keepwarm.cache.agents.agents import MAX_SIDES
 from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.agents.reach import MAX_UNCHECKED_LEFT, dropped_by_rewind
 from keepwarm.cache.disk_store import DiskStore
-from keepwarm.cache.texts.turns import KeptTurn
-from keepwarm.errors import BadCacheFile, BadInput, StoreFailed, UnknownAgent
+from keepwarm.cache.texts.turns import AgentTurn, KeptTurn
+from keepwarm.errors import BadCacheFile, BadInput, BadRecord, StoreFailed, UnknownAgent
 from keepwarm.prefix.blocks import BlockKey, chain, pack
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
@@ -323,6 +323,18 @@ def test_an_agent_of_the_first_version_is_read(disk_store):
     read = disk_store.agents.show("a")
     assert (read.blocks, read.turns, read.left) == (agent.blocks, (260, 300), ())
     assert (read.head.main, read.head.n_opening, read.sides) == (True, 260, ())
+
+
+@pytest.mark.parametrize("data", [b"[", b"{}", b'{"messages": 1}', b'{"messages": [{}]}'])
+def test_messages_of_strangers_that_are_none_are_refused(data):
+    with pytest.raises(BadRecord, match="not those of a conversation"):
+        KeptTurn.from_bundle(data)
+
+
+def test_an_agent_is_empty_if_it_is_known_that_nothing_was_said():
+    said = [{"role": "user", "content": "Hi"}]
+    turns = (None, KeptTurn([]), KeptTurn(said))
+    assert [AgentTurn(NAME, turn=turn).is_empty for turn in turns] == [False, True, False]
 
 
 def test_a_turn_of_a_deleted_agent_leaves_no_block(disk_store):
