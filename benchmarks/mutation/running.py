@@ -31,7 +31,7 @@ QUIET = [
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # the process has imported much already
 ]
 NO_END = -1000
-IDLE_S = 120  # hardly computing: it waits for something that never comes
+IDLE_S = 60  # hardly computing: it waits for something that never comes
 WAITING_S = 1.0  # what waiting so long may compute
 
 
