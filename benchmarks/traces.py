@@ -29,7 +29,8 @@ from rich.table import Table
 from benchmarks.rivals import Cache, Fifo, Sessions, TailFirst
 from keepwarm.bench.recorded import RecordedRequest, load, requests
 from keepwarm.cache.policy import Policy
-from keepwarm.cache.restore.manager import Manager, Plan
+from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.planning import Plan
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.errors import BadInput, KeepwarmError

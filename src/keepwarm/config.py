@@ -19,9 +19,10 @@ from keepwarm import folders
 from keepwarm.errors import BadInput
 from keepwarm.units import parse_bytes
 
-SECRETS = frozenset({"encryption_key", "api_keys", "admin_key"})
+SECRETS = frozenset({"encryption_key", "api_keys", "admin_key", "remote_password"})
 SECRET_FILES = {
     "encryption_key": "put it in a separate file and set encryption_key_file to its path",
+    "remote_password": "put it in a separate file and set remote_password_file to its path",
     "api_keys": "put them in a separate file and set api_key_file to its path",
 }
 FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -100,6 +101,10 @@ class Settings:
     encryption_key: str = field(default="", repr=False)  # from the environment only
     encryption_key_file: str = ""  # a file with the key, readable by its owner only
 
+    remote: str = ""  # tiers that machines share, separated by commas: redis://…, file:///…
+    remote_password: str = field(default="", repr=False)  # from the environment only
+    remote_password_file: str = ""  # a file with it, readable by its owner only
+
     signing_key_file: str = ""  # exports are signed with this Ed25519 key
     trusted_keys: str = ""  # files of public keys, separated by commas: their bundles are trusted
 
@@ -144,6 +149,17 @@ class Settings:
         if self.encryption_key or not self.encryption_key_file:
             return self.encryption_key
         return read_secret(Path(self.encryption_key_file).expanduser())
+
+    def read_remote_password(self) -> str:
+        """The password of all shared tiers, or "": from the environment, else from its file."""
+        if self.remote_password or not self.remote_password_file:
+            return self.remote_password
+        return read_secret(Path(self.remote_password_file).expanduser())
+
+    @property
+    def remotes(self) -> list[str]:
+        """The addresses of shared tiers."""
+        return [address.strip() for address in self.remote.split(",") if address.strip()]
 
     def read_api_keys(self) -> tuple[str, ...]:
         """Every API key that is accepted; if there are none, no key is needed."""

@@ -14,8 +14,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from keepwarm import config
+from keepwarm.cache.continuations import continuations
 from keepwarm.cache.policy import Policy
-from keepwarm.cache.restore.continuations import continuations
 from keepwarm.models.catalog import locate
 from keepwarm.prefix.blocks import chain, common_prefix
 from keepwarm.store.memory import MemoryTier

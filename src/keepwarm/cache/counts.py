@@ -21,7 +21,7 @@ from keepwarm.store.atomic import SharedLock
 LOG = logging.getLogger(__name__)
 
 FILE = "counts.json"
-TIERS = ("live", "memory", "disk")
+TIERS = ("live", "memory", "disk", "shared")
 
 
 @dataclass(frozen=True)

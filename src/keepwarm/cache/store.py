@@ -27,6 +27,8 @@ from keepwarm.cache.restore.manager import Manager
 from keepwarm.cache.restore.rates import RateBook
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.restore.writing import MemorySaver, Saver, Writer, WriteStats
+from keepwarm.cache.shared.opening import open_remotes
+from keepwarm.cache.shared.sharing import Sharer
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.errors import BadInput, StoreFailed, UnknownAgent
 from keepwarm.kv.slabs import SlabPool
@@ -35,7 +37,7 @@ from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tier import StoredBlock, Tier, TierStats
-from keepwarm.store.tiers import Tiers
+from keepwarm.store.tiers import SHARED, Tiers
 
 ROWS_ALONE = "rows_alone"  # in the identity of blocks that replace those of a wrong batch
 
@@ -103,13 +105,19 @@ class Store:
             self.saver = writer
             self._tiers["disk"] = disk
             lookups += [("memory", writer.queued), ("disk", disk)]
-        self._lookups = Tiers(lookups)
+        seal = self._on_disk.disk.seal if self._on_disk is not None else None
+        self._shared = open_remotes(self.settings, seal, self.memory)
+        self._lookups = Tiers(lookups, self._shared)
+        self._sharer: Sharer | None = None
+        if self._shared and self._on_disk is not None:
+            self._sharer = Sharer(self._shared, self._lookups.local, self.saver.kept)
         self._reader = Reader(self._lookups, SlabPool.if_cuda())
         self._resize(_memory_bytes(budgets))
 
     def scratch(self) -> Store:
         """A store in memory alone, for trials; what they show of speeds is kept."""
-        scratch = Store(budgets=Budgets(memory_bytes=None, disk=False), settings=self.settings)
+        settings = replace(self.settings, remote="")
+        scratch = Store(budgets=Budgets(memory_bytes=None, disk=False), settings=settings)
         scratch._rates = self._rates
         return scratch
 
@@ -186,6 +194,7 @@ class Store:
             self.saver,
             failures=self.restore_failures,
             forgetting=self._forgetting,
+            sharer=self._sharer,
         )
 
     def load_agent(self, agent_id: str, branch: int | None = None) -> AgentBlocks:
@@ -299,7 +308,9 @@ class Store:
         return {name: tier.walk() for name, tier in self._tiers.items()}
 
     def tier_stats(self) -> dict[str, TierStats]:
-        return {name: tier.stats() for name, tier in self._tiers.items()}
+        stats = {name: tier.stats() for name, tier in self._tiers.items()}
+        shared = {f"{SHARED} {n}": tier.stats() for n, tier in enumerate(self._shared, 1)}
+        return stats | shared
 
     def write_stats(self) -> WriteStats:
         return self.saver.stats()
@@ -314,11 +325,15 @@ class Store:
     def close(self) -> None:
         """Write the queue to disk and close all files."""
         self._rates.save()
+        if self._sharer is not None:
+            self._sharer.close()
         self.saver.close()
         if self._on_disk is not None:
             with suppress(StoreFailed):  # it is counted
                 self._on_disk.disk.flush()
         self._reader.close()
+        for tier in self._shared:
+            tier.close()
         self.memory.close()
         if self._on_disk is not None:
             self._on_disk.close()

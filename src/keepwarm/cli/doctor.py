@@ -16,6 +16,7 @@ from keepwarm.cli.options import check_parents
 from keepwarm.units import format_bytes
 
 if TYPE_CHECKING:
+    from keepwarm.cache.shared.opening import RemoteReport
     from keepwarm.device.machine import Machine
 
 
@@ -37,19 +38,21 @@ def doctor(
         _write_report(report, quick)
         return
     from keepwarm.cache.padding import padding_book
+    from keepwarm.cache.shared.opening import measure_remotes
     from keepwarm.device.machine import snapshot  # imports MLX
 
     settings = config.load()
     machine = snapshot(settings)
     file = str(config.find_folders(os.environ).config)
     alone = [known.model for known in padding_book(settings.home).alone()]
+    remotes = measure_remotes(settings)
     if json:
         found = {"config": file, "models": str(settings.models), "not_batched": alone}
-        print(dumps(as_json(machine) | found))
+        shared = [remote._asdict() for remote in remotes]
+        print(dumps(as_json(machine) | found | {"remotes": shared}))
     else:
-        Console().print(
-            _table(machine, alone, {"Configuration": file, "Models": str(settings.models)})
-        )
+        places = {"Configuration": file, "Models": str(settings.models)}
+        Console().print(_table(machine, alone, places, remotes))
 
 
 def _write_report(path: Path, quick: bool) -> None:
@@ -84,14 +87,25 @@ def as_json(machine: Machine) -> dict[str, Any]:
     }
 
 
-def _table(machine: Machine, alone: list[str], places: dict[str, str]) -> Table:
+def _table(
+    machine: Machine, alone: list[str], places: dict[str, str], remotes: list[RemoteReport]
+) -> Table:
     """`alone` are the models whose rows differ in a batch."""
     table = Table("", "", show_header=False, box=None)
     for name, value in (_rows(machine) | places).items():
         table.add_row(f"[bold]{name}[/bold]", value)
     if alone:
         table.add_row("[bold]Not batched[/bold]", ", ".join(alone))
+    for remote in remotes:
+        table.add_row("[bold]Shared tier[/bold]", _remote(remote))
     return table
+
+
+def _remote(remote: RemoteReport) -> str:
+    if remote.problem:
+        return f"{remote.address}, not usable: {remote.problem}"
+    rate = format_bytes(int(remote.bytes_per_s))
+    return f"{remote.address}, {remote.latency_s * 1000:.1f} ms, {rate}/s"
 
 
 def _rows(machine: Machine) -> dict[str, str]:

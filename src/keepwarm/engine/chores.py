@@ -160,7 +160,7 @@ class Chores:
             return not capture.claim.is_of_deleted_agent
 
         agent_id = str(job.request.agent)
-        self._store.on_disk.agents.advance(
+        agent = self._store.on_disk.agents.advance(
             agent_id,
             job.lane.manager.namespace,
             tokens,
@@ -171,6 +171,8 @@ class Chores:
             messages=turn,
             is_wanted=is_wanted,
         )
+        if agent is not None and agent.pinned:
+            job.lane.manager.share(tokens)
         if self._unrecorded.get(agent_id) is job:
             del self._unrecorded[agent_id]
 
@@ -179,6 +181,7 @@ class Chores:
         pins.expire()
         for position, ttl_s in job.prepared.breakpoints:
             pins.pin(job.lane.manager.namespace, tokens, position, ttl_s)
+            job.lane.manager.share(tokens[:position])
 
     def _forget_expired(self) -> None:
         """Forget the agents that were not used for their retention time."""

@@ -142,6 +142,7 @@ class Engine:
         self._check_open()
         since = self.store.catch_up()
         prepared, lane = self._prepare(request, deadline, lane)
+        lane.manager.ask(prepared.tokens, prepared.request.policy)
         job = Job(
             *(prepared.request, prepared, lane, Answer(self._cancel, prepared)),
             number=next(self._numbers),

@@ -11,13 +11,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from keepwarm import kv
+from keepwarm.cache.continuations import continuations
 from keepwarm.cache.padding import RowSharing
 from keepwarm.cache.policy import Policy
-from keepwarm.cache.restore.continuations import continuations
 from keepwarm.cache.restore.failures import Fault
 from keepwarm.cache.restore.live import Live, copy_without
 from keepwarm.cache.restore.loading import EMPTY, Loading
-from keepwarm.cache.restore.manager import SMALL_LOAD_S, Manager
+from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.planning import SMALL_LOAD_S
 from keepwarm.cache.store import Store
 from keepwarm.engine.admission import kv_bytes
 from keepwarm.models.load import Model

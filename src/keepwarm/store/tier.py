@@ -194,7 +194,9 @@ class RefusedBlocks:
         return parent in self._keys and not have([parent])
 
 
-class Tier(Protocol):
+class ReadableTier(Protocol):
+    """What restoring needs of a tier."""
+
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         """Which of these blocks the tier has, and which parts. Reads no block."""
 
@@ -227,20 +229,22 @@ class Tier(Protocol):
     def prefetch(self, key: BlockKey, part: Part) -> bool:
         """Prepare for a read soon; False if the record is not here. Does not use the index."""
 
-    def put(self, record: Record) -> PutResult:
-        """Store a record unless it is there; evicts unpinned blocks to make room."""
-
     def touch(self, keys: Collection[BlockKey]) -> None:
         """Note that these blocks were used now."""
+
+    def discard(self, key: BlockKey, part: Part, why: str) -> None:
+        """Make a record that its reader cannot use a miss, so that the next put replaces it."""
+
+
+class Tier(ReadableTier, Protocol):
+    def put(self, record: Record) -> PutResult:
+        """Store a record unless it is there; evicts unpinned blocks to make room."""
 
     def pin(self, key: BlockKey, owner: str) -> None:
         """Protect a block from eviction until every owner has unpinned it."""
 
     def unpin(self, key: BlockKey, owner: str) -> None:
         """Remove a pin; a missing one is not an error."""
-
-    def discard(self, key: BlockKey, part: Part, why: str) -> None:
-        """Make a record that its reader cannot use a miss, so that the next put replaces it."""
 
     def delete_outgrown(self, key: BlockKey) -> None:
         """Delete what a block makes redundant: shorter siblings that it can replace, and surplus

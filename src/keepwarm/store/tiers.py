@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.record import Part, ReadBuffer, RecordView
-from keepwarm.store.tier import BlockInfo, CheckpointRef, Child, ReadFault, Tier
+from keepwarm.store.remote.tier import RemoteTier
+from keepwarm.store.tier import BlockInfo, CheckpointRef, Child, ReadableTier, ReadFault
+
+SHARED = "shared"  # the name of all that machines share
 
 
 class Tiers:
@@ -14,12 +17,38 @@ class Tiers:
     cache keeps files that are read often.
     """
 
-    def __init__(self, tiers: Sequence[tuple[str, Tier]]) -> None:
-        self._tiers = list(tiers)
+    def __init__(
+        self, tiers: Sequence[tuple[str, ReadableTier]], shared: Sequence[RemoteTier] = ()
+    ) -> None:
+        """`shared` are tiers that machines share, looked up after the others."""
+        self._local = list(tiers)
+        self.shared = tuple(shared)
+        self._tiers = [*self._local, *((SHARED, tier) for tier in shared)]
 
     @property
-    def named(self) -> Sequence[tuple[str, Tier]]:
+    def named(self) -> Sequence[tuple[str, ReadableTier]]:
         return self._tiers
+
+    @property
+    def local(self) -> Tiers:
+        """Those of this machine alone."""
+        return Tiers(self._local) if self.shared else self
+
+    def reaches(self) -> list[Tiers]:
+        """Those of this machine, then with the first shared one, then with more."""
+        return [Tiers(self._local, self.shared[:n]) for n in range(len(self.shared) + 1)]
+
+    def shared_bytes(self, records: Sequence[tuple[BlockKey, Part]]) -> dict[RemoteTier, int]:
+        """The bytes that each shared tier is read for, if these records are."""
+        missing = set(_missing(self.local, records)) if self.shared else set()
+        found = {}
+        for tier in self.shared:
+            known = tier.have({key for key, _ in missing})
+            there = {one for one in missing if one[0] in known and one[1] in known[one[0]].parts}
+            if there:
+                found[tier] = sum(known[key].n_bytes for key in {key for key, _ in there})
+            missing -= there
+        return found
 
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         merged: dict[BlockKey, BlockInfo] = {}
@@ -53,7 +82,7 @@ class Tiers:
         """Prefetch from the first tier that has the record; whether one has."""
         return any(tier.prefetch(key, part) for _, tier in self._tiers)
 
-    def _in_order(self, key: BlockKey, part: Part) -> Sequence[tuple[str, Tier]]:
+    def _in_order(self, key: BlockKey, part: Part) -> Sequence[tuple[str, ReadableTier]]:
         """The fastest first; for window rows the tier with the most: tiers may differ."""
         if part is not Part.WINDOW or len(self._tiers) == 1:
             return self._tiers
@@ -68,7 +97,14 @@ class Tiers:
             tier.touch(keys)
 
 
-def _window_rows(tier: Tier, key: BlockKey) -> int:
+def _missing(
+    tiers: Tiers, records: Sequence[tuple[BlockKey, Part]]
+) -> Iterator[tuple[BlockKey, Part]]:
+    known = tiers.have({key for key, _ in records})
+    return (one for one in records if one[0] not in known or one[1] not in known[one[0]].parts)
+
+
+def _window_rows(tier: ReadableTier, key: BlockKey) -> int:
     known = tier.have([key]).get(key)
     return known.w_rows if known else 0
 

@@ -212,7 +212,7 @@ class Receipt:
     """How much of a prompt was reused, and how much was computed."""
 
     prompt_tokens: int
-    reused: Mapping[str, int]  # tokens by tier: live, memory, disk
+    reused: Mapping[str, int]  # tokens by tier: live, memory, disk, shared
     recomputed: int  # prompt tokens that were prefilled
     saved_ms: float  # prefill time saved, less the time to restore
     inexact: tuple[Inexact, ...] = ()  # why keys and values may differ from those of a cold run

@@ -8,8 +8,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from keepwarm.cache.policy import Policy
-from keepwarm.cache.restore.manager import WORTH_SAVING, Manager, Plan
+from keepwarm.cache.restore.manager import WORTH_SAVING, Manager
 from keepwarm.cache.restore.plan import Point
+from keepwarm.cache.restore.planning import Plan
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.restore.writing import MemorySaver

@@ -16,12 +16,14 @@ from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.failures import Fault, RestoreFailures
 from keepwarm.cache.restore.forgetting import Forgetting, RequestClaim
 from keepwarm.cache.restore.loading import EMPTY, Loading, RestoredPrefix
-from keepwarm.cache.restore.plan import NOTHING, KnownBlocks, Needs, Point, longest, n_matched
+from keepwarm.cache.restore.plan import Needs, n_matched
+from keepwarm.cache.restore.planning import SMALL_LOAD_S, Plan, Planner
 from keepwarm.cache.restore.points import Parting, learned_place, restore_points
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.restore.records import records_of
 from keepwarm.cache.restore.writing import Saver
+from keepwarm.cache.shared.sharing import Sharer, Use
 from keepwarm.kv.kinds import Caches
 from keepwarm.kv.layout import Layout
 from keepwarm.kv.slices import Block, cut_blocks, offload_blocks
@@ -36,30 +38,9 @@ from keepwarm.prefix.blocks import (
     root,
 )
 from keepwarm.store.record import Part
-from keepwarm.store.tier import BlockInfo
-from keepwarm.store.tiers import Tiers
+from keepwarm.store.tiers import SHARED, Tiers
 
-SMALL_LOAD_S = 0.02
 WORTH_SAVING = 32  # tokens that a place spares after a restart: less is not worth its records
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What can be restored for a prompt, and the cost compared with prefilling it."""
-
-    point: Point
-    load_s: float
-    rates: Rates
-
-    @property
-    def n_tokens(self) -> int:
-        return self.point.n_tokens
-
-    def is_worth_loading(self, beyond: int = 0) -> bool:
-        """Whether loading is no slower than computing the tokens after the first `beyond`."""
-        # Below this the measurement is noise, and computing wears the machine more.
-        load_s = 0.0 if self.load_s < SMALL_LOAD_S else self.load_s
-        return self.n_tokens > beyond and load_s <= self.rates.prefill_s(beyond, self.n_tokens)
 
 
 @dataclass
@@ -72,6 +53,7 @@ class Manager:
     rates: Rates = field(default_factory=Rates)
     failures: RestoreFailures = field(default_factory=RestoreFailures)
     forgetting: Forgetting | None = None  # without a disk nobody else deletes
+    sharer: Sharer | None = None  # without shared tiers nobody shares
     max_restored: int = sys.maxsize  # tokens of a prompt that are restored at most
 
     def __post_init__(self) -> None:
@@ -81,18 +63,27 @@ class Manager:
         """The same model for blocks of another tenant, or of one import."""
         return replace(self, namespace=name)
 
+    @property
+    def _planner(self) -> Planner:
+        return Planner(self.namespace, self.needs, self.tiers, self.rates, self.max_restored)
+
     def plan(self, tokens: Sequence[int], without: Collection[BlockKey] = ()) -> Plan:
-        """The longest stored prefix; one token is always left, because a model must be fed one."""
+        """What to load for a prompt."""
         self.catch_up()
-        limit = min(len(tokens) - 1, self.max_restored)
-        point = self._longest(tokens, limit, without) if limit > 0 else NOTHING
-        return Plan(point, point.n_bytes / self.rates.load_bytes_per_s, self.rates)
+        return self._planner.plan(tokens, without)
+
+    def ask(self, tokens: Sequence[int], policy: Policy) -> None:
+        """Learn what tiers that machines share have of a prompt; on the caller's thread, before it
+        is planned on the engine's.
+        """
+        if self.tiers.shared and policy.reads:
+            self._planner.ask(tokens)
 
     def n_held(self, tokens: Sequence[int]) -> int:
         """Tokens of a prompt whose rows are stored, whether or not it can be restored there."""
-        rows = replace(self)
-        rows.needs = replace(self.needs, window=0, state=False)
-        return rows.plan(tokens).n_tokens if self.needs.delta else 0
+        self.catch_up()
+        rows = replace(self.needs, window=0, state=False)
+        return replace(self._planner, needs=rows).plan(tokens).n_tokens if rows.delta else 0
 
     def catch_up(self) -> int:
         """Forget what other processes have deleted; the generation that this leads to."""
@@ -127,7 +118,9 @@ class Manager:
             if plan.n_tokens > beyond:
                 self.rates.declined_load()
             return None
-        is_long = others_wait and plan.load_s >= SMALL_LOAD_S
+        for tier in plan.declined:
+            tier.speed.declined()
+        is_long = others_wait and (plan.is_shared or plan.load_s >= SMALL_LOAD_S)
         return Loading(
             tokens, plan.point, self.layout, self.reader, self.writer, in_background=is_long
         )
@@ -140,7 +133,8 @@ class Manager:
         while current is not None:
             loaded = current.finish()
             if loaded.restored is not None:
-                if not current.in_background:  # else other work slowed it down
+                is_local = SHARED not in loaded.restored.tokens_by_tier
+                if is_local and not current.in_background:  # else other work slowed it down
                     self.rates.saw_load(current.point.n_bytes, current.seconds)
                 self.touch(loading.tokens[: current.point.n_tokens], current.keys)
                 return loaded.restored._replace(fault=fault)
@@ -155,8 +149,16 @@ class Manager:
 
         `keys` are other blocks that were read for them.
         """
-        chained = (ref.key for ref in chain(self.namespace, tokens))
-        self.tiers.touch(list(dict.fromkeys([*chained, *keys])))
+        refs = list(chain(self.namespace, tokens))
+        self.tiers.touch(list(dict.fromkeys([*(ref.key for ref in refs), *keys])))
+        if self.sharer is not None and refs:
+            self.sharer.offer(Use(self.namespace, refs, keys))
+
+    def share(self, tokens: Sequence[int]) -> None:
+        """Share a prompt with other machines at its first use."""
+        refs = list(chain(self.namespace, tokens)) if self.sharer is not None else []
+        if self.sharer is not None and refs:
+            self.sharer.offer(Use(self.namespace, refs))
 
     def n_saved(self, tokens: Sequence[int], policy: Policy) -> int:
         """How many restored tokens a request need not save again.
@@ -173,14 +175,14 @@ class Manager:
     def is_on_disk(self, tokens: Sequence[int]) -> bool:
         """Whether a process that starts now would find all of these tokens on disk."""
         on_disk = Tiers([(name, tier) for name, tier in self.tiers.named if name == "disk"])
-        point = replace(self, tiers=on_disk)._longest(tokens, len(tokens), ())
+        point = replace(self._planner, tiers=on_disk).longest(tokens, len(tokens))
         return point.n_tokens == len(tokens)
 
     def survives(self, tokens: Sequence[int]) -> bool:
         """Whether these tokens, which can be restored now, could be after a restart too, or nearly
         all of them. True where there is no disk."""
-        saved = list(self.tiers.named)[1:]  # without memory
-        point = replace(self, tiers=Tiers(saved))._longest(tokens, len(tokens), ())
+        saved = list(self.tiers.local.named)[1:]  # without memory
+        point = replace(self._planner, tiers=Tiers(saved)).longest(tokens, len(tokens))
         return not saved or point.n_tokens > len(tokens) - WORTH_SAVING
 
     def open(
@@ -201,45 +203,10 @@ class Manager:
         """Where a prompt, of which so many tokens are restored, is to be restorable later."""
         if not self.needs.points:
             return frozenset()
-        blocks, cuts = self._blocks_of(tokens), list(cuts)
+        blocks, cuts = self._planner.blocks_of(tokens), list(cuts)
         n_states = sum(n <= blocks.n_shared for n in blocks.states)
         learned = learned_place(self.layout, Parting(blocks.n_shared, n_known, n_states), cuts)
         return restore_points(self.layout, len(tokens), cuts, learned)
-
-    def _longest(self, tokens: Sequence[int], limit: int, without: Collection[BlockKey]) -> Point:
-        return longest(self.needs, self._blocks_of(tokens, without), limit)
-
-    def _blocks_of(self, tokens: Sequence[int], without: Collection[BlockKey] = ()) -> KnownBlocks:
-        blocks = list(chain(self.namespace, tokens))
-        refs = [ref for ref in blocks if ref.n_tokens == BLOCK_TOKENS]
-        needs = self.needs
-        known = self._have([ref.key for ref in refs], without)
-        matched = n_matched(needs, refs, known)
-        packed = b"".join(ref.tokens for ref in blocks)
-        parent = refs[matched - 1].key if matched else root(self.namespace)
-        rest = packed[4 * BLOCK_TOKENS * matched : 4 * BLOCK_TOKENS * (matched + 1)]
-        children = self.tiers.children(parent, rest)
-        states = self._states(refs, packed) if needs.state else {}
-        partial = [child.key for child in children] + list(states.values())
-        known |= self._have(partial, without)
-        return KnownBlocks(refs, known, matched, children, states)
-
-    def _states(self, refs: Sequence[BlockRef], packed: bytes) -> dict[int, BlockKey]:
-        """Checkpoints inside the blocks of this prompt, by position."""
-        starts = {root(self.namespace): 0}
-        starts |= {ref.key: (ref.number + 1) * BLOCK_TOKENS for ref in refs}
-        found = {}
-        for state in self.tiers.states(list(starts)):
-            start = starts[state.parent]
-            tokens = packed[4 * start : 4 * (start + state.n_tokens)]
-            if block_key(self.namespace, state.parent, tokens) == state.key:
-                found[start + state.n_tokens] = state.key
-        return found
-
-    def _have(
-        self, keys: Sequence[BlockKey], without: Collection[BlockKey]
-    ) -> dict[BlockKey, BlockInfo]:
-        return self.tiers.have([key for key in keys if key not in without])
 
 
 class Capture:

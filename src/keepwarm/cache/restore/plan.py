@@ -79,6 +79,10 @@ class Point(NamedTuple):
     reads: tuple[Read, ...]
     n_bytes: int
 
+    @property
+    def keys_by_part(self) -> list[tuple[BlockKey, Part]]:
+        return [(read.key, read.part) for read in self.reads]
+
 
 NOTHING = Point(0, (), 0)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from keepwarm.cache.restore.manager import Plan
+from keepwarm.cache.restore.planning import Plan
 from keepwarm.engine.lane import Lane
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
 from keepwarm.store.tiers import Tiers

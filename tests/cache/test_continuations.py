@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from keepwarm.cache.restore.continuations import continuations
+from keepwarm.cache.continuations import continuations
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
 from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.memory import MemoryTier

@@ -1,0 +1,4 @@
+"""Where machines share records: bytes with names, in Redis or in a directory.
+
+Imports the ground floor.
+"""

@@ -1,0 +1,86 @@
+"""What a shared tier asks of the place that holds its records.
+
+Every call ends within its time. A place that cannot do what it is asked raises BlobError, for
+whatever reason: it is gone, slow, full of other things, or refuses the password.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+from keepwarm.errors import BadInput
+
+Take: TypeAlias = Callable[[int], memoryview]
+"""Gives the memory for a number of bytes; raises BlobError if that is too many."""
+
+NAME = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,128}(/(?!\.)[A-Za-z0-9_.-]{1,128}){0,7}")
+
+
+class BlobError(Exception):
+    """A place could not do what it was asked, or not in time."""
+
+
+class Listed(NamedTuple):
+    """A name, and the order it was put with; empty where the place keeps none."""
+
+    name: str
+    order: bytes = b""
+
+
+class Backend(Protocol):
+    """A place for blobs. Names are words of letters, digits, `_`, `.` and `-`, joined by `/`."""
+
+    in_batches: bool
+    """Whether many names are asked for in one round trip."""
+
+    def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
+        """The bytes of each blob; None where there is none."""
+
+    def read(
+        self,
+        name: str,
+        take: Take,
+        timeout_s: float,
+        start: int = 0,
+        n_bytes: int | None = None,
+    ) -> memoryview | None:
+        """A blob, or the part of it from `start` on, in memory from `take`; None if there is none.
+
+        `n_bytes` is the most that is read.
+        """
+
+    def put(
+        self,
+        name: str,
+        pieces: Sequence[bytes | memoryview],
+        timeout_s: float,
+        order: bytes = b"",
+        replace: bool = False,
+    ) -> bool:
+        """Store a blob, unless there is one and it is not to be replaced; whether it is stored.
+
+        No room is a refusal and no error. Readers see a whole blob or none.
+        """
+
+    def touch(self, names: Sequence[str], timeout_s: float) -> None:
+        """Note a use of blobs, so that others are evicted before; the last is evicted last."""
+
+    def delete(self, blobs: Sequence[Listed], timeout_s: float) -> None:
+        """Delete blobs; a missing one is no error."""
+
+    def list_names(self, folder: str, timeout_s: float, near: bytes = b"") -> list[Listed]:
+        """Names that begin with the folder and `/`; some may be stale.
+
+        Where the place keeps an order, only a few, on each side of `near`.
+        """
+
+    def close(self) -> None: ...
+
+
+def check_name(name: str) -> str:
+    """The name; raises if a place could take it for something else."""
+    if not NAME.fullmatch(name):
+        raise BadInput(f"{name!r} is not the name of a blob; use letters, digits, _ . - and /.")
+    return name

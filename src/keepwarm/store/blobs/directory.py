@@ -1,0 +1,140 @@
+"""Blobs as files of a directory that machines share, as over NFS or SMB.
+
+Files are written under another name and renamed. There are no locks, no links and no database in
+the directory: network file systems do these badly.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from keepwarm.store.blobs.backend import BlobError, Listed, Take, check_name
+from keepwarm.store.blobs.hands import Hands
+
+UNFINISHED = "tmp"  # where files are written
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class DirectoryBackend:
+    """A directory that exists: a share that is not mounted must not be replaced by a new one."""
+
+    in_batches = False
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._hands = Hands()
+
+    def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
+        paths = [self._path_of(name) for name in names]
+        return self._hands.run(lambda: [_size_of(path) for path in paths], timeout_s)
+
+    def read(
+        self,
+        name: str,
+        take: Take,
+        timeout_s: float,
+        start: int = 0,
+        n_bytes: int | None = None,
+    ) -> memoryview | None:
+        path = self._path_of(name)
+
+        def read() -> memoryview | None:
+            try:
+                with path.open("rb", buffering=0) as file:
+                    there = max(0, os.fstat(file.fileno()).st_size - start)
+                    memory = take(there if n_bytes is None else min(there, n_bytes))
+                    file.seek(start)
+                    rest = memory
+                    while rest and (n_read := file.readinto(rest)):
+                        rest = rest[n_read:]
+            except FileNotFoundError:
+                return None
+            if rest:
+                raise BlobError("a file became shorter while it was read")
+            return memory if len(memory) else None
+
+        return self._hands.run(read, timeout_s)
+
+    def put(
+        self,
+        name: str,
+        pieces: Sequence[bytes | memoryview],
+        timeout_s: float,
+        order: bytes = b"",  # noqa: ARG002
+        replace: bool = False,
+    ) -> bool:
+        target = self._path_of(name)
+        temp = self._root / UNFINISHED / uuid.uuid4().hex
+        return self._hands.run(lambda: _put(temp, target, pieces, replace), timeout_s)
+
+    def touch(self, names: Sequence[str], timeout_s: float) -> None:
+        paths = [self._path_of(name) for name in names]
+
+        def touch() -> None:
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    os.utime(path)
+
+        self._hands.run(touch, timeout_s)
+
+    def delete(self, blobs: Sequence[Listed], timeout_s: float) -> None:
+        paths = [self._path_of(blob.name) for blob in blobs]
+
+        def delete() -> None:
+            for path in paths:
+                path.unlink(missing_ok=True)
+
+        self._hands.run(delete, timeout_s)
+
+    def list_names(self, folder: str, timeout_s: float, near: bytes = b"") -> list[Listed]:  # noqa: ARG002
+        path = self._path_of(folder)
+
+        def names() -> list[Listed]:
+            try:
+                return [Listed(f"{folder}/{file.name}") for file in path.iterdir()]
+            except FileNotFoundError:
+                return []
+
+        return self._hands.run(names, timeout_s)
+
+    def close(self) -> None:
+        self._hands.close()
+
+    def _path_of(self, name: str) -> Path:
+        return self._root / check_name(name)
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size or None
+    except FileNotFoundError:
+        return None
+
+
+def _put(temp: Path, target: Path, pieces: Sequence[bytes | memoryview], replace: bool) -> bool:
+    if not replace and target.exists():
+        return False
+    try:
+        temp.parent.mkdir(exist_ok=True)  # not its parents: the share must be there
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temp.open("wb", buffering=0) as file:
+                for piece in pieces:
+                    rest = memoryview(piece).cast("B")
+                    while rest:
+                        rest = rest[file.write(rest) :]
+            temp.replace(target)
+        except BaseException:
+            with suppress(OSError):
+                temp.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            return False
+        raise
+    return True

@@ -1,0 +1,31 @@
+"""From an address in the settings to the place that it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from keepwarm.errors import BadInput
+from keepwarm.store.blobs.backend import Backend
+from keepwarm.store.blobs.directory import DirectoryBackend
+from keepwarm.store.blobs.redis import RedisAddress, RedisBackend
+
+FORMS = "redis://host:port, rediss://host:port or file:///directory"
+
+
+def open_backend(address: str, password: str = "") -> Backend:
+    """The place at an address. Connects to nothing."""
+    try:
+        url = urlsplit(address)
+    except ValueError as error:
+        raise BadInput(f"remote is {address!r}, which is no address; write {FORMS}.") from error
+    if url.password is not None:
+        raise BadInput(
+            "remote has a password in it, which would be shown and logged; "
+            "put it in KEEPWARM_REMOTE_PASSWORD, or in a file that remote_password_file names."
+        )
+    if url.scheme in ("redis", "rediss") and url.hostname:
+        return RedisBackend(RedisAddress.parse(url), password)
+    if url.scheme == "file" and url.path.startswith("/") and not url.netloc:
+        return DirectoryBackend(Path(unquote(url.path)))
+    raise BadInput(f"remote is {address!r}, which is no place for blocks; write {FORMS}.")

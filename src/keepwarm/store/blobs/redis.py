@@ -1,0 +1,242 @@
+"""Blobs in Redis or Valkey: one key each, and a sorted set of the names in each folder.
+
+Commands name one key each, so that these may lie on different nodes behind a proxy, and go out in
+one round trip. Nothing walks the whole keyspace.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+from urllib.parse import SplitResult, unquote
+
+from keepwarm.errors import BadInput
+from keepwarm.store.blobs.backend import BlobError, Listed, Take, check_name
+from keepwarm.store.blobs.deadline import CallDeadline
+from keepwarm.store.blobs.hands import Hands
+from keepwarm.store.blobs.resp import Command, Reply, RespConnection
+
+PORT = 6379
+MAX_IDLE = 8  # connections that are kept
+NEIGHBOURS = b"8"  # names on each side of a place in a folder's order
+AFTER_ORDER = b"!"  # less than any hex digit: what an order begins with comes before it
+
+
+class RedisAddress(NamedTuple):
+    host: str
+    port: int
+    user: str = ""
+    database: int = 0
+    tls: bool = False
+
+    @classmethod
+    def parse(cls, url: SplitResult) -> RedisAddress:
+        try:
+            database = int(url.path.strip("/") or 0)
+            address = url.hostname or "", url.port or PORT, unquote(url.username or ""), database
+        except ValueError as error:
+            raise BadInput(
+                f"{url.geturl()!r} is no address of Redis; write redis://host:6379/0."
+            ) from error
+        return cls(*address, tls=url.scheme == "rediss")
+
+
+class RedisBackend:
+    """One server, or whatever answers under its name. For all threads."""
+
+    in_batches = True
+
+    def __init__(self, address: RedisAddress, password: str = "") -> None:
+        self._address = address
+        self._password = password
+        self._idle: list[RespConnection] = []
+        self._lock = threading.Lock()
+        self._hands = Hands(1)  # a name service may hang
+
+    def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
+        replies = self._call([[b"STRLEN", _key(name)] for name in names], timeout_s)
+        return [_whole(reply) or None for reply in replies]
+
+    def read(
+        self,
+        name: str,
+        take: Take,
+        timeout_s: float,
+        start: int = 0,
+        n_bytes: int | None = None,
+    ) -> memoryview | None:
+        command = [b"GET", _key(name)]
+        if start or n_bytes is not None:
+            end = -1 if n_bytes is None else start + n_bytes - 1
+            command = [b"GETRANGE", _key(name), b"%d" % start, b"%d" % end]
+        reply = self._call([command], timeout_s, take)[0]
+        return reply if isinstance(reply, memoryview) and len(reply) else None
+
+    def put(
+        self,
+        name: str,
+        pieces: Sequence[bytes | memoryview],
+        timeout_s: float,
+        order: bytes = b"",
+        replace: bool = False,
+    ) -> bool:
+        folder, _, last = check_name(name).rpartition("/")
+        commands: list[Command] = [
+            [b"SET", _key(name), list(pieces), *(() if replace else (b"NX",))],
+            [b"ZADD", _folder(folder), b"0", _member(order, last)],
+        ]
+        stored, listed = self._call(commands, timeout_s, or_full=True)
+        return stored == b"OK" and not isinstance(listed, BlobError)
+
+    def touch(self, names: Sequence[str], timeout_s: float) -> None:
+        self._call([[b"TOUCH", _key(name)] for name in names], timeout_s)
+
+    def delete(self, blobs: Sequence[Listed], timeout_s: float) -> None:
+        commands: list[Command] = []
+        for name, order in blobs:
+            folder, _, last = name.rpartition("/")
+            commands.append([b"UNLINK", _key(name)])
+            commands.append([b"ZREM", _folder(folder), _member(order, last)])
+        self._call(commands, timeout_s)
+
+    def list_names(self, folder: str, timeout_s: float, near: bytes = b"") -> list[Listed]:
+        key, limit = _folder(folder), (b"LIMIT", b"0", NEIGHBOURS)
+        place = near.hex().encode() + AFTER_ORDER
+        below, above = self._call(
+            [
+                [b"ZREVRANGEBYLEX", key, b"[" + place + b"\xff", b"-", *limit],
+                [b"ZRANGEBYLEX", key, b"(" + place + b"\xff", b"+", *limit],
+            ],
+            timeout_s,
+        )
+        found = [*_members(below), *_members(above)]
+        return [Listed(f"{folder}/{name}", order) for order, name in found]
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+        self._hands.close()
+
+    def _call(
+        self,
+        commands: Sequence[Command],
+        timeout_s: float,
+        take: Take | None = None,
+        or_full: bool = False,
+    ) -> list[Reply]:
+        """The replies; raises the first that is an error, unless it says that memory is full."""
+        if not commands:
+            return []
+        replies = self._exchange(commands, CallDeadline(timeout_s), take)
+        for reply in replies:
+            if isinstance(reply, BlobError) and not (or_full and str(reply).startswith("OOM")):
+                raise reply
+        return replies
+
+    def _exchange(
+        self, commands: Sequence[Command], deadline: CallDeadline, take: Take | None
+    ) -> list[Reply]:
+        """On a connection that is there, or on a new one if the server has closed those."""
+        while (connection := self._take_idle()) is not None:
+            try:
+                return self._exchange_on(connection, commands, deadline, take)
+            except BlobError:
+                deadline.left_s()
+        return self._exchange_on(self._connect(deadline), commands, deadline, take)
+
+    def _exchange_on(
+        self,
+        connection: RespConnection,
+        commands: Sequence[Command],
+        deadline: CallDeadline,
+        take: Take | None,
+    ) -> list[Reply]:
+        try:
+            replies = connection.exchange(commands, deadline, take)
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            self._idle.append(connection)
+            surplus = self._idle[:-MAX_IDLE]
+            del self._idle[:-MAX_IDLE]
+        for other in surplus:
+            other.close()
+        return replies
+
+    def _take_idle(self) -> RespConnection | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def _connect(self, deadline: CallDeadline) -> RespConnection:
+        sock = self._open_socket(deadline)
+        try:
+            connection = RespConnection(sock)
+            for reply in connection.exchange(self._greeting(), deadline):
+                if isinstance(reply, BlobError):
+                    raise reply
+        except BaseException:
+            sock.close()
+            raise
+        return connection
+
+    def _greeting(self) -> list[Command]:
+        user, database = self._address.user, self._address.database
+        commands: list[Command] = []
+        if self._password:
+            names = [user.encode()] if user else []
+            commands.append([b"AUTH", *names, self._password.encode()])
+        if database:
+            commands.append([b"SELECT", b"%d" % database])
+        return [*commands, [b"PING"]]
+
+    def _open_socket(self, deadline: CallDeadline) -> socket.socket:
+        host, port = self._address.host, self._address.port
+
+        def find() -> str:
+            return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+
+        found = self._hands.run(find, deadline.left_s())
+        try:
+            sock = socket.create_connection((found, port), deadline.left_s())
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if not self._address.tls:
+                return sock
+            sock.settimeout(deadline.left_s())
+            return ssl.create_default_context().wrap_socket(sock, server_hostname=host)
+        except OSError as error:
+            raise BlobError(f"{host}:{port}: {error}") from error
+
+
+def _key(name: str) -> bytes:
+    return b"keepwarm:" + check_name(name).encode()
+
+
+def _folder(folder: str) -> bytes:
+    return _key(folder) + b"/"
+
+
+def _member(order: bytes, last: str) -> bytes:
+    return order.hex().encode() + AFTER_ORDER + last.encode()
+
+
+def _members(reply: Reply) -> Iterator[tuple[bytes, str]]:
+    """Order and last word of each; whatever else stands there is left out."""
+    for member in reply if isinstance(reply, list) else ():
+        if isinstance(member, bytes):
+            order, _, last = member.partition(AFTER_ORDER)
+            try:
+                yield bytes.fromhex(order.decode()), check_name(last.decode())
+            except (ValueError, BadInput):
+                continue
+
+
+def _whole(reply: Reply) -> int:
+    if not isinstance(reply, int):
+        raise BlobError("the server does not speak the protocol of Redis")
+    return reply

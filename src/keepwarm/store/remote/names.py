@@ -1,0 +1,43 @@
+"""Names in a shared place: `<class>/<namespace>/<parent>/<key>.<part>`.
+
+So the records that follow a block lie in one folder. The class is what numbers depend on besides
+the namespace, as backend and version of MLX: machines of different classes share nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from keepwarm.prefix.blocks import KEY_BYTES, BlockKey, Namespace
+from keepwarm.store.record import Part
+
+
+class RecordPlace(NamedTuple):
+    """Where a record lies among others."""
+
+    namespace: Namespace
+    parent: BlockKey
+    key: BlockKey
+    part: Part
+
+
+class RemoteNames:
+    def __init__(self, numerics: str) -> None:
+        self._numerics = numerics
+
+    def of(self, place: RecordPlace) -> str:
+        folder = self.folder(place.namespace, place.parent)
+        return f"{folder}/{place.key.hex()}.{place.part.value}"
+
+    def folder(self, namespace: Namespace, parent: BlockKey) -> str:
+        return f"{self._numerics}/{namespace.hex()}/{parent.hex()}"
+
+
+def parse_last(name: str) -> tuple[BlockKey, Part] | None:
+    """Key and part of a name; None if it is not one of ours."""
+    stem, _, part = name.rpartition("/")[2].partition(".")
+    try:
+        key = BlockKey(bytes.fromhex(stem))
+        return (key, Part(part)) if len(key) == KEY_BYTES and stem == stem.lower() else None
+    except ValueError:
+        return None

@@ -1,0 +1,165 @@
+"""What every place for blobs promises, whatever it is. A new one is one more maker here."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from itertools import count
+
+import pytest
+
+from keepwarm.errors import BadInput
+from keepwarm.store.blobs.backend import BlobError, Listed
+from keepwarm.store.blobs.opening import open_backend
+from tests.kit.redis_server import redis_server
+
+SOON = 30.0  # seconds: nothing here may hang
+NUMBERS = count()
+
+
+@contextmanager
+def redis(directory):
+    with redis_server(directory) as server:
+        yield server.url
+
+
+@contextmanager
+def directory(path):
+    yield path.as_uri()
+
+
+MAKERS = {"redis": redis, "directory": directory}
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def place(request, tmp_path_factory):
+    with MAKERS[request.param](tmp_path_factory.mktemp("place")) as url:
+        yield url
+
+
+@pytest.fixture
+def blobs(place):
+    with closing(open_backend(place)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def folder():
+    """One that no other test uses."""
+    return f"class-1/{next(NUMBERS):04d}"
+
+
+def take(n_bytes):
+    return memoryview(bytearray(n_bytes))
+
+
+def read(blobs, name, **some):
+    found = blobs.read(name, take, SOON, **some)
+    return None if found is None else bytes(found)
+
+
+def put(blobs, name, data=b"bytes", **how):
+    return blobs.put(name, [data], SOON, **how)
+
+
+def names(blobs, folder, near=b""):
+    return {listed.name for listed in blobs.list_names(folder, SOON, near)}
+
+
+def test_what_is_put_is_read_in_pieces_of_any_size(blobs, folder):
+    pieces = [b"a", bytes(range(256)) * 1000, memoryview(b"\r\n$5\r\n"), b"", b"z" * 5000]
+    assert blobs.put(f"{folder}/x.d", pieces, SOON)
+    assert read(blobs, f"{folder}/x.d") == b"".join(pieces)
+    assert blobs.sizes([f"{folder}/x.d"], SOON) == [len(b"".join(pieces))]
+
+
+def test_a_part_is_read(blobs, folder):
+    put(blobs, f"{folder}/x.d", bytes(range(100)))
+    assert read(blobs, f"{folder}/x.d", start=10, n_bytes=5) == bytes(range(10, 15))
+    assert read(blobs, f"{folder}/x.d", n_bytes=3) == bytes(range(3))
+    assert read(blobs, f"{folder}/x.d", start=98, n_bytes=50) == bytes(range(98, 100))
+
+
+def test_what_is_not_there_is_missing_and_no_error(blobs, folder):
+    put(blobs, f"{folder}/x.d")
+    some = [f"{folder}/{name}" for name in ("a.d", "x.d", "b.d")]
+    assert blobs.sizes(some, SOON) == [None, 5, None]
+    assert blobs.sizes([], SOON) == []
+    assert read(blobs, f"{folder}/a.d") is None
+    assert read(blobs, f"{folder}/a.d", n_bytes=9) is None
+    assert names(blobs, f"{folder}/none") == set()
+    blobs.delete([Listed(some[0])], SOON)
+    blobs.touch(some, SOON)
+
+
+def test_the_first_put_stays_unless_it_is_to_be_replaced(blobs, folder):
+    name = f"{folder}/x.w"
+    assert put(blobs, name, b"first")
+    assert not put(blobs, name, b"second")
+    assert read(blobs, name) == b"first"
+    assert put(blobs, name, b"third", replace=True)
+    assert read(blobs, name) == b"third"
+
+
+def test_what_is_deleted_is_gone(blobs, folder):
+    put(blobs, f"{folder}/x.d")
+    put(blobs, f"{folder}/y.d")
+    blobs.delete([Listed(f"{folder}/x.d")], SOON)
+    assert names(blobs, folder) == {f"{folder}/y.d"}
+    assert blobs.sizes([f"{folder}/x.d", f"{folder}/y.d"], SOON) == [None, 5]
+    assert put(blobs, f"{folder}/x.d", b"again")
+    assert read(blobs, f"{folder}/x.d") == b"again"
+
+
+def test_a_folder_lists_its_own_names(blobs, folder):
+    for name in ("a.d", "a.s", "b.d"):
+        put(blobs, f"{folder}/one/{name}")
+    put(blobs, f"{folder}/other/c.d")
+    assert names(blobs, f"{folder}/one") == {f"{folder}/one/{n}" for n in ("a.d", "a.s", "b.d")}
+
+
+def test_readers_see_whole_blobs(blobs, folder):
+    """While one is replaced over and over."""
+    name, wholes = f"{folder}/x.w", [bytes([n]) * 300_000 for n in range(4)]
+    put(blobs, name, wholes[0])
+    stop = threading.Event()
+
+    def write():
+        while not stop.is_set():
+            for data in wholes:
+                put(blobs, name, data, replace=True)
+
+    with ThreadPoolExecutor(2) as threads:
+        writing = threads.submit(write)
+        try:
+            assert all(read(blobs, name) in wholes for _ in range(60))
+        finally:
+            stop.set()
+        writing.result()
+
+
+def test_threads_do_not_mix_their_answers(blobs, folder):
+    mine = {f"{folder}/{n}.d": bytes([n]) * (1000 + n) for n in range(24)}
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(lambda item: put(blobs, *item), mine.items()))
+        found = threads.map(lambda name: read(blobs, name), mine)
+        assert dict(zip(mine, found, strict=True)) == mine
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/../b", "a//b", "/a", "a/", ".a", "a b", "a\nb"])
+def test_a_name_that_could_mean_something_else_is_refused(blobs, name):
+    for call in (put, read):
+        with pytest.raises(BadInput):
+            call(blobs, name)
+    with pytest.raises(BadInput):
+        blobs.list_names(name, SOON)
+
+
+def test_memory_that_is_not_given_fails_the_read_alone(blobs, folder):
+    put(blobs, f"{folder}/x.d", b"x" * 100)
+
+    def refuse(n_bytes):
+        raise BlobError(f"{n_bytes} are too many")
+
+    with pytest.raises(BlobError, match="too many"):
+        blobs.read(f"{folder}/x.d", refuse, SOON)
+    assert read(blobs, f"{folder}/x.d") == b"x" * 100

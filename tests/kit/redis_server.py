@@ -1,0 +1,87 @@
+"""A real Redis or Valkey, started for a test, which can be stopped, paused and ended."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = ("valkey-server", "redis-server")
+START_S = 30.0
+
+
+class RedisServer:
+    """A process that keeps everything in memory."""
+
+    def __init__(self, directory: Path, *options: str, port: int = 0, tls: bool = False) -> None:
+        program = next(filter(None, map(shutil.which, PROGRAMS)), None)
+        if program is None:
+            pytest.skip("needs `redis-server` or `valkey-server`")
+        self.port = port or free_port()
+        self._tls = tls
+        port_option = ("--port", "0", "--tls-port") if tls else ("--port",)
+        quiet = ("--save", "", "--appendonly", "no", "--loglevel", "warning")
+        self._command = [program, *port_option, str(self.port), *quiet, *options]
+        self._directory = directory
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis{'s' * self._tls}://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            self._command, cwd=self._directory, stdout=subprocess.DEVNULL
+        )
+        until = time.monotonic() + START_S
+        while not self._answers():
+            assert self._process.poll() is None, "the server did not start"
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    def _answers(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port), 1).close()
+        except OSError:
+            return False
+        return True
+
+    def n_reads(self) -> int:
+        """How many whole values were read."""
+        with socket.create_connection(("127.0.0.1", self.port), START_S) as one:
+            one.sendall(b"INFO commandstats\r\n")
+            said = one.recv(1 << 16).decode()
+        found = [line for line in said.splitlines() if line.startswith("cmdstat_get:")]
+        return int(found[0].split("calls=")[1].split(",")[0]) if found else 0
+
+    def pause(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@contextmanager
+def redis_server(directory: Path, *options: str, tls: bool = False) -> Iterator[RedisServer]:
+    server = RedisServer(directory, *options, tls=tls)
+    try:
+        yield server
+    finally:
+        server.kill()
