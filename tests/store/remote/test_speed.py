@@ -2,7 +2,7 @@
 
 import pytest
 
-from keepwarm.store.remote.speed import Speed
+from keepwarm.store.remote.speed import TierSpeed
 
 MIB = 1 << 20
 
@@ -26,7 +26,7 @@ def clock():
 
 @pytest.fixture
 def speed(clock):
-    return Speed(clock)
+    return TierSpeed(clock)
 
 
 def test_overlapping_reads_share_one_rate(speed, clock):

@@ -14,7 +14,7 @@ from keepwarm.errors import BadInput
 from keepwarm.store.blobs.backend import BlobError
 from keepwarm.store.blobs.opening import open_backend
 from keepwarm.store.memory import MemoryTier
-from keepwarm.store.remote.speed import Speed
+from keepwarm.store.remote.speed import TierSpeed
 from keepwarm.store.remote.tier import RemoteTier
 from keepwarm.store.remote.trial import try_backend
 from keepwarm.store.seal import Seal
@@ -52,7 +52,7 @@ def measure_remotes(settings: Settings) -> list[RemoteReport]:
 
 
 def _measure(address: str, password: str) -> RemoteReport:
-    speed = Speed()
+    speed = TierSpeed()
     with closing(open_backend(address, password)) as backend:
         try:
             for _ in range(TRIALS):

@@ -11,7 +11,7 @@ NEW = 0.3  # the weight of the latest measurement; the first replaces the guess
 MIN_BYTES = 1 << 18  # less says nothing of the rate
 
 
-class Speed:
+class TierSpeed:
     """Rather too fast until something is measured: what is never loaded is never measured."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

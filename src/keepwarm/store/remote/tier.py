@@ -35,7 +35,7 @@ from keepwarm.store.remote.breaker import Breaker
 from keepwarm.store.remote.flights import SingleFlight
 from keepwarm.store.remote.known import KnownRecord, KnownRecords
 from keepwarm.store.remote.names import RecordPlace, RemoteNames
-from keepwarm.store.remote.speed import Speed
+from keepwarm.store.remote.speed import TierSpeed
 from keepwarm.store.remote.trial import check_mark, try_backend
 from keepwarm.store.seal import Seal
 from keepwarm.store.tier import (
@@ -77,7 +77,7 @@ class RemoteTier:
         self._seal = seal
         self._memory = memory
         self.breaker = Breaker(clock)
-        self.speed = Speed()
+        self.speed = TierSpeed()
         self._known = KnownRecords(clock)
         self._asker = Asker(backend, self._names, self._known, seal)
         self._counts = TierCounts()

@@ -8,7 +8,7 @@ import uuid
 from keepwarm.errors import BadInput, BadRecord
 from keepwarm.store.blobs.backend import Backend, BlobError, Listed
 from keepwarm.store.blobs.deadline import CallDeadline
-from keepwarm.store.remote.speed import Speed
+from keepwarm.store.remote.speed import TierSpeed
 from keepwarm.store.seal import Seal
 
 TRIAL_BYTES = 1 << 20
@@ -18,7 +18,7 @@ MARK = "mark/keepwarm.mark.1"
 PLAIN = b"plain"
 
 
-def try_backend(backend: Backend, speed: Speed) -> None:
+def try_backend(backend: Backend, speed: TierSpeed) -> None:
     """Put, find, read and delete a blob, and measure it. Raises BlobError where that fails, and
     BadInput if the place does something else than it is asked.
 
@@ -71,7 +71,7 @@ def _open_mark(seal: Seal, mark: bytes) -> None:
 
 
 def _check(
-    backend: Backend, blob: Listed, data: bytes, speed: Speed, deadline: CallDeadline
+    backend: Backend, blob: Listed, data: bytes, speed: TierSpeed, deadline: CallDeadline
 ) -> None:
     part = backend.read(blob.name, _new, deadline.left_s(), start=1000, n_bytes=100)
     if part is None or bytes(part) != data[1000:1100]:
