@@ -19,7 +19,7 @@ KEYS = [
     *("backend", "device", "blas", "blas_threads", "gemm_gflops"),
     *("memory_total_bytes", "memory_available_bytes"),
     *("home", "store", "free_disk_bytes", "versions", "kernels", "advice"),
-    *("config", "models", "not_batched"),
+    *("config", "models", "not_batched", "remotes"),
 ]
 
 
@@ -36,13 +36,24 @@ def doctor(home, *arguments, **environ):
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
-    return home, json.loads(doctor(home, "--json"))
+    remotes = f"{tmp_path_factory.mktemp('shared').as_uri()}, file://{home}/missing"
+    return home, json.loads(doctor(home, "--json", KEEPWARM_REMOTE=remotes))
 
 
 def test_models_that_are_not_batched_are_named(tmp_path):
     verdict = KnownVerdict("some/model", "0.32.2", Verdict(False, 0.5, 0.0, 97))
     padding_book(tmp_path).put("key", verdict, keep=True)
     assert json.loads(doctor(tmp_path, "--json"))["not_batched"] == ["some/model"]
+
+
+def test_shared_tiers_are_measured(report):
+    home, found = report
+    there, missing = found["remotes"]
+    assert there["problem"] == ""
+    assert there["latency_s"] > 0
+    assert there["bytes_per_s"] > 0
+    assert missing["address"] == f"file://{home}/missing"
+    assert "No such file" in missing["problem"]
 
 
 def test_json_has_every_key_and_sane_values(report):

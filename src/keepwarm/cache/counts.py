@@ -1,7 +1,7 @@
 """Where the prompt tokens of all requests to a store were found: what its hit rate is made of.
 
-A request asks for the tokens of its prompt. Each is found live, in memory or on disk, or is
-computed. Hits, misses and rates follow from these counts and from nothing else.
+A request asks for the tokens of its prompt. Each is found live, in memory, on disk or in a
+shared tier, or is computed. Hits, misses and rates follow from these counts and from nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from keepwarm.store.atomic import SharedLock
 LOG = logging.getLogger(__name__)
 
 FILE = "counts.json"
-TIERS = ("live", "memory", "disk", "shared")
+TIERS = ("live", "memory", "disk")
+ALL_TIERS = (*TIERS, "shared")  # shown only where there is one
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class PromptCounts:
     @property
     def misses(self) -> dict[str, int]:
         """Requests that found nothing in a tier."""
-        return {tier: self.requests - self.hits.get(tier, 0) for tier in TIERS}
+        return {tier: self.requests - n_hits for tier, n_hits in _by_tier(self.hits).items()}
 
     @property
     def hit_rate(self) -> float | None:
@@ -77,9 +78,9 @@ class PromptCounts:
         return {
             "requests": self.requests,
             "prompt_tokens": self.prompt_tokens,
-            "reused": {tier: self.reused.get(tier, 0) for tier in TIERS},
+            "reused": _by_tier(self.reused),
             "computed": self.computed,
-            "hits": {tier: self.hits.get(tier, 0) for tier in TIERS},
+            "hits": _by_tier(self.hits),
             "misses": self.misses,
             "hit_rate": self.hit_rate,
             "hit_rate_from_turn_2": self.hit_rate_from_turn_2,
@@ -100,6 +101,10 @@ class PromptCounts:
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return cls()
+
+
+def _by_tier(found: Mapping[str, int]) -> dict[str, int]:
+    return {**dict.fromkeys(TIERS, 0), **found}
 
 
 def _sum(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:

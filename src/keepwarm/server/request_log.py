@@ -127,7 +127,8 @@ def _answered(turn: Turn | None, tenant: str) -> dict[str, Any]:
     return {
         "agent": agent,
         "prompt_tokens": receipt.prompt_tokens,
-        **{tier: receipt.reused.get(tier, 0) for tier in TIERS},
+        **dict.fromkeys(TIERS, 0),
+        **receipt.reused,
         "computed": receipt.recomputed,
         "answer_tokens": sum(usage.completion_tokens for usage in ended),
         "first_token_ms": min((usage.ttft_ms for usage in ended), default=None),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from keepwarm.cache.counts import TIERS, PromptCounts
+from keepwarm.cache.counts import ALL_TIERS, TIERS, PromptCounts
 from keepwarm.engine.insight.history import Amounts, Timeline, minute_name
 from keepwarm.engine.insight.latency import percentile_ms
 from keepwarm.engine.insight.stats import Stats
@@ -76,12 +76,12 @@ def _point(timeline: Timeline, minute: int, width: int) -> HistoryPointOut:
 
 def _computed(amounts: Amounts) -> int:
     """Prompt tokens that were reused from nowhere."""
-    return max(0, amounts.get("prompt", 0) - sum(amounts.get(tier, 0) for tier in TIERS))
+    return max(0, amounts.get("prompt", 0) - sum(amounts.get(tier, 0) for tier in ALL_TIERS))
 
 
 def totals_out(amounts: Amounts) -> TotalsOut:
     return {
-        "reused": {tier: amounts.get(tier, 0) for tier in TIERS},
+        "reused": {t: n for t in ALL_TIERS if (n := amounts.get(t, 0)) or t in TIERS},
         "computed": _computed(amounts),
         "saved_s": amounts.get("saved_ms", 0) / 1000,
         "written_bytes": amounts.get("written_bytes", 0),

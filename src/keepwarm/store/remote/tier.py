@@ -56,6 +56,7 @@ READERS = 3  # that share the rate
 WRITE_S = 10.0  # nobody waits for a write
 MAX_RECORD_BYTES = 1 << 30
 MAX_BAD = 1024
+CLOSE_S = 1.0  # a trial may be under way
 
 
 class RemoteTier:
@@ -193,8 +194,8 @@ class RemoteTier:
     def close(self) -> None:
         self._closing.set()
         self._failed.set()
-        self._thread.join()
         self._backend.close()
+        self._thread.join(CLOSE_S)
 
     # Reading
 
