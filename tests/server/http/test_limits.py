@@ -175,7 +175,8 @@ def test_origins_may_be_patterns(allowed, origin, may):
     """And CORS says the same as the check."""
     answer = ask(settings(allowed_origins=allowed), origin=origin, host="localhost:8181")
     assert answer.is_success is may
-    app = create_app(EngineHost(None, "x"), settings(allowed_origins=allowed))
+    given = settings(allowed_origins=allowed)
+    app = create_app(Models(EngineHost(None, "x"), given), given)
     page = TestClient(app, base_url="http://localhost").get(
         "/health/live", headers={"Origin": origin}
     )
