@@ -260,14 +260,17 @@ def test_what_was_evicted_after_the_question_is_a_miss_with_all_that_follows(ope
 
 
 def test_failures_end_the_calls_and_a_trial_brings_it_back(open_tier, clock):
-    put_chain(open_tier(), 2)
+    first = open_tier()
+    put_chain(first, 2)
+    (other,) = put_chain(first, 1, seed=9)
     there, keys = open_tier(), [ref.key for ref in refs_of(2)]
     ask(there, tokens_of(2 * BLOCK_TOKENS))
+    ask(there, tokens_of(BLOCK_TOKENS, 9))
     there.place.failing = True
     assert there.read(keys[0], Part.DELTA) is None
     n_calls = len(there.place.calls)
     assert there.have(keys) == {}, "after a failure nothing is loaded"
-    assert there.read(keys[1], Part.DELTA) is None
+    assert there.read(other.header.key, Part.DELTA) is None
     assert len(there.place.calls) == n_calls, "and nothing is called but a question"
     for seed in (1, 2):
         ask(there, tokens_of(BLOCK_TOKENS, seed))
