@@ -201,8 +201,7 @@ class Engine:
 
     def memory(self) -> list[MemoryUse]:
         """Memory in use, and its limits."""
-        most = self._memory.buffer_active_bytes
-        return memory_uses(self.live, self.store, self._admission, most)
+        return memory_uses(self.live, self.store, self._admission, self._memory)
 
     @property
     def alive(self) -> bool:

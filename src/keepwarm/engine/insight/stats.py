@@ -12,6 +12,7 @@ from keepwarm.cache.counts import PromptCounts
 from keepwarm.cache.restore.live import Live, LiveStats
 from keepwarm.cache.restore.writing import WriteStats
 from keepwarm.cache.store import Store
+from keepwarm.device.memory import MemoryConfig
 from keepwarm.engine.admission import Admission
 from keepwarm.engine.lane import Lanes
 from keepwarm.engine.scheduler import Scheduler
@@ -61,14 +62,14 @@ def snapshot(scheduler: Scheduler, live: Live, store: Store, lanes: Lanes) -> St
 
 
 def memory_uses(
-    live: Live, store: Store, admission: Admission, buffer_bytes: int
+    live: Live, store: Store, admission: Admission, memory: MemoryConfig
 ) -> list[MemoryUse]:
     tier = store.tier_stats()["memory"]
     return [
         MemoryUse("live", live.stats.n_bytes, live.max_bytes),
         MemoryUse("memory", tier.n_bytes, tier.max_bytes),
         MemoryUse("batch", admission.used_bytes, admission.limit_bytes),
-        MemoryUse("buffers", mx.get_cache_memory(), buffer_bytes),
+        MemoryUse("buffers", mx.get_cache_memory(), memory.buffer_active_bytes),
     ]
 
 
