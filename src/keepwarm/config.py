@@ -71,6 +71,7 @@ class NamedKey(NamedTuple):
 CHOICES: Mapping[str, tuple[str, ...] | tuple[int, ...]] = {
     "memory": ("automatic", "unconstrained"),
     "sampling": ("model", "greedy"),
+    "stable_first": ("off", "own", "all"),
     "kv_bits": (0, 2, 4, 8),
     "kv_group_size": (32, 64, 128),
     "log_level": ("debug", "info", "warning", "error"),
@@ -125,6 +126,7 @@ class Settings:
     weights_bytes: int = 0  # weights of all loaded models; 0 is a share of this machine's memory
     load_wait_s: float = 60.0  # how long a request waits until its model is loaded
     scrub: str = ""  # scrub rules to turn on, or off with `-`, as `-billing-header,date`
+    stable_first: str = "own"  # reorder prompts where Keepwarm writes the tools; `all`, `off`
     skip_unreadable: bool = False  # an image in the newest message becomes a note, not an error
     strict_model: bool = False  # refuse requests that name a model which the server does not have
     max_body_bytes: int = 32 << 20

@@ -255,7 +255,9 @@ def test_tools_that_the_template_does_not_render_are_put_into_the_messages(with_
     prompter = Prompter(tokenizer)
     rendering = prompter.render(request)
     assert "search" in rendering.text
-    assert rendering.cuts[0] == rendering.end_of(0)
+    end_of_tools, end_of_system = rendering.cuts[:2]
+    assert end_of_system == rendering.end_of(0)
+    assert tokenizer.decode(rendering.tokens[:end_of_tools]).endswith("</tool_response>.")
     assert prompter.render(Request(messages=TALK)).tokens == plainly(
         tokenizer, TALK, add_generation_prompt=True
     )

@@ -98,6 +98,10 @@ def test_our_block_reaches_a_template_without_tools(tmp_path):
     assert adapt_to_template(OURS, TALK, [WEATHER, CLOCK]).tools is None
     prompter = Prompter(tokenizer)
     text = prompter.render(Request(messages=TALK, tools=[WEATHER, CLOCK])).text
+    assert text.startswith("<|im_start|>system\n# Tools")
+    assert f"{tool_block([WEATHER, CLOCK])}\n\nBe brief.<|im_end|>" in text
+    as_before = Prompter(tokenizer, stable_first="off")
+    text = as_before.render(Request(messages=TALK, tools=[WEATHER, CLOCK])).text
     assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
     assert json.dumps(canonical_tools([WEATHER])[0]) in text
     results = (

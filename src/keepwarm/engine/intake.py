@@ -273,6 +273,7 @@ def _receipt(job: Job, warm: WarmPrefix, load_s: float) -> Receipt:
         inexact=job.lane.inexact(n_known, n_tokens),
         spliced=job.prepared.spliced,
         scrubbed=job.request.scrubbed,
+        reordered=job.prepared.reordered,
         unread=job.request.unread,
         miss=_miss(job, warm) if job.request.explain else None,
         continued=job.prepared.continued,

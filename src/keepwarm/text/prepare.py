@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from keepwarm.config import Settings
 from keepwarm.errors import BadInput, ContextTooLong
 from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import common_prefix
@@ -76,6 +77,10 @@ class PreparedRequest:
         return self.prompt.spliced
 
     @property
+    def reordered(self) -> tuple[str, ...]:
+        return self.prompt.reordered
+
+    @property
     def continued(self) -> int | None:
         """Known tokens that the prompt begins with, if it continues a conversation."""
         history = self.request.history
@@ -114,6 +119,8 @@ class Preparer:
         recent: RecentPrompts,
         raw_special_tokens: bool = True,
         isolated: bool = False,
+        *,
+        stable_first: str = "own",
     ) -> None:
         """`isolated`: what is heavy is done in another process, if the tokenizer can be sent."""
         tokenizer = model.tokenizer
@@ -130,14 +137,28 @@ class Preparer:
             *(tokenizer, self.template, self.splicer, self.markup.tool_format),
             known=known,
             raw_special_tokens=raw_special_tokens,
+            stable_first=stable_first,
         )
         self._grammars = Grammars(tokenizer, n_vocab, self._stop_tokens)
         self._limits = PromptLimits(model.name, model.n_context, token_reach(tokenizer))
         recipe = BenchRecipe(
             *(tokenizer, self.template, self.markup.tool_format.markers, raw_special_tokens),
-            *(n_vocab, self._stop_tokens),
+            *(n_vocab, self._stop_tokens, stable_first),
         )
         self._isolation = Isolation.of(recipe, self.splicer, known) if isolated else None
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        n_vocab: int,
+        recent: RecentPrompts,
+        settings: Settings,
+        *,
+        isolated: bool,
+    ) -> Preparer:
+        raw, order = settings.raw_special_tokens, settings.stable_first
+        return cls(model, n_vocab, recent, raw, isolated, stable_first=order)
 
     def prepare(
         self,

@@ -19,6 +19,7 @@ from keepwarm.text.rendering.behind import Behind
 from keepwarm.text.rendering.continuing import last_answer, with_kept_messages
 from keepwarm.text.rendering.cutting import Cutter
 from keepwarm.text.rendering.pieces import KnownPieces, PieceEncoder, PieceOwner
+from keepwarm.text.rendering.stable_first import Ordering
 from keepwarm.text.rendering.tokenised import TokenisedText, find_cut, tokenise
 from keepwarm.text.request import Message, Request, Tool
 from keepwarm.text.special_tokens import Chat, Encode, SpecialTokens
@@ -28,6 +29,7 @@ from keepwarm.text.tools import BLOCK, CallMarkers, adapt_to_template, tool_form
 RenderUpTo: TypeAlias = Callable[[int], str]  # the rendering of the messages up to this one
 
 TOOLS = -1  # as a message in `end_of`: the tools alone, before any message
+STABLE = -2  # the system text alone that other sessions have, too
 FIRST, LAST, BETWEEN = 4, 8, 16  # messages after which a prompt is cut; all would take too long
 CUTS_TIMEOUT_S = 0.5  # some templates take a second to render a long conversation
 REACH = 8_000  # characters to tokenise for one cut, at most
@@ -56,6 +58,7 @@ class SettledPrompt:
     cuts: list[int]
     opens_thinking: bool
     n_before: int = 0
+    reordered: tuple[str, ...] = ()
 
     def end_of(self, message: int) -> int | None:
         """The number of tokens up to the end of a message, if it is known."""
@@ -80,7 +83,10 @@ class Prompt:
         n_messages: int,
         render_up_to: RenderUpTo,
         to_tokens: Encode,
+        *,
+        reordered: tuple[str, ...] = (),
     ) -> None:
+        self.reordered = reordered  # what is not where the client put it
         self._tokenizer = tokenizer
         self._to_tokens = to_tokens
         self._whole = whole
@@ -114,7 +120,8 @@ class Prompt:
     def cuts(self) -> list[int]:
         """Token positions after messages; in long conversations not after every one."""
         deadline = thread_time() + CUTS_TIMEOUT_S
-        for message in _worth_cutting(self._n_messages):
+        stable = [STABLE] if self.reordered else []
+        for message in (*stable, *_worth_cutting(self._n_messages)):
             self._end(message, REACH)
             if thread_time() > deadline:
                 break
@@ -145,6 +152,7 @@ class Prompt:
             cuts=self.cuts if wants_cuts else [],
             ends=dict(self._ends),
             n_before=self.n_before,
+            reordered=self.reordered,
         )
 
     def end_of(self, message: int) -> int | None:
@@ -190,6 +198,7 @@ class Prompter:
         *,
         known: KnownPieces | None = None,
         raw_special_tokens: bool = True,
+        stable_first: str = "own",
     ) -> None:
         """`known`: tokens of earlier prompts; without it every prompt is tokenised whole."""
         self.template = template or Template.of(tokenizer)
@@ -201,6 +210,7 @@ class Prompter:
         self._cutter = Cutter.of(tokenizer, written)
         self._known = known
         self._raw_special_tokens = raw_special_tokens
+        self._ordering = Ordering(stable_first, self.template, self._call_markers.native)
 
     def render(
         self,
@@ -231,13 +241,15 @@ class Prompter:
         self, request: Request, stored: Continuations | None, limits: PromptLimits | None
     ) -> Prompt:
         (messages, tools, options), in_pieces = self._masked(request)
+        arrangement = self._ordering.of(request)
         asking = _asking(options)
-        text = self._write(messages, tools, **asking)
+        text = self._write(arrangement.apply(messages), tools, **asking)
         if limits is not None:
             limits.check_texts([text])
 
         def render_up_to(message: int) -> str:
-            some = messages[: message + 1] if message != TOOLS else _others(messages)
+            some = arrangement.apply(messages[: message + 1]) if message >= 0 else _others(messages)
+            some = arrangement.stable(messages) if message == STABLE else some
             return self._write(some, tools, **_closing(options))
 
         spans: Sequence[KnownSpan] = ()
@@ -246,7 +258,8 @@ class Prompter:
             starts = _answer_starts(text, closed)
             spans = self._splicer.spans(request.tenant, text, starts, stored, in_pieces)
         whole = tokenise(self._tokenizer, in_pieces.all, text, spans)
-        return Prompt(self._tokenizer, whole, len(messages), render_up_to, in_pieces.to_tokens)
+        parts = (whole, len(messages), render_up_to, in_pieces.to_tokens)
+        return Prompt(self._tokenizer, *parts, reordered=arrangement.names)
 
     def _continued(self, request: Request, limits: PromptLimits | None) -> Prompt | None:
         """The prompt of a conversation whose tokens are known; None if it must be rendered."""
@@ -294,7 +307,8 @@ class Prompter:
         )
 
     def _write(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
-        adapted = adapt_to_template(self._call_markers, messages, tools)
+        tools_first = self._ordering.tools_first
+        adapted = adapt_to_template(self._call_markers, messages, tools, tools_first=tools_first)
         conforming = self.template.conform(adapted.messages)
         return write(self._tokenizer, conforming, adapted.tools, **options)
 

@@ -218,6 +218,7 @@ class Receipt:
     inexact: tuple[Inexact, ...] = ()  # why keys and values may differ from those of a cold run
     spliced: int = 0  # tokens of past answers, used as they were generated
     scrubbed: tuple[str, ...] = ()  # scrubbing rules that were applied
+    reordered: tuple[str, ...] = ()  # parts of the prompt that come elsewhere than the client says
     unread: tuple[str, ...] = ()  # kinds of parts, as image, that a note stands for
     miss: Miss | None = None  # only if the request asks to `explain`
     repeated_calls: tuple[str, ...] = ()  # in Done: ids of calls as the model made them just before
@@ -364,6 +365,7 @@ def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
         inexact=tuple(dict.fromkeys(reason for r in receipts for reason in r.inexact)),
         spliced=sum(receipt.spliced for receipt in receipts),
         scrubbed=tuple(dict.fromkeys(rule for r in receipts for rule in r.scrubbed)),
+        reordered=tuple(dict.fromkeys(part for r in receipts for part in r.reordered)),
         unread=tuple(dict.fromkeys(kind for r in receipts for kind in r.unread)),
         miss=max(receipts, key=lambda receipt: receipt.recomputed).miss,
         repeated_calls=tuple(call for r in receipts for call in r.repeated_calls),

@@ -35,6 +35,7 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {}, "required": []},
     },
 }
+_FIRST = {"role": "system", "content": "Firstprobe"}
 _SYSTEM = {"role": "system", "content": "Sysprobe"}
 _ASK = {"role": "user", "content": "Askprobe"}
 _ANSWER = {"role": "assistant", "content": "Answerprobe"}
@@ -50,6 +51,8 @@ class Template:
     takes_system: bool = False  # one system message, first
     takes_more_systems: bool = False  # several, first
     takes_late_system: bool = False  # after an answer, without moving it
+    takes_system_between: bool = False  # between two user messages, without moving it
+    takes_system_behind_tools: bool = False  # the second, also between users, behind all tools
     takes_user_twice: bool = True  # two user messages in a row
     arguments_as_text: bool = False  # of tool calls: JSON in a string, not an object
     call_content: str | None = ""  # the content of a message that only calls tools
@@ -66,8 +69,11 @@ class Template:
             exists=True,
             renders_tools="probetool" in probe.text([_ASK], [_TOOL]),
             takes_system=probe.keeps([_SYSTEM, _ASK]),
-            takes_more_systems=probe.keeps([{**_SYSTEM, "content": "Firstprobe"}, _SYSTEM, _ASK]),
+            takes_more_systems=probe.keeps([_FIRST, _SYSTEM, _ASK]),
             takes_late_system=probe.keeps([_ASK, _ANSWER, _SYSTEM, _NEXT]),
+            takes_system_between=probe.keeps([_FIRST, _ASK, _SYSTEM, _NEXT]),
+            takes_system_behind_tools=probe.puts_behind_tools([_FIRST, _SYSTEM, _ASK])
+            and probe.puts_behind_tools([_FIRST, _ASK, _SYSTEM, _NEXT]),
             takes_user_twice=probe.keeps([_ASK, _NEXT]),
             arguments_as_text=calls.arguments_as_text,
             call_content=calls.content,
@@ -218,9 +224,13 @@ class _Probe:
 
     def keeps(self, messages: Sequence[Message]) -> bool:
         """Whether every message is written, in this order."""
-        text = self.text(messages)
-        starts = [text.find(message["content"]) for message in messages]
-        return -1 not in starts and all(a < b for a, b in pairwise(starts))
+        return _in_order(self.text(messages), [message["content"] for message in messages])
+
+    def puts_behind_tools(self, messages: Sequence[Message]) -> bool:
+        """Whether it keeps the messages when there are tools, and writes these before `_SYSTEM`."""
+        text = self.text(messages, [_TOOL])
+        texts = [message["content"] for message in messages]
+        return _in_order(text, texts) and _in_order(text, ["probetool", _SYSTEM["content"]])
 
     def after_answer(self) -> str:
         """What follows every answer, whether or not it is the last message."""
@@ -249,6 +259,11 @@ class _Probe:
                 if "probetool" in text and "probekey" in text and "'probekey'" not in text:
                     return _CallStyle(isinstance(arguments, str), content)
         return _CallStyle(False, "")
+
+
+def _in_order(text: str, parts: Sequence[str]) -> bool:
+    starts = [text.find(part) for part in parts]
+    return -1 not in starts and all(a < b for a, b in pairwise(starts))
 
 
 def _calling(content: str | None, arguments: Any) -> Message:

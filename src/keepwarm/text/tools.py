@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 from keepwarm.errors import BadInput
 from keepwarm.text.calls.begun import HARMONY_HEADER, HEADERS, JSON_HEADER, BegunCalls, CallHeader
 from keepwarm.text.request import Message, Tool, ToolCall
-from keepwarm.text.template import Template
+from keepwarm.text.template import BETWEEN, Template
 
 Parser: TypeAlias = Callable[[str, Any], Any]  # as in mlx-lm: (body, tools) to one call or a list
 
@@ -151,12 +151,16 @@ def canonical_tools(tools: Iterable[Tool]) -> list[Tool]:
 
 
 def adapt_to_template(
-    markers: CallMarkers, messages: Sequence[Message], tools: Iterable[Tool]
+    markers: CallMarkers,
+    messages: Sequence[Message],
+    tools: Iterable[Tool],
+    *,
+    tools_first: bool = True,
 ) -> TemplateInput:
     """Messages and tools as the model's template can render them."""
     tools = [tool for tool in tools if not tool.get(DEFERRED)]
     if not markers.native:
-        return TemplateInput(write_tools_as_text(messages, tools), None)
+        return TemplateInput(write_tools_as_text(messages, tools, tools_first), None)
     return TemplateInput(list(messages), canonical_tools(tools) or None)
 
 
@@ -165,8 +169,13 @@ def tool_block(tools: Iterable[Tool]) -> str:
     return BLOCK.format(tools="\n".join(_json(tool) for tool in canonical_tools(tools)))
 
 
-def write_tools_as_text(messages: Sequence[Message], tools: Iterable[Tool]) -> list[Message]:
-    """The conversation with tools in the system message, and calls and results as text."""
+def write_tools_as_text(
+    messages: Sequence[Message], tools: Iterable[Tool], tools_first: bool = True
+) -> list[Message]:
+    """The conversation with tools in the system message, and calls and results as text.
+
+    Tools come before the system text, which differs more often between sessions.
+    """
     written: list[Message] = []
     for is_result, group in groupby(messages, lambda message: message["role"] == "tool"):
         if is_result:
@@ -174,7 +183,7 @@ def write_tools_as_text(messages: Sequence[Message], tools: Iterable[Tool]) -> l
         else:
             written.extend(map(_with_call_text, group))
     tools = list(tools)
-    return _with_system(written, tool_block(tools)) if tools else written
+    return _with_system(written, tool_block(tools), tools_first) if tools else written
 
 
 def call_text(name: str, arguments: str) -> str:
@@ -182,10 +191,11 @@ def call_text(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
 
 
-def _with_system(messages: list[Message], block: str) -> list[Message]:
+def _with_system(messages: list[Message], block: str, block_first: bool) -> list[Message]:
     if messages and messages[0]["role"] == "system":
-        first = {**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{block}"}
-        return [first, *messages[1:]]
+        said = messages[0].get("content") or ""
+        parts = (block, said) if block_first else (said, block)
+        return [{**messages[0], "content": BETWEEN.join(parts)}, *messages[1:]]
     return [{"role": "system", "content": block}, *messages]
 
 

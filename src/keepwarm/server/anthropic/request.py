@@ -142,7 +142,10 @@ def _text_message(
     if isinstance(content, str):
         return EngineMessage({"role": role, "content": content})
     texts = [_text(block, f"{where}[{i}]", unread) for i, block in enumerate(content, first)]
-    parts = [{"type": "text", "text": text} for text in texts]
+    parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in texts]
+    if role == "system":  # what stands behind the last mark is not stable
+        marks = [{"cache_control": True} if block.cache_control else {} for block in content]
+        parts = [part | mark for part, mark in zip(parts, marks, strict=True)]
     return EngineMessage({"role": role, "content": parts}, _longest_ttl(content))
 
 

@@ -11,6 +11,10 @@ from typing_extensions import TypedDict
 from keepwarm.text.request import Inexact, Receipt
 
 RECEIPT_HEADER = "x-keepwarm-receipt"
+OPTIONAL = (
+    *("inexact", "reordered", "unread", "miss"),
+    *("repeated_calls", "durable", "continued", "scored"),
+)
 
 
 class ReceiptMissOut(TypedDict):
@@ -31,6 +35,7 @@ class ReceiptOut(TypedDict):
     inexact: NotRequired[list[Inexact]]  # why not
     spliced: int
     scrubbed: list[str]
+    reordered: NotRequired[list[str]]  # parts of the prompt that come elsewhere
     unread: NotRequired[list[str]]  # kinds of parts that a note stands for
     miss: NotRequired[ReceiptMissOut]
     repeated_calls: NotRequired[list[str]]  # ids of calls as the model made them just before
@@ -45,10 +50,11 @@ def receipt_dict(receipt: Receipt) -> ReceiptOut:
     fields["inexact"] = list(receipt.inexact) or None
     fields["reused"] = dict(receipt.reused)
     fields["scrubbed"] = list(receipt.scrubbed)
+    fields["reordered"] = list(receipt.reordered) or None
     fields["unread"] = list(receipt.unread) or None
     fields["saved_ms"] = round(receipt.saved_ms, 3)
     fields["repeated_calls"] = list(receipt.repeated_calls) or None
-    for name in ("inexact", "unread", "miss", "repeated_calls", "durable", "continued", "scored"):
+    for name in OPTIONAL:
         if fields[name] is None:
             del fields[name]
     return fields  # type: ignore[return-value]

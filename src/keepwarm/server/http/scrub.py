@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 from keepwarm.errors import BadInput
+from keepwarm.text.rendering.volatile import REMINDER_OPENS, reminder_body
 from keepwarm.text.request import Breakpoint, Message, Request
 
 HEADER = "x-keepwarm-scrub"
@@ -212,29 +213,13 @@ def _parts(role: object, parts: Parts, rules: Sequence[Rule]) -> tuple[Parts, se
     return [{**part, "text": text} for part, text, _ in found if text is not None], names
 
 
-_OPEN, _CLOSE = "<system-reminder>\n", "\n</system-reminder>"
-
-
-def _reminder_body(text: str) -> str | None:
-    """What is in a block that is one reminder and nothing else.
-
-    Text between two reminders is not part of either.
-    """
-    whole = text.removesuffix("\n")
-    if not whole.startswith(_OPEN) or not whole.endswith(_CLOSE):
-        return None
-    body = whole[len(_OPEN) : -len(_CLOSE)]
-    is_one = len(whole) >= len(_OPEN) + len(_CLOSE) and _CLOSE[1:] not in body
-    return body if is_one else None
-
-
 def _block(role: object, text: str, rules: Sequence[Rule]) -> tuple[str | None, set[str]]:
     """The rest of one block of text; None if all of it was removed."""
-    body = _reminder_body(text)
+    body = reminder_body(text)
     if body is not None and role in (*SYSTEM_ROLES, "user"):
         left, names = _lines(body, rules, _IN_REMINDER)
-        after = text[len(_OPEN) + len(body) :]
-        return (f"{_OPEN}{left}{after}" if left.strip() or not names else None), names
+        after = text[len(REMINDER_OPENS) + len(body) :]
+        return (f"{REMINDER_OPENS}{left}{after}" if left.strip() or not names else None), names
     if role in SYSTEM_ROLES:
         left, names = _lines(text, rules, _IN_SYSTEM)
         return (left if left.strip() or not names else None), names

@@ -52,6 +52,7 @@ class BenchRecipe:
     raw_special_tokens: bool
     n_vocab: int
     stop_tokens: Collection[int]
+    stable_first: str = "own"
 
     def portable(self) -> BenchRecipe | None:
         """The same without MLX; None if it needs that."""
@@ -67,6 +68,7 @@ class BenchRecipe:
             *(self.tokenizer, self.template, splicer, self.call_markers),
             known=known,
             raw_special_tokens=self.raw_special_tokens,
+            stable_first=self.stable_first,
         )
         with suppress(BadInput):
             prompter.render(_FIRST)  # compiles the template, which every fork would do
