@@ -13,8 +13,9 @@ import pytest
 from tests.clients.coders.page import clients, page
 from tests.clients.coders.programs import PROGRAMS, install
 from tests.clients.coders.walk import Walk
-from tests.kit.generated import CLIENTS, CODERS
+from tests.kit.generated import CLIENTS, CODERS, SESSIONS
 
+NEW_SESSIONS = ("claude", "opencode", "qwen")
 SLACK = 16  # tokens that may be computed beside the new ones
 
 
@@ -25,7 +26,20 @@ def results():
 
 def test_the_pages_show_the_results(results):
     assert CODERS.with_suffix(".md").read_text() == page(results)
-    assert CLIENTS.read_text() == clients(CLIENTS.read_text(), results)
+    begun = json.loads(SESSIONS.read_text())
+    assert CLIENTS.read_text() == clients(CLIENTS.read_text(), results, begun)
+
+
+def test_new_sessions_compute_what_is_new():
+    """The goal: at most 15 % in another project; what is in the user's message cannot be moved."""
+    begun = json.loads(SESSIONS.read_text())["clients"]
+    assert [*begun] == [*NEW_SESSIONS]
+    for client in begun.values():
+        for settings in client["kinds"].values():
+            before, now = (costs["other"] for costs in settings.values())
+            assert now["computed"] <= 0.15 * now["prompt"] < before["computed"]
+            assert now["reordered"]
+            assert not before["reordered"]
 
 
 def test_the_results_are_of_every_client(results):

@@ -42,6 +42,7 @@ ARCHITECTURES = DOCS / "architectures.md"
 CONVERSATIONS = DOCS / "results" / "conversations"
 CODERS = DOCS / "results" / "coders"
 CLIENTS = DOCS / "clients.md"
+SESSIONS = DOCS / "results" / "sessions.json"
 BETWEEN = re.compile(r"(?<=<!-- settings, from the code -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 HELP_INTRO = """\
@@ -161,4 +162,5 @@ if __name__ == "__main__":
     CONVERSATIONS.with_suffix(".md").write_text(conversations_page(said))
     asked = json.loads(CODERS.with_suffix(".json").read_text())
     CODERS.with_suffix(".md").write_text(coders.page(asked))
-    CLIENTS.write_text(coders.clients(CLIENTS.read_text(), asked))
+    begun = json.loads(SESSIONS.read_text())
+    CLIENTS.write_text(coders.clients(CLIENTS.read_text(), asked, begun))

@@ -54,3 +54,18 @@ def test_of_several_prompts_the_dearest_is_explained(live, stream):
     receipt = receipt_of(live, "/v1/completions", body | EXPLAIN)
     assert receipt["miss"]["reason"] in {"new", "diverged"}
     assert receipt["miss"]["position"] < 8, "of the one that was known nearly all is"
+
+
+SYSTEM = [
+    {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
+    {"type": "text", "text": "The user likes tea.\n<env>\n  Working directory: /a\n</env>"},
+]
+TOOL = {"name": "look", "description": "Look.", "input_schema": {"type": "object"}}
+
+
+def test_what_is_moved_is_named(live):
+    """Known blocks, and what is behind a `cache_control` mark; nothing where no tool is offered."""
+    body = {"messages": said("Where?"), "system": SYSTEM, "max_tokens": 2, "stream": False}
+    receipt = receipt_of(live, "/v1/messages", body | {"tools": [TOOL]})
+    assert receipt["reordered"] == ["tools", "environment", "uncached"]
+    assert "reordered" not in receipt_of(live, "/v1/messages", body)

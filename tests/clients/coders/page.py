@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).with_suffix(".md")
-BETWEEN = re.compile(
-    r"(?<=<!-- measured, from docs/results/coders.json -->\n).*?(?=<!-- end -->)", re.DOTALL
+BETWEEN, SESSIONS = (
+    re.compile(
+        rf"(?<=<!-- measured, from docs/results/{name}.json -->\n).*?(?=<!-- end -->)", re.DOTALL
+    )
+    for name in ("coders", "sessions")
 )
-NAMES = {"claude": "Claude Code", "codex": "Codex", "opencode": "opencode"}
+NAMES = {
+    "claude": "Claude Code",
+    "codex": "Codex",
+    "opencode": "opencode",
+    "qwen": "Qwen Code",
+}
 HEADS = ("step", "prompt tokens", "new", "computed", "reused from", "head", "turns", "branches")
 LINES = ("---", *("--:",) * 3, "---", *("--:",) * 3)
 
@@ -39,9 +47,30 @@ def page(results: dict[str, Any]) -> str:
     )
 
 
-def clients(text: str, results: dict[str, Any]) -> str:
-    """The page of clients with its table."""
-    return BETWEEN.sub(lambda _: _summary(results["clients"]), text)
+def clients(text: str, results: dict[str, Any], sessions: dict[str, Any]) -> str:
+    """The page of clients with its tables."""
+    text = BETWEEN.sub(lambda _: _summary(results["clients"]), text)
+    return SESSIONS.sub(lambda _: sessions_table(sessions["clients"]), text)
+
+
+def sessions_table(clients: dict[str, Any]) -> str:
+    """What new sessions compute, before and now."""
+    steps = {"same": "same project", "other": "other project"}
+    heads = ["client", "version", "template"]
+    heads += [f"{step}, {when}" for step in steps.values() for when in ("before", "now")]
+    rows = [
+        [NAMES[name], client["version"], kind]
+        + [_share(costs[step]) for step in steps for costs in settings.values()]
+        for name, client in clients.items()
+        for kind, settings in client["kinds"].items()
+    ]
+    lines = [heads, ["---"] * 3 + ["--:"] * 4, *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _share(cost: dict[str, Any]) -> str:
+    share = cost["computed"] / cost["prompt"]
+    return f"{cost['computed']:,} of {cost['prompt']:,} ({share:.1%})"
 
 
 def _summary(found: dict[str, Any]) -> str:

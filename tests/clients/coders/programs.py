@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +54,7 @@ class Program:
     arguments: Mapping[str, str]
     compact_file: str = ""  # beside this one, with the length at which it compacts
     compact_variable: str = ""  # by which it finds a copy of it
+    needs: str = ""  # a package without which it does not run
 
     @property
     def version(self) -> str:
@@ -85,7 +86,7 @@ class Program:
         own = {"PATH": f"{place.programs}:{os.environ['PATH']}", "HOME": str(place.home)}
         launch = (sys.executable, "-m", "keepwarm", "launch", self.name, "--url", place.url)
         ended = subprocess.run(
-            [*launch, "--agent", agent, "--run", "--", *arguments],
+            [*launch, *(("--agent", agent) if agent else ()), "--run", "--", *arguments],
             cwd=place.project,
             env={**ALONE, **own, **(environ or {})},
             stdin=subprocess.DEVNULL,
@@ -155,24 +156,35 @@ OPENCODE = Program(
     tool="read",
     arguments={"filePath": "{path}"},
 )
+QWEN = Program(
+    name="qwen",
+    package="@qwen-code/qwen-code@0.24.4",
+    api="chat/completions",
+    ask=("-o", "json", "-p"),
+    resume=("-o", "json", "--resume", "{session}", "-p"),
+    fork=(),
+    compact=(),
+    session_key="session_id",
+    tool="read_file",
+    arguments={"file_path": "{path}"},
+    needs="node@22.23.3",
+)
 PROGRAMS = {program.name: program for program in (CLAUDE, CODEX, OPENCODE)}
 
 
-def install(directory: Path) -> Path:
+def install(directory: Path, programs: Iterable[Program] = tuple(PROGRAMS.values())) -> Path:
     """Have npm install what is not there yet; the folder of the programs."""
     if shutil.which("npm") is None:
         raise SystemExit("The clients are installed by npm, which is not on the PATH.")
-    missing = [each.package for each in PROGRAMS.values() if _installed(directory, each) is None]
+    wanted = [package for each in programs for package in (each.package, each.needs) if package]
+    missing = [package for package in wanted if not _is_installed(directory, package)]
     if missing:
         options = ("--prefix", str(directory), "--no-audit", "--no-fund")
         subprocess.run(["npm", "install", *options, *missing], check=True)
     return directory / "node_modules" / ".bin"
 
 
-def _installed(directory: Path, program: Program) -> str | None:
-    """The version that is there, if it is the one that is wanted."""
-    name, _, version = program.package.rpartition("@")
+def _is_installed(directory: Path, package: str) -> bool:
+    name, _, version = package.rpartition("@")
     described = directory / "node_modules" / name / "package.json"
-    if not described.is_file():
-        return None
-    return version if json.loads(described.read_text())["version"] == version else None
+    return described.is_file() and json.loads(described.read_text())["version"] == version

@@ -1,0 +1,152 @@
+"""`python -m tests.clients.coders.sessions`: what a new session of a published client computes.
+
+In the same project, after a file was created there, and in another project; with a template that
+writes no tools and with one of Qwen's kind, each as it was before and with stable text first. A
+client is run once; what it sent is then sent to all four servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_cache_path
+from tokenizers import Tokenizer
+
+from keepwarm import config
+from keepwarm.bench.measure import describe_machine
+from keepwarm.models.load import load
+from tests.clients.coders.model import FILE, NOTE
+from tests.clients.coders.page import sessions_table
+from tests.clients.coders.programs import CLAUDE, OPENCODE, QWEN, Place, Program, install
+from tests.clients.conftest import Exchange, Recorder
+from tests.kit.agent_model import N_CONTEXT, SMALL, TOKENIZER, TOOLS_CHATML, Leading
+from tests.kit.checkpoints import CHATML, write_checkpoint
+from tests.server.conftest import serve
+
+PROGRAMS = {program.name: program for program in (CLAUDE, OPENCODE, QWEN)}
+# Templates, each with the setting `stable_first` before and now.
+OURS, QWENS = "Keepwarm's tool block", "of Qwen's kind"
+KINDS = {OURS: CHATML, QWENS: TOOLS_CHATML}
+SETTINGS = {OURS: ("off", "own"), QWENS: ("own", "all")}
+GIT = ("git", "-c", "user.name=Test", "-c", "user.email=test@example.org")
+
+
+def main() -> None:
+    given = _arguments()
+    wanted = [PROGRAMS[name] for name in given.clients or PROGRAMS]
+    programs = install(given.programs, wanted)
+    clients = {}
+    for program in wanted:
+        clients[program.name] = _measure(program, programs)
+        sys.stdout.write(sessions_table({program.name: clients[program.name]}))
+    results = {
+        "command": "python -m tests.clients.coders.sessions --json docs/results/sessions.json",
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": describe_machine(),
+        "clients": clients,
+    }
+    if given.json:
+        given.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _measure(program: Program, programs: Path) -> dict[str, Any]:
+    """One client's sessions, recorded once, then sent to a server of every kind and setting."""
+    # Always the same folder: its name is in the prompts.
+    folder = Path(tempfile.gettempdir(), "keepwarm-sessions", program.name)
+    shutil.rmtree(folder, ignore_errors=True)
+    models = {kind: _model(folder / str(at), KINDS[kind]) for at, kind in enumerate(KINDS)}
+    recorded = _record(program, programs, folder, models[QWENS])
+    kinds = {
+        kind: {
+            setting: _replay(model, folder / f"{at}-{setting}", setting, recorded)
+            for setting in SETTINGS[kind]
+        }
+        for at, (kind, model) in enumerate(models.items())
+    }
+    shutil.rmtree(folder)
+    return {"version": program.version, "kinds": kinds}
+
+
+def _model(folder: Path, template: str) -> Any:
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    options = {"n_context": N_CONTEXT, "tokenizer": tokenizer, "shape": SMALL}
+    write_checkpoint(folder, template=template, **options)
+    return load(str(folder), config.load({}, home=None))
+
+
+def _record(program: Program, programs: Path, folder: Path, model: Any) -> dict[str, Exchange]:
+    """The first request of each session, as the published client sends it."""
+    here, elsewhere = _project(folder / "project"), _project(folder / "elsewhere")
+    seen: list[Exchange] = []
+    found = {}
+    with serve(
+        model,
+        config.load({"KEEPWARM_HOME": str(folder / "home")}),
+        partial(Leading, calls={}),
+        lambda app: app.add_middleware(Recorder, seen=seen),
+    ) as live:
+        for step, project in {"first": here, "same": here, "other": elsewhere}.items():
+            if step == "same":
+                (here / "new.txt").write_text("New.\n")
+            seen.clear()
+            place = Place(live.url, programs, project, folder / "client")
+            program.run(place, "", (*program.ask, f"What can you do in the {step} session?"))
+            found[step] = max(filter(_offers_tools, seen), key=lambda each: len(each.body))
+    return found
+
+
+def _offers_tools(exchange: Exchange) -> bool:
+    return exchange.method == "POST" and bool(exchange.json and exchange.json.get("tools"))
+
+
+def _replay(model: Any, home: Path, setting: str, recorded: dict[str, Exchange]) -> dict[str, Any]:
+    settings = config.load({"KEEPWARM_HOME": str(home)}, stable_first=setting)
+    costs = {}
+    with serve(model, settings) as live:
+        for step, exchange in recorded.items():
+            body = {**exchange.json, "stream": False, "max_tokens": 1}
+            body.pop("stream_options", None)
+            answer = live.post(exchange.path, body)
+            assert answer.is_success, answer.text
+            receipt = answer.json()["keepwarm"]
+            counts = {"prompt": receipt["prompt_tokens"], "computed": receipt["recomputed"]}
+            costs[step] = {**counts, "reordered": receipt.get("reordered", [])}
+            live.host.engine.settle()
+    return costs
+
+
+def _project(folder: Path) -> Path:
+    """A repository with a file and its instructions for agents."""
+    folder.mkdir(parents=True)
+    (folder / FILE).write_text(NOTE + "\n")
+    for name in ("AGENTS.md", "CLAUDE.md", "QWEN.md"):
+        (folder / name).write_text(f"# The {folder.name}\n\nIts files are notes.\n")
+    for command in (("init", "-b", "main"), ("add", "."), ("commit", "-m", f"Begin {folder.name}")):
+        subprocess.run([*GIT, *command], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.clients.coders.sessions")
+    parser.add_argument("clients", nargs="*", help=f"of {', '.join(PROGRAMS)}; else all")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument(
+        "--programs",
+        type=Path,
+        default=user_cache_path("keepwarm-clients"),
+        help="where npm installs the clients",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
