@@ -94,8 +94,7 @@ class Engine:
         self._auditor = Auditor(self.config.audit_share)
         self._numbers = numbers or count(1)
         self._turns = turns or DeviceTurns()
-        isolated = self.config.isolated
-        self.preparer = Preparer.of(model, n_logits(model), recent, settings, isolated=isolated)
+        self.preparer = Preparer.of(model, n_logits(model), recent, settings, self.config.isolated)
         self._texts = RememberedTexts(recent, self.misses, self.preparer, self._post)
         self._lanes = Lanes(model, self.store, self.live)
         self._admission = Admission(memory.batch_bytes)
