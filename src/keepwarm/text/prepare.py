@@ -154,7 +154,6 @@ class Preparer:
         n_vocab: int,
         recent: RecentPrompts,
         settings: Settings,
-        *,
         isolated: bool,
     ) -> Preparer:
         raw, order = settings.raw_special_tokens, settings.stable_first
