@@ -102,7 +102,7 @@ def test_refused_and_failed_requests_have_a_line_and_an_id(keyed, lines):
 
 def test_an_unexpected_error_has_an_id_too(serving, lines, monkeypatch):
     with serving() as live:
-        monkeypatch.setattr(live.host, "check_model", lambda name: 1 / 0)
+        monkeypatch.setattr(live.host, "submit", lambda request, turn: 1 / 0)
         answer = live.post("/v1/chat/completions", body())
         assert answer.status_code == 500
         assert "see its log" in answer.json()["error"]["message"]
