@@ -46,7 +46,7 @@ def test_keys_come_from_a_file_or_a_variable(serving, tmp_path):
 
 def test_a_server_without_its_engine_fails(serving):
     with serving() as live:
-        live.host.take().close()
+        live.host.engine.close()
         answer = smoke(live.url, "--wait", "1")
         assert answer.returncode == 1
         assert answer.stdout.splitlines()[-1].startswith("bad  ready: 503")

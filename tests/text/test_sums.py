@@ -12,11 +12,13 @@ FIRST = Receipt(
     inexact=("imported",),
     spliced=2,
     scrubbed=("total-tokens", "budget"),
+    reordered=("git-status",),
     unread=("image",),
     miss=Miss(4, 0, "new"),
     repeated_calls=("a",),
     durable=True,
     continued=3,
+    scored=7,
 )
 SECOND = Receipt(
     prompt_tokens=20,
@@ -26,6 +28,7 @@ SECOND = Receipt(
     inexact=("quantised", "imported"),
     spliced=3,
     scrubbed=("budget", "date"),
+    reordered=("date", "git-status"),
     unread=("audio", "image"),
     miss=Miss(11, 1, "diverged"),
     repeated_calls=("b",),
@@ -42,11 +45,13 @@ def test_a_sum_keeps_every_field_of_its_receipts():
         inexact=("imported", "quantised"),
         spliced=5,
         scrubbed=("total-tokens", "budget", "date"),
+        reordered=("git-status", "date"),
         unread=("image", "audio"),
         miss=SECOND.miss,
         repeated_calls=("a", "b"),
         durable=False,
         continued=3,
+        scored=7,
     )
 
 
