@@ -62,7 +62,7 @@ def test_the_container_copies_what_make_needs():
     needed |= {"pyproject.toml", "README.md", "LICENSE", "src"}  # of the build
     assert {"requirements.lock", "deploy/pip_progress.py"} <= needed
     assert needed <= {*copied, "Makefile"}
-    assert ("RUN", "make install BACKEND=cpu && rm -rf /root/.cache") in instructions()
+    assert ("RUN", "make install BACKEND=cpu && rm -rf ~/.cache") in instructions()
 
 
 def test_the_container_sets_settings():

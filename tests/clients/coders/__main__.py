@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -12,16 +11,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from platformdirs import user_cache_path
-
 from keepwarm.bench.measure import describe_machine
 from tests.clients.coders.page import table
-from tests.clients.coders.programs import PROGRAMS, install
+from tests.clients.coders.programs import PROGRAMS, arguments, install
 from tests.clients.coders.walk import Walk
 
 
 def main() -> int:
-    given = _arguments()
+    given = arguments("tests.clients.coders", PROGRAMS)
     began = time.monotonic()
     programs = install(given.programs)
     clients = {name: _walk(name, programs) for name in given.clients or PROGRAMS}
@@ -61,19 +58,6 @@ def _walk(name: str, programs: Path) -> dict[str, Any]:
         sys.stdout.write(f"{name} {program.version}\n\n{table(steps)}\n")
     shutil.rmtree(folder)
     return {"version": program.version, "steps": steps}
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.clients.coders")
-    parser.add_argument("clients", nargs="*", help=f"of {', '.join(PROGRAMS)}; else all")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument(
-        "--programs",
-        type=Path,
-        default=user_cache_path("keepwarm-clients"),
-        help="where npm installs the clients",
-    )
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -11,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from platformdirs import user_cache_path
 
 from tests.clients.coders.model import FILE
 
@@ -188,3 +191,17 @@ def _is_installed(directory: Path, package: str) -> bool:
     name, _, version = package.rpartition("@")
     described = directory / "node_modules" / name / "package.json"
     return described.is_file() and json.loads(described.read_text())["version"] == version
+
+
+def arguments(program: str, clients: Iterable[str]) -> argparse.Namespace:
+    """The arguments of a program that runs these clients."""
+    parser = argparse.ArgumentParser(prog=f"python -m {program}")
+    parser.add_argument("clients", nargs="*", help=f"of {', '.join(clients)}; else all")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument(
+        "--programs",
+        type=Path,
+        default=user_cache_path("keepwarm-clients"),
+        help="where npm installs the clients",
+    )
+    return parser.parse_args()

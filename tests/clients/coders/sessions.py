@@ -7,7 +7,6 @@ client is run once; what it sent is then sent to all four servers.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -18,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from platformdirs import user_cache_path
 from tokenizers import Tokenizer
 
 from keepwarm import config
@@ -26,7 +24,7 @@ from keepwarm.bench.measure import describe_machine
 from keepwarm.models.load import load
 from tests.clients.coders.model import FILE, NOTE
 from tests.clients.coders.page import sessions_table
-from tests.clients.coders.programs import CLAUDE, OPENCODE, QWEN, Place, Program, install
+from tests.clients.coders.programs import CLAUDE, OPENCODE, QWEN, Place, Program, arguments, install
 from tests.clients.conftest import Exchange, Recorder
 from tests.kit.agent_model import N_CONTEXT, SMALL, TOKENIZER, TOOLS_CHATML, Leading
 from tests.kit.checkpoints import CHATML, write_checkpoint
@@ -41,7 +39,7 @@ GIT = ("git", "-c", "user.name=Test", "-c", "user.email=test@example.org")
 
 
 def main() -> None:
-    given = _arguments()
+    given = arguments("tests.clients.coders.sessions", PROGRAMS)
     wanted = [PROGRAMS[name] for name in given.clients or PROGRAMS]
     programs = install(given.programs, wanted)
     clients = {}
@@ -133,19 +131,6 @@ def _project(folder: Path) -> Path:
     for command in (("init", "-b", "main"), ("add", "."), ("commit", "-m", f"Begin {folder.name}")):
         subprocess.run([*GIT, *command], cwd=folder, check=True, capture_output=True)
     return folder
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.clients.coders.sessions")
-    parser.add_argument("clients", nargs="*", help=f"of {', '.join(PROGRAMS)}; else all")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument(
-        "--programs",
-        type=Path,
-        default=user_cache_path("keepwarm-clients"),
-        help="where npm installs the clients",
-    )
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -5,18 +5,6 @@ import pytest
 from keepwarm.store.remote.breaker import MAX_FAILURES, MAX_RETRY_S, Breaker
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def breaker(clock):
     made = Breaker(clock)

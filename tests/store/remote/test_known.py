@@ -10,18 +10,6 @@ from keepwarm.store.remote.names import RecordPlace, RemoteNames, parse_last
 from tests.store.kit import NAMESPACE, refs_of, root_key
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def known(clock):
     return KnownRecords(clock)

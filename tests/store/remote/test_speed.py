@@ -7,21 +7,9 @@ from keepwarm.store.remote.speed import TierSpeed
 MIB = 1 << 20
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 def settled(measure, n=40):
     for _ in range(n):
         measure()
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture

@@ -27,15 +27,6 @@ SOON = 30.0
 CLASS = "cpu-mlx-0.1"
 
 
-class Clock:
-    """Of breaker and memory; it stands still unless a test moves it."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 class Watched:
     """A place whose calls are counted, and fail or wait on demand."""
 
@@ -75,11 +66,6 @@ def directory(path):
 def url(request, tmp_path_factory):
     with request.param(tmp_path_factory.mktemp("place")) as address:
         yield address
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture
