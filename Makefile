@@ -13,7 +13,7 @@ PIP := $(BIN)/python deploy/pip_progress.py
 LOCK := requirements$(if $(filter cuda,$(BACKEND)),-cuda).lock
 LOCKED := $(PIP) --require-hashes --only-binary :all: --requirement
 
-.PHONY: run chat test lint format bench soak mutants install tools lock backend clean
+.PHONY: run chat test lint format docs bench soak mutants install tools lock backend clean
 
 run: install
 	$(BIN)/keepwarm pull smollm2
@@ -34,6 +34,10 @@ lint: tools
 format: tools
 	$(BIN)/ruff format src tests benchmarks examples experiments
 	$(BIN)/ruff check --fix src tests benchmarks examples experiments
+
+# The pages of docs/ as a site, every link checked. URL= is the repository's address.
+docs: tools
+	$(BIN)/python .ci/docs_site.py build/docs $(URL)
 
 bench: install
 	$(BIN)/keepwarm bench $(ARGS)
