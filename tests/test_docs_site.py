@@ -48,7 +48,9 @@ def test_files_outside_of_the_pages_are_linked_in_the_repository(program, site):
 
 def test_the_site_loads_nothing_from_other_hosts(site):
     for page in site.rglob("*.html"):
-        assert re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="?https?:', page.read_text()) == []
+        assert (
+            re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="?https?:', page.read_text()) == []
+        )
 
 
 def test_its_navigation_is_the_list_of_pages():
