@@ -275,6 +275,7 @@ def _receipt(job: Job, warm: WarmPrefix, load_s: float) -> Receipt:
         scrubbed=job.request.scrubbed,
         reordered=job.prepared.reordered,
         unread=job.request.unread,
+        ignored_fields=job.request.ignored_fields,
         miss=_miss(job, warm) if job.request.explain else None,
         continued=job.prepared.continued,
         scored=n_tokens if job.request.score_prompt else None,

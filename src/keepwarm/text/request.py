@@ -131,6 +131,7 @@ class Request:
     breakpoints: Sequence[Breakpoint] = ()
     scrubbed: tuple[str, ...] = ()  # scrubbing rules that were applied, for the receipt
     unread: tuple[str, ...] = ()  # kinds of parts that became a note, for the receipt
+    ignored_fields: tuple[str, ...] = ()  # of the caller's request, for the receipt
     timeout_s: float | None = None  # of the whole request; None: no limit
     priority: int = 0  # higher goes first
     explain: bool = False  # put the reason of a cache miss into the receipt
@@ -220,6 +221,7 @@ class Receipt:
     scrubbed: tuple[str, ...] = ()  # scrubbing rules that were applied
     reordered: tuple[str, ...] = ()  # parts of the prompt that come elsewhere than the client says
     unread: tuple[str, ...] = ()  # kinds of parts, as image, that a note stands for
+    ignored_fields: tuple[str, ...] = ()  # of the request, that have no meaning here
     miss: Miss | None = None  # only if the request asks to `explain`
     repeated_calls: tuple[str, ...] = ()  # in Done: ids of calls as the model made them just before
     durable: bool | None = None  # in Done, with Policy.DURABLE: whether all of it is on disk
@@ -367,6 +369,7 @@ def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
         scrubbed=tuple(dict.fromkeys(rule for r in receipts for rule in r.scrubbed)),
         reordered=tuple(dict.fromkeys(part for r in receipts for part in r.reordered)),
         unread=tuple(dict.fromkeys(kind for r in receipts for kind in r.unread)),
+        ignored_fields=tuple(dict.fromkeys(name for r in receipts for name in r.ignored_fields)),
         miss=max(receipts, key=lambda receipt: receipt.recomputed).miss,
         repeated_calls=tuple(call for r in receipts for call in r.repeated_calls),
         durable=None if None in durable else all(durable),

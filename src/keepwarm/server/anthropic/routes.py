@@ -68,7 +68,7 @@ def build_request(
 ) -> engine_request.Request:
     """The request for the engine, scrubbed."""
     session = messages.session_of(body.metadata.user_id if body.metadata else None)
-    fields = request_fields(request, body.keepwarm, session)
+    fields = request_fields(request, body.keepwarm, session, body)
     rules = scrub.rules_for(settings.scrub, request.headers)
     return scrub.scrub_request(messages.request_of(body, fields, settings), rules)
 

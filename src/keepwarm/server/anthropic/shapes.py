@@ -64,6 +64,7 @@ class ContentBlock(JsonInput):
     type: str
     text: str | None = None
     thinking: str | None = None
+    signature: Any = Field(default=None, description="Not checked.")
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None

@@ -24,11 +24,15 @@ LONG = 16 << 10  # bytes; a shorter body cannot hold many values
 _UNCOUNTED = bytes(set(range(256)) - set(b",[{"))
 SMALLEST, LARGEST = -(2**63), 2**64 - 1  # of whole numbers: what fits 64 bits
 LEAST_TOP_P = 1e-9
+MAX_IGNORED = 32  # names in a receipt, which is a header too
+EMPTY: tuple[object, ...] = ("", [], {})  # ask for nothing
+UNHEEDED = "unheeded"  # marks a field that is checked, shown perhaps, and has no effect
+_FIELD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class JsonInput(BaseModel):
-    """A JSON object that comes in: types are not coerced, unknown fields are ignored."""
+    """A JSON object that comes in: types are not coerced, unknown fields are named, not read."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -72,9 +76,53 @@ async def check_json(request: Request) -> None:
     body = await request.body()
     with suppress(ValueError, RecursionError):  # FastAPI reports what cannot be parsed
         value = await request.json()  # cached by Starlette: not parsed again
+        request.state.given_body = value
         check_values(value)
         if _SURROGATE.search(body):
             _check_characters(value)
+
+
+def given_body(request: Request) -> object:
+    """The body as it came; None if it is not JSON."""
+    return getattr(request.state, "given_body", None)
+
+
+def ignored_fields(body: BaseModel, given: object) -> tuple[str, ...]:
+    """What was given and is no field of the model: as `text.verbosity`, `messages[].audio`."""
+    found: set[str] = set()
+    known: dict[type[BaseModel], dict[str, str]] = {}  # attributes, by the field's name in JSON
+    level: list[tuple[str, object, object]] = [("", body, given)]
+    while level and len(found) < MAX_IGNORED:
+        level = [each for one in level for each in _looked_into(*one, found, known)]
+    return tuple(sorted(found)[:MAX_IGNORED])
+
+
+def _looked_into(
+    path: str,
+    read: object,
+    given: object,
+    found: set[str],
+    known: dict[type[BaseModel], dict[str, str]],
+) -> Iterable[tuple[str, object, object]]:
+    """Note the fields of an object that are not read; what is inside of those that are."""
+    if isinstance(read, list) and isinstance(given, list):
+        yield from ((f"{path}[]", *both) for both in zip(read, given, strict=True))
+    if not (isinstance(read, BaseModel) and isinstance(given, dict)):
+        return
+    names = known.get(type(read)) or known.setdefault(type(read), _names(type(read)))
+    for name, value in given.items():
+        plain = name if _FIELD_NAME.fullmatch(name) else "?"
+        where = f"{path}.{plain}" if path else plain
+        if name in names:
+            if isinstance(value, NESTED):
+                yield where, getattr(read, names[name]), value
+        elif value is not None and value is not False and value not in EMPTY:
+            found.add(where)
+
+
+def _names(model: type[BaseModel]) -> dict[str, str]:
+    fields = model.model_fields.items()
+    return {field.alias or name: name for name, field in fields if UNHEEDED not in field.metadata}
 
 
 def api_router(

@@ -12,7 +12,7 @@ from keepwarm.text.request import Inexact, Receipt
 
 RECEIPT_HEADER = "x-keepwarm-receipt"
 OPTIONAL = (
-    *("inexact", "reordered", "unread", "miss"),
+    *("inexact", "reordered", "unread", "ignored_fields", "miss"),
     *("repeated_calls", "durable", "continued", "scored"),
 )
 
@@ -37,6 +37,7 @@ class ReceiptOut(TypedDict):
     scrubbed: list[str]
     reordered: NotRequired[list[str]]  # parts of the prompt that come elsewhere
     unread: NotRequired[list[str]]  # kinds of parts that a note stands for
+    ignored_fields: NotRequired[list[str]]  # of the request, that have no meaning here
     miss: NotRequired[ReceiptMissOut]
     repeated_calls: NotRequired[list[str]]  # ids of calls as the model made them just before
     durable: NotRequired[bool]  # only when a durable request is done
@@ -52,6 +53,7 @@ def receipt_dict(receipt: Receipt) -> ReceiptOut:
     fields["scrubbed"] = list(receipt.scrubbed)
     fields["reordered"] = list(receipt.reordered) or None
     fields["unread"] = list(receipt.unread) or None
+    fields["ignored_fields"] = list(receipt.ignored_fields) or None
     fields["saved_ms"] = round(receipt.saved_ms, 3)
     fields["repeated_calls"] = list(receipt.repeated_calls) or None
     for name in OPTIONAL:

@@ -14,7 +14,7 @@ from keepwarm.cache.policy import Policy
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
 from keepwarm.server.clients import AGENT_HEADER
-from keepwarm.server.http.body import JsonInput
+from keepwarm.server.http.body import JsonInput, given_body, ignored_fields
 from keepwarm.server.http.turns import Turn
 from keepwarm.server.models.models import Models
 from keepwarm.text.request import KVOptions
@@ -76,6 +76,7 @@ class RequestFields(NamedTuple):
     continues: bool = False
     exact: bool = False
     request_id: str = ""
+    ignored_fields: tuple[str, ...] = ()
 
 
 async def models_of(request: Request) -> Models:
@@ -104,11 +105,14 @@ InTurn = Annotated[Turn, Depends(_turn)]
 
 
 def request_fields(
-    request: Request, options: KeepwarmOptions | None = None, hint: str | None = None
+    request: Request,
+    options: KeepwarmOptions | None = None,
+    hint: str | None = None,
+    body: JsonInput | None = None,
 ) -> RequestFields:
     """The path names an agent that is continued; else headers override the body.
 
-    `hint` is the API's own name for the conversation.
+    `hint` is the API's own name for the conversation; `body` is what was understood of the request.
     """
     options = options or KeepwarmOptions()
     continued: str | None = request.path_params.get(AGENT_IN_PATH)
@@ -124,6 +128,7 @@ def request_fields(
         exact=_is_exact(options),
         timeout_s=settings_of(request).request_timeout_s or None,
         request_id=getattr(request.state, "request_id", ""),
+        ignored_fields=ignored_fields(body, given_body(request)) if body else (),
     )
 
 

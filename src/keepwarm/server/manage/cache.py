@@ -24,7 +24,6 @@ from keepwarm.server.anthropic.routes import build_request
 from keepwarm.server.anthropic.shapes import CountRequest
 from keepwarm.server.deprecation import renamed_to
 from keepwarm.server.host import EngineHost
-from keepwarm.server.http import scrub
 from keepwarm.server.http.body import JsonInput, api_router
 from keepwarm.server.http.receipts import ReceiptOut, receipt_dict
 from keepwarm.server.http.request_fields import Config, InTurn, Served, request_fields
@@ -32,7 +31,8 @@ from keepwarm.server.http.sse import WholeAnswer
 from keepwarm.server.http.turns import Turn
 from keepwarm.server.http.viewer import require_totals
 from keepwarm.server.models.models import Models
-from keepwarm.server.openai import chat, completions
+from keepwarm.server.openai import completions
+from keepwarm.server.openai.routes import build_request as chat_request
 from keepwarm.server.openai.routes import fill_in_for
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest, OpenAIErrorOut
 from keepwarm.server.responses.routes import Answers, request_builder
@@ -142,12 +142,7 @@ async def _by_chat(
     body: ChatRequest, request: Request, models: Served, settings: Config, turn: InTurn
 ) -> PromptTo:
     host = await models.use(body.model, turn)
-    fields = request_fields(request, body.keepwarm, body.prompt_cache_key)
-    rules = scrub.rules_for(settings.scrub, request.headers)
-    asked = await turn.build(
-        lambda: scrub.scrub_request(chat.request_of(body, fields, settings), rules)
-    )
-    return PromptTo(host, asked)
+    return PromptTo(host, await turn.build(lambda: chat_request(body, request, settings)))
 
 
 async def _by_completion(

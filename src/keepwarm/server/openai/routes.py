@@ -35,6 +35,7 @@ from keepwarm.server.openai.shapes import (
     TextCompletion,
 )
 from keepwarm.server.openai.tokens import Pieces
+from keepwarm.text import request as engine_request
 from keepwarm.text.detokenize import decode
 
 router = api_router(
@@ -53,11 +54,7 @@ async def create_chat_completion(
 ) -> Response:
     """Answer a conversation, as one object or as a stream of chunks."""
     host = await models.use(body.model, turn)
-    fields = request_fields(request, body.keepwarm, body.prompt_cache_key)
-    rules = scrub.rules_for(settings.scrub, request.headers)
-    asked = await turn.build(
-        lambda: scrub.scrub_request(chat.request_of(body, fields, settings), rules)
-    )
+    asked = await turn.build(lambda: build_request(body, request, settings))
     answer = await host.submit(asked, turn)
     meta = replace(_meta(host, "chatcmpl-"), calls=call_style_of(body))
     pieces = _pieces(host) if body.logprobs else None
@@ -72,7 +69,7 @@ async def create_completion(
 ) -> Response:
     """Continue one or more texts, as one object or as a stream of chunks."""
     host = await models.use(body.model, turn)
-    fields = request_fields(request, body.keepwarm, body.prompt_cache_key)
+    fields = request_fields(request, body.keepwarm, body.prompt_cache_key, body)
     fill_in = fill_in_for(body, host, settings)
     requests = await turn.build(lambda: completions.requests_of(body, fields, fill_in))
     n = requests[0].n
@@ -101,6 +98,15 @@ async def show_model(name: str, request: Request, models: Served) -> ModelOut | 
         if each.name == name:
             return model_for(request, _model(each))
     raise models.unknown(name)
+
+
+def build_request(
+    body: ChatRequest, request: Request, settings: Settings
+) -> engine_request.Request:
+    """The request for the engine, scrubbed."""
+    fields = request_fields(request, body.keepwarm, body.prompt_cache_key, body)
+    rules = scrub.rules_for(settings.scrub, request.headers)
+    return scrub.scrub_request(chat.request_of(body, fields, settings), rules)
 
 
 def fill_in_for(

@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from keepwarm.server.http.body import MAX_MEMBERS, Checked, JsonInput, Members, TopK, TopP
+from keepwarm.server.http.body import (
+    MAX_MEMBERS,
+    UNHEEDED,
+    Checked,
+    JsonInput,
+    Members,
+    TopK,
+    TopP,
+)
 from keepwarm.server.http.content import ContentPart
 from keepwarm.server.http.receipts import ReceiptOut
 from keepwarm.server.http.request_fields import KeepwarmOptions
@@ -61,7 +69,9 @@ class Function(JsonInput):
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="JSON schema.")
-    strict: bool | None = None
+    strict: Annotated[bool | None, UNHEEDED] = Field(
+        default=None, description="Arguments follow the schema where a tool is forced."
+    )
 
 
 class ChatTool(JsonInput):
@@ -115,7 +125,7 @@ class AllowedTools(JsonInput):
 class JsonSchema(JsonInput):
     name: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
+    strict: bool | None = Field(default=None, description="An answer always follows the schema.")
 
 
 class ResponseFormat(JsonInput):
@@ -152,7 +162,7 @@ class BaseCompletionRequest(JsonInput):
         default=None, max_length=MAX_MEMBERS, description="Keys are token ids."
     )
     prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
-    user: str | None = None
+    user: Annotated[str | None, UNHEEDED] = None
     grammar: str | None = Field(default=None, description="GBNF or Lark: what an answer may be.")
     keepwarm: KeepwarmOptions | None = None
 

@@ -148,8 +148,7 @@ def messages_of(items: Sequence[Item], unread: Unread) -> list[Message]:
 
 def _is_broken_call(item: Item) -> bool:
     """A call of a stream that was cut off or malformed: a message with its text follows."""
-    status = (item.model_extra or {}).get("status")
-    return _kind(item) == "function_call" and status == "incomplete"
+    return _kind(item) == "function_call" and item.status == "incomplete"
 
 
 def _kind(item: Item) -> str:
@@ -235,7 +234,7 @@ def _unknown_tool() -> BadField:
 
 def _takes_text(tool: ResponseTool) -> bool:
     """Whether it is a custom tool without a grammar for its input."""
-    format_ = (tool.model_extra or {}).get("format") or {"type": "text"}
+    format_ = tool.format or {"type": "text"}
     is_text = isinstance(format_, dict) and format_.get("type") == "text"
     return tool.type == "custom" and is_text
 

@@ -248,7 +248,7 @@ def _event_stream(events: bytes) -> Response:
 
 def request_builder(body: InputRequest, request: Request, settings: Settings) -> BuildRequest:
     """A function from items to the engine request, scrubbed."""
-    fields = request_fields(request, body.keepwarm, body.prompt_cache_key)
+    fields = request_fields(request, body.keepwarm, body.prompt_cache_key, body)
     rules = scrub.rules_for(settings.scrub, request.headers)
     return lambda items: scrub.scrub_request(request_of(body, items, fields, settings), rules)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
-from keepwarm.server.http.body import JsonInput, Members, TopP
+from keepwarm.server.http.body import UNHEEDED, JsonInput, Members, TopP
 from keepwarm.server.http.content import ContentPart
 from keepwarm.server.http.receipts import ReceiptOut
 from keepwarm.server.http.request_fields import KeepwarmOptions
@@ -40,6 +40,7 @@ class Item(JsonInput):
     input: str | None = None
     output: Output = None
     encrypted_content: str | None = None
+    status: Any = None
 
 
 class ResponseTool(JsonInput):
@@ -54,6 +55,7 @@ class ResponseTool(JsonInput):
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    format: Any = Field(default=None, description="Of a custom tool's input.")
     tools: Members[ResponseTool] | None = None
 
 
@@ -116,7 +118,9 @@ class ResponsesRequest(InputRequest):
     background: bool | None = Field(
         default=None, description="Answer at once, and go on without the client."
     )
-    service_tier: str | None = Field(default=None, description="There is one: `default`.")
+    service_tier: Annotated[str | None, UNHEEDED] = Field(
+        default=None, description="There is one: `default`."
+    )
     safety_identifier: str | None = None
     conversation: Any = Field(default=None, description="Rejected: use previous_response_id.")
     prompt: Any = Field(default=None, description="Rejected: send the text itself.")
