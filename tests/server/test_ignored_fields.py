@@ -4,7 +4,7 @@ import ast
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 from anthropic.types import message_create_params as messages
@@ -13,6 +13,7 @@ from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 from openai.types.responses import response_create_params as responses
 from pydantic import BaseModel
+from typing_extensions import is_typeddict
 
 from keepwarm.server.anthropic.shapes import MessagesRequest
 from keepwarm.server.http.body import MAX_IGNORED, UNHEEDED, ignored_fields
@@ -48,7 +49,7 @@ OPTIONS = {
 }
 DUMPED = {"KVOptionsIn"}  # read as a whole
 # An answer always follows its schema; a signature is of our making, and comes back.
-HELD = {"JsonSchema.strict", "ContentBlock.signature"}
+HELD = {"JsonSchema.strict", "TextFormat.strict", "ContentBlock.signature"}
 
 every_api = pytest.mark.parametrize("path", SCHEMAS)
 

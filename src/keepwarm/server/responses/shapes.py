@@ -73,6 +73,7 @@ class TextFormat(JsonInput):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = Field(default=None, description="An answer always follows the schema.")
 
 
 class TextConfig(JsonInput):
