@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -98,7 +99,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class SkipReport:
-    """Fails the run for skipped tests: all of them under CI, elsewhere those without a reason.
+    """Says which tests were left out, and fails the run for them: under CI for all, elsewhere for
+    those without a good reason.
 
     A good reason names the missing program in backquotes: "needs `git`".
     """
@@ -106,6 +108,7 @@ class SkipReport:
     def __init__(self, under_ci: bool) -> None:
         self.under_ci = under_ci
         self.wrong: list[str] = []
+        self.reasons: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped and not hasattr(report, "wasxfail"):
@@ -118,6 +121,7 @@ class SkipReport:
 
     def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        self.reasons[reason.removeprefix("Skipped: ")] += 1
         if self.under_ci or reason.count("`") < 2:
             self.wrong.append(report.nodeid)
 
@@ -127,6 +131,9 @@ class SkipReport:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.reasons:
+            said = ", ".join(f"{n} ({reason})" for reason, n in self.reasons.most_common())
+            terminalreporter.write_line(f"Tests left out on this machine: {said}.")
         if self.wrong:
             why = "under CI nothing may" if self.under_ci else "name the missing `program`"
             terminalreporter.write_line(f"skipped ({why}): {', '.join(self.wrong)}", red=True)

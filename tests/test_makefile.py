@@ -188,6 +188,7 @@ def test_a_skip_fails_under_ci_and_elsewhere_without_a_program(tmp_path, test, c
     code, output = pytest_on(tmp_path, f"test_skips.py::test_{test}", ci=ci)
     assert code == status
     assert "1 skipped" in output
+    assert ("Tests left out on this machine: 1 (needs `git`)." in output) == (test == "named")
     assert (f"test_skips.py::test_{test}" in output.rpartition("100%")[2]) == bool(status)
 
 

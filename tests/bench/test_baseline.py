@@ -11,7 +11,7 @@ from keepwarm.bench.report import tables
 from keepwarm.bench.report.results import Results, Series
 from keepwarm.bench.run import Sizes
 from keepwarm.bench.summary import LINES, machine_page
-from tests.kit import generated
+from tests.kit import figure, generated
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 ONE_PASS = {"trace", "stress"}  # their samples are requests
@@ -84,6 +84,17 @@ def test_what_the_readme_says_was_measured():
     figures = re.findall(r"[\d.,]+ ±\d+%", generated.MEASURED.search(page)[0])
     assert figures
     assert [figure for figure in figures if f"| {figure} " not in shown] == []
+
+
+def test_the_figure_is_of_these_results(kept):
+    """Its bars are as long as the measured seconds, on one scale."""
+    assert generated.FIGURE.read_text() == figure.svg(kept), "run: python -m tests.kit.generated"
+    widths = re.findall(r'width="([\d.]+)" height="24"', figure.svg(kept))
+    seconds = re.findall(r">([\d.]+)</text>$", figure.svg(kept), re.MULTILINE)
+    assert [float(width) / 480 for width in widths] == pytest.approx(
+        [float(one) / max(map(float, seconds)) for one in seconds], abs=0.001
+    )
+    assert f"]({generated.FIGURE.relative_to(generated.ROOT)})" in generated.README.read_text()
 
 
 def test_rows_without_measurements_are_left_out(kept):

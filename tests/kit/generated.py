@@ -1,5 +1,5 @@
 """Pages generated from code and results: the public API, the command line's help, the table of
-settings, the results of `keepwarm bench`, the README's table of them, and the pages of the zoo,
+settings, the results of `keepwarm bench`, the README's figure and table of them, and the pages of the zoo,
 of the conversations and of coding agents.
 
 `python -m tests.kit.generated` writes them; tests compare them with the code.
@@ -27,6 +27,7 @@ from keepwarm.cli.main import app
 from keepwarm.config import Settings
 from tests.clients.coders import page as coders
 from tests.hostile.conversations.page import page as conversations_page
+from tests.kit import figure
 from tests.kit.api_page import api_page
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,7 @@ TUNING = DOCS / "tuning.md"
 README = ROOT / "README.md"
 BASELINE = DOCS / "results" / "baseline.json"
 RESULTS = DOCS / "results" / "bench.md"
+FIGURE = DOCS / "images" / "first-token.svg"
 ZOO = DOCS / "results" / "zoo.json"
 ARCHITECTURES = DOCS / "architectures.md"
 CONVERSATIONS = DOCS / "results" / "conversations"
@@ -157,6 +159,7 @@ if __name__ == "__main__":
     TUNING.write_text(tuning(TUNING.read_text()))
     RESULTS.write_text(tables.markdown(Results.read(BASELINE)))
     README.write_text(readme(README.read_text()))
+    FIGURE.write_text(figure.svg(Results.read(BASELINE)))
     ARCHITECTURES.write_text(zoo_page(ZooResults.read(ZOO)))
     said = json.loads(CONVERSATIONS.with_suffix(".json").read_text())
     CONVERSATIONS.with_suffix(".md").write_text(conversations_page(said))

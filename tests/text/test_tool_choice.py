@@ -56,7 +56,7 @@ def may_say(model, text, letters=False, **wishes):
 
 @pytest.mark.parametrize("choice", [ToolChoice("required"), ToolChoice(name="get_weather")])
 def test_a_call_cannot_be_forced_where_there_are_no_tools(plain, choice):
-    with pytest.raises(BadInput, match="no tools; offer some") as refused:
+    with pytest.raises(BadInput, match="no tools; send some") as refused:
         prepared_by(plain, tools=(), tool_choice=choice)
     assert "tool_choice" in str(refused.value)
 

@@ -55,7 +55,7 @@ def select(names: Sequence[str]) -> list[str]:
     """Check the names; all workloads if none is given."""
     for name in names:
         if name not in WORKLOADS:
-            raise BadInput(f"There is no workload {name!r}; there are {', '.join(WORKLOADS)}.")
+            raise BadInput(f"{name!r} is not a workload; choose from {', '.join(WORKLOADS)}.")
     return list(dict.fromkeys(names)) or list(WORKLOADS)
 
 

@@ -79,8 +79,8 @@ class DiskStore:
             self.disk = DiskTier(root, limits, seal=unlock(root, secret))
         except TimeoutError as error:
             raise Busy(
-                f"Another process holds a lock of the store {root}, and may be stopped; "
-                "let it go on or end it, then try again."
+                f"Another process, perhaps suspended, holds a lock of the store {root}; "
+                "resume or end it, then try again."
             ) from error
         except OSError as error:
             raise BadInput(
@@ -158,7 +158,10 @@ class DiskStore:
         """The agent as it was when it had this many tokens."""
         tokens = self.tokens_of(agent)
         if not 0 < n_tokens <= len(tokens):
-            raise BadInput(f"{n_tokens} tokens were asked for, {len(tokens)} are stored.")
+            raise BadInput(
+                f"{n_tokens} tokens were asked for, but {len(tokens)} are stored; "
+                "ask for 1 to that many."
+            )
         return replace(agent, head=Branch.of(agent.namespace, tokens[:n_tokens], agent.turns))
 
     def find(
@@ -222,7 +225,7 @@ class DiskStore:
         try:
             file = path.open("rb")
         except OSError as error:
-            raise BadCacheFile(f"{path} could not be read ({error}).") from error
+            raise BadCacheFile(f"{path} could not be read ({error}); check it.") from error
         with file:
             source = BundleSource(str(path), file, os.fstat(file.fileno()).st_size)
             return self.receive_agent(

@@ -320,7 +320,7 @@ class Engine:
     def _post(self, command: Command) -> None:
         with self._changed:
             if self._closing:
-                raise Stopping("The engine is closed.")
+                raise Stopping("The engine is closed; create another.")
             self._commands.append(command)
             self._changed.notify_all()
 

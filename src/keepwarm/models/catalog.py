@@ -57,7 +57,9 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / "config.json").read_text())
     except FileNotFoundError as error:
-        raise BadModelFile(f"{path} is not a model directory: it has no config.json.") from error
+        raise BadModelFile(
+            f"{path} is not a model directory: it has no config.json; name the directory that has."
+        ) from error
     except OSError as error:
         raise BadModelFile(f"{path}/config.json cannot be read: {error.strerror}.") from error
     except ValueError as error:

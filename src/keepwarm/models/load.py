@@ -108,7 +108,9 @@ def _evaluate(path: Path, module: Any, n_bytes: int, report: Callable[[str], Non
         _read_weights(_weights(module), n_bytes, report)
         mx.eval(module)  # not its parameters alone: some arrays, as of the RoPE, are none
     except RuntimeError as error:
-        raise BadModelFile(f"The weights of {path} cannot be read ({error}).") from error
+        raise BadModelFile(
+            f"The weights of {path} cannot be read ({error}); download the model again."
+        ) from error
 
 
 def _read_weights(weights: Iterable[mx.array], n_bytes: int, report: Callable[[str], None]) -> None:

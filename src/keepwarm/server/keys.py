@@ -56,7 +56,7 @@ class TenantBook:
             return {}
         except (OSError, ValueError, AttributeError) as error:
             raise BadInput(
-                f"{self._path} is damaged; it says which cache belongs to the name of a key. "
+                f"{self._path} is damaged; it maps names of keys to their caches. "
                 "Restore it, or delete it: keys that were never replaced do not need it."
             ) from error
 
@@ -66,8 +66,8 @@ class TenantBook:
             write_atomically(self._path, json.dumps(names))
         except OSError as error:
             raise BadInput(
-                f"{self._path} cannot be written ({error.strerror}), and a name of a key would "
-                "lose its cache when the key is replaced; check the directory."
+                f"{self._path} cannot be written ({error.strerror}), so a named key would lose its "
+                "cache when it is replaced; check the directory."
             ) from error
 
 

@@ -68,9 +68,9 @@ class GrammarMatcher:
         allowed = _unpack(self._matcher.compute_bitmask(), self._free.size)
         if self._matcher.is_error():
             reason = _one_line(self._matcher.get_error())
-            raise EngineFailed(f"The answer cannot follow its format any further ({reason}).")
+            raise EngineFailed(f"The answer cannot follow its format any further ({reason}); change the format.")
         if not allowed.any():
-            raise EngineFailed("The answer's format allows none of this model's tokens.")
+            raise EngineFailed("The answer's format allows none of this model's tokens; change it.")
         return allowed
 
     def copy(self) -> GrammarMatcher:
@@ -207,7 +207,7 @@ def _grammar_of(wanted: Format) -> str | None:
     if wanted.grammar is None:
         return None if schema is None else _schema_grammar(schema)
     if schema is not None:
-        raise BadInput("The answer's format is JSON and a grammar at once; choose one of them.")
+        raise BadInput("The answer's format is both JSON and a grammar; choose one.")
     return LLMatcher.grammar_from_lark(_lark(wanted.grammar))
 
 

@@ -346,8 +346,8 @@ def _check_partial(request: Request) -> None:
     last = request.messages[-1] if request.messages else {}
     if request.partial_answer and (last.get("role") != "assistant" or last.get("tool_calls")):
         raise BadInput(
-            "The last message cannot be continued: only one of the assistant can that calls no "
-            "tools; end with one, or with a message of the user."
+            "The last message cannot be continued: that takes an assistant message without tool "
+            "calls; end with one, or with a user message."
         )
 
 

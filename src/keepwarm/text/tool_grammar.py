@@ -62,10 +62,10 @@ def call_grammar(tools: Sequence[Tool], choice: ToolChoice, markup: Markup) -> s
     if choice.mode != "required" and choice.name is None:
         return None
     if not tools:
-        raise BadInput("tool_choice asks for a call and there are no tools; offer some.")
+        raise BadInput("tool_choice asks for a call, but there are no tools; send some.")
     wanted = [tool for tool in tools if choice.name in (None, tool["function"]["name"])]
     if not wanted:
-        raise BadInput(f"tool_choice asks for {choice.name!r}, which is not offered.")
+        raise BadInput(f"tool_choice names {choice.name!r}, which is not in tools; add it.")
     writer = LarkWriter(markup.tokenizer)
     several = choice.parallel and choice.name is None
     blanks = "/[ \\n]{0,4}/" if markup.preamble.think_start else ""

@@ -62,7 +62,7 @@ def test_a_put_that_fails_leaves_nothing(tmp_path, blobs):
     ["", "redis://", "http://host", "file://host/mnt", "file:mnt", "redis://h:port", "redis://h/x"],
 )
 def test_an_address_of_no_place_is_refused_in_one_sentence(address):
-    with pytest.raises(BadInput, match=r"write redis://"):
+    with pytest.raises(BadInput, match=r"use redis://"):
         open_backend(address)
 
 

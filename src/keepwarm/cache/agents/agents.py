@@ -198,7 +198,7 @@ class Agents:
     ) -> list[Agent]:
         """Several new agents with the same history, or none if one of them cannot be made."""
         if len(set(new_ids)) < len(new_ids):
-            raise BadInput("Two of the new agents have the same id; choose another for one.")
+            raise BadInput("Two of the new agents have the same id; give each its own.")
         now = self._clock()
         with self._changing():
             old = self.show(agent_id)

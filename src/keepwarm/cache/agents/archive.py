@@ -67,7 +67,7 @@ class ArchiveReader:
             if not entry.is_at_end():
                 raise BadRecord(f"{entry.name} is longer than its content")
             if any(self._read(-entry.n_bytes % BLOCK_BYTES)):
-                raise BadRecord(f"{entry.name} has something behind it")
+                raise BadRecord(f"there is data after {entry.name}")
         self._check_end()
 
     def readinto(self, data: memoryview) -> int:
@@ -82,7 +82,7 @@ class ArchiveReader:
             raise BadRecord("it is not an archive, or was damaged")
         known, length = NAME.fullmatch(name), SIZE.fullmatch(size)
         if known is None or length is None or kind != FILE or any(prefix):
-            raise BadRecord("something in it is not of a bundle")
+            raise BadRecord("it holds an entry that is not of a bundle")
         text = known[1].decode()
         if text in self._names:
             raise BadRecord(f"{text} is in it twice")
@@ -96,7 +96,7 @@ class ArchiveReader:
         """One more block of zeros, and as many as fill the last unit; nothing behind them."""
         n_left = BLOCK_BYTES + -(self.offset + BLOCK_BYTES) % FACTOR_BYTES
         if any(self._read(n_left)) or self._file.read(1):
-            raise BadRecord("something is behind its end")
+            raise BadRecord("there is data after its end")
 
     def _read(self, n_bytes: int) -> bytes:
         data = bytearray(n_bytes)
@@ -135,7 +135,7 @@ class ArchiveEntry(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Only to where it is: a record is read from its first byte to its last."""
         if (offset, whence) != (self._at, io.SEEK_SET):
-            raise BadRecord(f"{self.name} is not in order")
+            raise BadRecord(f"{self.name} is out of order")
         return offset
 
     def is_at_end(self) -> bool:

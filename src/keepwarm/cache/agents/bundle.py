@@ -93,7 +93,10 @@ def export_bundle(
     held = prefix_blocks(disk, inside, tokens, manifest.keys)
     headers = list(prefix_records(disk, held, tokens, tensors=()))
     if not _is_whole(inside, tokens, {record.header.key for record in headers}):
-        raise BadCacheFile("Some blocks are missing or unreadable; nothing was exported.")
+        raise BadCacheFile(
+            "Some blocks are missing or unreadable, so nothing was exported; continue the agent "
+            "once to compute them again, then export it."
+        )
     renames = renamed(headers, inside, outside)
     blocks = tuple(dict.fromkeys(record.header.key.hex() for record in renames))
 
@@ -236,7 +239,7 @@ def _as_bundle_errors(name: str) -> Iterator[None]:
             f"{name} is not a complete bundle ({error}); export it again."
         ) from error
     except OSError as error:
-        raise BadCacheFile(f"{name} could not be read ({error}).") from error
+        raise BadCacheFile(f"{name} could not be read ({error}); try again.") from error
 
 
 class CheckedRecords:

@@ -69,7 +69,10 @@ class StoredPrefixes:
         ]
         found = {header.key: header for header in headers if header is not None}
         if len(found) < len(path) or found[path[0]].number:
-            raise BadInput(f"{prefix_id} is incomplete: earlier blocks have been evicted.")
+            raise BadInput(
+                f"{prefix_id} is incomplete, because earlier blocks were evicted; send its prompt "
+                "again to compute them."
+            )
         n_tokens = sum(len(header.tokens) // 4 for header in found.values())
         return Agent("", Branch(found[path[0]].namespace, tuple(path), n_tokens))
 

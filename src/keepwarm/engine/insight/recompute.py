@@ -80,7 +80,7 @@ class ImportCheck:
         kept = self._engine.warm(self._request(self._tokens, Policy.DURABLE)).result().receipt
         if not kept.durable:
             raise InsufficientResources(
-                "The computed blocks found no room; raise disk_bytes or free some of the disk, "
+                "There is no room for the computed blocks; raise disk_bytes or free disk space, "
                 "then import the bundle again."
             )
         name = self._ordinary.manager.namespace

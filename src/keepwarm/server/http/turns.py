@@ -235,7 +235,7 @@ class PreparingTurns:
         if gone.done():
             return False
         raise Busy(
-            f"Earlier requests of this key took {self._timeout_s:g} s to prepare and are not done; "
+            f"Earlier requests of this key are still being prepared after {self._timeout_s:g} s; "
             "send fewer at once, or shorter ones."
         )
 

@@ -106,7 +106,7 @@ class BackgroundResponses:
         if n_own >= MAX_OWN or len(self._running) >= MAX_RUNNING:
             raise Busy(
                 f"{n_own} of your responses run in the background, and {len(self._running)} in "
-                f"all; {MAX_OWN} and {MAX_RUNNING} may. Retry when one has ended."
+                f"all; the limits are {MAX_OWN} and {MAX_RUNNING}. Retry when one has ended."
             )
 
     def add(self, tenant: str, running: RunningResponse) -> None:

@@ -319,7 +319,10 @@ async def cancel_response(response_id: str, answers: Answers) -> ResponseOut:
     await answers.cancel(response_id)
     shown = await answers.shown(response_id)
     if not shown["background"]:
-        raise BadField("Only a response in the background can be cancelled.", "response_id")
+        raise BadField(
+            "Only a response in the background can be cancelled; close the connection of another.",
+            "response_id",
+        )
     return shown
 
 

@@ -18,7 +18,7 @@ def open_backend(address: str, password: str = "") -> Backend:
     try:
         url = urlsplit(address)
     except ValueError as error:
-        raise BadInput(f"remote is {address!r}, which is no address; write {FORMS}.") from error
+        raise BadInput(f"remote is {address!r}, which is not an address; use {FORMS}.") from error
     if url.password is not None:
         raise BadInput(
             "remote has a password in it, which would be shown and logged; "
@@ -28,4 +28,4 @@ def open_backend(address: str, password: str = "") -> Backend:
         return RedisBackend(RedisAddress.parse(url), password)
     if url.scheme == "file" and url.path.startswith("/") and not url.netloc:
         return DirectoryBackend(Path(unquote(url.path)))
-    raise BadInput(f"remote is {address!r}, which is no place for blocks; write {FORMS}.")
+    raise BadInput(f"remote is {address!r}, which is not a supported address; use {FORMS}.")

@@ -39,7 +39,7 @@ class RedisAddress(NamedTuple):
             address = url.hostname or "", url.port or PORT, unquote(url.username or ""), database
         except ValueError as error:
             raise BadInput(
-                f"{url.geturl()!r} is no address of Redis; write redis://host:6379/0."
+                f"{url.geturl()!r} is not a Redis address; use redis://host:6379/0."
             ) from error
         return cls(*address, tls=url.scheme == "rediss")
 
