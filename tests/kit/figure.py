@@ -42,7 +42,9 @@ def svg(results: Results) -> str:
         _row(n, target, series.median, longest) for n, (target, series) in enumerate(found.items())
     ]
     values = ", ".join(f"{COLUMNS[name]} {series.median:.3g} s" for name, series in found.items())
-    title = f"Seconds to the first token of a {N_TOKENS:,}-token prompt, after kill -9 and a restart"
+    title = (
+        f"Seconds to the first token of a {N_TOKENS:,}-token prompt, after kill -9 and a restart"
+    )
     return SVG.format(title=title, values=values, bars="\n".join(rows))
 
 

@@ -1,6 +1,6 @@
 """Pages generated from code and results: the public API, the command line's help, the table of
-settings, the results of `keepwarm bench`, the README's figure and table of them, and the pages of the zoo,
-of the conversations and of coding agents.
+settings, the results of `keepwarm bench`, the README's figure and table of them, and the pages of
+the zoo, of the conversations and of coding agents.
 
 `python -m tests.kit.generated` writes them; tests compare them with the code.
 """

@@ -172,8 +172,8 @@ def as_store_errors(tier: Fallible, what: str) -> Iterator[None]:
         tier.note_error(error)
         if is_busy(error):
             raise StoreFailed(
-                f"The store could not {what}: another process holds its lock, and may be suspended; "
-                "resume or end it, then try again."
+                f"The store could not {what}: another process holds its lock, and may be "
+                "suspended; resume or end it, then try again."
             ) from error
         raise StoreFailed(
             f"The store could not {what} ({error}); look at its disk, then try again."

@@ -68,7 +68,9 @@ class GrammarMatcher:
         allowed = _unpack(self._matcher.compute_bitmask(), self._free.size)
         if self._matcher.is_error():
             reason = _one_line(self._matcher.get_error())
-            raise EngineFailed(f"The answer cannot follow its format any further ({reason}); change the format.")
+            raise EngineFailed(
+                f"The answer cannot follow its format any further ({reason}); change the format."
+            )
         if not allowed.any():
             raise EngineFailed("The answer's format allows none of this model's tokens; change it.")
         return allowed

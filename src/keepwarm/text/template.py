@@ -183,7 +183,9 @@ def _part_text(part: Any) -> str:
     text = part.get("text") if isinstance(part, Mapping) else None
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise BadInput(f"A message holds a part of type {kind!r}, but the model reads text only; omit it.")
+        raise BadInput(
+            f"A message holds a part of type {kind!r}, but the model reads text only; omit it."
+        )
     return text
 
 
