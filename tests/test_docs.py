@@ -19,7 +19,7 @@ import pytest
 import typer.main
 import yaml
 
-from keepwarm.cli.main import app
+from keepwarm.cli import main
 from keepwarm.config import Settings
 from keepwarm.kv.kinds import KINDS
 from tests.kit import generated
@@ -223,7 +223,7 @@ def command_lines(text: str, program: str) -> list[str]:
 
 @cache
 def command_line():
-    return typer.main.get_command(app)
+    return typer.main.get_command(main.command_line())
 
 
 def unknown_words(line: str) -> list[str]:

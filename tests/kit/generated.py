@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from keepwarm.bench.report import tables
 from keepwarm.bench.report.results import Results
 from keepwarm.bench.summary import summary
-from keepwarm.cli.main import app
+from keepwarm.cli import main
 from keepwarm.config import Settings
 from tests.clients.coders import page as coders
 from tests.hostile.conversations.page import page as conversations_page
@@ -91,12 +91,13 @@ def command_line() -> str:
 def commands() -> Iterator[list[str]]:
     """Every command as its words, groups before their members."""
     yield []
-    for name, command in typer.main.get_command(app).commands.items():
+    for name, command in typer.main.get_command(main.command_line()).commands.items():
         yield [name]
         yield from ([name, inner] for inner in getattr(command, "commands", {}))
 
 
 def _help(path: list[str]) -> str:
+    app = main.command_line(path[:1] or main.VERBS)
     shown = CliRunner().invoke(app, [*path, "--help"], prog_name="keepwarm", terminal_width=80)
     assert shown.exit_code == 0, shown.output
     title = " ".join(["keepwarm", *path])

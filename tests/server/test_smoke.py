@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from keepwarm import config
-from keepwarm.cli.main import app
+from keepwarm.cli.main import command_line
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -94,7 +94,7 @@ def test_the_unit_starts_what_there_is():
     unit.optionxform = str
     unit.read(DEPLOY / "keepwarm.service")
     service = unit["Service"]
-    verbs = {command.callback.__name__ for command in app.registered_commands}
+    verbs = {command.callback.__name__ for command in command_line().registered_commands}
     for name in ("ExecStartPre", "ExecStart"):
         program, verb, *_ = service[name].split()
         assert program.endswith("/bin/keepwarm")

@@ -1,6 +1,7 @@
 """The `keepwarm` command. A KeepwarmError, or a wrong option, is one sentence with exit code 2.
 
-The verbs import MLX inside their functions, so that `--help` is fast.
+The verbs import MLX inside their functions, so that `--help` is fast, and a verb that is called is
+imported alone.
 """
 
 from __future__ import annotations
@@ -9,34 +10,47 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from keepwarm import __version__, config
-from keepwarm.cli import cache
-from keepwarm.cli.bench import bench
-from keepwarm.cli.chat import chat
-from keepwarm.cli.demo import demo
-from keepwarm.cli.doctor import doctor
-from keepwarm.cli.launch import launch
-from keepwarm.cli.models import models
-from keepwarm.cli.pull import pull
-from keepwarm.cli.run import run
-from keepwarm.cli.serve import serve
 from keepwarm.errors import KeepwarmError
 
-app = typer.Typer(
-    name="keepwarm",
-    help="Local LLM agents that never compute the same prompt twice.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    context_settings={"max_content_width": 80},
-    pretty_exceptions_enable=False,
+VERBS = (
+    "run",
+    "chat",
+    "serve",
+    "launch",
+    "pull",
+    "models",
+    "doctor",
+    "bench",
+    "demo",
+    "cache",
 )
-for command in (run, chat, serve, launch, pull, models, doctor, bench, demo):
-    app.command()(command)
-app.add_typer(cache.app, name="cache")
+
+
+def command_line(verbs: Sequence[str] = VERBS) -> typer.Typer:
+    """The command with these verbs: a tenth of a second for all of them."""
+    app = typer.Typer(
+        name="keepwarm",
+        help="Local LLM agents that never compute the same prompt twice.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        context_settings={"max_content_width": 80},
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_options)
+    for verb in verbs:
+        module = import_module(f"keepwarm.cli.{verb}")
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=verb)
+        else:
+            app.command()(getattr(module, verb))
+    return app
 
 
 def _version(wanted: bool) -> None:
@@ -45,7 +59,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool,
@@ -70,6 +83,8 @@ def main() -> None:
     # So that what is half written is removed; `serve` drains instead.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
+        called = [verb for verb in sys.argv[1:2] if verb in VERBS]
+        app = command_line(called or VERBS)
         sys.exit(app(prog_name="keepwarm", standalone_mode=False))
     except KeepwarmError as error:
         typer.echo(str(error), err=True)

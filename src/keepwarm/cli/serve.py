@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from keepwarm.config import Settings
 
-RARELY = (100_000, 10, 10)  # objects made between two garbage collections, while starting
+RARELY = (1_000_000, 10, 10)  # objects made between two garbage collections, while starting
 EXAMPLE = '{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}'
 
 

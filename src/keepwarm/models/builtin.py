@@ -17,14 +17,15 @@ import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from typing import TYPE_CHECKING
 
 from keepwarm.config import Settings
 from keepwarm.device.space import require_disk
 from keepwarm.errors import BadInput, BadModelFile, Unreachable, WrongDigest
 from keepwarm.files import RANDOM, sync_file
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 WORK_MARKER = ".keepwarm-download"  # in a temporary directory of ours
 STALE_AFTER_S = 24 * 3600
@@ -113,6 +114,9 @@ def _download(model: Builtin, work: Path) -> Path:
 
 
 def _bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
     return Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True))
 

@@ -140,7 +140,9 @@ def parses(parse: Parser, body: str) -> bool:
 
 def is_harmony(tokenizer: Any) -> bool:
     """Whether the model writes in the channels of gpt-oss, which mlx-lm does not separate."""
-    return bool(tokenizer.get_vocab().keys() >= _HARMONY)
+    numbers = [tokenizer.convert_tokens_to_ids(each) for each in _HARMONY]
+    known = [number for number in numbers if number is not None]
+    return set(tokenizer.convert_ids_to_tokens(known)) >= _HARMONY  # else the unknown token
 
 
 def canonical_tools(tools: Iterable[Tool]) -> list[Tool]:

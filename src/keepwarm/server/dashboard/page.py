@@ -12,6 +12,8 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 
+from keepwarm.server.late_route import LateRoute
+
 PATH = "/dashboard"
 DOCS_PATH = "/docs"
 SCHEMA_PATH = "/openapi.json"
@@ -38,7 +40,7 @@ HEADERS = {
 
 def make_router() -> APIRouter:
     """A route for both pages, the API's schema and every file; `/` leads to the dashboard."""
-    router = APIRouter(include_in_schema=False)
+    router = APIRouter(include_in_schema=False, route_class=LateRoute)
     router.add_api_route("/", _redirect, methods=METHODS)
     router.add_api_route(PATH, _serve(FILES / "index.html"), methods=METHODS)
     router.add_api_route(DOCS_PATH, _serve(FILES / "docs.html"), methods=METHODS)

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from keepwarm.errors import BadInput, TooLarge
 from keepwarm.server.http.limits import UPLOADS
+from keepwarm.server.late_route import LateRoute
 
 MAX_DEPTH = 100  # levels; schema parsers give up at 128
 NESTED = (dict, list)
@@ -133,7 +134,13 @@ def api_router(
 ) -> APIRouter:
     """A router that checks the bodies it gets."""
     checked = [Depends(check_json)]
-    return APIRouter(prefix=prefix, tags=tags, responses=responses, dependencies=checked)
+    return APIRouter(
+        prefix=prefix,
+        tags=tags,
+        responses=responses,
+        dependencies=checked,
+        route_class=LateRoute,
+    )
 
 
 def check_values(value: object) -> None:
