@@ -19,6 +19,7 @@ CHECKS = (
 )
 GENERATING = {
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+    *("/api/chat", "/api/generate"),
     *(
         f"/v1/agents/{{agent_id}}/{name}"
         for name in ("chat/completions", "messages", "v1/messages", "compact")
@@ -47,6 +48,17 @@ OPERATIONS = [
     ("GET", "/v1/responses/{response_id}/input_items"),
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/api/chat"),
+    ("POST", "/api/generate"),
+    ("GET", "/api/tags"),
+    ("GET", "/api/ps"),
+    ("GET", "/api/version"),
+    ("POST", "/api/show"),
+    ("POST", "/api/pull"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/props"),
+    ("GET", "/slots"),
     ("GET", "/v1/agents"),
     ("POST", "/v1/agents"),
     ("POST", "/v1/agents/import"),
@@ -150,6 +162,10 @@ def test_no_request_breaks_it(document, known, method, path):
     def run(case, there, stream):
         if isinstance(case.body, dict):
             case.body |= SHORT | {"stream": stream}  # long answers are no news
+        if isinstance(case.body, dict) and path.startswith("/api/"):
+            given = case.body.get("options")
+            limited = {**given, "num_predict": 2} if isinstance(given, dict) else given
+            case.body |= {"options": limited or {"num_predict": 2}, "keep_alive": None}
         if there and isinstance(case.body, dict) and "responses" in path:
             case.body |= RESPONSE | {"previous_response_id": known["response_id"]}
         if there and case.path_parameters:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -16,6 +17,8 @@ from keepwarm import __version__
 from keepwarm.cache.agents.signing import BundleKeys
 from keepwarm.config import Settings
 from keepwarm.errors import KeepwarmError
+from keepwarm.models.catalog import locate
+from keepwarm.server.aliases import Aliases
 from keepwarm.server.anthropic import routes as anthropic
 from keepwarm.server.dashboard import page as dashboard_page
 from keepwarm.server.dashboard import routes as dashboard
@@ -29,6 +32,9 @@ from keepwarm.server.manage import admin, agents, health, metrics, talking
 from keepwarm.server.manage import cache as cache_api
 from keepwarm.server.manage.transfers import Transfers, remove_old_bundles
 from keepwarm.server.models.models import Models
+from keepwarm.server.ollama import llamacpp
+from keepwarm.server.ollama import routes as ollama
+from keepwarm.server.ollama.pulls import Pulls
 from keepwarm.server.openai import routes as openai
 from keepwarm.server.request_log import REQUEST_ID_HEADERS, RecentLines, RequestLog
 from keepwarm.server.responses import routes as responses
@@ -41,6 +47,8 @@ ROUTERS = (
     responses.router,
     responses.conversations,
     anthropic.router,
+    ollama.router,
+    llamacpp.router,
     agents.router,
     agents.admin_router,
     talking.router,
@@ -75,6 +83,7 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
     app.state.background = BackgroundResponses(app.state.responses)
     app.state.transfers = Transfers()
     app.state.resident = admin.ResidentModel(models, settings)
+    app.state.pulls = Pulls(partial(locate, settings=settings, refresh=True))
     app.state.metrics = metrics.Metrics(models)
     app.state.keys = ApiKeys(settings)
     lines = RecentLines()
@@ -87,6 +96,7 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
     _add_cors(app, settings)
     app.add_middleware(RequestLog, recent=lines)
     app.add_middleware(metrics.RequestCounter, metrics=app.state.metrics)
+    app.add_middleware(Aliases)  # outermost
     return app
 
 

@@ -87,6 +87,10 @@ class ApiKeys:
         self._shared = settings.share_cache or not self._keys
         self.labels = {key.tenant: key.name for key in self._keys}  # of tenants
 
+    @property
+    def in_use(self) -> bool:
+        return bool(self._keys) or self._admin is not None
+
     def check(self, headers: Mapping[str, str]) -> Caller:
         """The caller; raises if the key is not accepted."""
         given = _digest(_sent_key(headers))

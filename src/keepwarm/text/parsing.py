@@ -87,6 +87,12 @@ class Markup:
         calls = tool_format(tokenizer, template or Template.of(tokenizer))
         return cls(tokenizer, special, transitions, first, calls, preamble)
 
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether reasoning can be told from the rest of an answer."""
+        ways = [each for some in self.transitions.values() for each in some]
+        return any(each.segment == REASONING for each in ways)
+
 
 class AnswerReader:
     """Parses one answer, token by token.

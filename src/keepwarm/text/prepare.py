@@ -211,10 +211,13 @@ class Preparer:
         deadline: PrepareDeadline | None = None,
     ) -> int:
         """The length of a prompt, also of one that is too long for the model."""
-        prompt = self._render(
-            request, stored, None, deadline or PrepareDeadline(), wants_cuts=False
-        )
-        return len(prompt.tokens)
+        return len(self.tokens(request, stored, deadline or PrepareDeadline()))
+
+    def tokens(
+        self, request: Request, stored: Continuations | None, deadline: PrepareDeadline
+    ) -> Sequence[int]:
+        """The same for its tokens."""
+        return self._render(request, stored, None, deadline, wants_cuts=False).tokens
 
     def remember(self, prepared: PreparedRequest, tokens: Sequence[int]) -> None:
         """Remember an answer, the end of these tokens, for a client that sends it back as text.

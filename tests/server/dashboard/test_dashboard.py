@@ -49,7 +49,7 @@ def test_the_page_needs_no_key_and_holds_no_data(two):
         assert answer.status_code == 200
         assert answer.headers["content-security-policy"] == POLICY
         assert answer.headers["x-content-type-options"] == "nosniff"
-    moved = two.get("/")
+    moved = two.get("/", Accept="text/html,application/xhtml+xml")
     assert (moved.status_code, moved.headers["location"]) == (307, "/dashboard")
     paths = "now saved forest misses misses/1 what-if requests agents connect settings"
     for what in paths.split():

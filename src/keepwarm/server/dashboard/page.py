@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse, RedirectResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse
 
 from keepwarm.server.late_route import LateRoute
 
@@ -39,9 +39,9 @@ HEADERS = {
 
 
 def make_router() -> APIRouter:
-    """A route for both pages, the API's schema and every file; `/` leads to the dashboard."""
+    """A route for both pages, the API's schema and every file; `/` leads browsers there."""
     router = APIRouter(include_in_schema=False, route_class=LateRoute)
-    router.add_api_route("/", _redirect, methods=METHODS)
+    router.add_api_route("/", _root, methods=METHODS)
     router.add_api_route(PATH, _serve(FILES / "index.html"), methods=METHODS)
     router.add_api_route(DOCS_PATH, _serve(FILES / "docs.html"), methods=METHODS)
     router.add_api_route(SCHEMA_PATH, _schema)
@@ -50,8 +50,11 @@ def make_router() -> APIRouter:
     return router
 
 
-async def _redirect() -> Response:
-    return RedirectResponse(PATH)
+async def _root(request: Request) -> Response:
+    """Browsers see the dashboard; Ollama's clients look whether there is a server."""
+    if "text/html" in request.headers.get("accept", ""):
+        return RedirectResponse(PATH)
+    return PlainTextResponse("Ollama is running")
 
 
 async def _schema(request: Request) -> Response:

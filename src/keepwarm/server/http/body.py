@@ -43,6 +43,7 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+Whole: TypeAlias = Annotated[int, BeforeValidator(_whole)]
 # As other servers take them: a top_p of 0 is the likeliest token, a top_k of -1 all tokens.
 TopP: TypeAlias = Annotated[
     float, Field(ge=0, le=1), AfterValidator(lambda given: given or LEAST_TOP_P)

@@ -29,6 +29,7 @@ OPEN_PATHS = ("/health", "/docs", "/openapi.json", "/dashboard")  # hold nothing
 OPEN_BODY_BYTES = 1024  # nothing there reads a body
 ADMIN_PATH = "/v1/admin"
 UPLOADS = frozenset({"/v1/agents/import"})  # files, streamed and never held in memory whole
+UNTIMED = UPLOADS | {"/api/pull"}  # take as long as the network does
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 PASSING_SCHEMES = frozenset({"vscode-webview"})  # of origins that are new with every window
 MAX_SHOWN = 100  # characters of a name in an error
@@ -226,7 +227,7 @@ class Limits:
     def _answer_s(self, scope: Scope) -> float | None:
         """Seconds until a slow reader loses its slot; the engine has ended its answer before."""
         limited = self._settings.request_timeout_s and _is_metered(scope)
-        if not limited or scope["path"] in UPLOADS:
+        if not limited or scope["path"] in UNTIMED:
             return None
         return self._settings.request_timeout_s + self._settings.client_timeout_s
 
@@ -241,5 +242,4 @@ def _is_admin(scope: Scope) -> bool:
 
 def _is_metered(scope: Scope) -> bool:
     """Whether the limits apply: to requests that may use the engine, but not to the admin's."""
-    posted = scope["method"] == "POST" and scope["path"].startswith("/v1/")
-    return posted and not _is_admin(scope)
+    return scope["method"] == "POST" and not (_is_admin(scope) or _is_open(scope))

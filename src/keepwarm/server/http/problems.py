@@ -1,4 +1,4 @@
-"""Error responses: OpenAI's format, or Anthropic's under `/v1/messages`."""
+"""Error responses: OpenAI's format, Anthropic's under `/v1/messages`, Ollama's under `/api`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from keepwarm import errors
 
+OLLAMA_PATH = "/api/"
 ANTHROPIC_PATH = re.compile(r"/v1(/agents/[^/]+(/v1)?)?/messages(/.*)?")
 
 ANTHROPIC_TYPES = {
@@ -57,6 +58,13 @@ class Overflow(NamedTuple):
     @property
     def anthropic(self) -> str:
         return f"prompt is too long: {self.n_tokens} tokens > {self.most} maximum"
+
+    @property
+    def ollama(self) -> str:
+        return (
+            f"the input length exceeds the context length: {self.n_tokens} tokens, and the model "
+            f"reads at most {self.most}"
+        )
 
 
 class Problem(NamedTuple):
@@ -127,8 +135,17 @@ def anthropic_body(problem: Problem) -> dict[str, Any]:
     return {"type": "error", "error": error}
 
 
+def ollama_body(problem: Problem) -> dict[str, Any]:
+    """Clients know a model that is missing by the words `model` and `not found`."""
+    message = problem.overflow.ollama if problem.overflow else problem.message
+    is_unknown = problem.code == "model_not_found"
+    return {"error": f"model not found: {message}" if is_unknown else message}
+
+
 def body_for(path: str, problem: Problem) -> dict[str, Any]:
     """The error in the format of the API that this path belongs to."""
+    if path.startswith(OLLAMA_PATH):
+        return ollama_body(problem)
     return anthropic_body(problem) if is_anthropic(path) else openai_body(problem)
 
 

@@ -1,4 +1,4 @@
-"""Sends an answer to the client: as one JSON object, or as server-sent events.
+"""Sends an answer to the client: as one JSON object, as server-sent events, or as lines of JSON.
 
 Headers go out when the restore plan is known, so that they carry the receipt. If that takes longer
 than `PLAN_S`, they go out without it and keep-alive comments follow: some clients give up on a
@@ -77,6 +77,11 @@ def frame(data: str, event: str | None = None) -> bytes:
     """One server-sent event; `data` is a line of JSON."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {data}\n\n".encode()
+
+
+def line(fields: Mapping[str, Any]) -> bytes:
+    """One line of a stream of JSON objects."""
+    return f"{json.dumps(fields, ensure_ascii=False)}\n".encode()
 
 
 def comment(progress: Progress | None) -> bytes:
@@ -184,10 +189,22 @@ class EventStream(Response):
                 await self._send_comment(send)
 
     async def _send_comment(self, send: Send) -> None:
-        """No API has an event that may come before the plan, so this is a comment."""
         if not self._opened:
             await self._open(send)
-        await self._send(send, comment(self._progress))
+        await self._send(send, self._early())
+
+    def _early(self) -> bytes:
+        """No API has an event that may come before the plan, so this is a comment."""
+        return comment(self._progress)
+
+
+class LineStream(EventStream):
+    """The same as lines of JSON, which have no comments: what keeps alive is a line, too."""
+
+    media_type = "application/x-ndjson"
+
+    def _early(self) -> bytes:
+        return self._encoder.keep_alive(self._progress)
 
 
 async def wait_for_start(events: AsyncIterator[Event]) -> Started:

@@ -34,6 +34,8 @@ APIS = {
     "/v1/cache": "cache",
     "/v1/admin": "admin",
     "/v1/dashboard": "dashboard",
+    "/api": "ollama",
+    **dict.fromkeys(("/tokenize", "/detokenize", "/props", "/slots"), "llama.cpp"),
     "/dashboard": "page",
     "/docs": "docs",
     "/openapi.json": "docs",

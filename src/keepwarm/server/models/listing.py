@@ -26,6 +26,7 @@ class ListedModel:
     n_context: int | None  # None: its files do not say before it is loaded
     sampling: DrawRules  # where a request is silent
     shares_batches: bool | None = None
+    path: Path | None = None  # of its files, once they are found
 
     @classmethod
     def of_slot(cls, name: str, slot: Slot, settings: Settings) -> Self:
@@ -34,12 +35,13 @@ class ListedModel:
             found = cls.on_disk(name, slot.host.created, slot.path, settings)
             return replace(found, n_context=slot.n_context or found.n_context)
         context, batches = engine.model.n_context, engine.stats().shares_batches
-        return cls(name, slot.host.created, True, context, engine.sampling, batches)
+        rules = engine.sampling
+        return cls(name, slot.host.created, True, context, rules, batches, slot.path)
 
     @classmethod
     def on_disk(cls, name: str, created: int, path: Path | None, settings: Settings) -> Self:
         rules = default_rules(read_generation_config(path) if path else {}, settings)
-        return cls(name, created, False, _context(path, settings), rules)
+        return cls(name, created, False, _context(path, settings), rules, path=path)
 
 
 def _context(path: Path | None, settings: Settings) -> int | None:

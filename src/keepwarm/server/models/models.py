@@ -13,11 +13,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from keepwarm.config import Settings
-from keepwarm.errors import InsufficientResources, StillLoading, Stopping, UnknownModel
+from keepwarm.errors import (
+    BadInput,
+    InsufficientResources,
+    StillLoading,
+    Stopping,
+    UnknownModel,
+)
 from keepwarm.models.catalog import read_config
 from keepwarm.server.host import EngineHost
 from keepwarm.server.models.listing import ListedModel
-from keepwarm.server.models.names import NamedModel, OnDemand, configured, key_of
+from keepwarm.server.models.names import NamedModel, OnDemand, configured, key_of, plain
 from keepwarm.server.models.slots import Slot, Slots
 from keepwarm.text.request import Usage
 
@@ -112,8 +118,9 @@ class Models:
 
     async def _find(self, name: str | None) -> Slot:
         found = self.known(name)
-        if found is None and name is not None and self._on_demand.allows(name):
-            found = await asyncio.to_thread(self._find_on_demand, name)
+        short = plain(name or "")
+        if found is None and self._on_demand.allows(short):
+            found = await asyncio.to_thread(self._find_on_demand, short)
         if found is None and self._settings.strict_model and name is not None:
             raise self.unknown(name)
         return found or self.default
@@ -136,7 +143,22 @@ class Models:
                 yield ListedModel.on_disk(name, self.first.created, path, self._settings)
 
     def known(self, name: str | None) -> Slot | None:
-        return next((slot for slot in self.slots.all if name in slot.names), None)
+        for each in (name, plain(name or "")):
+            for slot in self.slots.all:
+                if each in slot.names:
+                    return slot
+        return None
+
+    def may_load(self, name: str) -> bool:
+        """Whether requests may name this model, be it on this machine or not."""
+        return self.known(name) is not None or self._on_demand.allows(name)
+
+    def keep(self, name: str, seconds: float) -> None:
+        """Keep the model of a request loaded for so long after it; 0: until it is idle."""
+        slot = self.known(name) or self.default
+        if slot.pinned and not seconds:
+            raise BadInput(f"{slot.host.name} is pinned and stays loaded; see pinned_models.")
+        self.slots.keep(slot, seconds)
 
     def _find_on_demand(self, name: str) -> Slot | None:
         path = self._on_demand.find(name)
@@ -235,8 +257,8 @@ class Models:
     async def unload_unused(self) -> None:
         """Runs as long as the server."""
         ttl_s = self._settings.model_ttl_s
-        while ttl_s:
-            await asyncio.sleep(min(MOST_CHECKS_S, ttl_s / 2))
+        while True:
+            await asyncio.sleep(min(MOST_CHECKS_S, ttl_s / 2 or MOST_CHECKS_S))
             await asyncio.to_thread(self.slots.unload_unused)
 
     def start_warmers(self) -> None:

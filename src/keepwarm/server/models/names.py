@@ -12,6 +12,12 @@ from keepwarm.errors import BadInput
 from keepwarm.models import builtin, hub
 from keepwarm.models.catalog import find, find_local
 
+LATEST = ":latest"  # Ollama writes it behind names that have no other tag
+
+
+def plain(name: str) -> str:
+    return name.removesuffix(LATEST)
+
 
 class NamedModel(NamedTuple):
     """A model by the name that requests use, and by what it is found."""

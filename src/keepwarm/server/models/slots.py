@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -56,6 +57,8 @@ class Slot:
     loading: Future[None] | None = None
     n_loads: int = 0
     n_context: int | None = None  # tokens, once it was loaded
+    keep_until: float = 0.0  # before, it is not unloaded because nobody uses it
+    expires: bool = False  # it is unloaded once it is idle, unless another request comes first
 
     @property
     def n_bytes(self) -> int:
@@ -88,6 +91,7 @@ class Slots:
                 return False
             slot.n_leases += 1
             slot.used = time.monotonic()
+            slot.expires = False
             return True
 
     def release(self, slot: Slot) -> None:
@@ -222,25 +226,39 @@ class Slots:
             gc.collect()
             self._divide_memory()
 
+    def keep(self, slot: Slot, seconds: float) -> None:
+        """Keep a model loaded for at least so long; 0 is until it is idle."""
+        with self._changed:
+            slot.expires = seconds == 0
+            until = time.monotonic() + seconds
+            slot.keep_until = max(slot.keep_until, until) if seconds else 0.0
+
     def unload_unused(self) -> None:
-        """Unload what was not used for `model_ttl_s`."""
+        """Unload what was not used for `model_ttl_s`, and what is not to be kept."""
         if not self.changing.acquire(blocking=False):
             return
         try:
             for slot in self.all:
                 if self._is_unused(slot):
                     self.unload(slot)
-                    slot.is_leaving = False
+                    slot.is_leaving = slot.expires = False
         finally:
             self.changing.release()
 
     def _is_unused(self, slot: Slot) -> bool:
         """If so, it takes no more requests."""
         with self._changed:
-            idle_s = time.monotonic() - slot.used
             is_free = slot.host.loaded is not None and not slot.pinned and not slot.n_leases
-            slot.is_leaving = is_free and idle_s > self._settings.model_ttl_s
+            is_old = time.monotonic() > self.kept_until(slot)
+            slot.is_leaving = is_free and (slot.expires or is_old)
             return slot.is_leaving
+
+    def kept_until(self, slot: Slot) -> float:
+        """When it is unloaded if nobody uses it; infinity is never."""
+        ttl_s = self._settings.model_ttl_s
+        if slot.pinned or not ttl_s:
+            return math.inf
+        return max(slot.used + ttl_s, slot.keep_until)
 
     def close(self) -> None:
         """Stop all engines after flushing what they computed."""

@@ -11,15 +11,13 @@ from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from keepwarm.config import Settings
-from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadField, ContextTooLong
-from keepwarm.server.host import EngineHost, ObservedAnswer
+from keepwarm.server.host import ObservedAnswer
 from keepwarm.server.http import scrub
 from keepwarm.server.http.body import api_router
 from keepwarm.server.http.problems import Problem, problem_of
 from keepwarm.server.http.request_fields import Config, InTurn, Served, request_fields
 from keepwarm.server.http.sse import STREAM_HEADERS, EventStream, WholeAnswer, answer_docs
-from keepwarm.server.http.turns import Turn
 from keepwarm.server.openai.shapes import OpenAIErrorOut
 from keepwarm.server.openai.tokens import Pieces
 from keepwarm.server.responses.background import BackgroundResponses, RunningResponse
@@ -48,10 +46,9 @@ from keepwarm.server.responses.shapes import (
     ResponsesRequest,
     ResponseTokensOut,
 )
-from keepwarm.server.responses.truncation import truncate
+from keepwarm.server.responses.truncation import submit_shortened
 from keepwarm.session.compaction import Compaction
 from keepwarm.text import request as engine_request
-from keepwarm.text.bounds.deadline import PrepareDeadline
 
 METHODS = ["GET", "POST", "DELETE"]
 UNSUPPORTED = {
@@ -191,7 +188,7 @@ async def create_response(
     asked = await turn.build(lambda: build(items))
     response = initial_response(body, host.name, asked, host.engine.sampling)
     try:
-        answer, n_dropped = await _submit(
+        answer, n_dropped = await submit_shortened(
             host, turn, asked, build, items if body.truncation == "auto" else ()
         )
     except ContextTooLong as error:
@@ -220,23 +217,6 @@ def _followed(running: RunningResponse, after: int = -1) -> Response:
     return StreamingResponse(running.follow(after), headers=STREAM_HEADERS, media_type=media_type)
 
 
-async def _submit(
-    host: EngineHost,
-    turn: Turn,
-    asked: engine_request.Request,
-    build: BuildRequest,
-    droppable: Sequence[Item],
-) -> tuple[ObservedAnswer, int]:
-    """The answer, and how many items were dropped because the context is too short for them."""
-    try:
-        return await host.submit(asked, turn), 0
-    except ContextTooLong:
-        if not droppable:
-            raise
-    kept = await turn.run(_truncate, host.engine, build, droppable)
-    return await host.submit(build(kept), turn), len(droppable) - len(kept)
-
-
 def _failed_stream(response: ResponseOut, problem: Problem) -> Response:
     """Clients that stream learn from its event that they must shorten the conversation."""
     return _event_stream(failed_stream(response, problem))
@@ -251,15 +231,6 @@ def request_builder(body: InputRequest, request: Request, settings: Settings) ->
     fields = request_fields(request, body.keepwarm, body.prompt_cache_key, body)
     rules = scrub.rules_for(settings.scrub, request.headers)
     return lambda items: scrub.scrub_request(request_of(body, items, fields, settings), rules)
-
-
-def _truncate(
-    engine: Engine, build: BuildRequest, items: Sequence[Item], deadline: PrepareDeadline
-) -> list[Item]:
-    def count(some: Sequence[Item]) -> int:
-        return engine.count_tokens(build(some), deadline)
-
-    return truncate(items, count, engine.model.n_context, build(items).sampling.max_tokens)
 
 
 @router.post("/input_tokens")

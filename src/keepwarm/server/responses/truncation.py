@@ -9,19 +9,66 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import takewhile
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from keepwarm.errors import ContextTooLong
 from keepwarm.server.http.scrub import SYSTEM_ROLES
-from keepwarm.server.responses.shapes import Item
+from keepwarm.text.request import Request
+
+if TYPE_CHECKING:
+    from keepwarm.engine.engine import Engine
+    from keepwarm.server.host import EngineHost, ObservedAnswer
+    from keepwarm.server.http.turns import Turn
+    from keepwarm.text.bounds.deadline import PrepareDeadline
 
 STEPS = 4  # a step is this fraction of the context
 
 
+class HasRole(Protocol):
+    """What a conversation consists of: items of a response, or messages."""
+
+    @property
+    def role(self) -> str | None: ...
+
+
+Said = TypeVar("Said", bound=HasRole)
+
+
+async def submit_shortened(
+    host: EngineHost,
+    turn: Turn,
+    asked: Request,
+    build: Callable[[Sequence[Said]], Request],
+    droppable: Sequence[Said],
+) -> tuple[ObservedAnswer, int]:
+    """The answer, and how many items were dropped because the context is too short for them."""
+    try:
+        return await host.submit(asked, turn), 0
+    except ContextTooLong:
+        if not droppable:
+            raise
+    kept = await turn.run(_kept, host.engine, build, droppable)
+    return await host.submit(build(kept), turn), len(droppable) - len(kept)
+
+
+def _kept(
+    engine: Engine,
+    build: Callable[[Sequence[Said]], Request],
+    items: Sequence[Said],
+    deadline: PrepareDeadline,
+) -> list[Said]:
+    def count(some: Sequence[Said]) -> int:
+        return engine.count_tokens(build(some), deadline)
+
+    return truncate(items, count, engine.model.n_context, build(items).sampling.max_tokens)
+
+
 def truncate(
-    items: Sequence[Item],
-    count: Callable[[Sequence[Item]], int],
+    items: Sequence[Said],
+    count: Callable[[Sequence[Said]], int],
     n_context: int,
     max_tokens: int | None,
-) -> list[Item]:
+) -> list[Said]:
     """The items without the oldest turns; `count` gives the prompt tokens of some items.
 
     Leaves room for an answer. System messages at the start stay, and so does the last turn, even
@@ -36,11 +83,11 @@ def truncate(
     return without[min(found, len(without) - 1)] if without else list(items)
 
 
-def _n_leading_system(items: Sequence[Item]) -> int:
+def _n_leading_system(items: Sequence[HasRole]) -> int:
     """The number of system messages at the start."""
     return len(list(takewhile(lambda item: item.role in SYSTEM_ROLES, items)))
 
 
-def _turn_starts(items: Sequence[Item]) -> list[int]:
+def _turn_starts(items: Sequence[HasRole]) -> list[int]:
     """Where turns begin, except the first; no tool call is separated from its result there."""
     return [index for index, item in enumerate(items) if item.role == "user"][1:]

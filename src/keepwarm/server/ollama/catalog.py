@@ -1,0 +1,228 @@
+"""What Ollama's clients are told of models: lists, details, capabilities. Reads files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from keepwarm.config import Settings
+from keepwarm.errors import KeepwarmError
+from keepwarm.models.catalog import read_config
+from keepwarm.server.models.listing import ListedModel
+from keepwarm.server.models.models import Models
+from keepwarm.server.models.names import LATEST, plain
+from keepwarm.server.ollama.shapes import (
+    OllamaDetails,
+    OllamaLoadedModel,
+    OllamaModelOut,
+    OllamaShowOut,
+)
+from keepwarm.server.openai.completions import fill_in_of
+
+if TYPE_CHECKING:
+    from keepwarm.engine.engine import Engine
+
+NEVER = "9999-12-31T23:59:59Z"
+WEIGHTS = ("*.safetensors", "*.gguf")
+INDEX = "model.safetensors.index.json"  # mlx-lm writes the number of parameters into it
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+# Fields of a config under the names that GGUF has for them.
+KEYS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "vocab_size": "vocab_size",
+}
+
+
+class ModelFacts(NamedTuple):
+    """A model as its files describe it."""
+
+    listed: ListedModel
+    config: Mapping[str, Any]
+    files: tuple[Path, ...]
+    engine: Engine | None
+
+    @classmethod
+    def of(cls, models: Models, listed: ListedModel) -> ModelFacts:
+        slot = models.known(listed.name)
+        engine = slot.host.loaded if slot else None
+        path, config = listed.path, {} if engine is None else engine.model.config
+        with suppress(KeepwarmError):
+            config = config or (read_config(path) if path and path.is_dir() else {})
+        files = (path,) if path and path.is_file() else _weights(path)
+        return cls(listed, config, files, engine)
+
+    @property
+    def name(self) -> str:
+        """With a tag, as Ollama's clients know names."""
+        name = self.listed.name
+        return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+    @property
+    def modified_at(self) -> str:
+        when = max((file.stat().st_mtime for file in self.files), default=self.listed.created)
+        return _iso(when)
+
+    @property
+    def size(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+    @property
+    def digest(self) -> str:
+        parts = [json.dumps(self.config, sort_keys=True, default=str)]
+        parts += [f"{file.name} {file.stat().st_size}" for file in self.files]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    @property
+    def n_parameters(self) -> int | None:
+        path = self.listed.path
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            about = json.loads((path / INDEX).read_text())["metadata"] if path else {}
+            return int(about["total_parameters"])
+        return None
+
+    @property
+    def architecture(self) -> str:
+        return str(self.config.get("model_type", ""))
+
+    def details(self) -> OllamaDetails:
+        n = self.n_parameters
+        is_gguf = any(file.suffix == ".gguf" for file in self.files)
+        return {
+            "parent_model": "",
+            "format": "gguf" if is_gguf else "safetensors",
+            "family": self.architecture,
+            "families": [self.architecture] if self.architecture else [],
+            "parameter_size": "" if n is None else f"{n / 1e9:.1f}B",
+            "quantization_level": _quantization(self.config),
+        }
+
+    def info(self) -> dict[str, Any]:
+        """Under GGUF's names, as far as the config has them."""
+        kind, text = self.architecture, self.config.get("text_config") or {}
+        fields = {**text, **self.config}
+        info: dict[str, Any] = {"general.architecture": kind}
+        if self.n_parameters is not None:
+            info["general.parameter_count"] = self.n_parameters
+        if self.listed.n_context is not None:
+            info[f"{kind}.context_length"] = self.listed.n_context
+        known = {name: fields[field] for field, name in KEYS.items() if field in fields}
+        return info | {f"{kind}.{name}": value for name, value in known.items()}
+
+    def capabilities(self, settings: Settings) -> list[str]:
+        """Tools are offered to every model; some of the rest shows only when it is loaded."""
+        found = ["completion", "tools"]
+        if self.engine is None:
+            return [*found, *(["thinking"] if "<think>" in self.template() else [])]
+        if self.engine.preparer.markup.has_reasoning:
+            found.append("thinking")
+        if settings.raw_special_tokens and fill_in_of(self.engine.model.tokenizer):
+            found.append("insert")
+        return found
+
+    def template(self) -> str:
+        if self.engine is not None:
+            written = self.engine.model.tokenizer.chat_template
+            return written if isinstance(written, str) else ""
+        return _template(self.listed.path) if self.listed.path else ""
+
+    def parameters(self) -> str:
+        """What holds where a request is silent, as in a Modelfile."""
+        rules = self.listed.sampling._asdict()
+        rules["repeat_penalty"] = rules.pop("repetition_penalty")
+        return "\n".join(f"{name:<30} {value:g}" for name, value in rules.items())
+
+
+def listed_models(models: Models) -> list[OllamaModelOut]:
+    return [
+        {
+            "name": facts.name,
+            "model": facts.name,
+            "modified_at": facts.modified_at,
+            "size": facts.size,
+            "digest": facts.digest,
+            "details": facts.details(),
+        }
+        for facts in _all(models)
+    ]
+
+
+def loaded_models(models: Models) -> list[OllamaLoadedModel]:
+    return [
+        {
+            "name": facts.name,
+            "model": facts.name,
+            "size": facts.engine.model.n_bytes,
+            "size_vram": facts.engine.model.n_bytes,
+            "digest": facts.digest,
+            "details": facts.details(),
+            "expires_at": _expires_at(models, facts.listed.name),
+            "context_length": facts.engine.model.n_context,
+        }
+        for facts in _all(models)
+        if facts.engine is not None
+    ]
+
+
+def show(models: Models, settings: Settings, name: str) -> OllamaShowOut:
+    """Raises if there is no such model, as requests may name it."""
+    for facts in _all(models):
+        if facts.listed.name in (name, plain(name)):
+            return {
+                "modelfile": f"FROM {facts.name}",
+                "parameters": facts.parameters(),
+                "template": facts.template(),
+                "details": facts.details(),
+                "model_info": facts.info(),
+                "capabilities": facts.capabilities(settings),
+                "modified_at": facts.modified_at,
+            }
+    raise models.unknown(name)
+
+
+def _all(models: Models) -> Iterator[ModelFacts]:
+    return (ModelFacts.of(models, listed) for listed in models.listed())
+
+
+def _weights(path: Path | None) -> tuple[Path, ...]:
+    if path is None:
+        return ()
+    return tuple(sorted(file for pattern in WEIGHTS for file in path.glob(pattern)))
+
+
+def _quantization(config: Mapping[str, Any]) -> str:
+    quantised = config.get("quantization") or config.get("quantization_config") or {}
+    if isinstance(bits := quantised.get("bits"), int):
+        return f"Q{bits}"
+    text = config.get("text_config") or {}
+    named = config.get("torch_dtype") or config.get("dtype") or text.get("torch_dtype")
+    return DTYPES.get(str(named), "")
+
+
+def _template(path: Path) -> str:
+    with suppress(OSError, ValueError):
+        return (path / "chat_template.jinja").read_text()
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        written = json.loads((path / "tokenizer_config.json").read_text())["chat_template"]
+        return written if isinstance(written, str) else ""
+    return ""
+
+
+def _expires_at(models: Models, name: str) -> str:
+    slot = models.known(name)
+    until = models.slots.kept_until(slot) if slot else math.inf
+    return NEVER if math.isinf(until) else _iso(time.time() + until - time.monotonic())
+
+
+def _iso(when: float) -> str:
+    return datetime.fromtimestamp(when, UTC).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,174 @@
+"""What clients of llama.cpp's server ask for besides OpenAI's API: tokens, properties, slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from keepwarm import __version__
+from keepwarm.engine.engine import Engine
+from keepwarm.engine.insight.journal import JournalEntry
+from keepwarm.prefix.blocks import common_prefix
+from keepwarm.server.http.body import Checked, JsonInput, api_router
+from keepwarm.server.http.request_fields import Config, InTurn, Served
+from keepwarm.server.http.viewer import CurrentViewer
+from keepwarm.server.openai.shapes import OpenAIErrorOut, SamplingOut
+from keepwarm.server.openai.tokens import Pieces
+from keepwarm.text import request as engine_request
+from keepwarm.text.bounds.deadline import PrepareDeadline
+from keepwarm.text.detokenize import decode
+
+RUNNING = frozenset({"waiting", "reading", "answering"})
+
+router = api_router(
+    tags=["llama.cpp"],
+    responses={
+        "4XX": {"model": OpenAIErrorOut, "description": "The request is invalid or refused."},
+        "5XX": {"model": OpenAIErrorOut, "description": "The server failed or is shutting down."},
+    },
+)
+
+
+class TokenizeRequest(JsonInput):
+    content: str
+    add_special: bool = Field(default=False, description="With the token that begins a text.")
+    with_pieces: bool = Field(default=False, description="With the text of each token.")
+    model: str | None = None
+
+
+class DetokenizeRequest(JsonInput):
+    tokens: Checked[int]
+    model: str | None = None
+
+
+class TokenPiece(TypedDict):
+    id: int
+    piece: str
+
+
+class TokensOut(TypedDict):
+    tokens: list[int] | list[TokenPiece]
+
+
+class ContentOut(TypedDict):
+    content: str
+
+
+class GenerationSettings(TypedDict):
+    n_ctx: int
+    params: SamplingOut
+
+
+class Modalities(TypedDict):
+    vision: bool
+    audio: bool
+
+
+class PropsOut(TypedDict):
+    default_generation_settings: GenerationSettings
+    total_slots: int
+    model_alias: str
+    model_path: str  # the name again: where files lie is nobody's business
+    chat_template: str
+    modalities: Modalities
+    build_info: str
+
+
+class NextToken(TypedDict):
+    n_decoded: int
+    has_next_token: bool
+
+
+class SlotOut(TypedDict):
+    """A request that waits or runs: counts only, no text."""
+
+    id: int
+    id_task: int
+    n_ctx: int
+    is_processing: bool
+    n_prompt_tokens: int
+    n_prompt_tokens_processed: int
+    n_prompt_tokens_cache: int
+    next_token: list[NextToken]
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, models: Served, turn: InTurn) -> TokensOut:
+    """The tokens of a text; special tokens in it are read as such, if raw prompts' are."""
+    host = await models.use(body.model, turn)
+    tokens = await turn.run(_tokens, host.engine, body)
+    if not body.with_pieces:
+        return {"tokens": tokens}
+    pieces = Pieces(host.engine.model.tokenizer)
+    found = await turn.build(lambda: [pieces.of(token).text for token in tokens])
+    named = zip(tokens, found, strict=True)
+    return {"tokens": [TokenPiece(id=token, piece=text) for token, text in named]}
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, models: Served, turn: InTurn) -> ContentOut:
+    """The text of some tokens."""
+    host = await models.use(body.model, turn)
+    return {"content": await turn.run(_text, host.engine, body.tokens)}
+
+
+@router.get("/props")
+async def props(models: Served, settings: Config, model: str | None = None) -> PropsOut:
+    """The model's context, template and defaults."""
+    async with models.using(model) as host:
+        engine = host.engine
+        template = engine.model.tokenizer.chat_template
+        return {
+            "default_generation_settings": {
+                "n_ctx": engine.model.n_context,
+                "params": engine.sampling._asdict(),  # type: ignore[typeddict-item]
+            },
+            "total_slots": settings.max_concurrency,
+            "model_alias": host.name,
+            "model_path": host.name,
+            "chat_template": template if isinstance(template, str) else "",
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"keepwarm-{__version__}",
+        }
+
+
+@router.get("/slots")
+async def slots(models: Served, viewer: CurrentViewer) -> list[SlotOut]:
+    """The caller's requests that wait or run. Where keys share a cache nobody's owner is known."""
+    if not viewer.may_read_texts:
+        return []
+    found = [
+        (entry, engine.model.n_context)
+        for engine in models.engines
+        for entry in engine.requests()
+        if entry.state in RUNNING and entry.tenant == viewer.tenant
+    ]
+    return [_slot(i, entry, n_context) for i, (entry, n_context) in enumerate(found)]
+
+
+def _slot(index: int, entry: JournalEntry, n_context: int) -> SlotOut:
+    cached = entry.receipt.cached_tokens if entry.receipt else 0
+    return {
+        "id": index,
+        "id_task": entry.number,
+        "n_ctx": n_context,
+        "is_processing": entry.state != "waiting",
+        "n_prompt_tokens": entry.prompt_tokens,
+        "n_prompt_tokens_processed": entry.prefilled - cached,
+        "n_prompt_tokens_cache": cached,
+        "next_token": [{"n_decoded": entry.answer_tokens, "has_next_token": True}],
+    }
+
+
+def _tokens(engine: Engine, body: TokenizeRequest, deadline: PrepareDeadline) -> list[int]:
+    asked = engine_request.Request(prompt=body.content)
+    tokens = engine.preparer.tokens(asked, None, deadline)
+    first = 0 if body.add_special else common_prefix(tokens, engine.model.tokenizer.encode(""))
+    return list(tokens[first:])
+
+
+def _text(engine: Engine, tokens: Sequence[int], deadline: PrepareDeadline) -> str:
+    asked = engine_request.Request(prompt=tokens)
+    return decode(engine.model.tokenizer, engine.preparer.tokens(asked, None, deadline))

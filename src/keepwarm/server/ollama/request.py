@@ -1,0 +1,253 @@
+"""Ollama's requests, converted for the engine."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from keepwarm.config import Settings
+from keepwarm.errors import BadField
+from keepwarm.server.http.content import Unread
+from keepwarm.server.http.request_fields import RequestFields
+from keepwarm.server.ollama.shapes import (
+    MAX_OPTIONS,
+    BaseOllamaRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaOptions,
+    OllamaToolCall,
+)
+from keepwarm.server.openai.chat import SEEDS
+from keepwarm.server.openai.completions import FillIn
+from keepwarm.text.request import Format, Message, Request, Sampling, Tool
+
+# Options that change nothing with these values.
+NEUTRAL = {"mirostat": 0, "tfs_z": 1, "typical_p": 1}
+UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+LONGEST_DURATION = 64  # characters
+_PART = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)"
+_DURATION = re.compile(rf"([+-]?)((?:{_PART})+)")
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
+
+
+def chat_request(
+    body: OllamaChatRequest,
+    messages: Sequence[OllamaMessage],
+    fields: RequestFields,
+    settings: Settings,
+) -> Request:
+    """`messages` are those of the body, or the newer ones of them."""
+    unread = Unread("" if settings.skip_unreadable else _newest(messages))
+    return Request(
+        messages=list(_messages(messages, unread)),
+        partial_answer=_is_partial(messages),
+        unread=unread.kinds,
+        tools=_tools(body),
+        **_common(body),
+        **fields._asdict(),
+    )
+
+
+def generate_request(
+    body: OllamaGenerateRequest,
+    fields: RequestFields,
+    settings: Settings,
+    fill_in: FillIn | None = None,
+) -> Request:
+    """A prompt as a conversation of one message; raw, or to be filled in, as it is."""
+    _check(body)
+    common = {**_common(body), **fields._asdict()}
+    prompt = body.prompt or ""
+    if body.suffix:
+        if fill_in is None:
+            raise BadField(
+                "suffix needs a model with fill-in tokens and the setting raw_special_tokens, and "
+                "here one of them is missing; omit it.",
+                "suffix",
+            )
+        return Request(prompt=fill_in.prompt(prompt, body.suffix), **common)
+    if body.raw:
+        return Request(prompt=prompt, **common)
+    unread = Unread("" if settings.skip_unreadable else "images")
+    texts = [prompt, *_notes(body.images or (), "images", unread)]
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    messages = [*system, {"role": "user", "content": "\n".join(texts)}]
+    return Request(messages=messages, unread=unread.kinds, **common)
+
+
+def _check(body: OllamaGenerateRequest) -> None:
+    if body.template:
+        raise BadField("template is not supported: the model has its own; omit it.", "template")
+    if body.context:
+        raise BadField(
+            "context is not supported; send the conversation as messages to /api/chat.", "context"
+        )
+    if body.raw and (body.system or body.images):
+        raise BadField("raw cannot be combined with system or images; send one of them.", "raw")
+
+
+def _common(body: BaseOllamaRequest) -> dict[str, Any]:
+    """The fields of a request that both kinds fill in."""
+    thinking, options = body.think, {}
+    if isinstance(thinking, str):
+        options = {"reasoning_effort": "high" if thinking == "max" else thinking}
+        thinking = True
+    return {
+        "thinking": thinking,
+        "template_options": options,
+        "format": _format(body),
+        "sampling": _sampling(body),
+    }
+
+
+def _format(body: BaseOllamaRequest) -> Format | None:
+    if not body.format:
+        return None
+    return Format(json=True, schema=body.format if isinstance(body.format, dict) else None)
+
+
+# Options
+
+
+def _sampling(body: BaseOllamaRequest) -> Sampling:
+    options = body.options or OllamaOptions()
+    n, seed = options.num_predict, options.seed
+    stop = [options.stop] if isinstance(options.stop, str) else options.stop or []
+    is_penalised = options.repeat_last_n != 0
+    return Sampling(
+        max_tokens=None if n is None or n < 0 else n,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        repetition_penalty=options.repeat_penalty if is_penalised else 1.0,
+        presence_penalty=(options.presence_penalty or 0.0) * is_penalised,
+        frequency_penalty=(options.frequency_penalty or 0.0) * is_penalised,
+        seed=None if seed is None or seed == -1 else seed % SEEDS,
+        top_logprobs=_top_logprobs(body),
+        stop=tuple(filter(None, stop)),
+    )
+
+
+def _top_logprobs(body: BaseOllamaRequest) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise BadField("top_logprobs needs logprobs; set logprobs to true.", "top_logprobs")
+    return None
+
+
+def ignored_options(body: BaseOllamaRequest) -> list[str]:
+    """What was asked for and is not done, for the receipt."""
+    options = body.options or OllamaOptions()
+    others = options.model_extra or {}
+    if len(others) > MAX_OPTIONS:
+        raise BadField(f"options has more than {MAX_OPTIONS} unknown names; omit them.", "options")
+    names = [
+        name
+        for name, value in others.items()
+        if value is not None and (name not in NEUTRAL or value != NEUTRAL[name])
+    ]
+    if options.repeat_last_n not in (None, 0, -1):
+        names.append("repeat_last_n")
+    return sorted(names) + (["shift"] if body.shift else [])
+
+
+def keep_alive_s(body: BaseOllamaRequest) -> float | None:
+    """How long the model is to stay loaded; None if the request does not say."""
+    given = body.keep_alive
+    if given is None:
+        return None
+    seconds = _seconds(given) if isinstance(given, str) else given
+    if seconds is None:
+        raise BadField(
+            "keep_alive is no duration; send seconds, or text such as 10m or 1h30m.", "keep_alive"
+        )
+    return math.inf if seconds < 0 else seconds
+
+
+def _seconds(text: str) -> float | None:
+    text = text.strip()
+    if len(text) > LONGEST_DURATION:
+        return None
+    if _NUMBER.fullmatch(text):
+        return float(text)
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        return None
+    seconds = sum(float(n) * UNITS_S[unit] for n, unit in re.findall(_PART, found[2]))
+    return -seconds if found[1] == "-" else seconds
+
+
+# Messages
+
+
+def _tools(body: OllamaChatRequest) -> list[Tool]:
+    functions = [tool.function.model_dump(exclude_none=True) for tool in body.tools or ()]
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def _newest(messages: Sequence[OllamaMessage]) -> str:
+    """Where the newest message is, if it is the user's."""
+    is_users = bool(messages) and messages[-1].role == "user"
+    return f"messages[{len(messages) - 1}]" if is_users else ""
+
+
+def _is_partial(messages: Sequence[OllamaMessage]) -> bool:
+    """Whether the last message is the beginning of the answer."""
+    last = messages[-1]
+    return last.role == "assistant" and bool(last.content) and not last.tool_calls
+
+
+def _messages(messages: Sequence[OllamaMessage], unread: Unread) -> Iterator[Message]:
+    """Calls without ids get some, the same every time; results belong to calls in their order."""
+    n_calls = 0
+    waiting: list[tuple[str, str]] = []  # calls without a result: name and id
+    for index, message in enumerate(messages):
+        notes = _notes(message.images or (), f"messages[{index}].images", unread)
+        texts = [*filter(None, [message.content]), *notes]
+        said: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
+        if message.role == "developer":
+            said["role"] = "system"
+        if message.thinking:
+            said["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            said["tool_calls"] = [
+                _call(call, n) for n, call in enumerate(message.tool_calls, n_calls)
+            ]
+            n_calls += len(message.tool_calls)
+            waiting = [(call["function"]["name"], call["id"]) for call in said["tool_calls"]]
+        if message.role == "tool":
+            said |= _result_of(message, waiting)
+        yield said
+
+
+def _notes(images: Sequence[str], where: str, unread: Unread) -> list[str]:
+    return [unread.note("image", f"{where}[{index}]") for index in range(len(images))]
+
+
+def _call(call: OllamaToolCall, number: int) -> dict[str, Any]:
+    """Ids of nine letters and digits, because some templates refuse all others."""
+    arguments = json.dumps(call.function.arguments, ensure_ascii=False)
+    return {
+        "id": call.id or f"call{number:05d}",
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
+
+
+def _result_of(message: OllamaMessage, waiting: list[tuple[str, str]]) -> dict[str, Any]:
+    """The name and id of the call whose result a message is; the call waits no longer."""
+    matches = (
+        i
+        for i, (name, id_) in enumerate(waiting)
+        if message.tool_call_id in (None, id_) and message.tool_name in (None, name)
+    )
+    found = next(matches, None)
+    name, id_ = (None, None) if found is None else waiting.pop(found)
+    named = {"name": message.tool_name or name, "tool_call_id": message.tool_call_id or id_}
+    return {key: value for key, value in named.items() if value is not None}

@@ -1,0 +1,213 @@
+"""Ollama's endpoints: answers, and the models that there are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from keepwarm import __version__
+from keepwarm.errors import BadField, Forbidden
+from keepwarm.server.host import EngineHost
+from keepwarm.server.http import scrub
+from keepwarm.server.http.body import api_router
+from keepwarm.server.http.request_fields import Config, InTurn, Served, request_fields
+from keepwarm.server.http.sse import STREAM_HEADERS, LineStream, WholeAnswer
+from keepwarm.server.http.turns import Turn
+from keepwarm.server.models.models import Models
+from keepwarm.server.ollama import catalog
+from keepwarm.server.ollama import request as requests
+from keepwarm.server.ollama.events import (
+    AnswerLines,
+    AnswerMeta,
+    Part,
+    chat_part,
+    generate_part,
+    unanswered,
+    whole,
+)
+from keepwarm.server.ollama.pulls import Pulls, checked_name, progress
+from keepwarm.server.ollama.shapes import (
+    BaseOllamaRequest,
+    OllamaChatOut,
+    OllamaChatRequest,
+    OllamaErrorOut,
+    OllamaGenerateOut,
+    OllamaGenerateRequest,
+    OllamaLoadedModels,
+    OllamaMessage,
+    OllamaModels,
+    OllamaPullRequest,
+    OllamaShowOut,
+    OllamaShowRequest,
+    OllamaStatus,
+    OllamaVersion,
+)
+from keepwarm.server.openai.completions import fill_in_of
+from keepwarm.server.openai.tokens import Pieces
+from keepwarm.server.responses.truncation import submit_shortened
+from keepwarm.text import request as engine_request
+
+API_VERSION = "0.13.0"  # clients refuse versions that lack what they need
+
+router = api_router(
+    prefix="/api",
+    tags=["Ollama"],
+    responses={
+        "4XX": {"model": OllamaErrorOut, "description": "The request is invalid or refused."},
+        "5XX": {"model": OllamaErrorOut, "description": "The server failed or is shutting down."},
+    },
+)
+
+
+def _docs(model: type) -> dict[int | str, dict[str, Any]]:
+    """The 200 response of an endpoint that streams, for the OpenAPI document."""
+    lines = {LineStream.media_type: {"schema": {"type": "string", "description": "JSON lines."}}}
+    return {200: {"model": model, "description": "One object, or lines of JSON.", "content": lines}}
+
+
+# Answers
+
+
+@router.post("/chat", responses=_docs(OllamaChatOut))
+async def chat(
+    body: OllamaChatRequest, request: Request, models: Served, settings: Config, turn: InTurn
+) -> Response:
+    """Answer a conversation; without messages, load the model, or unload it."""
+    began, ignored = time.perf_counter(), requests.ignored_options(body)
+    host = await _host(body, request, models, turn, wants_answer=bool(body.messages))
+    if host is None or not body.messages:
+        return _unanswered(body, chat_part, host)
+    load_s = time.perf_counter() - began
+    fields = request_fields(request, body.keepwarm)
+    rules = scrub.rules_for(settings.scrub, request.headers)
+
+    def build(some: Sequence[OllamaMessage]) -> engine_request.Request:
+        return scrub.scrub_request(requests.chat_request(body, some, fields, settings), rules)
+
+    asked = await turn.build(lambda: build(body.messages))
+    droppable = () if body.truncate is False else body.messages
+    answer, n_dropped = await submit_shortened(host, turn, asked, build, droppable)
+    meta = AnswerMeta(host.name, chat_part, began, load_s, ignored, n_dropped, _pieces(host, body))
+    return _sent(body, answer, meta)
+
+
+@router.post("/generate", responses=_docs(OllamaGenerateOut))
+async def generate(
+    body: OllamaGenerateRequest, request: Request, models: Served, settings: Config, turn: InTurn
+) -> Response:
+    """Answer a prompt; without one, load the model, or unload it."""
+    began, ignored = time.perf_counter(), requests.ignored_options(body)
+    host = await _host(body, request, models, turn, wants_answer=bool(body.prompt))
+    if host is None or not body.prompt:
+        return _unanswered(body, generate_part, host)
+    load_s = time.perf_counter() - began
+    fields = request_fields(request, body.keepwarm)
+    wants_fill_in = body.suffix and settings.raw_special_tokens
+    fill_in = fill_in_of(host.engine.model.tokenizer) if wants_fill_in else None
+    make = partial(requests.generate_request, body, fields, settings, fill_in)
+    rules = scrub.rules_for(settings.scrub, request.headers)
+    asked = await turn.build(lambda: scrub.scrub_request(make(), rules))
+    answer = await host.submit(asked, turn)
+    meta = AnswerMeta(host.name, generate_part, began, load_s, ignored, 0, _pieces(host, body))
+    return _sent(body, answer, meta)
+
+
+async def _host(
+    body: BaseOllamaRequest, request: Request, models: Models, turn: Turn, *, wants_answer: bool
+) -> EngineHost | None:
+    """The model, loaded, and kept so as the request says; None if it is only to be unloaded."""
+    seconds = requests.keep_alive_s(body)
+    if seconds == 0:
+        _require_admin(request, "keep_alive 0 unloads the model for all")
+        if not wants_answer:
+            await _unload(models, body.model)
+            return None
+    host = await models.use(body.model, turn)
+    if seconds is not None:
+        models.keep(body.model, seconds)
+    if body.think and not host.engine.preparer.markup.has_reasoning:
+        raise BadField(f"{host.name!r} does not support thinking; omit think.", "think")
+    return host
+
+
+async def _unload(models: Models, name: str) -> None:
+    if models.known(name) is None:
+        raise models.unknown(name)
+    models.keep(name, 0.0)
+    await asyncio.to_thread(models.slots.unload_unused)
+
+
+def _require_admin(request: Request, what: str) -> None:
+    if request.app.state.keys.in_use and not request.state.admin:
+        raise Forbidden(f"{what}, and there are API keys; send the admin key.")
+
+
+def _unanswered(body: BaseOllamaRequest, part: Part, host: EngineHost | None) -> Response:
+    reason = "unload" if host is None else "load"
+    return JSONResponse(unanswered(body.model, part, reason))
+
+
+def _pieces(host: EngineHost, body: BaseOllamaRequest) -> Pieces | None:
+    return Pieces(host.engine.model.tokenizer) if body.logprobs else None
+
+
+def _sent(body: BaseOllamaRequest, answer: Any, meta: AnswerMeta) -> Response:
+    if body.stream is False:
+        return WholeAnswer(answer, partial(whole, meta))
+    return LineStream(answer, AnswerLines(meta))
+
+
+# Models
+
+
+@router.head("/version", include_in_schema=False)
+@router.get("/version")
+async def version() -> OllamaVersion:
+    """The version of Ollama whose API this is, and Keepwarm's."""
+    return {"version": API_VERSION, "keepwarm": __version__}
+
+
+@router.head("/tags", include_in_schema=False)
+@router.get("/tags")
+async def tags(models: Served) -> OllamaModels:
+    """The models that requests may name."""
+    return {"models": await asyncio.to_thread(catalog.listed_models, models)}
+
+
+@router.get("/ps")
+async def loaded(models: Served) -> OllamaLoadedModels:
+    """The models that are loaded, and until when."""
+    return {"models": await asyncio.to_thread(catalog.loaded_models, models)}
+
+
+@router.post("/show")
+async def show(body: OllamaShowRequest, models: Served, settings: Config) -> OllamaShowOut:
+    """One model: its template, architecture, context length and what it can do."""
+    return await asyncio.to_thread(catalog.show, models, settings, _named(body))
+
+
+@router.post("/pull", responses=_docs(OllamaStatus))
+async def pull(body: OllamaPullRequest, request: Request, models: Served) -> Response:
+    """Download a model that requests may name; needs the admin key where there are keys."""
+    _require_admin(request, "A download takes disk space of all")
+    name = await asyncio.to_thread(checked_name, models, _named(body))
+    pulls: Pulls = request.app.state.pulls
+    pulling = pulls.start(name)
+    if body.stream is False:
+        await asyncio.wrap_future(pulling)
+        return JSONResponse({"status": "success"})
+    media_type = LineStream.media_type
+    return StreamingResponse(progress(name, pulling), headers=STREAM_HEADERS, media_type=media_type)
+
+
+def _named(body: OllamaShowRequest) -> str:
+    name = body.model or body.name
+    if not name:
+        raise BadField("model is required but missing.", "model")
+    return name

@@ -1,0 +1,424 @@
+"""Ollama's API over HTTP, asked by its published client and by hand."""
+
+import asyncio
+import json
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
+import httpx
+import ollama
+import pytest
+
+from keepwarm import config
+from keepwarm.errors import Busy, Unreachable
+from keepwarm.server.ollama.pulls import Pulls, progress
+from tests.server.conftest import serve, wait_until
+
+ASK = {"role": "user", "content": "How many leaves has the oak?"}
+SHORT = {"num_predict": 8, "temperature": 0}
+ENDLESS = {"model": "tiny", "messages": [ASK], "max_tokens": 3000, "logit_bias": {"2": -100}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"deciduous": {"type": "boolean"}},
+    "required": ["deciduous"],
+    "additionalProperties": False,
+}
+A, B, ADMIN = ({"Authorization": f"Bearer {key}"} for key in ("a", "b", "admin"))
+OURS = ("/chat/completions", "/completions", "/responses")
+
+
+@pytest.fixture(scope="module")
+def client(live):
+    with ollama.Client(host=live.url, verify=False) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def keyed(serving):
+    with serving(api_keys="a,b", admin_key="admin") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def alone(serving):
+    """A server whose model comes and goes."""
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def fetched():
+    return []
+
+
+@pytest.fixture(scope="module")
+def small(served_model, fetched, tmp_path_factory):
+    """A server whose model has a short context, and whose downloads are noted only."""
+    home = str(tmp_path_factory.mktemp("home"))
+    settings = config.load({"KEEPWARM_HOME": home}, on_demand="org/*,/*,*oak")
+
+    def replace_hub(app):
+        app.state.pulls = Pulls(fetched.append)
+
+    with serve(replace(served_model, n_context=400), settings, around=replace_hub) as server:
+        yield server
+
+
+def running(live):
+    states = ("waiting", "reading", "answering")
+    engine = live.host.loaded
+    return [entry for entry in engine.requests() if entry.state in states] if engine else []
+
+
+@contextmanager
+def talking(live, body, path="/v1/chat/completions", **headers):
+    """While its answer is generated; its lines."""
+    url, body = live.url + path, {"stream": True, **body}
+    options = {"headers": headers, "timeout": 300, "verify": False}
+    with httpx.stream("POST", url, json=body, **options) as stream:
+        lines = filter(None, stream.iter_lines())
+        next(lines)
+        yield lines
+
+
+def chat(live, body=None, **headers):
+    given = {"model": "tiny", "messages": [ASK], "options": SHORT, "stream": False}
+    return live.post("/api/chat", given | (body or {}), **headers)
+
+
+# The published client.
+
+
+def test_a_stream_is_the_answer(client):
+    whole = client.chat(model="tiny", messages=[ASK], options=SHORT)
+    *parts, last = client.chat(model="tiny:latest", messages=[ASK], options=SHORT, stream=True)
+    assert "".join(part.message.content for part in parts) == whole.message.content != ""
+    assert (last.done, last.done_reason) == (True, whole.done_reason)
+    assert last.eval_count == whole.eval_count > 0
+    assert last.prompt_eval_count == whole.prompt_eval_count
+    assert min(last.total_duration, last.eval_duration, last.prompt_eval_duration) > 0
+
+
+def test_the_next_turn_is_warm(live, client):
+    said = [{"role": "system", "content": "You count leaves. " * 20}, ASK]
+    answer = client.chat(model="tiny", messages=said, options=SHORT)
+    said += [answer.message, {"role": "user", "content": "And in winter?"}]
+    body = {"messages": [dict(each) for each in said]}
+    receipt = chat(live, body).json()["keepwarm"]
+    assert receipt["spliced"] > 0
+    assert receipt["recomputed"] < 60 < receipt["prompt_tokens"]
+
+
+def test_generate(client):
+    asked = {"model": "tiny", "prompt": "Once", "options": SHORT}
+    whole = client.generate(**asked, logprobs=True, top_logprobs=2)
+    *parts, last = client.generate(**asked, stream=True)
+    assert "".join(part.response for part in parts) == whole.response
+    assert last.done
+    assert {len(each.top_logprobs) for each in whole.logprobs} == {2}
+    raw = client.generate(**asked, raw=True)
+    assert raw.prompt_eval_count < whole.prompt_eval_count
+
+
+def test_objects_of_a_schema(client):
+    answer = client.chat(model="tiny", messages=[ASK], format=SCHEMA)
+    assert json.loads(answer.message.content)["deciduous"] in (True, False)
+
+
+def test_models(client, live):
+    (model,) = client.list().models
+    assert model.model == "tiny:latest"
+    assert model.size > 0
+    assert len(model.digest) == 64
+    (loaded,) = client.ps().models
+    assert (loaded.model, loaded.digest) == (model.model, model.digest)
+    assert loaded.context_length == 16384
+    for name in ("tiny", "tiny:latest"):
+        shown = client.show(name)
+        assert shown.modelinfo["general.architecture"] == "llama"
+        assert shown.modelinfo["llama.context_length"] == 16384
+        assert shown.capabilities == ["completion", "tools"]
+        assert "im_start" in shown.template
+    with pytest.raises(ollama.ResponseError, match="not found") as error:
+        client.show("oak")
+    assert error.value.status_code == 404
+    assert live.post("/api/show", {"name": "tiny"}).status_code == 200
+    assert live.get("/api/version").json()["version"].count(".") == 2
+
+
+# By hand.
+
+
+def test_curl_calls_it_a_form(live):
+    answer = chat(live, **{"Content-Type": "application/x-www-form-urlencoded"})
+    assert answer.status_code == 200
+    wrong = live.post("/api/chat", b"model=tiny", **{"Content-Type": "text/plain"})
+    assert (wrong.status_code, list(wrong.json())) == (400, ["error"])
+
+
+def test_what_is_not_done_is_named(live):
+    body = {"options": {**SHORT, "num_ctx": 2048, "num_gpu": 99, "wings": {"n": 2}}}
+    receipt = chat(live, body).json()["keepwarm"]
+    assert receipt["ignored_options"] == ["num_ctx", "num_gpu", "wings"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"think": True}, "does not support thinking"),
+        ({"options": {"temperature": "hot"}}, "options.temperature"),
+        ({"options": {"temperature": 1e300}}, "temperature"),
+        ({"options": {"num_predict": 1 << 70}}, "64 bits"),
+        ({"options": {"stop": ["a"] * 99}}, "stop"),
+        ({"keep_alive": "soon"}, "keep_alive"),
+        ({"messages": "Hello"}, "messages"),
+        ({"model": None}, "model"),
+        ({"messages": [{**ASK, "images": ["aGk="]}]}, "images"),
+    ],
+)
+def test_errors_are_one_sentence(live, body, words):
+    answer = chat(live, body)
+    assert answer.status_code == 400
+    assert list(answer.json()) == ["error"]
+    assert words in answer.json()["error"]
+
+
+def test_huge_bodies_are_refused(live):
+    answer = chat(live, {"options": {"wings": [[1] * 100] * 10_000}})
+    assert (answer.status_code, list(answer.json())) == (413, ["error"])
+    deep = b'{"model": "tiny", "options": {"wings": ' + b"[" * 5000 + b"]" * 5000 + b"}}"
+    assert live.post("/api/chat", deep).status_code == 400
+
+
+def test_paths_that_are_not_there(live):
+    assert "no endpoint" in live.post("/api/push", {}).json()["error"]
+    assert "does not support" in live.get("/api/chat").json()["error"]
+
+
+def test_a_client_that_goes_away_ends_its_answer(live):
+    long = {"type": "string", "minLength": 9000}
+    body = {"model": "tiny", "messages": [ASK], "format": long}
+    with talking(live, body, "/api/chat") as lines:
+        assert json.loads(next(lines))["done"] is False
+        assert len(running(live)) == 1
+    wait_until(lambda: not running(live))
+    assert live.host.engine.requests()[-1].state == "cancelled"
+
+
+def test_the_root(live):
+    """Ollama's clients look whether there is a server; browsers see the dashboard."""
+    assert (live.get("/").status_code, live.get("/").text) == (200, "Ollama is running")
+    assert httpx.head(live.url, verify=False).status_code == 200
+    assert httpx.head(f"{live.url}/api/tags", verify=False).status_code == 200
+    assert live.get("/", Accept="text/html").headers["location"] == "/dashboard"
+
+
+def test_long_conversations_lose_their_oldest_turns(small):
+    """As with Ollama; but the receipt says so."""
+    turn = [{**ASK, "content": "leaves " * 20}, {"role": "assistant", "content": "Many."}]
+    body = {"messages": [*turn, *turn, *turn, *turn, ASK]}
+    dropped = chat(small, body).json()["keepwarm"]["dropped_messages"]
+    assert 0 < dropped < 8
+    assert dropped % 2 == 0  # whole turns
+    refused = chat(small, body | {"truncate": False})
+    assert refused.status_code == 400
+    assert refused.json()["error"].startswith("the input length exceeds the context length")
+
+
+# Loading and unloading.
+
+
+def test_a_model_is_unloaded_and_loaded(alone):
+    with ollama.Client(host=alone.url, verify=False) as client:
+        assert client.generate(model="tiny", keep_alive=0).done_reason == "unload"
+        assert alone.host.loaded is None
+        assert client.ps().models == []
+        assert client.show("tiny").capabilities == ["completion", "tools"]
+        assert client.generate(model="tiny").done_reason == "load"
+    assert alone.host.loaded is not None
+    assert chat(alone).status_code == 200
+
+
+def test_a_model_is_not_unloaded_while_others_use_it(alone):
+    with talking(alone, ENDLESS | {"max_tokens": 200}) as lines:
+        assert chat(alone, {"messages": [], "keep_alive": 0}).json()["done_reason"] == "unload"
+        assert alone.host.loaded is not None
+        *_, last, _ = lines
+    assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    wait_until(lambda: not alone.models.default.n_leases)
+    alone.models.slots.unload_unused()  # as the server does every ten seconds
+    assert alone.host.loaded is None
+
+
+def test_the_last_request_says_how_long(alone):
+    slot = alone.models.default
+    chat(alone, {"keep_alive": 0})
+    assert slot.expires
+    chat(alone)
+    assert not slot.expires
+    chat(alone, {"keep_alive": "1h"})
+    assert slot.keep_until > 0
+    chat(alone, {"keep_alive": 0})
+    wait_until(lambda: not slot.n_leases)
+    alone.models.slots.unload_unused()
+    assert alone.host.loaded is None
+
+
+def test_a_kept_model_outlasts_the_ttl(serving):
+    with serving(model_ttl_s=1000.0) as live:
+        slots, slot = live.models.slots, live.models.default
+        chat(live, {"keep_alive": "2h"})
+        assert slots.kept_until(slot) - slot.used == pytest.approx(7200, abs=300)
+        assert live.get("/api/ps").json()["models"][0]["expires_at"] < "9999"
+        chat(live, {"keep_alive": -1})
+        assert live.get("/api/ps").json()["models"][0]["expires_at"] == "9999-12-31T23:59:59Z"
+
+
+def test_a_pinned_model_stays(alone):
+    slot = alone.models.default
+    slot.pinned = True
+    try:
+        answer = chat(alone, {"messages": [], "keep_alive": 0})
+        assert answer.status_code == 400
+        assert "pinned" in answer.json()["error"]
+    finally:
+        slot.pinned = False
+
+
+# Keys.
+
+
+def test_nothing_without_a_key(keyed):
+    """Nor from web pages elsewhere; errors have the form of the API."""
+    posts = [f"/api/{name}" for name in ("chat", "generate", "show", "pull")]
+    posts += ["/tokenize", "/detokenize", "/chat/completions", "/completions", "/responses"]
+    gets = [*(f"/api/{name}" for name in ("tags", "ps", "version")), "/props", "/slots", "/models"]
+    foreign = {"Origin": "https://elsewhere.example", **A}
+    with httpx.Client(base_url=keyed.url, verify=False) as client:
+        for method, path in [
+            *(("POST", each) for each in posts),
+            *(("GET", each) for each in gets),
+        ]:
+            answer = client.request(method, path, json={"model": "tiny"})
+            assert answer.status_code == 401, path
+            assert isinstance(answer.json()["error"], str) == path.startswith("/api/")
+            refused = client.request(method, path, json={"model": "tiny"}, headers=foreign)
+            assert refused.status_code == 403, path
+
+
+def test_unloading_for_others_needs_the_admin_key(keyed):
+    for body in ({"keep_alive": 0}, {"keep_alive": "0s", "messages": []}):
+        answer = chat(keyed, body, **A)
+        assert answer.status_code == 403
+        assert "admin key" in answer.json()["error"]
+    assert chat(keyed, {"keep_alive": "5m"}, **A).status_code == 200
+    assert chat(keyed, {"keep_alive": 0}, **ADMIN).status_code == 200
+    assert keyed.models.default.expires
+    assert chat(keyed, **A).status_code == 200
+
+
+def test_downloads_need_the_admin_key(keyed):
+    assert keyed.post("/api/pull", {"model": "org/oak"}, **A).status_code == 403
+    refused = keyed.post("/api/pull", {"model": "org/oak"}, **ADMIN)
+    assert "on_demand" in refused.json()["error"]
+
+
+def test_slots_are_the_callers_own(keyed):
+    with talking(keyed, ENDLESS, **A):
+        mine = keyed.get("/slots", **A)
+        assert [keyed.get("/slots", **key).json() for key in (B, ADMIN)] == [[], []]
+    (slot,) = mine.json()
+    assert slot["is_processing"]
+    read = slot["n_prompt_tokens_processed"] + slot["n_prompt_tokens_cache"]
+    assert read == slot["n_prompt_tokens"] > 0
+    assert "oak" not in mine.text
+
+
+def test_no_slots_where_keys_share_a_cache(serving):
+    with serving(api_keys="a,b", share_cache=True) as live, talking(live, ENDLESS, **A):
+        assert len(running(live)) == 1
+        assert [live.get("/slots", **key).json() for key in (A, B)] == [[], []]
+
+
+# Downloads.
+
+
+def test_a_download(small, fetched):
+    """Only of what requests may name; nothing else is asked for, no path is looked at."""
+    answer = small.post("/api/pull", {"model": "org/oak:latest"})
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    assert json.loads(answer.text.splitlines()[-1]) == {"status": "success"}
+    one = small.post("/api/pull", {"name": "org/oak", "stream": False})
+    assert one.json() == {"status": "success"}
+    assert fetched == ["org/oak"] * 2
+    for name in ("/etc", "../oak", "oak", "other/elm", ""):
+        assert small.post("/api/pull", {"model": name}).status_code in (400, 403), name
+    assert fetched == ["org/oak"] * 2
+
+
+def test_downloads_come_one_by_one():
+    gate = threading.Event()
+
+    def fetch(name):
+        assert gate.wait(300)
+        raise Unreachable(f"The hub does not answer for {name}; retry.")
+
+    async def said(pulling):
+        return [json.loads(each) async for each in progress("org/oak", pulling)]
+
+    pulls = Pulls(fetch)
+    first = pulls.start("org/oak")
+    assert pulls.start("org/oak") is first
+    with pytest.raises(Busy, match="org/oak is being downloaded"):
+        pulls.start("org/elm")
+    gate.set()
+    *_, last = asyncio.run(said(first))
+    assert last == {"error": "The hub does not answer for org/oak; retry."}
+    with pytest.raises(Unreachable):
+        pulls.start("org/elm").result(300)
+
+
+# Paths of OpenAI without /v1, and llama.cpp's.
+
+
+def test_openai_without_v1(live):
+    body = {"model": "tiny", "messages": [ASK], "max_tokens": 4, "temperature": 0}
+    answers = [live.post(f"{v}/chat/completions", body).json() for v in ("/v1", "")]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    text = {"model": "tiny", "prompt": "Once", "max_tokens": 4, "temperature": 0}
+    texts = [live.post(f"{v}/completions", text).json() for v in ("/v1", "")]
+    assert texts[0]["choices"] == texts[1]["choices"]
+    response = live.post("/responses", {"input": "Once", "max_output_tokens": 4}).json()
+    assert live.get(f"/responses/{response['id']}").json()["id"] == response["id"]
+    assert live.get("/models").json() == live.get("/v1/models").json()
+    assert live.get("/models/tiny").json()["id"] == "tiny"
+    wrong = live.post("/chat/completions", {"messages": []})
+    assert wrong.json()["error"]["param"] == "messages"
+
+
+def test_other_paths_have_no_second_name(live):
+    """Nor may a path lead around the checks of another."""
+    for path in ("/admin/unload", "/agents", "/cache/clear", "/v1/v1/models", "/modelsx"):
+        assert live.post(path, {}).status_code == 404, path
+
+
+def test_tokens(live):
+    text = "The oak <|im_end|> has four leaves."
+    tokens = live.post("/tokenize", {"content": text}).json()["tokens"]
+    assert live.post("/detokenize", {"tokens": tokens}).json() == {"content": text}
+    pieces = live.post("/tokenize", {"content": text, "with_pieces": True}).json()["tokens"]
+    assert [each["id"] for each in pieces] == tokens
+    assert "".join(each["piece"] for each in pieces) == text
+    assert live.post("/tokenize", {"content": ""}).json() == {"tokens": []}
+    assert live.post("/detokenize", {"tokens": []}).json() == {"content": ""}
+    wrong = live.post("/detokenize", {"tokens": [1 << 40]})
+    assert (wrong.status_code, "tokens are 0 to" in wrong.text) == (400, True)
+
+
+def test_properties(live):
+    props = live.get("/props").json()
+    assert props["default_generation_settings"]["n_ctx"] == 16384
+    assert "im_start" in props["chat_template"]
+    assert (props["model_alias"], props["model_path"]) == ("tiny", "tiny")
+    assert live.get("/slots").json() == []

@@ -1,0 +1,271 @@
+"""Ollama's requests as the engine gets them, and its answers as lines."""
+
+import asyncio
+import json
+import math
+
+import pytest
+from pydantic import ValidationError
+
+from keepwarm import config
+from keepwarm.cache.policy import Policy
+from keepwarm.errors import BadField, EngineFailed
+from keepwarm.server.http.request_fields import RequestFields
+from keepwarm.server.http.sse import LineStream
+from keepwarm.server.ollama import request as requests
+from keepwarm.server.ollama.events import AnswerLines, AnswerMeta, chat_part, generate_part, whole
+from keepwarm.server.ollama.shapes import OllamaChatRequest, OllamaGenerateRequest
+from keepwarm.server.openai.completions import FILL_INS
+from keepwarm.text.request import (
+    Choice,
+    Delta,
+    Done,
+    Finished,
+    Format,
+    KVOptions,
+    Progress,
+    Result,
+    Started,
+    ToolCall,
+    ToolCalled,
+)
+from tests.server.http.test_sse import RECEIPT, USAGE, Client, scripted
+
+FIELDS = RequestFields("", None, Policy.READ_WRITE, False, KVOptions(), None)
+SETTINGS = config.load({})
+ASK = {"role": "user", "content": "How many leaves?"}
+
+
+def chat(*messages, **fields):
+    body = OllamaChatRequest.model_validate(
+        {"model": "m", "messages": list(messages) or [ASK], **fields}
+    )
+    return requests.chat_request(body, body.messages, FIELDS, SETTINGS)
+
+
+def generate(settings=SETTINGS, fill_in=None, **fields):
+    body = OllamaGenerateRequest.model_validate({"model": "m", "prompt": "Once", **fields})
+    return requests.generate_request(body, FIELDS, settings, fill_in)
+
+
+def test_options_become_sampling():
+    drawn = {"temperature": 1, "top_k": 40.0, "top_p": 0.5, "min_p": 0.1, "seed": 3}
+    ends = {"num_predict": 7.0, "stop": ["\n", ""]}
+    penalties = {"repeat_penalty": 1.1, "presence_penalty": 0.5}
+    sampling = chat(options=drawn | ends | penalties).sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_k) == (7, 1, 40)
+    assert (sampling.top_p, sampling.min_p, sampling.seed) == (0.5, 0.1, 3)
+    assert (sampling.stop, sampling.repetition_penalty) == (("\n",), 1.1)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, 0.0)
+
+
+def test_what_ollama_calls_none_is_none():
+    options = {"num_predict": -2, "seed": -1, "top_k": -1, "repeat_last_n": 0, "min_p": None}
+    sampling = chat(options={**options, "repeat_penalty": 2, "frequency_penalty": 1}).sampling
+    assert (sampling.max_tokens, sampling.seed, sampling.top_k) == (None, None, 0)
+    assert (sampling.repetition_penalty, sampling.frequency_penalty) == (1.0, 0.0)
+    assert sampling.min_p is None
+
+
+def test_what_is_not_done_is_named():
+    named = {"num_ctx": 4096, "num_gpu": 1, "wings": 2, "tfs_z": 0.5, "repeat_last_n": 64}
+    not_named = {"use_mmap": None, "mirostat": 0, "typical_p": 1.0, "temperature": 0.1}
+    options = named | not_named
+    body = OllamaChatRequest.model_validate({"model": "m", "options": options, "shift": True})
+    names = ["num_ctx", "num_gpu", "repeat_last_n", "tfs_z", "wings", "shift"]
+    assert requests.ignored_options(body) == names
+
+
+def test_so_many_unknown_options_are_refused():
+    many = {f"option{number}": 1 for number in range(1000)}
+    body = OllamaChatRequest.model_validate({"model": "m", "options": many})
+    with pytest.raises(BadField, match="more than 64"):
+        requests.ignored_options(body)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"options": {"temperature": "hot"}},
+        {"options": {"temperature": -1}},
+        {"options": {"num_predict": 1.5}},
+        {"options": {"top_k": True}},
+        {"options": {"stop": [1]}},
+        {"options": {"stop": ["a"] * 17}},
+        {"options": []},
+        {"format": "yaml"},
+        {"think": "loud"},
+        {"keep_alive": True},
+        {"messages": [{"role": "owl", "content": "hu"}]},
+        {"messages": [{"role": "user", "content": ["hu"]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]},
+        {"model": ""},
+        {"tools": [{"type": "web", "function": {"name": "f"}}]},
+    ],
+)
+def test_wrong_fields_are_refused(fields):
+    with pytest.raises(ValidationError):
+        OllamaChatRequest.model_validate({"model": "m", "messages": [ASK], **fields})
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        *((0, 0), ("0", 0), ("0s", 0), (300, 300), (0.5, 0.5), ("1h30m", 5400), ("10m", 600)),
+        *((-1, math.inf), ("-1", math.inf), ("-5m", math.inf), ("1.5s", 1.5), ("250ms", 0.25)),
+    ],
+)
+def test_durations(given, seconds):
+    body = OllamaChatRequest.model_validate({"model": "m", "keep_alive": given})
+    assert requests.keep_alive_s(body) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("given", ["", "soon", "5 m", "m", "1e3s", "9" * 400 + "h"])
+def test_what_is_no_duration(given):
+    body = OllamaChatRequest.model_validate({"model": "m", "keep_alive": given})
+    with pytest.raises(BadField, match="keep_alive"):
+        requests.keep_alive_s(body)
+
+
+def test_calls_have_the_same_ids_every_time():
+    """Ollama's clients drop ids; results belong to the calls by their names and order."""
+    made = [{"function": {"name": name, "arguments": {"n": 1}}} for name in ("f", "g", "f")]
+    said = [
+        *(ASK, {"role": "assistant", "content": "", "tool_calls": made, "thinking": "Well."}),
+        *({"role": "tool", "content": c, "tool_name": n} for n, c in (("g", "2"), ("f", "1"))),
+        *({"role": "tool", "content": "3"}, {"role": "Tool", "content": "4"}),
+    ]
+    first, again = chat(*said), chat(*said, ASK)
+    assert again.messages[:6] == first.messages
+    calls = first.messages[1]["tool_calls"]
+    ids = [call["id"] for call in calls]
+    assert all(len(each) == 9 and each.isalnum() for each in ids)  # as Mistral's templates ask
+    assert len(set(ids)) == 3
+    assert json.loads(calls[0]["function"]["arguments"]) == {"n": 1}
+    assert first.messages[1]["reasoning_content"] == "Well."
+    results = [(m["content"], m.get("tool_call_id")) for m in first.messages[2:]]
+    assert results == [("2", ids[1]), ("1", ids[0]), ("3", ids[2]), ("4", None)]
+
+
+def test_ids_of_the_client_are_kept():
+    call = {"id": "mine", "function": {"name": "f", "arguments": {}}}
+    made = {"role": "assistant", "tool_calls": [call]}
+    asked = chat(ASK, made, {"role": "tool", "content": "1", "tool_call_id": "mine"})
+    assert asked.messages[1]["tool_calls"][0]["id"] == "mine"
+    assert (asked.messages[2]["tool_call_id"], asked.messages[2]["name"]) == ("mine", "f")
+
+
+def test_an_answer_that_is_begun_is_continued():
+    assert chat(ASK, {"role": "assistant", "content": "Four"}).partial_answer
+    assert not chat(ASK).partial_answer
+    assert not chat(ASK, {"role": "assistant", "content": ""}).partial_answer
+
+
+def test_images_are_refused_or_noted():
+    seen = {"role": "user", "content": "Look.", "images": ["aGk="]}
+    with pytest.raises(BadField, match=r"messages\[0\]\.images\[0\]"):
+        chat(seen)
+    asked = chat(seen, {"role": "assistant", "content": "I see."}, ASK)
+    assert asked.unread == ("image",)
+    assert asked.messages[0]["content"].startswith("Look.\n[image: left out")
+    with pytest.raises(BadField, match=r"images\[0\]"):
+        generate(images=["aGk="])
+    lenient = config.load({}, skip_unreadable=True)
+    assert generate(lenient, images=["aGk="]).unread == ("image",)
+
+
+def test_thinking_and_formats():
+    assert (chat().thinking, chat(think=False).thinking) == (None, False)
+    asked = chat(think="max", format="json")
+    assert (asked.thinking, asked.template_options) == (True, {"reasoning_effort": "high"})
+    assert asked.format == Format(json=True)
+    assert chat(format={"type": "object"}).format == Format(json=True, schema={"type": "object"})
+    assert chat(format="").format is None
+
+
+def test_prompts():
+    assert generate(raw=True).prompt == "Once"
+    asked = generate(system="Be brief.")
+    assert [message["role"] for message in asked.messages] == ["system", "user"]
+    assert generate(fill_in=FILL_INS[0], suffix="end").prompt.endswith("end<|fim_middle|>")
+    for fields in (
+        {"suffix": "end"},
+        {"template": "{{ .Prompt }}"},
+        {"context": [1, 2]},
+        {"raw": True, "system": "Be brief."},
+    ):
+        with pytest.raises(BadField):
+            generate(**fields)
+
+
+# Answers.
+
+
+def lines_of(events, part=chat_part, **options):
+    async def run():
+        client = Client()
+        answer, cancelled = scripted(events)
+        stream = LineStream(answer, AnswerLines(AnswerMeta("m", part)), **options)
+        await stream({"type": "http"}, client.receive, client.send)
+        return client, cancelled
+
+    client, _ = asyncio.run(run())
+    assert client.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(each) for each in client.body.splitlines()]
+
+
+def test_lines_and_the_whole_say_the_same():
+    call = ToolCall("id", "f", '{"n": [1, "é"]}')
+    events = [
+        *(Started(RECEIPT), Delta(0, reasoning="Hm."), Delta(0, "Hel"), Delta(0, "lo")),
+        *(ToolCalled(0, call), Finished(0, "tool_calls"), Done(USAGE, RECEIPT)),
+    ]
+    *parts, last = lines_of(events)
+    choice = Choice("Hello", "Hm.", (call,), "tool_calls", None, ())
+    one = whole(AnswerMeta("m", chat_part), Result((choice,), USAGE, RECEIPT))
+    message = one["message"]
+    assert "".join(part["message"]["content"] for part in parts) == message["content"]
+    assert parts[0]["message"]["thinking"] == message["thinking"] == "Hm."
+    assert parts[3]["message"]["tool_calls"] == message["tool_calls"]
+    assert message["tool_calls"][0]["function"]["arguments"] == {"n": [1, "é"]}
+    assert [part["done"] for part in parts] == [False] * 4
+    for end in (last, one):
+        assert (end["done"], end["done_reason"]) == (True, "stop")
+        assert (end["prompt_eval_count"], end["eval_count"]) == (7, 2)
+        assert end["eval_duration"] == 100_000_000  # two tokens, twenty a second
+        assert end["keepwarm"]["recomputed"] == 2
+
+
+def test_an_error_is_the_last_line():
+    events = [Started(RECEIPT), Delta(0, "Hel"), EngineFailed("It broke; retry.")]
+    *_, last = lines_of(events, generate_part)
+    assert last == {"error": "It broke; retry."}
+
+
+def test_what_keeps_alive_is_json_too():
+    """Before the plan and after it: clients parse every line."""
+
+    async def run():
+        client = Client()
+        answer, _ = scripted([Progress(1, 9)])
+        lines = AnswerLines(AnswerMeta("m", generate_part))
+        stream = LineStream(answer, lines, keep_alive_s=0.001, plan_s=0)
+        running = asyncio.create_task(stream({"type": "http"}, client.receive, client.send))
+
+        async def more(n):
+            seen = len(client.sent)
+            while len(client.sent) < seen + n:
+                await asyncio.sleep(0.001)
+
+        await more(3)
+        answer.put(Started(RECEIPT))
+        await more(3)
+        for event in (Finished(0, "stop"), Done(USAGE, RECEIPT)):
+            answer.put(event)
+        await running
+        return client.body
+
+    said = [json.loads(each) for each in asyncio.run(run()).splitlines()]
+    assert len(said) > 5
+    assert all(each["response"] == "" for each in said)
+    assert [each["done"] for each in said] == [False] * (len(said) - 1) + [True]
