@@ -158,9 +158,10 @@ def test_curl_calls_it_a_form(live):
 
 
 def test_what_is_not_done_is_named(live):
-    body = {"options": {**SHORT, "num_ctx": 2048, "num_gpu": 99, "wings": {"n": 2}}}
-    receipt = chat(live, body).json()["keepwarm"]
-    assert receipt["ignored_options"] == ["num_ctx", "num_gpu", "wings"]
+    options = {**SHORT, "num_ctx": 2048, "wings": {"n": 2}, "use_mmap": None, "repeat_last_n": 64}
+    receipt = chat(live, {"options": options, "shift": True}).json()["keepwarm"]
+    names = ["options.num_ctx", "options.wings", "shift", "options.repeat_last_n"]
+    assert receipt["ignored_fields"] == names
 
 
 @pytest.mark.parametrize(

@@ -67,22 +67,6 @@ def test_what_ollama_calls_none_is_none():
     assert sampling.min_p is None
 
 
-def test_what_is_not_done_is_named():
-    named = {"num_ctx": 4096, "num_gpu": 1, "wings": 2, "tfs_z": 0.5, "repeat_last_n": 64}
-    not_named = {"use_mmap": None, "mirostat": 0, "typical_p": 1.0, "temperature": 0.1}
-    options = named | not_named
-    body = OllamaChatRequest.model_validate({"model": "m", "options": options, "shift": True})
-    names = ["num_ctx", "num_gpu", "repeat_last_n", "tfs_z", "wings", "shift"]
-    assert requests.ignored_options(body) == names
-
-
-def test_so_many_unknown_options_are_refused():
-    many = {f"option{number}": 1 for number in range(1000)}
-    body = OllamaChatRequest.model_validate({"model": "m", "options": many})
-    with pytest.raises(BadField, match="more than 64"):
-        requests.ignored_options(body)
-
-
 @pytest.mark.parametrize(
     "fields",
     [

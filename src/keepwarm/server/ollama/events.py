@@ -57,7 +57,6 @@ class AnswerMeta:
     part: Part
     began: float = field(default_factory=time.perf_counter)
     load_s: float = 0.0
-    ignored: Sequence[str] = ()
     n_dropped: int = 0
     pieces: Pieces | None = None  # if logprobs were asked for
 
@@ -86,8 +85,6 @@ class AnswerMeta:
 
     def _receipt(self, receipt: Receipt) -> OllamaReceipt:
         said: OllamaReceipt = {**receipt_dict(receipt)}  # type: ignore[typeddict-item]
-        if self.ignored:
-            said["ignored_options"] = list(self.ignored)
         if self.n_dropped:
             said["dropped_messages"] = self.n_dropped
         return said

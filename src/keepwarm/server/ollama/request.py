@@ -13,7 +13,6 @@ from keepwarm.errors import BadField
 from keepwarm.server.http.content import Unread
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.ollama.shapes import (
-    MAX_OPTIONS,
     BaseOllamaRequest,
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -25,8 +24,6 @@ from keepwarm.server.openai.chat import SEEDS
 from keepwarm.server.openai.completions import FillIn
 from keepwarm.text.request import Format, Message, Request, Sampling, Tool
 
-# Options that change nothing with these values.
-NEUTRAL = {"mirostat": 0, "tfs_z": 1, "typical_p": 1}
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 LONGEST_DURATION = 64  # characters
 _PART = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)"
@@ -141,20 +138,12 @@ def _top_logprobs(body: BaseOllamaRequest) -> int | None:
     return None
 
 
-def ignored_options(body: BaseOllamaRequest) -> list[str]:
-    """What was asked for and is not done, for the receipt."""
-    options = body.options or OllamaOptions()
-    others = options.model_extra or {}
-    if len(others) > MAX_OPTIONS:
-        raise BadField(f"options has more than {MAX_OPTIONS} unknown names; omit them.", "options")
-    names = [
-        name
-        for name, value in others.items()
-        if value is not None and (name not in NEUTRAL or value != NEUTRAL[name])
-    ]
-    if options.repeat_last_n not in (None, 0, -1):
-        names.append("repeat_last_n")
-    return sorted(names) + (["shift"] if body.shift else [])
+def noted(body: BaseOllamaRequest, fields: RequestFields) -> RequestFields:
+    """With what the receipt must say of the options: the penalty looks at all tokens."""
+    last_n = body.options.repeat_last_n if body.options else None
+    if last_n in (None, 0, -1):
+        return fields
+    return fields._replace(ignored_fields=(*fields.ignored_fields, "options.repeat_last_n"))
 
 
 def keep_alive_s(body: BaseOllamaRequest) -> float | None:

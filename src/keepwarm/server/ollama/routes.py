@@ -79,12 +79,12 @@ async def chat(
     body: OllamaChatRequest, request: Request, models: Served, settings: Config, turn: InTurn
 ) -> Response:
     """Answer a conversation; without messages, load the model, or unload it."""
-    began, ignored = time.perf_counter(), requests.ignored_options(body)
+    began = time.perf_counter()
     host = await _host(body, request, models, turn, wants_answer=bool(body.messages))
     if host is None or not body.messages:
         return _unanswered(body, chat_part, host)
     load_s = time.perf_counter() - began
-    fields = request_fields(request, body.keepwarm)
+    fields = requests.noted(body, request_fields(request, body.keepwarm, body=body))
     rules = scrub.rules_for(settings.scrub, request.headers)
 
     def build(some: Sequence[OllamaMessage]) -> engine_request.Request:
@@ -93,7 +93,7 @@ async def chat(
     asked = await turn.build(lambda: build(body.messages))
     droppable = () if body.truncate is False else body.messages
     answer, n_dropped = await submit_shortened(host, turn, asked, build, droppable)
-    meta = AnswerMeta(host.name, chat_part, began, load_s, ignored, n_dropped, _pieces(host, body))
+    meta = AnswerMeta(host.name, chat_part, began, load_s, n_dropped, _pieces(host, body))
     return _sent(body, answer, meta)
 
 
@@ -102,19 +102,19 @@ async def generate(
     body: OllamaGenerateRequest, request: Request, models: Served, settings: Config, turn: InTurn
 ) -> Response:
     """Answer a prompt; without one, load the model, or unload it."""
-    began, ignored = time.perf_counter(), requests.ignored_options(body)
+    began = time.perf_counter()
     host = await _host(body, request, models, turn, wants_answer=bool(body.prompt))
     if host is None or not body.prompt:
         return _unanswered(body, generate_part, host)
     load_s = time.perf_counter() - began
-    fields = request_fields(request, body.keepwarm)
+    fields = requests.noted(body, request_fields(request, body.keepwarm, body=body))
     wants_fill_in = body.suffix and settings.raw_special_tokens
     fill_in = fill_in_of(host.engine.model.tokenizer) if wants_fill_in else None
     make = partial(requests.generate_request, body, fields, settings, fill_in)
     rules = scrub.rules_for(settings.scrub, request.headers)
     asked = await turn.build(lambda: scrub.scrub_request(make(), rules))
     answer = await host.submit(asked, turn)
-    meta = AnswerMeta(host.name, generate_part, began, load_s, ignored, 0, _pieces(host, body))
+    meta = AnswerMeta(host.name, generate_part, began, load_s, 0, _pieces(host, body))
     return _sent(body, answer, meta)
 
 

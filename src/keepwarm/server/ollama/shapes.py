@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
 from keepwarm.server.http.body import Checked, JsonInput, Members, TopK, TopP, Whole
@@ -12,17 +12,13 @@ from keepwarm.server.http.receipts import ReceiptOut
 from keepwarm.server.http.request_fields import KeepwarmOptions
 from keepwarm.server.openai.shapes import MAX_STOPS, Function, LogprobOut
 
-MAX_OPTIONS = 64
-
 
 def _lower(role: object) -> object:
     return role.lower() if isinstance(role, str) else role
 
 
 class OllamaOptions(JsonInput):
-    """What is honoured; all other options are named in the receipt (`ignored_options`)."""
-
-    model_config = ConfigDict(extra="allow")
+    """What is honoured; all other options are named in the receipt."""
 
     num_predict: Whole | None = Field(default=None, description="Negative: to the context's end.")
     temperature: float | None = Field(default=None, ge=0, description="0 is greedy.")
@@ -84,7 +80,6 @@ class BaseOllamaRequest(JsonInput):
     truncate: bool | None = Field(
         default=None, description="False: a conversation that is too long is an error."
     )
-    shift: bool | None = Field(default=None, description="Ignored; see `ignored_options`.")
     keepwarm: KeepwarmOptions | None = None
 
 
@@ -119,7 +114,6 @@ class OllamaPullRequest(OllamaShowRequest):
 
 
 class OllamaReceipt(ReceiptOut):
-    ignored_options: NotRequired[list[str]]
     dropped_messages: NotRequired[int]  # the oldest ones, because the context is too short
 
 
