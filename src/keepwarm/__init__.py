@@ -33,9 +33,9 @@ _HOMES = {
     "keepwarm.session.tool_functions": "ToolResult",
     "keepwarm.session.tool_rounds": "Reply",
     "keepwarm.text.request": (
-        "Breakpoint Choice Delta Done Event Finished Format KVOptions Miss Progress Receipt "
-        "Request Result Sampling Scored Started TokenInfo ToolCall ToolCallDelta ToolCalled "
-        "ToolChoice TopLogprob Usage"
+        "Breakpoint Choice Delta Done Embedded Event Finished Format KVOptions Miss Progress "
+        "Receipt Request Result Sampling Scored Started TokenInfo ToolCall ToolCallDelta "
+        "ToolCalled ToolChoice TopLogprob Usage"
     ),
 }
 

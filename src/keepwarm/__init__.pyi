@@ -50,6 +50,7 @@ from keepwarm.text.request import Breakpoint as Breakpoint
 from keepwarm.text.request import Choice as Choice
 from keepwarm.text.request import Delta as Delta
 from keepwarm.text.request import Done as Done
+from keepwarm.text.request import Embedded as Embedded
 from keepwarm.text.request import Event as Event
 from keepwarm.text.request import Finished as Finished
 from keepwarm.text.request import Format as Format

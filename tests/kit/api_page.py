@@ -32,6 +32,7 @@ GROUPS = {
         "Started",
         "Progress",
         "Scored",
+        "Embedded",
         "Delta",
         "ToolCallDelta",
         "ToolCalled",

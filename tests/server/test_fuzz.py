@@ -37,6 +37,7 @@ OPERATIONS = [
     ("GET", "/health/ready"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/embeddings"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"),
     ("POST", "/v1/responses"),

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 from anthropic.types import message_create_params as messages
 from anthropic.types.beta import message_create_params as beta_messages
+from openai.types import EmbeddingCreateParams
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 from openai.types.responses import response_create_params as responses
@@ -17,6 +18,7 @@ from typing_extensions import is_typeddict
 
 from keepwarm.server.anthropic.shapes import MessagesRequest
 from keepwarm.server.http.body import MAX_IGNORED, UNHEEDED, ignored_fields
+from keepwarm.server.openai.embeddings import EmbeddingRequest
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest
 from keepwarm.server.responses.shapes import ResponsesRequest
 
@@ -28,6 +30,7 @@ RESPONSE = {"input": SAID, "max_output_tokens": 1, "store": False}
 SCHEMAS = {
     "/v1/chat/completions": (ChatRequest, CHAT, chat.CompletionCreateParamsBase),
     "/v1/completions": (CompletionRequest, TEXT, completions.CompletionCreateParamsBase),
+    "/v1/embeddings": (EmbeddingRequest, {"input": "The oak"}, EmbeddingCreateParams),
     "/v1/responses": (ResponsesRequest, RESPONSE, responses.ResponseCreateParamsBase),
     "/v1/messages": (MessagesRequest, CHAT, messages.MessageCreateParamsBase),
     "/v1/messages?beta=true": (MessagesRequest, CHAT, beta_messages.MessageCreateParamsBase),

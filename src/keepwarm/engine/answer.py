@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Self, TypeAlias
 
@@ -18,12 +18,15 @@ from keepwarm.text.request import (
     Choice,
     Delta,
     Done,
+    Embedded,
     Event,
     Finished,
     Outcome,
+    Receipt,
     Result,
     Scored,
     ToolCalled,
+    Usage,
 )
 
 Wake: TypeAlias = Callable[[], None]
@@ -112,18 +115,20 @@ def collect(events: Iterator[Event] | list[Event]) -> Result:
     """All events of an answer as one value."""
     by_choice: dict[int, list[Event]] = {}
     done: Done | None = None
-    scored = {}
+    scored, vector = {}, None
     for event in events:
         if isinstance(event, Delta | ToolCalled | Finished):
             by_choice.setdefault(event.choice, []).append(event)
         elif isinstance(event, Scored):
             scored[event.choice] = event.tokens
+        elif isinstance(event, Embedded):
+            vector = event.vector
         elif isinstance(event, Done):
             done = event
     if done is None:
         raise EngineFailed("The response stopped unexpectedly; retry.")
     choices = tuple(_choice(by_choice[number]) for number in sorted(by_choice))
-    return Result(choices, done.usage, done.receipt, scored)
+    return Result(choices, done.usage, done.receipt, scored, vector)
 
 
 def _choice(events: list[Event]) -> Choice:
@@ -137,4 +142,43 @@ def _choice(events: list[Event]) -> Choice:
         reason=finished.reason,
         stop=finished.stop,
         tokens=tuple(info for part in parts for info in part.tokens),
+    )
+
+
+def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
+    """One receipt for several prompts; its miss is that of the prompt that computed the most."""
+    durable = [receipt.durable for receipt in receipts]
+    tiers = sorted({tier for receipt in receipts for tier in receipt.reused})
+    return Receipt(
+        prompt_tokens=sum(receipt.prompt_tokens for receipt in receipts),
+        reused={tier: sum(r.reused.get(tier, 0) for r in receipts) for tier in tiers},
+        recomputed=sum(receipt.recomputed for receipt in receipts),
+        saved_ms=round(sum(receipt.saved_ms for receipt in receipts), 1),
+        inexact=tuple(dict.fromkeys(reason for r in receipts for reason in r.inexact)),
+        spliced=sum(receipt.spliced for receipt in receipts),
+        scrubbed=tuple(dict.fromkeys(rule for r in receipts for rule in r.scrubbed)),
+        reordered=tuple(dict.fromkeys(part for r in receipts for part in r.reordered)),
+        unread=tuple(dict.fromkeys(kind for r in receipts for kind in r.unread)),
+        ignored_fields=tuple(dict.fromkeys(name for r in receipts for name in r.ignored_fields)),
+        miss=max(receipts, key=lambda receipt: receipt.recomputed).miss,
+        repeated_calls=tuple(call for r in receipts for call in r.repeated_calls),
+        durable=None if None in durable else all(durable),
+        continued=sum(continued) if (continued := _given(r.continued for r in receipts)) else None,
+        scored=sum(scored) if (scored := _given(r.scored for r in receipts)) else None,
+    )
+
+
+def _given(values: Iterable[int | None]) -> list[int]:
+    return [value for value in values if value is not None]
+
+
+def sum_usages(usages: Sequence[Usage]) -> Usage:
+    """One usage for several answers: TTFT of the first, decode speed of the last."""
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
+        ttft_ms=usages[0].ttft_ms,
+        tokens_per_second=usages[-1].tokens_per_second,
     )

@@ -27,7 +27,7 @@ from keepwarm.device.limits import MemoryScopes, scopes_of_process
 from keepwarm.device.memory import MemoryConfig, memories
 from keepwarm.device.pressure import Watcher, make_guards
 from keepwarm.device.turns import DeviceTurns
-from keepwarm.engine.admission import Admission, EngineConfig, kv_bytes
+from keepwarm.engine.admission import Admission, EngineConfig
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.chores import Chores
 from keepwarm.engine.insight.audit import Auditor
@@ -45,7 +45,6 @@ from keepwarm.engine.scheduler import Scheduler
 from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping
 from keepwarm.kv import make_caches
 from keepwarm.models.load import Model
-from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.text.bounds.deadline import PrepareDeadline
 from keepwarm.text.prepare import PreparedRequest, Preparer
@@ -55,6 +54,7 @@ from keepwarm.text.sampling_rules import default_rules
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Command: TypeAlias = Callable[[], None]
+AnyRequest: TypeAlias = Request | PreparedRequest
 
 
 class Engine:
@@ -125,9 +125,9 @@ class Engine:
         """The lane of a tenant's or an agent's requests that name no KV options."""
         return self._lane(Request(tenant=tenant, agent=agent, kv=self.config.kv))
 
-    def prepare(self, request: Request) -> PreparedRequest:
+    def prepare(self, request: Request, deadline: PrepareDeadline | None = None) -> PreparedRequest:
         """Render, tokenise and check a request. Runs nothing."""
-        return self._prepare(request, None)[0]
+        return self._prepare(request, deadline)[0]
 
     def count_tokens(self, request: Request, deadline: PrepareDeadline | None = None) -> int:
         """Tokens of a prompt, also of one that is too long for the model."""
@@ -135,7 +135,7 @@ class Engine:
         return self.preparer.n_tokens(request, lane.continuations, deadline)
 
     def submit(
-        self, request: Request, deadline: PrepareDeadline | None = None, lane: Lane | None = None
+        self, request: AnyRequest, deadline: PrepareDeadline | None = None, lane: Lane | None = None
     ) -> Answer:
         """Run a request, in its own lane or in this one; a bad request is refused here."""
         self._check_open()
@@ -325,9 +325,11 @@ class Engine:
             self._changed.notify_all()
 
     def _prepare(
-        self, request: Request, deadline: PrepareDeadline | None, lane: Lane | None = None
+        self, request: AnyRequest, deadline: PrepareDeadline | None, lane: Lane | None = None
     ) -> tuple[PreparedRequest, Lane]:
         """A request as tokens, and the lane that it runs in."""
+        if isinstance(request, PreparedRequest):
+            return request, (lane or self._lane(request.request)).for_prompt(len(request.tokens))
         request, lane = self.resolve(request, lane)
         prepared = self.preparer.prepare(request, lane.continuations, deadline, lane.needs_cuts)
         return prepared, lane.for_prompt(len(prepared.tokens))
@@ -393,7 +395,4 @@ class Engine:
         self.misses.end_request(job)
         if error is None and not job.sequences:
             self._chores.record_prompt(job)
-        if job.receipt is not None and job.request.policy.to_disk:
-            tokens = job.sequences[0].tokens if job.sequences else job.tokens
-            manager, block_bytes = job.lane.manager, kv_bytes(job.lane.manager.layout, BLOCK_TOKENS)
-            self.lookup_log.add(manager.namespace, tokens, len(job.tokens), block_bytes)
+        self.lookup_log.add_job(job)

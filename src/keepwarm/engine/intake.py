@@ -194,7 +194,7 @@ def _task(
         exact, before = _opened(job, exact_lane, first, warm.n_tokens, warm.n_kept)
         points = before | {n_exact} | {point for point in points if point > n_exact}
     prefill = Prefill(
-        lane.model.module,
+        lane.model.backbone if job.request.embed else lane.model.module,
         tokens,
         warm.caches,
         warm.n_tokens,

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+import mlx.core as mx
+
 from keepwarm.cache.restore.loading import Loading
 from keepwarm.cache.restore.manager import Capture
 from keepwarm.cache.texts.turns import KeptTurn
@@ -224,8 +226,9 @@ class Job:
 
     @property
     def n_answers(self) -> int:
-        """0 where a prompt is only to be cached."""
-        return self.request.n if self.request.sampling.max_tokens != 0 else 0
+        """0 where a prompt is only to be cached, or embedded."""
+        is_answered = self.request.sampling.max_tokens != 0 and not self.request.embed
+        return self.request.n if is_answered else 0
 
     @property
     def is_overdue(self) -> bool:
@@ -361,6 +364,11 @@ class PrefillTask:
     @property
     def is_at_last_token(self) -> bool:
         return self.prefill.n_done == len(self.tokens) - 1
+
+    def send_results(self, last: mx.array) -> None:
+        """What the prompt alone gives; `last` is what the model made of its last token."""
+        for event in self.prefill.results(last, self.job.prepared):
+            self.job.answer.put(event)
 
     @property
     def is_rebuild(self) -> bool:

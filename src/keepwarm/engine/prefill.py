@@ -5,17 +5,21 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, TypeAlias
 
 import mlx.core as mx
+import numpy as np
 
 from keepwarm import kv
 from keepwarm.cache.restore.costs import SliceCosts
 from keepwarm.engine.sampling import PromptScores
+from keepwarm.errors import UnsupportedModel
 from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.text.prepare import PreparedRequest
+from keepwarm.text.request import Embedded, Event, Scored, Vector
 
 # Up to this length the last token is fed with the slice before it: one forward pass less, for a
 # few more rows of logits.
@@ -27,6 +31,7 @@ SCORED_SLICE = 64  # tokens whose logits are held at once
 NEARLY = 1.05  # how much more a token may cost alone than in the best slice
 PATIENCE = 2  # times as long as usual a slice may take to be as cheap as that, or the last
 DEARER = 1.25  # how much more a token may cost beside running answers than in the best slice
+SMALLEST = 1e-12  # length of a vector
 MARGIN = 0.8  # of the longest wait for a token: slices vary
 
 Clock: TypeAlias = Callable[[], float]
@@ -67,6 +72,13 @@ class Prefill:
         """End a slice there and keep a checkpoint: another request waits for it."""
         if n_tokens > self.n_done:
             self._points.add(n_tokens)
+
+    def results(self, last: mx.array, prepared: PreparedRequest) -> Iterator[Event]:
+        """What the prompt alone gives; `last` is what `feed` returned at its end."""
+        if self.scores is not None:
+            yield Scored(0, tuple(self.scores.tokens))
+        if prepared.request.embed:
+            yield Embedded(unit_vector(last, prepared.n_vocab))
 
     def feed(self, n_tokens: int) -> mx.array | None:
         """Feed about `n_tokens`; the logits after the last token of the prompt, else None."""
@@ -211,6 +223,17 @@ class SliceSizer:
         between = [n for power in powers for n in (power, power * 3 // 2)]
         lengths = powers if self.on_grid else between
         return [*(n for n in lengths if n < self.max_slice), self.max_slice]
+
+
+def unit_vector(hidden: mx.array, n_vocab: int) -> Vector:
+    """A row of hidden states, of length 1."""
+    if hidden.shape[-1] == n_vocab:  # a few of mlx-lm's models have their head inside
+        raise UnsupportedModel(
+            "mlx-lm does not give the hidden states of this architecture, so this model cannot "
+            "embed; use another."
+        )
+    row = hidden[0].astype(mx.float32)
+    return np.array(row / mx.maximum(mx.linalg.norm(row), SMALLEST), np.float32)
 
 
 class Stopwatch:

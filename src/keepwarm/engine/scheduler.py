@@ -26,7 +26,7 @@ from keepwarm.engine.keeper import Keeper, OnKept
 from keepwarm.engine.lane import Lane
 from keepwarm.engine.prefill import Clock, Prefill, SliceSizer, Stopwatch
 from keepwarm.errors import CacheMismatch, EngineFailed, KeepwarmError
-from keepwarm.text.request import Progress, Scored
+from keepwarm.text.request import Progress
 
 LOG = logging.getLogger(__name__)
 
@@ -233,8 +233,7 @@ class Scheduler:
 
     def _start_decoding(self, task: PrefillTask, logits: mx.array) -> None:
         """The sequences join the batch; a job without any is finished."""
-        if task.prefill.scores is not None:
-            task.job.answer.put(Scored(0, tuple(task.prefill.scores.tokens)))
+        task.send_results(logits)
         if not task.sequences:
             self._keeper.keep_prompt(task)
             self._finish(task.job)

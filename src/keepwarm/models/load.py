@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,10 +22,15 @@ from keepwarm.device import kernels
 from keepwarm.device.space import require_memory
 from keepwarm.errors import BadModelFile, KeepwarmError, UnsupportedModel
 from keepwarm.models.catalog import locate, n_context, read_config, read_generation_config
+from keepwarm.models.embedder import Embedder, read_embedder
 from keepwarm.models.gguf import model as gguf
 from keepwarm.models.gguf.tokenizer import write_tokenizer
 
 PIECE_BYTES = 64 << 20
+ENCODERS = ("bert", "mpnet", "electra", "deberta")  # in names of model types
+ELSE_EMBED = "; for embeddings use a decoder, as Qwen3-Embedding, or a server that runs encoders."
+FLAT = "embed_tokens.weight"
+HEADLESS = {"tie_word_embeddings": True}  # the head is then that of the embeddings
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 
 
@@ -41,6 +46,21 @@ class Model:
     n_context: int  # tokens, prompt and answer together
     n_bytes: int = 0  # of the weights
     generation_config: dict[str, Any] = field(default_factory=dict)  # the makers' sampling
+    embedder: Embedder = field(default_factory=Embedder)  # what its files say about vectors
+
+    @property
+    def backbone(self) -> Any:
+        """The module without its head: what it makes of each token, instead of logits."""
+        whole = self.module
+        found = getattr(whole, "model", None) or getattr(
+            getattr(whole, "language_model", None), "model", None
+        )
+        if found is None:
+            raise UnsupportedModel(
+                f"mlx-lm does not give the hidden states of {self.name}, so it cannot embed; use "
+                "another model."
+            )
+        return found
 
 
 class _Parts(NamedTuple):
@@ -87,8 +107,8 @@ def read_model(
         _evaluate(path, parts.module, n_bytes, report)
         tokenizer = parts.tokenizer.result()
     config, generation = parts.config, read_generation_config(path)
-    module, size = parts.module, n_context(config)
-    return Model(name, path, module, tokenizer, config, size, n_bytes, generation)
+    module, size, embedder = parts.module, n_context(config), read_embedder(path, config)
+    return Model(name, path, module, tokenizer, config, size, n_bytes, generation, embedder)
 
 
 def _weights_bytes(module: Any) -> int:
@@ -151,26 +171,32 @@ def _read_directory(path: Path, beside: Executor) -> _Parts:
         raise BadModelFile(f"{path} has no weights (model*.safetensors); download the model again.")
     if not any(any(path.glob(pattern)) for pattern in TOKENIZER_FILES):
         raise BadModelFile(f"{path} has no tokenizer (tokenizer.json); download the model again.")
-    for file in path.glob("model*.safetensors"):
-        _check_weights(file)
-    module, config = _read_module(path)
+    files = sorted(path.glob("model*.safetensors"))
+    module, config = _read_module(path, {name for file in files for name in _check_weights(file)})
     return _Parts(module, beside.submit(_read_tokenizer, path, config, path), config)
 
 
-def _check_weights(file: Path) -> None:
-    """Check the whole header before MLX uses it: MLX trusts every offset in it."""
+def _check_weights(file: Path) -> list[str]:
+    """Check the whole header before MLX uses it, which trusts every offset in it; the names."""
     try:
-        with safe_open(file, framework="numpy"):
-            pass
+        with safe_open(file, framework="numpy") as weights:
+            return list(weights.keys())
     except (SafetensorError, OSError) as error:
         raise BadModelFile(
             f"{file} is not a complete safetensors file ({error}); download the model again."
         ) from error
 
 
-def _read_module(path: Path) -> tuple[Any, dict[str, Any]]:
+def _read_module(path: Path, names: Collection[str]) -> tuple[Any, dict[str, Any]]:
+    """Embedders are often saved without a head, and some without the prefix of their names."""
+    has_head = any("lm_head" in name for name in names)
+    is_flat = FLAT in names
+    changes = {} if has_head or not (is_flat or f"model.{FLAT}" in names) else HEADLESS
     try:
-        return load_model(path, lazy=True)  # type: ignore[no-any-return]
+        module, config = load_model(path, lazy=True, strict=not is_flat, model_config=changes)
+        if is_flat:
+            _load_flat(path, module)
+        return module, config
     except SystemExit as error:  # some of mlx-lm's models end the program if a package is missing
         raise UnsupportedModel(
             f"{path} is of architecture {read_config(path)['model_type']!r}, which mlx-lm cannot "
@@ -180,13 +206,21 @@ def _read_module(path: Path) -> tuple[Any, dict[str, Any]]:
         raise _load_error(path, error) from error
 
 
+def _load_flat(path: Path, module: Any) -> None:
+    weights: dict[str, mx.array] = {}
+    for file in path.glob("model*.safetensors"):
+        arrays: Any = mx.load(str(file))
+        weights |= {f"model.{name}": array for name, array in arrays.items()}
+    module.load_weights(list(module.sanitize(weights).items()))
+
+
 def _load_error(path: Path, error: Exception) -> KeepwarmError:
     reason = str(error).strip().partition("\n")[0].rstrip(".:")
     if "not supported" in reason or "custom module" in reason:
         kind = read_config(path)["model_type"]
-        return UnsupportedModel(
-            f"{path} is of architecture {kind!r}, which mlx-lm does not support."
-        )
+        what = f"{path} is of architecture {kind!r}, which mlx-lm does not support"
+        is_encoder = any(name in str(kind) for name in ENCODERS)
+        return UnsupportedModel(f"{what}{ELSE_EMBED if is_encoder else '.'}")
     return BadModelFile(f"{path} is not a complete model ({type(error).__name__}: {reason}).")
 
 

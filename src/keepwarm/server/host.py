@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -76,7 +77,9 @@ def _start_warmer(engine: Engine) -> Warmer:
 
 
 def _submit_all(
-    engine: Engine, requests: Sequence[Request], deadline: PrepareDeadline
+    engine: Engine,
+    requests: Sequence[Request | PreparedRequest],
+    deadline: PrepareDeadline | None = None,
 ) -> list[Answer]:
     answers: list[Answer] = []
     try:
@@ -195,6 +198,11 @@ class EngineHost:
         answers = await turn.run(_submit_all, self.engine, requests)
         is_empty = requests[0].sampling.max_tokens == 0 if requests else False
         return self._observed(answers, turn, requests[0].n if is_empty else 0)
+
+    async def run(self, prepared: Sequence[PreparedRequest]) -> list[ObservedAnswer]:
+        """Start answers to requests that were prepared before, after their turn."""
+        answers = await asyncio.to_thread(_submit_all, self.engine, prepared)
+        return [ObservedAnswer(answer, self._answered) for answer in answers]
 
     async def warm(self, request: Request, turn: Turn) -> ObservedAnswer:
         """Start to prefill a prompt that needs no answer."""

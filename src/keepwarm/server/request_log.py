@@ -22,7 +22,6 @@ from keepwarm.server.http.logs import log_fields
 from keepwarm.server.http.problems import problem_of, respond
 from keepwarm.server.http.request_fields import tenant_agent_id
 from keepwarm.server.http.turns import Turn
-from keepwarm.text.request import sum_receipts
 
 LOG = logging.getLogger("keepwarm.requests")
 SERVER_LOG = logging.getLogger("keepwarm.server")
@@ -116,6 +115,8 @@ def _path(scope: Scope) -> str:
 
 def _answered(turn: Turn | None, tenant: str) -> dict[str, Any]:
     """Tokens by place and the time to the first token, of all answers to a request."""
+    from keepwarm.engine.answer import sum_receipts  # loads MLX
+
     if turn is None:
         return {}
     agent = (turn.agent or "").removeprefix(tenant_agent_id(tenant, ""))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from keepwarm.engine.answer import sum_receipts, sum_usages
 from keepwarm.errors import BadInput, RepeatedToolCall
 from keepwarm.session.tool_functions import Toolbox, ToolResult
 from keepwarm.text.request import (
@@ -18,8 +19,6 @@ from keepwarm.text.request import (
     Result,
     ToolCall,
     Usage,
-    sum_receipts,
-    sum_usages,
 )
 from keepwarm.text.tools import signature_of
 

@@ -2,7 +2,7 @@
 
 `Engine.submit` takes a `Request` and returns an answer that yields these events, in this order:
 
-    Started, Progress*, Scored*, (Delta | ToolCallDelta | ToolCalled | Finished)*, Done
+    Started, Progress*, Scored*, Embedded*, (Delta | ToolCallDelta | ToolCalled | Finished)*, Done
 
 If an answer fails, iterating it raises the error instead of yielding Done.
 """
@@ -10,17 +10,22 @@ If an answer fails, iterating it raises the error instead of yielding Done.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.texts.turns import KeptTurn
 from keepwarm.errors import BadInput, KeepwarmError
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 Message: TypeAlias = Mapping[str, Any]  # as in OpenAI's API: role, content (text), tool_calls, …
 Tool: TypeAlias = Mapping[str, Any]  # {"type": "function", "function": {name, description, …}}
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+Vector: TypeAlias = "NDArray[np.float32]"
 Inexact: TypeAlias = Literal[
     "quantised", "bounded", "imported"
 ]  # `Lane.inexact` says what each one means
@@ -120,6 +125,7 @@ class Request:
     sampling: Sampling = Sampling()
     n: int = 1  # choices: independent answers to the same prompt
     score_prompt: bool = False  # logprobs of the prompt too; with Policy.NO_STORE
+    embed: bool = False  # the vector of the prompt instead of an answer
     kv: KVOptions = KVOptions()  # if these are the defaults: the engine's own
     exact: bool = False  # keys and values as the model computes them, whatever the engine's options
     policy: Policy = Policy.READ_WRITE
@@ -145,6 +151,8 @@ class Request:
                 "score_prompt needs Policy.NO_STORE, because restored keys and values have no "
                 "logits, and sampling.top_logprobs."
             )
+        if self.embed and (self.messages is not None or self.score_prompt):
+            raise BadInput("embed needs a prompt, and cannot be combined with score_prompt.")
         if self.exact and self.kv != KVOptions():
             raise BadInput("exact and kv cannot be combined; choose one.")
 
@@ -274,6 +282,13 @@ class Scored:
     tokens: tuple[TokenInfo, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Embedded:
+    """The vector of the prompt: what the model makes of its last token, of length 1."""
+
+    vector: Vector
+
+
 @dataclass(frozen=True)
 class Delta:
     """New text of one choice, or of the reasoning before it."""
@@ -326,7 +341,7 @@ class Done:
 
 
 Event: TypeAlias = (
-    Started | Progress | Scored | Delta | ToolCallDelta | ToolCalled | Finished | Done
+    Started | Progress | Scored | Embedded | Delta | ToolCallDelta | ToolCalled | Finished | Done
 )
 
 
@@ -350,45 +365,7 @@ class Result:
     usage: Usage
     receipt: Receipt
     scored: Mapping[int, tuple[TokenInfo, ...]] = field(default_factory=dict)  # by `Scored.choice`
+    vector: Vector | None = None  # of the prompt, if the request asks to `embed`
 
 
 Outcome: TypeAlias = Event | KeepwarmError
-
-
-def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
-    """One receipt for several prompts; its miss is that of the prompt that computed the most."""
-    durable = [receipt.durable for receipt in receipts]
-    tiers = sorted({tier for receipt in receipts for tier in receipt.reused})
-    return Receipt(
-        prompt_tokens=sum(receipt.prompt_tokens for receipt in receipts),
-        reused={tier: sum(r.reused.get(tier, 0) for r in receipts) for tier in tiers},
-        recomputed=sum(receipt.recomputed for receipt in receipts),
-        saved_ms=round(sum(receipt.saved_ms for receipt in receipts), 1),
-        inexact=tuple(dict.fromkeys(reason for r in receipts for reason in r.inexact)),
-        spliced=sum(receipt.spliced for receipt in receipts),
-        scrubbed=tuple(dict.fromkeys(rule for r in receipts for rule in r.scrubbed)),
-        reordered=tuple(dict.fromkeys(part for r in receipts for part in r.reordered)),
-        unread=tuple(dict.fromkeys(kind for r in receipts for kind in r.unread)),
-        ignored_fields=tuple(dict.fromkeys(name for r in receipts for name in r.ignored_fields)),
-        miss=max(receipts, key=lambda receipt: receipt.recomputed).miss,
-        repeated_calls=tuple(call for r in receipts for call in r.repeated_calls),
-        durable=None if None in durable else all(durable),
-        continued=sum(continued) if (continued := _given(r.continued for r in receipts)) else None,
-        scored=sum(scored) if (scored := _given(r.scored for r in receipts)) else None,
-    )
-
-
-def _given(values: Iterable[int | None]) -> list[int]:
-    return [value for value in values if value is not None]
-
-
-def sum_usages(usages: Sequence[Usage]) -> Usage:
-    """One usage for several answers: TTFT of the first, decode speed of the last."""
-    return Usage(
-        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
-        cached_tokens=sum(usage.cached_tokens for usage in usages),
-        completion_tokens=sum(usage.completion_tokens for usage in usages),
-        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
-        ttft_ms=usages[0].ttft_ms,
-        tokens_per_second=usages[-1].tokens_per_second,
-    )

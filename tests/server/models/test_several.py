@@ -72,6 +72,7 @@ def test_every_api_takes_the_name(both):
     question = [{"role": "user", "content": "What is the answer?"}]
     bodies = {
         "/v1/completions": {"prompt": "the fox", "max_tokens": 2},
+        "/v1/embeddings": {"input": "the fox"},
         "/v1/messages": {"messages": question, "max_tokens": 2},
         "/v1/responses": {"input": "the fox", "max_output_tokens": 16},
     }

@@ -73,7 +73,7 @@ class Misses:
 
     def add_request(self, job: Job) -> None:
         """Find the most similar earlier prompt, before this one is recorded."""
-        if job.request.policy.reads:
+        if job.request.policy.reads and not job.request.embed:
             whose = (job.request.kv, job.request.tenant)
             self._nearest[job.number] = self._recent.nearest(whose, job.tokens)
 

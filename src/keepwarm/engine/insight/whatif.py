@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
+from keepwarm.engine.admission import kv_bytes
+from keepwarm.engine.jobs import Job
 from keepwarm.prefix.blocks import BLOCK_TOKENS, Namespace, chain
 
 MAX_BLOCKS = 100_000  # of all look-ups in the log
@@ -54,6 +56,15 @@ class LookupLog:
         self._lock = threading.Lock()
         self._lookups: deque[LoggedLookup] = deque()
         self._n_blocks = 0
+
+    def add_job(self, job: Job) -> None:
+        """Log a request that was looked up, if what it computes goes to disk."""
+        if job.receipt is None or not job.request.policy.to_disk:
+            return
+        tokens = job.sequences[0].tokens if job.sequences else job.tokens
+        manager = job.lane.manager
+        block_bytes = kv_bytes(manager.layout, BLOCK_TOKENS)
+        self.add(manager.namespace, tokens, len(job.tokens), block_bytes)
 
     def add(
         self, namespace: Namespace, tokens: Sequence[int], n_prompt: int, block_bytes: int

@@ -48,11 +48,14 @@ def answer_docs(model: type) -> dict[int | str, dict[str, Any]]:
     return {200: {"model": model, "description": about, "content": stream}}
 
 
-class AnswerLike(Protocol):
+class Cancellable(Protocol):
+    def cancel(self) -> None: ...
+
+
+class AnswerLike(Cancellable, Protocol):
     """What is sent: an engine's answer, or several combined."""
 
     def __aiter__(self) -> AsyncIterator[Event]: ...
-    def cancel(self) -> None: ...
     async def wait(self) -> Result: ...
 
 
@@ -216,7 +219,7 @@ async def wait_for_start(events: AsyncIterator[Event]) -> Started:
 
 
 @asynccontextmanager
-async def cancel_on_disconnect(answer: AnswerLike, receive: Receive) -> AsyncIterator[None]:
+async def cancel_on_disconnect(answer: Cancellable, receive: Receive) -> AsyncIterator[None]:
     """Cancels the answer when the client disconnects or the block is left early."""
     watcher = asyncio.create_task(_cancel_when_gone(answer, receive))
     try:
@@ -226,7 +229,7 @@ async def cancel_on_disconnect(answer: AnswerLike, receive: Receive) -> AsyncIte
         answer.cancel()
 
 
-async def _cancel_when_gone(answer: AnswerLike, receive: Receive) -> None:
+async def _cancel_when_gone(answer: Cancellable, receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     answer.cancel()

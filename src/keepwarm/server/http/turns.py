@@ -31,7 +31,7 @@ T = TypeVar("T")
 LONG_BODY = 64 << 10  # bytes
 PATHS = frozenset(
     {
-        *("/v1/chat/completions", "/v1/completions"),
+        *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
         *("/v1/messages", "/v1/messages/count_tokens"),
         *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"),
         *("/api/chat", "/api/generate", "/tokenize", "/detokenize"),

@@ -14,6 +14,7 @@ from keepwarm.server.openai.chunks import Chunks, CompletionMeta, usage_dict
 from keepwarm.server.openai.shapes import (
     MAX_ANSWERS,
     CompletionRequest,
+    Prompts,
     TextChoice,
     TextCompletion,
 )
@@ -84,13 +85,12 @@ def requests_of(
     return [Request(prompt=prompt, **options) for prompt in prompts]
 
 
-def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
-    """The prompts, from any of the four forms of `prompt`."""
-    prompt = body.prompt
+def prompts_of(prompt: Prompts, name: str = "prompt") -> list[str | list[int]]:
+    """The prompts, from any of their four forms; `name` is that of the field."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise BadField("prompt is an empty list; send at least one prompt.", "prompt")
+        raise BadField(f"{name} is an empty list; send at least one text.", name)
     if isinstance(prompt[0], int):
         return [prompt]
     return list(prompt)
@@ -98,7 +98,7 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
 
 def _filled_in(body: CompletionRequest, fill_in: FillIn | None) -> list[str | list[int]]:
     """The prompts, with the suffix in the model's own format."""
-    prompts, suffix = prompts_of(body), body.suffix
+    prompts, suffix = prompts_of(body.prompt), body.suffix
     if not suffix:
         return prompts
     if fill_in is None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from keepwarm.engine.answer import collect
+from keepwarm.engine.answer import collect, sum_receipts, sum_usages
 from keepwarm.errors import KeepwarmError
 from keepwarm.server.host import ObservedAnswer
 from keepwarm.server.http.sse import wait_for_start
@@ -21,8 +21,6 @@ from keepwarm.text.request import (
     Started,
     ToolCallDelta,
     ToolCalled,
-    sum_receipts,
-    sum_usages,
 )
 
 

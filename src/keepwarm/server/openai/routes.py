@@ -1,4 +1,4 @@
-"""OpenAI's endpoints: chat completions, text completions, models."""
+"""OpenAI's endpoints: chat completions, text completions, embeddings, models."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from fastapi import Request, Response
 
 from keepwarm.config import Settings
+from keepwarm.server.embedding import embed
 from keepwarm.server.host import EngineHost
 from keepwarm.server.http import scrub
 from keepwarm.server.http.body import api_router
@@ -19,7 +20,8 @@ from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.calls import call_style_of
 from keepwarm.server.openai.chat import ChatStream
 from keepwarm.server.openai.chunks import CompletionMeta, system_fingerprint
-from keepwarm.server.openai.completions import TextStream, fill_in_of
+from keepwarm.server.openai.completions import TextStream, fill_in_of, prompts_of
+from keepwarm.server.openai.embeddings import EmbeddingList, EmbeddingRequest, WholeEmbeddings
 from keepwarm.server.openai.model_list import list_for, model_for
 from keepwarm.server.openai.multi_prompt import CombinedAnswer
 from keepwarm.server.openai.shapes import (
@@ -84,6 +86,18 @@ async def create_completion(
     return WholeAnswer(answer, lambda result: completions.completion(meta, result, echoed, pieces))
 
 
+@router.post("/embeddings", responses={200: {"model": EmbeddingList}})
+async def create_embeddings(
+    body: EmbeddingRequest, request: Request, models: Served, turn: InTurn
+) -> Response:
+    """A vector for each text or list of tokens, of length 1."""
+    host = await models.use(body.model, turn)
+    fields = request_fields(request, body.keepwarm, None, body)
+    inputs = prompts_of(body.input, "input")
+    answer = await embed(host, inputs, fields, turn, prompt_name=body.prompt_name)
+    return WholeEmbeddings(answer, body, host.name)
+
+
 @router.get("/models")
 async def list_models(request: Request, models: Served) -> ModelList | ClaudeModelList:
     """The models that requests may name, the default first; in Anthropic's form for its clients."""
@@ -119,7 +133,7 @@ def fill_in_for(
 
 def _echoed(host: EngineHost, body: CompletionRequest) -> list[str]:
     """The text that each answer begins with: its prompt if `echo` is set."""
-    prompts = completions.prompts_of(body)
+    prompts = prompts_of(body.prompt)
     if not body.echo:
         return [""] * len(prompts)
     tokenizer = host.engine.model.tokenizer

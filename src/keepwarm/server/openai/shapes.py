@@ -26,6 +26,7 @@ MAX_STOPS = 16
 TokenCount = Annotated[
     int, Field(ge=-1, description="-1: up to the end of the context; 0: no answer.")
 ]
+Prompts = str | Checked[str] | Checked[int] | Checked[Checked[int]]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -192,7 +193,7 @@ class ChatRequest(BaseCompletionRequest):
 
 
 class CompletionRequest(BaseCompletionRequest):
-    prompt: str | Checked[str] | Checked[int] | Checked[Checked[int]]
+    prompt: Prompts
     max_tokens: TokenCount | None = None  # 16
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = None

@@ -2,7 +2,8 @@
 
 from dataclasses import fields, replace
 
-from keepwarm.text.request import Miss, Receipt, Usage, sum_receipts, sum_usages
+from keepwarm.engine.answer import sum_receipts, sum_usages
+from keepwarm.text.request import Miss, Receipt, Usage
 
 FIRST = Receipt(
     prompt_tokens=10,
