@@ -1,4 +1,6 @@
-"""Screenshots for docs/dashboard.md: python -m tests.server.dashboard.pictures
+"""Screenshots for docs/dashboard.md: python -m tests.server.dashboard.pictures [MINUTES [FOLDER]]
+
+With a folder, all views at both sizes too, to look at.
 
 A tiny model serves agents that read the pages of the manual for some minutes; half-way the server
 is started again. Numbers in the pictures are those of that run.
@@ -13,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ IMAGES = ROOT / "docs" / "images"
 PAGES = [page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))]
 ROLES = ("planner", "coder", "reviewer", "tester", "writer")
 SYSTEM = "You are one of several agents who work on one repository. These are its rules.\n"
-WIDTH = 1280
+MOST_TOKENS = N_CONTEXT - 4000  # the next message has about 1,500, its answer may have 600
 
 
 def excerpt(pick: random.Random, n_chars: int) -> str:
@@ -43,15 +46,17 @@ class Team:
         self._pick = random.Random(seed)
         system = {"role": "system", "content": SYSTEM + PAGES[0][:4000]}
         self._said = {role: [system, self._user(f"You are the {role}.\n")] for role in ROLES}
+        self._n_tokens = dict.fromkeys(ROLES, 0)
 
     def turn(self, live: Live, role: str, max_tokens: int = 80) -> None:
         said = self._said[role]
-        if sum(len(message["content"]) for message in said) > 20_000:
+        if self._n_tokens[role] > MOST_TOKENS:
             del said[2:]  # a new task
         body = {"messages": said, "max_tokens": max_tokens}
         answer = live.post("/v1/chat/completions", body, **{"X-Keepwarm-Agent": role})
-        answer.raise_for_status()
-        said += [{"role": "assistant", "content": "It is done."}, self._user("Go on.\n")]
+        whole = answer.raise_for_status().json()
+        self._n_tokens[role] = whole["usage"]["total_tokens"]
+        said += [whole["choices"][0]["message"], self._user("Go on.\n")]
 
     def what_time(self, live: Live, minute: int) -> None:
         """An agent whose first line is the time, so that every request is a miss."""
@@ -94,30 +99,37 @@ def busy(live: Live, team: Team) -> Iterator[None]:
             thread.join()
 
 
-VIEWS = ("overview", "requests", "forest", "misses", "agents")
+KEPT = ("overview", "requests", "forest", "misses", "agents")  # that the page of docs shows
+VIEWS = (*KEPT, "health", "connect")
+SIZES = {"wide": (1280, 640), "narrow": (390, 844)}
 
 
-def take(live: Live, browser: Any) -> None:
+def take(live: Live, browser: Any, folder: Path | None) -> None:
     for scheme in ("light", "dark"):
         with watched(browser, live.url, color_scheme=scheme) as page:
-            for view in VIEWS:
-                page.set_viewport_size({"width": WIDTH, "height": 640})
-                page.goto(f"{live.url}/dashboard#{view}")
-                page.wait_for_timeout(8000 if view == "overview" else 2500)
-                if view == "misses":
-                    changed = page.locator("#missed li", has_text="clock").first
-                    changed.get_by_text("Show the difference").click()
-                    page.wait_for_timeout(500)
-                path = IMAGES / f"dashboard-{view}-{scheme}.png"
-                page.screenshot(path=path, full_page=True)
+            for size, view in product(SIZES if folder else ["wide"], VIEWS if folder else KEPT):
+                show(page, live, view, *SIZES[size])
+                if folder:
+                    page.screenshot(path=folder / f"{view}-{size}-{scheme}.png", full_page=True)
+                if size == "wide" and view in KEPT:
+                    page.screenshot(path=IMAGES / f"dashboard-{view}-{scheme}.png", full_page=True)
 
 
-def main(minutes: float) -> None:
-    IMAGES.mkdir(exist_ok=True)
+def show(page: Any, live: Live, view: str, width: int, height: int) -> None:
+    page.set_viewport_size({"width": width, "height": height})
+    page.goto(f"{live.url}/dashboard#{view}")
+    page.wait_for_timeout(8000 if view == "overview" else 2500)
+    if view == "misses":
+        changed = page.locator("#missed li", has_text="clock").first
+        changed.get_by_text("Show the difference").click()
+        page.wait_for_timeout(500)
+
+
+def main(minutes: float, folder: Path | None) -> None:
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         settings = config.load({"KEEPWARM_HOME": str(home / "home")})
-        model = load(str(write_checkpoint(home / "model", n_context=N_CONTEXT)), settings)
+        model = load(str(write_checkpoint(home / "tiny", n_context=N_CONTEXT)), settings)
         team = Team()
         with serve(model, settings) as live:
             work(live, team, time.monotonic() + 30 * minutes)
@@ -126,8 +138,9 @@ def main(minutes: float) -> None:
             live.post("/v1/agents/coder/fork", {"id": "coder-try"}).raise_for_status()
             live.post("/v1/agents/planner/pin", {}).raise_for_status()
             with busy(live, team), chromium() as browser:
-                take(live, browser)
+                take(live, browser, folder)
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]) if len(sys.argv) > 1 else 10)
+    given = dict(enumerate(sys.argv))
+    main(float(given.get(1, 10)), Path(given[2]) if 2 in given else None)

@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -173,6 +174,11 @@ def test_the_bar_grows_with_the_prefill(page, own):
     assert page.evaluate(bars) == ["40%", "10%"]
 
 
+TIMERS = """() => {
+  const set = window.setTimeout;
+  window.timers = 0;
+  window.setTimeout = (...given) => { window.timers += 1; return set(...given); };
+}"""
 MUTATIONS = """() => {
   window.mutations = 0;
   new MutationObserver((seen) => { window.mutations += seen.length; }).observe(document.body,
@@ -184,26 +190,47 @@ MUTATIONS = """() => {
 def test_an_idle_page_asks_for_one_thing_and_draws_nothing(browser, own, view):
     """Only whether something has changed; what has not is not drawn again."""
     own.host.engine.settle()
-    with watched(browser, own.url) as page:
-        page.clock.install()
-        page.goto(f"{own.url}/dashboard#{view}")
-        page.get_by_text("Live", exact=True).wait_for()
-        for _ in range(5):  # until speeds and lists have settled
-            beat(page)
-        page.evaluate(MUTATIONS)
-        asked = []
-        page.on("request", lambda request: asked.append(request.url.removeprefix(own.url)))
+    with settled(browser, own, view) as (page, asked):
         for _ in range(4):
             beat(page)
         assert set(asked) == {"/v1/dashboard/now"}
         assert page.evaluate("window.mutations") == 0
 
 
-def beat(page):
-    """Let two seconds pass on the page's clock, in which it asks once."""
-    with page.expect_response("**/v1/dashboard/now"):
-        page.clock.run_for(2000)
-    page.evaluate("new Promise((done) => window.queueMicrotask(done))")
+def test_ages_are_written_anew_on_an_idle_page(browser, own):
+    own.host.engine.settle()
+    with settled(browser, own, "requests") as (page, asked):
+        age = page.locator("#ended .state + .quiet").first
+        before = age.inner_text()
+        for _ in range(15):
+            beat(page, 6)
+        assert age.inner_text() != before
+        assert set(asked) == {"/v1/dashboard/now"}
+
+
+@contextmanager
+def settled(browser, live, view):
+    """A page whose clock only `beat` moves, and what it asks for once speeds and lists rest."""
+    asked = []
+    with watched(browser, live.url) as page:
+        page.clock.install()
+        page.goto(f"{live.url}/dashboard#{view}")
+        page.get_by_text("Live", exact=True).wait_for()
+        now = datetime.fromtimestamp(page.evaluate("Date.now()") / 1000, UTC)
+        page.clock.pause_at(now + timedelta(minutes=1))
+        page.evaluate(TIMERS)
+        for _ in range(4):
+            beat(page)
+        page.evaluate(MUTATIONS)
+        page.on("request", lambda request: asked.append(request.url.removeprefix(live.url)))
+        yield page, asked
+
+
+def beat(page, seconds=3):
+    """Let time pass on the page's clock, in which it asks, until it waits to ask again."""
+    before = page.evaluate("window.timers")
+    page.clock.run_for(1000 * seconds)
+    wait_until(lambda: page.evaluate("window.timers") > before)
 
 
 def test_it_sends_nothing_while_hidden(page):
@@ -213,7 +240,7 @@ def test_it_sends_nothing_while_hidden(page):
     page.get_by_text("Paused").wait_for()
     page.wait_for_timeout(500)  # what was under way is over
     asked.clear()
-    page.wait_for_timeout(2500)
+    page.wait_for_timeout(3500)
     assert asked == []
     hide(page, False)
     page.get_by_text("Live", exact=True).wait_for()

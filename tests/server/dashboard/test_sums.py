@@ -36,4 +36,4 @@ def test_totals_are_shown_to_the_admin_key_only(browser, serving):
             for name in ("Memory and disk by budget", "Prompt tokens by source"):
                 assert page.get_by_role("heading", name=name).is_visible() is opened
             if opened:
-                page.get_by_text("from turn 2").wait_for()
+                page.get_by_text("from the second turn on").wait_for()

@@ -192,4 +192,5 @@ def test_settings_in_force_without_secrets(keyed):
     assert found["api_keys"]["value"] == ""
     assert found["api_key_file"]["changed"] is True
     assert (found["port"]["value"], found["port"]["changed"]) == ("8181", False)
+    assert not found["downloads"]["changed"]
     assert not {"a", "b", "admin"} & {setting["value"] for setting in data}

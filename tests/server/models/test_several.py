@@ -9,6 +9,7 @@ from keepwarm.errors import BadInput
 from keepwarm.server.models.names import NamedModel, configured
 from tests.kit.engines import held
 from tests.server.conftest import wait_until
+from tests.server.dashboard.browsers import chromium, watched
 
 CHAT = "/v1/chat/completions"
 
@@ -176,3 +177,23 @@ def test_names_are_checked_at_the_start(tmp_path):
     with pytest.raises(BadInput, match="pinned_models names 'b', and the server has 'a'"):
         configured(given(model="a=x", pinned_models="b"))
     assert len(configured(given(model="a=x", more_models="a=x, b"))) == 2
+
+
+# The dashboard.
+
+
+def test_the_dashboard_has_the_lines_of_each_model(both):
+    with chromium() as browser, watched(browser, both.url) as page:
+        page.goto(f"{both.url}/dashboard")
+        page.get_by_role("link", name="big and 2 more models").click()
+        lines = page.locator("#clients .card", has_text="Claude Code").locator("pre")
+        lines.get_by_text("ANTHROPIC_MODEL=big").wait_for()
+        page.get_by_label("Model").select_option("small")
+        lines.get_by_text("ANTHROPIC_MODEL=small").wait_for()
+        assert "CLAUDE_CODE_AUTO_COMPACT_WINDOW=512" in lines.inner_text()
+
+
+def test_lines_of_an_unknown_model_are_refused(both):
+    answer = both.get("/v1/dashboard/connect?model=other")
+    assert answer.status_code == 404
+    assert "this server has 'big', 'small', 'haiku'" in answer.json()["error"]["message"]

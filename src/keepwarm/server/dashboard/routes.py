@@ -82,6 +82,11 @@ def show_now(models: Served, viewer: CurrentViewer, state: Dashboard) -> Activit
         "object": "dashboard.now",
         "time": time.time(),
         "model": models.first.name,
+        "models": [
+            {"name": name, "loaded": slot.host.loaded is not None}
+            for slot in list(models.slots.all)
+            for name in slot.names
+        ],
         "viewer": _viewer(viewer),
         "you": _viewer(viewer),
         "running": [
@@ -208,15 +213,24 @@ async def list_agents(models: Served, viewer: CurrentViewer) -> ListedAgentsOut:
 
 
 @router.get("/connect")
-def show_connect(request: Request, models: Served, viewer: CurrentViewer) -> ConnectOut:
-    """For each client the lines that point it at this server."""
-    url, name = str(request.base_url).rstrip("/"), models.first.name
+def show_connect(
+    request: Request,
+    models: Served,
+    viewer: CurrentViewer,
+    model: Annotated[str | None, Query(description="The default if absent.")] = None,
+) -> ConnectOut:
+    """For each client the lines that point it at this server and one of its models."""
+    url, listed = str(request.base_url).rstrip("/"), {each.name: each for each in models.listed()}
+    name = models.first.name if model is None else model
+    if name not in listed:
+        raise models.unknown(name)
     key = request.state.key_name if viewer.key_needed else None
-    server = ServerInfo(url, name, models.default.n_context or models.engine.model.n_context)
+    server = ServerInfo(url, name, listed[name].n_context or models.engine.model.n_context)
     return {
         "object": "dashboard.connect",
         "url": url,
         "model": name,
+        "models": list(listed),
         "key": key,
         "clients": clients_out(server, key),
     }

@@ -7,10 +7,16 @@ from dataclasses import MISSING, fields
 from keepwarm.config import SECRETS, Settings
 from keepwarm.server.dashboard.shapes import SettingOut
 
+FOLDERS = frozenset({"home", "store", "downloads"})  # each machine has its own
+
 
 def settings_out(settings: Settings) -> list[SettingOut]:
     return [
-        _setting(field.name, getattr(settings, field.name), field.default)
+        _setting(
+            field.name,
+            getattr(settings, field.name),
+            MISSING if field.name in FOLDERS else field.default,
+        )
         for field in fields(settings)
     ]
 

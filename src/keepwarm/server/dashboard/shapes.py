@@ -55,10 +55,16 @@ class ConditionOut(TypedDict):
     reasons: list[str]
 
 
+class ServedModelOut(TypedDict):
+    name: str
+    loaded: bool
+
+
 class ActivityOut(TypedDict):
     object: Literal["dashboard.now"]
     time: float
-    model: str
+    model: str  # the default
+    models: list[ServedModelOut]  # that are configured or were asked for, the default first
     viewer: ViewerOut
     you: Annotated[ViewerOut, renamed_to("viewer")]
     running: list[RequestOut]
@@ -208,7 +214,8 @@ class ClientOut(TypedDict):
 class ConnectOut(TypedDict):
     object: Literal["dashboard.connect"]
     url: str
-    model: str
+    model: str  # that the lines are for
+    models: list[str]  # that requests may name, the default first
     key: str | None  # its name; null where no key is needed
     clients: list[ClientOut]
 

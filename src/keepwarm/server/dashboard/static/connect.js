@@ -1,8 +1,19 @@
 // For each client the lines that point it at this server.
 
-import { byId, h, put, say } from "./dom.js";
+import { byId, h, hide, put, say } from "./dom.js";
 
-export function show({ url, model, key, clients }) {
+let chosen = ""; // a model; empty: the default
+
+export function start(onChange) {
+  byId("connect-model").addEventListener("change", ({ target }) => { chosen = target.value; onChange(); });
+}
+
+export const query = () => (chosen ? `?model=${encodeURIComponent(chosen)}` : "");
+
+export function show({ url, model, models, key, clients }) {
+  hide(byId("connect-choice"), models.length < 2);
+  put("connect-model", models.map((name) => h("option", { value: name }, name)));
+  byId("connect-model").value = model;
   const here = (line) => line.replaceAll(url, location.origin); // a proxy may have changed it
   byId("connect-about").textContent = `Paste the lines of your client into a shell. Server ${location.origin}, model ${model}; `
     + (key === null ? "no key is needed." : `they read the key ${key} from KEEPWARM_API_KEY.`);

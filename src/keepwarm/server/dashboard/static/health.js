@@ -83,7 +83,7 @@ export function whatIf(found) {
     one.max_bytes === found.max_bytes ? "–" : signed(one.more_tokens, short),
     one.max_bytes === found.max_bytes ? "–" : signed(one.more_seconds, (s) => seconds(s)),
   ]);
-  put("what-if", h("p", { class: "quiet" },
+  put("what-if", h("p", { class: "quiet above" },
     `${plural(found.lookups, "lookup")} since ${ago(found.since)}, replayed with least-recently-used eviction.`),
     table("Outcome by disk budget", COLUMNS, rows));
 }

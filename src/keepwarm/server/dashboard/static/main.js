@@ -1,6 +1,6 @@
 // Shows one view at a time, by the hash of the address, and keeps it up to date.
 //
-// `now` is asked for every second while requests run, else every two or four. It carries a revision: what a
+// `now` is asked for every second while requests run, else every three or five. It carries a revision: what a
 // view shows is asked for again only if that has changed. Nothing is asked for while hidden.
 
 import * as agents from "./agents.js";
@@ -17,9 +17,9 @@ import * as requests from "./requests.js";
 
 const SECOND = 1000;
 const BUSY = SECOND;
-const IDLE = 2 * SECOND;
-const LONG_IDLE = 4 * SECOND; // after `MANY` answers without a change
-const MANY = 30;
+const IDLE = 3 * SECOND; // an idle page costs its browser half a per cent of a core
+const LONG_IDLE = 5 * SECOND; // after `MANY` answers without a change
+const MANY = 20;
 const PAUSE = 30 * SECOND; // after the key dialog was cancelled
 const AGES = 30 * SECOND; // after which "5 min ago" is written anew
 const OLD_NAMES = { now: "overview", saved: "overview" };
@@ -45,12 +45,12 @@ const VIEWS = {
   health: [saved,
     source({ least: 30, sums: true, path: () => "/v1/dashboard/what-if", show: health.whatIf }),
     source({ least: 300, sums: true, path: () => "/v1/dashboard/settings", show: health.settings })],
-  connect: [source({ least: 300, path: () => "/v1/dashboard/connect", show: connect.show })],
+  connect: [source({ least: 300, path: () => `/v1/dashboard/connect${connect.query()}`, show: connect.show })],
 };
 let view = "";
 
 function source(options) {
-  return { least: 0, most: Infinity, revision: null, text: "", asked: -Infinity, shown: 0, ...options };
+  return { least: 0, most: Infinity, revision: null, data: null, text: "", asked: -Infinity, shown: 0, ...options };
 }
 
 function showNow(data) {
@@ -114,6 +114,7 @@ async function beat() {
   if (document.hidden || byId("key-dialog").open || beating) return;
   beating = true;
   if (await load(first)) await Promise.all(VIEWS[view].filter(isDue).map(load));
+  for (const each of VIEWS[view]) if (each.data !== null && isOld(each)) draw(each);
   beating = false;
   timer = setTimeout(beat, refused ? PAUSE : busy ? BUSY : unchanged < MANY ? IDLE : LONG_IDLE);
   if (VIEWS[view].some((each) => each.revision === null && (sums || !each.sums))) setTimeout(beat, 0);
@@ -153,11 +154,17 @@ async function load(each) {
 // What has not changed is not drawn again, except that ages are written anew.
 function render(each, data) {
   const text = JSON.stringify(data);
-  const isOld = performance.now() - each.shown > AGES;
-  if (text === each.text && !isOld && each !== first) return; // speeds change without new data
+  if (text === each.text && each !== first) return; // speeds change without new data
   each.text = text;
+  each.data = data;
+  draw(each);
+}
+
+const isOld = (each) => performance.now() - each.shown > AGES;
+
+function draw(each) {
   each.shown = performance.now();
-  each.show(data);
+  each.show(each.data);
 }
 
 function status(text, kind) {
@@ -205,6 +212,7 @@ addEventListener("hashchange", () => open(true));
 closeButtons();
 agents.start(refresh);
 chat.start(refresh);
+connect.start(refresh);
 forest.start();
 health.start();
 requests.start(refresh);

@@ -1,7 +1,7 @@
 // What runs at this moment: tiles, and memory by budget.
 
 import { byId, h, put, tile } from "./dom.js";
-import { bytes, count, short, sum } from "./format.js";
+import { bytes, count, plural, short, sum } from "./format.js";
 
 const MEMORY = { live: "Live caches", memory: "Blocks in memory", batch: "Running requests", buffers: "MLX buffers", disk: "Blocks on disk" };
 const WINDOW_S = 6; // that speed is measured over
@@ -9,7 +9,7 @@ const WINDOW_S = 6; // that speed is measured over
 const snapshots = [];
 
 export function show(now) {
-  if (byId("model").textContent !== now.model) byId("model").textContent = now.model;
+  showModels(now.models);
   snapshots.push(now);
   while (snapshots.length > 2 && now.time - snapshots[1].time > WINDOW_S) snapshots.shift();
   const others = sum(now.others);
@@ -19,6 +19,16 @@ export function show(now) {
     tile("Decode", words(speed("generated_tokens")), "tokens/s now"),
     tile("Prefill", words(speed("prefilled_tokens")), "tokens/s now"));
   put("memory", (now.memory ?? []).map(meter));
+}
+
+// The default, and how many more; their names are in its title.
+function showModels(models) {
+  const names = models.map(({ name, loaded }) => (loaded ? name : `${name} (not loaded)`));
+  const element = byId("model");
+  const text = names.length > 1 ? `${names[0]} and ${plural(names.length - 1, "more model")}` : names[0];
+  const title = names.join("\n");
+  if (element.textContent !== text) element.textContent = text;
+  if (element.title !== title) element.title = title;
 }
 
 function speed(counter) {

@@ -51,7 +51,7 @@ function tiles(saved) {
   const all = points.reduce((n, point) => n + answers(point), 0);
   const written = Object.entries(saved.written_by_day).at(-1)?.[1] ?? 0;
   return [
-    tile("Hit rate", rate(saved.hit_rate), `from turn 2 ${rate(saved.hit_rate_from_turn_2)}`),
+    tile("Hit rate", rate(saved.hit_rate), `${rate(saved.hit_rate_from_turn_2)} from the second turn on`),
     tile("First token", ms(saved.ttft_p50_ms), `95th percentile ${ms(saved.ttft_p95_ms)}`),
     tile("Time saved today", seconds(today.saved_s), `in total ${seconds(total.saved_s)}`),
     tile("Failed answers", count(failed), `of ${count(all)} in ${plural(saved.hours, "hour")}`),
