@@ -25,7 +25,7 @@ MAX_FUNCTION_LINES = 60
 # on the ground floor. The package itself and `python -m` stand above everything.
 GROUND = 0
 LEVELS = {
-    **dict.fromkeys(("errors", "config", "files", "folders", "units"), GROUND),
+    **dict.fromkeys(("errors", "config", "files", "folders", "progress", "units"), GROUND),
     **dict.fromkeys(("backend", "blas", "blas_trial", "mlx_import"), GROUND),
     "prefix": 1,
     **dict.fromkeys(("kv", "store", "device"), 2),

@@ -116,7 +116,10 @@ def test_what_is_printed_works_and_a_signal_ends_it_in_order(checkpoint, tmp_pat
         assert process.wait(300) == 0
         assert process.stdout.read() == ""
         logged = process.stderr.read().splitlines()
-        started, *requests, stopped = (line for line in logged if "event=draining" not in line)
+        assert " INFO keepwarm.server: event=loading " in logged[0]
+        assert logged[0].endswith(" phase=starting")
+        waits = ("event=loading", "event=draining")
+        started, *requests, stopped = (line for line in logged if not _has(line, waits))
         assert " INFO keepwarm.server: event=started " in started
         assert " INFO keepwarm.server: event=stopped requests=2 hit_rate=0." in stopped
         assert [" INFO keepwarm.requests: id=req-" in line for line in requests] == [True] * 4
@@ -135,6 +138,10 @@ def test_what_is_printed_works_and_a_signal_ends_it_in_order(checkpoint, tmp_pat
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
 
 
+def _has(line, parts):
+    return any(part in line for part in parts)
+
+
 def test_what_does_not_end_in_time_is_cut_with_words(checkpoint, tmp_path):
     with served(checkpoint, tmp_path, KEEPWARM_DRAIN_S="0.2") as (process, printed):
         bias = {"2": -100}  # the end of a turn
@@ -149,7 +156,7 @@ def test_what_does_not_end_in_time_is_cut_with_words(checkpoint, tmp_path):
                 list(stream)
         process.wait(300)
         assert process.returncode == 0
-        (draining,) = re.findall("event=draining (.*)", process.stderr.read())
+        draining, *_ = re.findall("event=draining (.*)", process.stderr.read())
         assert draining.startswith("unfinished_requests=1 up_to_s=0.2 hint=")
         assert time.monotonic() - begun < 120  # three thousand tokens take longer
 

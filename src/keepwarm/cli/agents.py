@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
-from rich import progress as bars
-from rich.console import Console
 
 from keepwarm import config
 from keepwarm.errors import BadInput
+from keepwarm.progress import shown
 from keepwarm.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -51,11 +49,9 @@ def open_store() -> DiskStore:
 
 @contextmanager
 def bar(label: str) -> Iterator[Progress]:
-    """A progress bar on stderr, if that is a terminal."""
-    hidden = not sys.stderr.isatty()
-    with bars.Progress(console=Console(stderr=True), transient=True, disable=hidden) as progress:
-        task = progress.add_task(label, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    """Counts on stderr, while it takes long."""
+    with shown(label) as line:
+        yield line.count
 
 
 @app.command()

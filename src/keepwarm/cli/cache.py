@@ -29,7 +29,7 @@ from keepwarm.cli.agents import (
     print_agent,
     print_fields,
 )
-from keepwarm.cli.options import check_parents
+from keepwarm.cli.options import check_parents, load_model
 from keepwarm.errors import BadInput
 from keepwarm.units import format_bytes
 
@@ -247,7 +247,6 @@ def import_(
     from keepwarm.cache.store import Store
     from keepwarm.engine.engine import Engine
     from keepwarm.engine.insight.recompute import EXTENT, ImportCheck
-    from keepwarm.models.load import load
 
     settings = config.load(model=model)
     if check is not None and not re.fullmatch(EXTENT, check):
@@ -261,7 +260,7 @@ def import_(
         return
     keys = BundleKeys.of(settings, trust=trust or ())
     theirs = identity_in(file)
-    loaded, options = load(settings.model, settings), make_options_in(theirs)
+    loaded, options = load_model(settings), make_options_in(theirs)
     with Store(settings=settings) as store, bar("importing") as progress:
         ours = store.attach(loaded.module, loaded.path, salt=theirs.salt, **options)
         fits = partial(check_record, ours.manager.layout)
@@ -296,10 +295,9 @@ def _import_prompt_file(
     from keepwarm.cache.store import Store
     from keepwarm.engine.engine import Engine
     from keepwarm.engine.insight.recompute import ImportCheck
-    from keepwarm.models.load import load
 
     read = read_prompt_file(file, tokens)
-    model = load(settings.model, settings)
+    model = load_model(settings)
     with Store(settings=settings) as store:
         made = import_prompt_file(store, model, read, agent or file.stem)
         if check is not None:
@@ -317,13 +315,12 @@ def _export_prompt_file(
     """Write an agent or a prefix as a prompt-cache file; the number of tokens."""
     from keepwarm.cache.prompt_files import FORMATS, export_prompt_file
     from keepwarm.cache.store import Store
-    from keepwarm.models.load import load
 
     if form not in FORMATS:
         known = ", ".join(("bundle", *FORMATS))
         raise BadInput(f"--format is {form!r}; it must be one of {known}.")
     with Store(settings=settings) as store:
-        agent, model = store.on_disk.find(*what), load(settings.model, settings)
+        agent, model = store.on_disk.find(*what), load_model(settings)
         with _file_errors(file):
             return export_prompt_file(store, model, agent, file, FORMATS[form])
 

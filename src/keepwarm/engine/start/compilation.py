@@ -47,9 +47,7 @@ def compile_kernels(
     ):
         trials = TrialRequests(engine).all
         for number, trial in enumerate(trials, 1):
-            what = f"compiling kernels, {number} of {len(trials)}"
-            LOG.info(what)
-            report(what)
+            report(f"compiling kernels, {number} of {len(trials)}")
             _run(trial)
         engine.call(lambda: kernels.keep(settings.home)).result()
 

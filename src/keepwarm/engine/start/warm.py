@@ -78,7 +78,9 @@ class Warmer:
 
     def _run_quietly(self) -> None:
         try:
-            self.run()
+            if warmed := self.run():
+                n_tokens = sum(each.n_tokens for each in warmed)
+                LOG.info("warmed %d conversations, %d tokens", len(warmed), n_tokens)
         except Stopping:
             LOG.debug("warming stopped before its end")
         except KeepwarmError as error:
