@@ -14,9 +14,11 @@ import os
 import sys
 import time
 from collections import Counter
-from functools import cache
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
 from importlib import import_module
 from itertools import accumulate
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +42,7 @@ def main(  # noqa: PLR0917 (options of a command)
     tests: Annotated[str, typer.Option(help="Test files; else all of a mutant's room.")] = "",
     seconds: Annotated[float, typer.Option(help="Of tests for a mutant, quickest first.")] = 1e6,
     minutes: Annotated[float, typer.Option(help="Stop after so many.")] = 1e6,
+    jobs: Annotated[int, typer.Option(help="Mutants at a time.")] = 1,
     write: Annotated[Path | None, typer.Option("--json", help="Write the verdicts here.")] = None,
 ) -> None:
     """Exit code 1 if a mutant survived, or if not all could be tried."""
@@ -51,14 +54,18 @@ def main(  # noqa: PLR0917 (options of a command)
     sample = sorted(drawn[:count], key=every.index)
     _import_much()
     verdicts: list[dict[str, Any]] = []
-    for mutant in sample:
-        if time.monotonic() > deadline:
-            break
-        verdicts.append(_verdict(mutant, _callers(mutant, tests), seconds))
-        print(f"{verdicts[-1]['verdict']:>12}  {mutant.key}", flush=True)
-        if write is not None:
-            lines = ",\n".join(json.dumps(verdict, ensure_ascii=False) for verdict in verdicts)
-            write.write_text(f"[\n{lines}\n]\n")
+    # Workers are forked before this process has threads; they fork for every mutant.
+    with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
+        list(pool.map(partial(_record, deadline=deadline), _unrecorded(tests)))
+        attempt = partial(_verdict, tests=tests, seconds=seconds, deadline=deadline)
+        for mutant, verdict in zip(sample, pool.map(attempt, sample), strict=True):
+            if verdict is None:
+                continue
+            verdicts.append(verdict)
+            print(f"{verdict['verdict']:>12}  {mutant.key}", flush=True)
+            if write is not None:
+                lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in verdicts)
+                write.write_text(f"[\n{lines}\n]\n")
     found = Counter(verdict["verdict"] for verdict in verdicts)
     print(f"{len(verdicts)} of {len(every)} mutants: {dict(found)}")
     unsteady = failing(sorted({v["by"] for v in verdicts if v["by"]}))
@@ -95,22 +102,37 @@ def _name(path: Path) -> str:
     return ".".join(relative.parts).removesuffix(".__init__")
 
 
+def _files(room: str, files: str) -> list[str]:
+    every = sorted((ROOT / "tests" / room).rglob("test_*.py"))
+    relative = [str(file.relative_to(ROOT)) for file in every]
+    return [file for file in relative if not files or file in files.split(",")]
+
+
+def _record_of(file: str) -> Path:
+    """Where it is noted what the tests of a file call; a file that changed has another place."""
+    digest = hashlib.sha256((ROOT / file).read_bytes()).hexdigest()[:16]
+    return KNOWN / f"{file.replace(os.sep, '.')}.{digest}.json"
+
+
+def _unrecorded(files: str) -> list[str]:
+    """Large files first: they tend to take longest."""
+    every = [file for room in ROOMS for file in _files(room, files)]
+    absent = [file for file in every if not _record_of(file).exists()]
+    return sorted(absent, key=lambda file: -(ROOT / file).stat().st_size)
+
+
+def _record(file: str, deadline: float) -> None:
+    if time.monotonic() < deadline:
+        KNOWN.mkdir(exist_ok=True)
+        print(f"     records  {file}", flush=True)
+        record(ROOT, file, _record_of(file))
+
+
 @cache
 def _recorded(room: str, files: str) -> dict[str, Any]:
-    """What each test of a room calls; a file that changed is run anew."""
-    tests: dict[str, Any] = {}
-    for file in sorted((ROOT / "tests" / room).rglob("test_*.py")):
-        relative = str(file.relative_to(ROOT))
-        if files and relative not in files.split(","):
-            continue
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-        known = KNOWN / f"{relative.replace(os.sep, '.')}.{digest}.json"
-        if not known.exists():
-            known.parent.mkdir(exist_ok=True)
-            print(f"     records  {relative}", flush=True)
-            record(ROOT, relative, known)
-        tests |= json.loads(known.read_text())["tests"]
-    return tests
+    """What each test of a room calls."""
+    known = [path for file in _files(room, files) if (path := _record_of(file)).exists()]
+    return {name: t for path in known for name, t in json.loads(path.read_text())["tests"].items()}
 
 
 def _callers(mutant: Mutant, files: str) -> list[tuple[float, str]]:
@@ -123,8 +145,11 @@ def _callers(mutant: Mutant, files: str) -> list[tuple[float, str]]:
     return []
 
 
-def _verdict(mutant: Mutant, meet: list[tuple[float, str]], seconds: float) -> dict[str, Any]:
+def _verdict(mutant: Mutant, tests: str, seconds: float, deadline: float) -> dict[str, Any] | None:
     """Known already, or tried now: quick tests first, so that most end soon."""
+    if time.monotonic() > deadline:
+        return None
+    meet = _callers(mutant, tests)
     before = accumulate((cost for cost, _ in meet), initial=0.0)
     met = [test for spent, test in zip(before, meet, strict=False) if spent < seconds]
     known = KNOWN / f"{mutant.mark}.json"

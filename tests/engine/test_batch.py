@@ -145,6 +145,15 @@ def test_a_disbanded_batch_returns_what_was_sampled(tiny_model, fed):
     assert row.tokens == twin.tokens
 
 
+def test_a_batch_disbanded_before_its_first_step_returns_first_tokens(tiny_model):
+    """A second row that cannot be merged ends the batch of the first."""
+    module = tiny_model("llama")
+    batch: Batch[Row] = Batch(module)
+    row = join(batch, module, prompt_of(10))
+    assert batch.disband() == [row]
+    assert [row.pending] == cold(module, prompt_of(10), 1).tokens
+
+
 class Stuck(Sampler):
     @property
     def is_plain(self) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.engine import chores
 from keepwarm.text.request import Breakpoint, Request, Sampling
@@ -32,9 +34,11 @@ def test_agents_past_their_retention_are_forgotten_after_an_answer(models, tmp_p
         assert not engine.store.on_disk.disk.have(old.blocks)
 
 
-def test_breakpoints_are_pinned_and_no_agent_is_made_of_nobody(models, tmp_path):
+@pytest.mark.parametrize("n_tokens", [2, 0])
+def test_breakpoints_are_pinned_and_no_agent_is_made_of_nobody(models, tmp_path, n_tokens):
+    """Also those of a prompt that is only kept."""
     chat = [{"role": "user", "content": "Hello " * 60}]
-    sampling = Sampling(max_tokens=2, temperature=0)
+    sampling = Sampling(max_tokens=n_tokens, temperature=0)
     with engine_on(models.of("llama"), tmp_path) as engine:
         for breakpoints in ((), (Breakpoint(0, 60.0),)):
             request = Request(messages=chat, sampling=sampling, breakpoints=breakpoints)

@@ -14,6 +14,7 @@ import mlx.core as mx
 import pytest
 
 from keepwarm.cache.policy import Policy
+from keepwarm.engine.answer import Answer
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import (
     BadInput,
@@ -24,7 +25,16 @@ from keepwarm.errors import (
     Stopping,
     TimedOut,
 )
-from keepwarm.text.request import Delta, Done, Finished, Progress, Request, Sampling, Started
+from keepwarm.text.request import (
+    Delta,
+    Done,
+    Finished,
+    KVOptions,
+    Progress,
+    Request,
+    Sampling,
+    Started,
+)
 from tests.kit.engines import Exam, Models, ask, engine_on, held, memory, tokens_of
 from tests.kit.runs import FedCounter, prompt_of
 
@@ -69,6 +79,16 @@ def test_events_come_in_order_and_end_once(engine):
     assert all(kind is Delta for kind in kinds[1 + n_progress : -2])
     assert events[-1].usage.completion_tokens == 5
     assert events[-1].usage.prompt_tokens == 100
+
+
+def test_an_answer_that_failed_has_ended():
+    """Its reader waits for nothing more."""
+    answer = Answer(lambda _: None)
+    answer.put(Cancelled("It was cancelled."))
+    answer.put(Stopping("And the engine ends."))
+    with pytest.raises(Cancelled):
+        next(answer)
+    assert list(answer) == []
 
 
 def test_the_text_is_what_the_tokenizer_decodes(engine, models):
@@ -174,6 +194,13 @@ def test_what_cannot_be_asked_is_refused_at_once(engine):
     with pytest.raises(BadInput, match="n is 0"):
         engine.submit(ask([1], n=0))
     assert engine.stats().counters["requests"] == 0
+
+
+def test_bad_kv_options_are_refused_without_the_engines_thread(engine, monkeypatch):
+    """It may be in the middle of a long step."""
+    monkeypatch.setattr(engine, "call", lambda _: pytest.fail("it waits for the thread"))
+    with pytest.raises(BadInput, match="kv_bits is 3"):
+        engine.submit(ask([1], kv=KVOptions(kv_bits=3)))
 
 
 def test_the_queue_is_bounded(models, tmp_path):

@@ -9,6 +9,9 @@ import pytest
 
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.jobs import RunningSequence
+from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.record import Record
+from keepwarm.store.tier import PutResult
 from tests.kit.engines import ask, engine_on, tokens_of
 from tests.kit.runs import prompt_of
 
@@ -43,6 +46,23 @@ def test_settled_means_recorded_with_its_agent(engine):
         engine.settle()
         shown = engine.store.on_disk.agents.show("ada")
         assert (len(shown.turns), shown.n_tokens) == (turn, len(prompt))
+
+
+def test_settled_means_on_disk(models, tmp_path, monkeypatch):
+    """What belongs to no agent too, though the disk is slow."""
+    put = DiskTier.put
+
+    def put_late(tier: DiskTier, record: Record) -> PutResult:
+        time.sleep(LATE_S)
+        return put(tier, record)
+
+    monkeypatch.setattr(DiskTier, "put", put_late)
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine.submit(ask(prompt_of(300), 3)).result()
+        engine.settle()
+        settled = list(engine.store.on_disk.disk.walk())
+        engine.store.flush()
+        assert list(engine.store.on_disk.disk.walk()) == settled != []
 
 
 def test_a_forgotten_agent_does_not_come_back(engine):

@@ -60,10 +60,10 @@ class PlainColumns:
         """Children that are prefixes of the query: other rows may lie between it and them."""
         query = (
             "WITH RECURSIVE ends(at) AS (SELECT 4 UNION ALL SELECT at + 4 FROM ends "
-            "WHERE at < length(?1)) SELECT key, tokens FROM ends "
-            "CROSS JOIN tokens ON parent = ?2 AND tokens = substr(?1, 1, at)"
+            "WHERE at < length(?)) SELECT key, tokens FROM ends "
+            "CROSS JOIN tokens ON parent = ? AND tokens = substr(?, 1, at)"
         )
-        return dict(self._rows(query, (tokens, parent)))
+        return dict(self._rows(query, (tokens, parent, tokens)))
 
     def shorter_siblings(self, key: BlockKey) -> list[BlockKey]:
         query = (

@@ -292,11 +292,12 @@ class Index:
     def expire_ttl_pins(self, now: float) -> int:
         """Delete the TTL pins that have ended; returns their number."""
         query = (
-            "DELETE FROM pins WHERE substr(owner, 1, ?1) = ?2 "
-            "AND CAST(substr(owner, ?1 + 1) AS REAL) <= ?3"
+            "DELETE FROM pins WHERE substr(owner, 1, ?) = ? "
+            "AND CAST(substr(owner, ? + 1) AS REAL) <= ?"
         )
+        known = (len(TTL_PIN), TTL_PIN, len(TTL_PIN), now)
         with self._transaction() as db:
-            return db.execute(query, (len(TTL_PIN), TTL_PIN, now)).rowcount
+            return db.execute(query, known).rowcount
 
     def follow_clock(self, now: float) -> None:
         """If the clock was set back, move uses and TTL pins back with it.
@@ -310,14 +311,14 @@ class Index:
             (used,) = db.execute("SELECT max(used) FROM blocks").fetchone()
             latest = known[0][0] if known else used or now
             if latest > now:
-                db.execute("UPDATE blocks SET used = ?1 WHERE used > ?1", (now,))
+                db.execute("UPDATE blocks SET used = ? WHERE used > ?", (now, now))
                 self._move_ttl_pins(db, latest, now - latest)
             db.execute("INSERT OR REPLACE INTO counts VALUES (?, ?)", (LATEST, now))
 
     def _move_ttl_pins(self, db: sqlite3.Connection, after: float, by_s: float) -> None:
         """What was left of them then is what is left now."""
         rows = db.execute(
-            "SELECT key, owner FROM pins WHERE substr(owner, 1, ?1) = ?2", (len(TTL_PIN), TTL_PIN)
+            "SELECT key, owner FROM pins WHERE substr(owner, 1, ?) = ?", (len(TTL_PIN), TTL_PIN)
         ).fetchall()
         for key, owner in rows:
             until = float(owner.removeprefix(TTL_PIN))
@@ -337,8 +338,8 @@ def _mark_deleting(db: sqlite3.Connection, keys: Iterable[BlockKey]) -> None:
 
 
 def _note_time(db: sqlite3.Connection, now: float) -> None:
-    query = "INSERT INTO counts VALUES (?1, ?2) ON CONFLICT DO UPDATE SET value = max(value, ?2)"
-    db.execute(query, (LATEST, now))
+    query = "INSERT INTO counts VALUES (?, ?) ON CONFLICT DO UPDATE SET value = max(value, ?)"
+    db.execute(query, (LATEST, now, now))
 
 
 def _end_write(db: sqlite3.Connection, reservation: int) -> None:
