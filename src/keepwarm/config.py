@@ -92,7 +92,7 @@ class Settings:
     kv_bits: int = 0  # quantise keys and values to 2, 4 or 8 bits; 0 keeps them exact
     kv_group_size: int = 64  # of quantised keys and values
     quantized_kv_start: int = 0  # tokens before this position are not quantised
-    max_kv_size: int = 0  # keep only so many of the last tokens; 0 keeps all
+    max_kv_size: int = 0  # keep only this many of the last tokens; 0 keeps all
     memory: str = "automatic"  # budgets scaled to the machine; unconstrained: none
     memory_bytes: int = 0  # blocks in memory; 0 is a share of this machine's memory
     disk_bytes: int = 20 << 30  # total size of the store directory
@@ -134,7 +134,7 @@ class Settings:
     max_queue: int = 256  # waiting and running requests of all keys
     audit_share: float = 0.0  # share of cached answers that is recomputed cold and compared
     request_timeout_s: float = 3600.0
-    client_timeout_s: float = 30.0  # for a client to send a header, go on with a body, or read
+    client_timeout_s: float = 30.0  # for a client to send a header, continue a body, or read
     response_ttl_s: float = 30 * 86400.0  # stored responses on disk; 0 keeps them in memory only
     prepare_timeout_s: float = 30.0  # for a request to be parsed, rendered and tokenised
     rate_per_minute: int = 0  # requests per key; 0 is no limit

@@ -62,12 +62,12 @@ in bytes. `keepwarm --install-completion` sets up completion for your shell: bas
 # For settings without a comment in the code.
 PLAIN = {
     "home": "agents, blocks and what is learned of this machine; only as `KEEPWARM_HOME`, which "
-    "is then the place of everything ([folders](install.md#folders))",
+    "then holds everything ([folders](install.md#folders))",
     "model": "the default model ([names](models.md#names))",
     "max_tokens": "token limit of an answer of `run` and `chat`",
-    "sampling": "what holds where a request is silent: `model` is its `generation_config.json`, "
-    "`greedy` the likeliest token ([sampling](sampling.md))",
-    "temperature": "of requests that name none; 0 is greedy, none leaves it to `sampling`",
+    "sampling": "defaults of requests: `model` takes its `generation_config.json`, `greedy` the "
+    "likeliest token ([sampling](sampling.md))",
+    "temperature": "for requests that name none; 0 is greedy; unset, `sampling` decides",
     "port": "0 picks a free port",
     "max_body_bytes": "largest request body",
     "request_timeout_s": "time limit of a request; 0 is no limit",

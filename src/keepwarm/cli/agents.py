@@ -28,7 +28,7 @@ AnyId: TypeAlias = Annotated[
     str, typer.Argument(metavar="AGENT", help="Agent id, or prefix id (@ and digits).")
 ]
 BranchNumber: TypeAlias = Annotated[
-    int | None, typer.Option("--branch", help="One of its branches, in place of the head.")
+    int | None, typer.Option("--branch", help="Number of a branch, instead of the head.")
 ]
 
 
@@ -69,7 +69,7 @@ def show(agent: AnyId, branch: BranchNumber = None, as_json: AsJson = False) -> 
 def pin(agent: AnyId, branch: BranchNumber = None, as_json: AsJson = False) -> None:
     """Protect an agent or a prefix from eviction.
 
-    Of an agent, the blocks of its head are pinned, or those of --branch.
+    For an agent, this pins the blocks of its head, or of --branch.
     """
     _pin(agent, True, branch, as_json)
 
@@ -105,7 +105,7 @@ def set_(
     note: Annotated[str | None, typer.Option("--note", help="Set the label `note`.")] = None,
     retention: Annotated[
         float | None,
-        typer.Option("--retention", help="Delete it when unused for so many seconds; 0: never."),
+        typer.Option("--retention", help="Delete it after this many seconds without use; 0: never."),
     ] = None,
     *,
     as_json: AsJson = False,
@@ -151,7 +151,7 @@ def fork(
     new: Annotated[list[str], typer.Argument(metavar="NEW...", help="Ids of the new agents.")],
     branch: BranchNumber = None,
     count: Annotated[
-        int, typer.Option("--count", min=1, max=1000, help="So many of each: NEW-1, NEW-2, …")
+        int, typer.Option("--count", min=1, max=1000, help="Copies of each: NEW-1, NEW-2, …")
     ] = 1,
     *,
     as_json: AsJson = False,
@@ -199,7 +199,7 @@ def remove(agent: AnyId, as_json: AsJson = False) -> None:
 def release(agent: AgentId, as_json: AsJson = False) -> None:
     """Vouch for an imported agent.
 
-    Its blocks then serve every prompt that begins alike.
+    Its blocks then serve every prompt with the same beginning.
     """
     with open_store() as store, bar("releasing") as progress:
         print_agent(store, store.release(agent, progress), as_json)

@@ -130,7 +130,7 @@ def gc(as_json: AsJson = False) -> None:
 
 @app.command()
 def clear(
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Skip the confirmation.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete every agent and every block.
@@ -227,7 +227,7 @@ def import_(
     ] = None,
     check: Annotated[
         str | None,
-        typer.Option("--check", metavar="N|all", help="Compute so many blocks and compare."),
+        typer.Option("--check", metavar="N|all", help="Compute N blocks, or all, and compare."),
     ] = None,
     tokens: Annotated[
         Path | None,

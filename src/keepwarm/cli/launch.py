@@ -41,14 +41,14 @@ def launch(
     ] = None,
     agent: Annotated[
         str | None,
-        typer.Option("--agent", help="Id of the agent that all conversations of the client are."),
+        typer.Option("--agent", help="Agent id for everything that the client sends."),
     ] = None,
     run: Annotated[
         bool, typer.Option("--run/--print", help="Start the client, or print its settings.")
     ] = False,
     show_key: Annotated[
         bool,
-        typer.Option("--show-key", help="Print the key itself, not where the shell reads it from."),
+        typer.Option("--show-key", help="Print the key itself, not a reference to it."),
     ] = False,
 ) -> None:
     """Print a client's settings, or start it."""

@@ -46,7 +46,7 @@ def serve(
     ] = None,
     kv_bits: Annotated[
         int | None,
-        typer.Option("--kv-bits", help="Quantise keys and values to 2, 4 or 8 bits; 0: do not."),
+        typer.Option("--kv-bits", help="Quantise keys and values to 2, 4 or 8 bits; 0: off."),
     ] = None,
     kv_group_size: Annotated[
         int | None, typer.Option("--kv-group-size", help="Group size of the quantisation.")
@@ -57,7 +57,7 @@ def serve(
     ] = None,
     max_kv_size: Annotated[
         int | None,
-        typer.Option("--max-kv-size", help="Keep only so many of the last tokens; 0: all."),
+        typer.Option("--max-kv-size", help="Keep only this many of the last tokens; 0: all."),
     ] = None,
     log_level: Annotated[
         str | None, typer.Option("--log-level", help="debug, info, warning or error.")

@@ -217,7 +217,7 @@ def _branch_out(branch: Branch) -> BranchOut:
 
 Agents = Annotated[TenantAgents, Depends(TenantAgents)]
 BranchNumber: TypeAlias = Annotated[
-    int | None, Query(ge=1, le=1 << 31, description="A branch by its number, in place of the head.")
+    int | None, Query(ge=1, le=1 << 31, description="The number of a branch, instead of the head.")
 ]
 
 
@@ -244,7 +244,7 @@ async def import_agent(
     agent_id: Annotated[AgentId, Query(alias="id", description="Id for the imported agent.")],
     check: Annotated[
         str | None,
-        Query(pattern=f"^({EXTENT})$", description="Compute so many blocks, or all, and compare."),
+        Query(pattern=f"^({EXTENT})$", description="Compute this many blocks, or all, and compare."),
     ] = None,
     model: Annotated[str | None, Query(description="The server's model that it is of.")] = None,
 ) -> AgentOut:
