@@ -105,7 +105,9 @@ def set_(
     note: Annotated[str | None, typer.Option("--note", help="Set the label `note`.")] = None,
     retention: Annotated[
         float | None,
-        typer.Option("--retention", help="Delete it after this many seconds without use; 0: never."),
+        typer.Option(
+            "--retention", help="Delete it after this many seconds without use; 0: never."
+        ),
     ] = None,
     *,
     as_json: AsJson = False,

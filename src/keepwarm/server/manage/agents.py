@@ -244,7 +244,9 @@ async def import_agent(
     agent_id: Annotated[AgentId, Query(alias="id", description="Id for the imported agent.")],
     check: Annotated[
         str | None,
-        Query(pattern=f"^({EXTENT})$", description="Compute this many blocks, or all, and compare."),
+        Query(
+            pattern=f"^({EXTENT})$", description="Compute this many blocks, or all, and compare."
+        ),
     ] = None,
     model: Annotated[str | None, Query(description="The server's model that it is of.")] = None,
 ) -> AgentOut:
