@@ -1,5 +1,6 @@
 """Engines whose blocks leave the device and come back through slabs, as on CUDA."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ def test_turns_and_restarts_are_exact(architecture: str, models: Models, tmp_pat
         assert third.receipt.reused.get("disk", 0) >= len(LONG)
         exam.add([*turn, 1], third.choices[0])
     exam.check()
+
+
+def test_blocks_in_memory_wake_no_reader(models: Models, tmp_path: Path) -> None:
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        engine.submit(ask(LONG)).result()
+        engine.call(engine.live.clear).result()
+        again = engine.submit(ask([*LONG, 1])).result()
+        assert again.receipt.reused.get("memory", 0) >= 768
+        assert not [t for t in threading.enumerate() if t.name.startswith("keepwarm-reader")]
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])

@@ -1,5 +1,6 @@
 """Rows that reach a device through slabs arrive as they were. Here the device is the CPU."""
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -13,9 +14,9 @@ from keepwarm.errors import BadRecord, CacheMismatch, CorruptBlock
 from keepwarm.kv import slices
 from keepwarm.kv.buffers import FileArray, HostArray
 from keepwarm.kv.layout import TensorSpec
-from keepwarm.kv.slabs import SlabArray, aligned
+from keepwarm.kv.slabs import Place, SlabArray, aligned
 from keepwarm.kv.slices import cut_blocks, offload_blocks
-from keepwarm.kv.staging import PIECE_BYTES, DeviceRows, Staging
+from keepwarm.kv.staging import PIECE_BYTES, Destination, DeviceRows, Staging
 from keepwarm.prefix.blocks import Namespace, chain
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, ReadBuffer, encode_record
@@ -39,7 +40,7 @@ def staging(pool):
 def target_of(n_rows: int, staging: Staging) -> DeviceRows:
     zeros = mx.zeros(SPEC.with_rows(n_rows))
     mx.eval(zeros)
-    return DeviceRows(SPEC, zeros, staging)
+    return DeviceRows(SPEC, n_rows, zeros, staging)
 
 
 def add(staging: Staging, *writes: tuple[DeviceRows, int, HostArray]) -> None:
@@ -110,6 +111,18 @@ def test_a_record_larger_than_a_piece_goes_alone(pool):
     assert staging.is_empty
 
 
+def test_slabs_are_held_until_the_device_has_read_them(pool, staging):
+    target = target_of(16, staging)
+    slab = pool.take(rows_of(16, 0).n_bytes)
+    is_gone = weakref.ref(slab)
+    staging.add_block(slab, 0, 16, [Destination(target, 0, Place(0, (1, 2, 16, 8), mx.float32))])
+    del slab
+    staging.copy(is_complete=True)
+    assert is_gone() is not None
+    staging.wait()
+    assert is_gone() is None
+
+
 def test_another_thread_reads_what_was_copied(staging):
     """Arrays that are still lazy belong to the thread that made them."""
     target = target_of(16, staging)
@@ -176,7 +189,8 @@ def test_every_kind_of_cache_is_put_together_the_same(architecture, n_tokens, ti
                 assert mx.array_equal(left, right)
 
 
-def test_whole_blocks_come_back_without_work_for_each_tensor(tiny_model, pool, monkeypatch):
+@pytest.mark.parametrize("n_restored", [1024, 1000])
+def test_blocks_come_back_without_work_for_each_tensor(n_restored, tiny_model, pool, monkeypatch):
     """Neither keeping nor restoring them makes an object for a tensor; reading their bytes does."""
     model, tokens = tiny_model("llama"), prompt_of(1024)
     caches = prefill(model, kv.make_caches(model), tokens, 128)
@@ -189,17 +203,27 @@ def test_whole_blocks_come_back_without_work_for_each_tensor(tiny_model, pool, m
     monkeypatch.setattr(slices, "SlabArray", counted)
     memory = MemoryTier(1 << 30)
     records = records_from(tokens, offload_blocks(pool, caches, 1024, range(4), with_state=False))
-    assembly = kv.Assembly(kv.layout_of(caches), 1024, pool)
+    assembly = kv.Assembly(kv.layout_of(caches), n_restored, pool)
     for record in records:
         assert memory.put(record).stored
         use = lambda view: assembly.add(block_of(view))  # noqa: E731
         assert memory.visit(record.header.key, Part.DELTA, use, ReadBuffer())
     for wanted, found in zip(caches, assembly.finish(), strict=True):
-        assert mx.array_equal(wanted.keys[..., :1024, :], found.keys[..., :1024, :])
+        assert mx.array_equal(wanted.keys[..., :n_restored, :], found.keys[..., :n_restored, :])
+        assert not found.keys[..., n_restored:, :].any()
     assert not made
     encode_record(records[0])
     assert len(made) == len(records[0].tensors)
     memory.close()
+
+
+def test_blocks_of_several_slices_share_one_plan(tiny_model, pool):
+    model, tokens = tiny_model("llama"), prompt_of(1024)
+    caches = prefill(model, kv.make_caches(model), tokens, 128)
+    numbers = (range(1), range(1, 2), range(2, 4))
+    cuts = [offload_blocks(pool, caches, 1024, some, with_state=False) for some in numbers]
+    plans = {block.delta.plan for blocks in cuts for block in blocks}
+    assert len(plans) == 1
 
 
 @pytest.mark.parametrize("wrong", ["a tensor less", "another shape", "another dtype"])

@@ -111,7 +111,7 @@ class Store:
         self._sharer: Sharer | None = None
         if self._shared and self._on_disk is not None:
             self._sharer = Sharer(self._shared, self._lookups.local, self.saver.kept)
-        self._reader = Reader(self._lookups, SlabPool.if_cuda())
+        self._reader = Reader(self._lookups, SlabPool.if_cuda(), self.memory)
         self._resize(_memory_bytes(budgets))
 
     def scratch(self) -> Store:
@@ -301,6 +301,7 @@ class Store:
         freed = self.memory.clear()
         if self._reader.slabs is not None:
             self._reader.slabs.trim(freed)
+            self._reader.slabs.allow(self.memory.stats().max_bytes or 0)
         return freed
 
     def blocks(self) -> dict[str, Iterator[StoredBlock]]:

@@ -15,8 +15,7 @@ from keepwarm.kv.buffers import HostArray, WritableArray, host_view, uninitializ
 from keepwarm.kv.codec import LAYER_ARRAYS, EncodedCache, decode
 from keepwarm.kv.kinds import Cache, Caches, Kind
 from keepwarm.kv.layout import ROWS, LayerSpec, Layout, TensorSpec
-from keepwarm.kv.offload import SlabPlan
-from keepwarm.kv.slabs import SlabPool, aligned
+from keepwarm.kv.slabs import SlabPlan, SlabPool, aligned
 from keepwarm.kv.slices import Block, Rows, SlabRows, tensor_name
 from keepwarm.kv.staging import Destination, DeviceRows, Staging
 from keepwarm.prefix.blocks import BLOCK_TOKENS
@@ -61,7 +60,8 @@ def allocate_rows(
         zeros = [mx.zeros(rows.shape, rows.spec.dtype) for rows in allocations]
         mx.eval(zeros)
         return [
-            DeviceRows(r.spec, array, staging) for r, array in zip(allocations, zeros, strict=True)
+            DeviceRows(r.spec, r.n_rows, array, staging)
+            for r, array in zip(allocations, zeros, strict=True)
         ]
     arrays = uninitialized_arrays([(rows.shape, rows.spec.dtype) for rows in allocations])
     return [
@@ -232,10 +232,10 @@ class Assembly:
         staging.publish()
 
     def _is_all_needed(self, block: Block) -> bool:
-        """Whether delta rows are all that it has, and all of them go to their place."""
+        """Whether delta rows are all that it has, and the first of them go to their place."""
         is_new = not any(block.index in leaf.filled_blocks for leaf in self._deltas)
         is_delta = bool(self._deltas) and not (block.window or block.state)
-        return is_delta and is_new and block.end <= self._n_tokens
+        return is_delta and is_new and block.start < self._n_tokens
 
     def _add_slab(self, block: Block, rows: SlabRows, staging: Staging) -> None:
         """The work for each tensor is done once for all blocks with the same places."""
@@ -245,7 +245,7 @@ class Assembly:
             ]
         destinations = self._destinations[rows.plan]
         staging.add_block(rows.slab, block.start, block.n_tokens, destinations)
-        if block.end == min(block.start + BLOCK_TOKENS, self._n_tokens):
+        if block.end >= min(block.start + BLOCK_TOKENS, self._n_tokens):
             for leaf in self._deltas:
                 leaf.filled_blocks.add(block.index)
 
@@ -257,6 +257,11 @@ class Assembly:
         if self._staging is not None:
             self._staging.copy(is_complete)
         return self._staging is None or self._staging.is_empty
+
+    def abandon(self) -> None:
+        """Before its slabs go back to the pool: another engine may write them on its own stream."""
+        if self._staging is not None:
+            self._staging.wait()
 
     def finish(self) -> Caches:
         """The caches, evaluated; if rows are missing, raises with layer and block."""

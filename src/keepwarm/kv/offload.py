@@ -8,47 +8,15 @@ waits for them.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from keepwarm.kv.buffers import Shape
 from keepwarm.kv.layout import ROWS
-from keepwarm.kv.slabs import Slab, SlabPool, aligned
-
-TensorPath: TypeAlias = tuple[str, str]  # path of the layer, name of the tensor
-
-
-class Place(NamedTuple):
-    """Where a tensor is in a slab."""
-
-    start: int
-    shape: Shape
-    dtype: mx.Dtype
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def n_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.size
-
-    @property
-    def end(self) -> int:
-        return self.start + self.n_bytes
-
-
-class SlabPlan:
-    """Where the tensors of a block are in its slab; many blocks share one plan."""
-
-    def __init__(self, places: Mapping[TensorPath, Place]) -> None:
-        self.places = places
-        self.n_bytes = sum(place.n_bytes for place in places.values())
-        self.slab_bytes = aligned(max((place.end for place in places.values()), default=0))
+from keepwarm.kv.slabs import Place, Slab, SlabPlan, SlabPool, TensorPath, aligned
 
 
 class _Group(NamedTuple):

@@ -13,13 +13,14 @@ which would hand them out for computing.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -27,6 +28,7 @@ import numpy as np
 from keepwarm.kv.buffers import HostArray, Shape, word_of
 
 Memory: TypeAlias = np.ndarray[Any, Any]
+TensorPath: TypeAlias = tuple[str, str]  # path of the layer, name of the tensor
 
 ALIGNMENT = 256
 MIN_STEP = 1 << 14  # between sizes of slabs
@@ -72,6 +74,35 @@ class Slab:
         return memory
 
 
+class Place(NamedTuple):
+    """Where a tensor is in a slab."""
+
+    start: int
+    shape: Shape
+    dtype: mx.Dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.size
+
+    @property
+    def end(self) -> int:
+        return self.start + self.n_bytes
+
+
+class SlabPlan:
+    """Where the tensors of a block are in its slab; many blocks share one plan."""
+
+    def __init__(self, places: Mapping[TensorPath, Place]) -> None:
+        self.places = places
+        self.n_bytes = sum(place.n_bytes for place in places.values())
+        self.slab_bytes = aligned(max((place.end for place in places.values()), default=0))
+
+
 class SlabArray(HostArray):
     """An array in a slab, which a device may still be writing."""
 
@@ -104,6 +135,7 @@ class SlabPool:
         self._expected: list[int] = []  # the sizes that are prepared
         self._coming: Counter[int] = Counter()  # those being prepared
         self._last_taken = time.monotonic()
+        self._plans: weakref.WeakValueDictionary[Hashable, SlabPlan] = weakref.WeakValueDictionary()
         self._is_closed = False
         self._threads = [
             threading.Thread(target=self._prepare, name="keepwarm-slabs", daemon=True)
@@ -140,6 +172,11 @@ class SlabPool:
             if self._lacking(is_quiet=True) is not None:
                 self._changed.notify_all()
         return Slab(self, self._make(size) if array is None else array)
+
+    def shared(self, plan: SlabPlan) -> SlabPlan:
+        """The first plan with the same places, so that work for it is done once."""
+        with self._changed:
+            return self._plans.setdefault(tuple(plan.places.items()), plan)
 
     def give_back(self, array: mx.array) -> None:
         with self._changed:

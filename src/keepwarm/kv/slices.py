@@ -25,8 +25,8 @@ from keepwarm.kv.kinds import (
     token_count,
 )
 from keepwarm.kv.layout import ROWS, LayerSpec, Layout
-from keepwarm.kv.offload import SlabPlan, TensorPath, gather
-from keepwarm.kv.slabs import Slab, SlabArray, SlabPool, aligned
+from keepwarm.kv.offload import gather
+from keepwarm.kv.slabs import Slab, SlabArray, SlabPlan, SlabPool, TensorPath, aligned
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 
 Rows: TypeAlias = mx.array | HostArray
@@ -170,8 +170,9 @@ def offload_blocks(
     mx.eval([array for some in gathered for array in some.arrays()])
     parts: dict[tuple[Kind, int], Mapping[str, Rows]] = {}
     for cut, some in zip(cuts, gathered, strict=True):
+        plan = pool.shared(some.plan)
         for number, slab in zip(cut.numbers, some.copy_to(pool), strict=True):
-            parts[cut.kind, number] = SlabRows(slab, some.plan, number)
+            parts[cut.kind, number] = SlabRows(slab, plan, number)
     for number in numbers:
         start, end = _bounds(number, n_tokens)
         delta, window, state = (

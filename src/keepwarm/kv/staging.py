@@ -18,18 +18,17 @@ import mlx.core as mx
 
 from keepwarm.kv.buffers import HostArray, word_of
 from keepwarm.kv.layout import ROWS, TensorSpec
-from keepwarm.kv.offload import Place
-from keepwarm.kv.slabs import Slab, SlabArray, SlabPool, aligned
+from keepwarm.kv.slabs import Place, Slab, SlabArray, SlabPool, aligned
 
 PIECE_BYTES = 256 << 20  # copied at once: about 6 ms over a bus of 50 GB/s
 WORD = mx.uint64  # a device reads host memory fastest in wide words
 
 
 class DeviceRows:
-    """K or V of one layer in device memory; unwritten rows are zeros."""
+    """K or V of one layer in device memory; unwritten rows, and those after `n_rows`, are zeros."""
 
-    def __init__(self, spec: TensorSpec, zeros: mx.array, staging: Staging) -> None:
-        self.spec = spec
+    def __init__(self, spec: TensorSpec, n_rows: int, zeros: mx.array, staging: Staging) -> None:
+        self.spec, self.n_rows = spec, n_rows
         self._staging = staging
         self.array = zeros
 
@@ -105,7 +104,8 @@ class Staging:
         self._open.slab, self._open.added = None, defaultdict(list)
 
     def add_block(self, slab: Slab, at: int, n_rows: int, tensors: Sequence[Destination]) -> None:
-        """A whole record that is in a slab, with so many rows of every tensor."""
+        """A record that is in a slab, with so many rows of every tensor; those beyond what a target
+        needs are not copied."""
         self._ready.append([_Copy(slab, at, n_rows, tensors)])
 
     def copy(self, is_complete: bool) -> None:
@@ -123,6 +123,12 @@ class Staging:
         mx.eval(self._copying)  # with all that was enqueued then: its slabs may be written again
         self._copying = [slabs for _, slabs in runs]
         self._held = [copy.slab for copy in copies]
+
+    def wait(self) -> None:
+        """Until the device reads no slab of this restore; what was not copied is dropped."""
+        self._ready.clear()
+        mx.eval(self._copying)
+        self._copying, self._held = [], []
 
     def _staged(self, rows: HostArray) -> SlabArray:
         own = self._open
@@ -165,10 +171,11 @@ def _assign(run: Sequence[_Copy], slabs: mx.array) -> Iterator[mx.array]:
     """Copy every tensor of some blocks to its target; `slabs` has a row for each block."""
     n, views = len(run), {t.place.dtype: slabs.view(t.place.dtype) for t in run[0].tensors}
     for target, row, (start, shape, dtype) in run[0].tensors:
-        at, n_rows = run[0].at + row, n * shape[ROWS]
+        at = run[0].at + row
+        n_rows = min(n * shape[ROWS], target.n_rows - at)
         first, n_items = start // dtype.size, math.prod(shape)
         rows = views[dtype][:, first : first + n_items].reshape(n, *shape)
         joined = mx.moveaxis(rows, 0, ROWS)  # behind the axes before the rows
-        joined = joined.reshape(*shape[:ROWS], n_rows, *shape[ROWS + 1 :])
-        target.array[..., at : at + n_rows, :] = joined
+        joined = joined.reshape(*shape[:ROWS], -1, *shape[ROWS + 1 :])
+        target.array[..., at : at + n_rows, :] = joined[..., :n_rows, :]
         yield target.array

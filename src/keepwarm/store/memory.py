@@ -70,6 +70,11 @@ class MemoryTier:
             return record
         return replace(record, tensors=tuple(t for t in record.tensors if t.name in tensors))
 
+    def peek(self, key: BlockKey, part: Part) -> Record | None:
+        """A record that is not counted as read."""
+        with self._lock:
+            return self._records.get((key, part))
+
     def visit(
         self,
         key: BlockKey,

@@ -47,6 +47,14 @@ def test_near_contexts_are_outvoted_by_far_ones():
     assert costs.seconds(2048) == pytest.approx(true_s(2048), rel=0.05)
 
 
+def test_single_tokens_say_nothing_of_what_a_context_costs_a_long_slice():
+    """Measured on a GPU: 512 slices of 64 tokens were the way out of a share that was too high."""
+    costs = SliceCosts([(2048, 0, 0.31), (1, 2599, 0.0107), (551, 2048, 0.093), (1, 299, 0.0099)])
+    assert costs.seconds(2048, 30_000) == costs.seconds(2048)
+    costs.add(2048, 4096, 0.313)
+    assert costs.seconds(2048, 30_000) == pytest.approx(0.31 + 0.003 * 30_000 / 4096, rel=0.05)
+
+
 def test_a_prompt_is_the_sum_of_its_slices():
     costs = learned()
     assert costs.prefill_s(0, 700) == pytest.approx(costs.seconds(700))

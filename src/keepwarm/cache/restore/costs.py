@@ -13,6 +13,7 @@ from typing import NamedTuple
 LATEST = 5  # slices of each power of two that are remembered
 ENOUGH = 3  # of them outvote a disturbed one
 MIN_APART = 512  # tokens between two contexts that show what a longer one costs
+LONG_SHARE = 8  # and their slices are no shorter than the longest one divided by this
 
 
 class TimedSlice(NamedTuple):
@@ -94,13 +95,16 @@ def _context_s(groups: Iterable[Iterable[TimedSlice]]) -> float:
     """Seconds for each token of a slice and each before it, from slices of equal length.
 
     The median of what pairs show. The farther two contexts are apart, the more a pair counts: of
-    near ones the difference is mostly noise.
+    near ones the difference is mostly noise. Short slices say nothing of long ones: a GPU reads the
+    context for one token in the time for a thousand.
     """
+    groups = list(groups)
+    shortest = max((one.n_tokens for one in chain(*groups)), default=0) / LONG_SHARE
     slopes = sorted(
         ((a.seconds - b.seconds) / (a.n_tokens * (a.context - b.context)), a.lever(b))
         for group in groups
         for a, b in combinations(group, 2)
-        if a.n_tokens == b.n_tokens and abs(a.context - b.context) >= MIN_APART
+        if a.n_tokens == b.n_tokens >= shortest and abs(a.context - b.context) >= MIN_APART
     )
     half = sum(lever for _, lever in slopes) / 2
     below = accumulate(lever for _, lever in slopes)

@@ -69,12 +69,17 @@ class Loading:
             self._assembly = Assembly(layout, point.n_tokens, reader.slabs)
             return self._add
 
-        self._reads = reader.start(point.reads, prepared, in_background)
+        self._reads = reader.start(point.reads, prepared, in_background, self._copy_if_alone)
 
     def advance(self) -> bool:
         """Copy a piece of what has been read, where a device must; whether all is in place."""
         is_read = self._reads.is_done  # asked first: afterwards no more are added
         return self._assembly.advance(is_read) and is_read
+
+    def _copy_if_alone(self) -> None:
+        """A load in background copies between decode steps."""
+        if not self.in_background:
+            self._assembly.advance(False)
 
     @property
     def keys(self) -> list[BlockKey]:
@@ -103,6 +108,7 @@ class Loading:
     def abandon(self) -> None:
         """Cancel it; records being read are read to their end and discarded."""
         self._reads.stop()
+        self._assembly.abandon()
 
     def _add(self, read: Read, record: RecordView) -> None:
         start = read.number * BLOCK_TOKENS

@@ -7,15 +7,19 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import compress
 from typing import NamedTuple, TypeAlias
 
 from keepwarm.cache.restore.failures import Fault
 from keepwarm.cache.restore.plan import Read
+from keepwarm.cache.restore.records import SlabTensors
 from keepwarm.errors import CacheError
 from keepwarm.kv.slabs import SlabPool
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.atomic import CAN_PREFETCH
-from keepwarm.store.record import ReadBuffer, RecordView
+from keepwarm.store.memory import MemoryTier
+from keepwarm.store.record import Part, ReadBuffer, RecordView
 from keepwarm.store.tiers import Tiers
 
 LOG = logging.getLogger(__name__)
@@ -93,12 +97,17 @@ class Reader:
     """Reads the records of a plan in several threads."""
 
     def __init__(
-        self, tiers: Tiers, slabs: SlabPool | None = None, n_threads: int = READER_THREADS
+        self,
+        tiers: Tiers,
+        slabs: SlabPool | None = None,
+        memory: MemoryTier | None = None,
+        n_threads: int = READER_THREADS,
     ) -> None:
-        """On CUDA blocks are read into slabs."""
+        """On CUDA blocks are read into slabs; those in memory are in slabs already."""
         self._tiers = tiers
         self._own = _PerThread()
         self.slabs = slabs
+        self._memory = memory
         self.n_threads = n_threads
         self._pool = ThreadPoolExecutor(self.n_threads, thread_name_prefix="keepwarm-reader")
         self._background = ThreadPoolExecutor(
@@ -109,27 +118,43 @@ class Reader:
         )
 
     def start(
-        self, reads: Sequence[Read], prepare: Callable[[], Use], in_background: bool = False
+        self,
+        reads: Sequence[Read],
+        prepare: Callable[[], Use],
+        in_background: bool = False,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> PendingReads:
         """Pass every record, in no order, to the function that `prepare` returns; stop at the
         first miss or refusal. Files are opened and prefetched while `prepare` runs.
 
         Each thread holds one tensor at a time, so memory stays small. Background reads have
-        threads of their own, so that other requests do not queue behind them.
+        threads of their own, so that other requests do not queue behind them. What is in slabs
+        is there already, so no thread is woken for it; `meanwhile` is called after each.
         """
         pool, started = self._background if in_background else self._pool, PendingReads(len(reads))
+        ready = [self._is_in_slab(read) for read in reads]
         try:
-            if CAN_PREFETCH and not in_background:
+            if CAN_PREFETCH and not in_background and not all(ready):
                 numbered = iter(enumerate(reads))  # shared
                 for _ in range(PREFETCH_THREADS):
                     self._prefetch_pool.submit(self._prefetch, started, numbered)
-            for read in reads:
-                started.add(pool.submit(self._one, started, read))
+            for read, is_ready in zip(reads, ready, strict=True):
+                started.add(Future() if is_ready else pool.submit(self._one, started, read))
             started.use.set_result(prepare())
+            for read, future in compress(zip(reads, started.futures, strict=True), ready):
+                _settle(future, partial(self._one, started, read))
+                meanwhile()
         except BaseException:
             started.stop()
             raise
         return started
+
+    def _is_in_slab(self, read: Read) -> bool:
+        """Window rows may be read from another tier, which has more of them."""
+        if self._memory is None or self.slabs is None or read.part is Part.WINDOW:
+            return False
+        record = self._memory.peek(read.key, read.part)
+        return record is not None and isinstance(record.tensors, SlabTensors)
 
     def _one(self, started: PendingReads, read: Read) -> str:
         """Read a record; the tier it came from, or "" if it could not be used."""
@@ -170,3 +195,10 @@ class Reader:
             pool.shutdown(wait=True, cancel_futures=True)
         if self.slabs is not None:
             self.slabs.close()
+
+
+def _settle(future: Future[str], read: Callable[[], str]) -> None:
+    try:
+        future.set_result(read())
+    except Exception as error:
+        future.set_exception(error)
