@@ -53,6 +53,14 @@ def test_the_site_loads_nothing_from_other_hosts(site):
         )
 
 
+def test_a_list_begins_after_an_empty_line(program):
+    """Without it a list or a table is a part of the paragraph before it, but not on GitHub."""
+    begins = re.compile(r"^(?![-|<]|\d+\. |  )\S.*\n(?:- |\d+\. |\|)", re.MULTILINE)
+    for page in program.DOCS.rglob("*.md"):
+        text = program.CODE.sub("", page.read_text())
+        assert begins.findall(text) == [], page
+
+
 def test_its_navigation_is_the_list_of_pages():
     """In the order and under the headings of the index."""
     (home, *sections) = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
