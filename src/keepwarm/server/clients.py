@@ -175,8 +175,12 @@ def any_sdk(server: ServerInfo) -> ClientSetup:
     _check_nameless(server, "an SDK")
     return ClientSetup(
         (),
-        {"OPENAI_BASE_URL": f"{server.url}/v1", "ANTHROPIC_BASE_URL": server.url},
-        {"OPENAI_API_KEY": server.key, "ANTHROPIC_AUTH_TOKEN": server.key},
+        {
+            "OPENAI_BASE_URL": f"{server.url}/v1",
+            "ANTHROPIC_BASE_URL": server.url,
+            "OLLAMA_HOST": server.url,
+        },
+        {name: server.key for name in ("OPENAI_API_KEY", "ANTHROPIC_AUTH_TOKEN", "OLLAMA_API_KEY")},
         ("ANTHROPIC_API_KEY",),
     )
 

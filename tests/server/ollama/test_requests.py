@@ -139,6 +139,15 @@ def test_ids_of_the_client_are_kept():
     assert (asked.messages[2]["tool_call_id"], asked.messages[2]["name"]) == ("mine", "f")
 
 
+def test_ids_of_results_alone_are_those_of_the_calls():
+    """litellm drops the id of a call and keeps that of its result."""
+    made = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    asked = chat(ASK, made, {"role": "tool", "content": "1", "tool_call_id": "call_1"})
+    assert asked.messages[1]["tool_calls"][0]["id"] == asked.messages[2]["tool_call_id"]
+    alone = chat(ASK, {"role": "tool", "content": "1", "tool_call_id": "call_1"})
+    assert alone.messages[1]["tool_call_id"] == "call_1"
+
+
 def test_an_answer_that_is_begun_is_continued():
     assert chat(ASK, {"role": "assistant", "content": "Four"}).partial_answer
     assert not chat(ASK).partial_answer

@@ -230,13 +230,15 @@ def _call(call: OllamaToolCall, number: int) -> dict[str, Any]:
 
 
 def _result_of(message: OllamaMessage, waiting: list[tuple[str, str]]) -> dict[str, Any]:
-    """The name and id of the call whose result a message is; the call waits no longer."""
-    matches = (
-        i
-        for i, (name, id_) in enumerate(waiting)
-        if message.tool_call_id in (None, id_) and message.tool_name in (None, name)
-    )
-    found = next(matches, None)
-    name, id_ = (None, None) if found is None else waiting.pop(found)
-    named = {"name": message.tool_name or name, "tool_call_id": message.tool_call_id or id_}
-    return {key: value for key, value in named.items() if value is not None}
+    """The name and id of the call whose result a message is; the call waits no longer.
+
+    Some clients send the id of a call with its result, but not with the call itself.
+    """
+    by_id = [each for each in waiting if each[1] == message.tool_call_id]
+    by_name = [each for each in waiting if message.tool_name in (None, each[0])]
+    call = next(iter(by_id + by_name), None)
+    if call is None:
+        named = {"name": message.tool_name, "tool_call_id": message.tool_call_id}
+        return {key: value for key, value in named.items() if value is not None}
+    waiting.remove(call)
+    return {"name": call[0], "tool_call_id": call[1]}
