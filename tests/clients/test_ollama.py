@@ -75,7 +75,9 @@ def test_litellm(watched):
         subprocess.run([sys.executable, "-m", "venv", place], check=True)
         install = (f"{place}/bin/python", "-m", "pip", "install", "--quiet", *LITELLM)
         subprocess.run(install, check=True, capture_output=True)
-        said = run(watched, f"{place}/bin/python", HERE / "litellm_ollama.py", HOME=place, **OFFLINE)
+        said = run(
+            watched, f"{place}/bin/python", HERE / "litellm_ollama.py", HOME=place, **OFFLINE
+        )
     assert {said["name"]: said["arguments"]} == CALL
     assert said["streamed"]
     assert json.loads(said["object"]).keys() <= {"deciduous"}

@@ -51,6 +51,8 @@ OPERATIONS = [
     ("POST", "/v1/messages/count_tokens"),
     ("POST", "/api/chat"),
     ("POST", "/api/generate"),
+    ("POST", "/api/embed"),
+    ("POST", "/api/embeddings"),
     ("GET", "/api/tags"),
     ("GET", "/api/ps"),
     ("GET", "/api/version"),

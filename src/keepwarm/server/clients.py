@@ -180,7 +180,7 @@ def any_sdk(server: ServerInfo) -> ClientSetup:
             "ANTHROPIC_BASE_URL": server.url,
             "OLLAMA_HOST": server.url,
         },
-        {name: server.key for name in ("OPENAI_API_KEY", "ANTHROPIC_AUTH_TOKEN", "OLLAMA_API_KEY")},
+        dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_AUTH_TOKEN", "OLLAMA_API_KEY"), server.key),
         ("ANTHROPIC_API_KEY",),
     )
 

@@ -147,6 +147,30 @@ def test_models(client, live):
     assert live.get("/api/version").json()["version"].count(".") == 2
 
 
+def test_vectors(live, client):
+    """Those of OpenAI's API, shortened as asked."""
+    texts = ["a fox", "a dog"]
+    ours = live.post("/v1/embeddings", {"input": texts}).json()["data"]
+    found = client.embed(model="tiny", input=texts)
+    for vector, other in zip(found.embeddings, ours, strict=True):
+        assert vector == pytest.approx(other["embedding"], abs=1e-5)
+    (short,) = client.embed(model="tiny", input="a fox", dimensions=8).embeddings
+    assert len(short) == 8
+    assert client.embeddings(model="tiny", prompt="a fox").embedding == found.embeddings[0]
+    assert found.prompt_eval_count > 0
+    with pytest.raises(ollama.ResponseError, match="dimensions"):
+        client.embed(model="tiny", input="a fox", dimensions=9999)
+
+
+def test_long_texts_are_shortened(small):
+    body = {"model": "tiny", "input": ["leaves " * 900]}
+    found = small.post("/api/embed", body).json()
+    assert found["prompt_eval_count"] < 400
+    refused = small.post("/api/embed", body | {"truncate": False})
+    assert refused.status_code == 400
+    assert "exceeds the context length" in refused.json()["error"]
+
+
 # By hand.
 
 
@@ -292,7 +316,7 @@ def test_a_pinned_model_stays(alone):
 
 def test_nothing_without_a_key(keyed):
     """Nor from web pages elsewhere; errors have the form of the API."""
-    posts = [f"/api/{name}" for name in ("chat", "generate", "show", "pull")]
+    posts = [f"/api/{name}" for name in ("chat", "generate", "embed", "show", "pull")]
     posts += ["/tokenize", "/detokenize", "/chat/completions", "/completions", "/responses"]
     gets = [*(f"/api/{name}" for name in ("tags", "ps", "version")), "/props", "/slots", "/models"]
     foreign = {"Origin": "https://elsewhere.example", **A}

@@ -34,7 +34,8 @@ PATHS = frozenset(
         *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
         *("/v1/messages", "/v1/messages/count_tokens"),
         *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"),
-        *("/api/chat", "/api/generate", "/tokenize", "/detokenize"),
+        *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
+        *("/tokenize", "/detokenize"),
         *(f"/v1/cache/{verb}" for verb in ("lookup", "warm")),
         *(
             f"/v1/cache/{verb}/{kind}"

@@ -153,9 +153,9 @@ class Models:
         """Whether requests may name this model, be it on this machine or not."""
         return self.known(name) is not None or self._on_demand.allows(name)
 
-    def keep(self, name: str, seconds: float) -> None:
+    def keep(self, host: EngineHost, seconds: float) -> None:
         """Keep the model of a request loaded for so long after it; 0: until it is idle."""
-        slot = self.known(name) or self.default
+        slot = next(slot for slot in self.slots.all if slot.host is host)
         if slot.pinned and not seconds:
             raise BadInput(f"{slot.host.name} is pinned and stays loaded; see pinned_models.")
         self.slots.keep(slot, seconds)

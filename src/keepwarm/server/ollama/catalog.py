@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 NEVER = "9999-12-31T23:59:59Z"
 WEIGHTS = ("*.safetensors", "*.gguf")
 INDEX = "model.safetensors.index.json"  # mlx-lm writes the number of parameters into it
+EMBEDDER_FILES = ("modules.json", "config_sentence_transformers.json")
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 # Fields of a config under the names that GGUF has for them.
 KEYS = {
@@ -122,6 +123,8 @@ class ModelFacts(NamedTuple):
     def capabilities(self, settings: Settings) -> list[str]:
         """Tools are offered to every model; some of the rest shows only when it is loaded."""
         found = ["completion", "tools"]
+        if any(self._has(file) for file in EMBEDDER_FILES):
+            found.append("embedding")
         if self.engine is None:
             return [*found, *(["thinking"] if "<think>" in self.template() else [])]
         if self.engine.preparer.markup.has_reasoning:
@@ -129,6 +132,9 @@ class ModelFacts(NamedTuple):
         if settings.raw_special_tokens and fill_in_of(self.engine.model.tokenizer):
             found.append("insert")
         return found
+
+    def _has(self, file: str) -> bool:
+        return self.listed.path is not None and (self.listed.path / file).is_file()
 
     def template(self) -> str:
         if self.engine is not None:

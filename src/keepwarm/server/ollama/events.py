@@ -9,10 +9,16 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
+from keepwarm.server.embedding import Embeddings, shortened
 from keepwarm.server.http.problems import Problem, ollama_body
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.sse import line
-from keepwarm.server.ollama.shapes import OllamaCallOut, OllamaReceipt
+from keepwarm.server.ollama.shapes import (
+    OllamaCallOut,
+    OllamaEmbedOut,
+    OllamaOldEmbedOut,
+    OllamaReceipt,
+)
 from keepwarm.server.openai.tokens import Pieces, chat_logprobs
 from keepwarm.text.request import (
     Delta,
@@ -113,6 +119,23 @@ def whole(meta: AnswerMeta, result: Result) -> dict[str, Any]:
     calls = [_call(index, call) for index, call in enumerate(choice.tool_calls)]
     said = meta.fields(meta.part(choice.text, choice.reasoning, calls), choice.tokens, done=True)
     return said | meta.end(choice.reason, result.usage, result.receipt)
+
+
+def embedded(meta: AnswerMeta, dimensions: int | None, found: Embeddings) -> OllamaEmbedOut:
+    """The vectors of `/api/embed`."""
+    return {
+        "model": meta.model,
+        "embeddings": [shortened(each, dimensions).tolist() for each in found.vectors],
+        "total_duration": _ns(time.perf_counter() - meta.began),
+        "load_duration": _ns(meta.load_s),
+        "prompt_eval_count": found.n_tokens,
+        "keepwarm": receipt_dict(found.receipt),
+    }
+
+
+def embedded_one(found: Embeddings) -> OllamaOldEmbedOut:
+    (vector,) = found.vectors
+    return {"embedding": vector.tolist()}
 
 
 def unanswered(model: str, part: Part, reason: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from keepwarm.server.http.content import Unread
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.ollama.shapes import (
     BaseOllamaRequest,
+    NamedOllamaRequest,
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaMessage,
@@ -146,7 +147,7 @@ def noted(body: BaseOllamaRequest, fields: RequestFields) -> RequestFields:
     return fields._replace(ignored_fields=(*fields.ignored_fields, "options.repeat_last_n"))
 
 
-def keep_alive_s(body: BaseOllamaRequest) -> float | None:
+def keep_alive_s(body: NamedOllamaRequest) -> float | None:
     """How long the model is to stay loaded; None if the request does not say."""
     given = body.keep_alive
     if given is None:

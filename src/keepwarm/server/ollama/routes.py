@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from keepwarm import __version__
 from keepwarm.errors import BadField, Forbidden
+from keepwarm.server.embedding import embed
 from keepwarm.server.host import EngineHost
 from keepwarm.server.http import scrub
 from keepwarm.server.http.body import api_router
@@ -27,6 +28,8 @@ from keepwarm.server.ollama.events import (
     AnswerMeta,
     Part,
     chat_part,
+    embedded,
+    embedded_one,
     generate_part,
     unanswered,
     whole,
@@ -34,14 +37,19 @@ from keepwarm.server.ollama.events import (
 from keepwarm.server.ollama.pulls import Pulls, checked_name, progress
 from keepwarm.server.ollama.shapes import (
     BaseOllamaRequest,
+    NamedOllamaRequest,
     OllamaChatOut,
     OllamaChatRequest,
+    OllamaEmbedOut,
+    OllamaEmbedRequest,
     OllamaErrorOut,
     OllamaGenerateOut,
     OllamaGenerateRequest,
     OllamaLoadedModels,
     OllamaMessage,
     OllamaModels,
+    OllamaOldEmbedOut,
+    OllamaOldEmbedRequest,
     OllamaPullRequest,
     OllamaShowOut,
     OllamaShowRequest,
@@ -49,10 +57,12 @@ from keepwarm.server.ollama.shapes import (
     OllamaVersion,
 )
 from keepwarm.server.openai.completions import fill_in_of
+from keepwarm.server.openai.embeddings import WholeEmbeddings
 from keepwarm.server.openai.tokens import Pieces
 from keepwarm.server.responses.truncation import submit_shortened
 from keepwarm.text import request as engine_request
 
+UNLOADS = "keep_alive 0 unloads the model for all"
 API_VERSION = "0.13.0"  # clients refuse versions that lack what they need
 
 router = api_router(
@@ -80,7 +90,7 @@ async def chat(
 ) -> Response:
     """Answer a conversation; without messages, load the model, or unload it."""
     began = time.perf_counter()
-    host = await _host(body, request, models, turn, wants_answer=bool(body.messages))
+    host = await _host_to_ask(body, request, models, turn, wants_answer=bool(body.messages))
     if host is None or not body.messages:
         return _unanswered(body, chat_part, host)
     load_s = time.perf_counter() - began
@@ -103,7 +113,7 @@ async def generate(
 ) -> Response:
     """Answer a prompt; without one, load the model, or unload it."""
     began = time.perf_counter()
-    host = await _host(body, request, models, turn, wants_answer=bool(body.prompt))
+    host = await _host_to_ask(body, request, models, turn, wants_answer=bool(body.prompt))
     if host is None or not body.prompt:
         return _unanswered(body, generate_part, host)
     load_s = time.perf_counter() - began
@@ -118,28 +128,64 @@ async def generate(
     return _sent(body, answer, meta)
 
 
+@router.post("/embed", responses={200: {"model": OllamaEmbedOut}})
+async def create_vectors(
+    body: OllamaEmbedRequest, request: Request, models: Served, turn: InTurn
+) -> Response:
+    """A vector for each text, of length 1; texts that are too long are shortened."""
+    began = time.perf_counter()
+    host = await _host(body, request, models, turn)
+    meta = AnswerMeta(host.name, generate_part, began, time.perf_counter() - began)
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    fields = request_fields(request, body.keepwarm, body=body)
+    answer = await embed(host, texts, fields, turn, truncate=body.truncate is not False)
+    return WholeEmbeddings(answer, partial(embedded, meta, body.dimensions))
+
+
+@router.post("/embeddings", responses={200: {"model": OllamaOldEmbedOut}})
+async def create_vector(
+    body: OllamaOldEmbedRequest, request: Request, models: Served, turn: InTurn
+) -> Response:
+    """The vector of one text, for clients that do not know `/api/embed`."""
+    host = await _host(body, request, models, turn)
+    fields = request_fields(request, body.keepwarm, body=body)
+    return WholeEmbeddings(
+        await embed(host, [body.prompt], fields, turn, truncate=True), embedded_one
+    )
+
+
 async def _host(
-    body: BaseOllamaRequest, request: Request, models: Models, turn: Turn, *, wants_answer: bool
-) -> EngineHost | None:
-    """The model, loaded, and kept so as the request says; None if it is only to be unloaded."""
+    body: NamedOllamaRequest, request: Request, models: Models, turn: Turn
+) -> EngineHost:
+    """The model, loaded, and kept so as the request says."""
     seconds = requests.keep_alive_s(body)
     if seconds == 0:
-        _require_admin(request, "keep_alive 0 unloads the model for all")
-        if not wants_answer:
-            await _unload(models, body.model)
-            return None
+        _require_admin(request, UNLOADS)
     host = await models.use(body.model, turn)
     if seconds is not None:
-        models.keep(body.model, seconds)
+        models.keep(host, seconds)
+    return host
+
+
+async def _host_to_ask(
+    body: BaseOllamaRequest, request: Request, models: Models, turn: Turn, *, wants_answer: bool
+) -> EngineHost | None:
+    """The same for an answer, or none; None if the model is only to be unloaded."""
+    if not wants_answer and requests.keep_alive_s(body) == 0:
+        _require_admin(request, UNLOADS)
+        await _unload(models, body.model)
+        return None
+    host = await _host(body, request, models, turn)
     if body.think and not host.engine.preparer.markup.has_reasoning:
         raise BadField(f"{host.name!r} does not support thinking; omit think.", "think")
     return host
 
 
 async def _unload(models: Models, name: str) -> None:
-    if models.known(name) is None:
+    slot = models.known(name)
+    if slot is None:
         raise models.unknown(name)
-    models.keep(name, 0.0)
+    models.keep(slot.host, 0.0)
     await asyncio.to_thread(models.slots.unload_unused)
 
 

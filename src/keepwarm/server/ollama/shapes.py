@@ -60,18 +60,24 @@ class OllamaTool(JsonInput):
     function: Function
 
 
-class BaseOllamaRequest(JsonInput):
-    """The fields that chat and generate share."""
+class NamedOllamaRequest(JsonInput):
+    """A request to a model, which is loaded for it."""
 
     model: str = Field(min_length=1, description="One of `/api/tags`; `:latest` may be left out.")
-    stream: bool | None = Field(default=None, description="Lines of JSON, unless false.")
-    format: Literal["json", ""] | dict[str, Any] | None = Field(
-        default=None, description="`json`, or a JSON schema."
-    )
     keep_alive: float | str | None = Field(
         default=None,
         description="Seconds, or a duration as `10m`: how long the model stays loaded, at least. "
         "Negative: for good. 0: until it is idle, which needs the admin key where there are keys.",
+    )
+    keepwarm: KeepwarmOptions | None = None
+
+
+class BaseOllamaRequest(NamedOllamaRequest):
+    """The fields that chat and generate share."""
+
+    stream: bool | None = Field(default=None, description="Lines of JSON, unless false.")
+    format: Literal["json", ""] | dict[str, Any] | None = Field(
+        default=None, description="`json`, or a JSON schema."
     )
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
@@ -80,7 +86,6 @@ class BaseOllamaRequest(JsonInput):
     truncate: bool | None = Field(
         default=None, description="False: a conversation that is too long is an error."
     )
-    keepwarm: KeepwarmOptions | None = None
 
 
 class OllamaChatRequest(BaseOllamaRequest):
@@ -100,6 +105,18 @@ class OllamaGenerateRequest(BaseOllamaRequest):
     context: Checked[int] | None = Field(default=None, description="Rejected: use `/api/chat`.")
     raw: bool | None = Field(default=None, description="The prompt is not put into a template.")
     images: Members[str] | None = Field(default=None, description="Noted or rejected.")
+
+
+class OllamaEmbedRequest(NamedOllamaRequest):
+    input: str | Checked[str]
+    truncate: bool | None = Field(default=None, description="False: too long a text is an error.")
+    dimensions: int | None = Field(default=None, ge=1)
+
+
+class OllamaOldEmbedRequest(NamedOllamaRequest):
+    """As before `/api/embed`."""
+
+    prompt: str
 
 
 class OllamaShowRequest(JsonInput):
@@ -159,6 +176,19 @@ class OllamaChatOut(OllamaEnd):
 class OllamaGenerateOut(OllamaEnd):
     response: str
     thinking: NotRequired[str]
+
+
+class OllamaEmbedOut(TypedDict):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+    keepwarm: ReceiptOut
+
+
+class OllamaOldEmbedOut(TypedDict):
+    embedding: list[float]
 
 
 class OllamaDetails(TypedDict):

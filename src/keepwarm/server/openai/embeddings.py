@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
@@ -57,11 +58,12 @@ class EmbeddingList(TypedDict):
 class WholeEmbeddings(Response):
     """Waits for all vectors and sends them; many numbers are written off the event loop."""
 
-    def __init__(self, answer: EmbeddingAnswer, body: EmbeddingRequest, model: str) -> None:
+    def __init__(
+        self, answer: EmbeddingAnswer, build: Callable[[Embeddings], Mapping[str, Any]]
+    ) -> None:
         super().__init__()
         self._answer = answer
-        self._body = body
-        self._model = model
+        self._build = build
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with cancel_on_disconnect(self._answer, receive):
@@ -70,11 +72,10 @@ class WholeEmbeddings(Response):
         await response(scope, receive, send)
 
     def _response(self, found: Embeddings) -> Response:
-        written = embedding_list(found, self._body, self._model)
-        return JSONResponse(written, headers=receipt_headers(found.receipt))
+        return JSONResponse(self._build(found), headers=receipt_headers(found.receipt))
 
 
-def embedding_list(found: Embeddings, body: EmbeddingRequest, model: str) -> EmbeddingList:
+def embedding_list(body: EmbeddingRequest, model: str, found: Embeddings) -> EmbeddingList:
     as_text = body.encoding_format == "base64"
     vectors = [shortened(vector, body.dimensions) for vector in found.vectors]
     return {

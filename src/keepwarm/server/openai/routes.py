@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from functools import partial
 
 from fastapi import Request, Response
 
@@ -21,7 +22,12 @@ from keepwarm.server.openai.calls import call_style_of
 from keepwarm.server.openai.chat import ChatStream
 from keepwarm.server.openai.chunks import CompletionMeta, system_fingerprint
 from keepwarm.server.openai.completions import TextStream, fill_in_of, prompts_of
-from keepwarm.server.openai.embeddings import EmbeddingList, EmbeddingRequest, WholeEmbeddings
+from keepwarm.server.openai.embeddings import (
+    EmbeddingList,
+    EmbeddingRequest,
+    WholeEmbeddings,
+    embedding_list,
+)
 from keepwarm.server.openai.model_list import list_for, model_for
 from keepwarm.server.openai.multi_prompt import CombinedAnswer
 from keepwarm.server.openai.shapes import (
@@ -95,7 +101,7 @@ async def create_embeddings(
     fields = request_fields(request, body.keepwarm, None, body)
     inputs = prompts_of(body.input, "input")
     answer = await embed(host, inputs, fields, turn, prompt_name=body.prompt_name)
-    return WholeEmbeddings(answer, body, host.name)
+    return WholeEmbeddings(answer, partial(embedding_list, body, host.name))
 
 
 @router.get("/models")
