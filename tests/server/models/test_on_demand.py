@@ -178,6 +178,7 @@ def test_an_unused_one_is_unloaded(several, big, small):
 def test_it_still_answers_when_all_are_unloaded(several, big):
     with several(f"big={big}", model_ttl_s=1e6) as live:
         chat(live, "big", keepwarm={"agent": "sleeper"})
+        wait_until(lambda: not live.models.slots.all[0].n_leases)  # it ends after the answer
         live.models.slots.all[0].used -= 2e6
         live.models.slots.unload_unused()
         assert loaded(live) == []
