@@ -416,6 +416,8 @@ def test_openai_without_v1(live):
     assert texts[0]["choices"] == texts[1]["choices"]
     response = live.post("/responses", {"input": "Once", "max_output_tokens": 4}).json()
     assert live.get(f"/responses/{response['id']}").json()["id"] == response["id"]
+    vector = live.post("/embeddings", {"model": "tiny", "input": "Once"}).json()
+    assert len(vector["data"]) == 1
     assert live.get("/models").json() == live.get("/v1/models").json()
     assert live.get("/models/tiny").json()["id"] == "tiny"
     wrong = live.post("/chat/completions", {"messages": []})
