@@ -72,6 +72,7 @@ CHOICES: Mapping[str, tuple[str, ...] | tuple[int, ...]] = {
     "memory": ("automatic", "unconstrained"),
     "sampling": ("model", "greedy"),
     "stable_first": ("off", "own", "all"),
+    "mcp": ("off", "on", "all"),
     "kv_bits": (0, 2, 4, 8),
     "kv_group_size": (32, 64, 128),
     "log_level": ("debug", "info", "warning", "error"),
@@ -116,6 +117,7 @@ class Settings:
     admin_key: str = field(default="", repr=False)  # from the environment only
     allowed_hosts: str = ""  # accepted Host headers besides this machine's names
     allowed_origins: str = ""  # web origins that may call the server
+    mcp: str = "off"  # an endpoint for agents to manage their memory; `all`: deleting too
     share_cache: bool = False  # all API keys share cached blocks
     raw_special_tokens: bool = True  # parse special tokens in raw prompts; false: they are text
     more_models: str = ""  # further models, separated by commas: a model, or `name=model`
@@ -359,10 +361,6 @@ def _parse_number(value: Any) -> float:
     return number
 
 
-def _parse_optional(value: Any) -> float | None:
-    return None if value is None else _parse_number(value)
-
-
 def _parse_text(value: Any) -> str:
     if not isinstance(value, str | Path) or "\0" in str(value):
         raise ValueError(value)
@@ -386,7 +384,7 @@ PARSERS: Mapping[type, Callable[[Any], Any]] = {
     bool: _parse_flag,
     int: _parse_whole,
     float: _parse_number,
-    OPTIONAL: _parse_optional,
+    OPTIONAL: lambda value: None if value is None else _parse_number(value),
     str: _parse_text,
     Path: _parse_path,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 
 from fastapi import FastAPI, Request, Response
@@ -31,6 +31,7 @@ from keepwarm.server.keys import ApiKeys
 from keepwarm.server.manage import admin, agents, health, metrics, talking
 from keepwarm.server.manage import cache as cache_api
 from keepwarm.server.manage.transfers import Transfers, remove_old_bundles
+from keepwarm.server.mcp.endpoint import McpEndpoint, memory_endpoint
 from keepwarm.server.models.models import Models
 from keepwarm.server.ollama import llamacpp
 from keepwarm.server.ollama import routes as ollama
@@ -86,10 +87,13 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
     app.state.pulls = Pulls(partial(locate, settings=settings, refresh=True))
     app.state.metrics = metrics.Metrics(models)
     app.state.keys = ApiKeys(settings)
+    app.state.mcp = memory_endpoint(models, settings)
     lines = RecentLines()
     app.state.dashboard = DashboardState(models, settings, lines)
     for router in (*ROUTERS, dashboard_page.make_router()):
         app.router.routes.extend(router.routes)  # `include_router` builds each a second time
+    if app.state.mcp is not None:
+        app.router.routes.append(app.state.mcp.route)
     _add_error_handlers(app)
     app.add_middleware(PreparingTurns, settings=settings)
     app.add_middleware(Limits, settings=settings, keys=app.state.keys)
@@ -106,8 +110,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     models: Models = app.state.models
     models.start_warmers()
     unloading = asyncio.create_task(models.unload_unused())
+    endpoint: McpEndpoint | None = app.state.mcp
     with app.state.dashboard.record_history():
-        yield
+        async with endpoint.running() if endpoint else nullcontext():
+            yield
     unloading.cancel()
     await app.state.background.close()
     app.state.transfers.close()

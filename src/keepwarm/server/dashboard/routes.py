@@ -248,11 +248,11 @@ async def show_misses(models: Served, viewer: CurrentViewer) -> MissListOut:
     found = await asyncio.to_thread(misses_of, models.engines)
     return {
         "object": "list",
-        "data": [_miss(each, viewer) for _, each in found if viewer.may_see(each.tenant)],
+        "data": [miss_out(each, viewer) for _, each in found if viewer.may_see(each.tenant)],
     }
 
 
-def _miss(miss: PrefixMiss, viewer: Viewer) -> MissOut:
+def miss_out(miss: PrefixMiss, viewer: Viewer) -> MissOut:
     return {
         "number": miss.number,
         "key": viewer.key_label(miss.tenant),
@@ -277,10 +277,10 @@ async def show_divergence(number: int, models: Served, viewer: CurrentViewer) ->
     own = [each for each in found if each[1].number == number and viewer.may_read(each[1].tenant)]
     if not own:
         raise UnknownRequest(f"There is no miss {number} whose text this key may read.")
-    return await asyncio.to_thread(_divergence, *own[0])
+    return await asyncio.to_thread(divergence_out, *own[0])
 
 
-def _divergence(engine: Engine, miss: PrefixMiss) -> DivergenceOut:
+def divergence_out(engine: Engine, miss: PrefixMiss) -> DivergenceOut:
     tokenizer = engine.model.tokenizer
     return {
         "object": "dashboard.place",

@@ -32,7 +32,7 @@ LONG_BODY = 64 << 10  # bytes
 PATHS = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
-        *("/v1/messages", "/v1/messages/count_tokens"),
+        *("/v1/messages", "/v1/messages/count_tokens", "/mcp"),
         *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"),
         *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
         *("/tokenize", "/detokenize"),
