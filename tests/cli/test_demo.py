@@ -5,7 +5,17 @@ import re
 import pytest
 
 from keepwarm.bench.client import TimedReply
-from keepwarm.bench.demo import BAR, TURNS, DemoTurn, bar, comparison, cut_off, lines
+from keepwarm.bench.demo import (
+    BAR,
+    EIGHTHS,
+    FIRST,
+    TURNS,
+    DemoTurn,
+    bar,
+    comparison,
+    cut_off,
+    lines,
+)
 from tests.cli import keepwarm
 from tests.kit.checkpoints import write_checkpoint
 
@@ -23,14 +33,21 @@ def shown(tmp_path_factory):
 
 def test_every_turn_is_drawn_without_and_with_the_cache(shown):
     n_turns = sum(map(len, TURNS.values()))
-    assert len(re.findall(r"^\w+ \d +off ░+ +[\d.]+ s ", shown, re.MULTILINE)) == n_turns
-    assert len(re.findall(r"^ +on +█+ +[\d.]+ s ", shown, re.MULTILINE)) == n_turns
+    drawn = f"([{EIGHTHS.strip()}→]+) +([\\d.]+) s "
+    off = re.findall(rf"^\w+ \d +off {drawn}", shown, re.MULTILINE)
+    on = re.findall(rf"^ +on +{drawn}", shown, re.MULTILINE)
+    assert len(off) == len(on) == n_turns
     assert max(map(len, shown.splitlines())) <= 80
+    first_s = float(off[0][1])
+    for drawing, seconds in off + on:  # figures are rounded to a hundredth of a second
+        wanted = min(BAR, FIRST * float(seconds) / first_s)
+        most_wrong = 0.2 + FIRST * 0.006 * (1 + float(seconds) / first_s) / first_s
+        assert abs(length(drawing) - wanted) <= most_wrong, (drawing, seconds)
 
 
 def test_the_prefix_is_shared_and_survives_the_kill(shown):
     before, after = shown.split("killed (kill -9)")
-    read = [int(n.replace(",", "")) for n in re.findall(r"on  █.* s ([\d,]+) of", before)]
+    read = [int(n.replace(",", "")) for n in re.findall(r"^ +on .* s ([\d,]+) of", before, re.M)]
     whole = int(re.search(r"keeper 1.* s ([\d,]+) of", before)[1].replace(",", ""))
     assert read[0] == whole
     assert max(read[1:]) < whole / 10
@@ -74,7 +91,15 @@ def test_what_goes_back_is_not_what_came():
     assert cut_off("") == " ..."
 
 
+def length(drawing):
+    """Of a bar, in characters."""
+    return sum(1 if sign == "→" else EIGHTHS.index(sign) / 8 for sign in drawing)
+
+
 def test_bars_are_as_long_as_their_part():
-    assert bar(1.0, 2.0, "#") == "#" * (BAR // 2) + " " * (BAR - BAR // 2)
-    assert bar(0.0, 2.0, "#").strip() == "#"
-    assert bar(3.0, 2.0, "#") == "#" * BAR
+    assert bar(3.5) == "███▌".ljust(BAR)
+    assert bar(BAR) == "█" * BAR
+    assert bar(BAR + 1) == "█" * (BAR - 1) + "→"
+    assert bar(0.0).strip() == "▏"
+    for eighths in range(1, 8 * BAR):
+        assert 8 * length(bar(eighths / 8).strip()) == eighths

@@ -67,7 +67,9 @@ TURNS = {
 }
 N_ANSWER = 16
 TURNS_BEFORE_KILL = 2
-BAR = 16  # characters of the longest bar
+BAR = 16  # characters that a bar may have
+FIRST = 12  # characters of the first bar; all have its scale
+EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 class DemoTurn(NamedTuple):
@@ -123,7 +125,7 @@ class Demo:
             with self.console.status(f"{agent}, turn {number + 1}"):
                 turn = self._turn(agent, number, questions[number])
             self.turns.append(turn)
-            for line in lines(turn, self._longest):
+            for line in lines(turn, self._character_s):
                 self.console.print(line, highlight=False)
 
     def _turn(self, agent: str, number: int, question: str) -> DemoTurn:
@@ -135,8 +137,9 @@ class Demo:
         return DemoTurn(agent, number + 1, cold, warm)
 
     @property
-    def _longest(self) -> float:
-        return max(turn.cold.ttft_s for turn in self.turns)
+    def _character_s(self) -> float:
+        """Seconds of one character of a bar, the same for all turns."""
+        return self.turns[0].cold.ttft_s / FIRST
 
     def _sum_up(self, seconds: float) -> None:
         cold = sum(turn.cold.ttft_s for turn in self.turns)
@@ -160,12 +163,12 @@ def cut_off(answer: str) -> str:
     return f"{answer.rpartition(' ')[0] or answer} ..."
 
 
-def lines(turn: DemoTurn, longest: float) -> Iterator[str]:
+def lines(turn: DemoTurn, character_s: float) -> Iterator[str]:
     """Two lines: cache off, cache on."""
     name = f"{turn.agent} {turn.number}"
     cold, warm = turn.cold, turn.warm
-    yield f"{name:<11} off {bar(cold.ttft_s, longest, '░')} {_summary(cold)}"
-    yield f"{'':<11} on  {bar(warm.ttft_s, longest, '█')} {_summary(warm)}, {turn.verdict}"
+    yield f"{name:<11} off [dim]{bar(cold.ttft_s / character_s)}[/dim] {_summary(cold)}"
+    yield f"{'':<11} on  {bar(warm.ttft_s / character_s)} {_summary(warm)}, {turn.verdict}"
 
 
 def comparison(turns: Sequence[DemoTurn]) -> str:
@@ -177,10 +180,12 @@ def comparison(turns: Sequence[DemoTurn]) -> str:
     return f"Answers: {how_many} compared with and without the cache, {verdict}."
 
 
-def bar(seconds: float, longest: float, full: str) -> str:
-    """A bar in proportion to the longest, at least one character."""
-    n_full = max(1, min(BAR, round(BAR * seconds / longest))) if longest else 1
-    return (full * n_full).ljust(BAR)
+def bar(n_characters: float) -> str:
+    """To an eighth of a character, and not less; an arrow ends what does not fit."""
+    if n_characters > BAR:
+        return "█" * (BAR - 1) + "→"
+    n_full, eighths = divmod(max(1, round(8 * n_characters)), 8)
+    return ("█" * n_full + EIGHTHS[eighths].strip()).ljust(BAR)
 
 
 def _summary(reply: TimedReply) -> str:
