@@ -344,7 +344,9 @@ def test_unloading_for_others_needs_the_admin_key(keyed):
 
 
 def test_downloads_need_the_admin_key(keyed):
-    assert keyed.post("/api/pull", {"model": "org/oak"}, **A).status_code == 403
+    without = keyed.post("/api/pull", {"model": "org/oak"}, **A)
+    assert without.status_code == 403
+    assert "admin key" in without.json()["error"]
     refused = keyed.post("/api/pull", {"model": "org/oak"}, **ADMIN)
     assert "on_demand" in refused.json()["error"]
 
