@@ -324,7 +324,7 @@ def test_draws(model_of, tmp_path):
 class BrokenReader:
     slabs = None
 
-    def start(self, reads: Any, prepare: Any, aside: bool = False) -> Any:
+    def start(self, *read: Any) -> Any:
         raise ValueError("cannot broadcast")
 
 

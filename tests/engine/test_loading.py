@@ -33,7 +33,7 @@ class Held:
         self._reader = reader
         self.asked, self.let = threading.Event(), threading.Event()
 
-    def start(self, reads: Any, prepare: Callable[[], Any], aside: bool = False) -> Any:
+    def start(self, reads: Any, prepare: Callable[[], Any], *how: Any) -> Any:
         def prepared() -> Callable[[Any, Any], None]:
             use = prepare()
 
@@ -44,7 +44,7 @@ class Held:
 
             return late
 
-        return self._reader.start(reads, prepared, aside)
+        return self._reader.start(reads, prepared, *how)
 
     def close(self) -> None:
         self._reader.close()

@@ -118,7 +118,7 @@ class Broken:
 
     slabs = None
 
-    def start(self, reads, prepare, in_background=False):
+    def start(self, *read):
         raise ValueError("cannot broadcast")
 
 

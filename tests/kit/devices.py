@@ -151,9 +151,13 @@ class ChargedReader:
         self._clock = clock
 
     def start(
-        self, reads: Sequence[Any], prepare: Callable[[], Use], in_background: bool = False
+        self,
+        reads: Sequence[Any],
+        prepare: Callable[[], Use],
+        in_background: bool = False,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> PendingReads:
-        pending = self._reader.start(reads, prepare)
+        pending = self._reader.start(reads, prepare, False, meanwhile)
         pending.outcome()
         seconds = len(reads) * BLOCK_TOKENS / self._device.load_tokens_per_s
         if not in_background:
