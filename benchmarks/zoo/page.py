@@ -57,7 +57,8 @@ def _counts(findings: Sequence[Findings], dtype: str) -> str:
 
 def _machine(results: Results) -> str:
     machine = results.machine
-    return f"{machine['n_cpus']} cores of {machine['architecture']}, BLAS {machine['blas']}"
+    blas = machine["blas"] or "MLX's own"
+    return f"{machine['n_cpus']} cores of {machine['architecture']}, BLAS: {blas}"
 
 
 def _untried(name: str) -> Findings:

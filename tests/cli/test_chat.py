@@ -213,7 +213,7 @@ def test_input_that_is_not_text_is_one_sentence(main_here, checkpoint):
 def conversation(tmp_path):
     system = [{"role": "system", "content": "Answer the fox."}]
     model = write_endless(tmp_path / "model")
-    settings = Settings(tmp_path, tmp_path / "store", str(model), max_tokens=500)
+    settings = Settings(tmp_path, tmp_path / "store", model=str(model), max_tokens=500)
     asks = make_request(settings, None, None, False, None)
     with open_engine(settings, asks) as engine:
         yield ChatHistory(engine, asks, system)

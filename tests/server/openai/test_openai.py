@@ -132,6 +132,9 @@ def test_formats():
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     assert asked(response_format=wanted).format == Format(json=True, schema=schema)
     assert asked(response_format={"type": "json_object"}).format == Format(json=True)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    beside = asked(response_format={"type": "json_object", "schema": schema})
+    assert beside.format == Format(schema=schema)
     assert asked(response_format={"type": "text"}).format is None
     with pytest.raises(BadField, match="schema is missing"):
         asked(response_format={"type": "json_schema"})

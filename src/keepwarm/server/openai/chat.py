@@ -164,7 +164,7 @@ def _format(wanted: ResponseFormat | None) -> Format | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return Format(json=True)
+        return Format(json=True) if wanted.schema_ is None else Format(schema=wanted.schema_)
     schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
     if schema is None:
         where = "response_format.json_schema.schema"

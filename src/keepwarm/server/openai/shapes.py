@@ -132,6 +132,9 @@ class JsonSchema(JsonInput):
 class ResponseFormat(JsonInput):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(
+        default=None, alias="schema", description="Of `json_object`, as other servers take it."
+    )
 
 
 class StreamOptions(JsonInput):
