@@ -158,7 +158,9 @@ def test_the_log_of_a_process(checkpoint, tmp_path):
     assert SECRET not in logged
     lines = [json.loads(line) for line in logged.splitlines()]
     assert {"time", "level", "logger"} <= set.intersection(*(set(line) for line in lines))
-    started, *requests, stopped = lines
+    first, *_ = lines
+    assert first["event"] == "loading"
+    started, *requests, stopped = [line for line in lines if line.get("event") != "loading"]
     assert (started["event"], stopped["event"]) == ("started", "stopped")
     assert [line["status"] for line in requests] == [200] * n, "health checks are for debug"
     assert stopped["requests"] == n

@@ -146,6 +146,7 @@ def test_openmetrics_is_spoken_too(live):
         ("/v1/responses/resp_1", "responses"),
         ("/v1/messages", "messages"),
         ("/v1/messagesque", "other"),
+        ("/mcp", "mcp"),
         ("/v1/dashboard/misses/7", "dashboard"),
         ("/health/live", "health"),
         ("/", "page"),
