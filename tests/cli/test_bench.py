@@ -89,7 +89,7 @@ def test_a_baseline_is_compared(ran, checkpoint):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nonsense"], "no workload 'nonsense'"),
+        (["nonsense"], "'nonsense' is not a workload; choose from"),
         (["late", "--target", "nobody"], "is not a target"),
         (["late", "--json", "missing/r.json"], "create it first"),
         (["late", "--compare", "missing.json"], "cannot be read"),
