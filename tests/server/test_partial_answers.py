@@ -94,5 +94,5 @@ def test_a_call_cannot_be_continued(live):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     calling = BEGUN | {"tool_calls": [call]}
     prompter = Prompter(live.host.engine.model.tokenizer)
-    with pytest.raises(BadInput, match="calls no tools"):
+    with pytest.raises(BadInput, match="without tool calls"):
         prompter.render(Request(messages=[USER, calling], partial_answer=True))
