@@ -162,7 +162,7 @@ def test_every_path_that_takes_turns_is_a_route():
     from keepwarm.server.app import ROUTERS
 
     posts = {route.path for router in ROUTERS for route in router.routes if "POST" in route.methods}
-    assert posts >= PATHS
+    assert posts >= PATHS - {"/mcp"}  # which is added where the setting says so
     managing = ("agents", "admin", "cancel", "conversations")  # no prompt comes there
     others = {path for path in posts - PATHS if not any(word in path for word in managing)}
     assert others == {"/v1/cache/clear", "/v1/cache/verify"}
