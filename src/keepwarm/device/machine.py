@@ -148,6 +148,11 @@ def _advice_on_blas(machine: Machine) -> str:
         return (
             f"KEEPWARM_BLAS_THREADS limits BLAS to {used} of {n_cpus} cores: unset it to use more."
         )
+    if blas.lacks_threads():
+        return (
+            f"BLAS uses {used} of {n_cpus} cores because {blas.OPENMP} is missing: install it "
+            "(Debian: apt install libgomp1)."
+        )
     file = machine.home / "blas.json"
     return (
         f"BLAS uses {used} of {n_cpus} cores because more were no faster when measured: "

@@ -48,10 +48,14 @@ def _used_bytes(container: Path) -> int:
     return int((container / "memory.current").read_text()) - pages
 
 
+def on_cpu() -> bool:
+    return bool(mx.default_device() == mx.Device(mx.cpu))
+
+
 def gpu_memory() -> int | None:
     """Bytes of the GPU's own memory; None where it shares the machine's."""
     total = mx.device_info().get("total_memory")
-    return int(total) if total and mx.default_device() != mx.Device(mx.cpu) else None
+    return int(total) if total and not on_cpu() else None
 
 
 def wired_limit() -> int | None:
@@ -174,7 +178,7 @@ class MemoryConfig:
         )
 
     def divided(self, n_models: int) -> MemoryConfig:
-        """For one of so many models; the memory tier and MLX's buffers are for all of them."""
+        """One model's share of `n_models`; the memory tier and MLX's buffers are common."""
         live, batch = self.live_bytes // n_models, self.batch_bytes // n_models
         return replace(self, live_bytes=live, batch_bytes=batch)
 

@@ -38,6 +38,7 @@ AHEAD_BYTES = 8 << 30  # prepared when none was taken for a while: preparing slo
 MAX_AHEAD = 256
 QUIET_S = 1.0
 PREPARING_THREADS = 2  # one alone prepares fewer than a fast GPU fills
+AT_ONCE_BYTES = 512 << 20  # prepared together: MLX has each wait for work on the device
 STAYS_WITH_HOST = 3  # CU_MEM_ADVISE_SET_PREFERRED_LOCATION
 MAPPED_BY_DEVICE = 5  # CU_MEM_ADVISE_SET_ACCESSED_BY
 HOST, DEVICE = -1, 0
@@ -216,37 +217,40 @@ class SlabPool:
         self._drop(self.free_bytes - 2 * READY_BYTES - min(AHEAD_BYTES, self._budget))
         with self._changed:
             self.n_bytes += size
-        return _make(size)
+        return _make(size, 1)[0]
 
     def _prepare(self) -> None:
-        while (size := self._next_size()) is not None:
-            array = _make(size)
+        while (batch := self._next_batch()) is not None:
+            size, n_slabs = batch
+            arrays = _make(size, n_slabs)
             with self._changed:
-                self._coming[size] -= 1
-                self.give_back(array)
+                self._coming[size] -= n_slabs
+                while arrays:
+                    self.give_back(arrays.pop())
 
-    def _next_size(self) -> int | None:
-        """Of the slab to be prepared next, which is counted; None at the end."""
+    def _next_batch(self) -> tuple[int, int] | None:
+        """Size and number of the slabs to be prepared next, which are counted; None at the end."""
         with self._changed:
             while not self._is_closed:
                 quiet_in_s = self._last_taken + QUIET_S - time.monotonic()
-                if (size := self._lacking(is_quiet=quiet_in_s <= 0)) is not None:
-                    self.n_bytes += size
-                    self._coming[size] += 1
-                    return size
+                if (batch := self._lacking(is_quiet=quiet_in_s <= 0)) is not None:
+                    size, n_slabs = batch
+                    self.n_bytes += size * n_slabs
+                    self._coming[size] += n_slabs
+                    return batch
                 is_short = self._lacking(is_quiet=True) is not None
                 self._changed.wait(max(0.01, quiet_in_s) if is_short else None)
             return None
 
-    def _lacking(self, is_quiet: bool) -> int | None:
-        """A size of which too few are ready."""
+    def _lacking(self, is_quiet: bool) -> tuple[int, int] | None:
+        """A size of which too few are ready, and how many to prepare at once."""
         for size in self._expected:
             n_free = len(self._free[size]) + self._coming[size]
-            if n_free < min(MAX_READY, max(2, READY_BYTES // size)):
-                return size
-            is_allowed = is_quiet and self.n_bytes + size <= self._budget
-            if is_allowed and n_free < min(MAX_AHEAD, AHEAD_BYTES // size):
-                return size
+            n_ready = min(MAX_READY, max(2, READY_BYTES // size))
+            n_ahead = min(MAX_AHEAD, AHEAD_BYTES // size) if is_quiet else 0
+            n_allowed = max(0, self._budget - self.n_bytes) // size
+            if (n_lacking := max(n_ready - n_free, min(n_ahead - n_free, n_allowed))) > 0:
+                return size, min(n_lacking, max(1, AT_ONCE_BYTES // size))
         return None
 
 
@@ -257,12 +261,13 @@ def _rounded(n_bytes: int) -> int:
     return (n_bytes // step + 1) * step
 
 
-def _make(n_bytes: int) -> mx.array:
-    """A slab whose pages exist, on the host: the CPU has written them."""
-    array = mx.zeros((n_bytes,), mx.uint8, stream=mx.cpu)
-    mx.eval(array)
-    _advise(np.asarray(array))
-    return array
+def _make(n_bytes: int, n_slabs: int) -> list[mx.array]:
+    """Slabs whose pages exist, on the host: the CPU has written them."""
+    arrays = [mx.zeros((n_bytes,), mx.uint8, stream=mx.cpu) for _ in range(n_slabs)]
+    mx.eval(arrays)
+    for array in arrays:
+        _advise(np.asarray(array))
+    return arrays
 
 
 def _advise(memory: Memory) -> None:

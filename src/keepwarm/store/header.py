@@ -15,7 +15,7 @@ import xxhash
 from keepwarm.errors import BadRecord
 from keepwarm.store.seal import Seal
 
-ENCODER = json.JSONEncoder(separators=(",", ":"))
+ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 
 class HasBytes(Protocol):

@@ -26,6 +26,7 @@ from keepwarm.store.tier import (
     TierStats,
     as_store_errors,
     default_on_io_error,
+    use_whole,
 )
 
 
@@ -82,10 +83,7 @@ class MemoryTier:
         use: Callable[[RecordView], None],
         buffer: ReadBuffer,  # noqa: ARG002
     ) -> bool:
-        record = self.read(key, part)
-        if record is not None:
-            use(RecordView(record.header, record.tensors))
-        return record is not None
+        return use_whole(self.read(key, part), use)
 
     def take_fault(self, key: BlockKey, part: Part) -> ReadFault | None:  # noqa: ARG002
         return None

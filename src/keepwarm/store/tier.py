@@ -180,6 +180,13 @@ def as_store_errors(tier: Fallible, what: str) -> Iterator[None]:
         ) from error
 
 
+def use_whole(record: Record | None, use: Callable[[RecordView], None]) -> bool:
+    """Visit a record that was read whole; False is a miss."""
+    if record is not None:
+        use(RecordView(record.header, record.tensors))
+    return record is not None
+
+
 class RefusedBlocks:
     """Blocks that got no room; their descendants get none either, as no prefix would reach them."""
 

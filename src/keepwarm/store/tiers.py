@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from keepwarm.prefix.blocks import BlockKey
+from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.record import Part, ReadBuffer, RecordView
 from keepwarm.store.remote.tier import RemoteTier
 from keepwarm.store.tier import BlockInfo, CheckpointRef, Child, ReadableTier, ReadFault
@@ -65,11 +66,23 @@ class Tiers:
         return list({state for _, tier in self._tiers for state in tier.states(parents)})
 
     def visit(
-        self, key: BlockKey, part: Part, use: Callable[[RecordView], None], buffer: ReadBuffer
+        self,
+        key: BlockKey,
+        part: Part,
+        use: Callable[[RecordView], None],
+        buffer: ReadBuffer,
+        deadline: CallDeadline | None = None,
     ) -> str | None:
-        """Returns the name of the tier that had the record; None is a miss."""
+        """Returns the name of the tier that had the record; None is a miss.
+
+        The deadline is for tiers that machines share.
+        """
         for name, tier in self._in_order(key, part):
-            if tier.visit(key, part, use, buffer):
+            if isinstance(tier, RemoteTier):
+                found = tier.visit(key, part, use, buffer, deadline)
+            else:
+                found = tier.visit(key, part, use, buffer)
+            if found:
                 return name
         return None
 

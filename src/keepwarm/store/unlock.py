@@ -10,25 +10,33 @@ import hashlib
 import json
 import os
 from base64 import b64decode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from keepwarm.errors import BadInput, BadRecord
 from keepwarm.store.atomic import Files, exclusive
 from keepwarm.store.marker import claim
 from keepwarm.store.names import INDEX, SEALED
+from keepwarm.store.remote.mark import CHECK, make_mark
 from keepwarm.store.seal import KEY_BYTES, Seal
 
 VERSION = 1
 SALT_BYTES = 16
 SCRYPT: dict[str, int] = {"n": 1 << 17, "r": 8, "p": 1}  # 128 MiB, and half a second
 MIN_PASSPHRASE = 12  # characters
-CHECK = b"keepwarm.check.1"
 SETTINGS = "KEEPWARM_ENCRYPTION_KEY or the setting encryption_key_file"
 
 
-def unlock(root: Path, secret: str | None, files: Files | None = None) -> Seal | None:
-    """The seal of a store, None without a secret. An empty store is marked as sealed."""
+def unlock(
+    root: Path,
+    secret: str | None,
+    files: Files | None = None,
+    agree: Callable[[bytes], bytes] = bytes,
+) -> Seal | None:
+    """The seal of a store, None without a secret. An empty store is marked as sealed.
+
+    `agree` returns the mark that other machines have, whose salt is taken, or the given one.
+    """
     if not secret:
         return None
     files = files or Files()
@@ -36,7 +44,7 @@ def unlock(root: Path, secret: str | None, files: Files | None = None) -> Seal |
     files.make_directory(root / "tmp")
     with exclusive(root / "tmp" / "index"):
         if not (root / SEALED).exists():
-            return _mark(root, secret, files)
+            return _mark(root, secret, files, agree)
         return _check(root, secret)
 
 
@@ -49,17 +57,34 @@ def check_encryption(root: Path, seal: Seal | None) -> None:
         raise _plain(root)
 
 
-def _mark(root: Path, secret: str, files: Files) -> Seal:
+def _mark(root: Path, secret: str, files: Files, agree: Callable[[bytes], bytes]) -> Seal:
     if (root / INDEX).exists() or _has_blocks(root):
         raise _plain(root)
     salt = os.urandom(SALT_BYTES)
     seal = Seal(derive_key(secret, salt, SCRYPT))
-    marker = {"version": VERSION, "salt": salt.hex(), "scrypt": SCRYPT,
-              "check": seal.seal(CHECK, b"").hex()}  # fmt: skip
+    own = make_mark(seal, {"version": VERSION, "salt": salt.hex(), "scrypt": SCRYPT})
+    mark = agree(own)
+    theirs = None if mark == own else _opened_elsewhere(mark, secret)
     temp = root / "tmp" / SEALED
     files.discard(temp)
-    files.write(temp, [json.dumps(marker).encode()])
+    files.write(temp, [mark if theirs else own])
     files.publish(temp, root / SEALED)
+    return theirs or seal
+
+
+def _opened_elsewhere(mark: bytes, secret: str) -> Seal | None:
+    """The seal that another machine's mark makes; None if the secret does not open it.
+
+    Whoever can write there could make the passphrase easy to guess, so its cost must be ours.
+    """
+    try:
+        said = json.loads(mark)
+        if said["version"] != VERSION or said["scrypt"] != SCRYPT:
+            return None
+        seal = Seal(derive_key(secret, bytes.fromhex(said["salt"]), SCRYPT))
+        seal.open(CHECK, bytes.fromhex(said["check"]))
+    except (BadRecord, ValueError, KeyError, TypeError):
+        return None
     return seal
 
 

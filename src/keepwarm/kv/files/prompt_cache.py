@@ -143,7 +143,7 @@ def _merge(file: str, rows: list[Caches]) -> Caches:
     try:
         return merge(rows)
     except CacheError as error:
-        raise BadCacheFile(f"{file}: its rows are no batch: {error}") from error
+        raise BadCacheFile(f"{file}: its rows do not form a batch: {error}") from error
 
 
 def _state(layer: EncodedCache) -> list[Any]:
@@ -225,7 +225,7 @@ def _check_readable(target: Path, file: str) -> None:
         _read(file)
     except BadCacheFile as error:
         why = str(error).replace(file, str(target))
-        raise UnsupportedCache(f"Nothing was exported, for it could not be read: {why}") from error
+        raise UnsupportedCache(f"Nothing was exported; it could not be read back: {why}") from error
 
 
 def _evaluate(file: str, rows: Sequence[Caches]) -> None:

@@ -1,4 +1,4 @@
-"""Where machines share records: bytes with names, in Redis or in a directory.
+"""Where machines share records: bytes with names, in Redis, in S3 or in a directory.
 
 Imports the ground floor.
 """

@@ -22,11 +22,20 @@ class BlobError(Exception):
     """A place could not do what it was asked, or not in time."""
 
 
+class BusyError(BlobError):
+    """A call did not begin in time, because this machine makes too many others."""
+
+
 class Listed(NamedTuple):
-    """A name, and the order it was put with; empty where the place keeps none."""
+    """A name, and the order it was put with; empty where the place keeps none.
+
+    Bytes and the time of the last use, by the place's clock, where listing tells them.
+    """
 
     name: str
     order: bytes = b""
+    n_bytes: int = 0
+    used: float = 0.0
 
 
 class Backend(Protocol):
@@ -34,6 +43,9 @@ class Backend(Protocol):
 
     in_batches: bool
     """Whether many names are asked for in one round trip."""
+
+    is_distant: bool
+    """Whether a round trip may be long, so that no fixed time is enough for a question."""
 
     def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
         """The bytes of each blob; None where there is none."""
@@ -46,7 +58,8 @@ class Backend(Protocol):
         start: int = 0,
         n_bytes: int | None = None,
     ) -> memoryview | None:
-        """A blob, or the part of it from `start` on, in memory from `take`; None if there is none.
+        """A blob, or the part of it from `start` on, in memory from `take`, or in a client's own if
+        `take` agrees to its size; None if there is none.
 
         `n_bytes` is the most that is read.
         """
@@ -70,10 +83,10 @@ class Backend(Protocol):
     def delete(self, blobs: Sequence[Listed], timeout_s: float) -> None:
         """Delete blobs; a missing one is no error."""
 
-    def list_names(self, folder: str, timeout_s: float, near: bytes = b"") -> list[Listed]:
-        """Names that begin with the folder and `/`; some may be stale.
+    def list_names(self, folder: str, timeout_s: float, near: bytes | None = b"") -> list[Listed]:
+        """Names that begin with the folder and `/`, or folders that they lie in; some may be stale.
 
-        Where the place keeps an order, only a few, on each side of `near`.
+        Where the place keeps an order, only a few, on each side of `near`; all if that is None.
         """
 
     def close(self) -> None: ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +24,7 @@ class DirectoryBackend:
     """A directory that exists: a share that is not mounted must not be replaced by a new one."""
 
     in_batches = False
+    is_distant = False
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -45,17 +46,15 @@ class DirectoryBackend:
 
         def read() -> memoryview | None:
             try:
-                with path.open("rb", buffering=0) as file:
-                    there = max(0, os.fstat(file.fileno()).st_size - start)
-                    memory = take(there if n_bytes is None else min(there, n_bytes))
-                    file.seek(start)
-                    rest = memory
-                    while rest and (n_read := file.readinto(rest)):
-                        rest = rest[n_read:]
+                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a file object costs more calls
             except FileNotFoundError:
                 return None
-            if rest:
-                raise BlobError("a file became shorter while it was read")
+            try:
+                there = max(0, os.fstat(file).st_size - start)
+                memory = take(there if n_bytes is None else min(there, n_bytes))
+                _fill(memory, file, start)
+            finally:
+                os.close(file)
             return memory if len(memory) else None
 
         return self._hands.run(read, timeout_s)
@@ -91,22 +90,37 @@ class DirectoryBackend:
 
         self._hands.run(delete, timeout_s)
 
-    def list_names(self, folder: str, timeout_s: float, near: bytes = b"") -> list[Listed]:  # noqa: ARG002
+    def list_names(
+        self,
+        folder: str,
+        timeout_s: float,
+        near: bytes | None = b"",  # noqa: ARG002
+    ) -> list[Listed]:
         path = self._path_of(folder)
-
-        def names() -> list[Listed]:
-            try:
-                return [Listed(f"{folder}/{file.name}") for file in path.iterdir()]
-            except FileNotFoundError:
-                return []
-
-        return self._hands.run(names, timeout_s)
+        return self._hands.run(lambda: list(_listed(folder, path)), timeout_s)
 
     def close(self) -> None:
         self._hands.close()
 
     def _path_of(self, name: str) -> Path:
         return self._root / check_name(name)
+
+
+def _fill(memory: memoryview, file: int, start: int) -> None:
+    while memory:
+        n_read = os.preadv(file, [memory], start)
+        if not n_read:
+            raise BlobError("a file became shorter while it was read")
+        memory, start = memory[n_read:], start + n_read
+
+
+def _listed(folder: str, path: Path) -> Iterator[Listed]:
+    with suppress(FileNotFoundError), os.scandir(path) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                status = entry.stat()
+                n_bytes = status.st_size if entry.is_file() else 0
+                yield Listed(f"{folder}/{entry.name}", b"", n_bytes, status.st_mtime)
 
 
 def _size_of(path: Path) -> int | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from keepwarm.errors import BadInput
 from keepwarm.store.blobs.backend import Backend
 from keepwarm.store.blobs.directory import DirectoryBackend
 from keepwarm.store.blobs.redis import RedisAddress, RedisBackend
 
-FORMS = "redis://host:port, rediss://host:port or file:///directory"
+FORMS = "redis://host:port, rediss://host:port, s3://bucket/prefix or file:///directory"
 
 
 def open_backend(address: str, password: str = "") -> Backend:
@@ -26,6 +26,18 @@ def open_backend(address: str, password: str = "") -> Backend:
         )
     if url.scheme in ("redis", "rediss") and url.hostname:
         return RedisBackend(RedisAddress.parse(url), password)
+    if url.scheme == "s3" and url.netloc:
+        return _open_bucket(url, password)
     if url.scheme == "file" and url.path.startswith("/") and not url.netloc:
         return DirectoryBackend(Path(unquote(url.path)))
     raise BadInput(f"remote is {address!r}, which is not a supported address; use {FORMS}.")
+
+
+def _open_bucket(url: SplitResult, secret: str) -> Backend:
+    try:
+        from keepwarm.store.blobs.s3 import S3Address, S3Backend
+    except ImportError as error:
+        raise BadInput(
+            "remote names a bucket, which needs the package obstore; install keepwarm[s3]."
+        ) from error
+    return S3Backend(S3Address.parse(url), secret)

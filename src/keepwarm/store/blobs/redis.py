@@ -22,6 +22,7 @@ from keepwarm.store.blobs.resp import Command, Reply, RespConnection
 PORT = 6379
 MAX_IDLE = 8  # connections that are kept
 NEIGHBOURS = b"8"  # names on each side of a place in a folder's order
+PAGE = 1000  # names of a folder in one reply
 AFTER_ORDER = b"!"  # less than any hex digit: what an order begins with comes before it
 
 
@@ -48,6 +49,7 @@ class RedisBackend:
     """One server, or whatever answers under its name. For all threads."""
 
     in_batches = True
+    is_distant = False
 
     def __init__(self, address: RedisAddress, password: str = "") -> None:
         self._address = address
@@ -96,14 +98,17 @@ class RedisBackend:
 
     def delete(self, blobs: Sequence[Listed], timeout_s: float) -> None:
         commands: list[Command] = []
-        for name, order in blobs:
+        for name, order, *_ in blobs:
             folder, _, last = name.rpartition("/")
             commands.append([b"UNLINK", _key(name)])
             commands.append([b"ZREM", _folder(folder), _member(order, last)])
         self._call(commands, timeout_s)
 
-    def list_names(self, folder: str, timeout_s: float, near: bytes = b"") -> list[Listed]:
+    def list_names(self, folder: str, timeout_s: float, near: bytes | None = b"") -> list[Listed]:
         key, limit = _folder(folder), (b"LIMIT", b"0", NEIGHBOURS)
+        if near is None:
+            found = list(_members(self._all_members(key, CallDeadline(timeout_s))))
+            return [Listed(f"{folder}/{name}", order) for order, name in found]
         place = near.hex().encode() + AFTER_ORDER
         below, above = self._call(
             [
@@ -114,6 +119,16 @@ class RedisBackend:
         )
         found = [*_members(below), *_members(above)]
         return [Listed(f"{folder}/{name}", order) for order, name in found]
+
+    def _all_members(self, key: bytes, deadline: CallDeadline) -> list[Reply]:
+        """In pages: a server answers nobody else while it makes a reply."""
+        members: list[Reply] = []
+        while True:
+            first, last = b"%d" % len(members), b"%d" % (len(members) + PAGE - 1)
+            (page,) = self._call([[b"ZRANGE", key, first, last]], deadline.left_s())
+            members += page if isinstance(page, list) else []
+            if not isinstance(page, list) or len(page) < PAGE:
+                return members
 
     def close(self) -> None:
         with self._lock:

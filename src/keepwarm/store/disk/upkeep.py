@@ -49,19 +49,6 @@ def _label(path: Path) -> bytes:
     return f"{path.parent.name}/{path.name}".encode()
 
 
-def delete_subtrees(
-    disk: DiskTier,
-    blocks: Sequence[BlockKey],
-    keep: Collection[BlockKey],
-    progress: Progress = no_progress,
-) -> int:
-    """Delete these blocks of one conversation, their descendants and shorter copies; how many.
-
-    Blocks in `keep` stay; the caller includes their ancestors.
-    """
-    return delete_traceless(disk, list(subtrees(disk.index.lookups, blocks, keep)), progress)
-
-
 def delete_traceless(
     disk: DiskTier, keys: Sequence[BlockKey], progress: Progress = no_progress
 ) -> int:

@@ -1,4 +1,5 @@
-"""Bytes written per day by all processes: an SSD endures only so many writes."""
+"""Bytes written per day by all processes: an SSD endures only so many writes, and a network has
+other users."""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ class Wear:
         root: Path,
         max_bytes_per_day: int | None = None,
         day: Callable[[], str] = today,
+        name: str = "wear",
     ) -> None:
-        self._path = root / "wear.json"
-        self._lock = SharedLock(root / "tmp" / "wear")
+        self._path = root / f"{name}.json"
+        self._lock = SharedLock(root / "tmp" / name)
         self._max_bytes_per_day = max_bytes_per_day
         self._day = day
 

@@ -12,7 +12,7 @@ from keepwarm.store.index.database import Database
 from keepwarm.store.names import SUFFIXES
 from keepwarm.store.record import Part
 from keepwarm.store.thinning import Checkpoint
-from keepwarm.store.tier import BlockInfo, CheckpointRef, Child, StoredBlock
+from keepwarm.store.tier import BlockInfo, CheckpointRef, Child, NamedBlock, StoredBlock
 
 MAX_KEYS = 30_000  # of one query
 
@@ -40,6 +40,11 @@ class Lookups:
             BlockKey(key): BlockInfo(_parts(d > 0, w > 0, s > 0), n_tokens, w_rows, d + w + s)
             for key, d, w, s, n_tokens, w_rows in rows
         }
+
+    def named(self, keys: Collection[BlockKey]) -> list[NamedBlock]:
+        """Those of these blocks that are stored."""
+        rows = self._among("SELECT key, parent, n_tokens", "key", keys)
+        return [NamedBlock(BlockKey(key), BlockKey(parent), n) for key, parent, n in rows]
 
     def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
         rows = self._among(

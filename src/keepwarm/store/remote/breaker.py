@@ -3,6 +3,7 @@ again in the background."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ class Breaker:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._n_failures = MAX_FAILURES
+        self._n_failures: float = MAX_FAILURES
         self._retry_s = 0.0
         self._retry_at = clock()
 
@@ -54,9 +55,16 @@ class Breaker:
     def tried(self, success: bool) -> None:
         """Note the outcome of a trial."""
         with self._lock:
+            if self._n_failures == math.inf:
+                return
             if success:
                 self._n_failures, self._retry_s = 0, 0.0
                 return
             self._n_failures = max(self._n_failures, MAX_FAILURES)
             self._retry_s = min(max(2 * self._retry_s, FIRST_RETRY_S), MAX_RETRY_S)
             self._retry_at = self._clock() + self._retry_s
+
+    def end(self) -> None:
+        """Leave it open for good, also if a trial is under way."""
+        with self._lock:
+            self._n_failures = math.inf

@@ -16,7 +16,7 @@ from keepwarm.store.tier import BlockInfo, CheckpointRef, Child
 PRESENT_S = 60.0
 ABSENT_S = 5.0
 MAX_KNOWN = 50_000  # answers; the oldest are forgotten
-MAX_CHILDREN = 32
+MAX_CHILDREN = 16  # besides those that a prompt continues
 
 
 class KnownRecord(NamedTuple):
@@ -92,7 +92,8 @@ class KnownRecords:
         found = {key: self._tokens_of(key) for key in self._children_of(parent)}
         children = [Child(key, common_tokens(own, tokens)) for key, own in found.items() if own]
         near = sorted((c for c in children if c.n_common), key=lambda child: -child.n_common)
-        return near[:MAX_CHILDREN]
+        whole = [child for child in near[MAX_CHILDREN:] if tokens.startswith(found[child.key])]
+        return near[:MAX_CHILDREN] + whole
 
     def states(self, parents: Collection[BlockKey]) -> list[CheckpointRef]:
         return [

@@ -1,7 +1,8 @@
 """Names in a shared place: `<class>/<namespace>/<parent>/<key>.<part>`.
 
 So the records that follow a block lie in one folder. The class is what numbers depend on besides
-the namespace, as backend and version of MLX: machines of different classes share nothing.
+the namespace, as backend and version of MLX: machines of different classes share nothing, unless
+they are told to. All classes are listed in the folder `classes`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from keepwarm.prefix.blocks import KEY_BYTES, BlockKey, Namespace
-from keepwarm.store.record import Part
+from keepwarm.store.blobs.backend import Backend
+from keepwarm.store.record import Header, Part
+
+CLASSES = "classes"
+MAC = ".mac"  # ends the name of a record's MAC
 
 
 class RecordPlace(NamedTuple):
@@ -19,6 +24,11 @@ class RecordPlace(NamedTuple):
     parent: BlockKey
     key: BlockKey
     part: Part
+    numerics: str = ""  # its class; "" is that of this machine
+
+    @classmethod
+    def of(cls, header: Header) -> RecordPlace:
+        return cls(header.namespace, header.parent, header.key, header.part)
 
 
 class RemoteNames:
@@ -26,11 +36,17 @@ class RemoteNames:
         self._numerics = numerics
 
     def of(self, place: RecordPlace) -> str:
-        folder = self.folder(place.namespace, place.parent)
+        folder = self.folder(place.namespace, place.parent, place.numerics)
         return f"{folder}/{place.key.hex()}.{place.part.value}"
 
-    def folder(self, namespace: Namespace, parent: BlockKey) -> str:
-        return f"{self._numerics}/{namespace.hex()}/{parent.hex()}"
+    def folder(self, namespace: Namespace, parent: BlockKey, numerics: str = "") -> str:
+        return f"{numerics or self._numerics}/{namespace.hex()}/{parent.hex()}"
+
+
+def list_classes(backend: Backend, timeout_s: float) -> list[str]:
+    """All that machines have put records for."""
+    listed = backend.list_names(CLASSES, timeout_s, None)
+    return sorted(one.name.removeprefix(f"{CLASSES}/") for one in listed)
 
 
 def parse_last(name: str) -> tuple[BlockKey, Part] | None:

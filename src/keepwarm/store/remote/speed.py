@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import median
 
 NEW = 0.3  # the weight of the latest measurement; the first replaces the guess
 MIN_BYTES = 1 << 18  # less says nothing of the rate
+LATEST = 100  # calls that are remembered
+SLOW = 0.95  # of them are no slower than what a question plans with
 
 
 class TierSpeed:
@@ -17,48 +21,73 @@ class TierSpeed:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
+        self._calls: deque[float] = deque(maxlen=LATEST)  # seconds
         self.latency_s = 0.0005
         self.bytes_per_s = 1e9
-        self._weights = {"latency": 1.0, "rate": 1.0}
+        self._weight = 1.0  # of the next rate
         self._n_reading = 0
         self._began = 0.0
-        self._n_bytes = 0
+        self._n_bytes = self._n_lost = 0
 
     def load_s(self, n_bytes: int) -> float:
         """Seconds that so many bytes take, in several reads at once."""
         return self.latency_s + n_bytes / self.bytes_per_s
 
+    @property
+    def call_s(self) -> float:
+        """The 95th percentile of the latest calls."""
+        with self._lock:
+            calls = sorted(self._calls)
+        return calls[int(SLOW * (len(calls) - 1) + 0.5)] if calls else self.latency_s
+
+    def begin_anew(self) -> None:
+        """After an outage much may have changed: the next measurements replace all before."""
+        with self._lock:
+            self._calls.clear()
+            self._weight = 1.0
+
     @contextmanager
-    def asking(self) -> Iterator[None]:
-        """Around a question; one that fails is not counted."""
+    def calling(self) -> Iterator[None]:
+        """Around a call that moves few bytes; one that fails is not counted."""
         began = self._clock()
         yield
         with self._lock:
-            self.latency_s += self._weight("latency") * (self._clock() - began - self.latency_s)
+            self._calls.append(self._clock() - began)
+            self.latency_s = median(self._calls)
 
     @contextmanager
-    def reading(self) -> Iterator[Callable[[int], None]]:
-        """Around a read, which tells its bytes. The rate is that of all reads that overlap."""
+    def reading(self, n_bytes: int) -> Iterator[Callable[[int], None]]:
+        """Around a read of so many bytes, which tells those that it got. The rate is that of all
+        reads that overlap.
+        """
         with self._lock:
             self._n_reading += 1
             if self._n_reading == 1:
-                self._began, self._n_bytes = self._clock(), 0
+                self._began, self._n_bytes, self._n_lost = self._clock(), 0, 0
         try:
             yield self._add
+        except BaseException:
+            with self._lock:
+                self._n_lost += n_bytes
+            raise
         finally:
             with self._lock:
                 self._n_reading -= 1
-                if not self._n_reading and self._n_bytes >= MIN_BYTES:
-                    self._measure(self._clock() - self._began)
+                if not self._n_reading:
+                    self._measure(max(self._clock() - self._began, 1e-6))
 
     def _measure(self, seconds: float) -> None:
-        """In seconds per byte, so that one very fast read does not outweigh all others."""
-        rate, new = self._n_bytes / max(seconds, 1e-6), self._weight("rate")
-        self.bytes_per_s = 1 / ((1 - new) / self.bytes_per_s + new / rate)
+        """In seconds per byte, so that one very fast read does not outweigh all others.
 
-    def _weight(self, of: str) -> float:
-        weight, self._weights[of] = self._weights[of], NEW
-        return weight
+        What was not read in time shows at least that the rate was no higher; but an outage shows
+        the same, so that each time it is at most halved.
+        """
+        if self._n_lost:
+            highest = (self._n_bytes + self._n_lost) / seconds
+            self.bytes_per_s = min(self.bytes_per_s, max(highest, self.bytes_per_s / 2))
+        elif self._n_bytes >= MIN_BYTES:
+            rate, new, self._weight = self._n_bytes / seconds, self._weight, NEW
+            self.bytes_per_s = 1 / ((1 - new) / self.bytes_per_s + new / rate)
 
     def declined(self) -> None:
         """Loading seemed too slow; sooner or later it is tried again."""

@@ -8,15 +8,15 @@ It is hardly later either: every call has a deadline, and after some failures no
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
 
-from keepwarm.errors import BadInput, BadRecord, NewerFormat
-from keepwarm.prefix.blocks import BlockKey
+import numpy as np
+
+from keepwarm.errors import BadRecord, NewerFormat
+from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.store.blobs.backend import Backend, BlobError, Listed
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.buffers import decode_record
@@ -32,31 +32,37 @@ from keepwarm.store.record import (
 )
 from keepwarm.store.remote.asking import Asker, Question
 from keepwarm.store.remote.breaker import Breaker
+from keepwarm.store.remote.erasing import erase_blocks
 from keepwarm.store.remote.flights import SingleFlight
+from keepwarm.store.remote.guard import Guard
+from keepwarm.store.remote.janitor import Janitor, JanitorThread, PlaceLimits
 from keepwarm.store.remote.known import KnownRecord, KnownRecords
-from keepwarm.store.remote.names import RecordPlace, RemoteNames
+from keepwarm.store.remote.mark import check_mark
+from keepwarm.store.remote.names import CLASSES, MAC, RecordPlace, RemoteNames, list_classes
 from keepwarm.store.remote.speed import TierSpeed
-from keepwarm.store.remote.trial import check_mark, try_backend
+from keepwarm.store.remote.trial import try_backend
+from keepwarm.store.remote.trust import FleetKey
 from keepwarm.store.seal import Seal
 from keepwarm.store.tier import (
     BlockInfo,
     CheckpointRef,
     Child,
+    NamedBlock,
     PutResult,
     ReadFault,
     TierCounts,
     TierStats,
+    use_whole,
 )
 
 LOG = logging.getLogger(__name__)
-T = TypeVar("T")
 ASK_S = 0.05  # for a question
 MIN_READ_S = 0.05
 READERS = 3  # that share the rate
 WRITE_S = 10.0  # nobody waits for a write
 MAX_RECORD_BYTES = 1 << 30
 MAX_BAD = 1024
-CLOSE_S = 1.0  # a trial may be under way
+REFRESH_S = 60.0  # how often other classes are listed, and what seemed slow is measured again
 
 
 class RemoteTier:
@@ -69,34 +75,45 @@ class RemoteTier:
         seal: Seal | None = None,
         memory: MemoryTier | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        mark: bytes = b"",
+        fleet_key: FleetKey | None = None,
+        any_numerics: bool = False,
     ) -> None:
-        """`numerics` is the class of machines that compute the same numbers. What is fetched goes
-        into `memory`.
+        """`numerics` is the class of machines that compute the same numbers; with `any_numerics`
+        those of others are read too. What is fetched goes into `memory`. `mark` is that of the
+        local store, if it is sealed. Sealed records need no fleet key.
         """
-        self._backend = backend
+        self.backend = backend
+        self._numerics = numerics
+        self._any_numerics = any_numerics
         self._names = RemoteNames(numerics)
         self._seal = seal
+        self._mark = mark
+        self._fleet_key = fleet_key if seal is None else None
         self._memory = memory
         self.breaker = Breaker(clock)
-        self.speed = TierSpeed()
+        self.speed = TierSpeed(clock)
         self._known = KnownRecords(clock)
-        self._asker = Asker(backend, self._names, self._known, seal)
+        has_macs = self._fleet_key is not None
+        self._asker = Asker(backend, self._names, self._known, seal, self.speed, has_macs=has_macs)
+        self._seemed_slow = False  # since it was last measured
         self._counts = TierCounts()
         self._faults: dict[tuple[BlockKey, Part], ReadFault] = {}
         self._bad: Counter[RecordPlace] = Counter()
         self._questions: SingleFlight[None] = SingleFlight()
         self._fetches: SingleFlight[Record | None] = SingleFlight()
-        self._closing = threading.Event()
-        self._failed = threading.Event()
-        self._tried = threading.Event()
-        self.refused = ""  # why it is not used at all
-        self._thread = threading.Thread(target=self._watch, name="keepwarm-remote", daemon=True)
-        self._thread.start()
+        self._guard = Guard(self._try, self.breaker, self._counts, self._refresh, REFRESH_S)
+        self._guard.start()
+
+    @property
+    def refused(self) -> str:
+        """Why it is not used at all."""
+        return self._guard.refused
 
     def wait_until_tried(self, timeout_s: float) -> bool:
         """Wait for the first trial; whether it may be used."""
-        self._tried.wait(timeout_s)
-        return not self.breaker.is_open
+        return self._guard.wait_until_tried(timeout_s)
 
     # Look-ups: what is known
 
@@ -115,16 +132,28 @@ class RemoteTier:
         """Learn what is there of a prompt. Never fails."""
 
         def ask() -> None:
-            with self.speed.asking():
-                self._asker.ask(question, deadline)
+            self._asker.ask(question, deadline)
 
         what = question.refs[-1].key, question.n_here
-        self._questions.do(what, lambda: self._call("asked", ask))
+        self._questions.do(what, lambda: self._guard.call("asked", ask))
+
+    def ask_s(self, question: Question) -> float:
+        """Seconds that a question takes of a distant place, by what calls have taken."""
+        return question.n_round_trips * self.speed.call_s
+
+    def declined(self) -> None:
+        """It seemed too slow to be asked, or loaded from; soon it is measured again."""
+        self.speed.declined()
+        self._seemed_slow = True
 
     def read(
-        self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
+        self,
+        key: BlockKey,
+        part: Part,
+        tensors: Collection[str] | None = None,
+        deadline: CallDeadline | None = None,
     ) -> Record | None:
-        record = self._fetches.do((key, part), lambda: self._fetch(key, part))
+        record = self._fetches.do((key, part), lambda: self._fetch(key, part, deadline))
         self._counts.add(hits=1 if record else 0, misses=0 if record else 1)
         if record is None or tensors is None:
             return record
@@ -136,11 +165,9 @@ class RemoteTier:
         part: Part,
         use: Callable[[RecordView], None],
         buffer: ReadBuffer,  # noqa: ARG002
+        deadline: CallDeadline | None = None,
     ) -> bool:
-        record = self.read(key, part)
-        if record is not None:
-            use(RecordView(record.header, record.tensors))
-        return record is not None
+        return use_whole(self.read(key, part, deadline=deadline), use)
 
     def take_fault(self, key: BlockKey, part: Part) -> ReadFault | None:
         return self._faults.pop((key, part), None)
@@ -151,7 +178,7 @@ class RemoteTier:
 
     def put(self, record: Record) -> PutResult:
         """Store a record, unless it is there."""
-        header, stored = record.header, self._call("written", lambda: self._put(record))
+        header, stored = record.header, self._guard.call("written", lambda: self._put(record))
         self._counts.add(puts=int(stored is True), refused=int(stored is False))
         durable: Future[None] = Future()
         if stored is None:
@@ -164,7 +191,7 @@ class RemoteTier:
 
     def has(self, header: Header) -> bool | None:
         """Whether a record is there; None if that cannot be told now."""
-        return self._call("asked", lambda: self._asker.has(header, CallDeadline(WRITE_S)))
+        return self._guard.call("asked", lambda: self._asker.has(header, CallDeadline(WRITE_S)))
 
     def knows(self, key: BlockKey, part: Part) -> bool:
         """Whether a record is known to be there."""
@@ -178,35 +205,65 @@ class RemoteTier:
         found = [
             r.place for key in reversed(keys) for part in Part if (r := self._known.find(key, part))
         ]
-        names = [self._names.of(place) for place in found]
+        names = [name for place in found for name in self._blobs_of(place)]
         if names:
-            self._call("told of a use", lambda: self._backend.touch(names, WRITE_S))
+            self._guard.call("told of a use", lambda: self.backend.touch(names, WRITE_S))
+
+    def erase(
+        self,
+        namespaces: Sequence[Namespace],
+        blocks: Sequence[NamedBlock],
+        keep: Collection[BlockKey],
+    ) -> bool:
+        """Delete blocks for good, in every class; False if that must be tried again."""
+
+        def erase() -> bool:
+            erase_blocks(self.backend, self._seal, namespaces, blocks, keep)
+            return True
+
+        for block in blocks:
+            self._known.lose(block.key)
+        return self._guard.call("cleared", erase) or False
+
+    def keep_within(self, limits: PlaceLimits) -> JanitorThread | None:
+        """Have a place kept within limits that does not evict by itself."""
+        if self.backend.in_batches or not any(limits):
+            return None
+        sweep = Janitor(self.backend, limits).sweep
+        return JanitorThread(lambda: self._guard.call("swept", sweep))
+
+    def withdraw(self, header: Header) -> None:
+        """Delete a record that was just put."""
+        place = RecordPlace.of(header)
+        self._known.lose(place.key)
+        self._delete(place, header.tokens)
 
     def discard(self, key: BlockKey, part: Part, why: str) -> None:
-        """It fits no reader here, and perhaps others: it is a miss for a while."""
-        LOG.warning("a shared record is not used: %s", why)
-        if (record := self._known.find(key, part)) is not None:
-            self._note_bad(record.place, record.tokens)
+        """It fits no reader here, and perhaps others, so it stays: it is a miss for a while."""
+        if self._known.find(key, part) is not None:
+            LOG.warning("a shared record is not used: %s", why)
+            self._known.lose(key)
 
     def stats(self) -> TierStats:
         return self._counts.stats(0, 0, None)
 
     def close(self) -> None:
-        self._closing.set()
-        self._failed.set()
-        self._backend.close()
-        self._thread.join(CLOSE_S)
+        self.backend.close()
+        self._asker.close()
+        self._guard.close()
 
     # Reading
 
-    def _fetch(self, key: BlockKey, part: Part) -> Record | None:
+    def _fetch(self, key: BlockKey, part: Part, deadline: CallDeadline | None) -> Record | None:
         known = self._known.find(key, part)
         if known is None or not self.breaker.is_trusted:
+            return None
+        if deadline is not None and deadline.is_over:  # the load is left, and the tier is not bad
             return None
         if (record := self._just_fetched(known)) is not None:
             return record
         try:
-            data = self._call("read", lambda: self._read(known))
+            data = self._guard.call("read", lambda: self._read(known, deadline))
             record = None if data is None else self._verified(data, known.place)
         except BadRecord as bad:
             LOG.warning("a shared record is bad: %s", bad)
@@ -234,12 +291,19 @@ class RemoteTier:
         is_here = here is not None and part in here.parts and here.w_rows >= known.w_rows
         return self._memory.read(key, part) if is_here else None
 
-    def _read(self, known: KnownRecord) -> memoryview | None:
+    def _read(self, known: KnownRecord, load: CallDeadline | None) -> memoryview | None:
+        """Within the time of the whole load: one record may be slow if others are fast. One that is
+        read by itself has twice the time that is planned for it.
+        """
         planned_s = self.speed.load_s(READERS * known.n_bytes)
-        timeout_s = max(MIN_READ_S, 2 * planned_s)
-        with self.speed.reading() as add:
-            data = self._backend.read(self._names.of(known.place), _take, timeout_s)
+        deadline = load or CallDeadline(max(MIN_READ_S, 2 * planned_s))
+        name = self._names.of(known.place)
+        with self.speed.reading(known.n_bytes) as add:
+            data = self.backend.read(name, _take, deadline.left_s())
             add(0 if data is None else len(data))
+        if data is not None and self._fleet_key is not None:
+            mac = self.backend.read(name + MAC, _take, deadline.left_s())
+            self._fleet_key.check(name, data, mac)
         return data
 
     def _verified(self, data: memoryview, place: RecordPlace) -> Record:
@@ -255,81 +319,66 @@ class RemoteTier:
         self._bad[place] += 1
         if self._bad[place] > 1:
             del self._bad[place]
-            blob = Listed(self._names.of(place), self._order(tokens))
-            self._call("deleted", lambda: self._backend.delete([blob], MIN_READ_S))
+            self._delete(place, tokens)
+
+    def _delete(self, place: RecordPlace, tokens: bytes) -> None:
+        blobs = [Listed(name, self._order(tokens)) for name in self._blobs_of(place)]
+        self._guard.call("cleared", lambda: self.backend.delete(blobs, WRITE_S))
+
+    def _blobs_of(self, place: RecordPlace) -> list[str]:
+        """Its name, and that of its MAC."""
+        name = self._names.of(place)
+        return [name] if self._fleet_key is None else [name, name + MAC]
 
     # Writing
 
     def _put(self, record: Record) -> bool:
         header, deadline = record.header, CallDeadline(WRITE_S)
-        name = self._names.of(_place(header))
+        name = self._names.of(RecordPlace.of(header))
         pieces = encode_record(record, self._seal)
+        order = self._order(header.tokens)
         replace = header.part is Part.WINDOW  # one with more rows; the caller has looked
-        return self._backend.put(
-            name, pieces, deadline.left_s(), self._order(header.tokens), replace
-        )
+        if self._fleet_key is not None:  # one that is there is nobody's of the fleet
+            mac, replace = self._fleet_key.mac(name, pieces), True
+            if not self.backend.put(name + MAC, [mac], deadline.left_s(), order, replace):
+                return False
+        return self.backend.put(name, pieces, deadline.left_s(), order, replace)
 
     def _order(self, tokens: bytes) -> bytes:
         """In a sealed tier no name tells tokens."""
         return b"" if self._seal else tokens
 
     def _learn(self, header: Header, n_bytes: int) -> None:
-        self._known.add([KnownRecord(_place(header), header.tokens, n_bytes, header.w_rows)])
+        self._known.add(
+            [KnownRecord(RecordPlace.of(header), header.tokens, n_bytes, header.w_rows)]
+        )
 
-    # Failures
-
-    def _call(self, what: str, work: Callable[[], T]) -> T | None:
-        """What `work` returns; None if the place does not do it, which is counted."""
-        if self.breaker.is_open:
-            return None
-        try:
-            result = work()
-        except Exception as error:  # whatever it is, it is not worth a request
-            is_own = not isinstance(error, BlobError)
-            LOG.log(
-                logging.ERROR if is_own else logging.INFO,
-                "a shared tier could not be %s: %s",
-                what,
-                error,
-                exc_info=is_own,
-            )
-            self._counts.add(errors=1)
-            self.breaker.failed()
-            if self.breaker.is_open:
-                self._failed.set()
-            return None
-        self.breaker.succeeded()
-        return result
-
-    def _watch(self) -> None:
-        """Try it at the start, and again whenever it was left alone for a while."""
-        while not self._closing.is_set() and not self.refused:
-            if not self.breaker.is_open:
-                self._failed.wait()
-                self._failed.clear()
-            elif not self._closing.wait(self.breaker.retry_in_s):
-                self._try()
-                self._tried.set()
+    # Trials
 
     def _try(self) -> None:
-        try:
-            check_mark(self._backend, self._seal)
-            try_backend(self._backend, self.speed)
-        except BlobError as error:
-            LOG.info("a shared tier does not answer: %s", error)
-            self.breaker.tried(False)
-        except BadInput as error:
-            LOG.warning("%s", error)
-            self.refused = str(error)
-        else:
-            self.breaker.tried(True)
+        check_mark(self.backend, self._seal, self._mark)
+        self.speed.begin_anew()
+        try_backend(self.backend, self.speed)
+        self._list_classes()
 
+    def _refresh(self) -> None:
+        if self._any_numerics:
+            self._list_classes()
+        if self._seemed_slow:
+            self._seemed_slow = False
+            self.speed.begin_anew()
+            try_backend(self.backend, self.speed)
 
-def _place(header: Header) -> RecordPlace:
-    return RecordPlace(header.namespace, header.parent, header.key, header.part)
+    def _list_classes(self) -> None:
+        """Have this machine's class found, and find others."""
+        name = f"{CLASSES}/{self._numerics}"
+        self.backend.put(name, [b"1"], WRITE_S, self._numerics.encode())
+        if self._any_numerics:
+            found = list_classes(self.backend, WRITE_S)
+            self._asker.other_classes = [one for one in found if one != self._numerics]
 
 
 def _take(n_bytes: int) -> memoryview:
     if n_bytes > MAX_RECORD_BYTES:
         raise BlobError(f"a record of {n_bytes} bytes is too large")
-    return memoryview(bytearray(n_bytes))
+    return np.empty(n_bytes, np.uint8).data  # a bytearray would be filled with zeros first

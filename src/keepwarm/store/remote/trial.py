@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
-from keepwarm.errors import BadInput, BadRecord
+from keepwarm.errors import BadInput
 from keepwarm.store.blobs.backend import Backend, BlobError, Listed
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.remote.speed import TierSpeed
-from keepwarm.store.seal import Seal
 
 TRIAL_BYTES = 1 << 20
 TRIAL_S = 5.0  # the longest it may take
 FOLDER = "trial"
-MARK = "mark/keepwarm.mark.1"
-PLAIN = b"plain"
+N_TIMED = 3  # blobs, read at the same time as those of a prompt are
+TIMED_S = 0.2  # that each of them should take
+TIMED_BYTES = 1 << 18, 1 << 22  # the least and the most
+PATIENT_S = 30.0
+NO_PARTS = "It cannot be used as a shared tier: it does not read parts of blobs"
 
 
 def try_backend(backend: Backend, speed: TierSpeed) -> None:
@@ -27,9 +32,7 @@ def try_backend(backend: Backend, speed: TierSpeed) -> None:
     """
     deadline, order = CallDeadline(TRIAL_S), uuid.uuid4().bytes
     blob = Listed(f"{FOLDER}/{order.hex()}", order)
-    for _ in range(2):  # the first connects
-        with speed.asking():
-            backend.sizes([blob.name], deadline.left_s())
+    time_calls(backend, speed, deadline)
     data = os.urandom(TRIAL_BYTES)
     if not backend.put(blob.name, [data], deadline.left_s(), order):
         return
@@ -39,55 +42,59 @@ def try_backend(backend: Backend, speed: TierSpeed) -> None:
         backend.delete([blob], deadline.left_s())
 
 
-def check_mark(backend: Backend, seal: Seal | None) -> None:
-    """Plain and sealed records never mix, nor those of two keys: the first machine leaves a mark.
+class BlobRates(NamedTuple):
+    """Bytes in a second."""
 
-    Raises BadInput if the mark is another machine's.
+    put: float = 0.0  # 0 if it is full
+    read: float = 0.0
+
+
+def time_blobs(backend: Backend, bytes_per_s: float) -> BlobRates:
+    """Put some blobs, one after the other, and read them at the same time; about `bytes_per_s` is
+    expected. Raises BlobError where that fails.
     """
-    deadline = CallDeadline(TRIAL_S)
-    found = backend.read(MARK, _new, deadline.left_s())
-    if found is None:
-        backend.put(MARK, [_mark_of(seal)], deadline.left_s())
-        found = backend.read(MARK, _new, deadline.left_s())
-    if found is None:
-        raise BlobError("it does not keep what is put")
-    mark = bytes(found)
-    if seal is None and mark != PLAIN:
-        raise BadInput(
-            "It holds encrypted blocks; set KEEPWARM_ENCRYPTION_KEY to their key to use it."
-        )
-    if seal is not None and mark == PLAIN:
-        raise BadInput("It holds blocks that are not encrypted; name an empty place instead.")
-    if seal is not None:
-        _open_mark(seal, mark)
-
-
-def _mark_of(seal: Seal | None) -> bytes:
-    return PLAIN if seal is None else seal.seal(MARK.encode(), b"")
-
-
-def _open_mark(seal: Seal, mark: bytes) -> None:
+    least, most = TIMED_BYTES
+    data = os.urandom(max(least, min(most, int(bytes_per_s * TIMED_S))))
+    orders = [uuid.uuid4().bytes for _ in range(N_TIMED)]
+    blobs = [Listed(f"{FOLDER}/{order.hex()}", order) for order in orders]
     try:
-        seal.open(MARK.encode(), mark)
-    except BadRecord as error:
-        raise BadInput(
-            "It was encrypted with another key; use base64 of the same 32 bytes on all machines, "
-            "because a passphrase gives each of them another key."
-        ) from error
+        began = time.perf_counter()
+        if not all(backend.put(blob.name, [data], PATIENT_S, blob.order) for blob in blobs):
+            return BlobRates()
+        put = time.perf_counter()
+        with ThreadPoolExecutor(N_TIMED) as readers:
+            list(readers.map(lambda blob: backend.read(blob.name, _new, PATIENT_S), blobs))
+        n_bytes, end = N_TIMED * len(data), time.perf_counter()
+        return BlobRates(n_bytes / (put - began), n_bytes / (end - put))
+    finally:
+        backend.delete(blobs, PATIENT_S)
+
+
+def time_calls(backend: Backend, speed: TierSpeed, deadline: CallDeadline) -> None:
+    """Measure how fast a place answers; the first call may have to connect."""
+    backend.sizes([FOLDER], deadline.left_s())
+    for _ in range(2):
+        with speed.calling():
+            backend.sizes([FOLDER], deadline.left_s())
 
 
 def _check(
     backend: Backend, blob: Listed, data: bytes, speed: TierSpeed, deadline: CallDeadline
 ) -> None:
-    part = backend.read(blob.name, _new, deadline.left_s(), start=1000, n_bytes=100)
-    if part is None or bytes(part) != data[1000:1100]:
-        raise BadInput("It cannot be used as a shared tier: it does not read parts of blobs.")
-    with speed.reading() as add:
+    with speed.reading(TRIAL_BYTES) as add:
         whole = backend.read(blob.name, _new, deadline.left_s())
         add(TRIAL_BYTES)
     if whole is None or bytes(whole) != data:
         raise BlobError("it returned other bytes than were put")
-    listed = backend.list_names(FOLDER, deadline.left_s(), blob.order)
+    try:
+        with speed.calling():
+            part = backend.read(blob.name, _new, deadline.left_s(), start=1000, n_bytes=100)
+    except BlobError as error:  # it reads the whole, so it is there
+        raise BadInput(f"{NO_PARTS} ({error}).") from error
+    if part is None or bytes(part) != data[1000:1100]:
+        raise BadInput(f"{NO_PARTS}.")
+    with speed.calling():
+        listed = backend.list_names(FOLDER, deadline.left_s(), blob.order)
     if blob.name not in [one.name for one in listed]:
         raise BadInput("It cannot be used as a shared tier: it does not list what was put.")
 

@@ -1,0 +1,99 @@
+"""The mark of a shared place: whether its records are sealed, and what makes their key.
+
+Plain and sealed records never mix, nor those of two keys. The first machine leaves the mark: of a
+sealed place that is its `sealed.json`, with the salt, from which the same passphrase makes the same
+key on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import closing
+
+from keepwarm.errors import BadInput, BadRecord
+from keepwarm.store.blobs.backend import Backend, BlobError
+from keepwarm.store.blobs.deadline import CallDeadline
+from keepwarm.store.blobs.opening import open_backend
+from keepwarm.store.seal import Seal
+
+MARK = "mark/keepwarm.mark.1"
+PLAIN = b"plain"
+CHECK = b"keepwarm.check.1"  # what the sealed empty string in a mark is sealed under
+MARK_S = 5.0  # the longest it may take
+MAX_BYTES = 4096
+
+
+def check_mark(backend: Backend, seal: Seal | None, own: bytes) -> None:
+    """Leave the mark of the local store, `own`, where there is none.
+
+    Raises BadInput if there is one, and it is of another kind or of another key.
+    """
+    if seal is None:
+        mark = put_mark(backend, PLAIN, MARK_S)
+    else:
+        mark = put_mark(backend, own or make_mark(seal, {}), MARK_S)
+    if seal is None and mark != PLAIN:
+        raise BadInput(
+            "It holds encrypted blocks; set KEEPWARM_ENCRYPTION_KEY to their key to use it."
+        )
+    if seal is not None and mark == PLAIN:
+        raise BadInput("It holds blocks that are not encrypted; name an empty place instead.")
+    if seal is not None and not _opens(seal, mark):
+        raise BadInput(
+            "It was encrypted with another key, or with the same passphrase and another salt; "
+            "use its key, or begin with an empty store while it can be reached: that takes its "
+            "salt."
+        )
+
+
+def make_mark(seal: Seal, salted: dict[str, object]) -> bytes:
+    """A mark by which a key is recognised; `salted` is what else is in it."""
+    return json.dumps({**salted, "check": seal.seal(CHECK, b"").hex()}).encode()
+
+
+def put_mark(backend: Backend, mark: bytes, timeout_s: float) -> bytes:
+    """Leave a mark if there is none; the one that is there then. Raises BlobError."""
+    deadline = CallDeadline(timeout_s)
+    if (found := _read(backend, deadline)) is None:
+        backend.put(MARK, [mark], deadline.left_s())
+        found = _read(backend, deadline)
+    if found is None:
+        raise BlobError("it does not keep what is put")
+    return found
+
+
+def agree_on_mark(addresses: Sequence[str], password: str) -> Callable[[bytes], bytes]:
+    """For a new sealed store: takes its mark, and returns that of the first shared place which
+    answers. That is its own if there was none.
+    """
+
+    def agree(mark: bytes) -> bytes:
+        for address in addresses:
+            with closing(open_backend(address, password)) as backend:
+                try:
+                    found = put_mark(backend, mark, MARK_S)
+                except BlobError:
+                    continue
+            if found != PLAIN:
+                return found
+        return mark
+
+    return agree
+
+
+def _read(backend: Backend, deadline: CallDeadline) -> bytes | None:
+    found = backend.read(MARK, _take, deadline.left_s(), n_bytes=MAX_BYTES)
+    return None if found is None else bytes(found)
+
+
+def _opens(seal: Seal, mark: bytes) -> bool:
+    try:
+        seal.open(CHECK, bytes.fromhex(json.loads(mark)["check"]))
+    except (BadRecord, ValueError, KeyError, TypeError):
+        return False
+    return True
+
+
+def _take(n_bytes: int) -> memoryview:
+    return memoryview(bytearray(n_bytes))
