@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -28,9 +28,12 @@ from keepwarm.cache.agents.holders import Holder, find_holders
 from keepwarm.cache.agents.manifest import Manifest
 from keepwarm.cache.agents.pins import TtlPins
 from keepwarm.cache.agents.prefixes import PREFIX_SIGN, StoredPrefixes
+from keepwarm.cache.agents.reach import used_by
 from keepwarm.cache.agents.rewriting import prefix_blocks, prefix_records, renamed
 from keepwarm.cache.agents.signing import NO_KEYS, BundleKeys, SigningKey
 from keepwarm.cache.counts import CountBook
+from keepwarm.cache.shared.tombstones import Tombstones, delete_everywhere
+from keepwarm.cache.shared.unsharing import Erase, Unsharing
 from keepwarm.cache.texts.turns import AgentTurn, KeptTurn
 from keepwarm.errors import BadCacheFile, BadInput, BadRecord, Busy
 from keepwarm.files import replacing
@@ -40,7 +43,6 @@ from keepwarm.store.disk.disk import DiskLimits, DiskTier
 from keepwarm.store.disk.staging import StagedRecords
 from keepwarm.store.disk.upkeep import (
     Progress,
-    delete_traceless,
     file_path,
     no_progress,
     read_file,
@@ -73,10 +75,14 @@ class DiskStore:
         writes_per_day: int | None = None,
         secret: str | None = None,
         retention_s: float | None = None,
+        *,
+        agree: Callable[[bytes], bytes] = bytes,
     ) -> None:
-        """`retention_s` is that of new agents."""
+        """`retention_s` is that of new agents. `agree` returns the mark that other machines have
+        put where blocks are shared, given that of a new encrypted store.
+        """
         try:
-            self.disk = DiskTier(root, limits, seal=unlock(root, secret))
+            self.disk = DiskTier(root, limits, seal=unlock(root, secret, agree=agree))
         except TimeoutError as error:
             raise Busy(
                 f"Another process, perhaps suspended, holds a lock of the store {root}; "
@@ -89,6 +95,7 @@ class DiskStore:
             ) from error
         self.agents = Agents(self.disk, retention_s=retention_s)
         self.prefixes = StoredPrefixes(self.disk, self.agents)
+        self.tombstones = Tombstones(self.disk)
         self.ttl_pins = TtlPins(self.disk)
         self.wear = Wear(self.disk.root, writes_per_day)
         self.counts = CountBook(self.disk.root)
@@ -217,6 +224,7 @@ class DiskStore:
         expected: Identity,
         agent_id: str | None = None,
         progress: Progress = no_progress,
+        model: str = "",
         *,
         keys: BundleKeys = NO_KEYS,
         check_record: CheckRecord = accept_any,
@@ -229,7 +237,7 @@ class DiskStore:
         with file:
             source = BundleSource(str(path), file, os.fstat(file.fileno()).st_size)
             return self.receive_agent(
-                source, expected, agent_id, progress, keys=keys, check_record=check_record
+                source, expected, agent_id, progress, model, keys=keys, check_record=check_record
             )
 
     def receive_agent(
@@ -238,6 +246,7 @@ class DiskStore:
         expected: Identity,
         agent_id: str | None = None,
         progress: Progress = no_progress,
+        model: str = "",
         *,
         keys: BundleKeys = NO_KEYS,
         check_record: CheckRecord = accept_any,
@@ -246,6 +255,7 @@ class DiskStore:
 
         Unless one of `keys` signed it, only this agent and its forks are served from its blocks.
         `check_record` raises for a record that does not fit the model; a restore checks it anyway.
+        `model` is the name of the model here; a bundle has none.
         """
         manifest, identity = import_bundle(
             self.disk,
@@ -258,7 +268,7 @@ class DiskStore:
         )
         name, tokens = self.register(identity), unpack(manifest.tokens)
         opening = manifest.turns[0] if manifest.turns else len(tokens)
-        head = Branch.of(name, tokens, manifest.turns, n_opening=opening, main=True)
+        head = Branch.of(name, tokens, manifest.turns, n_opening=opening, main=True, model=model)
         agent = self.agents.create(agent_id or manifest.agent or Path(source.name).stem, head)
         if manifest.turn is not None and agent.blocks:
             self.agents.turns.keep(agent.id, tokens, agent.blocks[-1], manifest.turn)
@@ -295,8 +305,13 @@ class DiskStore:
         """Delete every agent and every block, also from the memory of all processes."""
         self.disk.forget_all()
         n_agents = self.agents.delete_all()
-        keys = [stored.key for stored in self.disk.walk()]
-        return Cleared(n_agents, delete_traceless(self.disk, keys, progress))
+        stored = list(self.disk.walk())
+        names, keys = {one.namespace for one in stored}, [one.key for one in stored]
+        return Cleared(n_agents, delete_everywhere(self.disk, names, keys, progress=progress))
+
+    def unsharing(self, erase: Callable[[str], Erase]) -> Unsharing:
+        """Deletes from shared tiers what was deleted here."""
+        return Unsharing(self.tombstones, lambda: used_by(self.disk, self.agents.all()), erase)
 
     def close(self) -> None:
         self.counts.save()

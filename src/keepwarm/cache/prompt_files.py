@@ -68,15 +68,15 @@ def _tokens_of(found: PromptCacheFile, path: Path, given: Path | None) -> list[i
     listed = _read(given) if given is not None else found.metadata.get(TOKENS)
     if listed is None:
         raise BadInput(
-            f"{path} does not name its tokens, as only files that Keepwarm has exported do; "
-            "give them with --tokens FILE, a JSON list of token ids."
+            f"{path} does not contain its token ids, because Keepwarm did not export it; "
+            "pass them with --tokens FILE, a JSON list."
         )
     tokens = _parsed(listed, given or path)
     n_held = kv.token_count(found.caches)
     if n_held is not None and n_held != len(tokens):
         raise BadInput(
-            f"{path} holds {n_held} tokens and {len(tokens)} are named; give the ids of exactly "
-            "those that were fed."
+            f"{path} holds {n_held} tokens, but {len(tokens)} ids were given; pass exactly those "
+            "that were fed."
         )
     return tokens
 
@@ -85,7 +85,8 @@ def _read(path: Path) -> str:
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} cannot be read ({type(error).__name__}); check it.") from error
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise BadInput(f"{path} cannot be read ({why}); check it.") from error
 
 
 def _parsed(listed: str, path: Path) -> list[int]:
@@ -112,7 +113,9 @@ def import_prompt_file(store: Store, model: Model, read: ReadPrompt, agent_id: s
     capture = attached.manager.in_namespace(name).open(tokens, Policy.DURABLE)
     capture.finish(tokens, kv.evaluate(found.caches))
     store.flush()
-    head = Branch.of(name, tokens, [len(tokens)], n_opening=len(tokens), main=True)
+    head = Branch.of(
+        name, tokens, [len(tokens)], n_opening=len(tokens), main=True, model=model.name
+    )
     return store.on_disk.agents.create(agent_id, head)
 
 
@@ -137,5 +140,5 @@ def _attach_as(store: Store, model: Model, theirs: Identity) -> AttachedModel:
     attached = store.attach(model.module, model.path, **make_options_in(theirs))
     ours = attached.identity
     if replace(theirs, salt=ours.salt, origin=ours.origin) != ours:
-        raise BadInput(f"It was computed by another model than {model.name}; name it with --model.")
+        raise BadInput(f"It was computed by another model, not {model.name}; name it with --model.")
     return attached

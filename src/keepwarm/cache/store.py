@@ -24,11 +24,11 @@ from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.failures import RestoreFailures
 from keepwarm.cache.restore.forgetting import Forget, Forgetting
 from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.points import PointSizes
 from keepwarm.cache.restore.rates import RateBook
 from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.restore.writing import MemorySaver, Saver, Writer, WriteStats
-from keepwarm.cache.shared.opening import open_remotes
-from keepwarm.cache.shared.sharing import Sharer
+from keepwarm.cache.shared.shared_tiers import SharedTiers
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.errors import BadInput, StoreFailed, UnknownAgent
 from keepwarm.kv.slabs import SlabPool
@@ -36,6 +36,7 @@ from keepwarm.models.catalog import locate
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.memory import MemoryTier
+from keepwarm.store.remote.mark import agree_on_mark
 from keepwarm.store.tier import StoredBlock, Tier, TierStats
 from keepwarm.store.tiers import SHARED, Tiers
 
@@ -82,7 +83,7 @@ class Store:
     ) -> None:
         self.settings = settings or config.load(store=path)
         budgets = budgets or Budgets.of(self.settings)
-        self._rates = RateBook(self.settings.home / "rates.json")
+        self._rates = RateBook.of_home(self.settings.home)
         self._padding = padding_book(self.settings.home)
         self._is_memory_fixed = budgets.memory_bytes is not None
         self.memory = MemoryTier(_memory_bytes(budgets))
@@ -105,12 +106,12 @@ class Store:
             self.saver = writer
             self._tiers["disk"] = disk
             lookups += [("memory", writer.queued), ("disk", disk)]
-        seal = self._on_disk.disk.seal if self._on_disk is not None else None
-        self._shared = open_remotes(self.settings, seal, self.memory)
-        self._lookups = Tiers(lookups, self._shared)
-        self._sharer: Sharer | None = None
-        if self._shared and self._on_disk is not None:
-            self._sharer = Sharer(self._shared, self._lookups.local, self.saver.kept)
+        tier = None if self._on_disk is None else self._on_disk.disk
+        self._shared = SharedTiers(self.settings, self.memory, tier)
+        self._lookups = Tiers(lookups, self._shared.tiers)
+        if self._on_disk is not None:
+            self._shared.start(self._lookups.local, self.saver.kept, self._on_disk.unsharing)
+            self.add_forget(self._shared.notice_deletion)
         self._reader = Reader(self._lookups, SlabPool.if_cuda(), self.memory)
         self._resize(_memory_bytes(budgets))
 
@@ -126,7 +127,12 @@ class Store:
         secret = self.settings.read_encryption_key()
         retention_s = self.settings.retention_s or None
         return DiskStore(
-            self.settings.store, limits, budgets.disk_writes_per_day, secret, retention_s
+            self.settings.store,
+            limits,
+            budgets.disk_writes_per_day,
+            secret,
+            retention_s,
+            agree=agree_on_mark(self.settings.remotes, self.settings.read_remote_password()),
         )
 
     @property
@@ -165,7 +171,8 @@ class Store:
         sharing = RowSharing(model, kv_options, identity, source, self._padding)
         identity = self._trusted(identity, sharing)
         manager = self.make_manager(identity, layout)
-        manager.rates = self._rates.of(namespace(replace(identity, salt="", origin="")))
+        everyones = namespace(replace(identity, salt="", origin=""))
+        manager.rates = self._rates.of(everyones, PointSizes(layout).to_load(str(source)))
         return AttachedModel(model, identity, manager, kv_options, sharing)
 
     def _trusted(self, identity: Identity, sharing: RowSharing) -> Identity:
@@ -194,7 +201,8 @@ class Store:
             self.saver,
             failures=self.restore_failures,
             forgetting=self._forgetting,
-            sharer=self._sharer,
+            sharer=self._shared.sharer,
+            is_mixed=self._shared.is_mixed,
         )
 
     def load_agent(self, agent_id: str, branch: int | None = None) -> AgentBlocks:
@@ -247,7 +255,7 @@ class Store:
             self._on_disk.agents.check_id(agent_id)
 
     def knows_agent(self, agent_id: str) -> bool:
-        """Whether there is an agent with this id, that has said something."""
+        """Whether there is an agent with this id that has turns."""
         if self._on_disk is None:
             return False
         try:
@@ -260,6 +268,12 @@ class Store:
         n_deleted = self.on_disk.agents.delete(agent_id)
         self.catch_up()
         return n_deleted
+
+    def unreached(self) -> list[str]:
+        """The addresses of shared tiers that still have some of what was deleted here; they are
+        tried again.
+        """
+        return self._shared.unreached()
 
     def catch_up(self) -> int:
         """Forget what any process has deleted on purpose; the generation that this leads to."""
@@ -310,8 +324,8 @@ class Store:
 
     def tier_stats(self) -> dict[str, TierStats]:
         stats = {name: tier.stats() for name, tier in self._tiers.items()}
-        shared = {f"{SHARED} {n}": tier.stats() for n, tier in enumerate(self._shared, 1)}
-        return stats | shared
+        shared = enumerate(self._shared.tiers, 1)
+        return stats | {f"{SHARED} {n}": tier.stats() for n, tier in shared}
 
     def write_stats(self) -> WriteStats:
         return self.saver.stats()
@@ -326,15 +340,13 @@ class Store:
     def close(self) -> None:
         """Write the queue to disk and close all files."""
         self._rates.save()
-        if self._sharer is not None:
-            self._sharer.close()
+        self._shared.stop()
         self.saver.close()
         if self._on_disk is not None:
             with suppress(StoreFailed):  # it is counted
                 self._on_disk.disk.flush()
         self._reader.close()
-        for tier in self._shared:
-            tier.close()
+        self._shared.close()
         self.memory.close()
         if self._on_disk is not None:
             self._on_disk.close()

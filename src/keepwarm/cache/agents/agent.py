@@ -130,8 +130,8 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
     sizes = [(len(key), len(value)) for key, value in metadata.items()]
     if len(sizes) > MAX_LABELS or any(k > MAX_KEY or v > MAX_VALUE for k, v in sizes):
         raise BadInput(
-            f"An agent has at most {MAX_LABELS} labels, of {MAX_KEY} characters and with "
-            f"{MAX_VALUE} as their value; shorten them."
+            f"An agent has at most {MAX_LABELS} labels, with names of up to {MAX_KEY} and values "
+            f"of up to {MAX_VALUE} characters; shorten them."
         )
 
 

@@ -18,9 +18,9 @@ from keepwarm.cache.agents.agent import Agent, check_metadata
 from keepwarm.cache.agents.branch import Branch, EndedTurn, Placed, Placing
 from keepwarm.cache.agents.reach import (
     abandoned,
-    blocks_to_delete,
     blocks_to_forget,
     blocks_to_pin,
+    delete_blocks,
     existing,
     used_by,
 )
@@ -32,7 +32,6 @@ from keepwarm.store.atomic import SharedLock
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.disk.upkeep import (
     Progress,
-    delete_subtrees,
     file_path,
     no_progress,
     read_file,
@@ -249,7 +248,7 @@ class Agents:
             moved = self._save(replace(agent, head=head, sides=(), left=()))
         with as_store_errors(self._disk, f"delete the old blocks of agent {agent_id!r}"):
             keep = used_by(self._disk, self.all())
-            delete_subtrees(self._disk, blocks_to_delete(self._disk, agent, keep), keep)
+            delete_blocks(self._disk, agent, keep)
         return moved
 
     def update(self, agent_id: str, **changes: Any) -> Agent:
@@ -304,8 +303,7 @@ class Agents:
             self._disk.forget(owner, blocks_to_forget(self._disk, agent, keep))
         with as_store_errors(self._disk, "delete the blocks of an agent"):
             self._disk.pin_only(owner, ())
-            keys = blocks_to_delete(self._disk, agent, keep)
-            return delete_subtrees(self._disk, keys, keep, progress)
+            return delete_blocks(self._disk, agent, keep, progress)
 
     def _remove(self, agent_id: str) -> None:
         """Remove all of an agent but its blocks."""

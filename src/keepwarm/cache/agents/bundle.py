@@ -239,7 +239,9 @@ def _as_bundle_errors(name: str) -> Iterator[None]:
             f"{name} is not a complete bundle ({error}); export it again."
         ) from error
     except OSError as error:
-        raise BadCacheFile(f"{name} could not be read ({error}); try again.") from error
+        raise BadCacheFile(
+            f"{name} cannot be read ({error.strerror or error}); check it."
+        ) from error
 
 
 class CheckedRecords:

@@ -10,10 +10,11 @@ from keepwarm.cache.agents.agents import Agents
 from keepwarm.cache.agents.branch import Branch
 from keepwarm.cache.agents.holders import find_holders, read_header
 from keepwarm.cache.agents.reach import used_by
+from keepwarm.cache.shared.tombstones import delete_everywhere
 from keepwarm.errors import BadInput
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey
 from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.disk.upkeep import Progress, delete_subtrees, no_progress
+from keepwarm.store.disk.upkeep import Progress, no_progress
 from keepwarm.store.tier import NamedBlock, as_store_errors
 
 PREFIX_SIGN = "@"  # starts a prefix id; no agent id starts with it
@@ -83,14 +84,16 @@ class StoredPrefixes:
 
     def delete(self, prefix_id: str, progress: Progress = no_progress) -> int:
         """Delete a prefix, but for blocks that agents or other prefixes have too; how many."""
-        keep = used_by(self._disk, self._agents.all())
-        own = list(self._own_blocks(self._last_block(prefix_id), keep))
+        keep, last = used_by(self._disk, self._agents.all()), self._last_block(prefix_id)
+        ends = self._disk.index.lookups.leaves()
+        namespaces = [end.namespace for end in ends if end.key == last]
+        own = list(self._own_blocks(last, keep))
         self._disk.forget(OWNER, own)
         keys = [block.key for block in own]
         with as_store_errors(self._disk, f"delete {prefix_id}"):
             for key in keys:
                 self._disk.unpin(key, OWNER)
-            return delete_subtrees(self._disk, keys, keep, progress)
+            return delete_everywhere(self._disk, namespaces, keys, keep, progress=progress)
 
     def _own_blocks(self, last: BlockKey, keep: set[BlockKey]) -> Iterator[NamedBlock]:
         """From the last block up to where another conversation parts from it."""

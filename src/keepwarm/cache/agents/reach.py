@@ -9,8 +9,10 @@ from itertools import islice
 from keepwarm.cache.agents.agent import Agent
 from keepwarm.cache.agents.branch import Branch, Placed
 from keepwarm.cache.agents.holders import find_extensions, find_holders
+from keepwarm.cache.shared.tombstones import delete_everywhere
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, block_key, root
 from keepwarm.store.disk.disk import DiskTier
+from keepwarm.store.disk.upkeep import Progress, no_progress
 from keepwarm.store.tier import NamedBlock
 
 MAX_UNCHECKED_LEFT = 64  # abandoned blocks listed without checking that they still exist
@@ -56,7 +58,19 @@ def used_by(disk: DiskTier, agents: Iterable[Agent]) -> set[BlockKey]:
     return keys | {found.header.key for found in find_extensions(disk, missing)}
 
 
-def blocks_to_delete(disk: DiskTier, agent: Agent, keep: Collection[BlockKey]) -> list[BlockKey]:
+def delete_blocks(
+    disk: DiskTier,
+    agent: Agent,
+    keep: Collection[BlockKey],
+    progress: Progress = no_progress,
+) -> int:
+    """Delete what an agent has or had, here and from shared tiers; how many blocks were here."""
+    namespaces = [branch.namespace for branch in agent.branches]
+    keys, gone = _blocks_to_delete(disk, agent, keep), blocks_to_forget(disk, agent, keep)
+    return delete_everywhere(disk, namespaces, keys, keep, gone=gone, progress=progress)
+
+
+def _blocks_to_delete(disk: DiskTier, agent: Agent, keep: Collection[BlockKey]) -> list[BlockKey]:
     """What an agent has or had, and every block that continues the end of one of its turns,
     unless other agents share that end.
     """

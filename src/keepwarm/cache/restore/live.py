@@ -113,6 +113,11 @@ class Live:
             self.max_bytes = max_bytes
             self._evict(self._n_bytes - max_bytes)
 
+    def held(self) -> list[tuple[Namespace, bytes]]:
+        """The packed tokens of every entry."""
+        with self._lock:
+            return [(entry.namespace, entry.packed) for entry in self._entries.values()]
+
     def n_served(self, namespace: Namespace, tokens: Sequence[int]) -> int:
         """How many tokens of this prompt `take` would serve."""
         with self._lock:

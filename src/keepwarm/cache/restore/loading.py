@@ -18,6 +18,7 @@ from keepwarm.kv.assembly import Assembly
 from keepwarm.kv.kinds import Caches
 from keepwarm.kv.layout import Layout
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, pack
+from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.record import RecordView
 
 
@@ -53,8 +54,11 @@ class Loading:
         saver: Saver,
         *,
         in_background: bool = False,
+        deadline: CallDeadline | None = None,
     ) -> None:
-        """A load in background has threads of its own, so that other loads need not wait."""
+        """A load in background has threads of its own, so that other loads need not wait. What
+        machines share is not read after the deadline.
+        """
         self.tokens = tokens
         self.point = point
         self.in_background = in_background
@@ -69,7 +73,14 @@ class Loading:
             self._assembly = Assembly(layout, point.n_tokens, reader.slabs)
             return self._add
 
-        self._reads = reader.start(point.reads, prepared, in_background, self._copy_if_alone)
+        self._reads = reader.start(
+            point.reads, prepared, in_background, self._copy_if_alone, deadline
+        )
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it fell behind its plan."""
+        return self._reads.is_late
 
     def advance(self) -> bool:
         """Copy a piece of what has been read, where a device must; whether all is in place."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -54,6 +55,7 @@ class Manager:
     failures: RestoreFailures = field(default_factory=RestoreFailures)
     forgetting: Forgetting | None = None  # without a disk nobody else deletes
     sharer: Sharer | None = None  # without shared tiers nobody shares
+    is_mixed: bool = False  # blocks may be of machines that compute other numbers
     max_restored: int = sys.maxsize  # tokens of a prompt that are restored at most
 
     def __post_init__(self) -> None:
@@ -67,10 +69,13 @@ class Manager:
     def _planner(self) -> Planner:
         return Planner(self.namespace, self.needs, self.tiers, self.rates, self.max_restored)
 
-    def plan(self, tokens: Sequence[int], without: Collection[BlockKey] = ()) -> Plan:
+    def plan(
+        self, tokens: Sequence[int], without: Collection[BlockKey] = (), only_here: bool = False
+    ) -> Plan:
         """What to load for a prompt."""
         self.catch_up()
-        return self._planner.plan(tokens, without)
+        tiers = self.tiers.local if only_here else self.tiers
+        return replace(self._planner, tiers=tiers).plan(tokens, without)
 
     def ask(self, tokens: Sequence[int], policy: Policy) -> None:
         """Learn what tiers that machines share have of a prompt; on the caller's thread, before it
@@ -105,28 +110,31 @@ class Manager:
         policy: Policy,
         beyond: int = 0,
         without: Collection[BlockKey] = (),
+        *,
         others_wait: bool = False,
+        only_here: bool = False,
     ) -> Loading | None:
         """Start loading the stored blocks of a prompt; None if that is not worth it.
 
-        Where `others_wait`, a long load runs in background.
+        Where `others_wait`, a long load runs in background; `only_here`: from this machine alone.
         """
         if not policy.reads:
             return None
-        plan = self.plan(tokens, without)
+        plan = self.plan(tokens, without, only_here)
+        for tier in plan.declined:
+            tier.declined()
         if not plan.is_worth_loading(beyond):
             if plan.n_tokens > beyond:
                 self.rates.declined_load()
             return None
-        for tier in plan.declined:
-            tier.speed.declined()
         is_long = others_wait and (plan.is_shared or plan.load_s >= SMALL_LOAD_S)
-        return Loading(
-            tokens, plan.point, self.layout, self.reader, self.writer, in_background=is_long
-        )
+        made, until = (self.layout, self.reader, self.writer), plan.deadline()
+        return Loading(tokens, plan.point, *made, in_background=is_long, deadline=until)
 
     def finish(self, loading: Loading, beyond: int = 0) -> RestoredPrefix:
-        """Wait for a load. A bad record is a miss: a new plan is made without it."""
+        """Wait for a load. A bad record is a miss: a new plan is made without it. A load that falls
+        behind its plan is left: what has arrived is here by then.
+        """
         missed: set[BlockKey] = set()
         fault: Fault | None = None
         current: Loading | None = loading
@@ -141,7 +149,9 @@ class Manager:
             self.failures.add(loaded.fault or "error")
             fault = fault or loaded.fault
             missed |= loaded.missed
-            current = self.begin(loading.tokens, Policy.READ_ONLY, beyond, missed)
+            current = self.begin(
+                loading.tokens, Policy.READ_ONLY, beyond, missed, only_here=current.is_late
+            )
         return EMPTY._replace(fault=fault)
 
     def touch(self, tokens: Sequence[int], keys: Collection[BlockKey] = ()) -> None:
@@ -154,11 +164,15 @@ class Manager:
         if self.sharer is not None and refs:
             self.sharer.offer(Use(self.namespace, refs, keys))
 
-    def share(self, tokens: Sequence[int]) -> None:
-        """Share a prompt with other machines at its first use."""
+    @property
+    def shares(self) -> bool:
+        """Whether anything is written to tiers that machines share."""
+        return self.sharer is not None
+
+    def share(self, tokens: Sequence[int]) -> Future[None] | None:
+        """Share a prompt with other machines at its first use; done when it was tried."""
         refs = list(chain(self.namespace, tokens)) if self.sharer is not None else []
-        if self.sharer is not None and refs:
-            self.sharer.offer(Use(self.namespace, refs))
+        return self.sharer.offer(Use(self.namespace, refs)) if self.sharer and refs else None
 
     def n_saved(self, tokens: Sequence[int], policy: Policy) -> int:
         """How many restored tokens a request need not save again.
@@ -174,16 +188,38 @@ class Manager:
 
     def is_on_disk(self, tokens: Sequence[int]) -> bool:
         """Whether a process that starts now would find all of these tokens on disk."""
-        on_disk = Tiers([(name, tier) for name, tier in self.tiers.named if name == "disk"])
-        point = replace(self._planner, tiers=on_disk).longest(tokens, len(tokens))
-        return point.n_tokens == len(tokens)
+        return self._n_in(self._on_disk, tokens, len(tokens)) == len(tokens)
+
+    def n_on_disk(self, tokens: Sequence[int]) -> int:
+        """How many tokens of a prompt a process that starts now would restore from disk."""
+        return self._n_in(self._on_disk, tokens, len(tokens) - 1)
+
+    def n_shared(self, tokens: Sequence[int]) -> int | None:
+        """How many tokens of a prompt another machine would restore, as far as is known here."""
+        shared = Tiers([], self.tiers.shared)
+        return self._n_in(shared, tokens, len(tokens) - 1) if shared.named else None
+
+    @property
+    def _on_disk(self) -> Tiers:
+        return Tiers([(name, tier) for name, tier in self.tiers.named if name == "disk"])
+
+    def _n_in(self, tiers: Tiers, tokens: Sequence[int], limit: int) -> int:
+        within = replace(self._planner, tiers=tiers)
+        return within.longest(tokens, limit).n_tokens if limit > 0 else 0
 
     def survives(self, tokens: Sequence[int]) -> bool:
         """Whether these tokens, which can be restored now, could be after a restart too, or nearly
-        all of them. True where there is no disk."""
+        all of them. True where there is no disk.
+
+        A window narrower than a block must be in a block that ends there: that of a longer one is
+        found only until enough others part from it.
+        """
         saved = list(self.tiers.local.named)[1:]  # without memory
         point = replace(self._planner, tiers=Tiers(saved)).longest(tokens, len(tokens))
-        return not saved or point.n_tokens > len(tokens) - WORTH_SAVING
+        if not saved or point.n_tokens <= len(tokens) - WORTH_SAVING:
+            return not saved
+        last = list(chain(self.namespace, tokens[: point.n_tokens]))[-1]
+        return not self.needs.whole_blocks or last.key in {read.key for read in point.reads}
 
     def open(
         self,

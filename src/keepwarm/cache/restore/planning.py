@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from keepwarm.cache.restore.plan import NOTHING, KnownBlocks, Needs, Point, longest, n_matched
@@ -18,11 +19,13 @@ from keepwarm.prefix.blocks import (
 )
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.remote.asking import Question
-from keepwarm.store.remote.tier import ASK_S, RemoteTier
+from keepwarm.store.remote.tier import ASK_S, MIN_READ_S, RemoteTier
 from keepwarm.store.tier import BlockInfo
 from keepwarm.store.tiers import Tiers
 
 SMALL_LOAD_S = 0.02
+MAX_ASK_SHARE = 0.1  # of the time to compute, for a question to a distant place
+MIN_LOAD_SHARE = 0.1  # that a load may always take: on a busy machine no plan is exact
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Plan:
     load_s: float
     rates: Rates
     is_shared: bool = False  # a part comes from a tier that machines share
+    n_here: int = 0  # tokens that this machine has
     declined: tuple[RemoteTier, ...] = ()  # have more, too slowly
 
     @property
@@ -44,6 +48,16 @@ class Plan:
         # Below this the measurement is noise, and computing wears the machine more.
         load_s = 0.0 if self.load_s < SMALL_LOAD_S else self.load_s
         return self.n_tokens > beyond and load_s <= self.rates.prefill_s(beyond, self.n_tokens)
+
+    def deadline(self, clock: Callable[[], float] = time.monotonic) -> CallDeadline | None:
+        """For what machines share: twice the planned time, or a tenth of computing it, but no
+        longer than computing it takes. None if nothing is.
+        """
+        if not self.is_shared:
+            return None
+        computing_s = self.rates.prefill_s(self.n_here, self.n_tokens)
+        limit_s = max(2 * self.load_s, MIN_LOAD_SHARE * computing_s)
+        return CallDeadline(max(MIN_READ_S, min(limit_s, computing_s)), clock)
 
     def seconds(self, n_tokens: int) -> float:
         """Until so many tokens are loaded and computed."""
@@ -72,7 +86,7 @@ class Planner:
         best = min(plans, key=lambda plan: plan.seconds(len(tokens)) if plans[1:] else 0.0)
         slower = zip(self.tiers.shared, plans[1:], strict=True)
         more = (tier for tier, plan in slower if plan.n_tokens > best.n_tokens)
-        return replace(best, declined=tuple(more))
+        return replace(best, n_here=plans[0].n_tokens, declined=tuple(more))
 
     def _plan_in(
         self, tiers: Tiers, tokens: Sequence[int], limit: int, without: Collection[BlockKey]
@@ -93,7 +107,8 @@ class Planner:
             return
         blocks = here.blocks_of(tokens)
         n_here = longest(self.needs, blocks, limit).n_tokens
-        if self.rates.prefill_s(n_here, len(tokens)) < SMALL_LOAD_S:
+        computing_s = self.rates.prefill_s(n_here, len(tokens))
+        if computing_s < SMALL_LOAD_S:
             return
         question = Question(
             self.namespace,
@@ -104,10 +119,15 @@ class Planner:
             n_window=-(-self.needs.window // BLOCK_TOKENS) + 1 if self.needs.window else 0,
             has_states=self.needs.state,
         )
-        deadline = CallDeadline(ASK_S)  # one for all
         for tier in self.tiers.shared:
-            if not deadline.is_over:
-                tier.ask(question, deadline)
+            seconds = ask_s(tier, question, computing_s)
+            if seconds is None:
+                tier.declined()
+                continue
+            deadline = CallDeadline(seconds)
+            tier.ask(question, deadline)
+            if deadline.is_over:  # no request waits for two
+                return
 
     def _limit(self, tokens: Sequence[int]) -> int:
         """One token is always left, because a model must be fed one."""
@@ -149,3 +169,14 @@ class Planner:
         self, keys: Sequence[BlockKey], without: Collection[BlockKey]
     ) -> dict[BlockKey, BlockInfo]:
         return self.tiers.have([key for key in keys if key not in without])
+
+
+def ask_s(tier: RemoteTier, question: Question, computing_s: float) -> float | None:
+    """Seconds that a question may take; None if it is not worth asking.
+
+    A distant place has as long as its calls usually take, and no longer than a tenth of computing.
+    """
+    if not tier.backend.is_distant:
+        return ASK_S
+    planned_s, most_s = tier.ask_s(question), MAX_ASK_SHARE * computing_s
+    return None if planned_s > most_s else max(planned_s, min(ASK_S, most_s))

@@ -18,6 +18,7 @@ from keepwarm.errors import CacheError
 from keepwarm.kv.slabs import SlabPool
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.atomic import CAN_PREFETCH
+from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, ReadBuffer, RecordView
 from keepwarm.store.tiers import Tiers
@@ -42,7 +43,8 @@ class ReadOutcome(NamedTuple):
 class PendingReads:
     """Records that are being read."""
 
-    def __init__(self, n_records: int) -> None:
+    def __init__(self, n_records: int, deadline: CallDeadline | None = None) -> None:
+        self.deadline = deadline
         self.futures: list[Future[str]] = []
         self.use: Future[Use] = Future()  # the function that takes the records, once prepared
         self.missed: set[BlockKey] = set()
@@ -50,6 +52,11 @@ class PendingReads:
         self.prefetch_slots = threading.Semaphore(MAX_PREFETCHED)
         self._n_records = n_records
         self._is_stopped = False
+
+    @property
+    def is_late(self) -> bool:
+        """Whether tiers that machines share were given up."""
+        return self.deadline is not None and self.deadline.is_over
 
     @property
     def is_done(self) -> bool:
@@ -123,15 +130,18 @@ class Reader:
         prepare: Callable[[], Use],
         in_background: bool = False,
         meanwhile: Callable[[], object] = lambda: None,
+        deadline: CallDeadline | None = None,
     ) -> PendingReads:
         """Pass every record, in no order, to the function that `prepare` returns; stop at the
         first miss or refusal. Files are opened and prefetched while `prepare` runs.
 
         Each thread holds one tensor at a time, so memory stays small. Background reads have
         threads of their own, so that other requests do not queue behind them. What is in slabs
-        is there already, so no thread is woken for it; `meanwhile` is called after each.
+        is there already, so no thread is woken for it; `meanwhile` is called after each. After the
+        deadline tiers that machines share are not read any more.
         """
-        pool, started = self._background if in_background else self._pool, PendingReads(len(reads))
+        pool = self._background if in_background else self._pool
+        started = PendingReads(len(reads), deadline)
         ready = [self._is_in_slab(read) for read in reads]
         try:
             if CAN_PREFETCH and not in_background and not all(ready):
@@ -165,7 +175,7 @@ class Reader:
         if started.missed:
             return ""
         try:
-            tier = self._tiers.visit(read.key, read.part, use, self._own.buffer)
+            tier = self._tiers.visit(read.key, read.part, use, self._own.buffer, started.deadline)
         except CacheError as error:
             self._tiers.discard(read.key, read.part, str(error))
             started.miss(read.key, "layout")

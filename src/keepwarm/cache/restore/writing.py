@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from keepwarm.cache.policy import Policy
@@ -39,6 +39,8 @@ class WriteStats:
     dropped: int = 0  # saves for which the queue had no room
     failed: int = 0  # saves that the disk refused
     over_budget: int = 0  # saves beyond today's write budget
+    queued_blocks: int = 0  # not on disk yet
+    queued_bytes: int = 0
 
 
 class Saver(Protocol):
@@ -221,7 +223,8 @@ class Writer:
                 self._changed.notify_all()
 
     def stats(self) -> WriteStats:
-        return self._stats
+        queued = self.queued.stats()
+        return replace(self._stats, queued_blocks=queued.blocks, queued_bytes=queued.n_bytes)
 
     def close(self) -> None:
         with self._changed:

@@ -13,36 +13,68 @@ from keepwarm.device.machine import backend as mlx_backend
 from keepwarm.errors import BadInput
 from keepwarm.store.blobs.backend import BlobError
 from keepwarm.store.blobs.opening import open_backend
+from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.memory import MemoryTier
+from keepwarm.store.names import SEALED
 from keepwarm.store.remote.speed import TierSpeed
 from keepwarm.store.remote.tier import RemoteTier
-from keepwarm.store.remote.trial import try_backend
-from keepwarm.store.seal import Seal
+from keepwarm.store.remote.trial import time_blobs, try_backend
+from keepwarm.store.remote.trust import FleetKey
+from keepwarm.store.tier import as_store_errors
 
 class RemoteReport(NamedTuple):
     """How fast a shared tier is, or why it cannot be used."""
 
     address: str
     latency_s: float = 0.0
-    bytes_per_s: float = 0.0
+    bytes_per_s: float = 0.0  # read
     problem: str = ""
+    put_bytes_per_s: float = 0.0  # 0: it is full
 
 
 TRIALS = 5  # of a measurement
+MIXED = "mixed numerics"  # noted in the index
 START_S = 1.0  # that a start waits for trials of all
 
 
 def open_remotes(
-    settings: Settings, seal: Seal | None, memory: MemoryTier
+    settings: Settings, memory: MemoryTier, disk: DiskTier | None, mixed: bool
 ) -> list[RemoteTier]:
-    """The shared tiers of the settings, in order. One that does not answer is tried again."""
+    """The shared tiers of the settings, in order. One that does not answer is tried again.
+
+    A `mixed` machine may hold blocks of other classes, so that what it computes has its own.
+    """
     password = settings.read_remote_password()
-    backends = [open_backend(address, password) for address in settings.remotes]
-    tiers = [RemoteTier(each, numerics_class(), seal, memory) for each in backends]
+    seal = None if disk is None else disk.seal
+    mark = (disk.root / SEALED).read_bytes() if disk is not None and seal is not None else b""
+    fleet_key = FleetKey.parse(settings.read_fleet_key())
+    tiers = [
+        RemoteTier(
+            open_backend(address, password),
+            f"mixed-{numerics_class()}" if mixed else numerics_class(),
+            seal,
+            memory,
+            mark=mark,
+            fleet_key=fleet_key,
+            any_numerics=settings.share_numerics == "any",
+        )
+        for address in settings.remotes
+    ]
     until = time.monotonic() + START_S
     for tier in tiers:
         tier.wait_until_tried(max(0.0, until - time.monotonic()))
     return tiers
+
+
+def is_mixed(settings: Settings, disk: DiskTier | None) -> bool:
+    """Whether blocks of other classes may be here: since the setting allowed them, for good."""
+    is_now = bool(settings.remotes) and settings.share_numerics == "any"
+    if disk is None:
+        return is_now
+    with as_store_errors(disk, "note where its blocks come from"):
+        if is_now:
+            disk.index.database.set_flag(MIXED)
+        return disk.index.database.has_flag(MIXED)
 
 
 def measure_remotes(settings: Settings) -> list[RemoteReport]:
@@ -57,9 +89,11 @@ def _measure(address: str, password: str) -> RemoteReport:
         try:
             for _ in range(TRIALS):
                 try_backend(backend, speed)
+            rates = time_blobs(backend, speed.bytes_per_s)
         except (BlobError, BadInput) as error:
             return RemoteReport(address, problem=str(error))
-    return RemoteReport(address, speed.latency_s, speed.bytes_per_s)
+    read = rates.read if rates.put else speed.bytes_per_s
+    return RemoteReport(address, speed.latency_s, read, put_bytes_per_s=rates.put)
 
 
 def numerics_class() -> str:

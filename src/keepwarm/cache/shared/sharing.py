@@ -6,16 +6,19 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import NamedTuple
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, block_key
+from keepwarm.store.disk.wear import Wear
 from keepwarm.store.record import Part, Record
 from keepwarm.store.remote.tier import RemoteTier
 from keepwarm.store.tier import BlockInfo, CheckpointRef
 from keepwarm.store.tiers import Tiers
 
 LOG = logging.getLogger(__name__)
-MAX_QUEUED = 1 << 14  # blocks; their bytes are read one record at a time, when it is written
+MAX_QUEUED = 1 << 24  # bytes of token ids; records are read one at a time, when it is written
 CLOSE_S = 2.0  # that a closing store goes on for
 
 
@@ -25,6 +28,11 @@ class Use(NamedTuple):
     namespace: Namespace
     refs: Sequence[BlockRef]
     others: Collection[BlockKey] = ()
+
+    @property
+    def n_bytes(self) -> int:
+        """What it takes while it waits."""
+        return sum(len(ref.tokens) for ref in self.refs)
 
 
 class Sharer:
@@ -38,34 +46,47 @@ class Sharer:
         shared: Sequence[RemoteTier],
         here: Tiers,
         kept: Callable[[Collection[BlockKey]], dict[BlockKey, BlockInfo]],
+        budget: Wear | None = None,
     ) -> None:
-        """`kept` says which blocks are on disk or will be: others are not shared."""
+        """`kept` says which blocks are on disk or will be: others are not shared. `budget` is what
+        may be written in a day.
+        """
+        self._budget = budget
         self._shared = shared
         self._here = here
         self._kept = kept
-        self._offers: deque[Use] = deque()
+        self._offers: deque[tuple[Use, Future[None]]] = deque()
         self._n_queued = 0
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="keepwarm-sharer", daemon=True)
         self._thread.start()
 
-    def offer(self, use: Use) -> None:
-        """Share the blocks of a prompt; from any thread, without waiting."""
+    def offer(self, use: Use) -> Future[None]:
+        """Share the blocks of a prompt; from any thread, without waiting. Done when it was tried,
+        or there was no room for it.
+        """
+        tried: Future[None] = Future()
         with self._changed:
-            if not self._closing and self._n_queued + len(use.refs) <= MAX_QUEUED:
-                self._offers.append(use)
-                self._n_queued += len(use.refs)
+            if not self._closing and self._n_queued + use.n_bytes <= MAX_QUEUED:
+                self._offers.append((use, tried))
+                self._n_queued += use.n_bytes
                 self._changed.notify_all()
+                return tried
+        tried.set_result(None)
+        return tried
 
     def close(self) -> None:
         """Go on for a moment, then leave the rest."""
         with self._changed:
             self._changed.wait_for(lambda: not self._n_queued or self._is_idle, CLOSE_S)
             self._closing = True
+            left = [tried for _, tried in self._offers]
             self._offers.clear()
             self._changed.notify_all()
         self._thread.join()
+        for tried in left:
+            tried.set_result(None)
 
     @property
     def _is_idle(self) -> bool:
@@ -73,16 +94,18 @@ class Sharer:
         return all(tier.breaker.is_open for tier in self._shared)
 
     def _run(self) -> None:
-        while (use := self._next()) is not None:
+        while (offered := self._next()) is not None:
+            use, tried = offered
             try:
                 self._share(list(dict.fromkeys(self._blocks_of(use))))
             except Exception:  # one bad record must not stop the thread
                 LOG.exception("blocks could not be shared")
             with self._changed:
-                self._n_queued -= len(use.refs)
+                self._n_queued -= use.n_bytes
                 self._changed.notify_all()
+            tried.set_result(None)
 
-    def _next(self) -> Use | None:
+    def _next(self) -> tuple[Use, Future[None]] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._offers or self._closing)
             return None if self._closing else self._offers.popleft()
@@ -122,8 +145,23 @@ class Sharer:
         if header is None or tier.has(header.header) is not False:
             return
         record = self._read(key, part)
-        if record is not None:
-            tier.put(record)
+        if record is None or not self._fits(record.n_bytes):
+            return
+        if not tier.put(record).stored:
+            self._give_back(record.n_bytes)
+        elif not self._kept([key]):  # deleted meanwhile, perhaps by an `rm` that looked before
+            tier.withdraw(record.header)
+
+    def _fits(self, n_bytes: int) -> bool:
+        try:
+            return self._budget is None or self._budget.take(n_bytes)
+        except OSError:  # another process holds the lock: it is offered again
+            return False
+
+    def _give_back(self, n_bytes: int) -> None:
+        if self._budget is not None:
+            with suppress(OSError):  # then the budget is a little smaller
+                self._budget.give_back(n_bytes)
 
     def _read(
         self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
