@@ -29,18 +29,41 @@ def locate(name: str, settings: Settings, *, refresh: bool = False) -> Path:
     if hub.is_id(name):
         here = None if refresh else hub.cached(name) or lmstudio.find(name)
         return here or hub.fetch(name)
-    raise UnknownModel(
+    if path := find_gguf(name):
+        return path
+    raise _unknown(name)
+
+
+def check_name(name: str) -> None:
+    """Raise what `locate` raises for a name that can be no model; never downloads."""
+    if name in builtin.BUILTINS or hub.is_id(name):
+        return
+    if not find_local(name) and not find_gguf(name):
+        raise _unknown(name)
+
+
+def _unknown(name: str) -> UnknownModel:
+    return UnknownModel(
         f"There is no model {name!r}; use {' or '.join(builtin.BUILTINS)}, a model directory, "
         f"a .gguf file or a hub id (org/name)."
     )
 
 
 def find(name: str, settings: Settings) -> Path | None:
-    """The path of a built-in or hub model that is on this machine; never downloads."""
+    """The path of a model by its name, if it is on this machine; never downloads."""
     if name in builtin.BUILTINS:
         path = builtin.directory(builtin.BUILTINS[name], settings)
         return path if path.is_dir() else None
-    return hub.cached(name) or lmstudio.find(name) if hub.is_id(name) else None
+    if hub.is_id(name):
+        return hub.cached(name) or lmstudio.find(name)
+    return find_gguf(name)
+
+
+def find_gguf(name: str) -> Path | None:
+    """The file `org/name/file.gguf` of LM Studio or the hub's cache."""
+    if not name.endswith(".gguf"):
+        return None
+    return lmstudio.all_gguf().get(name) or hub.all_gguf().get(name)
 
 
 def find_local(name: str) -> Path | None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import (
     HfApi,
@@ -61,17 +62,31 @@ def fetch(name: str) -> Path:
 
 def all_cached() -> dict[str, Path]:
     """Every model with a complete snapshot in the hub's cache."""
-    try:
-        repos = scan_cache_dir().repos
-    except CacheNotFound:
-        return {}
-    names = sorted(repo.repo_id for repo in repos if repo.repo_type == "model")
+    names = sorted(repo.repo_id for repo in _repos())
     found = {name: cached(name) for name in names}
     return {
         name: path
         for name, path in found.items()
         if path and (path / "config.json").is_file() and any(path.glob("model*.safetensors"))
     }
+
+
+def all_gguf() -> dict[str, Path]:
+    """Every GGUF file in the hub's cache, as `org/name/file.gguf`."""
+    return {
+        f"{repo.repo_id}/{file.file_name}": file.file_path
+        for repo in sorted(_repos(), key=lambda each: str(each.repo_id))
+        for revision in repo.revisions
+        for file in sorted(revision.files, key=lambda each: str(each.file_name))
+        if file.file_name.endswith(".gguf") and file.file_path.is_file()
+    }
+
+
+def _repos() -> list[Any]:
+    try:
+        return [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
+    except CacheNotFound:
+        return []
 
 
 def _n_bytes_missing(name: str) -> int:

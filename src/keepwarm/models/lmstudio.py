@@ -1,4 +1,4 @@
-"""Models that LM Studio has downloaded, in the MLX format: `publisher/model` in its folder."""
+"""Models that LM Studio has downloaded: `publisher/model` in its folder, or a .gguf file there."""
 
 from __future__ import annotations
 
@@ -20,8 +20,18 @@ def all_found() -> dict[str, Path]:
     return {f"{path.parent.name}/{path.name}": path for path in reversed(list(_directories()))}
 
 
+def all_gguf() -> dict[str, Path]:
+    """Every GGUF file, as `publisher/model/file.gguf`."""
+    files = [path for folder in _folders() for path in sorted(folder.glob("*/*/*.gguf"))]
+    return {"/".join(path.parts[-3:]): path for path in reversed(files)}
+
+
+def _folders() -> Iterator[Path]:
+    yield from (Path.home() / each for each in FOLDERS)
+
+
 def _directories() -> Iterator[Path]:
-    for folder in (Path.home() / each for each in FOLDERS):
+    for folder in _folders():
         yield from (
             path.parent for path in sorted(folder.glob("*/*/config.json")) if _is_whole(path)
         )

@@ -50,7 +50,7 @@ class Model:
 
     @property
     def backbone(self) -> Any:
-        """The module without its head: what it makes of each token, instead of logits."""
+        """The module without its head; it returns hidden states instead of logits."""
         whole = self.module
         found = getattr(whole, "model", None) or getattr(
             getattr(whole, "language_model", None), "model", None
@@ -101,7 +101,8 @@ def read_model(
     report("opening its files")
     # Reading the tokenizer keeps Python busy, reading weights MLX and the disk.
     with ThreadPoolExecutor(1, thread_name_prefix="keepwarm-tokenizer") as beside:
-        parts = _read_gguf(path, beside) if path.is_file() else _read_directory(path, beside)
+        is_file = path.is_file()
+        parts = _read_gguf(path, beside, report) if is_file else _read_directory(path, beside)
         n_bytes = _weights_bytes(parts.module)
         make_room(name, n_bytes)
         _evaluate(path, parts.module, n_bytes, report)
@@ -153,8 +154,8 @@ def _pieces(arrays: Iterable[mx.array]) -> Iterator[list[mx.array]]:
         yield piece
 
 
-def _read_gguf(path: Path, beside: Executor) -> _Parts:
-    checkpoint = gguf.read(path)
+def _read_gguf(path: Path, beside: Executor, report: Callable[[str], None]) -> _Parts:
+    checkpoint = gguf.read(path, report)
     tokenizer = beside.submit(_read_gguf_tokenizer, path, checkpoint)
     return _Parts(gguf.build(checkpoint), tokenizer, checkpoint.config)
 

@@ -12,10 +12,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
-
 from keepwarm.errors import BadModelFile, UnsupportedModel
 
 SCALARS = {
@@ -26,27 +22,43 @@ LARGEST_RANK = 4
 MAX_ITEMS = 1 << 22  # numbers and strings in a header; a vocabulary of a million has fewer
 MAX_STRING_BYTES = 1 << 24
 
-Bytes = npt.NDArray[Any]
-
 
 class TensorType(NamedTuple):
     name: str
     block: int  # weights in a block
     n_bytes: int  # of a block
-    bits: int  # of a quantised weight, or 0
+    bits: int = 0  # in MLX, if it has the same type: scale * value + bias, in groups of 32
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.block > 1
 
 
 TYPES = {
-    0: TensorType("F32", 1, 4, 0),
-    1: TensorType("F16", 1, 2, 0),
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
     2: TensorType("Q4_0", 32, 18, 4),
     3: TensorType("Q4_1", 32, 20, 4),
+    6: TensorType("Q5_0", 32, 22, 5),
+    7: TensorType("Q5_1", 32, 24, 5),
     8: TensorType("Q8_0", 32, 34, 8),
+    10: TensorType("Q2_K", 256, 84),
+    11: TensorType("Q3_K", 256, 110),
+    12: TensorType("Q4_K", 256, 144, 4),
+    13: TensorType("Q5_K", 256, 176, 5),
+    14: TensorType("Q6_K", 256, 210),
+    16: TensorType("IQ2_XXS", 256, 66),
+    17: TensorType("IQ2_XS", 256, 74),
+    18: TensorType("IQ3_XXS", 256, 98),
+    19: TensorType("IQ1_S", 256, 50),
+    20: TensorType("IQ4_NL", 32, 18),
+    21: TensorType("IQ3_S", 256, 110),
+    22: TensorType("IQ2_S", 256, 82),
+    23: TensorType("IQ4_XS", 256, 136),
+    29: TensorType("IQ1_M", 256, 56),
+    30: TensorType("BF16", 1, 2),
 }
-OTHER_TYPES = {
-    6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K",
-    20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4",
-}  # fmt: skip
+OTHER_TYPES = {15: "Q8_K", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}
 
 
 class GGUFTensor(NamedTuple):
@@ -157,8 +169,8 @@ def _read_info(cursor: _Cursor) -> tuple[str, GGUFTensor]:
     if number not in TYPES:
         kind = OTHER_TYPES.get(number, f"number {number}")
         raise UnsupportedModel(
-            f"{cursor.path} has tensors of type {kind}; "
-            "only F32, F16, Q4_0, Q4_1 and Q8_0 are supported."
+            f"{cursor.path} has tensors of type {kind}, which Keepwarm does not read; use another "
+            "quantisation, such as Q4_K_M, or the model's MLX directory."
         )
     if not all(shape) or shape[-1] % TYPES[number].block:
         raise invalid_file(cursor.path, f"tensor {name} has the invalid shape {shape}")
@@ -173,37 +185,3 @@ def _truncated(path: Path) -> BadModelFile:
     return BadModelFile(
         f"{path} is truncated: it is shorter than its header says; download it again."
     )
-
-
-def to_arrays(tensor: GGUFTensor, data: Bytes) -> dict[str, mx.array]:
-    """The tensor as MLX stores it: packed weights, scales and biases if it is quantised."""
-    raw = data[tensor.start : tensor.start + tensor.n_bytes]
-    if not tensor.type.bits:
-        dtype = np.float32 if tensor.type.name == "F32" else np.float16
-        return {"weight": mx.array(raw.view(dtype).reshape(tensor.shape))}
-    blocks = raw.reshape(-1, tensor.type.n_bytes)
-    with np.errstate(over="ignore", invalid="ignore"):  # a scale may be any fp16 number
-        scales, biases, values = _split_blocks(tensor.type.name, blocks)
-    rows = tensor.shape[:-1]
-    return {
-        "weight": mx.array(values.view(np.uint32).reshape(*rows, -1)),
-        "scales": mx.array(scales.reshape(*rows, -1)),
-        "biases": mx.array(biases.reshape(*rows, -1)),
-    }
-
-
-def _split_blocks(kind: str, blocks: Bytes) -> tuple[Bytes, Bytes, Bytes]:
-    """Scale, bias and packed values of each block: a weight is scale * value + bias."""
-    scales = blocks[:, :2].copy().view(np.float16)
-    if kind == "Q8_0":
-        return scales, scales * np.float16(-128), blocks[:, 2:] ^ 0x80
-    if kind == "Q4_0":
-        return scales, scales * np.float16(-8), _reorder(blocks[:, 2:])
-    return scales, blocks[:, 2:4].copy().view(np.float16), _reorder(blocks[:, 4:])
-
-
-def _reorder(packed: Bytes) -> Bytes:
-    """GGUF's byte j holds weights j and j + 16; MLX's holds neighbours."""
-    values = np.concatenate([packed & 15, packed >> 4], axis=1)
-    ordered: Bytes = values[:, 0::2] | values[:, 1::2] << 4
-    return ordered

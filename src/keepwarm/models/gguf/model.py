@@ -1,32 +1,31 @@
-"""Llama models in GGUF files, in the names and layout of the Hugging Face format."""
+"""Models in GGUF files, in the names and layout of the Hugging Face format."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.quantized import quantize
-from mlx_lm.models import llama
+from mlx_lm.models import llama, qwen2, qwen3
 
 from keepwarm.device.space import require_memory
-from keepwarm.errors import UnsupportedModel
-from keepwarm.models.gguf.file import GGUFHeader, invalid_file, read_header, to_arrays
+from keepwarm.models.gguf.architectures import GGUFPlan, plan
+from keepwarm.models.gguf.file import GGUFHeader, read_header
+from keepwarm.models.gguf.tensors import GROUP, WORKERS, held_bits, held_bytes, to_arrays
 from keepwarm.models.gguf.tokenizer import write_tokenizer
 
-LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+MODELS = {
+    "llama": (llama.Model, llama.ModelArgs),
+    "qwen2": (qwen2.Model, qwen2.ModelArgs),
+    "qwen3": (qwen3.Model, qwen3.ModelArgs),
 }
+EMBEDDINGS = "model.embed_tokens.weight"
+LARGEST_HALF = 65504  # of fp16
 
 
 class GGUFModel(NamedTuple):
@@ -35,29 +34,42 @@ class GGUFModel(NamedTuple):
     metadata: dict[str, Any]
 
 
-def read(path: Path) -> GGUFModel:
-    """Config and weights under their Hugging Face names; quantised weights stay quantised."""
-    header = read_header(path)
-    config = _config(path, header)
-    names = _names(path, header, config)
-    if quantised := _quantised(header, names):
-        config["quantization"] = {"group_size": 32, "bits": 4, **quantised}
-    require_memory(f"Reading {path}", path.stat().st_size)
+def read(path: Path, report: Callable[[str], None] = lambda _: None) -> GGUFModel:
+    """Config and weights under their Hugging Face names; quantised weights mostly stay so."""
+    header, on_gpu = read_header(path), mx.default_device() == mx.gpu
     data = np.memmap(path, np.uint8, "r")
-    weights = {}
-    for theirs, ours in names.items():
-        for part, array in to_arrays(header.tensors[f"{theirs}.weight"], data).items():
-            weights[f"{ours}.{part}"] = _rearrange(ours, array, config)
-    return GGUFModel(config, weights, header.metadata)
+    found = plan(path, header, data)
+    if quantised := _quantised(header, found, on_gpu):
+        found.config["quantization"] = {"group_size": GROUP, "bits": 4, **quantised}
+    sizes = {name: held_bytes(header.tensors[name], on_gpu=on_gpu) for name in found.names}
+    require_memory(f"Reading {path}", sum(sizes.values()))
+    weights: dict[str, mx.array] = {}
+    done = 0
+    with ThreadPoolExecutor(WORKERS, thread_name_prefix="keepwarm-gguf") as workers:
+        for theirs, ours in found.names.items():
+            report(f"converting weights, {100 * done // sum(sizes.values())} %")
+            arrays = to_arrays(header.tensors[theirs], data, workers, on_gpu=on_gpu)
+            weights |= _named(ours, arrays, found)
+            done += sizes[theirs]
+    return GGUFModel(found.config, weights, header.metadata)
+
+
+def _named(name: str, arrays: dict[str, mx.array], found: GGUFPlan) -> dict[str, mx.array]:
+    """The parts of a tensor beside each other: `weight` may be a `bias`, too."""
+    module, own = name.rsplit(".", 1)
+    placed = {part: _rearrange(name, array, found) for part, array in arrays.items()}
+    return {
+        f"{module}.{own if part == 'weight' else part}": array for part, array in placed.items()
+    }
 
 
 def build(model: GGUFModel) -> Any:
     """mlx-lm's model with these weights."""
-    config = model.config
-    module = llama.Model(llama.ModelArgs.from_dict(config))
+    config, (made, arguments) = model.config, MODELS[model.config["model_type"]]
+    module = made(arguments.from_dict(config))
     quantised = config.get("quantization", {})
     quantize(module, class_predicate=lambda path, _: quantised.get(path, False))
-    module.load_weights(list(model.weights.items()))
+    module.load_weights(list(_for_device(model.weights).items()))
     module.eval()
     return module
 
@@ -73,144 +85,44 @@ def convert(path: Path, directory: Path) -> None:
     write_tokenizer(path, model.metadata, directory)
 
 
-def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
-    _refuse_variants(path, header)
-    numbers = _PositiveNumbers(path, header.metadata)
-    n_heads = numbers.count("llama.attention.head_count")
-    hidden = numbers.count("llama.embedding_length")
-    head_dim = numbers.count("llama.attention.key_length", hidden // n_heads)
-    if header.metadata.get("llama.rope.dimension_count", head_dim) != head_dim or head_dim % 2:
-        raise UnsupportedModel(
-            f"{path} applies RoPE to a part of each head, which mlx-lm's Llama does not support."
-        )
-    vocabulary = header.tensors.get("token_embd.weight")
-    if vocabulary is None:
-        raise invalid_file(path, "tensor token_embd.weight is missing")
-    tokens = header.metadata.get("tokenizer.ggml.tokens")
-    if isinstance(tokens, list) and len(tokens) > vocabulary.shape[0]:
-        raise invalid_file(path, "it has more tokens than embeddings")
+def _quantised(header: GGUFHeader, found: GGUFPlan, on_gpu: bool) -> dict[str, dict[str, int]]:
+    kinds = {ours: header.tensors[theirs].type for theirs, ours in found.names.items()}
+    bits = {name: held_bits(kind, on_gpu=on_gpu) for name, kind in kinds.items()}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": numbers.count("llama.feed_forward_length"),
-        "num_hidden_layers": numbers.count("llama.block_count"),
-        "num_attention_heads": n_heads,
-        "num_key_value_heads": numbers.count("llama.attention.head_count_kv", n_heads),
-        "head_dim": head_dim,
-        "vocab_size": vocabulary.shape[0],
-        "max_position_embeddings": numbers.count("llama.context_length"),
-        "rms_norm_eps": numbers.number("llama.attention.layer_norm_rms_epsilon"),
-        "rope_theta": numbers.number("llama.rope.freq_base", 10000.0),
-        "tie_word_embeddings": "output.weight" not in header.tensors,
-        "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _end_tokens(path, header.metadata),
+        name.removesuffix(".weight"): {"group_size": GROUP, "bits": n}
+        for name, n in bits.items()
+        if n
     }
 
 
-class _PositiveNumbers(NamedTuple):
-    """Metadata values that must be positive numbers."""
-
-    path: Path
-    metadata: dict[str, Any]
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.metadata.get(name, default)
-        if isinstance(value, int | float) and value > 0:
-            return value
-        raise invalid_file(self.path, f"its {name} is {value!r}, not a positive number")
-
-    def count(self, name: str, default: int | None = None) -> int:
-        value = self.number(name, default)
-        if isinstance(value, int):
-            return value
-        raise invalid_file(self.path, f"its {name} is {value!r}, not a whole number")
-
-
-def _refuse_variants(path: Path, header: GGUFHeader) -> None:
-    """Refuse models that would run but give wrong answers."""
-    architecture = header.metadata.get("general.architecture")
-    if architecture != "llama":
-        raise UnsupportedModel(
-            f"{path} is of architecture {architecture!r}; only 'llama' is supported in GGUF files, "
-            f"so use the model's MLX or Hugging Face directory."
-        )
-    scaling = header.metadata.get("llama.rope.scaling.type", "none")
-    if scaling != "none" or "rope_freqs.weight" in header.tensors:
-        raise UnsupportedModel(f"{path} scales its RoPE; load its Hugging Face directory instead.")
-    if header.metadata.get("llama.expert_count", 0):
-        raise UnsupportedModel(f"{path} is a mixture of experts; load its directory instead.")
-
-
-def _end_tokens(path: Path, metadata: dict[str, Any]) -> list[int]:
-    """The ids of end of text and end of turn, as far as the file has them."""
-    names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    found = [metadata[name] for name in names if name in metadata]
-    if not found or not all(isinstance(token, int) for token in found):
-        raise invalid_file(path, "it has no end-of-text token")
-    return list(dict.fromkeys(found))
-
-
-def _names(path: Path, header: GGUFHeader, config: dict[str, Any]) -> dict[str, str]:
-    """GGUF name → Hugging Face name; raises unless tensors and shapes are exactly as expected."""
-    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-    if not config["tie_word_embeddings"]:
-        names["output"] = "lm_head"
-    for index in range(min(config["num_hidden_layers"], len(header.tensors))):
-        for theirs, ours in LAYER.items():
-            names[f"blk.{index}.{theirs}"] = f"model.layers.{index}.{ours}"
-    shapes = _shapes(config)
-    for name in names:
-        tensor, wanted = header.tensors.get(f"{name}.weight"), shapes[name.rpartition(".")[2]]
-        if tensor is None:
-            raise invalid_file(path, f"tensor {name}.weight is missing")
-        if tensor.shape != wanted:
-            raise invalid_file(path, f"tensor {name}.weight is {tensor.shape}, not {wanted}")
-        if len(wanted) == 1 and tensor.type.bits:
-            raise invalid_file(path, f"tensor {name}.weight is quantised, and no norm can be")
-    if extra := header.tensors.keys() - {f"{name}.weight" for name in names}:
-        raise UnsupportedModel(
-            f"{path} has a tensor that is not part of a Llama model: {min(extra)}."
-        )
-    return names
-
-
-def _quantised(header: GGUFHeader, names: dict[str, str]) -> dict[str, dict[str, int]]:
-    types = {ours: header.tensors[f"{theirs}.weight"].type for theirs, ours in names.items()}
-    return {
-        name: {"group_size": kind.block, "bits": kind.bits}
-        for name, kind in types.items()
-        if kind.bits
-    }
-
-
-def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    words = (config["vocab_size"], hidden)
-    return {
-        "token_embd": words, "output": words, "output_norm": (hidden,),
-        "attn_norm": (hidden,), "ffn_norm": (hidden,),
-        "attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden),
-        "attn_output": (hidden, queries),
-        "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner),
-    }  # fmt: skip
-
-
-def _rearrange(name: str, array: mx.array, config: dict[str, Any]) -> mx.array:
-    """Rows of Q and K as two halves per head; GGUF interleaves them for its kind of RoPE."""
-    if name.endswith((".q_proj", ".k_proj")):
-        pairs = array.reshape(-1, config["head_dim"] // 2, 2, array.shape[-1])
+def _rearrange(name: str, array: mx.array, found: GGUFPlan) -> mx.array:
+    """Rows of Q and K as two halves per head, where GGUF interleaves them for its kind of RoPE."""
+    is_rotated = name.endswith((".q_proj.weight", ".k_proj.weight"))
+    if found.architecture.interleaves and is_rotated:
+        pairs = array.reshape(-1, found.config["head_dim"] // 2, 2, array.shape[-1])
         return pairs.swapaxes(1, 2).reshape(array.shape)
-    return _to_float16(array)
+    return _to_float16(array) if array.ndim == 1 else array
 
 
 def _to_float16(array: mx.array) -> mx.array:
     """fp16 if nothing is lost: one fp32 norm would make a GPU compute everything in fp32."""
     narrow = array.astype(mx.float16)
-    same = array.ndim == 1 and mx.array_equal(narrow.astype(mx.float32), array).item()
+    same = mx.array_equal(narrow.astype(mx.float32), array.astype(mx.float32)).item()
     return narrow if same else array
+
+
+def _for_device(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """A GPU computes in fp32 as soon as one array is: there all become fp16, unless most are."""
+    if mx.default_device() != mx.gpu or weights[EMBEDDINGS].dtype == mx.float32:
+        return weights
+    return {name: _narrow(array) for name, array in weights.items()}
+
+
+def _narrow(array: mx.array) -> mx.array:
+    """fp16, unless a number is too large for it."""
+    is_wide = array.dtype in (mx.float32, mx.bfloat16)
+    fits = is_wide and (mx.abs(array).max() <= LARGEST_HALF).item()
+    return array.astype(mx.float16) if fits else array
 
 
 def _write_json(path: Path, value: Any) -> None:

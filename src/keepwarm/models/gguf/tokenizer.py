@@ -6,15 +6,24 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from keepwarm.errors import UnsupportedModel
 from keepwarm.models.gguf.file import invalid_file
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,{digits}}}|"
+    r" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -24,22 +33,28 @@ class TokenizerScheme(NamedTuple):
     pre_tokenizer: pre_tokenizers.PreTokenizer
     whole_words_first: bool = False  # a word in the vocabulary is taken without merging
     adds_bos: bool = False
+    normalizer: normalizers.Normalizer | None = None
 
 
 def schemes() -> dict[str, TokenizerScheme]:
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     digits = pre_tokenizers.Digits(individual_digits=True)
-    llama3 = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
     return {
         "gpt-2": TokenizerScheme(words),
         "smollm": TokenizerScheme(pre_tokenizers.Sequence([digits, words])),
-        "llama-bpe": TokenizerScheme(llama3, whole_words_first=True, adds_bos=True),
+        "llama-bpe": TokenizerScheme(_words(digits=3), whole_words_first=True, adds_bos=True),
+        "qwen2": TokenizerScheme(_words(digits=1), normalizer=normalizers.NFC()),
     }
+
+
+def _words(digits: int) -> pre_tokenizers.PreTokenizer:
+    """Words, punctuation, and so many digits at a time."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS.format(digits=digits)), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
 
 
 def write_tokenizer(path: Path, metadata: dict[str, Any], directory: Path) -> None:
@@ -49,7 +64,7 @@ def write_tokenizer(path: Path, metadata: dict[str, Any], directory: Path) -> No
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": metadata.get("llama.context_length"),
+        "model_max_length": metadata.get(f"{metadata['general.architecture']}.context_length"),
         "chat_template": metadata.get("tokenizer.chat_template"),
         "bos_token": _token(metadata, "bos"),
         "eos_token": _token(metadata, "eos"),
@@ -61,7 +76,7 @@ def write_tokenizer(path: Path, metadata: dict[str, Any], directory: Path) -> No
 
 
 def build_tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
-    scheme = _scheme(path, metadata)
+    scheme = find_scheme(path, metadata)
     tokens, types = _vocabulary(path, metadata)
     vocabulary = {token: index for index, token in enumerate(tokens)}
     try:
@@ -72,6 +87,8 @@ def build_tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
         raise invalid_file(path, f"its tokenizer is inconsistent ({reason})") from error
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = scheme.pre_tokenizer
+    if scheme.normalizer is not None:
+        tokenizer.normalizer = scheme.normalizer
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(_added(tokens, types, {UNKNOWN, CONTROL}, special=True))
     tokenizer.add_tokens(_added(tokens, types, {USER_DEFINED}, special=False))
@@ -83,7 +100,7 @@ def build_tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _scheme(path: Path, metadata: dict[str, Any]) -> TokenizerScheme:
+def find_scheme(path: Path, metadata: dict[str, Any]) -> TokenizerScheme:
     known = schemes()
     model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if model == "gpt2" and pre in known:
