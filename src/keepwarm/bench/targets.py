@@ -99,6 +99,7 @@ class ServerProcess:
         self._command, self._health, self._log = command, health, log
         self._environ = {**os.environ, "HF_HUB_OFFLINE": "1", **(environ or {})}
         self._environ.pop("PYTHONDONTWRITEBYTECODE", None)  # bytecode, as an installed one has
+        self._environ.pop("KEEPWARM_REMOTE", None)  # a cold prompt is one that nobody has
         self._process: subprocess.Popen[bytes] | None = None
         self._client: HttpClient | None = None
 

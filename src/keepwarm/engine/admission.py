@@ -24,7 +24,7 @@ class EngineConfig:
     memory: MemoryConfig | None = None
     max_queue: int = 256  # requests that wait or run
     kv: KVOptions = field(default_factory=KVOptions)  # of requests that name none
-    audit_share: float = 0.0  # of the answers from a cache: recomputed cold and compared
+    audit_share: float = 0.0  # share of cached answers recomputed cold and compared
     isolated: bool = False  # prepare long prompts and try out grammars in another process
 
     @classmethod

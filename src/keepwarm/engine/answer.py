@@ -163,6 +163,7 @@ def sum_receipts(receipts: Sequence[Receipt]) -> Receipt:
         miss=max(receipts, key=lambda receipt: receipt.recomputed).miss,
         repeated_calls=tuple(call for r in receipts for call in r.repeated_calls),
         durable=None if None in durable else all(durable),
+        shared=sum(shared) if (shared := _given(r.shared for r in receipts)) else None,
         continued=sum(continued) if (continued := _given(r.continued for r in receipts)) else None,
         scored=sum(scored) if (scored := _given(r.scored for r in receipts)) else None,
     )

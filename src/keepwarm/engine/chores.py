@@ -69,7 +69,7 @@ class Chores:
 
     def _history(self, request: Request, lane: Lane) -> KnownHistory:
         if request.agent is None or request.messages is None:
-            raise BadInput("A request that continues needs an agent, and messages; give both.")
+            raise BadInput("To continue, a request needs an agent and messages; send both.")
         if request.agent in self._unrecorded:
             self.settle()
         if request.agent in self._unrecorded:
@@ -80,7 +80,7 @@ class Chores:
         latest = self._store.on_disk.latest_turn(request.agent)
         if latest.namespace not in lane.namespaces and not latest.is_empty:
             raise UnknownAgent(
-                f"There is no agent {request.agent!r} of this model, with these KV options; use "
+                f"There is no agent {request.agent!r} with this model and these KV options; use "
                 "those it was made with."
             )
         return KnownHistory(latest.tokens, latest.turn)

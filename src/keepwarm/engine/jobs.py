@@ -259,25 +259,25 @@ class Job:
 
     def done(self) -> Done:
         assert self.receipt is not None
-        receipt = self._final(self.receipt)
         first, last = self.first_token or self.arrived, self.last_token or self.arrived
         n_generated = sum(sequence.n_tokens for sequence in self.sequences)
         usage = Usage(
             prompt_tokens=len(self.tokens),
-            cached_tokens=receipt.cached_tokens,
+            cached_tokens=self.receipt.cached_tokens,
             completion_tokens=n_generated,
             reasoning_tokens=sum(sequence.n_reasoning for sequence in self.sequences),
             ttft_ms=round((first - self.arrived) * 1000, 1),
             tokens_per_second=round((n_generated - 1) / (last - first), 1) if last > first else 0.0,
         )
-        return Done(usage, receipt)
+        return Done(usage, self.receipt)
 
     def _final(self, receipt: Receipt) -> Receipt:
         """With what the answer adds: it may have made a bounded cache drop rows."""
         longest = max((len(sequence.tokens) for sequence in self.sequences), default=0)
         n_tokens = max(longest, receipt.prompt_tokens)
         inexact = self.lane.inexact(receipt.cached_tokens, n_tokens)
-        return replace(receipt, inexact=inexact, repeated_calls=self._repeated_calls())
+        shared, repeated = self.lane.manager.n_shared(self.tokens), self._repeated_calls()
+        return replace(receipt, inexact=inexact, repeated_calls=repeated, shared=shared)
 
     def _repeated_calls(self) -> tuple[str, ...]:
         """Calls that the model made just before, with the same arguments: it may go on for ever."""
@@ -295,6 +295,8 @@ class Job:
             return
         self.ended = True
         self.release()
+        if error is None and self.receipt is not None:
+            self.receipt = self._final(self.receipt)
         self._call_on_end(error)
         self.answer.put(self.done() if error is None else error)
         self.sequences = []  # they refer to the job: the cycle would delay freeing both

@@ -57,7 +57,8 @@ class Lane:
 
         `n_tokens` are those of prompt and answer so far. A bounded cache differs once it has
         dropped a row. Blocks of an import are whatever the bundle's author wrote, and so is what
-        follows them.
+        follows them. Where machines share blocks although they compute other numbers, any block may
+        be another's.
         """
         limit = self.options.max_kv_size
         windows = {leaf.window for leaf in self.manager.layout.leaves()}
@@ -65,6 +66,7 @@ class Lane:
             "quantised": self.options.kv_bits is not None,
             "bounded": limit is not None and limit in windows and n_tokens > limit,
             "imported": bool(self.identity.origin and n_reused),
+            "numerics": bool(self.manager.is_mixed and n_reused),
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
 

@@ -156,6 +156,8 @@ class PromptScores:
 
     def add(self, logits: mx.array, tokens: Sequence[int]) -> None:
         """The next tokens; row i of the logits (rows, vocabulary) is what token i comes from."""
+        if not tokens:  # a slice of the last token alone, which nothing follows
+            return
         logprobs = logprobs_of(logits[: len(tokens)])
         mx.eval(logprobs)
         self.tokens += [token_info(logprobs[i], token, self._top) for i, token in enumerate(tokens)]

@@ -56,7 +56,7 @@ class Session:
     """One conversation. Closing it frees its caches in memory; its blocks on disk stay.
 
     It answers one question at a time. Meanwhile other callers wait (`busy="queue"`) or get Busy
-    (`busy="refuse"`). A turn that fails, or is not read to its end, leaves no messages.
+    (`busy="refuse"`). A turn that fails, or is not read to its end, adds no messages.
     """
 
     def __init__(
@@ -339,7 +339,7 @@ class Stream(Iterator[StreamEvent], AsyncIterator[StreamEvent]):
         return self._turn.reply
 
     def close(self) -> None:
-        """Stop early; the turn leaves no messages."""
+        """Stop early; the turn adds no messages."""
         self._events.close()
 
     async def aclose(self) -> None:

@@ -27,7 +27,7 @@ Tool: TypeAlias = Mapping[str, Any]  # {"type": "function", "function": {name, d
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 Vector: TypeAlias = "NDArray[np.float32]"
 Inexact: TypeAlias = Literal[
-    "quantised", "bounded", "imported"
+    "quantised", "bounded", "imported", "numerics"
 ]  # `Lane.inexact` says what each one means
 
 
@@ -198,7 +198,7 @@ MissCause: TypeAlias = Literal[
 class Miss:
     """Why not more of a prompt was reused. Positions only, no text.
 
-    new                 no earlier prompt of this tenant began alike, or all of it was reused
+    new                 no earlier prompt of this tenant begins like it, or all was reused
     diverged            an earlier prompt differs from `nearest` on
     compacted           the prompt quotes an earlier answer: the client has shortened the history
     evicted             more was the same, but is no longer stored
@@ -227,14 +227,15 @@ class Receipt:
     inexact: tuple[Inexact, ...] = ()  # why keys and values may differ from those of a cold run
     spliced: int = 0  # tokens of past answers, used as they were generated
     scrubbed: tuple[str, ...] = ()  # scrubbing rules that were applied
-    reordered: tuple[str, ...] = ()  # parts of the prompt that come elsewhere than the client says
-    unread: tuple[str, ...] = ()  # kinds of parts, as image, that a note stands for
-    ignored_fields: tuple[str, ...] = ()  # of the request, that have no meaning here
+    reordered: tuple[str, ...] = ()  # parts of the prompt that were moved
+    unread: tuple[str, ...] = ()  # kinds of parts, such as image, replaced by a note
+    ignored_fields: tuple[str, ...] = ()  # fields of the request that have no effect here
     miss: Miss | None = None  # only if the request asks to `explain`
-    repeated_calls: tuple[str, ...] = ()  # in Done: ids of calls as the model made them just before
+    repeated_calls: tuple[str, ...] = ()  # in Done: ids of calls that repeat the previous round's
     durable: bool | None = None  # in Done, with Policy.DURABLE: whether all of it is on disk
+    shared: int | None = None  # in Done: prompt tokens that another machine would restore
     continued: int | None = None  # known tokens that the prompt begins with, if it continues them
-    scored: int | None = None  # prompt tokens with logprobs: computed, whatever was cached
+    scored: int | None = None  # prompt tokens computed for their logprobs
 
     @property
     def exact(self) -> bool:
@@ -276,7 +277,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Scored:
-    """The tokens of the prompt, if they were to be scored; the first has no logprob."""
+    """The prompt's tokens with their logprobs, if requested; the first has none."""
 
     choice: int  # the first of this prompt
     tokens: tuple[TokenInfo, ...]
@@ -284,7 +285,7 @@ class Scored:
 
 @dataclass(frozen=True, eq=False)
 class Embedded:
-    """The vector of the prompt: what the model makes of its last token, of length 1."""
+    """The vector of the prompt: the hidden state of its last token, scaled to length 1."""
 
     vector: Vector
 
@@ -310,7 +311,7 @@ class ToolCallDelta:
     choice: int
     id: str
     name: str
-    arguments: str  # what is new of them
+    arguments: str  # the new part of them
 
 
 @dataclass(frozen=True)

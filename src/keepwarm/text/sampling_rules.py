@@ -108,7 +108,7 @@ def _check_bias(bias: Mapping[int, float], n_vocab: int) -> None:
     for token, value in bias.items():
         if not (_is_whole(token) and 0 <= token < n_vocab):
             raise BadInput(
-                f"logit_bias has the token {token!r}; tokens here are 0 to {n_vocab - 1}."
+                f"logit_bias has the token {token!r}; this model has {n_vocab} tokens, from 0 on."
             )
         if not (_is_number(value) and abs(value) <= MAX_BIAS):
             raise BadInput(

@@ -140,6 +140,8 @@ def _json_call(
 ) -> str:
     before = writer.literal(syntax.before + function["name"] + syntax.between)
     schema = function.get("parameters") or _NO_PARAMETERS
+    if schema.get("properties") == {} and not _OPEN_KEYS & schema.keys():
+        schema = _NO_PARAMETERS  # as a function without any is commonly written
     arguments = _json_rule(_closed({**schema, "type": "object"}))
     return f"call_{index}: {before} {arguments} {writer.literal(syntax.after)}"
 

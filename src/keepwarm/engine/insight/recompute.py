@@ -6,7 +6,7 @@ Call it on a thread of your own: the blocks are computed as requests, beside tho
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -16,15 +16,18 @@ from keepwarm.cache.agents.agent import Agent
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.live import Live
 from keepwarm.cache.restore.writing import MemorySaver
+from keepwarm.engine.answer import collect
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.lane import Lane
 from keepwarm.errors import BadCacheFile, BadInput, InsufficientResources, KeepwarmError
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, chain
+from keepwarm.store.disk.upkeep import Progress as Count
+from keepwarm.store.disk.upkeep import no_progress
 from keepwarm.store.header import HasBytes
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, Record
 from keepwarm.store.tier import Tier
-from keepwarm.text.request import Request
+from keepwarm.text.request import Event, Progress, Request
 
 EXTENT = r"all|[1-9][0-9]{0,5}"  # what `ImportCheck.run` takes
 Vectors: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
@@ -53,21 +56,25 @@ class ImportCheck:
                 "Only blocks with the default KV options can be checked; import without the check."
             )
 
-    def run(self, extent: str) -> Agent:
-        """Check `all` blocks or a number of them; an agent that fails is deleted."""
+    def run(self, extent: str, count: Count = no_progress) -> Agent:
+        """Check `all` blocks or a number of them; an agent that fails is deleted.
+
+        `count` is told how many tokens, or blocks of a sample, are done, and of how many.
+        """
         try:
             if extent == "all":
-                return self.all()
-            self.sample(int(extent))
+                return self.all(count)
+            self.sample(int(extent), count)
         except KeepwarmError:
             self._engine.forget(self._agent.id)
             raise
         return self._agent
 
-    def sample(self, n_blocks: int) -> None:
+    def sample(self, n_blocks: int, count: Count) -> None:
         """Compute some blocks, each from those before it as they were imported."""
         picked = random.sample(self._refs, min(n_blocks, len(self._refs)))
-        for ref in sorted(picked, key=lambda ref: ref.number):
+        for done, ref in enumerate(sorted(picked, key=lambda ref: ref.number)):
+            count(done, len(picked))
             computed = MemoryTier(1 << 62)
             prompt = self._tokens[: ref.number * BLOCK_TOKENS + ref.n_tokens]
             lane = self._lane_before(ref, computed)
@@ -75,9 +82,10 @@ class ImportCheck:
             self._compare(ref, ref.key, computed)
             computed.close()
 
-    def all(self) -> Agent:
+    def all(self, count: Count) -> Agent:
         """Compute all blocks; the agent uses these from now on, and no imported one."""
-        kept = self._engine.warm(self._request(self._tokens, Policy.DURABLE)).result().receipt
+        answer = self._engine.warm(self._request(self._tokens, Policy.DURABLE))
+        kept = collect(_counted(answer, count)).receipt
         if not kept.durable:
             raise InsufficientResources(
                 "There is no room for the computed blocks; raise disk_bytes or free disk space, "
@@ -113,6 +121,13 @@ class ImportCheck:
                         f"The bundle was not imported: block {ref.number} of it is not what this "
                         f"model computes (it differs by {difference:.2g} of its size)."
                     )
+
+
+def _counted(events: Iterable[Event], count: Count) -> Iterator[Event]:
+    for event in events:
+        if isinstance(event, Progress):
+            count(event.done, event.total)
+        yield event
 
 
 def differences(theirs: Record, ours: Record) -> Iterator[tuple[float, float]]:

@@ -43,7 +43,7 @@ class CallPiece(NamedTuple):
 
     id: str
     name: str
-    arguments: str  # what is new of them
+    arguments: str  # the new part of them
 
 
 class _Begun(NamedTuple):

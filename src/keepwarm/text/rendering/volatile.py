@@ -56,7 +56,14 @@ BLOCKS = (
         "<env>\n",
         r"^(?:[^\n]*\benvironment you are running in:\n)?<env>\n",
         r"^</env>(?:\n|\Z)",
-        "opencode, earlier Claude Code: working directory, platform, date",
+        "opencode, Continue, earlier Claude Code: working directory, platform, date",
+    ),
+    _block(
+        "environment",
+        "<cwd>\n",
+        r"^<cwd>\n",
+        r"^</cwd>(?:\n|\Z)",
+        "pi: working directory",
     ),
     _block(
         "memory",
@@ -94,6 +101,20 @@ BLOCKS = (
         "Qwen Code: QWEN.md of the project",
     ),
     _block(
+        "instructions",
+        '<context name="userRules">\n',
+        r'^<context name="userRules">\n',
+        r"^</context>(?:\n|\Z)",
+        "Continue: AGENTS.md of the project, rules",
+    ),
+    _block(
+        "instructions",
+        "<project_context>\n",
+        r"^<project_context>\n",
+        r"^</project_context>(?:\n|\Z)",
+        "pi: AGENTS.md of the project",
+    ),
+    _block(
         "git-status",
         "gitStatus: This is",
         r"^gitStatus: This is the git status at the start of the conversation\.",
@@ -107,6 +128,14 @@ BLOCKS = (
         r"^Git snapshot at conversation start\.[^\n]*\n```text\n",
         r"^```(?:\n|\Z)",
         "Qwen Code",
+        is_passing=True,
+    ),
+    _block(
+        "git-status",
+        '<context name="gitStatus">This is',
+        r'^<context name="gitStatus">This is the git status at the start of the conversation\.',
+        r"^</context>(?:\n|\Z)",
+        "Continue",
         is_passing=True,
     ),
     _block(
