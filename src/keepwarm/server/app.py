@@ -23,12 +23,13 @@ from keepwarm.server.anthropic import routes as anthropic
 from keepwarm.server.dashboard import page as dashboard_page
 from keepwarm.server.dashboard import routes as dashboard
 from keepwarm.server.dashboard.state import DashboardState
+from keepwarm.server.events.publisher import EventPublisher, event_publisher
 from keepwarm.server.http.limits import Limits, origin_pattern
 from keepwarm.server.http.problems import http_problem, problem_of, respond, validation_problem
 from keepwarm.server.http.receipts import RECEIPT_HEADER
 from keepwarm.server.http.turns import PreparingTurns
 from keepwarm.server.keys import ApiKeys
-from keepwarm.server.manage import admin, agents, health, metrics, talking
+from keepwarm.server.manage import admin, agents, health, metrics, prefill, talking
 from keepwarm.server.manage import cache as cache_api
 from keepwarm.server.manage.transfers import Transfers, remove_old_bundles
 from keepwarm.server.mcp.endpoint import McpEndpoint, memory_endpoint
@@ -54,6 +55,7 @@ ROUTERS = (
     agents.admin_router,
     talking.router,
     cache_api.router,
+    prefill.router,
     admin.router,
     metrics.router,
     dashboard.router,
@@ -88,6 +90,7 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
     app.state.metrics = metrics.Metrics(models)
     app.state.keys = ApiKeys(settings)
     app.state.mcp = memory_endpoint(models, settings)
+    app.state.events = event_publisher(models, settings)
     lines = RecentLines()
     app.state.dashboard = DashboardState(models, settings, lines)
     for router in (*ROUTERS, dashboard_page.make_router()):
@@ -111,7 +114,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     models.start_warmers()
     unloading = asyncio.create_task(models.unload_unused())
     endpoint: McpEndpoint | None = app.state.mcp
-    with app.state.dashboard.record_history():
+    events: EventPublisher | None = app.state.events
+    with app.state.dashboard.record_history(), events.running() if events else nullcontext():
         async with endpoint.running() if endpoint else nullcontext():
             yield
     unloading.cancel()

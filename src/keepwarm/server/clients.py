@@ -1,6 +1,6 @@
 """The environment and arguments that point each client at this server.
 
-Variables and options as of claude 2.1, codex 0.166, opencode 1.18, qwen 0.22, aider 0.86.
+Variables and options as of claude 2.1, codex 0.166, opencode 1.18, qwen 0.24, aider 0.86.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class ClientSetup:
     command: tuple[str, ...]
     environ: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    files: Mapping[str, str] = field(default_factory=dict)  # by the variable that has the path
     cleared: tuple[str, ...] = ()  # variables that would point the client elsewhere
     first_prompt: int = 0  # tokens that it sends before the user's question, about
-    assumes_context: int = 0  # tokens, if it cannot be told the server's on its command line
 
     def shell_lines(self, command: Sequence[str], key: str | None = None) -> list[str]:
         """Shell commands that start the client; `key` is an expression in place of the key."""
@@ -57,7 +57,8 @@ class ClientSetup:
             f"export {name}={shlex.quote(value) if key is None else key}"
             for name, value in self.secrets.items()
         ]
-        return [*unset, *plain, *secret, *([shlex.join(command)] if command else [])]
+        written = [line for name, text in self.files.items() for line in _written(name, text)]
+        return [*unset, *plain, *written, *secret, *([shlex.join(command)] if command else [])]
 
     def warnings(self, server: ServerInfo) -> Iterator[str]:
         """Why conversations may end early with this server."""
@@ -67,12 +68,11 @@ class ClientSetup:
                 f"Warning: the first prompt of {self.command[0]} has about {self.first_prompt:,} "
                 f"tokens, and {context}; use a model with a longer one."
             )
-        if server.n_context < self.assumes_context:
-            yield (
-                f"Warning: {self.command[0]} shortens conversations for a context of "
-                f"{self.assumes_context:,} tokens, and {context}; docs/clients.md says where "
-                "to set it."
-            )
+
+
+def _written(name: str, text: str) -> tuple[str, str]:
+    """Shell commands that write a new file, which no other user can have made before."""
+    return f'export {name}="$(mktemp)"', f'printf %s {shlex.quote(text)} > "${name}"'
 
 
 SetupFunction: TypeAlias = Callable[[ServerInfo], ClientSetup]
@@ -95,7 +95,7 @@ def claude(server: ServerInfo) -> ClientSetup:
             **({"ANTHROPIC_CUSTOM_HEADERS": headers} if headers else {}),
         },
         {"ANTHROPIC_AUTH_TOKEN": server.key},
-        ("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"),
+        cleared=("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"),
         first_prompt=29_000,
     )
 
@@ -145,8 +145,16 @@ def opencode(server: ServerInfo) -> ClientSetup:
 
 
 def qwen(server: ServerInfo) -> ClientSetup:
-    """Qwen Code, through the OpenAI API. Only its settings file can name the context."""
+    """Qwen Code, through the OpenAI API.
+
+    Only a settings file can name the context; this is the one that the user's own override. Qwen
+    Code compacts when 33,000 tokens are left, so in a context that is full by then with the first
+    prompt it is not told, and compacts when it is refused: else it would after every question.
+    """
     _check_nameless(server, "Qwen Code")
+    first_prompt, n_left = 24_000, 33_000
+    settings = {"model": {"generationConfig": {"contextWindowSize": server.n_context}}}
+    is_told = server.n_context >= first_prompt + n_left
     return ClientSetup(
         ("qwen", "--auth-type", "openai"),
         {
@@ -155,16 +163,22 @@ def qwen(server: ServerInfo) -> ClientSetup:
             "QWEN_CODE_MAX_OUTPUT_TOKENS": str(server.n_answer),
         },
         {"OPENAI_API_KEY": server.key},
-        first_prompt=24_000,
-        assumes_context=200_000,
+        {"QWEN_CODE_SYSTEM_DEFAULTS_PATH": json.dumps(settings)} if is_told else {},
+        first_prompt=first_prompt,
     )
 
 
 def aider(server: ServerInfo) -> ClientSetup:
-    """aider, through the OpenAI API."""
+    """aider, through the OpenAI API.
+
+    It cannot be told the context, only how much history it may keep: a sixteenth of it, between
+    these bounds, is what it takes for models that it knows.
+    """
     _check_nameless(server, "aider")
+    n_history = min(max(server.n_context // 16, 1_024), 8_192)
+    named = ("--model", f"openai/{server.model}", "--no-show-model-warnings")
     return ClientSetup(
-        ("aider", "--model", f"openai/{server.model}", "--no-show-model-warnings"),
+        ("aider", *named, "--max-chat-history-tokens", str(n_history)),
         {"OPENAI_API_BASE": f"{server.url}/v1"},
         {"OPENAI_API_KEY": server.key},
     )
@@ -181,7 +195,7 @@ def any_sdk(server: ServerInfo) -> ClientSetup:
             "OLLAMA_HOST": server.url,
         },
         dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_AUTH_TOKEN", "OLLAMA_API_KEY"), server.key),
-        ("ANTHROPIC_API_KEY",),
+        cleared=("ANTHROPIC_API_KEY",),
     )
 
 

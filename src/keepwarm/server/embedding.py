@@ -197,8 +197,8 @@ def shortened(vector: Vector, dimensions: int | None) -> Vector:
         return vector
     if dimensions > len(vector):
         raise BadField(
-            f"dimensions is {dimensions} and the model's vectors have {len(vector)}; ask for at "
-            "most so many.",
+            f"dimensions is {dimensions}, but the model's vectors have {len(vector)}; ask for at "
+            "most that many.",
             "dimensions",
         )
     first: Vector = vector[:dimensions]

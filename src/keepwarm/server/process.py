@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import resource
 import signal
 import socket
@@ -16,6 +17,7 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from typing_extensions import override
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput
@@ -73,21 +75,31 @@ def serve(
     signal kills the process; only what is not yet on disk is lost.
     """
     log_to_stderr(settings)
+    for number in STOP_SIGNALS:  # until the server runs and has handlers of its own
+        signal.signal(number, _end_at_once)
     started = _in_background(start)  # first: `make_app` imports the APIs, which takes as long
     app = make_app()
     server = DrainingServer(app, settings)
     started.add_done_callback(server.stop_if_failed)
-    # uvicorn raises the signal again after its shutdown, when nothing is left to do.
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: None)
     log_start(app.state.models.first.name, address_of(listening), settings)
     server.run(sockets=[listening])
     log_stop(settings)
+    if not started.done():
+        _end_at_once(server.stopped_by)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    if not started.done():
-        signal.raise_signal(server.stopped_by)  # a model that is half loaded has nothing to save
     started.result()
+
+
+def _end_at_once(number: int, _: FrameType | None = None) -> None:
+    """A model that is half loaded has nothing to save.
+
+    By the signal itself: at the interpreter's own end the loading thread would be unwound inside
+    MLX, and C++ would abort the process.
+    """
+    os.write(2, b"Stopped before the model was loaded.\n")
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 def _in_background(start: Callable[[], None]) -> Future[None]:
@@ -138,12 +150,13 @@ class DrainingServer(uvicorn.Server):
         self._drain_s = settings.drain_s
         self.stopped_by: int = signal.SIGTERM
 
+    @override
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
         self.stopped_by = sig
-        super().handle_exit(sig, frame)
+        self.should_exit = True  # uvicorn's own would raise the signal again after its shutdown
 
     def stop_if_failed(self, started: Future[None]) -> None:
         if started.exception() is not None:
@@ -151,10 +164,14 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Keep the port open during the drain: new requests get a 503, not a refused connection."""
-        log_drain(self._models.n_unfinished, self._drain_s)
         end = time.monotonic() + self._drain_s
+        self._log_drain(end)
         drained = asyncio.ensure_future(asyncio.to_thread(self._models.drain, self._drain_s))
         while not (await asyncio.wait({drained}, timeout=DRAIN_LINES_S))[0]:
-            log_drain(self._models.n_unfinished, max(0.0, end - time.monotonic()))
+            self._log_drain(end)
         drained.result()
         await super().shutdown(sockets)
+
+    def _log_drain(self, end: float) -> None:
+        models = self._models
+        log_drain(models.n_unfinished, max(0.0, end - time.monotonic()), models.write_stats())

@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,6 +22,9 @@ from keepwarm.server.http.logs import log_fields
 from keepwarm.server.http.problems import problem_of, respond
 from keepwarm.server.http.request_fields import tenant_agent_id
 from keepwarm.server.http.turns import Turn
+
+if TYPE_CHECKING:
+    from keepwarm.cache.restore.writing import WriteStats
 
 LOG = logging.getLogger("keepwarm.requests")
 SERVER_LOG = logging.getLogger("keepwarm.server")
@@ -153,16 +156,18 @@ def log_start(model: str, address: str, settings: Settings) -> None:
     )
 
 
-def log_drain(n_unfinished: int, drain_s: float) -> None:
-    """What a stopping server waits for, if for anything; a second signal ends the wait."""
+def log_drain(n_unfinished: int, drain_s: float, writes: WriteStats | None) -> None:
+    """What a stopping server waits for, if for anything: requests, then blocks on their way to
+    disk. A second signal ends the wait.
+    """
+    waits: dict[str, Any] = {}
     if n_unfinished:
-        fields = {
-            "event": "draining",
-            "unfinished_requests": n_unfinished,
-            "up_to_s": round(drain_s, 1),
-        }
+        waits = {"unfinished_requests": n_unfinished, "up_to_s": round(drain_s, 1)}
+    elif writes is not None and writes.queued_blocks:
+        waits = {"unsaved_blocks": writes.queued_blocks, "unsaved_bytes": writes.queued_bytes}
+    if waits:
         hint = {"hint": "press Ctrl-C again to stop at once"}
-        log_fields(SERVER_LOG, logging.INFO, fields | hint)
+        log_fields(SERVER_LOG, logging.INFO, {"event": "draining", **waits, **hint})
 
 
 def log_stop(settings: Settings) -> None:

@@ -18,6 +18,7 @@ from keepwarm.server.anthropic.shapes import (
     MessagesRequest,
 )
 from keepwarm.server.anthropic.tools import expand_tool_references, offered_tools, tool_choice_of
+from keepwarm.server.http.body import token_limit
 from keepwarm.server.http.content import Unread, decode_text, titled
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.text.request import (
@@ -90,11 +91,11 @@ def session_of(user_id: str | None) -> str | None:
 
 def _sampling(body: MessagesRequest) -> Sampling:
     return Sampling(
-        max_tokens=body.max_tokens,
+        max_tokens=token_limit(body.max_tokens),
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
-        stop=tuple(body.stop_sequences or ()),
+        stop=tuple(filter(None, body.stop_sequences or ())),
     )
 
 
@@ -217,7 +218,9 @@ def _text(block: ContentBlock, where: str, unread: Unread) -> str:
             raise BadField(f"{where}.text is required but missing.", f"{where}.text")
         return block.text
     text = None
-    if block.type == "document" and isinstance(block.source, DocumentSource):
+    if block.type == "compaction" and isinstance(block.content, str):
+        text = block.content
+    elif block.type == "document" and isinstance(block.source, DocumentSource):
         text = _document_text(block.source, f"{where}.source", unread)
     elif block.type == "search_result":
         text = _joined(block.content, f"{where}.content", unread)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
-from keepwarm.server.http.body import Checked, JsonInput, Members, TopK, TopP
+from keepwarm.server.http.body import Checked, JsonInput, Members, TokenCount, TopK, TopP
 from keepwarm.server.http.receipts import ReceiptOut
 from keepwarm.server.http.request_fields import KeepwarmOptions
 
@@ -16,6 +16,11 @@ LARGEST = (1 << 31) - 1
 
 Ttl = Literal["5m", "1h"]
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+def _listed(content: object) -> object:
+    """Results of tools that ran at Anthropic are one object, not a list of blocks."""
+    return [content] if isinstance(content, dict) else content
 
 
 class CacheControl(JsonInput):
@@ -71,7 +76,7 @@ class ContentBlock(JsonInput):
     tool_use_id: str | None = None
     tool_name: str | None = None
     tool: ToolChange | None = None
-    content: str | Members[ContentBlock] | None = None
+    content: Annotated[str | Members[ContentBlock] | None, BeforeValidator(_listed)] = None
     title: str | None = None
     source: str | DocumentSource | None = None
     is_error: bool | None = None
@@ -126,11 +131,9 @@ class CountRequest(JsonInput):
 
 
 class MessagesRequest(CountRequest):
-    max_tokens: Annotated[int, Field(ge=1, le=LARGEST)]
+    max_tokens: Annotated[TokenCount, Field(le=LARGEST)]
     stream: bool | None = None
-    stop_sequences: Checked[Annotated[str, Field(min_length=1)]] | None = Field(
-        default=None, max_length=MAX_STOPS
-    )
+    stop_sequences: Checked[str] | None = Field(default=None, max_length=MAX_STOPS)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: TopP | None = None
     top_k: Annotated[TopK, Field(le=LARGEST)] | None = None

@@ -14,7 +14,7 @@ TITLES = {
     "opencode": "opencode",
     "qwen": "Qwen Code",
     "aider": "aider",
-    "any": "Any program with an OpenAI or Anthropic SDK",
+    "any": "Any OpenAI, Anthropic or Ollama SDK",
 }
 ABOUT_ANY = "Then start the program in the same shell."
 

@@ -96,6 +96,7 @@ class HistoryPointOut(TypedDict):
     live: int
     memory: int
     disk: int
+    shared: int
     computed: int
     prefilled: int
     generated: int

@@ -63,6 +63,7 @@ def _point(timeline: Timeline, minute: int, width: int) -> HistoryPointOut:
         "live": n.get("live", 0),
         "memory": n.get("memory", 0),
         "disk": n.get("disk", 0),
+        "shared": n.get("shared", 0),
         "computed": _computed(n),
         "prefilled": n.get("prefilled", 0),
         "generated": n.get("generated", 0),

@@ -25,8 +25,10 @@ LONG = 16 << 10  # bytes; a shorter body cannot hold many values
 _UNCOUNTED = bytes(set(range(256)) - set(b",[{"))
 SMALLEST, LARGEST = -(2**63), 2**64 - 1  # of whole numbers: what fits 64 bits
 LEAST_TOP_P = 1e-9
+TO_THE_END = -1  # of the context, as llama.cpp and vLLM write it
 MAX_IGNORED = 32  # names in a receipt, which is a header too
 EMPTY: tuple[object, ...] = ("", [], {})  # ask for nothing
+MEDIA = ("image", "audio", "video")  # in the types of parts that a receipt names as unread
 UNHEEDED = "unheeded"  # marks a field that is checked, shown perhaps, and has no effect
 _FIELD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -36,6 +38,10 @@ class JsonInput(BaseModel):
     """A JSON object that comes in: types are not coerced, unknown fields are named, not read."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    def unheeded(self) -> Iterable[str]:
+        """Fields that are read and, with the values that they have, change nothing."""
+        return ()
 
 
 def _whole(value: object) -> object:
@@ -52,10 +58,19 @@ TopK: TypeAlias = Annotated[
     int, BeforeValidator(_whole), Field(ge=-1), AfterValidator(lambda given: max(given, 0))
 ]
 
+TokenCount: TypeAlias = Annotated[
+    int, Field(ge=TO_THE_END, description="-1: up to the end of the context; 0: no answer.")
+]
+
 T = TypeVar("T")
 # A list of which the first bad element is reported, not all of them.
 Checked: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
 Members: TypeAlias = Annotated[list[T], Field(fail_fast=True, max_length=MAX_MEMBERS)]
+
+
+def token_limit(given: int | None) -> int | None:
+    """A `TokenCount` for the engine; None is up to the end of the context."""
+    return None if given == TO_THE_END else given
 
 
 def check_structure(body: bytes) -> None:
@@ -90,7 +105,7 @@ def given_body(request: Request) -> object:
 
 
 def ignored_fields(body: BaseModel, given: object) -> tuple[str, ...]:
-    """What was given and is no field of the model: as `text.verbosity`, `messages[].audio`."""
+    """What was given and changes nothing: as `text.verbosity`, `messages[].audio`."""
     found: set[str] = set()
     known: dict[type[BaseModel], dict[str, str]] = {}  # attributes, by the field's name in JSON
     level: list[tuple[str, object, object]] = [("", body, given)]
@@ -109,17 +124,27 @@ def _looked_into(
     """Note the fields of an object that are not read; what is inside of those that are."""
     if isinstance(read, list) and isinstance(given, list):
         yield from ((f"{path}[]", *both) for both in zip(read, given, strict=True))
-    if not (isinstance(read, BaseModel) and isinstance(given, dict)):
+    if not (isinstance(read, BaseModel) and isinstance(given, dict)) or _is_media(given):
         return
+    if isinstance(read, JsonInput):
+        found.update(_inside_of(path, name) for name in read.unheeded())
     names = known.get(type(read)) or known.setdefault(type(read), _names(type(read)))
     for name, value in given.items():
-        plain = name if _FIELD_NAME.fullmatch(name) else "?"
-        where = f"{path}.{plain}" if path else plain
+        where = _inside_of(path, name if _FIELD_NAME.fullmatch(name) else "?")
         if name in names:
             if isinstance(value, NESTED):
                 yield where, getattr(read, names[name]), value
         elif value is not None and value is not False and value not in EMPTY:
             found.add(where)
+
+
+def _inside_of(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _is_media(given: dict[str, object]) -> bool:
+    kind = given.get("type")
+    return isinstance(kind, str) and any(word in kind for word in MEDIA)
 
 
 def _names(model: type[BaseModel]) -> dict[str, str]:

@@ -24,6 +24,7 @@ WORDS = {
     "tool_use": "tool call",
     "_call": "tool call",
     "search_result": "search result",
+    "compaction": "summary",
     "image": "image",
     "audio": "audio",
     "video": "video",

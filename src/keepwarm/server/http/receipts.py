@@ -13,7 +13,7 @@ from keepwarm.text.request import Inexact, Receipt
 RECEIPT_HEADER = "x-keepwarm-receipt"
 OPTIONAL = (
     *("inexact", "reordered", "unread", "ignored_fields", "miss"),
-    *("repeated_calls", "durable", "continued", "scored"),
+    *("repeated_calls", "durable", "shared", "continued", "scored"),
 )
 
 
@@ -36,11 +36,12 @@ class ReceiptOut(TypedDict):
     spliced: int
     scrubbed: list[str]
     reordered: NotRequired[list[str]]  # parts of the prompt that come elsewhere
-    unread: NotRequired[list[str]]  # kinds of parts that a note stands for
-    ignored_fields: NotRequired[list[str]]  # of the request, that have no meaning here
+    unread: NotRequired[list[str]]  # kinds of parts replaced by a note
+    ignored_fields: NotRequired[list[str]]  # fields of the request without effect here
     miss: NotRequired[ReceiptMissOut]
     repeated_calls: NotRequired[list[str]]  # ids of calls as the model made them just before
     durable: NotRequired[bool]  # only when a durable request is done
+    shared: NotRequired[int]  # prompt tokens that another machine would restore, when it is done
     scored: NotRequired[int]  # prompt tokens with logprobs, for which nothing is reused
     continued: NotRequired[int]  # known tokens of the agent, if only new messages were sent
 

@@ -34,17 +34,19 @@ class KVOptionsIn(JsonInput):
     max_kv_size: int | None = Field(
         default=None, ge=1, description="Keep only this many of the last tokens."
     )
-    kv_bits: Literal[2, 4, 8] | None = Field(default=None, description="Quantize to this width.")
+    kv_bits: Literal[2, 4, 8] | None = Field(
+        default=None, description="Quantise to this many bits."
+    )
     kv_group_size: Literal[32, 64, 128] = 64
     quantized_kv_start: int = Field(
-        default=0, ge=0, description="Tokens before this position are not quantized."
+        default=0, ge=0, description="Tokens before this position are not quantised."
     )
 
 
 class KeepwarmOptions(JsonInput):
     """The `keepwarm` field of a request body."""
 
-    agent: str | None = Field(default=None, description="Id of the agent this conversation is.")
+    agent: str | None = Field(default=None, description="Agent id of this conversation.")
     cache: PolicyName | None = Field(
         default=None, description="What the request may do with the cache."
     )

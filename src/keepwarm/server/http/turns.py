@@ -36,11 +36,10 @@ PATHS = frozenset(
         *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"),
         *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
         *("/tokenize", "/detokenize"),
-        *(f"/v1/cache/{verb}" for verb in ("lookup", "warm")),
         *(
-            f"/v1/cache/{verb}/{kind}"
-            for verb in ("lookup", "warm")
-            for kind in ("completions", "messages", "responses")
+            f"/v1/cache/{verb}{kind}"
+            for verb in ("lookup", "warm", "prefill")
+            for kind in ("", "/completions", "/messages", "/responses")
         ),
     }
 )

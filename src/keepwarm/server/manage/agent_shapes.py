@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, NotRequired, TypeAlias
 
 from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
@@ -100,3 +100,4 @@ class DeletedAgent(TypedDict):
     object: Literal["agent"]
     deleted: bool
     removed_blocks: int
+    shared_unreached: NotRequired[list[str]]  # tiers that could not be cleared yet

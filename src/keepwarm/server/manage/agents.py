@@ -123,7 +123,15 @@ class TenantAgents:
     def delete(self, agent_id: str) -> DeletedAgent:
         agent = self._find(agent_id)
         removed = self._models.store.forget(agent.id)
-        return {"id": agent_id, "object": "agent", "deleted": True, "removed_blocks": removed}
+        deleted: DeletedAgent = {
+            "id": agent_id,
+            "object": "agent",
+            "deleted": True,
+            "removed_blocks": removed,
+        }
+        if unreached := self._models.store.unreached():
+            deleted["shared_unreached"] = unreached
+        return deleted
 
     def export(self, agent_id: str, branch: int | None) -> BundleExport:
         return self._disk_store.export(self._find(agent_id, branch), key=self._keys.signing)
@@ -135,7 +143,12 @@ class TenantAgents:
         lane = engine.lane_of(self.tenant)
         fits = partial(check_record, lane.manager.layout)
         made = self._disk_store.receive_agent(
-            source, lane.identity, new_id, keys=self._keys, check_record=fits
+            source,
+            lane.identity,
+            new_id,
+            model=engine.model.name,
+            keys=self._keys,
+            check_record=fits,
         )
         if check is not None:
             made = ImportCheck(engine, made, self.tenant).run(check)
@@ -248,7 +261,7 @@ async def import_agent(
             pattern=f"^({EXTENT})$", description="Compute this many blocks, or all, and compare."
         ),
     ] = None,
-    model: Annotated[str | None, Query(description="The server's model that it is of.")] = None,
+    model: Annotated[str | None, Query(description="The model it was made with.")] = None,
 ) -> AgentOut:
     """Import a bundle after verifying it; a bundle of another model is refused.
 

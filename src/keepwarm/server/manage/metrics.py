@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from keepwarm.engine.insight.stats import Stats
 from keepwarm.server.http.body import api_router
 from keepwarm.server.http.viewer import CurrentViewer
+from keepwarm.server.manage.vllm_metrics import VllmCollector
 from keepwarm.server.models.models import Models
 from keepwarm.text.request import Usage
 
@@ -289,6 +290,7 @@ class Metrics:
         self._token = Histogram(*TOKEN, buckets=TOKEN_S, registry=self.registry)
         self._http = Counter(*HTTP, ["api", "outcome"], registry=self.registry)
         self.registry.register(EngineCollector(models))
+        self.registry.register(VllmCollector(models))
         ProcessCollector(registry=self.registry)
         models.on_answer(self.observe)
 

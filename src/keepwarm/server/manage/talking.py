@@ -64,7 +64,7 @@ async def continue_messages(
 
 
 class CompactBody(JsonInput):
-    model: str | None = Field(default=None, description="Which of the server's models it is with.")
+    model: str | None = Field(default=None, description="The model to use.")
     instruction: str | None = Field(
         default=None, min_length=1, description="What to ask for instead of a plain summary."
     )

@@ -27,7 +27,7 @@ MAX_BRANCH = 1 << 31
 
 
 class ListArguments(JsonInput):
-    limit: int = Field(default=20, ge=1, le=1000, description="The latest used first.")
+    limit: int = Field(default=20, ge=1, le=1000, description="Most recently used first.")
 
 
 class AgentArguments(JsonInput):

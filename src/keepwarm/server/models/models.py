@@ -28,6 +28,7 @@ from keepwarm.server.models.slots import Slot, Slots
 from keepwarm.text.request import Usage
 
 if TYPE_CHECKING:
+    from keepwarm.cache.restore.writing import WriteStats
     from keepwarm.cache.store import Store
     from keepwarm.engine.engine import Engine
     from keepwarm.engine.insight.stats import Stats
@@ -269,6 +270,10 @@ class Models:
     def n_unfinished(self) -> int:
         """Requests that a drain waits for."""
         return sum(host.n_unfinished for host in self.loaded)
+
+    def write_stats(self) -> WriteStats | None:
+        """Of the store that all models share; None while no model is loaded."""
+        return next((engine.store.write_stats() for engine in self.engines), None)
 
     def drain(self, timeout_s: float) -> None:
         """Refuse new requests; running ones finish, or fail after `timeout_s`."""

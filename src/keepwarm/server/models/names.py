@@ -10,7 +10,7 @@ from typing import NamedTuple
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput
 from keepwarm.models import builtin, hub
-from keepwarm.models.catalog import find, find_local
+from keepwarm.models.catalog import check_name, find, find_local
 
 LATEST = ":latest"  # Ollama writes it behind names that have no other tag
 
@@ -52,6 +52,12 @@ def configured(settings: Settings) -> list[NamedModel]:
             known = ", ".join(map(repr, names))
             raise BadInput(f"pinned_models names {name!r}, and the server has {known}; choose one.")
     return models
+
+
+def check_models(settings: Settings) -> None:
+    """Refuse names that can be no model, before anything is started for them."""
+    for model in configured(settings):
+        check_name(model.source)
 
 
 class OnDemand:

@@ -1,4 +1,7 @@
-"""What clients of llama.cpp's server ask for besides OpenAI's API: tokens, properties, slots."""
+"""What clients of llama.cpp's server ask for besides OpenAI's API: tokens, properties, slots.
+
+`/tokenize` and `/detokenize` are vLLM's too, which names their fields otherwise.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing_extensions import TypedDict
 from keepwarm import __version__
 from keepwarm.engine.engine import Engine
 from keepwarm.engine.insight.journal import JournalEntry
+from keepwarm.errors import BadField
 from keepwarm.prefix.blocks import common_prefix
 from keepwarm.server.http.body import Checked, JsonInput, api_router
 from keepwarm.server.http.request_fields import Config, InTurn, Served
@@ -32,10 +36,21 @@ router = api_router(
 
 
 class TokenizeRequest(JsonInput):
-    content: str
+    content: str | None = None
+    prompt: str | None = Field(default=None, description="`content`, as vLLM names it.")
     add_special: bool = Field(default=False, description="With the token that begins a text.")
+    add_special_tokens: bool = Field(default=True, description="The same, beside `prompt`.")
     with_pieces: bool = Field(default=False, description="With the text of each token.")
+    return_token_strs: bool = Field(default=False, description="With the name of each token.")
     model: str | None = None
+
+    def text(self) -> tuple[str, bool]:
+        """The text, and whether the token that begins one is wanted."""
+        if self.content is not None and self.prompt is None:
+            return self.content, self.add_special
+        if self.prompt is not None and self.content is None:
+            return self.prompt, self.add_special_tokens
+        raise BadField("/tokenize needs either content or prompt; send one of them.", "content")
 
 
 class DetokenizeRequest(JsonInput):
@@ -50,10 +65,14 @@ class TokenPiece(TypedDict):
 
 class TokensOut(TypedDict):
     tokens: list[int] | list[TokenPiece]
+    count: int
+    max_model_len: int  # the context
+    token_strs: list[str] | None
 
 
 class ContentOut(TypedDict):
     content: str
+    prompt: str  # the same
 
 
 class GenerationSettings(TypedDict):
@@ -98,20 +117,27 @@ class SlotOut(TypedDict):
 async def tokenize(body: TokenizeRequest, models: Served, turn: InTurn) -> TokensOut:
     """The tokens of a text; special tokens in it are read as such, if raw prompts' are."""
     host = await models.use(body.model, turn)
-    tokens = await turn.run(_tokens, host.engine, body)
-    if not body.with_pieces:
-        return {"tokens": tokens}
-    pieces = Pieces(host.engine.model.tokenizer)
-    found = await turn.build(lambda: [pieces.of(token).text for token in tokens])
-    named = zip(tokens, found, strict=True)
-    return {"tokens": [TokenPiece(id=token, piece=text) for token, text in named]}
+    model, (text, add_special) = host.engine.model, body.text()
+    tokens = await turn.run(_tokens, host.engine, text, add_special)
+    named: list[TokenPiece] | None = None
+    if body.with_pieces:
+        pieces = Pieces(model.tokenizer)
+        named = await turn.build(lambda: [{"id": t, "piece": pieces.of(t).text} for t in tokens])
+    names = model.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+    return {
+        "tokens": tokens if named is None else named,
+        "count": len(tokens),
+        "max_model_len": model.n_context,
+        "token_strs": names,
+    }
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, models: Served, turn: InTurn) -> ContentOut:
     """The text of some tokens."""
     host = await models.use(body.model, turn)
-    return {"content": await turn.run(_text, host.engine, body.tokens)}
+    text = await turn.run(_text, host.engine, body.tokens)
+    return {"content": text, "prompt": text}
 
 
 @router.get("/props")
@@ -162,10 +188,9 @@ def _slot(index: int, entry: JournalEntry, n_context: int) -> SlotOut:
     }
 
 
-def _tokens(engine: Engine, body: TokenizeRequest, deadline: PrepareDeadline) -> list[int]:
-    asked = engine_request.Request(prompt=body.content)
-    tokens = engine.preparer.tokens(asked, None, deadline)
-    first = 0 if body.add_special else common_prefix(tokens, engine.model.tokenizer.encode(""))
+def _tokens(engine: Engine, text: str, add_special: bool, deadline: PrepareDeadline) -> list[int]:
+    tokens = engine.preparer.tokens(engine_request.Request(prompt=text), None, deadline)
+    first = 0 if add_special else common_prefix(tokens, engine.model.tokenizer.encode(""))
     return list(tokens[first:])
 
 

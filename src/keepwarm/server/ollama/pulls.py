@@ -56,7 +56,7 @@ def checked_name(models: Models, name: str) -> str:
     name = plain(name)
     if name not in builtin.BUILTINS and not hub.is_id(name):
         raise BadInput(
-            f"{name!r} is no model that can be downloaded; use a hub id (org/name), as "
+            f"{name!r} cannot be downloaded; use a hub id (org/name), as "
             "`keepwarm models` shows them."
         )
     if not models.may_load(name):

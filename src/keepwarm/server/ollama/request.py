@@ -139,14 +139,6 @@ def _top_logprobs(body: BaseOllamaRequest) -> int | None:
     return None
 
 
-def noted(body: BaseOllamaRequest, fields: RequestFields) -> RequestFields:
-    """With what the receipt must say of the options: the penalty looks at all tokens."""
-    last_n = body.options.repeat_last_n if body.options else None
-    if last_n in (None, 0, -1):
-        return fields
-    return fields._replace(ignored_fields=(*fields.ignored_fields, "options.repeat_last_n"))
-
-
 def keep_alive_s(body: NamedOllamaRequest) -> float | None:
     """How long the model is to stay loaded; None if the request does not say."""
     given = body.keep_alive
@@ -155,7 +147,8 @@ def keep_alive_s(body: NamedOllamaRequest) -> float | None:
     seconds = _seconds(given) if isinstance(given, str) else given
     if seconds is None:
         raise BadField(
-            "keep_alive is no duration; send seconds, or text such as 10m or 1h30m.", "keep_alive"
+            "keep_alive is not a duration; send seconds, or text such as 10m or 1h30m.",
+            "keep_alive",
         )
     return math.inf if seconds < 0 else seconds
 

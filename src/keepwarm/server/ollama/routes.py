@@ -94,7 +94,7 @@ async def chat(
     if host is None or not body.messages:
         return _unanswered(body, chat_part, host)
     load_s = time.perf_counter() - began
-    fields = requests.noted(body, request_fields(request, body.keepwarm, body=body))
+    fields = request_fields(request, body.keepwarm, body=body)
     rules = scrub.rules_for(settings.scrub, request.headers)
 
     def build(some: Sequence[OllamaMessage]) -> engine_request.Request:
@@ -117,7 +117,7 @@ async def generate(
     if host is None or not body.prompt:
         return _unanswered(body, generate_part, host)
     load_s = time.perf_counter() - began
-    fields = requests.noted(body, request_fields(request, body.keepwarm, body=body))
+    fields = request_fields(request, body.keepwarm, body=body)
     wants_fill_in = body.suffix and settings.raw_special_tokens
     fill_in = fill_in_of(host.engine.model.tokenizer) if wants_fill_in else None
     make = partial(requests.generate_request, body, fields, settings, fill_in)

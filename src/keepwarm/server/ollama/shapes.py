@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
-from keepwarm.server.http.body import Checked, JsonInput, Members, TopK, TopP, Whole
+from keepwarm.server.http.body import UNHEEDED, Checked, JsonInput, Members, TopK, TopP, Whole
 from keepwarm.server.http.receipts import ReceiptOut
 from keepwarm.server.http.request_fields import KeepwarmOptions
 from keepwarm.server.openai.shapes import MAX_STOPS, Function, LogprobOut
@@ -31,6 +32,10 @@ class OllamaOptions(JsonInput):
     repeat_last_n: Whole | None = Field(default=None, description="0: no penalties; -1: all.")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+
+    def unheeded(self) -> Iterable[str]:
+        """A penalty looks at all tokens, or none."""
+        return () if self.repeat_last_n in (None, 0, -1) else ("repeat_last_n",)
 
 
 class OllamaFunctionCall(JsonInput):
@@ -109,7 +114,9 @@ class OllamaGenerateRequest(BaseOllamaRequest):
 
 class OllamaEmbedRequest(NamedOllamaRequest):
     input: str | Checked[str]
-    truncate: bool | None = Field(default=None, description="False: too long a text is an error.")
+    truncate: bool | None = Field(
+        default=None, description="False: a text that is too long is an error."
+    )
     dimensions: int | None = Field(default=None, ge=1)
 
 
@@ -122,12 +129,16 @@ class OllamaOldEmbedRequest(NamedOllamaRequest):
 class OllamaShowRequest(JsonInput):
     model: str | None = None
     name: str | None = Field(default=None, description="The same, for older clients.")
-    verbose: bool | None = None
+    verbose: Annotated[bool | None, UNHEEDED] = Field(
+        default=None, description="Ignored: the tokenizer's tables are not shown."
+    )
 
 
 class OllamaPullRequest(OllamaShowRequest):
     stream: bool | None = Field(default=None, description="Lines of JSON, unless false.")
-    insecure: bool | None = None
+    insecure: Annotated[bool | None, UNHEEDED] = Field(
+        default=None, description="Ignored: certificates are always checked."
+    )
 
 
 class OllamaReceipt(ReceiptOut):

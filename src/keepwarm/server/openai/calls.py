@@ -105,7 +105,7 @@ def offered_tools(body: ChatRequest) -> list[Tool]:
     if body.functions is not None and body.tools:
         raise BadField("functions and tools cannot be combined; send tools.", "functions")
     functions = [function.model_dump(exclude_none=True) for function in body.functions or ()]
-    functions += [_function(tool, index) for index, tool in enumerate(body.tools or ())]
+    functions += [_function(tool) for tool in body.tools or ()]
     choice = body.tool_choice
     if isinstance(choice, AllowedTools):
         allowed = {_name_of(tool) for tool in choice.allowed_tools.tools}
@@ -157,12 +157,9 @@ def _function_call(call_id: str, function: dict[str, Any]) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": function}
 
 
-def _function(tool: ChatTool | CustomChatTool, index: int) -> dict[str, Any]:
+def _function(tool: ChatTool | CustomChatTool) -> dict[str, Any]:
     if isinstance(tool, ChatTool):
         return tool.function.model_dump(exclude_none=True)
-    if tool.custom.format is not None and tool.custom.format.type != "text":
-        where = f"tools[{index}].custom.format"
-        raise BadField(f"{where} is a grammar, which is not supported here; omit it.", where)
     return custom_function(tool.custom.name, tool.custom.description)
 
 

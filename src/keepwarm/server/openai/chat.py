@@ -7,12 +7,14 @@ from typing import Any
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
+from keepwarm.server.http.body import token_limit
 from keepwarm.server.http.content import Unread, content_of
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.http.scrub import SYSTEM_ROLES
 from keepwarm.server.openai.calls import CallStyle, offered_tools, past_calls, tool_choice_of
 from keepwarm.server.openai.chunks import Chunks, CompletionMeta, usage_dict
+from keepwarm.server.openai.formats import format_of
 from keepwarm.server.openai.shapes import (
     BaseCompletionRequest,
     ChatChoice,
@@ -21,7 +23,6 @@ from keepwarm.server.openai.shapes import (
     ChatMessage,
     ChatMessageOut,
     ChatRequest,
-    ResponseFormat,
 )
 from keepwarm.server.openai.tokens import Pieces, chat_logprobs
 from keepwarm.text.request import (
@@ -30,7 +31,6 @@ from keepwarm.text.request import (
     Done,
     Event,
     Finished,
-    Format,
     Message,
     Request,
     Result,
@@ -43,7 +43,8 @@ from keepwarm.text.request import (
 
 NOT_THINKING = frozenset({"none", "minimal"})
 SEEDS = 1 << 63
-TO_THE_END = -1  # of the context, as llama.cpp and vLLM write it
+MAX_DIGITS = 9  # of a token's id
+MAX_SHOWN, MAX_NAMED = 40, 3  # characters of a wrong key, and wrong keys
 
 
 # Request
@@ -66,7 +67,7 @@ def request_of(body: ChatRequest, fields: RequestFields, settings: Settings) -> 
         tool_choice=tool_choice_of(body, tools),
         thinking=None if thinking is None else bool(thinking),
         template_options=options,
-        format=grammar_of(body) or _format(body.response_format),
+        format=format_of(body),
         sampling=sampling_of(body, _max_tokens(body), _top_logprobs(body)),
         n=body.n or 1,
         **fields._asdict(),
@@ -81,7 +82,7 @@ def _is_partial(body: ChatRequest, in_options: object) -> bool:
         raise BadField(f"{name} and continue_final_message exclude each other; send one.", name)
     if body.add_generation_prompt is False and not continues:
         raise BadField(
-            f"{name} is false, and nothing asks for an answer then; omit it, or set "
+            f"{name} is false, so no answer is asked for; omit it, or set "
             "continue_final_message to continue the last message.",
             name,
         )
@@ -94,7 +95,7 @@ def sampling_of(
     """Sampling options, the same for chat and text completions."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Sampling(
-        max_tokens=None if max_tokens == TO_THE_END else max_tokens,
+        max_tokens=token_limit(max_tokens),
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
@@ -114,19 +115,13 @@ def _max_tokens(body: ChatRequest) -> int | None:
     return body.max_tokens if given is None else given
 
 
-def grammar_of(body: BaseCompletionRequest) -> Format | None:
-    if not body.grammar:
-        return None
-    if isinstance(body, ChatRequest) and _format(body.response_format) is not None:
-        raise BadField("grammar and response_format cannot be combined; send one.", "grammar")
-    return Format(grammar=body.grammar)
-
-
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
-    wrong = next((token for token in bias if not (token.isascii() and token.isdigit())), None)
-    if wrong is not None or any(len(token) > 9 for token in bias):
+    wrong = [token for token in bias if not (token.isascii() and token.isdigit())]
+    wrong += [token for token in bias if len(token) > MAX_DIGITS]
+    if wrong:
         raise BadField(
-            "The keys of logit_bias must be token ids: whole numbers of up to 9 digits.",
+            f"The keys of logit_bias must be token ids, whole numbers of up to {MAX_DIGITS} "
+            f"digits, not {', '.join(repr(token[:MAX_SHOWN]) for token in wrong[:MAX_NAMED])}.",
             "logit_bias",
         )
     return {int(token): value for token, value in bias.items()}
@@ -158,18 +153,6 @@ def _message(message: ChatMessage, index: int, unread: Unread) -> Message:
         "reasoning_content": reasoning,
     }
     return {key: value for key, value in named.items() if value is not None} | result
-
-
-def _format(wanted: ResponseFormat | None) -> Format | None:
-    if wanted is None or wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        return Format(json=True) if wanted.schema_ is None else Format(schema=wanted.schema_)
-    schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
-    if schema is None:
-        where = "response_format.json_schema.schema"
-        raise BadField(f"{where} is missing; the format json_schema needs it.", where)
-    return Format(json=True, schema=schema)
 
 
 # Answer

@@ -9,8 +9,9 @@ from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadField
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields
-from keepwarm.server.openai.chat import grammar_of, sampling_of
+from keepwarm.server.openai.chat import sampling_of
 from keepwarm.server.openai.chunks import Chunks, CompletionMeta, usage_dict
+from keepwarm.server.openai.formats import format_of
 from keepwarm.server.openai.shapes import (
     MAX_ANSWERS,
     CompletionRequest,
@@ -71,7 +72,7 @@ def requests_of(
     """One request for each prompt."""
     _check(body)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    sampling, format_ = sampling_of(body, max_tokens, body.logprobs), grammar_of(body)
+    sampling, format_ = sampling_of(body, max_tokens, body.logprobs), format_of(body)
     prompts = _filled_in(body, fill_in)
     n = body.n or 1
     if len(prompts) * n > MAX_ANSWERS:

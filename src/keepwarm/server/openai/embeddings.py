@@ -28,10 +28,10 @@ class EmbeddingRequest(JsonInput):
         default=None, description="base64: little-endian floats of 32 bits."
     )
     dimensions: int | None = Field(
-        default=None, ge=1, description="The first so many numbers, again of length 1."
+        default=None, ge=1, description="Keep this many numbers and scale to length 1 again."
     )
     prompt_name: str | None = Field(
-        default=None, description="One of the model's own prompts, which is put before each text."
+        default=None, description="One of the model's own prompts, put before each text."
     )
     keepwarm: KeepwarmOptions | None = None
 

@@ -6,8 +6,9 @@ import asyncio
 import time
 from dataclasses import replace
 from functools import partial
+from typing import Annotated
 
-from fastapi import Request, Response
+from fastapi import Query, Request, Response
 
 from keepwarm.config import Settings
 from keepwarm.server.embedding import embed
@@ -17,6 +18,7 @@ from keepwarm.server.http.body import api_router
 from keepwarm.server.http.request_fields import Config, InTurn, Served, request_fields
 from keepwarm.server.http.sse import EventStream, WholeAnswer, answer_docs, new_id
 from keepwarm.server.models.listing import ListedModel
+from keepwarm.server.models.names import plain
 from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.calls import call_style_of
 from keepwarm.server.openai.chat import ChatStream
@@ -28,10 +30,9 @@ from keepwarm.server.openai.embeddings import (
     WholeEmbeddings,
     embedding_list,
 )
-from keepwarm.server.openai.model_list import list_for, model_for
+from keepwarm.server.openai.model_list import MAX_LISTED, Page, list_for, model_for
 from keepwarm.server.openai.multi_prompt import CombinedAnswer
 from keepwarm.server.openai.shapes import (
-    BaseCompletionRequest,
     ChatCompletion,
     ChatRequest,
     ClaudeModelList,
@@ -67,7 +68,7 @@ async def create_chat_completion(
     meta = replace(_meta(host, "chatcmpl-"), calls=call_style_of(body))
     pieces = _pieces(host) if body.logprobs else None
     if body.stream:
-        return EventStream(answer, ChatStream(meta, asked.n, _wants_usage(body), pieces))
+        return EventStream(answer, ChatStream(meta, asked.n, body.wants_usage, pieces))
     return WholeAnswer(answer, lambda result: chat.completion(meta, result, pieces))
 
 
@@ -88,7 +89,7 @@ async def create_completion(
     meta = _meta(host, "cmpl-")
     pieces = None if body.logprobs is None else _pieces(host)
     if body.stream:
-        return EventStream(answer, TextStream(meta, echoed, _wants_usage(body), pieces, n))
+        return EventStream(answer, TextStream(meta, echoed, body.wants_usage, pieces, n))
     return WholeAnswer(answer, lambda result: completions.completion(meta, result, echoed, pieces))
 
 
@@ -105,19 +106,29 @@ async def create_embeddings(
 
 
 @router.get("/models")
-async def list_models(request: Request, models: Served) -> ModelList | ClaudeModelList:
-    """The models that requests may name, the default first; in Anthropic's form for its clients."""
-    found = await asyncio.to_thread(list, models.listed())
-    return list_for(request, [_model(each) for each in found])
+async def list_models(
+    request: Request,
+    models: Served,
+    limit: Annotated[int | None, Query(ge=1, le=MAX_LISTED)] = None,
+    after_id: str | None = None,
+    before_id: str | None = None,
+) -> ModelList | ClaudeModelList:
+    """The models that requests may name, the default first.
+
+    For Anthropic's clients in its form, in pages if they ask for them.
+    """
+    found = [_model(each) for each in await asyncio.to_thread(list, models.listed())]
+    return list_for(request, found, Page(limit, after_id, before_id))
 
 
 @router.get("/models/{name:path}")
 async def show_model(name: str, request: Request, models: Served) -> ModelOut | ClaudeModelOut:
     """One model, by its name."""
-    for each in await asyncio.to_thread(list, models.listed()):
-        if each.name == name:
-            return model_for(request, _model(each))
-    raise models.unknown(name)
+    found = {each.name: each for each in await asyncio.to_thread(list, models.listed())}
+    model = found.get(name) or found.get(plain(name))
+    if model is None:
+        raise models.unknown(name)
+    return model_for(request, _model(model))
 
 
 def build_request(
@@ -153,10 +164,6 @@ def _meta(host: EngineHost, prefix: str) -> CompletionMeta:
 
 def _pieces(host: EngineHost) -> Pieces:
     return Pieces(host.engine.model.tokenizer)
-
-
-def _wants_usage(body: BaseCompletionRequest) -> bool:
-    return bool(body.stream_options and body.stream_options.include_usage)
 
 
 def _model(model: ListedModel) -> ModelOut:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
@@ -13,6 +14,7 @@ from keepwarm.server.http.body import (
     Checked,
     JsonInput,
     Members,
+    TokenCount,
     TopK,
     TopP,
 )
@@ -23,9 +25,6 @@ from keepwarm.server.http.request_fields import KeepwarmOptions
 MAX_CHOICES = 16
 MAX_ANSWERS = 128  # of all prompts of a request
 MAX_STOPS = 16
-TokenCount = Annotated[
-    int, Field(ge=-1, description="-1: up to the end of the context; 0: no answer.")
-]
 Prompts = str | Checked[str] | Checked[int] | Checked[Checked[int]]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -80,14 +79,18 @@ class ChatTool(JsonInput):
     function: Function
 
 
-class CustomFormat(JsonInput):
-    type: str
+def has_grammar(format_: object) -> bool:
+    """Whether the input of a custom tool has a grammar, which is not enforced."""
+    return isinstance(format_, dict) and format_.get("type") not in (None, "text")
 
 
 class Custom(JsonInput):
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
-    format: CustomFormat | None = Field(default=None, description="A grammar is rejected.")
+    format: Any = Field(default=None, description="A grammar is not enforced.")
+
+    def unheeded(self) -> Iterable[str]:
+        return ("format",) if has_grammar(self.format) else ()
 
 
 class CustomChatTool(JsonInput):
@@ -137,6 +140,16 @@ class ResponseFormat(JsonInput):
     )
 
 
+class StructuredOutputs(JsonInput):
+    """vLLM's: exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Annotated[Checked[str], Field(min_length=1, max_length=MAX_MEMBERS)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class StreamOptions(JsonInput):
     include_usage: bool | None = None
 
@@ -167,8 +180,19 @@ class BaseCompletionRequest(JsonInput):
     )
     prompt_cache_key: str | None = Field(default=None, description="Names the conversation.")
     user: Annotated[str | None, UNHEEDED] = None
-    grammar: str | None = Field(default=None, description="GBNF or Lark: what an answer may be.")
+    grammar: str | None = Field(default=None, description="Grammar of the answer, in GBNF or Lark.")
+    json_schema: dict[str, Any] | None = Field(default=None, description="As llama.cpp takes it.")
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description="As vLLM takes it."
+    )
     keepwarm: KeepwarmOptions | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def unheeded(self) -> Iterable[str]:
+        return ("stream_options",) if self.wants_usage and not self.stream else ()
 
 
 class ChatRequest(BaseCompletionRequest):

@@ -95,12 +95,16 @@ def _text_logprobs(pieces: Pieces, shown: Sequence[TokenInfo], offset: int) -> T
 
 
 def _tops(pieces: Pieces, info: TokenInfo) -> dict[str, float] | None:
-    """None for the first token of a prompt, before which there is nothing."""
+    """The likeliest tokens and, as at OpenAI, the one that was taken.
+
+    None for the first token of a prompt, before which there is nothing.
+    """
     if info.logprob is None:
         return None
     tops: dict[str, float] = {}
     for top in info.top:  # of two with one text, as parts of characters, the likelier counts
         tops.setdefault(pieces.of(top.token).text, finite(top.logprob))
+    tops.setdefault(pieces.of(info.token).text, finite(info.logprob))
     return tops
 
 

@@ -99,7 +99,8 @@ class BackgroundResponses:
         """Raise if no response of this tenant may be added with this `store`."""
         if store is False:
             raise BadField(
-                "background needs store, because the response is fetched by its id; omit store.",
+                "background can only be used when `store` is true, because the response is "
+                "fetched by its id; omit store.",
                 "background",
             )
         n_own = sum(owner == tenant for owner, _ in self._running)

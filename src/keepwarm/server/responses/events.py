@@ -17,6 +17,7 @@ from keepwarm.server.openai.tokens import Pieces, chat_logprobs
 from keepwarm.server.responses.calls import CallItems, Frames
 from keepwarm.server.responses.request import OfferedTools, QualifiedName, encode_reasoning
 from keepwarm.server.responses.shapes import (
+    ENCRYPTED_REASONING,
     Failure,
     ResponseOut,
     ResponseReceipt,
@@ -40,7 +41,6 @@ from keepwarm.text.request import (
 from keepwarm.text.sampling_rules import DrawRules
 
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
-ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
 
 @dataclass(frozen=True)

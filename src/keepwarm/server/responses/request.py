@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 
 from keepwarm.config import Settings
 from keepwarm.errors import BadField
+from keepwarm.server.http.body import token_limit
 from keepwarm.server.http.content import ContentPart, Unread, content_of, text_of
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.http.scrub import SYSTEM_ROLES
 from keepwarm.server.openai.calls import custom_call, custom_function
 from keepwarm.server.openai.chat import NOT_THINKING
 from keepwarm.server.responses.shapes import (
+    LOGPROBS,
     InputRequest,
     Item,
     NamedChoice,
@@ -26,7 +28,6 @@ from keepwarm.server.responses.shapes import (
 from keepwarm.text.request import Format, Message, Request, Sampling, Tool, ToolChoice
 
 REASONING_PREFIX = "keepwarm1:"  # of encoded reasoning that clients send back
-LOGPROBS = "message.output_text.logprobs"  # a value of `include`
 NAMESPACE_SEPARATOR = "__"  # between namespace and function name
 
 # The order of items within one assistant turn; an item of a lower rank begins a new turn.
@@ -92,7 +93,7 @@ def offered_tools(tools: Sequence[ResponseTool]) -> OfferedTools:
         inner = tool.tools or () if tool.type == "namespace" else (tool,)
         namespace = tool.name if tool.type == "namespace" else None
         for function in inner:
-            if function.name and (function.type == "function" or _takes_text(function)):
+            if function.name and function.type in ("function", "custom"):
                 name = QualifiedName(function.name, namespace, function.type == "custom")
                 names[name.flat] = name
                 found.tools.append(_tool(function, name.flat))
@@ -171,7 +172,8 @@ def _add(message: dict[str, Any], item: Item, where: str, unread: Unread) -> Non
         case "function_call" | "custom_tool_call":
             message.setdefault("tool_calls", []).append(_call(item, where))
         case "compaction":
-            message["content"] += decode_reasoning(item.encrypted_content)
+            summary = decode_reasoning(item.encrypted_content)  # empty: another server's
+            message["content"] += summary or unread.note(item.type or "", where)
         case "message":
             message["content"] += text_of(item.content, f"{where}.content", unread)
         case kind:
@@ -232,13 +234,6 @@ def _unknown_tool() -> BadField:
     )
 
 
-def _takes_text(tool: ResponseTool) -> bool:
-    """Whether it is a custom tool without a grammar for its input."""
-    format_ = tool.format or {"type": "text"}
-    is_text = isinstance(format_, dict) and format_.get("type") == "text"
-    return tool.type == "custom" and is_text
-
-
 def _allowed(choice: object, tools: OfferedTools) -> OfferedTools:
     """The tools that `allowed_tools` leaves, if it is chosen."""
     if not isinstance(choice, NamedChoice) or choice.type != "allowed_tools":
@@ -288,7 +283,7 @@ def _format(wanted: TextFormat) -> Format | None:
 
 def _sampling(body: ResponsesRequest) -> Sampling:
     return Sampling(
-        max_tokens=body.max_output_tokens,
+        max_tokens=token_limit(body.max_output_tokens),
         temperature=body.temperature,
         top_p=body.top_p,
         presence_penalty=body.presence_penalty or 0.0,

@@ -71,7 +71,7 @@ class ResponseStore:
         key = (tenant, response_id)
         if key not in self._stored:
             raise UnknownResponse(
-                f"Response {response_id!r} is not stored; send the whole conversation as input."
+                f"Response with id {response_id!r} not found; send the whole conversation as input."
             )
         self._stored.move_to_end(key)
         return self._stored[key]

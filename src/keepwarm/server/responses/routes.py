@@ -291,7 +291,7 @@ async def cancel_response(response_id: str, answers: Answers) -> ResponseOut:
     shown = await answers.shown(response_id)
     if not shown["background"]:
         raise BadField(
-            "Only a response in the background can be cancelled; close the connection of another.",
+            "Cannot cancel a synchronous response; close its connection instead.",
             "response_id",
         )
     return shown

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
-from keepwarm.server.http.body import UNHEEDED, JsonInput, Members, TopP
+from keepwarm.server.http.body import UNHEEDED, JsonInput, Members, TokenCount, TopP
 from keepwarm.server.http.content import ContentPart
 from keepwarm.server.http.receipts import ReceiptOut
 from keepwarm.server.http.request_fields import KeepwarmOptions
+from keepwarm.server.openai.shapes import has_grammar
 
 MAX_METADATA = 16
+LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
+HEEDED_INCLUDES = frozenset({LOGPROBS, ENCRYPTED_REASONING})
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -46,7 +50,7 @@ class Item(JsonInput):
 class ResponseTool(JsonInput):
     """A function, a tool whose input is text (`custom`), or a namespace of these.
 
-    Other tools, and custom ones with a grammar, are ignored; the receipt lists them.
+    Other tools are ignored; the receipt lists them.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -55,8 +59,11 @@ class ResponseTool(JsonInput):
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    format: Any = Field(default=None, description="Of a custom tool's input.")
+    format: Any = Field(default=None, description="A grammar is not enforced.")
     tools: Members[ResponseTool] | None = None
+
+    def unheeded(self) -> Iterable[str]:
+        return ("format",) if has_grammar(self.format) else ()
 
 
 class NamedChoice(JsonInput):
@@ -104,7 +111,7 @@ class InputRequest(JsonInput):
 
 
 class ResponsesRequest(InputRequest):
-    max_output_tokens: int | None = Field(default=None, ge=1)
+    max_output_tokens: TokenCount | None = None
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: TopP | None = None
     include: Members[str] | None = None
@@ -117,7 +124,7 @@ class ResponsesRequest(InputRequest):
     store: bool | None = None
     stream: bool | None = None
     background: bool | None = Field(
-        default=None, description="Answer at once, and go on without the client."
+        default=None, description="Return at once; the response is generated in the background."
     )
     service_tier: Annotated[str | None, UNHEEDED] = Field(
         default=None, description="There is one: `default`."
@@ -130,6 +137,9 @@ class ResponsesRequest(InputRequest):
         default=None, description="`auto`: drop the oldest turns if the context is exceeded."
     )
     user: str | None = None
+
+    def unheeded(self) -> Iterable[str]:
+        return () if HEEDED_INCLUDES.issuperset(self.include or ()) else ("include",)
 
 
 class CompactRequest(InputRequest):

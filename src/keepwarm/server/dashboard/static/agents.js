@@ -21,6 +21,9 @@ export function start(onChange) {
   const renew = () => { state.page = 0; render(); };
   byId("agent-filter").addEventListener("input", renew);
   byId("agent-sort").addEventListener("change", renew);
+  byId("ask-dialog").addEventListener("keydown", (event) => {
+    if (event.repeat && event.key === "Enter") event.preventDefault(); // the Enter that opened it, held down
+  });
 }
 
 export function show({ data }) {
@@ -115,8 +118,15 @@ async function forget(agent) {
 
 async function download(agent) {
   say(`Preparing the export of ${agent.id}.`);
-  const url = URL.createObjectURL(await file(path(agent, "export")));
+  let next = 0;
+  const bundle = await file(path(agent, "export"), (n) => {
+    if (Date.now() < next) return;
+    next = Date.now() + 1000;
+    say(`Exporting ${agent.id}: ${bytes(n)} of up to about ${bytes(agent.n_bytes)}.`); // other branches stay here
+  });
+  const url = URL.createObjectURL(bundle);
   h("a", { href: url, download: `${agent.id}.tar` }).click();
+  say(`${agent.id} exported, ${bytes(bundle.size)}.`);
   setTimeout(() => URL.revokeObjectURL(url), 60000);
 }
 
@@ -134,6 +144,7 @@ function ask({ title, text, ok, label = null, value = "", danger = false }) {
   dialog.returnValue = "";
   dialog.showModal();
   if (label !== null) input.select();
+  else byId("ask-ok").focus(); // Enter confirms
   return new Promise((resolve) => {
     dialog.addEventListener("close", () => {
       const answer = label === null ? "yes" : input.value.trim();

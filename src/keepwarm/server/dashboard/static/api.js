@@ -48,4 +48,14 @@ export async function* stream(path, body, headers, signal) {
 
 export const remove = async (path) => (await ask(path, { method: "DELETE" })).json();
 
-export const file = async (path) => (await ask(path)).blob();
+// A file; `arrived` is called with the number of bytes so far.
+export async function file(path, arrived) {
+  const answer = await ask(path);
+  let n = 0;
+  const counter = new TransformStream({ transform(chunk, out) {
+    n += chunk.length;
+    arrived(n);
+    out.enqueue(chunk);
+  } });
+  return new Response(answer.body.pipeThrough(counter)).blob();
+}

@@ -12,7 +12,7 @@ const FOOT = 22;
 
 // `series`: [{ name, kind, value: (point) => number or null }]; `words` writes a value.
 export function lines(points, series, words, label) {
-  const most = nice(Math.max(0, ...points.flatMap((point) => series.map((one) => one.value(point) ?? 0))));
+  const most = ceiling(points.flatMap((point) => series.map((one) => one.value(point) ?? 0)));
   const drawn = series.flatMap((one) => runs(points, one).map((part) =>
     part.length > 1 ? svg("polyline", { class: `line ${one.kind}`, points: part.map(([index, value]) => `${middle(index, points)},${level(value / most)}`).join(" ") })
       : svg("circle", { class: `dot ${one.kind}`, cx: middle(part[0][0], points), cy: level(part[0][1] / most), r: 2.5 })));
@@ -22,7 +22,7 @@ export function lines(points, series, words, label) {
 // Columns stacked to their sum or, with `share`, to the whole height above a strip of the sums.
 export function columns(points, series, words, label, share = false) {
   const sums = points.map((point) => series.reduce((n, one) => n + one.value(point), 0));
-  const most = nice(Math.max(0, ...sums));
+  const most = ceiling(sums);
   const foot = share ? 0.32 : 0; // share of the height that the strip takes
   const place = (part) => level(foot + part * (1 - foot));
   const bars = points.flatMap((point, index) => sums[index] ? column(point, index, points, series, share ? sums[index] : most, place) : []);
@@ -61,7 +61,7 @@ function rect(index, points, top, bottom, kind) {
 }
 
 function grid(most, words) {
-  return [0, 0.5, 1].flatMap((share) => mark(level(share), words(share * most)));
+  return [0, 0.5, 1].flatMap((share) => mark(level(share), share ? words(share * most) : "0"));
 }
 
 function mark(y, text, kind = "") {
@@ -94,6 +94,12 @@ function runs(points, { value }) {
     else found.at(-1).push([index, n]);
   });
   return found.filter((part) => part.length);
+}
+
+// The top of an axis, whose middle is marked too: at 1, 2, 5, 10, 20, … and for counts never at a fraction.
+function ceiling(values) {
+  const half = nice(Math.max(0, ...values) / 2);
+  return 2 * (values.every(Number.isInteger) ? Math.max(1, half) : half);
 }
 
 // The next of 1, 2, 5, 10, 20, …

@@ -4,7 +4,7 @@ import { stream } from "./api.js";
 import { byId, h, put, say } from "./dom.js";
 import { count, percent, seconds } from "./format.js";
 
-const MAX_TOKENS = 400;
+const MAX_TOKENS = 2048; // of thoughts and answer
 let known = new Set();
 let controller = null;
 let changed = () => {};
@@ -39,10 +39,11 @@ export function open(id) {
 async function send() {
   const [agent, text] = [byId("chat-agent").value.trim(), byId("chat-text").value.trim()];
   if (!text || controller) return;
-  if (!agent) return say("Name the agent: one of the list, or a new one.");
+  if (!agent) return say("Choose an agent, or type a new name.");
   byId("chat-text").value = "";
-  line("you", text);
-  const answer = line(agent, "");
+  line("you", h("span", { class: "text" }, text));
+  const answer = { thought: h("span", { class: "thought quiet" }), text: h("span", { class: "text" }) };
+  line(agent, answer.thought, answer.text);
   busy(new AbortController());
   try {
     await read(agent, text, answer);
@@ -60,7 +61,8 @@ async function read(agent, text, answer) {
   for await (const event of stream(path, body, { "X-Keepwarm-Agent": agent }, controller.signal)) {
     if (event.error) throw new Error(event.error.message);
     const delta = event.choices?.[0]?.delta;
-    if (delta) answer.append(delta.content ?? "");
+    answer.thought.append(delta?.reasoning ?? "");
+    answer.text.append(delta?.content ?? "");
     if (event.keepwarm) receipt(event.keepwarm);
   }
   known.add(agent);
@@ -78,8 +80,6 @@ function busy(value) {
   byId("chat-stop").disabled = value === null;
 }
 
-function line(who, text) {
-  const said = h("span", { class: "text" }, text);
-  byId("chat-said").append(h("p", {}, h("strong", {}, who), " ", said));
-  return said;
+function line(who, ...said) {
+  byId("chat-said").append(h("p", {}, h("strong", {}, who), " ", ...said));
 }

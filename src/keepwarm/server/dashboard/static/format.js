@@ -1,12 +1,14 @@
 // Numbers, sizes and times as text.
 
 const plain = new Intl.NumberFormat("en");
+const few = new Intl.NumberFormat("en", { maximumSignificantDigits: 2 });
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 const STEPS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
 
 export const count = (n) => plain.format(Math.round(n));
 
 export function short(n) {
+  if (Math.abs(n) < 10) return few.format(n);
   if (Math.abs(n) < 10000) return count(n);
   return new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 }).format(n);
 }

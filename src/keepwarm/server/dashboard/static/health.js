@@ -2,7 +2,7 @@
 
 import { post } from "./api.js";
 import { byId, empty, h, hide, put, table } from "./dom.js";
-import { ago, bytes, count, percent, plural, seconds, short } from "./format.js";
+import { bytes, count, percent, plural, seconds, short } from "./format.js";
 
 const HEALTH = {
   quarantined: "damaged records quarantined",
@@ -84,7 +84,7 @@ export function whatIf(found) {
     one.max_bytes === found.max_bytes ? "–" : signed(one.more_seconds, (s) => seconds(s)),
   ]);
   put("what-if", h("p", { class: "quiet above" },
-    `${plural(found.lookups, "lookup")} since ${ago(found.since)}, replayed with least-recently-used eviction.`),
+    `${plural(found.lookups, "lookup")} in the last ${seconds(Date.now() / 1000 - found.since)}, replayed with least-recently-used eviction.`),
     table("Outcome by disk budget", COLUMNS, rows));
 }
 

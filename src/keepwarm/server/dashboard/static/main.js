@@ -17,7 +17,7 @@ import * as requests from "./requests.js";
 
 const SECOND = 1000;
 const BUSY = SECOND;
-const IDLE = 3 * SECOND; // an idle page costs its browser half a per cent of a core
+const IDLE = 3 * SECOND; // an idle page costs its browser a third of a per cent of a core
 const LONG_IDLE = 5 * SECOND; // after `MANY` answers without a change
 const MANY = 20;
 const PAUSE = 30 * SECOND; // after the key dialog was cancelled

@@ -7,7 +7,7 @@ import { meter } from "./now.js";
 
 const HOURS = [{ value: 1, name: "1 h" }, { value: 6, name: "6 h" }, { value: 24, name: "24 h" }];
 const of = (name) => (point) => point[name];
-const SOURCES = [["live", "live caches"], ["memory", "memory"], ["disk", "disk"], ["computed", "computed"]]
+const SOURCES = [["live", "live caches"], ["memory", "memory"], ["disk", "disk"], ["shared", "other machines"], ["computed", "computed"]]
   .map(([kind, name]) => ({ kind, name, value: of(kind) }));
 const LATENCIES = [{ kind: "p50", name: "median", value: of("ttft_p50_ms") }, { kind: "p95", name: "95th percentile", value: of("ttft_p95_ms") }];
 const ANSWERS = [{ kind: "finished", name: "finished", value: of("finished") }, { kind: "cancelled", name: "cancelled", value: of("cancelled") },
@@ -33,12 +33,13 @@ export function show(saved, choose) {
   const prefill = { kind: "computed", name: "prefill", value: (point) => point.prefilled / per };
   const chart = (place, used, make) => put(place, used ? make() : empty("No requests in this period."));
   chart("latency-chart", points.some((point) => point.ttft_p50_ms !== null), () =>
-    [lines(points, LATENCIES, (ms) => seconds(ms / 1000), "Time to the first token: median and 95th percentile"), legend(LATENCIES)]);
+    [lines(points, LATENCIES, (ms) => seconds(ms / 1000), "Time to first token: median and 95th percentile"), legend(LATENCIES)]);
   chart("decode-chart", points.some(decode.value), () => columns(points, [decode], short, "Tokens decoded per second, by interval"));
   chart("prefill-chart", points.some(prefill.value), () => columns(points, [prefill], short, "Tokens prefilled per second, by interval"));
+  const sources = sourcesOf(points);
   chart("hit-chart", points.some(tokens), () =>
-    [columns(points, SOURCES, short, `Share of prompt tokens by source, and their number; ${percent(...warm(points))} were not computed`, true),
-      legend([...SOURCES, { kind: "volume", name: "tokens in all" }])]);
+    [columns(points, sources, short, `Share of prompt tokens by source, and their number; ${percent(...warm(points))} were not computed`, true),
+      legend([...sources, { kind: "volume", name: "tokens in all" }])]);
   chart("answer-chart", points.some(answers), () => [columns(points, ANSWERS, short, "Answers by outcome"), legend(ANSWERS)]);
   put("disk", meter(saved.disk));
   put("writes-chart", writesChart(saved.written_by_day));
@@ -60,6 +61,7 @@ function tiles(saved) {
   ];
 }
 
+const sourcesOf = (points) => SOURCES.filter(({ kind, value }) => kind !== "shared" || points.some(value));
 const rate = (share) => share === null ? "–" : percent(share, 1);
 const ms = (n) => (n === null ? "–" : seconds(n / 1000));
 const tokens = (point) => SOURCES.reduce((n, one) => n + one.value(point), 0);
@@ -71,10 +73,11 @@ function warm(points) {
 }
 
 function pointTable(points) {
-  const columns = [{ name: "Time" }, ...[...SOURCES.map(({ name }) => name), "warm", "decoded", "first token", "95th", "failed"]
+  const sources = sourcesOf(points);
+  const columns = [{ name: "Time" }, ...[...sources.map(({ name }) => name), "warm", "decoded", "first token", "95th", "failed"]
     .map((name) => ({ name, number: true }))];
   const rows = points.filter((point) => tokens(point) || answers(point)).map((point) =>
-    [clock(point.at), ...SOURCES.map((one) => count(one.value(point))), percent(tokens(point) - point.computed, tokens(point)),
+    [clock(point.at), ...sources.map((one) => count(one.value(point))), percent(tokens(point) - point.computed, tokens(point)),
       count(point.generated), ms(point.ttft_p50_ms), ms(point.ttft_p95_ms), count(point.failed)]);
   return rows.length ? table("By time", columns, rows) : empty("No requests in this period.");
 }

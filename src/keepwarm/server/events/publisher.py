@@ -1,0 +1,177 @@
+"""Publishes KV events over ZMQ, and sends again what a subscriber has missed.
+
+A thread compares what the server has with what it has published. So nothing is queued between it
+and the engine, no event is lost, and what other processes do to the store is published too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from keepwarm.errors import BadInput
+from keepwarm.prefix.blocks import unpack
+from keepwarm.server.events import schema
+from keepwarm.server.events.blocks import BlockView, HeldBlock, Holdings, Medium
+
+if TYPE_CHECKING:
+    from keepwarm.config import Settings
+    from keepwarm.server.models.models import Models
+
+LOG = logging.getLogger(__name__)
+INTERVAL_S = 0.25
+REMIND_S = 2.0  # how often the last number is told, though nothing has happened
+MAX_EVENTS = 1000  # in a message
+MAX_MESSAGES = 1000  # kept to be sent again; then everything is told anew
+END = (-1).to_bytes(8, "big", signed=True)  # of a replay
+
+
+def event_publisher(models: Models, settings: Settings) -> EventPublisher | None:
+    """The publisher that the settings ask for, or none."""
+    if not settings.kv_events:
+        return None
+    if (settings.api_keys or settings.api_key_file) and not settings.share_cache:
+        raise BadInput(
+            "KV events cannot tell the blocks of one key from another's; set share_cache, or leave "
+            "kv_events empty."
+        )
+    return EventPublisher(models, settings.listed("kv_events"), settings.kv_events_token_ids)
+
+
+class EventPublisher:
+    """A PUB socket for events, and a ROUTER socket for subscribers that have missed some."""
+
+    def __init__(self, models: Models, addresses: Sequence[str], token_ids: bool) -> None:
+        self._models, self._token_ids = models, token_ids
+        self._context, self._events, self._replay = _bind(addresses)
+        self._view: BlockView | None = None
+        self._told: Holdings | None = None  # nothing yet
+        self._messages: list[tuple[bytes, bytes]] = []  # numbered, since the last snapshot
+        # Milliseconds: after a restart numbers go on, or subscribers would take them for old ones.
+        self._number = int(1000 * time.time())
+        self._sent_at, self._is_reminder = 0.0, False
+        self._closing = threading.Event()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._run, name="keepwarm-events", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._closing.set()
+            thread.join()
+            self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._answer_replays()
+                self._publish(self._look())
+            except Exception:  # whatever it is, the next look tells what this one did not
+                LOG.exception("KV events could not be published")
+                self._closing.wait(INTERVAL_S)
+
+    def _look(self) -> Holdings:
+        engine = self._models.default.host.loaded
+        if engine is None:
+            return self._told or {}  # a model that is being loaded again has its blocks
+        manager = engine.lane_of().manager
+        if self._view is None or self._view.manager is not manager:
+            self._view = BlockView(manager, engine.live, engine.store)
+        return self._view.look()
+
+    def _publish(self, found: Holdings) -> None:
+        before = self._told
+        if before is None or len(self._messages) >= MAX_MESSAGES:
+            self._messages.clear()
+            before = {}
+            self._send([schema.all_cleared()])
+        events: list[schema.Event] = []
+        for medium in {**before, **found}:  # a model that is loaded anew may have others
+            told, blocks = before.get(medium, {}), found.get(medium, {})
+            new = sorted((blocks[key] for key in blocks.keys() - told), key=_number)
+            events += (self._stored(block, medium) for block in new)
+            gone = sorted((told[key] for key in told.keys() - blocks), key=_number, reverse=True)
+            if gone:
+                events.append(schema.removed([block.key for block in gone], medium))
+        self._told = found
+        for start in range(0, len(events), MAX_EVENTS):
+            self._send(events[start : start + MAX_EVENTS])
+        if time.monotonic() - self._sent_at >= REMIND_S:
+            self._remind()
+
+    def _stored(self, block: HeldBlock, medium: Medium) -> schema.Event:
+        tokens = self._view.tokens_of(block.key) if self._view and self._token_ids else b""
+        return schema.stored(block, medium, unpack(tokens))
+
+    def _send(self, events: Sequence[schema.Event]) -> None:
+        import msgspec
+
+        number = self._number.to_bytes(8, "big")
+        message = msgspec.msgpack.encode(schema.batch(events))
+        self._number += 1
+        self._messages.append((number, message))
+        self._events.send_multipart([b"", number, message])
+        self._sent_at, self._is_reminder = time.monotonic(), not events
+
+    def _remind(self) -> None:
+        """Tell the last number again, in a message without events: a subscriber that was not yet
+        connected knows by it what it has missed.
+        """
+        if not self._is_reminder:
+            self._send([])
+            return
+        self._events.send_multipart([b"", *self._messages[-1]])
+        self._sent_at = time.monotonic()
+
+    def _answer_replays(self) -> None:
+        """Wait a little for subscribers that ask for all from a number on.
+
+        However many ask, events are told in time.
+        """
+        if self._replay is None:
+            self._closing.wait(INTERVAL_S)
+            return
+        until = time.monotonic() + INTERVAL_S
+        while self._replay.poll(max(0.0, 1000 * (until - time.monotonic()))):
+            asker, *_, first = self._replay.recv_multipart()
+            wanted = (each for each in self._messages if each[0] >= first)
+            for number, message in (*wanted, (END, b"")):
+                self._replay.send_multipart([asker, b"", number, message])
+            if time.monotonic() >= until:
+                return
+
+
+def _number(block: HeldBlock) -> int:
+    return block.number
+
+
+def _bind(addresses: Sequence[str]) -> tuple[Any, Any, Any]:
+    """A context, and sockets for events and replays, the second one if it has an address."""
+    try:
+        import msgspec  # noqa: F401
+        import zmq
+    except ImportError:
+        raise BadInput(
+            "KV events need two more packages; run: pip install 'keepwarm[events]'"
+        ) from None
+    if len(addresses) > 2:
+        raise BadInput("kv_events has one address for events and one for replays, no more.")
+    context = zmq.Context()
+    sockets: list[Any] = []
+    for kind, address in zip((zmq.PUB, zmq.ROUTER), addresses, strict=False):
+        try:
+            sockets.append(context.socket(kind))
+            sockets[-1].bind(address)
+        except zmq.ZMQError as error:
+            context.destroy(linger=0)
+            raise BadInput(
+                f"KV events cannot be published at {address} ({error}); set kv_events to a free "
+                "address of this machine, as tcp://127.0.0.1:5557."
+            ) from None
+    return context, sockets[0], sockets[1] if sockets[1:] else None
