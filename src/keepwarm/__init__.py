@@ -5,7 +5,6 @@ internal and may change, but for `keepwarm.kv`, which is documented too.
 """
 
 from importlib import import_module
-from typing import Any
 
 __version__ = "0.1.0.dev0"
 
@@ -42,7 +41,7 @@ _HOMES = {
 __all__ = sorted(["__version__", *(name for names in _HOMES.values() for name in names.split())])  # noqa: PLE0605
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     for module, names in _HOMES.items():
         if name in names.split():
             return getattr(import_module(module), name)

@@ -32,6 +32,7 @@ from keepwarm.errors import BadInput
 from keepwarm.files import write_atomically
 
 LIBRARIES = ("mkl", "nvpl", "openblas")
+OPENMP = "libgomp.so.1"
 TRIAL_SECONDS = 20.0
 TOO_LATE = (
     "mlx.core was imported before Keepwarm, so matrix products on this CPU use MLX's own BLAS, "
@@ -57,10 +58,12 @@ def start(home: Path | None = None) -> None:
     """
     if not wanted() or in_use():
         return
+    found = settings(os.environ)
+    if not found:
+        return
     if _mlx_is_bound():
         warnings.warn(TOO_LATE, RuntimeWarning, stacklevel=3)
         return
-    found = settings(os.environ)
     forced = all(
         os.environ.get(variable) for variable in ("KEEPWARM_BLAS", "KEEPWARM_BLAS_THREADS")
     )
@@ -112,7 +115,10 @@ def settings(environ: Mapping[str, str]) -> list[Setting]:
     found = [*_mkl(threads), *_nvpl(threads), *_openblas(threads)]
     found = [setting for setting in found if asked in {"", setting.name}]
     if asked and not found:
-        raise BadInput(f"KEEPWARM_BLAS asks for {asked}, which is not installed; unset it.")
+        raise BadInput(
+            f"KEEPWARM_BLAS asks for {asked}, which is not installed, or not for so many threads; "
+            "unset it."
+        )
     return found
 
 
@@ -142,21 +148,32 @@ def _mkl(threads: list[int]) -> Iterator[Setting]:
 
 
 def _nvpl(threads: list[int]) -> Iterator[Setting]:
+    """Several threads need the system's OpenMP, without which NVPL ends the process."""
+    openmp = _of_the_system(OPENMP)
     for core in _shipped("nvpl-blas", "libnvpl_blas_core.so.*"):
-        for n in threads:
-            layer = "seq" if n == 1 else "gomp"
+        for n in threads if openmp else {1} & {*threads}:
+            layer, first = ("seq", ()) if n == 1 else ("gomp", tuple(openmp[:1]))
             for path in _shipped("nvpl-blas", f"libnvpl_blas_lp64_{layer}.so.*"):
-                yield Setting("nvpl", layer, n, (core, path))
+                yield Setting("nvpl", layer, n, (*first, core, path))
 
 
 def _openblas(threads: list[int]) -> Iterator[Setting]:
     """The system's; the one inside numpy renames its symbols, so MLX cannot find them."""
-    folders = [Path(sys.prefix, "lib"), *Path("/usr/lib").glob("*-linux-gnu"), Path("/usr/lib64")]
     names = ("libopenblas.so.0", "libopenblasp.so.0")  # Fedora's second one has threads
-    for path in (folder / name for folder in folders for name in names):
-        if path.exists():
-            yield from (Setting("openblas", "built-in", n, (str(path),)) for n in threads)
-            return
+    for path in _of_the_system(*names)[:1]:
+        yield from (Setting("openblas", "built-in", n, (path,)) for n in threads)
+
+
+def lacks_threads() -> bool:
+    """Whether several threads are not to be had for want of the system's OpenMP."""
+    return bool(_shipped("nvpl-blas", "libnvpl_blas_core.so.*")) and not _of_the_system(OPENMP)
+
+
+def _of_the_system(*names: str) -> list[str]:
+    """Paths of the system's libraries that have one of these names."""
+    folders = [Path(sys.prefix, "lib"), *Path("/usr/lib").glob("*-linux-gnu"), Path("/usr/lib64")]
+    paths = (folder / name for folder in folders for name in names)
+    return [str(path) for path in paths if path.exists()]
 
 
 def _shipped(distribution: str, pattern: str) -> list[str]:

@@ -5,62 +5,28 @@ Order, last wins: defaults, `config.toml`, `KEEPWARM_…` variables, arguments.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from keepwarm import folders
+from keepwarm.config_values import SECRETS, parse_setting
 from keepwarm.errors import BadInput
-from keepwarm.units import parse_bytes
 
-SECRETS = frozenset({"encryption_key", "api_keys", "admin_key", "remote_password"})
 SECRET_FILES = {
     "encryption_key": "put it in a separate file and set encryption_key_file to its path",
     "remote_password": "put it in a separate file and set remote_password_file to its path",
+    "fleet_key": "put it in a separate file and set fleet_key_file to its path",
     "api_keys": "put them in a separate file and set api_key_file to its path",
 }
-FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 PREFIX = "KEEPWARM_"
 OTHER_VARIABLES = frozenset({"API_KEY", "BLAS", "BLAS_THREADS"})  # with this prefix too
 KEY_NAME = re.compile(r"(?!admin$)[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-BYTES = (0, 1 << 62)  # SQLite and the system count bytes in 63 bits
-SECONDS = (0.0, 1e9)  # threads cannot wait much longer
-COUNT = (1, 1 << 31)
-RANGES: Mapping[str, tuple[float, float]] = {
-    "max_tokens": COUNT,
-    "context": (0, COUNT[1]),
-    "max_kv_size": (0, COUNT[1] - 1),
-    "quantized_kv_start": (0, COUNT[1]),
-    "temperature": (0.0, 1e30),
-    "memory_bytes": BYTES,
-    "disk_bytes": BYTES,
-    "disk_writes_per_day": BYTES,
-    "retention_s": (0.0, 1e12),
-    "port": (0, 65535),
-    "max_body_bytes": (1, BYTES[1]),
-    "max_concurrency": COUNT,
-    "max_queue": COUNT,
-    "audit_share": (0.0, 1.0),
-    "request_timeout_s": SECONDS,
-    "client_timeout_s": (0.1, SECONDS[1]),
-    "response_ttl_s": SECONDS,
-    "prepare_timeout_s": (0.1, SECONDS[1]),
-    "rate_per_minute": (0, COUNT[1]),
-    "drain_s": SECONDS,
-    "weights_bytes": BYTES,
-    "model_ttl_s": SECONDS,
-    "load_wait_s": SECONDS,
-}
-
-SIZES = frozenset(
-    {"memory_bytes", "disk_bytes", "disk_writes_per_day", "max_body_bytes", "weights_bytes"}
-)
 
 
 class NamedKey(NamedTuple):
@@ -68,21 +34,9 @@ class NamedKey(NamedTuple):
     key: str
 
 
-CHOICES: Mapping[str, tuple[str, ...] | tuple[int, ...]] = {
-    "memory": ("automatic", "unconstrained"),
-    "sampling": ("model", "greedy"),
-    "stable_first": ("off", "own", "all"),
-    "mcp": ("off", "on", "all"),
-    "kv_bits": (0, 2, 4, 8),
-    "kv_group_size": (32, 64, 128),
-    "log_level": ("debug", "info", "warning", "error"),
-    "log_format": ("text", "json"),
-}
-
-
 @dataclass(frozen=True)
 class Settings:
-    home: Path  # agents, blocks and what is learned of this machine
+    home: Path  # agents, blocks and measurements of this machine
     store: Path  # the block store
     downloads: str = ""  # downloaded models; the home directory if empty
     model: str = "smollm2"
@@ -103,9 +57,15 @@ class Settings:
     encryption_key: str = field(default="", repr=False)  # from the environment only
     encryption_key_file: str = ""  # a file with the key, readable by its owner only
 
-    remote: str = ""  # tiers that machines share, separated by commas: redis://…, file:///…
+    remote: str = ""  # tiers that machines share, separated by commas: redis://…, s3://…, file:///…
     remote_password: str = field(default="", repr=False)  # from the environment only
     remote_password_file: str = ""  # a file with it, readable by its owner only
+    remote_writes_per_day: int = 0  # bytes written to shared tiers; 0 is no limit
+    remote_bytes: int = 0  # limit of each shared directory or bucket; 0 is none
+    remote_age_s: float = 0.0  # delete blocks there that are unused for longer; 0: never
+    share_numerics: str = "own"  # `any`: also use blocks of machines that compute other numbers
+    fleet_key: str = field(default="", repr=False)  # from the environment only
+    fleet_key_file: str = ""  # base64 of 32 bytes: shared blocks that it did not sign are not used
 
     signing_key_file: str = ""  # exports are signed with this Ed25519 key
     trusted_keys: str = ""  # files of public keys, separated by commas: their bundles are trusted
@@ -118,26 +78,28 @@ class Settings:
     allowed_hosts: str = ""  # accepted Host headers besides this machine's names
     allowed_origins: str = ""  # web origins that may call the server
     mcp: str = "off"  # an endpoint for agents to manage their memory; `all`: deleting too
+    kv_events: str = ""  # addresses of KV events and replay, such as tcp://127.0.0.1:5557,…
+    kv_events_token_ids: bool = False  # include all prompts' tokens, which indexers match
     share_cache: bool = False  # all API keys share cached blocks
     raw_special_tokens: bool = True  # parse special tokens in raw prompts; false: they are text
     more_models: str = ""  # further models, separated by commas: a model, or `name=model`
-    on_demand: str = ""  # patterns of models on this machine that requests may load, as `org/*`
+    on_demand: str = ""  # models on this machine that requests may load, such as `org/*`
     allow_model_paths: bool = False  # requests may name any directory as a model
     pinned_models: str = ""  # names of models that stay loaded
     model_ttl_s: float = 0.0  # a model that is unused for longer is unloaded; 0: never
     weights_bytes: int = 0  # weights of all loaded models; 0 is a share of this machine's memory
     load_wait_s: float = 60.0  # how long a request waits until its model is loaded
-    scrub: str = ""  # scrub rules to turn on, or off with `-`, as `-billing-header,date`
+    scrub: str = ""  # rules to turn on, or off with `-`: `-billing-header,date`
     stable_first: str = "own"  # reorder prompts where Keepwarm writes the tools; `all`, `off`
     skip_unreadable: bool = False  # an image in the newest message becomes a note, not an error
-    strict_model: bool = False  # refuse requests that name a model which the server does not have
+    strict_model: bool = False  # refuse requests that name an unknown model
     max_body_bytes: int = 32 << 20
     max_concurrency: int = 128  # concurrent requests of one key
     max_queue: int = 256  # waiting and running requests of all keys
     audit_share: float = 0.0  # share of cached answers that is recomputed cold and compared
     request_timeout_s: float = 3600.0
     client_timeout_s: float = 30.0  # for a client to send a header, continue a body, or read
-    response_ttl_s: float = 30 * 86400.0  # stored responses on disk; 0 keeps them in memory only
+    response_ttl_s: float = 30 * 86400.0  # how long responses stay on disk; 0: memory only
     prepare_timeout_s: float = 30.0  # for a request to be parsed, rendered and tokenised
     rate_per_minute: int = 0  # requests per key; 0 is no limit
     drain_s: float = 20.0  # how long a stopping server waits for running answers
@@ -146,19 +108,23 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(Settings).items():
-            _parse_setting(name, kind, getattr(self, name), "Settings")
+            parse_setting(name, kind, getattr(self, name), "Settings")
 
     def read_encryption_key(self) -> str:
         """The key of the block store, or "": from the environment, else from the key file."""
-        if self.encryption_key or not self.encryption_key_file:
-            return self.encryption_key
-        return read_secret(Path(self.encryption_key_file).expanduser())
+        return self._read_secret("encryption_key")
 
     def read_remote_password(self) -> str:
         """The password of all shared tiers, or "": from the environment, else from its file."""
-        if self.remote_password or not self.remote_password_file:
-            return self.remote_password
-        return read_secret(Path(self.remote_password_file).expanduser())
+        return self._read_secret("remote_password")
+
+    def read_fleet_key(self) -> str:
+        """The key that signs shared blocks, or "": from the environment, else from its file."""
+        return self._read_secret("fleet_key")
+
+    def _read_secret(self, name: str) -> str:
+        given, file = str(getattr(self, name)), str(getattr(self, f"{name}_file"))
+        return given if given or not file else read_secret(Path(file).expanduser())
 
     @property
     def remotes(self) -> list[str]:
@@ -255,8 +221,8 @@ def read_secret(path: Path) -> str:
             raise BadInput(f"Other users can read the key in {path}; run: chmod 600 {path}")
         secret = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        reason = type(error).__name__
-        raise BadInput(f"The key file {path} cannot be read ({reason}); check it.") from error
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise BadInput(f"The key file {path} cannot be read ({why}); check it.") from error
     if not secret:
         raise BadInput(f"The key file {path} is empty; write a key or a passphrase to it.")
     return secret
@@ -290,109 +256,5 @@ def _override(settings: Settings, values: Mapping[str, Any], source: str) -> Set
         if name not in kinds:
             known = ", ".join(sorted(kinds))
             raise BadInput(f"Unknown setting {name!r} in {source}; known are {known}.")
-        changes[name] = _parse_setting(name, kinds[name], value, source)
+        changes[name] = parse_setting(name, kinds[name], value, source)
     return replace(settings, **changes)
-
-
-def _parse_setting(name: str, kind: type, value: Any, source: str) -> Any:
-    try:
-        return _parse(name, kind, value)
-    except ValueError as error:
-        shown = "not valid" if name in SECRETS else _shown(value)
-        must = f"it must be {_must(name, kind)}"
-        raise BadInput(f"The setting {name} is {shown} in {source}; {must}.") from error
-
-
-def _parse(name: str, kind: type, value: Any) -> Any:
-    """ValueError if the value is not of this kind, or out of the setting's range."""
-    if name in SIZES and isinstance(value, str):
-        value = parse_bytes(value)
-    parsed = PARSERS[kind](value)
-    if parsed not in CHOICES.get(name, (parsed,)):
-        raise ValueError(name)
-    if name in RANGES and parsed is not None:
-        low, high = RANGES[name]
-        if not low <= parsed <= high:
-            raise ValueError(name)
-    return parsed
-
-
-def _must(name: str, kind: type) -> str:
-    if name in CHOICES:
-        return f"one of {', '.join(map(str, CHOICES[name]))}"
-    if name not in RANGES:
-        return KINDS[kind]
-    low, high = RANGES[name]
-    size = ", or a size such as 20G" if name in SIZES else ""
-    return f"{KINDS[kind]} from {low:,} to {high:,}{size}"
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # a whole number of thousands of digits
-        return "too long"
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
-
-
-def _parse_flag(value: Any) -> bool:
-    if isinstance(value, str):
-        value = FLAGS.get(value.lower())
-    if not isinstance(value, bool):
-        raise ValueError(value)
-    return value
-
-
-def _parse_whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(value)
-    return int(value)
-
-
-def _parse_number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(value)
-    try:
-        number = float(value)
-    except OverflowError as error:
-        raise ValueError(value) from error
-    if not math.isfinite(number):
-        raise ValueError(value)
-    return number
-
-
-def _parse_text(value: Any) -> str:
-    if not isinstance(value, str | Path) or "\0" in str(value):
-        raise ValueError(value)
-    return str(value)
-
-
-def _parse_path(value: Any) -> Path:
-    text = _parse_text(value)
-    try:
-        path = Path(text).expanduser().absolute()
-    except RuntimeError as error:  # the home of a user who does not exist
-        raise ValueError(value) from error
-    if not text:
-        raise ValueError(value)
-    return path
-
-
-OPTIONAL: Any = float | None
-MAX_SHOWN = 80  # characters of a bad value in the error
-PARSERS: Mapping[type, Callable[[Any], Any]] = {
-    bool: _parse_flag,
-    int: _parse_whole,
-    float: _parse_number,
-    OPTIONAL: lambda value: None if value is None else _parse_number(value),
-    str: _parse_text,
-    Path: _parse_path,
-}
-KINDS: Mapping[type, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    OPTIONAL: "a number",
-    str: "a text",
-    Path: "a path",
-}

@@ -17,7 +17,7 @@ CONFIG = "config.toml"
 
 
 class Folders(NamedTuple):
-    home: Path  # agents, blocks and what is learned of this machine
+    home: Path  # agents, blocks and measurements of this machine
     downloads: Path
     config: Path  # the file, which need not exist
 

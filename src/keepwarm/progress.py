@@ -9,9 +9,11 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
+
+from keepwarm.units import format_bytes
 
 PLAIN_S = 5.0  # between two lines where there is no terminal
 COUNTS_S = 0.1  # between two counts on a terminal
@@ -35,8 +37,14 @@ class ProgressLine:
 
     def count(self, done: int, total: int) -> None:
         """So many of all."""
+        self._draw(done, total, in_thousands)
+
+    def count_bytes(self, done: int, total: int) -> None:
+        self._draw(done, total, format_bytes)
+
+    def _draw(self, done: int, total: int, shown: Callable[[int], str]) -> None:
         if self._is_due:
-            self._write(f"{self._label} {drawn(done, total)}", COUNTS_S)
+            self._write(f"{self._label} {drawn(done, total, shown)}", COUNTS_S)
 
     def clear(self) -> None:
         if self._in_place:
@@ -64,10 +72,14 @@ def shown(label: str, *, at_once: bool = False) -> Iterator[ProgressLine]:
         line.clear()
 
 
-def drawn(done: int, total: int) -> str:
+def in_thousands(number: int) -> str:
+    return f"{number:,}"
+
+
+def drawn(done: int, total: int, shown: Callable[[int], str] = in_thousands) -> str:
     """A bar in proportion, and its figures."""
     if total <= 0:
-        return f"{done:,}"
+        return shown(done)
     share = min(1.0, done / total)
     bar = ("█" * int(BAR * share)).ljust(BAR, "░")
-    return f"{bar} {done:,} of {total:,} ({int(100 * share)} %)"
+    return f"{bar} {shown(done)} of {shown(total)} ({int(100 * share)} %)"

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
+WORDS = {"n_bytes": "size", "max_bytes": "limit", "newer": "of a newer Keepwarm", "bad": "damaged"}
+
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 AgentId: TypeAlias = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.")]
 AnyId: TypeAlias = Annotated[
@@ -35,6 +37,7 @@ BranchNumber: TypeAlias = Annotated[
 def open_store() -> DiskStore:
     from keepwarm.cache.disk_store import DiskStore
     from keepwarm.store.disk.disk import DiskLimits
+    from keepwarm.store.remote.mark import agree_on_mark
 
     settings = config.load()
     limits, per_day = DiskLimits(settings.disk_bytes), settings.disk_writes_per_day or None
@@ -44,7 +47,17 @@ def open_store() -> DiskStore:
         per_day,
         settings.read_encryption_key(),
         settings.retention_s or None,
+        agree=agree_on_mark(settings.remotes, settings.read_remote_password()),
     )
+
+
+def delete_shared(store: DiskStore) -> dict[str, list[str]]:
+    """Delete from shared tiers what was deleted here; which of them could not be reached."""
+    from keepwarm.cache.shared.unsharing import erase_at_once
+
+    password = config.load().read_remote_password()
+    unreached = store.unsharing(erase_at_once(password, store.disk.seal)).finish()
+    return {"shared_unreached": unreached} if unreached else {}
 
 
 @contextmanager
@@ -52,6 +65,13 @@ def bar(label: str) -> Iterator[Progress]:
     """Counts on stderr, while it takes long."""
     with shown(label) as line:
         yield line.count
+
+
+@contextmanager
+def bytes_bar(label: str) -> Iterator[Progress]:
+    """The same for bytes."""
+    with shown(label) as line:
+        yield line.count_bytes
 
 
 @app.command()
@@ -150,7 +170,7 @@ def quota(
 @app.command()
 def fork(
     agent: AgentId,
-    new: Annotated[list[str], typer.Argument(metavar="NEW...", help="Ids of the new agents.")],
+    new: Annotated[list[str], typer.Argument(metavar="NEW", help="Ids of the new agents.")],
     branch: BranchNumber = None,
     count: Annotated[
         int, typer.Option("--count", min=1, max=1000, help="Copies of each: NEW-1, NEW-2, …")
@@ -190,11 +210,13 @@ def rewind(
 def remove(agent: AnyId, as_json: AsJson = False) -> None:
     """Delete an agent or a prefix.
 
-    Every block that no other agent uses is deleted with it.
+    Every block that no other agent uses is deleted with it, from shared tiers too. One that does
+    not answer is named, and cleared later.
     """
     with open_store() as store, bar("deleting") as progress:
         n_blocks = (store.prefixes if _is_prefix(agent) else store.agents).delete(agent, progress)
-    print_fields({"agent": agent, "removed_blocks": n_blocks}, as_json)
+        shared = delete_shared(store)
+    print_fields({"agent": agent, "removed_blocks": n_blocks} | shared, as_json)
 
 
 @app.command()
@@ -203,8 +225,10 @@ def release(agent: AgentId, as_json: AsJson = False) -> None:
 
     Its blocks then serve every prompt with the same beginning.
     """
-    with open_store() as store, bar("releasing") as progress:
-        print_agent(store, store.release(agent, progress), as_json)
+    with open_store() as store:
+        with bar("releasing") as progress:
+            released = store.release(agent, progress)
+        print_agent(store, released, as_json)
 
 
 def agent_fields(store: DiskStore, agent: Agent) -> dict[str, Any]:
@@ -225,7 +249,12 @@ def print_fields(fields: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(fields))
         return
     for name, value in fields.items():
-        print(f"{name.removeprefix('n_')}: {_readable(name, value)}")
+        print(f"{_in_words(name)}: {_readable(name, value)}")
+
+
+def _in_words(name: str) -> str:
+    """The name of a field as people read it."""
+    return WORDS.get(name) or name.removesuffix("_bytes").replace("_", " ")
 
 
 def _readable(name: str, value: Any) -> str:
@@ -234,8 +263,12 @@ def _readable(name: str, value: Any) -> str:
         return ", ".join(f"{key} {_readable(name, each)}" for key, each in value.items()) or "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if value is None:
+        return "none"
     if name.endswith("bytes") or name == "written_by_day":
         return format_bytes(value)
+    if name.startswith("hit_rate"):
+        return f"{100 * value:.1f} %"
     return str(len(value)) if isinstance(value, list | tuple) else str(value)
 
 

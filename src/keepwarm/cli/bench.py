@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 TARGETS = ("keepwarm", "mlx-lm")
 
 Workloads: TypeAlias = Annotated[
-    list[str] | None, typer.Argument(help="Workloads to run; default all.")
+    list[str] | None, typer.Argument(metavar="WORKLOAD", help="Workloads to run; default all.")
 ]
 Targets: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
         "--target",
+        metavar="SERVER",
         help="Server to measure; repeatable. keepwarm, mlx-lm, engine, or the base URL of an "
         "OpenAI-compatible server, optionally NAME=URL. Default: keepwarm and mlx-lm.",
     ),

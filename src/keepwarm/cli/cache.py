@@ -23,6 +23,8 @@ from keepwarm.cli.agents import (
     AsJson,
     BranchNumber,
     bar,
+    bytes_bar,
+    delete_shared,
     format_date,
     n_bytes_of,
     open_store,
@@ -35,7 +37,10 @@ from keepwarm.units import format_bytes
 
 if TYPE_CHECKING:
     from keepwarm.cache.agents.agent import Agent
+    from keepwarm.cache.agents.signing import BundleKeys
     from keepwarm.cache.disk_store import DiskStore
+    from keepwarm.cache.store import Store
+    from keepwarm.models.load import Model
 
 PROMPT_CACHE = ".safetensors"
 FORMAT_HELP = "bundle, or for other programs mlx-lm or swift: a prompt-cache file (.safetensors)."
@@ -124,8 +129,9 @@ def gc(as_json: AsJson = False) -> None:
         expired = store.agents.expire(progress)
         empty = store.agents.delete_empty()
         n_bytes = clear_quarantine(store.disk, progress)
+        shared = delete_shared(store)
     fields = {"expired_agents": expired, "empty_agents": empty, "quarantine_bytes": n_bytes}
-    print_fields(fields, as_json)
+    print_fields(fields | shared, as_json)
 
 
 @app.command()
@@ -141,7 +147,8 @@ def clear(
         typer.confirm(f"Delete everything in {config.load().store}?", abort=True, err=True)
     with open_store() as store, bar("deleting") as progress:
         n_agents, n_blocks = store.clear(progress)
-    print_fields({"removed_agents": n_agents, "removed_blocks": n_blocks}, as_json)
+        shared = delete_shared(store)
+    print_fields({"removed_agents": n_agents, "removed_blocks": n_blocks} | shared, as_json)
 
 
 @app.command()
@@ -223,7 +230,9 @@ def import_(
     *,
     trust: Annotated[
         list[Path] | None,
-        typer.Option("--trust", help="Import only if it is signed with this public key."),
+        typer.Option(
+            "--trust", metavar="FILE", help="Import only if it is signed with this public key."
+        ),
     ] = None,
     check: Annotated[
         str | None,
@@ -240,37 +249,22 @@ def import_(
     It must be made with the same weights and KV dtype. Unless a trusted key signed it, only this
     agent and its forks are served from it.
     """
-    from keepwarm.cache.agents.bundle import identity_in
     from keepwarm.cache.agents.signing import BundleKeys
-    from keepwarm.cache.identity import make_options_in
-    from keepwarm.cache.restore.records import check_record
-    from keepwarm.cache.store import Store
-    from keepwarm.engine.engine import Engine
-    from keepwarm.engine.insight.recompute import EXTENT, ImportCheck
+    from keepwarm.engine.insight.recompute import EXTENT
 
     settings = config.load(model=model)
     if check is not None and not re.fullmatch(EXTENT, check):
         raise BadInput(f"--check is {check!r}; it must be a number of blocks, or all.")
+    if file.suffix == PROMPT_CACHE and trust:
+        raise BadInput("--trust is for bundles; a prompt-cache file is not signed.")
+    _check_source(file)
     if file.suffix == PROMPT_CACHE:
-        if trust:
-            raise BadInput("--trust is for bundles; a prompt-cache file is not signed.")
         made = _import_prompt_file(settings, file, agent, tokens, check)
-        with open_store() as disk_store:
-            print_agent(disk_store, made, as_json)
-        return
-    keys = BundleKeys.of(settings, trust=trust or ())
-    theirs = identity_in(file)
-    loaded, options = load_model(settings), make_options_in(theirs)
-    with Store(settings=settings) as store, bar("importing") as progress:
-        ours = store.attach(loaded.module, loaded.path, salt=theirs.salt, **options)
-        fits = partial(check_record, ours.manager.layout)
-        made = store.on_disk.import_agent(
-            file, ours.identity, agent, progress, keys=keys, check_record=fits
-        )
-        if check is not None:
-            with Engine(loaded, store, settings=settings) as engine:
-                made = ImportCheck(engine, made).run(check)
-        print_agent(store.on_disk, made, as_json)
+    else:
+        keys = BundleKeys.of(settings, trust=trust or ())
+        made = _import_bundle(settings, file, agent, keys, check)
+    with open_store() as store:
+        print_agent(store, made, as_json)
 
 
 def _summary(store: DiskStore, agent: Agent) -> dict[str, Any]:
@@ -287,23 +281,52 @@ def _summary(store: DiskStore, agent: Agent) -> dict[str, Any]:
     }
 
 
+def _import_bundle(
+    settings: config.Settings, file: Path, agent: str | None, keys: BundleKeys, check: str | None
+) -> Agent:
+    """Store a bundle as an agent, checked if asked to."""
+    from keepwarm.cache.agents.bundle import identity_in
+    from keepwarm.cache.identity import make_options_in
+    from keepwarm.cache.restore.records import check_record
+    from keepwarm.cache.store import Store
+
+    theirs = identity_in(file)
+    model, options = load_model(settings), make_options_in(theirs)
+    with Store(settings=settings) as store:
+        ours = store.attach(model.module, model.path, salt=theirs.salt, **options)
+        fits = partial(check_record, ours.manager.layout)
+        with bytes_bar("importing") as progress:
+            made = store.on_disk.import_agent(
+                file, ours.identity, agent, progress, model.name, keys=keys, check_record=fits
+            )
+        return _checked(settings, store, model, made, check)
+
+
 def _import_prompt_file(
     settings: config.Settings, file: Path, agent: str | None, tokens: Path | None, check: str | None
 ) -> Agent:
     """Store a prompt-cache file as an agent, checked if asked to."""
     from keepwarm.cache.prompt_files import import_prompt_file, read_prompt_file
     from keepwarm.cache.store import Store
-    from keepwarm.engine.engine import Engine
-    from keepwarm.engine.insight.recompute import ImportCheck
 
     read = read_prompt_file(file, tokens)
     model = load_model(settings)
     with Store(settings=settings) as store:
         made = import_prompt_file(store, model, read, agent or file.stem)
-        if check is not None:
-            with Engine(model, store, settings=settings) as engine:
-                made = ImportCheck(engine, made).run(check)
+        return _checked(settings, store, model, made, check)
+
+
+def _checked(
+    settings: config.Settings, store: Store, model: Model, made: Agent, check: str | None
+) -> Agent:
+    """An imported agent after so many of its blocks were computed and compared."""
+    from keepwarm.engine.engine import Engine
+    from keepwarm.engine.insight.recompute import ImportCheck
+
+    if check is None:
         return made
+    with Engine(model, store, settings=settings) as engine, bar("checking") as count:
+        return ImportCheck(engine, made).run(check, count)
 
 
 def _export_prompt_file(
@@ -323,6 +346,14 @@ def _export_prompt_file(
         agent, model = store.on_disk.find(*what), load_model(settings)
         with _file_errors(file):
             return export_prompt_file(store, model, agent, file, FORMATS[form])
+
+
+def _check_source(file: Path) -> None:
+    """Fail before the model is loaded."""
+    if file.is_dir():
+        raise BadInput(f"{file} is a directory; name a file in it.")
+    if not file.exists():
+        raise BadInput(f"There is no file {file}.")
 
 
 def _check_target(file: Path, force: bool) -> None:

@@ -55,8 +55,10 @@ def chat(
 ) -> None:
     """Chat with a model in the terminal."""
     first = system_messages(system)
-    settings = config.load(model=model, max_tokens=max_tokens, temperature=temperature)
-    template = make_request(settings, seed, kv_bits, no_cache, agent)
+    settings = config.load(
+        model=model, max_tokens=max_tokens, temperature=temperature, kv_bits=kv_bits
+    )
+    template = make_request(settings, seed, no_cache, agent)
     with open_engine(settings, template) as engine:
         n_known = _n_turns(engine, agent)
         history = ChatHistory(engine, template, first, continues=n_known > 0)

@@ -10,7 +10,7 @@ from keepwarm import config
 def demo() -> None:
     """Run three agents, kill the server, resume them.
 
-    Compares cold with warm, in two minutes.
+    Compares cold and warm answers; takes about two minutes.
     """
     from keepwarm.bench.demo import play
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
@@ -13,9 +15,11 @@ from rich.table import Table
 
 from keepwarm import config
 from keepwarm.cli.options import check_parents
+from keepwarm.errors import BadInput, KeepwarmError
 from keepwarm.units import format_bytes
 
 if TYPE_CHECKING:
+    from keepwarm.cache.break_even import ModelCosts
     from keepwarm.cache.shared.opening import RemoteReport
     from keepwarm.device.machine import Machine
 
@@ -37,22 +41,82 @@ def doctor(
     if report is not None:
         _write_report(report, quick)
         return
+    if quick:
+        raise BadInput("--quick shortens --report; name the page to write with --report FILE.")
     from keepwarm.cache.padding import padding_book
-    from keepwarm.cache.shared.opening import measure_remotes
     from keepwarm.device.machine import snapshot  # imports MLX
 
     settings = config.load()
     machine = snapshot(settings)
     file = str(config.find_folders(os.environ).config)
     alone = [known.model for known in padding_book(settings.home).alone()]
-    remotes = measure_remotes(settings)
+    remotes = _measure_remotes(settings)
     if json:
         found = {"config": file, "models": str(settings.models), "not_batched": alone}
-        shared = [remote._asdict() for remote in remotes]
-        print(dumps(as_json(machine) | found | {"remotes": shared}))
+        print(dumps(as_json(machine) | found | {"remotes": [one.as_json() for one in remotes]}))
     else:
         places = {"Configuration": file, "Models": str(settings.models)}
         Console().print(_table(machine, alone, places, remotes))
+
+
+class MeasuredRemote(NamedTuple):
+    """A shared tier, and from how many tokens on it is faster than computing."""
+
+    report: RemoteReport
+    break_even: int | None = None
+    verdict: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self.report._asdict(),
+            "break_even_tokens": self.break_even,
+            "break_even": self.verdict,
+        }
+
+    @property
+    def speed(self) -> str:
+        """Without its address, which is nobody else's business."""
+        _, latency_s, read, problem, put = self.report
+        if problem:
+            return "not usable"
+        written = f"writes {format_bytes(put)}/s" if put else "is full"
+        said = f"{latency_s * 1000:.1f} ms, reads {format_bytes(read)}/s, {written}"
+        return f"{said}: {self.verdict}" if self.verdict else said
+
+    def __str__(self) -> str:
+        why = f": {self.report.problem}" if self.report.problem else ""
+        return f"{self.report.address}, {self.speed}{why}"
+
+
+def _measure_remotes(settings: config.Settings) -> list[MeasuredRemote]:
+    from keepwarm.cache.break_even import break_even, describe
+    from keepwarm.cache.shared.opening import measure_remotes
+
+    reports = measure_remotes(settings)
+    costs = _costs(settings) if any(not report.problem for report in reports) else None
+    return [
+        MeasuredRemote(report)
+        if costs is None or report.problem
+        else MeasuredRemote(report, break_even(costs, report), describe(costs, report))
+        for report in reports
+    ]
+
+
+def _costs(settings: config.Settings) -> ModelCosts | None:
+    """Of the model of the settings: as the engine remembers them, or measured; None if the model
+    is not here, or does not fit."""
+    from keepwarm.cache.break_even import is_here, remembered_costs
+
+    known = remembered_costs(settings)
+    if known is None and is_here(settings):
+        from keepwarm.engine.start.speed import measure_model
+
+        try:
+            measure_model(settings)
+        except KeepwarmError as error:
+            print(f"{settings.model} could not be measured: {error}", file=sys.stderr)
+        known = remembered_costs(settings)
+    return known
 
 
 def _write_report(path: Path, quick: bool) -> None:
@@ -62,10 +126,17 @@ def _write_report(path: Path, quick: bool) -> None:
 
     check_parents(path)
     command = f"keepwarm doctor --report {path.name}{' --quick' * quick}"
-    sizes, model = QUICK if quick else Sizes(), config.load().model
-    page = machine_page(suite.measure(WORKLOADS, list(COLUMNS), model, sizes, command), quick)
+    settings, sizes = config.load(), QUICK if quick else Sizes()
+    results = suite.measure(WORKLOADS, list(COLUMNS), settings.model, sizes, command)
+    page = machine_page(results, quick) + _tiers_page(_measure_remotes(settings))
     path.write_text(page)
     print(page)
+
+
+def _tiers_page(remotes: list[MeasuredRemote]) -> str:
+    kinds = [urlsplit(remote.report.address).scheme for remote in remotes]
+    lines = [f"- Shared tier, {k}: {r.speed}\n" for k, r in zip(kinds, remotes, strict=True)]
+    return "".join(["\n", *lines]) if lines else ""
 
 
 def as_json(machine: Machine) -> dict[str, Any]:
@@ -88,7 +159,7 @@ def as_json(machine: Machine) -> dict[str, Any]:
 
 
 def _table(
-    machine: Machine, alone: list[str], places: dict[str, str], remotes: list[RemoteReport]
+    machine: Machine, alone: list[str], places: dict[str, str], remotes: list[MeasuredRemote]
 ) -> Table:
     """`alone` are the models whose rows differ in a batch."""
     table = Table("", "", show_header=False, box=None)
@@ -97,15 +168,8 @@ def _table(
     if alone:
         table.add_row("[bold]Not batched[/bold]", ", ".join(alone))
     for remote in remotes:
-        table.add_row("[bold]Shared tier[/bold]", _remote(remote))
+        table.add_row("[bold]Shared tier[/bold]", str(remote))
     return table
-
-
-def _remote(remote: RemoteReport) -> str:
-    if remote.problem:
-        return f"{remote.address}, not usable: {remote.problem}"
-    rate = format_bytes(int(remote.bytes_per_s))
-    return f"{remote.address}, {remote.latency_s * 1000:.1f} ms, {rate}/s"
 
 
 def _rows(machine: Machine) -> dict[str, str]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from http.client import HTTPException
-from typing import Annotated, NamedTuple
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, NamedTuple, NoReturn
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -33,7 +37,8 @@ def launch(
         typer.Argument(help=f"One of {', '.join(CLIENTS)}.", autocompletion=lambda: list(CLIENTS)),
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Passed to the client; put them after --.")
+        list[str] | None,
+        typer.Argument(metavar="ARGUMENT", help="Passed to the client; put them after --."),
     ] = None,
     *,
     url: Annotated[
@@ -117,12 +122,33 @@ def _served(url: str, key: Key) -> ServerInfo:
         raise Unreachable(f"The server at {url} is not Keepwarm; pass another --url.") from error
 
 
-def _start(setup: ClientSetup, command: list[str]) -> None:
-    """Replace this process by the client. Never returns."""
+def _start(setup: ClientSetup, command: list[str]) -> NoReturn:
+    """Replace this process by the client, or wait for a client that needs files."""
     if not command:
         raise BadInput("No command to start; write it after --.")
     program = shutil.which(command[0])
     if program is None:
         raise BadInput(f"{command[0]} is not installed, or not on the PATH; install it first.")
     inherited = {name: value for name, value in os.environ.items() if name not in setup.cleared}
-    os.execve(program, command, {**inherited, **setup.environ, **setup.secrets})  # noqa: S606
+    environ = {**inherited, **setup.environ, **setup.secrets}
+    if not setup.files:
+        os.execve(program, command, environ)  # noqa: S606
+    with TemporaryDirectory(prefix="keepwarm-") as folder:
+        for name, text in setup.files.items():
+            path = Path(folder, f"{name}.json")
+            path.write_text(text)
+            environ[name] = str(path)
+        sys.exit(_wait(program, command, environ))
+
+
+def _wait(program: str, command: list[str], environ: Mapping[str, str]) -> int:
+    """Run the client; its status as a shell has it. Signals are for the client to act on."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    client = os.posix_spawn(program, command, environ, setsigmask=before)
+    signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends it to both
+    for each in signals[1:]:
+        signal.signal(each, lambda number, _: os.kill(client, number))
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    status = os.waitstatus_to_exitcode(os.waitpid(client, 0)[1])
+    return status if status >= 0 else 128 - status

@@ -10,7 +10,8 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -70,6 +71,8 @@ def _options(
     pass
 
 
+INTERRUPTED = 128 + signal.SIGINT  # what typer makes of Ctrl-C
+NUMBERS = {"int_parsing": "a whole number", "float_parsing": "a number"}
 UsageError: Any = typer.BadParameter.__base__  # typer exports only its subclasses
 
 
@@ -80,12 +83,14 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")
     for sentence in config.unknown_variables(os.environ):
         typer.echo(sentence, err=True)
-    # So that what is half written is removed; `serve` drains instead.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         called = [verb for verb in sys.argv[1:2] if verb in VERBS]
         app = command_line(called or VERBS)
-        sys.exit(app(prog_name="keepwarm", standalone_mode=False))
+        with _unwound_by_signals():
+            code = app(prog_name="keepwarm", standalone_mode=False)
+        if code == INTERRUPTED:
+            typer.echo("Stopped.", err=True)
+        sys.exit(code)
     except KeepwarmError as error:
         typer.echo(str(error), err=True)
         sys.exit(2)
@@ -95,16 +100,40 @@ def main() -> None:
     except typer.Abort:
         typer.echo("Stopped.", err=True)
         sys.exit(1)
+
+
+@contextmanager
+def _unwound_by_signals() -> Iterator[None]:
+    """SIGTERM and Ctrl-C unwind the verb, which removes what is half written; `serve` drains."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if before[signal.SIGINT] is signal.SIG_DFL:  # as `keepwarm.__main__` left it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:  # while typer still reads the arguments
+        sys.exit(INTERRUPTED)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _sentence(error: Any) -> str:
     """A wrong command, option or argument, and where to read more; without one, all commands."""
-    message = " ".join(error.format_message().split()).rstrip(".")
+    message = _wrong_number(error) or " ".join(error.format_message().split()).rstrip(".")
     if error.ctx is None:
         return f"{message}."
     if not message or "help" in type(error).__name__.lower():
         return str(error.ctx.get_help())
     end = " See" if message.endswith("?") else "; see"
     return f"{message}{end} `{error.ctx.command_path} --help`."
+
+
+def _wrong_number(error: Any) -> str:
+    """In our words, where typer would repeat pydantic's; empty if something else is wrong."""
+    problems: list[Any] = getattr(error.__cause__, "errors", list)()
+    wanted = NUMBERS.get(problems[0]["type"]) if problems else None
+    if wanted is None:
+        return ""
+    kind, name = error.param.param_type_name, error.param.opts[0]
+    return f"The {kind} {name} takes {wanted}, not {problems[0]['input']!r}"

@@ -1,18 +1,26 @@
-"""`keepwarm models`: built-in models and models on this machine."""
+"""`keepwarm models`: built-in models, models on this machine, and models that would fit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from json import dumps
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from keepwarm import config
-from keepwarm.errors import BadModelFile
+from keepwarm.errors import BadInput, BadModelFile, KeepwarmError
+from keepwarm.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from keepwarm.models.choices import ModelChoice
+
+
+GIB = 1 << 30
+NAME_COLUMNS = 40  # a longer name moves the rest of its own row only
 
 
 class ModelEntry(NamedTuple):
@@ -20,19 +28,31 @@ class ModelEntry(NamedTuple):
     source: str  # built-in, hub or lm-studio
     path: str | None  # None: not pulled yet
     n_bytes: int | None
-    architecture: str | None  # None with a path: config.json is unreadable
+    architecture: str | None  # None with a path: it cannot be read
     n_context: int | None
+    reason: str | None = None  # why it cannot be read
 
 
 def models(
+    fit: Annotated[
+        bool, typer.Option("--fit", help="List models to pull that fit into memory.")
+    ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option("--memory", help="Memory of another machine with a GPU, as 32G; for --fit."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
     """List built-in models and models on this machine."""
+    if fit or memory:
+        _print_fitting(memory, as_json)
+        return
     found = list(list_models(config.load()))
     if as_json:
         print(dumps([model._asdict() for model in found]))
-    else:
-        Console().print(_table(found))
+        return
+    for line in _lines(found):
+        print(line)
 
 
 def list_models(settings: config.Settings) -> Iterator[ModelEntry]:
@@ -42,22 +62,27 @@ def list_models(settings: config.Settings) -> Iterator[ModelEntry]:
     for name, known in builtin.BUILTINS.items():
         path = builtin.directory(known, settings)
         yield _entry(name, "built-in", path) if path.is_dir() else _absent(name)
-    cached = hub.all_cached()
-    for name, path in cached.items():
-        yield _entry(name, "hub", path)
-    for name, path in lmstudio.all_found().items():
-        if name not in cached:
-            yield _entry(name, "lm-studio", path)
+    places = {
+        "hub": hub.all_cached() | hub.all_gguf(),
+        "lm-studio": lmstudio.all_found() | lmstudio.all_gguf(),
+    }
+    seen: set[str] = set()
+    for source, models in places.items():
+        yield from (_entry(n, source, path) for n, path in models.items() if n not in seen)
+        seen |= models.keys()
 
 
 def _entry(name: str, source: str, path: Path) -> ModelEntry:
     from keepwarm.models.catalog import n_context, read_config
+    from keepwarm.models.gguf.architectures import describe
 
-    n_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    files = path.rglob("*") if path.is_dir() else [path]
+    n_bytes = sum(file.stat().st_size for file in files if file.is_file())
     try:
-        model = read_config(path)
-    except BadModelFile:  # one broken model does not hide the others
-        return ModelEntry(name, source, str(path), n_bytes, None, None)
+        model = read_config(path) if path.is_dir() else describe(path)
+    except KeepwarmError as error:  # one broken model does not hide the others
+        reason = None if isinstance(error, BadModelFile) and path.is_dir() else str(error)
+        return ModelEntry(name, source, str(path), n_bytes, None, None, reason)
     return ModelEntry(name, source, str(path), n_bytes, model["model_type"], n_context(model))
 
 
@@ -65,15 +90,68 @@ def _absent(name: str) -> ModelEntry:
     return ModelEntry(name, "built-in", None, None, None, None)
 
 
-def _table(found: list[ModelEntry]) -> Table:
-    from keepwarm.units import format_bytes
+def _lines(found: list[ModelEntry]) -> Iterator[str]:
+    """A row for each, and under it where it is. Nothing is cut, so that it can be pasted."""
+    rows = [("Model", "Size", "Context", "From", "Architecture"), *map(_row, found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[0] = min(widths[0], NAME_COLUMNS)
+    heading, *lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    yield heading
+    for model, line in zip(found, lines, strict=True):
+        yield line
+        yield f"  {model.path or f'to download it: keepwarm pull {model.name}'}"
+        if model.reason:
+            yield f"  {model.reason}"
 
-    table = Table("Model", "From", "Size", "Architecture", "Context", "Path", box=None)
-    for model in found:
-        if model.path is None:
-            table.add_row(model.name, model.source, "", "", "", f"keepwarm pull {model.name}")
-        else:
-            size, context = format_bytes(model.n_bytes or 0), f"{model.n_context or 0:,}"
-            kind = model.architecture or "unreadable"
-            table.add_row(model.name, model.source, size, kind, context, model.path)
+
+def _row(model: ModelEntry) -> tuple[str, ...]:
+    if model.path is None:
+        return model.name, "", "", model.source, ""
+    size, context = format_bytes(model.n_bytes or 0), f"{model.n_context or 0:,}"
+    return model.name, size, context, model.source, model.architecture or "unreadable"
+
+
+def _print_fitting(memory: str | None, as_json: bool) -> None:
+    from keepwarm.models.choices import all_choices
+
+    n_bytes, on_cpu = (_parsed(memory), False) if memory else _this_machine()
+    choices = [choice.in_fp32() if on_cpu else choice for choice in all_choices()]
+    fitting = [choice for choice in reversed(choices) if choice.fits(n_bytes)]
+    if as_json:
+        rows = [choice._asdict() | {"n_tokens": choice.n_tokens(n_bytes)} for choice in fitting]
+        print(dumps(rows))
+        return
+    Console().print(_fitting_table(fitting, n_bytes))
+    computed = "in fp32, as on every CPU" if on_cpu else "on a GPU"
+    share = f"{len(fitting)} of {len(choices)} models fit"
+    print(f"\n{share} into {n_bytes / GIB:.0f} GiB of memory, computed {computed}.")
+    print("Tokens: what fits beside the weights, of the model's context.")
+    print("* Not loaded by us: computed from public configs (docs/models.md).")
+    print("To download one: keepwarm pull MODEL")
+
+
+def _parsed(memory: str) -> int:
+    try:
+        return parse_bytes(memory)
+    except ValueError as error:
+        raise BadInput(f"--memory is {memory!r}; it must be a size, such as 32G.") from error
+
+
+def _this_machine() -> tuple[int, bool]:
+    """Bytes of memory that weights and caches share, and whether MLX computes on the CPU."""
+    from keepwarm.device.memory import gpu_memory, host_memory, on_cpu
+
+    return gpu_memory() or host_memory().total_bytes, on_cpu()
+
+
+def _fitting_table(fitting: list[ModelChoice], n_bytes: int) -> Table:
+    """At most 80 columns with the ids that there are."""
+    table = Table("Model", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in ("Weights", "Tokens"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("Licence", no_wrap=True)
+    for choice in fitting:
+        tokens = f"{choice.n_tokens(n_bytes) // 1024}k of {choice.n_context // 1024}k"
+        name = choice.id if choice.is_loaded else f"{choice.id}*"
+        table.add_row(name, format_bytes(choice.weights_bytes), tokens, choice.licence)
     return table

@@ -35,7 +35,8 @@ Temperature: TypeAlias = Annotated[
 ]
 Seed: TypeAlias = Annotated[int | None, typer.Option("--seed", help="Random seed.")]
 KVBits: TypeAlias = Annotated[
-    int | None, typer.Option("--kv-bits", help="Quantise keys and values to 2, 4 or 8 bits.")
+    int | None,
+    typer.Option("--kv-bits", help="Quantise keys and values to 2, 4 or 8 bits; 0: off."),
 ]
 AgentId: TypeAlias = Annotated[
     str | None,
@@ -50,13 +51,15 @@ NoCache: TypeAlias = Annotated[bool, typer.Option("--no-cache", help="Bypass the
 def make_request(
     settings: config.Settings,
     seed: int | None,
-    kv_bits: int | None,
     no_cache: bool,
     agent: str | None,
 ) -> Request:
-    """A request without messages; raises BadInput for options out of range."""
+    """A request without messages; raises BadInput for options out of range.
+
+    Its KV options are the engine's, which are those of the settings.
+    """
     from keepwarm.cache.policy import Policy
-    from keepwarm.text.request import KVOptions, Request, Sampling
+    from keepwarm.text.request import Request, Sampling
     from keepwarm.text.sampling_rules import check_sampling
 
     if agent is not None and no_cache:
@@ -64,7 +67,7 @@ def make_request(
     sampling = Sampling(max_tokens=settings.max_tokens, temperature=settings.temperature, seed=seed)
     check_sampling(sampling, n_vocab=0)
     policy = Policy.NO_STORE if no_cache else Policy.READ_WRITE
-    return Request(sampling=sampling, kv=KVOptions(kv_bits=kv_bits), policy=policy, agent=agent)
+    return Request(sampling=sampling, policy=policy, agent=agent)
 
 
 @contextmanager

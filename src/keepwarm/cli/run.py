@@ -55,8 +55,10 @@ def run(
     messages = [*system_messages(system), {"role": "user", "content": text}]
     if continues and agent is None:
         raise BadInput("--continue needs the agent that is continued; name it with --agent.")
-    settings = config.load(model=model, max_tokens=max_tokens, temperature=temperature)
-    request = make_request(settings, seed, kv_bits, no_cache, agent)
+    settings = config.load(
+        model=model, max_tokens=max_tokens, temperature=temperature, kv_bits=kv_bits
+    )
+    request = make_request(settings, seed, no_cache, agent)
     request = replace(request, messages=messages, continues=continues)
     with open_engine(settings, request) as engine:
         answer = engine.submit(request)

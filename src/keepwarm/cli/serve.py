@@ -26,6 +26,7 @@ def serve(
         list[str] | None,
         typer.Option(
             "--model",
+            metavar="MODEL",
             help="Model, or name=model; repeat it for several. The first is the default.",
         ),
     ] = None,
@@ -66,7 +67,7 @@ def serve(
         str | None, typer.Option("--log-format", help="text, or json: one object per line.")
     ] = None,
 ) -> None:
-    """Serve the OpenAI and Anthropic APIs until stopped."""
+    """Serve the OpenAI, Anthropic and Ollama APIs until stopped."""
     given = locals()
     if model:
         given |= {"model": model[0], "more_models": ",".join(model[1:])}
@@ -77,10 +78,12 @@ def _serve(settings: Settings) -> None:
     usual = gc.get_threshold()
     gc.set_threshold(*RARELY)  # what is imported and loaded stays; traversing it takes time
     from keepwarm.server.http.limits import check_binding
+    from keepwarm.server.models.names import check_models
     from keepwarm.server.process import address_of, bind
     from keepwarm.server.process import serve as serve_app
 
     check_binding(settings)
+    check_models(settings)
     with bind(settings.host, settings.port) as listening:
         from keepwarm.cache.store import Store
         from keepwarm.server.models.models import Models
