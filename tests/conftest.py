@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from keepwarm import blas
 
@@ -19,6 +20,10 @@ from keepwarm import blas
 # without compilation the suite is much faster, and a BLAS that is loaded later is not used.
 os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
 blas.start()
+
+# A busy machine fails no test for being slow.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 # The default model is slow on two cores: what the whole suite may ask of it in this process.
 MAX_DECODED = 300
@@ -59,6 +64,32 @@ def smollm2() -> Iterator[Any]:
     assert counter.prefilled <= MAX_PREFILLED, f"{used}; {allowed}"
 
 
+@pytest.fixture(scope="session")
+def bucket() -> Iterator[str]:
+    """The address of a bucket in a real server."""
+    from tests.kit.s3_server import moto_server
+
+    with moto_server() as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def weed_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The same in SeaweedFS, which takes longer to start."""
+    from tests.kit.s3_server import weed_server
+
+    with weed_server(tmp_path_factory.mktemp("weed")) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def places(request: pytest.FixtureRequest) -> Any:
+    """How each kind of place that machines share is made, empty."""
+    from tests.kit.places import places
+
+    return places(lambda: request.getfixturevalue("bucket"))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the long tests too")
 
@@ -70,7 +101,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "soak: runs for minutes; only with --soak")
     config.addinivalue_line("markers", "real_model: only where REAL_MODEL_DIR names a model")
     config.addinivalue_line("markers", "linux_cpu: about a choice that only Linux CPU has")
-    config.addinivalue_line("markers", "linux: about a call that only Linux has")
+    config.addinivalue_line("markers", "linux: about a call or a program that only Linux has")
     config.addinivalue_line("markers", "glibc: about pages that only glibc's allocator keeps")
     config.pluginmanager.register(SkipReport(under_ci=bool(os.environ.get("CI"))), "skip-report")
 
@@ -82,7 +113,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def enough_memory_files() -> bool:
     """Whether test files can lie in memory: the store syncs every one, which disks are slow at."""
-    return MEMORY_FILES.is_dir() and shutil.disk_usage(MEMORY_FILES).free > MIN_MEMORY_FILES
+    can_write = MEMORY_FILES.is_dir() and os.access(MEMORY_FILES, os.W_OK)
+    return can_write and shutil.disk_usage(MEMORY_FILES).free > MIN_MEMORY_FILES
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

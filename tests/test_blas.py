@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -93,9 +93,25 @@ def test_a_library_that_is_not_here_is_refused(found):
 
 @linux_cpu
 def test_settings_cover_one_thread_and_all_and_never_the_gnu_layer_of_mkl(found):
-    assert {1, len(blas.cpus())} <= {setting.threads for setting in found}
+    wanted = {1} if blas.lacks_threads() else {1, len(blas.cpus())}
+    assert wanted <= {setting.threads for setting in found}
     assert {s.layer for s in found if s.name == "mkl"} <= {"intel", "sequential"}
     assert all(Path(path).exists() for setting in found for path in setting.libraries)
+
+
+@linux_cpu
+def test_without_the_systems_openmp_nvpl_has_one_thread(monkeypatch):
+    """With several it would end the process."""
+    names = {"core": "core", "lp64_seq": "seq", "lp64_gomp": "gomp"}
+    shipped = {f"libnvpl_blas_{pattern}.so.*": [name] for pattern, name in names.items()}
+    monkeypatch.setattr(blas, "_shipped", lambda _, pattern: shipped.get(pattern, []))
+    monkeypatch.setattr(blas, "_of_the_system", lambda *names: [])
+    assert blas.lacks_threads()
+    assert [s.threads for s in blas._nvpl([1, 2])] == [1]
+    monkeypatch.setattr(blas, "_of_the_system", lambda *names: ["/lib/libgomp.so.1"])
+    assert not blas.lacks_threads()
+    both = {s.threads: s.libraries for s in blas._nvpl([1, 2])}
+    assert both == {1: ("core", "seq"), 2: ("/lib/libgomp.so.1", "core", "gomp")}
 
 
 @linux_cpu
@@ -110,7 +126,7 @@ def test_the_fastest_is_chosen_and_kept_with_its_figures(tmp_path, found):
 @linux_cpu
 def test_a_kept_choice_is_used_without_measuring(tmp_path, found):
     """The file is made to name the loser: only a fresh measurement would name the winner."""
-    found = found[:2]
+    found = [found[0], replace(found[0], threads=found[0].threads + 1)]
     winner = blas.choose(tmp_path, found)
     loser = next(setting for setting in found if setting != winner)
     choice = kept(tmp_path)
@@ -216,6 +232,8 @@ def test_mlx_imported_before_us_is_one_clear_warning(tmp_path):
     early = "import mlx.core\nfrom keepwarm import blas\n" + WARNED
     report = child(tmp_path, early + "import json; print(json.dumps([said, blas.in_use()]))")
     assert report == [[blas.TOO_LATE], None]
+    nothing = child(tmp_path, early + "import json; print(json.dumps(said))", KEEPWARM_BLAS="none")
+    assert nothing == []  # without a faster one it would be no different
     assert not (tmp_path / "blas.json").exists()
     later = early.replace("import mlx.core\n", "import keepwarm.kv, mlx.core\n")
     said, used = child(

@@ -22,6 +22,7 @@ import yaml
 from keepwarm.cli import main
 from keepwarm.config import Settings
 from keepwarm.kv.kinds import KINDS
+from keepwarm.models.choices import all_choices
 from tests.kit import generated
 from tests.kit.checkpoints import write_checkpoint
 from tests.server.processes import served
@@ -174,6 +175,12 @@ def test_the_library_in_ten_lines_is_warm_the_second_time(checkpoint, capsys):
 def test_the_help_is_current():
     page = generated.COMMAND_LINE.read_text()
     assert page == generated.command_line(), "run: python -m tests.kit.generated"
+
+
+def test_models_by_memory_are_current():
+    page = generated.MODELS.read_text()
+    assert page == generated.models(page), "run: python -m tests.kit.generated"
+    assert all(f"`{choice.id}`" in page for choice in all_choices())
 
 
 def test_every_setting_is_described():

@@ -17,7 +17,8 @@ MAX_FILE_LINES = 400
 MAX_FILES = 14
 # Overridden methods: pydantic, logging, mlx-lm and uvicorn call them.
 CALLED_BY_LIBRARIES = {
-    *("field_title_should_be_set", "formatException", "make_mask", "timeout_keep_alive_handler"),
+    *("field_title_should_be_set", "formatException", "handle_exit", "make_mask"),
+    "timeout_keep_alive_handler",
 }
 MAX_FUNCTION_LINES = 60
 
@@ -25,8 +26,8 @@ MAX_FUNCTION_LINES = 60
 # on the ground floor. The package itself and `python -m` stand above everything.
 GROUND = 0
 LEVELS = {
-    **dict.fromkeys(("errors", "config", "files", "folders", "progress", "units"), GROUND),
-    **dict.fromkeys(("backend", "blas", "blas_trial", "mlx_import"), GROUND),
+    **dict.fromkeys(("errors", "config", "config_values", "files", "folders"), GROUND),
+    **dict.fromkeys(("progress", "units", "backend", "blas", "blas_trial", "mlx_import"), GROUND),
     "prefix": 1,
     **dict.fromkeys(("kv", "store", "device"), 2),
     "models": 3,

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import mlx.core as mx
+import psutil
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
@@ -64,6 +65,20 @@ def test_a_script_keeps_the_last_place_before_the_end(models, tmp_path, architec
             kw.commit([*prompt, *answers[-1]], cache)
     assert n_fed == [300, 1]
     assert answers[0] == answers[1]
+
+
+def test_no_file_stays_open(model, tmp_path):
+    store = keepwarm.Store(tmp_path / "store")
+    kw, prompt = store.attach(model.module, source=model.path), prompt_of(300)
+    kw.commit(prompt, prefill(model.module, *kw.restore(prompt)))
+    assert open_below(tmp_path)
+    store.close()
+    assert not open_below(tmp_path)
+
+
+def open_below(folder: Path) -> list[str]:
+    files = psutil.Process().open_files()
+    return [file.path for file in files if Path(file.path).is_relative_to(folder)]
 
 
 def test_other_kv_options_are_another_identity(model, tmp_path):

@@ -1,12 +1,16 @@
-"""The command line, run as a subprocess."""
+"""The command line, run as a subprocess, or in this process."""
 
+import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import mlx.core as mx
 
+from keepwarm.cli.main import main
 from tests.kit.checkpoints import EOS, make_tokenizer, write_checkpoint
 
 
@@ -33,6 +37,36 @@ def keepwarm(
         timeout=300,
         check=False,
     )
+
+
+def keepwarm_here(
+    *arguments: object, home: Path, stdin: bytes = b""
+) -> subprocess.CompletedProcess[bytes]:
+    """The same without a process of its own, whose start takes longer than most commands."""
+    words = ["keepwarm", *map(str, arguments)]
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    with (
+        mock.patch.dict(os.environ, environment(home), clear=True),
+        mock.patch.object(sys, "argv", words),
+        mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8")),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        code = _code_of_main()
+    return subprocess.CompletedProcess(words, code, _written(out), _written(err))
+
+
+def _code_of_main() -> int:
+    try:
+        main()
+    except SystemExit as left:
+        return int(left.code or 0)
+    raise AssertionError("the command line ends by SystemExit")
+
+
+def _written(text: io.TextIOWrapper) -> bytes:
+    text.seek(0)
+    return text.buffer.read()
 
 
 def write_endless(directory: Path) -> Path:

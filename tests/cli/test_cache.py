@@ -1,5 +1,6 @@
-"""`keepwarm cache …` as a subprocess, on a store filled by real runs."""
+"""`keepwarm cache …` on a store filled by real runs."""
 
+import io
 import json
 import os
 import pty
@@ -14,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from keepwarm import progress
 from keepwarm.cache import disk_store
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.units import format_bytes
 from tests.cache.agents.test_signing import write_keys
-from tests.cli import command, environment, keepwarm
+from tests.cli import command, environment, keepwarm_here
 from tests.kit.checkpoints import write_checkpoint
 from tests.store.kit import chain_of, files_under
 
@@ -35,11 +37,11 @@ def home(tmp_path_factory):
 
 def run(home, prompt, *options):
     arguments = ["run", prompt, "--model", str(home / "model"), "--max-tokens", "4", "--json"]
-    return json.loads(keepwarm(*arguments, *options, home=home).stdout)
+    return json.loads(keepwarm_here(*arguments, *options, home=home).stdout)
 
 
 def cache(home, *arguments, code=0):
-    done = keepwarm("cache", *arguments, home=home)
+    done = keepwarm_here("cache", *arguments, home=home)
     assert done.returncode == code, done.stderr
     return done.stdout.decode()
 
@@ -63,6 +65,18 @@ def test_path_stats_and_ls_agree(home):
     assert sum(stats["written_by_day"].values()) > 0
 
 
+@pytest.mark.parametrize("verb", ["stats", "verify"])
+def test_figures_have_words_for_names(home, verb):
+    shown = cache(home, verb)
+    assert not re.search(r"^\w*_\w*:", shown, re.MULTILINE)
+    assert re.search(r"^size: \d+ kB$", shown, re.MULTILINE)
+    if verb == "stats":
+        assert re.search(r"^limit: \d+\.\d GB$", shown, re.MULTILINE)
+        assert re.search(r"^hit rate: \d+\.\d %$", shown, re.MULTILINE)
+    else:
+        assert "\ndamaged: 0\n" in shown
+
+
 def test_pin_quota_fork_and_rewind(home):
     assert cache_json(home, "pin", "coder")["pinned"]
     assert not cache_json(home, "unpin", "coder")["pinned"]
@@ -79,12 +93,14 @@ def test_pin_quota_fork_and_rewind(home):
         (["show", "nobody"], "There is no agent 'nobody'"),
         (["rm", "../../etc/passwd"], "is not an agent id"),
         (["rewind", "coder", "9"], "there is no turn 9"),
-        (["import", "missing.kw"], "missing.kw"),
+        (["import", "missing.kw"], "There is no file missing.kw.\n"),
+        (["import", "missing.safetensors"], "There is no file missing.safetensors.\n"),
+        (["import", "/"], "/ is a directory; name a file in it.\n"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, says, home):
     model = ["--model", str(home / "model")] if arguments[0] == "import" else []
-    done = keepwarm("cache", *arguments, *model, home=home)
+    done = keepwarm_here("cache", *arguments, *model, home=home)
     assert done.returncode == 2
     assert says in done.stderr.decode()
     assert "Traceback" not in done.stderr.decode()
@@ -164,19 +180,23 @@ def test_an_agent_travels_in_one_file(home, tmp_path):
     away.mkdir()
     (away / "model").symlink_to(home / "model")
     cache(away, "import", str(bundle), "--model", str(away / "model"))
+    assert [agent["model"] for agent in cache_json(away, "ls")] == [str(away / "model")]
     assert run(away, prompt)["usage"]["cached_tokens"] == 0, "nobody here vouches for it"
     again = run(away, prompt, "--agent", "traveller")
     assert again["usage"]["inexact"] == ["imported"]
     assert again["usage"]["cached_tokens"] == first["usage"]["prompt_tokens"] - 1
     assert again["text"] == first["text"]
     write_checkpoint(tmp_path / "other", seed=3)
-    done = keepwarm("cache", "import", str(bundle), "--model", str(tmp_path / "other"), home=away)
+    done = keepwarm_here(
+        "cache", "import", str(bundle), "--model", str(tmp_path / "other"), home=away
+    )
     assert done.returncode == 2
     assert "weights differ" in done.stderr.decode()
 
 
-def test_a_bundle_is_signed_checked_and_released(main_here, tmp_path):
+def test_a_bundle_is_signed_checked_and_released(main_here, tmp_path, monkeypatch):
     """Whoever has the store may vouch for a bundle: by a key, by computing it, by saying so."""
+    monkeypatch.setattr("keepwarm.progress.PLAIN_S", 0.0)  # every count is printed
     private, public = write_keys(tmp_path / "signing")
     model = "--model", write_checkpoint(tmp_path / "model")
     asked = "run", "a story that is signed " * 30, *model, "--max-tokens", 3, "--json"
@@ -189,7 +209,10 @@ def test_a_bundle_is_signed_checked_and_released(main_here, tmp_path):
     assert "a number of blocks, or all" in error
 
     def made(agent, *options):
-        out = main_here("cache", "import", bundle, *model, "--agent", agent, *options, "--json")[1]
+        asked = "cache", "import", bundle, *model, "--agent", agent, *options, "--json"
+        _, out, said = main_here(*asked)
+        assert bool(re.search(r"checking .+ of [1-9]", said)) == ("--check" in options)
+        assert json.loads(out)["model"] == str(model[1])
         return json.loads(out)["imported"]
 
     assert made("stranger") is True
@@ -379,14 +402,14 @@ def test_any_prefix_travels_in_one_file(home, tmp_path):
     cache(home, "export", prefix["id"], bundle, "--force")
     made = cache_json(away, "import", bundle, "--model", str(away / "model"))
     assert (made["id"], made["n_tokens"]) == ("a", prefix["n_tokens"])
-    done = keepwarm("cache", "export", "part", str(tmp_path / "x"), "--turn", "7", home=home)
+    done = keepwarm_here("cache", "export", "part", str(tmp_path / "x"), "--turn", "7", home=home)
     assert (done.returncode, b"there is no turn 7" in done.stderr) == (2, True)
     cache(home, "rm", "part")
 
 
 def test_progress_is_shown_on_a_terminal_only(home):
     """Never on stdout, and only if stderr is a terminal."""
-    done = keepwarm("cache", "verify", "--json", home=home)
+    done = keepwarm_here("cache", "verify", "--json", home=home)
     assert done.stderr == b""
     screen, device = pty.openpty()
     done = subprocess.run(
@@ -402,13 +425,31 @@ def test_progress_is_shown_on_a_terminal_only(home):
     assert json.loads(done.stdout)["bad"] == []
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_what_was_imported_is_shown_behind_the_progress(home, main_here, monkeypatch, tmp_path):
+    """On a screen, the line of the bar is cleared first; it counts in kB and MB."""
+    cache(home, "export", "coder", str(tmp_path / "a.kw"))
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setattr("sys.stderr", screen)
+    asked = "cache", "import", tmp_path / "a.kw", "--model", home / "model"
+    assert main_here(*asked)[0] == 0
+    before, _, _ = screen.getvalue().partition("agent: coder")
+    assert before.endswith(progress.CLEAR)
+    assert re.search(r"importing .* of \d+ [kM]B \(\d+ %\)", before)
+
+
 def test_a_store_of_a_newer_keepwarm_is_one_sentence(home):
     """S0-54."""
     index = store(home) / "index.sqlite"
     with closing(sqlite3.connect(index)) as db:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         db.execute(f"PRAGMA user_version = {version + 1}")
-    done = keepwarm("cache", "ls", home=home)
+    done = keepwarm_here("cache", "ls", home=home)
     assert done.returncode == 2
     assert b"was written by a newer Keepwarm; update this one" in done.stderr
     assert b"Traceback" not in done.stderr

@@ -17,7 +17,7 @@ from keepwarm.cli.chat import ChatHistory, _read
 from keepwarm.cli.options import make_request, open_engine
 from keepwarm.config import Settings
 from keepwarm.text.request import Request
-from tests.cli import environment, keepwarm, write_endless
+from tests.cli import environment, keepwarm, keepwarm_here, write_endless
 from tests.kit.checkpoints import write_checkpoint
 
 SUMMARY = r"(\d+) tokens · (\d+) of (\d+) already warm · ([\d.]+ tok/s|stopped)"
@@ -155,7 +155,7 @@ def test_an_agent_goes_on_where_the_last_chat_ended(main_here, checkpoint):
 
 def test_the_end_of_input_leaves(checkpoint, tmp_path):
     options = ("--model", checkpoint, "--max-tokens", 2)
-    done = keepwarm("chat", *options, home=tmp_path, stdin=b"no newline at the end")
+    done = keepwarm_here("chat", *options, home=tmp_path, stdin=b"no newline at the end")
     assert done.returncode == 0
     assert len(re.findall(SUMMARY, done.stderr.decode())) == 1
 
@@ -163,7 +163,7 @@ def test_the_end_of_input_leaves(checkpoint, tmp_path):
 def test_a_turn_that_does_not_fit_is_refused_and_the_next_one_answered(checkpoint, tmp_path):
     lines = "hi\n" + "far too long " * 100 + "\nhi again\n"
     options = ("--model", checkpoint, "--max-tokens", 3)
-    done = keepwarm("chat", *options, home=tmp_path, stdin=lines.encode())
+    done = keepwarm_here("chat", *options, home=tmp_path, stdin=lines.encode())
     assert done.returncode == 0
     assert b"reads at most 399; shorten it. /clear starts over." in done.stderr
     prompts = [int(found[2]) for found in re.findall(SUMMARY, done.stderr.decode())]
@@ -214,7 +214,7 @@ def conversation(tmp_path):
     system = [{"role": "system", "content": "Answer the fox."}]
     model = write_endless(tmp_path / "model")
     settings = Settings(tmp_path, tmp_path / "store", model=str(model), max_tokens=500)
-    asks = make_request(settings, None, None, False, None)
+    asks = make_request(settings, None, False, None)
     with open_engine(settings, asks) as engine:
         yield ChatHistory(engine, asks, system)
 
@@ -227,13 +227,13 @@ def interrupt_after(n_asked):
 
 def test_an_interrupted_answer_stays_in_the_history(conversation, capsys):
     """The history holds what was printed, and the next turn does not prefill it again."""
-    stopped = _read(conversation.ask("the dog"), interrupt_after(20))
+    stopped = _read(conversation.ask("the dog"), interrupt_after(6))
     assert 0 < stopped.n_tokens < 500
     assert stopped.summary.endswith("· stopped")
     conversation.keep("the dog", stopped)
     assert [message["role"] for message in conversation.messages] == ["system", "user", "assistant"]
     assert conversation.messages[-1]["content"] + "\n" == capsys.readouterr().out
-    goes_on = _read(conversation.ask("the fox"), interrupt_after(20))
+    goes_on = _read(conversation.ask("the fox"), interrupt_after(6))
     assert goes_on.receipt.cached_tokens >= stopped.receipt.prompt_tokens
     assert goes_on.receipt.prompt_tokens > stopped.receipt.prompt_tokens + stopped.n_tokens
 
@@ -255,7 +255,7 @@ from keepwarm.cli.chat import ChatHistory, _turn
 from keepwarm.cli.options import make_request, open_engine
 
 settings = config.load(model=sys.argv[1], max_tokens=3)
-asks = make_request(settings, None, None, False, None)
+asks = make_request(settings, None, False, None)
 with open_engine(settings, asks) as engine:
     talk, model = ChatHistory(engine, asks, []), engine.model.module
     whole, model.lm_head = model.lm_head, None

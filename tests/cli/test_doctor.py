@@ -5,14 +5,20 @@ import os
 import re
 import subprocess
 import sys
+from urllib.parse import urlsplit
 
 import pytest
 
-from keepwarm import __version__, blas
+from keepwarm import __version__, blas, config
 from keepwarm.bench.summary import LINES
+from keepwarm.cache.break_even import break_even, describe, remembered_costs
 from keepwarm.cache.padding import KnownVerdict, padding_book
 from keepwarm.cache.padding_trial import Verdict
+from keepwarm.cache.shared.opening import RemoteReport
+from keepwarm.cli.doctor import MeasuredRemote, _tiers_page
+from keepwarm.device.machine import Machine, _advice_on_blas
 from tests.kit.checkpoints import write_checkpoint
+from tests.kit.redis_server import redis_server
 
 PROGRAM = "import typer; from keepwarm.cli.doctor import doctor; typer.run(doctor)"
 KEYS = [
@@ -35,9 +41,14 @@ def doctor(home, *arguments, **environ):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    home = tmp_path_factory.mktemp("home")
-    remotes = f"{tmp_path_factory.mktemp('shared').as_uri()}, file://{home}/missing"
-    return home, json.loads(doctor(home, "--json", KEEPWARM_REMOTE=remotes))
+    home, shared = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("shared")
+    model = write_checkpoint(home / "tiny", n_context=2048)
+    with redis_server(home) as server:
+        remotes = f"{server.url}, {shared.as_uri()}, file://{home}/missing"
+        options = {"KEEPWARM_REMOTE": remotes, "KEEPWARM_MODEL": str(model)}
+        found = json.loads(doctor(home, "--json", **options))
+    assert not [path for path in shared.rglob("*") if path.is_file()], "nothing stays there"
+    return home, found
 
 
 def test_models_that_are_not_batched_are_named(tmp_path):
@@ -48,12 +59,39 @@ def test_models_that_are_not_batched_are_named(tmp_path):
 
 def test_shared_tiers_are_measured(report):
     home, found = report
-    there, missing = found["remotes"]
-    assert there["problem"] == ""
-    assert there["latency_s"] > 0
-    assert there["bytes_per_s"] > 0
+    *usable, missing = found["remotes"]
+    for there in usable:
+        assert there["problem"] == ""
+        assert min(there[name] for name in ("latency_s", "bytes_per_s", "put_bytes_per_s")) > 0
+    assert [urlsplit(there["address"]).scheme for there in usable] == ["redis", "file"]
     assert missing["address"] == f"file://{home}/missing"
     assert "No such file" in missing["problem"]
+
+
+def test_the_break_even_of_each_is_stated_for_the_model(report):
+    """Measured, because the model had computed nothing; after that it is remembered."""
+    home, found = report
+    settings = config.load({}, home=home, model=str(home / "tiny"))
+    costs = remembered_costs(settings)
+    assert costs.size.token_bytes > 0
+    *usable, missing = found["remotes"]
+    assert (missing["break_even"], missing["break_even_tokens"]) == ("", None)
+    for there in usable:
+        said = {name: there.pop(name) for name in ("break_even", "break_even_tokens")}
+        assert said["break_even_tokens"] == break_even(costs, RemoteReport(**there))
+        assert said["break_even"] == describe(costs, RemoteReport(**there))
+        assert "tokens/s of tiny" in said["break_even"]
+
+
+def test_a_report_names_no_host():
+    usable = RemoteReport("redis://cache.internal", 0.001, 2e8, put_bytes_per_s=1e8)
+    gone = RemoteReport("s3://bucket", problem="no answer from cache.internal")
+    page = _tiers_page([MeasuredRemote(usable, 256, "loading wins"), MeasuredRemote(gone)])
+    assert page == (
+        "\n- Shared tier, redis: 1.0 ms, reads 200 MB/s, writes 100 MB/s: loading wins\n"
+        "- Shared tier, s3: not usable\n"
+    )
+    assert _tiers_page([]) == ""
 
 
 def test_json_has_every_key_and_sane_values(report):
@@ -102,6 +140,15 @@ def test_unused_cores_are_explained(tmp_path):
     found = json.loads(doctor(tmp_path, "--json", KEEPWARM_BLAS_THREADS="1"))
     idle_cores = blas.wanted() and len(blas.cpus()) > 1
     assert ("KEEPWARM_BLAS_THREADS" in found["advice"]) == idle_cores
+
+
+def test_a_missing_openmp_is_the_reason_for_one_thread(monkeypatch, tmp_path):
+    monkeypatch.delenv("KEEPWARM_BLAS_THREADS", raising=False)
+    monkeypatch.setattr(blas, "wanted", lambda: True)
+    monkeypatch.setattr(blas, "lacks_threads", lambda: True)
+    used = blas.Blas("nvpl", "libnvpl.so", "seq", 1)
+    machine = Machine("cpu", "any", used, 2, 1.0, 1, 1, tmp_path, tmp_path, 1, {})
+    assert "apt install libgomp1" in _advice_on_blas(machine)
 
 
 def test_the_table_reads_the_same_facts(tmp_path):

@@ -1,16 +1,21 @@
 """The frame of the command line: quick to answer, and never a traceback."""
 
 import re
+import signal
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import keepwarm as package
-from tests.cli import keepwarm
+from keepwarm.__main__ import main as module_main
+from tests.cli import command, environment, keepwarm
 from tests.kit.generated import commands
 
 COMMANDS = list(commands())
+ROOT = Path(__file__).parents[2]
 HEAVY = "mlx", "mlx_lm", "numpy", "transformers", "huggingface_hub"
 
 
@@ -36,6 +41,38 @@ finally:
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     own = ["keepwarm.cli.main", "keepwarm.cli.options", "keepwarm.cli.serve"]
     assert out.stdout.splitlines()[-1] == str(own)
+
+
+INTERRUPTED = "import os, signal; os.kill(os.getpid(), signal.SIGINT); import no_such_module"
+
+
+@pytest.mark.parametrize(
+    ("verb", "module", "status", "said"),
+    [
+        ("serve", "typer", -signal.SIGINT, b""),  # before the command line is there
+        ("doctor", "rich", -signal.SIGINT, b""),  # before the verb is
+        ("serve", "uvicorn", 130, b"Stopped.\n"),  # inside it
+    ],
+)
+def test_ctrl_c_during_an_import_is_no_traceback(tmp_path, verb, module, status, said):
+    """A shell shows 130 for both. The module in its place interrupts its own import."""
+    (tmp_path / f"{module}.py").write_text(INTERRUPTED)
+    done = keepwarm(verb, home=tmp_path, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (status, b"", said)
+
+
+def test_an_ignored_ctrl_c_stays_ignored(tmp_path):
+    """As the shell starts what runs in the background."""
+    shell = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command("--version")]
+    (tmp_path / "typer.py").write_text(INTERRUPTED)
+    env = environment(tmp_path, PYTHONPATH=str(tmp_path))
+    done = subprocess.run(shell, capture_output=True, env=env, check=False, timeout=300)
+    assert b"No module named 'no_such_module'" in done.stderr
+
+
+def test_the_installed_command_is_the_module_s():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"keepwarm": f"{module_main.__module__}:main"}
 
 
 def test_public_names_are_sorted_and_there():
@@ -105,6 +142,28 @@ def test_usage_errors_exit_with_2(main_here, arguments):
     code, out, err = main_here(*arguments)
     assert (code, out) == (2, "")
     assert re.fullmatch(r"[A-Z][^\n]*[;?] [Ss]ee `keepwarm[ a-z]* --help`\.\n", err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["serve", "--port", "x"], "The option --port takes a whole number, not 'x'; see "),
+        (
+            ["run", "hi", "--temperature", "hot"],
+            "The option --temperature takes a number, not 'hot'",
+        ),
+    ],
+)
+def test_a_wrong_number_is_said_in_our_words(main_here, arguments, sentence):
+    code, out, err = main_here(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(sentence)
+
+
+def test_an_option_that_would_do_nothing_is_refused(main_here):
+    code, out, err = main_here("doctor", "--quick")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "--report FILE" in err
 
 
 def test_an_error_of_ours_is_one_sentence(main_here):

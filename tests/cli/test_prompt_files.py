@@ -105,14 +105,15 @@ def test_a_file_of_mlx_lm_comes_in_with_its_tokens(home, saved):
     file, tokens = str(saved / "fox.safetensors"), str(saved / "tokens.json")
     made = told(home, "cache", "import", file, "--tokens", tokens)
     assert (made["id"], made["n_tokens"], made["imported"]) == ("fox", N, True)
+    assert made["model"] == str(home / "model")
     assert "already exists" in told(home, "cache", "import", file, "--tokens", tokens, code=2)
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "does not name its tokens"),
-        ("[1, 2]", f"holds {N} tokens and 2 are named"),
+        (None, "does not contain its token ids"),
+        ("[1, 2]", f"holds {N} tokens, but 2 ids were given"),
         ("[]", "are not a JSON list of token ids"),
         ("[1, -2]", "are not a JSON list of token ids"),
         ("{", "are not a JSON list of token ids"),
@@ -155,7 +156,7 @@ def test_another_model_is_refused(home, tmp_path):
         (("export", "ops", "x.kw", "--format", "swift"), "must end in .safetensors"),
         (("export", "ops", "x", "--format", "swift", "--sign", "k"), "cannot be signed"),
         (("import", "x.safetensors", "--trust", "k"), "is not signed"),
-        (("import", "x.safetensors"), "cannot be read"),
+        (("import", "x.safetensors"), "There is no file x.safetensors."),
     ],
 )
 def test_senseless_options_are_refused(home, options, says):

@@ -2,13 +2,15 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.kit.checkpoints import write_checkpoint
+from tests.kit.checkpoints import make_config, make_tokenizer, make_weights, write_checkpoint
+from tests.kit.gguf_writer import encode_weights, metadata_for, write_gguf
 from tests.kit.hub_server import serving
 
 UNMEASURED = {"KEEPWARM_BLAS": "none", "KEEPWARM_BLAS_THREADS": "1"}  # saves seconds a process
@@ -49,6 +51,7 @@ def test_pulled_models_are_listed(tmp_path, keepwarm):
     same = {"architecture": "llama", "n_bytes": n_bytes}
     assert hub == same | {
         "name": "org/tiny", "source": "hub", "path": str(path), "n_context": 4096,
+        "reason": None,
     }  # fmt: skip
     assert alias["name"] == "smollm2"
     assert (alias["path"], alias["n_context"]) == (str(pretended), 2048)
@@ -82,6 +85,58 @@ def test_models_of_lm_studio_are_found_and_used(tmp_path, keepwarm):
     asked = ("run", "the fox", "--model", "org/tiny", "--max-tokens", "2", "--json")
     done = keepwarm(*asked, HF_ENDPOINT="http://127.0.0.1:9")
     assert json.loads(done.stdout)["usage"]["completion_tokens"] > 0
+
+
+def test_gguf_files_are_listed_with_the_reason_for_what_cannot_be_read(tmp_path, keepwarm):
+    config = make_config(make_tokenizer())
+    tensors, _ = encode_weights(config, make_weights(config), "Q8_0")
+    theirs = tmp_path / ".lmstudio" / "models" / "org" / "tiny"
+    cached = tmp_path / "hf" / "hub" / "models--org--repo" / "snapshots" / ("0" * 40)
+    for folder in (theirs, cached):
+        folder.mkdir(parents=True)
+    write_gguf(theirs / "tiny.gguf", metadata_for(config), tensors)
+    foreign = metadata_for(config) | {"general.architecture": "gemma3"}
+    write_gguf(cached / "other.gguf", foreign, tensors)
+    _, other, tiny = json.loads(keepwarm("models", "--json").stdout)
+    assert (tiny["name"], tiny["architecture"], tiny["n_context"]) == (
+        "org/tiny/tiny.gguf", "llama", 4096,
+    )  # fmt: skip
+    assert (other["name"], other["source"]) == ("org/repo/other.gguf", "hub")
+    assert "gemma3" in other["reason"]
+    table = keepwarm("models").stdout
+    assert "unreadable" in table
+    assert other["reason"] in table
+    assert keepwarm("pull", "org/tiny/tiny.gguf").stdout.strip() == tiny["path"]
+
+
+def test_fitting_models_are_listed_in_80_columns(keepwarm):
+    shown = keepwarm("models", "--memory", "64G", COLUMNS="80").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    largest = shown.splitlines()[1]
+    assert re.match(r"\S+/\S+\* +\d+\.\d GB +\d+k of \d+k Apache-2.0", largest), largest
+    assert "keepwarm pull" in shown
+    rows = json.loads(keepwarm("models", "--fit", "--memory", "16G", "--json").stdout)
+    sizes = [row["weights_bytes"] for row in rows]
+    assert sizes == sorted(sizes, reverse=True)
+    assert 0 < sizes[0] < 12 * 2**30
+    assert all(row["sources"] and row["n_tokens"] >= 16_384 for row in rows)
+    assert keepwarm("models", "--memory", "much").stderr.count("\n") == 1
+
+
+def test_names_and_paths_are_whole_in_80_columns(tmp_path, keepwarm):
+    """They are there to be pasted."""
+    folder = tmp_path / ".lmstudio" / "models" / "an-organisation-of-some-size"
+    short = write_checkpoint(folder / "tiny")
+    long = write_checkpoint(folder / f"a-{'very-' * 12}long-name")
+    heading, _, pull, *lines = keepwarm("models", COLUMNS="80").stdout.splitlines()
+    assert heading.split() == ["Model", "Size", "Context", "From", "Architecture"]
+    assert pull == "  to download it: keepwarm pull smollm2"
+    assert sorted(line.strip() for line in lines[1::2]) == sorted(map(str, (short, long)))
+    names = [line.split()[0] for line in lines[::2]]
+    assert sorted(names) == sorted(f"{folder.name}/{path.name}" for path in (short, long))
+    (row,) = (line for line in lines if line.startswith(f"{folder.name}/tiny "))
+    assert len(row) <= 80
+    assert row.split()[-3:] == ["4,096", "lm-studio", "llama"]
 
 
 def test_unknown_name_is_one_sentence_and_exit_code_2(keepwarm):

@@ -13,7 +13,7 @@ from keepwarm.config import Settings
 from keepwarm.models.load import load
 from keepwarm.text.prompt import Prompter
 from keepwarm.text.request import Delta, Finished, Request
-from tests.cli import command, environment, keepwarm, write_endless
+from tests.cli import command, environment, keepwarm_here, write_endless
 from tests.kit.checkpoints import CHATML, EOS, make_tokenizer, write_checkpoint
 from tests.kit.runs import cold
 
@@ -41,7 +41,7 @@ def ask(checkpoint, tmp_path):
 
     def run(*arguments, stdin=b""):
         options = ("--model", checkpoint, "--max-tokens", 8)
-        return keepwarm("run", *arguments, *options, home=tmp_path, stdin=stdin)
+        return keepwarm_here("run", *arguments, *options, home=tmp_path, stdin=stdin)
 
     return run
 
@@ -92,6 +92,7 @@ def test_text_streams_and_ctrl_c_leaves_with_130(tmp_path):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=300)
     assert process.returncode == 130
+    assert err.decode().splitlines()[-1] == "Stopped."
     assert b"Traceback" not in err
 
 
@@ -107,7 +108,8 @@ def test_a_reader_that_leaves_ends_the_answer_quietly(tmp_path):
     ) as process:
         assert process.stdout.read(1)
         process.stdout.close()
-        assert process.stderr.read() == b""
+        said = process.stderr.read().splitlines()
+        assert [line for line in said if not line.startswith(b"loading ")] == []
         process.wait(timeout=300)
     assert process.returncode == 1
 
@@ -205,3 +207,11 @@ def test_bad_input_is_one_sentence(main_here, checkpoint, arguments, stdin, says
     assert (code, out) == (2, "")
     assert re.fullmatch(r"[^\n]*\.\n", err)
     assert re.search(says, err)
+
+
+@pytest.mark.parametrize("words", [["run", "hi"], ["chat"]])
+def test_options_are_checked_before_the_model_is_looked_for(main_here, words):
+    """It may have to be downloaded."""
+    code, _, err = main_here(*words, "--model", "nosuch", "--kv-bits", "3")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "kv_bits is 3 in the arguments; it must be one of 0, 2, 4, 8." in err

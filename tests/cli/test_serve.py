@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -72,6 +73,8 @@ def address(printed):
 
 def run_line(printed):
     """The response to the printed curl command."""
+    if shutil.which("curl") is None:
+        pytest.skip("needs `curl`")
     line = printed.splitlines()[-1]
     answer = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
     return json.loads(answer.stdout)
@@ -178,6 +181,7 @@ def test_a_second_server_on_the_port_is_told(checkpoint, tmp_path):
         (("--port", "70000"), "port is 70000 in the arguments"),
         (("--host", "no.such.host.invalid"), "no API key is set"),
         (("--api-key-file", "/nowhere/keys"), "cannot be read"),
+        (("--model", "second=nosuch"), "There is no model 'nosuch'"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(checkpoint, tmp_path, arguments, sentence):

@@ -117,7 +117,7 @@ class Watched:
         return len(self.host.engine.model.tokenizer.encode(text, add_special_tokens=False))
 
 
-Watching = Callable[[Calls], AbstractContextManager[Watched]]
+Watching = Callable[..., AbstractContextManager[Watched]]
 
 
 @pytest.fixture(scope="session")
@@ -133,9 +133,9 @@ def watching(agent_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Watc
     """A function: a server whose model calls one of these tools once, then only talks."""
 
     @contextmanager
-    def start(calls: Calls) -> Iterator[Watched]:
+    def start(calls: Calls, **changed: Any) -> Iterator[Watched]:
         home: Path = tmp_path_factory.mktemp("home")
-        settings = config.load({"KEEPWARM_HOME": str(home)})
+        settings = config.load({"KEEPWARM_HOME": str(home)}, **changed)
         seen: list[Exchange] = []
         with serve(
             agent_model,

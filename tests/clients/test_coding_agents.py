@@ -78,10 +78,14 @@ def programs():
 
 @pytest.fixture
 def workspace():
-    """A project on a disk: Codex runs commands in a sandbox that has no files in memory."""
+    """A project on a disk: Codex runs commands in a sandbox that has no files in memory.
+
+    It is a repository: outside of one opencode looks for settings in every folder above.
+    """
     with tempfile.TemporaryDirectory() as place:
         project = Path(place, "project")
         project.mkdir()
+        subprocess.run(["git", "init", "--quiet"], cwd=project, check=True)
         (project / "notes.txt").write_text(NOTE + "\n")
         yield project
 
@@ -125,6 +129,34 @@ def test_two_turns_with_a_tool_call(watching, programs, workspace, agent):
     assert all(turn.is_warm for turn in turns[1:])
     assert all(turn.n_new < turn.asked.n_tokens / 50 for turn in turns[1:])
     assert len({turn.asked.request.agent for turn in turns}) == 1
+
+
+LISTS, EXPLAINS = "mcp__keepwarm__list_agents", "mcp__keepwarm__explain_last_miss"
+
+
+@pytest.mark.parametrize(
+    ("agent", "added", "calls", "answer"),
+    [
+        (
+            CLAUDE,
+            ("mcp", "add", "--transport", "http", "keepwarm", "{url}/mcp"),
+            {"ToolSearch": {"query": f"select:{LISTS},{EXPLAINS}", "max_results": 5}},
+            LISTS,
+        ),
+        (CODEX, ("mcp", "add", "keepwarm", "--url", "{url}/mcp"), {LISTS: {}}, '"agents": []'),
+    ],
+    ids=("claude", "codex"),
+)
+def test_our_tools_over_mcp(watching, programs, workspace, agent, added, calls, answer):
+    """As `docs/mcp.md` adds them. Claude Code finds them by its search, Codex calls one."""
+    with watching(calls, mcp="on") as watched:
+        command = [part.format(url=watched.url) for part in added]
+        run(agent, command, watched.url, programs, workspace)
+        run(agent, (*agent.ask, "Which agents are there?"), watched.url, programs, workspace)
+        *_, last = watched.turns()
+    assert {LISTS, EXPLAINS} <= {tool["function"]["name"] for tool in last.asked.request.tools}
+    results = [m["content"] for m in last.asked.request.messages if m["role"] == "tool"]
+    assert answer in str(results[-1])
 
 
 def test_a_tool_that_is_found_later_leaves_the_beginning_as_it_was(watching, programs, workspace):

@@ -5,17 +5,19 @@ The SDKs are here anyway; the frameworks are installed for `make soak` alone.
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import anthropic
 import pytest
 from pydantic import BaseModel
 
-ROOT = Path(__file__).parent.parent.parent
-EXAMPLES = ROOT / "examples" / "clients"
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "examples" / "clients"
 FRAMEWORKS = (
     "anthropic==2.8.0",
     "openai==3.49.0",
@@ -23,7 +25,17 @@ FRAMEWORKS = (
     "langchain-openai==1.7.3",
     "langchain-anthropic==1.7.7",
     "llm==0.36",
+    "pydantic-ai-slim[openai]==2.66.0",
 )
+# They need an older SDK of OpenAI. litellm imports mcp where there are tools.
+OLDER = (
+    "litellm==1.106.2",
+    "mcp==2.3.0",
+    "instructor==1.17.0",
+    "llama-index-llms-openai-like==0.8.1",
+)
+AI_SDK = ("ai@7.0.169", "@ai-sdk/openai-compatible@3.0.90", "zod@4.6.7", "node@22.23.3")
+OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 ASK = {"role": "user", "content": "How many leaves has the oak?"}
 AGAIN = {"role": "user", "content": "And in winter?"}
 CALL = {"count_leaves": {"tree": "oak"}}
@@ -204,14 +216,26 @@ def test_all_helpers_parse_what_was_asked_for(busy):
 # What others have built upon them, in an environment of its own.
 
 
-@pytest.fixture(scope="module")
-def frameworks():
-    """Where the programs of that environment lie."""
+@contextmanager
+def environment(packages):
+    """Where the programs of an environment with these packages lie."""
     with tempfile.TemporaryDirectory() as place:
         subprocess.run([sys.executable, "-m", "venv", place], check=True)
-        install = (f"{place}/bin/python", "-m", "pip", "install", "--quiet", *FRAMEWORKS)
+        install = (f"{place}/bin/python", "-m", "pip", "install", "--quiet", *packages)
         subprocess.run(install, check=True, capture_output=True)
         yield Path(place, "bin")
+
+
+@pytest.fixture(scope="module")
+def frameworks():
+    with environment(FRAMEWORKS) as programs:
+        yield programs
+
+
+@pytest.fixture(scope="module")
+def older():
+    with environment(OLDER) as programs:
+        yield programs
 
 
 def run(frameworks, url, *command, **environ):
@@ -255,6 +279,43 @@ def test_anthropic_tools(watched, frameworks):
     said = run(frameworks, watched.url, "python", EXAMPLES / "anthropic_tools.py")
     assert said.splitlines()[0].startswith("tool_use")
     check_growth(watched, 2)
+
+
+@pytest.mark.soak
+def test_pydantic_ai(watched, frameworks):
+    check_talk(watched, run(frameworks, watched.url, "python", HERE / "talks.py", "pydantic_ai"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["litellm", "llama_index"])
+def test_agents_with_an_older_sdk(watched, older, name):
+    check_talk(watched, run(older, watched.url, "python", HERE / "talks.py", name, **OFFLINE))
+
+
+@pytest.mark.soak
+def test_the_ai_sdk(watched):
+    if shutil.which("npm") is None:
+        pytest.skip("needs `npm`")
+    with tempfile.TemporaryDirectory() as place:
+        options = ("--prefix", place, "--no-audit", "--no-fund", "--silent")
+        subprocess.run(["npm", "install", *options, *AI_SDK], check=True, capture_output=True)
+        program = shutil.copy(HERE / "ai_sdk.mjs", place)
+        programs = Path(place, "node_modules", ".bin")
+        check_talk(watched, run(programs, watched.url, "node", program))
+
+
+def check_talk(watched, said):
+    """Two answers; a call of the tool and its result in between."""
+    assert len(said.splitlines()) == 2
+    assert watched.refused == []
+    check_growth(watched, 3)
+
+
+@pytest.mark.soak
+def test_instructor(watched, older):
+    said = run(older, watched.url, "python", HERE / "talks.py", "instructor")
+    assert [line.partition("=")[0] for line in said.splitlines()] == ["deciduous", "deciduous"]
+    assert watched.refused == []
 
 
 @pytest.mark.soak

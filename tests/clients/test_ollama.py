@@ -5,18 +5,24 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import ollama
 import pytest
 
-from tests.clients.test_frameworks import AGAIN, ASK, CALL, check_growth, count_leaves
+from tests.clients.test_frameworks import (
+    AGAIN,
+    ASK,
+    CALL,
+    OFFLINE,
+    OLDER,
+    check_growth,
+    count_leaves,
+    environment,
+)
 
 HERE = Path(__file__).parent
-LITELLM = ("litellm==1.106.2", "mcp")  # which it imports where there are tools
-OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 NPM = "ollama@0.6.4"
 
 
@@ -71,13 +77,9 @@ def run(watched, *command, **environ):
 
 @pytest.mark.soak
 def test_litellm(watched):
-    with tempfile.TemporaryDirectory() as place:
-        subprocess.run([sys.executable, "-m", "venv", place], check=True)
-        install = (f"{place}/bin/python", "-m", "pip", "install", "--quiet", *LITELLM)
-        subprocess.run(install, check=True, capture_output=True)
-        said = run(
-            watched, f"{place}/bin/python", HERE / "litellm_ollama.py", HOME=place, **OFFLINE
-        )
+    with environment(OLDER) as programs:
+        python, program = programs / "python", HERE / "litellm_ollama.py"
+        said = run(watched, python, program, HOME=str(programs), **OFFLINE)
     assert {said["name"]: said["arguments"]} == CALL
     assert said["streamed"]
     assert json.loads(said["object"]).keys() <= {"deciduous"}

@@ -38,6 +38,8 @@ USED = {
     },
     "mlx_lm.models.deepseek_v41": {"LayerCache"},
     "mlx_lm.models.llama": {"Model", "ModelArgs"},
+    "mlx_lm.models.qwen2": {"Model", "ModelArgs"},
+    "mlx_lm.models.qwen3": {"Model", "ModelArgs"},
     "mlx_lm.utils": {"dequantize_model", "load_model", "load_tokenizer"},
 }
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 
 from keepwarm.cache.restore.manager import Manager
 from keepwarm.engine import chores
+from keepwarm.prefix.blocks import chain
 from keepwarm.text.request import Breakpoint, Request, Sampling
 from tests.kit.engines import ask, engine_on
 from tests.kit.runs import prompt_of
@@ -89,3 +91,27 @@ def test_a_damaged_agent_file_is_named_once_until_it_is_mended(models, tmp_path,
         assert turns(1) == []
         path.write_text("{")
         assert len(turns(2)) == 1
+
+
+def test_a_turn_is_recorded_when_its_blocks_are_on_disk(models, tmp_path, monkeypatch):
+    """A crash in between must not leave an agent without them."""
+    were_there = []
+    with engine_on(models.of("llama"), tmp_path) as engine, ExitStack() as busy:
+        saver, on_disk = engine.store.saver, engine.store.on_disk
+        advance, flush = on_disk.agents.advance, saver.flush
+
+        def flush_at_last():
+            busy.close()  # only now the writer goes on
+            flush()
+
+        def look_and_advance(agent, namespace, tokens, *args, **options):
+            keys = [ref.key for ref in chain(namespace, tokens)]
+            were_there.append(set(on_disk.disk.have(keys)) == set(keys))
+            return advance(agent, namespace, tokens, *args, **options)
+
+        monkeypatch.setattr(saver, "flush", flush_at_last)
+        monkeypatch.setattr(on_disk.agents, "advance", look_and_advance)
+        busy.enter_context(saver.restoring())
+        engine.submit(ask(prompt_of(300), 2, agent="ada")).result()
+        engine.settle()
+    assert were_there == [True]

@@ -61,6 +61,7 @@ def test_turns_with_only_what_is_new_are_those_of_the_whole_conversation(model, 
         assert second.receipt.continued in (n_known, n_known - 1)
         assert first.receipt.continued is None
         assert second.receipt.cached_tokens >= n_known - 1
+        assert engine.stats().counts.later_prompt_tokens == second.usage.prompt_tokens
     with engine_on(model, tmp_path / "one") as engine:  # after a restart
         third = go_on(engine, LAST)
         assert third.receipt.reused.get("disk", 0) > n_known
@@ -124,15 +125,15 @@ def test_who_cannot_be_continued(llama, tmp_path):
     with engine_on(llama, tmp_path) as engine:
         ask(engine, ASK, tenant="alice")
         agents(engine)
-        with pytest.raises(UnknownAgent, match="no agent 'ops' of this model"):
+        with pytest.raises(UnknownAgent, match="no agent 'ops' with this model"):
             go_on(engine, NEXT, tenant="bob")
-        with pytest.raises(UnknownAgent, match="with these KV options"):
+        with pytest.raises(UnknownAgent, match="and these KV options"):
             go_on(engine, NEXT, tenant="alice", kv=KVOptions(max_kv_size=64))
         with pytest.raises(UnknownAgent, match="no agent 'other'"):
             go_on(engine, NEXT, agent="other")
         for missing in ({"agent": None}, {"messages": None, "prompt": "text"}):
             request = replace(Request(messages=[NEXT], agent="ops", continues=True), **missing)
-            with pytest.raises(BadInput, match="needs an agent, and messages"):
+            with pytest.raises(BadInput, match="needs an agent and messages"):
                 engine.submit(request)
         assert go_on(engine, NEXT, tenant="alice").receipt.continued
 

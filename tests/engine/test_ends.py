@@ -253,6 +253,17 @@ def test_a_cache_that_has_changed_is_found_out(models, tmp_path):
         assert audited(engine, 2) == (2, 1)
 
 
+def test_a_cold_answer_is_not_audited(models, tmp_path):
+    """Nor one that was drawn by chance."""
+    with engine_on(models.of("llama"), tmp_path, audit_share=1.0) as engine:
+        for temperature in (0, 1.0):
+            engine.submit(ask(prompt_of(40), 2, temperature=temperature)).result()
+            engine.settle()
+            while engine._scheduler.jobs:
+                time.sleep(0.01)
+        assert engine.stats().counters["audits"] == 0
+
+
 class Unhurried(Engine):
     """Audits are queued and never run."""
 

@@ -13,7 +13,7 @@ from tests.kit.runs import prompt_of
 from tests.store.kit import files_under
 
 N_CHILDREN = 10
-SHORT, LONG = Sampling(max_tokens=20), Sampling(max_tokens=300)
+SHORT, LONG = Sampling(max_tokens=20, temperature=0), Sampling(max_tokens=300, temperature=0)
 
 
 @pytest.fixture(params=["llama", "qwen3_next"])

@@ -81,6 +81,13 @@ def test_one_request_after_another_is_no_reason_to_try(models, tmp_path):
     assert not (tmp_path / "padding.json").exists()
 
 
+def test_several_answers_to_one_request_are_a_reason(models, tmp_path):
+    model = models.of("llama")
+    with engine_on(model, tmp_path) as engine:
+        engine.submit(ask(PROMPTS[0], 2, n=2)).result()
+        assert tried(model)
+
+
 def test_running_answers_go_on_during_a_trial(models, tmp_path):
     """One pass of the trial a step: an answer of a few tokens ends before it."""
     model = models.of("llama")

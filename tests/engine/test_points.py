@@ -110,6 +110,54 @@ def test_before_a_place_is_known_a_sparse_point_serves(models, tmp_path, archite
     assert result.receipt.reused == {"disk": 768}
 
 
+def test_a_window_is_kept_where_prompts_part_near_no_end(models, tmp_path):
+    """S0-26: the second prompt goes on for blocks after that place, and each comes to a process
+    that has only the disk."""
+    model, first = models.of("gpt_oss"), prompt_of(520)
+    exam, receipts = Exam(models.module("gpt_oss")), []
+    others = [[*first[:270], n, *prompt_of(n_more, seed=n)] for n, n_more in ((1, 250), (2, 9))]
+    for prompt in (first, *others):
+        with engine_on(model, tmp_path) as engine:
+            result = engine.submit(ask(prompt, 4)).result()
+        exam.add(prompt, result.choices[0])
+        receipts.append(result.receipt)
+    assert receipts[1].cached_tokens < 270  # nothing was kept there
+    assert receipts[2].reused == {"disk": 270}
+    exam.check()
+
+
+def test_a_place_is_kept_though_others_part_around_it(models, tmp_path):
+    """S0-26: a window narrower than a block is in one that ends there. A longer block has it too,
+    which is found only among the nearest few."""
+    model, first = models.of("gpt_oss"), [*prompt_of(210), 120, *prompt_of(9)]
+    first[200] = 110  # in the order of tokens the others are between it and the third
+    others = [[*first[:200], 1, *prompt_of(20)]]
+    others += [[*first[:210], i, *prompt_of(20, seed=i)] for i in range(6)]
+    exam, third = Exam(models.module("gpt_oss")), [*first[:200], 100, *prompt_of(9, seed=9)]
+    with engine_on(model, tmp_path) as engine:
+        for prompt in (first, *others):
+            engine.submit(ask(prompt, 1)).result()
+        result = engine.submit(ask(third, 4)).result()
+    exam.add(third, result.choices[0])
+    assert result.receipt.cached_tokens == 200
+    exam.check()
+
+
+@pytest.mark.parametrize("architecture", ["granitemoehybrid", "nemotron_h"])
+def test_the_same_prompt_after_a_restart_is_computed_from_its_last_token(
+    models, tmp_path, architecture
+):
+    """They found 499 of 599 tokens: a state was kept before the prompt's end and not at it."""
+    model, prompt = models.of(architecture), prompt_of(600)
+    exam = Exam(models.module(architecture))
+    for reused in ({}, {"disk": len(prompt) - 1}):
+        with engine_on(model, tmp_path) as engine:
+            result = engine.submit(ask(prompt, 4)).result()
+        assert result.receipt.reused == reused
+        exam.add(prompt, result.choices[0])
+    exam.check()
+
+
 def test_a_prompt_is_known_after_a_restart_when_its_conversation_went_on(models, tmp_path):
     """Of states as large as 271 rows only some are kept; a short answer's end went for the prompt's
     (granitemoehybrid and nemotron_h computed such a prompt again)."""

@@ -1,14 +1,23 @@
 """Two machines with one cache: two engines with homes of their own, and a place they share."""
 
+import re
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
 from keepwarm.cache.policy import Policy
+from keepwarm.store.blobs.deadline import CallDeadline
+from keepwarm.store.blobs.opening import open_backend
+from keepwarm.store.remote.names import list_classes
+from keepwarm.store.remote.trial import try_backend
+from tests.contract.shared import names_in
 from tests.kit.engines import Exam, ask, engine_on, held
+from tests.kit.faulty_proxy import FaultyProxy
+from tests.kit.places import KINDS
 from tests.kit.redis_server import redis_server
 from tests.kit.runs import prompt_of
 
@@ -16,24 +25,10 @@ SOON = 60.0  # seconds
 ARCHITECTURES = ["llama", "gemma3_text", "qwen3_next", "mamba"]
 
 
-@contextmanager
-def redis(directory):
-    with redis_server(directory) as server:
-        yield server.url
-
-
-@contextmanager
-def directory(path):
-    yield path.as_uri()
-
-
-PLACES = {"redis": redis, "directory": directory}
-
-
-@pytest.fixture(params=PLACES)
-def remote(request, tmp_path_factory):
+@pytest.fixture(params=KINDS)
+def remote(request, places, tmp_path_factory):
     """The address of an empty place."""
-    with PLACES[request.param](tmp_path_factory.mktemp("shared")) as url:
+    with places[request.param](tmp_path_factory.mktemp("shared")) as url:
         yield url
 
 
@@ -43,11 +38,14 @@ def patience(monkeypatch):
     monkeypatch.setattr("keepwarm.cache.shared.opening.START_S", SOON)
     monkeypatch.setattr("keepwarm.cache.shared.sharing.CLOSE_S", SOON)
     monkeypatch.setattr("keepwarm.cache.restore.planning.ASK_S", SOON)
+    monkeypatch.setattr("keepwarm.cache.restore.planning.MAX_ASK_SHARE", SOON)
     monkeypatch.setattr("keepwarm.store.remote.tier.MIN_READ_S", SOON)
+    monkeypatch.setattr("keepwarm.cache.restore.planning.MIN_READ_S", SOON)
 
 
-def machine(model, home, remote="", **options):
-    return engine_on(model, home, environment={"KEEPWARM_REMOTE": remote}, **options)
+def machine(model, home, remote="", settings=(), **options):
+    environment = {"KEEPWARM_REMOTE": remote, **dict(settings)}
+    return engine_on(model, home, environment=environment, **options)
 
 
 def run(engine, prompt, n=4, **options):
@@ -60,10 +58,12 @@ def use(engine, *prompts, times=2):
         run(engine, prompt)
 
 
-def test_a_second_machine_computes_only_what_is_new(models, tmp_path, remote):
+@pytest.mark.parametrize("n_whole", [512, pytest.param(2048, marks=pytest.mark.soak)])
+def test_a_second_machine_computes_only_what_is_new(models, tmp_path, remote, n_whole):
     """Of prompts that end with a block, inside one, and that part inside one."""
-    whole, open_end, other = prompt_of(512), prompt_of(563, seed=2), prompt_of(700, seed=3)
-    prompts = [whole, open_end, [*other[:600], *prompt_of(20, seed=4)]]
+    whole, open_end = prompt_of(n_whole), prompt_of(n_whole + 52, seed=2)
+    other = prompt_of(n_whole + 188, seed=3)
+    prompts = [whole, open_end, [*other[: n_whole + 88], *prompt_of(20, seed=4)]]
     model, exam = models.of("llama"), Exam(models.module("llama"))
     with machine(model, tmp_path / "a", remote) as a:
         use(a, whole, open_end, other)
@@ -75,15 +75,37 @@ def test_a_second_machine_computes_only_what_is_new(models, tmp_path, remote):
     exam.check()
 
 
+@pytest.mark.parametrize("remote", ["directory"], indirect=True)
+def test_a_tier_that_seemed_too_slow_is_measured_again(models, tmp_path, remote, monkeypatch):
+    """Though nothing of the prompt is here, so that nothing at all is loaded."""
+    monkeypatch.setattr("keepwarm.store.remote.tier.REFRESH_S", 0.02)
+    model, prompt = models.of("llama"), prompt_of(600)
+    with machine(model, tmp_path / "a", remote) as a:
+        use(a, prompt)
+    with machine(model, tmp_path / "b", remote) as b:
+        (tier,) = b.lane_of().manager.tiers.shared
+        tier.speed.bytes_per_s = 1.0
+        assert run(b, prompt, policy=Policy.READ_ONLY).receipt.reused == {}
+        until = time.monotonic() + SOON
+        while tier.speed.bytes_per_s < 1e5:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
 @pytest.mark.parametrize(
-    ("architecture", "n_tokens"),
+    ("remote", "architecture", "n_tokens"),
     [
-        ("gemma3_text", 300),
-        ("mamba", 270),
-        *(pytest.param(name, 563, marks=pytest.mark.soak) for name in ARCHITECTURES),
+        ("redis", "gemma3_text", 300),
+        ("redis", "mamba", 270),
+        *(long(kind, name, 563) for kind in KINDS for name in ARCHITECTURES),
+        *(long(kind, name, 2100) for kind in KINDS for name in ("gemma3_text", "mamba")),
     ],
+    indirect=["remote"],
 )
-@pytest.mark.parametrize("remote", ["redis"], indirect=True)
 def test_it_computes_no_more_than_the_first_would(models, tmp_path, remote, architecture, n_tokens):
     """Windows and states: the same as from the first machine's disk."""
     prompts = [prompt_of(n_tokens), [*prompt_of(n_tokens - 30), *prompt_of(20, seed=4)]]
@@ -101,19 +123,30 @@ def test_it_computes_no_more_than_the_first_would(models, tmp_path, remote, arch
     assert results[0].receipt.reused == {"shared": n_tokens - 1}
 
 
-def test_a_flipped_byte_is_a_miss(models, tmp_path):
-    prompt, place = prompt_of(600), tmp_path / "shared"
-    place.mkdir()
-    model, exam = models.of("llama"), Exam(models.module("llama"))
-    with machine(model, tmp_path / "a", place.as_uri()) as a:
-        use(a, prompt)
-    records = [path for path in place.rglob("*.d") if path.is_file()]
-    assert len(records) == 3
-    for path in records:
-        data = bytearray(path.read_bytes())
-        data[-5] ^= 1
-        path.write_bytes(data)
-    with machine(model, tmp_path / "b", place.as_uri()) as b:
+@pytest.mark.parametrize(
+    ("remote", "architecture"),
+    [
+        ("directory", "llama"),
+        *(long(kind, name) for kind in KINDS for name in ("llama", "gemma3_text", "mamba")),
+    ],
+    indirect=["remote"],
+)
+def test_a_flipped_byte_is_a_miss(models, tmp_path, remote, architecture):
+    """In every record: of rows, of windows, of states."""
+    prompt = prompt_of(600)
+    model, exam = models.of(architecture), Exam(models.module(architecture))
+    with machine(model, tmp_path / "a", remote) as a:
+        use(a, prompt, times=3)
+    with closing(open_backend(remote)) as place:
+        names = [
+            name for numerics in list_classes(place, SOON) for name in names_in(place, numerics)
+        ]
+        assert len(names) >= 3
+        for name in names:
+            data = bytearray(place.read(name, lambda n: memoryview(bytearray(n)), SOON))
+            data[-5] ^= 1
+            assert place.put(name, [data], SOON, replace=True)
+    with machine(model, tmp_path / "b", remote) as b:
         result = run(b, prompt)
         exam.add(prompt, result.choices[0])
         assert result.receipt.reused == {}
@@ -148,6 +181,7 @@ def test_only_the_callers_and_readers_call_a_shared_place(models, tmp_path, monk
     assert "keepwarm-engine" not in callers
 
 
+@pytest.mark.parametrize("remote", ["directory"], indirect=True)
 def test_what_was_used_once_or_is_not_for_the_disk_stays_here(models, tmp_path, remote):
     model, prompt = models.of("llama"), prompt_of(600)
     with machine(model, tmp_path / "a", remote) as a:
@@ -157,6 +191,24 @@ def test_what_was_used_once_or_is_not_for_the_disk_stays_here(models, tmp_path, 
     with machine(model, tmp_path / "b", remote) as b:
         for tokens in (prompt, prompt_of(600, seed=7)):
             assert run(b, tokens).receipt.reused == {}
+
+
+@pytest.mark.parametrize("remote", ["redis"], indirect=True)
+def test_a_receipt_says_what_another_machine_would_restore(models, tmp_path, remote):
+    """As far as is known when the answer ends: it waits for nothing, not even if it is durable."""
+    model, prompt = models.of("llama"), prompt_of(600)
+    longer = [*prompt, *prompt_of(200, seed=2)]
+    with machine(model, tmp_path / "a", remote) as a:
+        assert run(a, prompt, policy=Policy.DURABLE).receipt.shared == 0, "its first use"
+        _until_shared(a, prompt[:-1])
+        assert run(a, longer).receipt.shared == 600, "the rest was used once"
+        *_, last = a.requests()
+        assert last.receipt.shared == 600
+    with machine(model, tmp_path / "b", remote) as b:
+        receipt = run(b, prompt).receipt
+        assert (receipt.reused, receipt.shared) == ({"shared": 599}, 599)
+    with machine(model, tmp_path / "b") as b:
+        assert run(b, prompt).receipt.shared is None, "nothing is shared"
 
 
 def test_what_was_fetched_is_kept_here(models, tmp_path):
@@ -177,7 +229,7 @@ def test_what_was_fetched_is_kept_here(models, tmp_path):
 
 def test_requests_at_the_same_time_fetch_every_record_once(models, tmp_path):
     prefix = prompt_of(512)
-    prompts = [[*prefix, *prompt_of(20 + n, seed=n)] for n in range(4)]
+    prompts = [[*prefix, *prompt_of(20 + n, seed=n)] for n in range(10)]
     model, exam = models.of("llama"), Exam(models.module("llama"))
     with redis_server(tmp_path) as server:
         with machine(model, tmp_path / "a", server.url) as a:
@@ -219,6 +271,7 @@ def test_a_place_that_hangs_or_is_gone_changes_no_answer(models, tmp_path, monke
     exam.check()
 
 
+@pytest.mark.parametrize("remote", ["directory"], indirect=True)
 def test_a_pinned_agent_is_shared_at_once(models, tmp_path, remote):
     model, prompt = models.of("llama"), prompt_of(300)
     with machine(model, tmp_path / "a", remote) as a:
@@ -229,3 +282,148 @@ def test_a_pinned_agent_is_shared_at_once(models, tmp_path, remote):
         a.settle()
     with machine(model, tmp_path / "b", remote) as b:
         assert run(b, prompt).receipt.reused == {"shared": 299}
+
+
+class JumpingClock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize(
+    "remote",
+    ["directory", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("redis", "s3"))],
+    indirect=True,
+)
+def test_a_load_that_falls_behind_is_left_and_what_has_arrived_is_kept(
+    models, tmp_path, remote, monkeypatch
+):
+    """Here when one block has arrived; the rest is computed, and nobody is asked for it."""
+    model, exam, prompt = models.of("llama"), Exam(models.module("llama")), prompt_of(800)
+    with machine(model, tmp_path / "a", remote) as a:
+        use(a, prompt)
+    clock, names = JumpingClock(), []
+    monkeypatch.setattr(
+        "keepwarm.cache.restore.planning.Plan.deadline", lambda plan: CallDeadline(1.0, clock)
+    )
+    with machine(model, tmp_path / "b", remote) as b:
+        (tier,) = b.lane_of().manager.tiers.shared
+        b.lane_of().manager.reader._pool = ThreadPoolExecutor(1)  # one after the other
+        read = tier.backend.read
+
+        def read_one(name, *args, **options):
+            if "n_bytes" not in options:  # else a question reads a header
+                names.append(name)
+                clock.now += 2.0
+            return read(name, *args, **options)
+
+        monkeypatch.setattr(tier.backend, "read", read_one)
+        result = run(b, prompt)
+        assert result.receipt.reused == {"memory": 256}
+        assert len(names) == 1
+        assert not tier.breaker.is_open
+        exam.add(prompt, result.choices[0])
+    exam.check()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("remote", ["redis", "s3"], indirect=True)
+def test_what_arrived_before_a_line_became_slow_is_kept(models, tmp_path, remote, monkeypatch):
+    """The first block, and then a byte a second."""
+    model, exam, prompt = models.of("llama"), Exam(models.module("llama")), prompt_of(800)
+    with machine(model, tmp_path / "a", remote) as a:
+        use(a, prompt)
+    proxy = FaultyProxy(int(re.findall(r":(\d+)", remote)[-1]))
+    address = re.sub(r":\d+(?!.*:\d)", f":{proxy.port}", remote)
+    ended = threading.Event()
+    try:
+        with machine(model, tmp_path / "b", address) as b:
+            manager = b.lane_of().manager
+            manager.reader._pool = ThreadPoolExecutor(1)  # one after the other
+            manager.ask(prompt, Policy.READ_WRITE)
+            left = [manager.plan(prompt).point.n_bytes * 256 * 3 // 2 // 800]
+
+            def slow(data, send):
+                n_fast = min(len(data), left[0])
+                left[0] -= n_fast
+                send(data[:n_fast])
+                for byte in data[n_fast:]:
+                    if ended.wait(1.0):
+                        return
+                    send(bytes([byte]))
+
+            proxy.on_value = slow
+            monkeypatch.setattr("keepwarm.cache.restore.planning.MIN_READ_S", 3.0)
+            result = run(b, prompt)
+            assert result.receipt.reused == {"memory": 256}
+            assert not b.lane_of().manager.tiers.shared[0].breaker.is_open
+            exam.add(prompt, result.choices[0])
+    finally:
+        ended.set()
+        proxy.close()
+    exam.check()
+
+
+@pytest.mark.parametrize("remote", ["redis"], indirect=True)
+def test_other_numbers_are_used_only_where_that_is_wanted_and_said(
+    models, tmp_path, remote, monkeypatch
+):
+    model, prompt, more = models.of("llama"), prompt_of(300), prompt_of(250, seed=2)
+
+    def of_class(name):
+        monkeypatch.setattr("keepwarm.cache.shared.opening.numerics_class", lambda: name)
+
+    anything = {"KEEPWARM_SHARE_NUMERICS": "any"}
+    of_class("cuda-mlx-0.1")
+    with machine(model, tmp_path / "a", remote) as a:
+        use(a, prompt)
+    of_class("metal-mlx-0.1")
+    with machine(model, tmp_path / "b", remote, settings=anything) as b:
+        result = run(b, prompt)
+        assert result.receipt.reused == {"shared": 299}
+        assert result.receipt.inexact == ("numerics",)
+        use(b, [*prompt, *more])
+    with machine(model, tmp_path / "b") as b:  # its store stays so
+        assert run(b, prompt).receipt.inexact == ("numerics",)
+    with machine(model, tmp_path / "c", remote) as c:
+        result = run(c, [*prompt, *more])
+        assert result.receipt.reused == {}, "it was computed elsewhere, or on top of that"
+        assert result.receipt.exact
+    with machine(model, tmp_path / "d", remote, settings=anything) as d:
+        assert run(d, [*prompt, *more]).receipt.reused == {"shared": 549}
+
+
+@pytest.mark.parametrize("remote", ["redis"], indirect=True)
+def test_a_forgotten_agent_is_gone_from_what_machines_share(models, tmp_path, remote):
+    model, prompt, other = models.of("llama"), prompt_of(600), prompt_of(500, seed=3)
+    with machine(model, tmp_path / "a", remote) as a:
+        for _ in range(2):
+            run(a, prompt, agent="coder")
+            run(a, other, agent="other")
+        a.settle()
+        _until_shared(a, prompt, other)
+        a.forget("coder")
+        assert a.store.unreached() == []
+    with machine(model, tmp_path / "b", remote) as b:
+        assert run(b, prompt).receipt.reused == {}
+        assert run(b, other).receipt.reused == {"shared": 499}
+
+
+def _until_shared(engine, *prompts):
+    for prompt in prompts:
+        tried = engine.lane_of().manager.share(prompt)
+        tried.result(SOON)
+
+
+def test_a_start_waits_for_the_first_trial(models, tmp_path, monkeypatch):
+    """So that the first request finds what is shared."""
+
+    def slowly(*args):
+        time.sleep(0.2)
+        try_backend(*args)
+
+    monkeypatch.setattr("keepwarm.store.remote.tier.try_backend", slowly)
+    with machine(models.of("llama"), tmp_path, tmp_path.as_uri()) as engine:
+        (tier,) = engine.lane_of().manager.tiers.shared
+        assert not tier.breaker.is_open

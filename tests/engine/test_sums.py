@@ -19,6 +19,7 @@ FIRST = Receipt(
     miss=Miss(4, 0, "new"),
     repeated_calls=("a",),
     durable=True,
+    shared=4,
     continued=3,
     scored=7,
 )
@@ -36,6 +37,7 @@ SECOND = Receipt(
     miss=Miss(11, 1, "diverged"),
     repeated_calls=("b",),
     durable=False,
+    shared=5,
 )
 
 
@@ -54,6 +56,7 @@ def test_a_sum_keeps_every_field_of_its_receipts():
         miss=SECOND.miss,
         repeated_calls=("a", "b"),
         durable=False,
+        shared=9,
         continued=3,
         scored=7,
     )

@@ -10,7 +10,7 @@ import pytest
 
 from keepwarm.cache.store import Budgets
 from keepwarm.engine.engine import Engine
-from keepwarm.engine.start.warm import Warmer
+from keepwarm.engine.start.warm import WarmedConversation, Warmer
 from keepwarm.text.request import Breakpoint, KVOptions, Request, Sampling
 from tests.kit.engines import Models, ask, engine_on, memory, tokens_of
 from tests.kit.runs import prompt_of
@@ -245,3 +245,29 @@ def test_agents_with_other_options_than_the_engines_are_warmed(models, tmp_path,
         assert sorted(names_of(warmer)) == ["plain", "small"]
         again = engine.submit(ask([*prompt, *tokens_of(answer), 5], 2, kv=kv)).result().receipt
         assert again.reused == {"live": N_PROMPT + len(answer.tokens)}
+
+
+class Gated(Warmer):
+    """Is in the middle of a conversation until it may go on."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def run(self) -> list[WarmedConversation]:
+        self.begun.set()
+        self.go_on.wait()
+        return []
+
+
+def test_closing_waits_for_the_conversation_that_is_loaded(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        warmer = Gated(engine)
+        warmer.run_in_background()
+        warmer.begun.wait()
+        closing = threading.Thread(target=warmer.close)
+        closing.start()
+        closing.join(0.3)
+        assert closing.is_alive()
+        warmer.go_on.set()
+        closing.join()

@@ -27,7 +27,7 @@ from tests.kit.engines import FixedRates, memory
 DATA = Path(__file__).parents[1] / "data" / "golden"
 ARCHITECTURES = ("llama", "gemma3_text", "qwen3_next")
 # Fields of receipts that are younger than the golden files.
-NEWER = ("continued", "reordered", "repeated_calls", "unread", "scored", "ignored_fields")
+NEWER = ("continued", "reordered", "repeated_calls", "unread", "scored", "ignored_fields", "shared")
 SECRET = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8="  # bytes 0 to 31
 AGENT = "golden"
 N_ANSWER = 12

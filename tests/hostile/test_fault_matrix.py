@@ -592,78 +592,76 @@ def test_every_promised_fault_is_tested():
 
 INTRO = f"""# Reliability
 
-What a request gets when the store is damaged or its disk fails. Every cell is a test
+What happens to a request when the store is damaged or the disk fails. Every cell is a test
 (`tests/hostile/test_fault_matrix.py`, which also writes this page): a prompt of {len(PROMPT)}
 tokens is stored, its second block or the whole tier is damaged, and the prompt is sent again. In
-every case the answer equals that of a cold run, a prompt whose records are intact is restored in
-full (unless the fault affects all records), new prompts are served, and after the fault {ALL} of
+every case the answer equals that of a cold run, prompts with intact records are restored in full
+(unless the fault affects all records), new prompts are served, and after the fault {ALL} of
 {len(PROMPT)} tokens are restored again.
 
-A quarantined record is moved to `quarantine/` with the reason beside it, and is counted. The
-column *disk* also holds for an [encrypted](security.md) store, with fewer reasons: changed bytes
-do not decrypt.
+A quarantined record is moved to `quarantine/` with the reason beside it, and counted. The column
+*disk* also holds for an [encrypted](security.md) store, with fewer reasons: changed bytes do not
+decrypt.
 
 | fault | {" | ".join(COLUMNS)} |
 |---|{"---|" * len(COLUMNS)}
 """
 OUTRO = """
-A running process keeps serving on a full or read-only disk; a new process does not start there.
-If nothing can be written there are no locks among processes, and an interrupted deletion cannot be
-finished. The start ends with one sentence (exit code 2) that says why and what to do: free some
-space, or name another directory as `KEEPWARM_STORE`. The store is not changed, and the next start
-that can write finds all of it.
+On a full or read-only disk a running process keeps serving. A new one does not start: without
+writing there are no locks between processes, and an interrupted deletion cannot be finished. It
+exits with code 2 and one sentence: free some space, or set `KEEPWARM_STORE` to another directory.
+The store is unchanged.
 
-An import is all or nothing: its records become findable after the last one is verified. A client
-that leaves, a full disk or a used-up write budget in the middle leaves nothing behind, and after a
+An import is all or nothing: its records become findable after the last one is verified. If the
+client disconnects, the disk fills up or the write budget runs out, nothing is left behind; after a
 kill the next start deletes what was staged ([tests](../tests/hostile/test_transfers.py)). A kill in
-the few milliseconds in which the verified records are named may leave some of them without an
-agent; they are evicted like all that is not used.
+the few milliseconds in which verified records are renamed may leave some without an agent; they
+are evicted like any unused block.
 
 ## Power cuts
 
-A block, an agent, a pin or a deletion that was acknowledged survives a power cut, whatever the disk
-had not written yet ([tests](../tests/store/disk/test_power_loss.py)). The test records the system
-calls of a real store, those of SQLite too, builds from them what a disk may hold after a cut (of
-what was not synced nothing, some of it in pieces of 4096 bytes, or all; a rename as a whole), and
-opens it. It fails without any one of the syncs. It takes a disk that does what a sync says.
+A block, agent, pin or deletion that was acknowledged survives a power cut
+([tests](../tests/store/disk/test_power_loss.py)), provided that the disk honours a sync. The test
+records the system calls of a real store, SQLite's included, builds every state that a disk may hold
+after a cut (unsynced writes missing, partly there in pieces of 4096 bytes, or complete; renames
+atomic), and opens each. Removing any one sync makes it fail.
 
 | what | Linux | macOS |
 |---|---|---|
-| records and agents in the background | `fsync` of file and directory | a barrier (`F_BARRIERFSYNC`): nothing later survives without it; the last seconds may be lost |
+| records and agents in the background | `fsync` of file and directory | a barrier (`F_BARRIERFSYNC`): order is kept, the last seconds may be lost |
 | a `durable` answer, `Store.flush`, closing | the same | one full flush (`F_FULLFSYNC`) at the end |
 | a deleted agent | the same | one full flush at the end |
 | deletions and pins in the index | `synchronous = FULL` | the same with `fullfsync` |
-| other changes of the index | at its checkpoints; what is lost is found again from the files | the same with `checkpoint_fullfsync` |
+| other index changes | at checkpoints; lost ones are found again from the files | the same with `checkpoint_fullfsync` |
 
-`rates.json`, `history.json`, `digests.json`, `counts.json` and `wear.json` are replaced as a whole but not synced:
-a lost one is made again. macOS is tested by the calls that it would get.
+`rates.json`, `history.json`, `digests.json`, `counts.json` and `wear.json` are replaced atomically
+but not synced; a lost one is rebuilt. On macOS only the sequence of calls is tested.
 
 ## Other processes
 
-Several processes may use one store. One that is stopped (`SIGSTOP`, a debugger, a frozen
-container) while it holds a lock of the store costs the others no answer
+Several processes may use one store. One that is stopped (`SIGSTOP`, a debugger, a frozen container)
+while it holds a lock costs the others no answer
 ([tests](../tests/hostile/test_stopped_process.py)):
 
 | who | waits for a stopped process |
 |---|---|
-| a request | not at all: look-ups use a connection of their own, which waits neither for writers of other processes nor for a thread that waits for one. A bad record is a miss at once, and is quarantined before the next save. Only if the other was stopped in the moment in which it opened or closed the index, a look-up waits 0.1 s and is a miss |
-| the writer thread | 5 s once, then not until the lock is free again; the saves are skipped and counted as failed, and a later request with the same prompt saves its blocks |
-| a `durable` request | as long as the writer, then its receipt says `durable: false` |
-| a deletion, a pin, a start of another process | 5 s, then one sentence says so |
+| a request | not at all: lookups use their own connection. A bad record is a miss at once and is quarantined before the next save. If the other process stopped while opening or closing the index, a lookup waits 0.1 s and is a miss |
+| the writer thread | 5 s once, then not until the lock is free; saves are skipped and counted as failed, and a later request with the same prompt saves its blocks |
+| a `durable` request | as long as the writer thread; its receipt then has `durable: false` |
+| a deletion, a pin, another process starting | 5 s, then it fails with one sentence |
 
 ## The clock
 
-The clock of the system may jump ([tests](../tests/hostile/test_clock.py)). Waits, rates and limits
-go by the monotonic clock. What must outlast a process goes by the system's clock, and follows it
-back:
+The system clock may jump ([tests](../tests/hostile/test_clock.py)). Waits, rates and limits use the
+monotonic clock. What must outlast a process uses the system clock:
 
-| what | the clock was ahead, and is corrected | the clock jumps ahead |
+| what | the clock was ahead and is corrected | the clock jumps ahead |
 |---|---|---|
-| order of eviction | uses in the future count as now, from the next eviction or start on | new blocks displace old ones |
-| pins with a TTL | they keep the time that was left | they end early |
+| eviction order | future uses count as now, from the next eviction or start | new blocks displace old ones |
+| pins with a TTL | keep the time they had left | end early |
 | retention of agents | begins at the correction | a server deletes an agent only if it is still expired ten minutes later; `keepwarm cache gc` deletes it at once |
-| write budget, history | days and minutes in the future are dropped | a new day begins |
-| unfinished files | one that is being written is locked, and is no leftover | the same |
+| write budget, history | future days and minutes are dropped | a new day begins |
+| unfinished files | locked while written, so never taken for leftovers | the same |
 """  # noqa: E501
 
 

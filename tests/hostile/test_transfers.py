@@ -8,7 +8,7 @@ import sqlite3
 import sys
 import time
 from base64 import b64encode
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -102,7 +102,7 @@ def staged(home):
 
 def reserved_bytes(home):
     """What the index counts as about to be written."""
-    with sqlite3.connect(f"file:{home}/store/index.sqlite?mode=ro", uri=True) as db:
+    with closing(sqlite3.connect(f"file:{home}/store/index.sqlite?mode=ro", uri=True)) as db:
         return db.execute("SELECT coalesce(sum(n_bytes), 0) FROM writes").fetchone()[0]
 
 

@@ -57,6 +57,10 @@ imported from `keepwarm` itself. All other modules are internal and change witho
 """
 
 
+# Fields that another page has in a table.
+ELSEWHERE = {"Settings": "Its fields: [settings](tuning.md#settings)."}
+
+
 def api_page() -> str:
     return INTRO + "\n".join(_section(title, names) for title, names in GROUPS.items())
 
@@ -71,7 +75,7 @@ def _entry(name: str) -> str:
         return f"### `{name}`\n\n{_alias(value)}\n"
     parts = [_signature(name, value), _text(value)]
     if inspect.isclass(value):
-        parts += [_values(value), _fields(value), _members(value)]
+        parts += [_values(value), ELSEWHERE.get(name) or _fields(value), _members(value)]
     return f"### `{name}`\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 

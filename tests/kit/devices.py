@@ -35,6 +35,7 @@ from keepwarm.models.load import Model
 from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.prefix.fingerprint import Identity
 from keepwarm.prefix.recent import RecentPrompts
+from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.text.prepare import Preparer
 from keepwarm.text.request import Delta, KVOptions, Outcome, Request, Sampling
 from tests.kit.models import VOCABULARY
@@ -156,8 +157,9 @@ class ChargedReader:
         prepare: Callable[[], Use],
         in_background: bool = False,
         meanwhile: Callable[[], object] = lambda: None,
+        deadline: CallDeadline | None = None,
     ) -> PendingReads:
-        pending = self._reader.start(reads, prepare, False, meanwhile)
+        pending = self._reader.start(reads, prepare, False, meanwhile, deadline)
         pending.outcome()
         seconds = len(reads) * BLOCK_TOKENS / self._device.load_tokens_per_s
         if not in_background:

@@ -1,6 +1,7 @@
 """Pages generated from code and results: the public API, the command line's help, the table of
-settings, the results of `keepwarm bench`, the README's figure and table of them, and the pages of
-the zoo, of the conversations and of coding agents.
+settings, models by memory, the results of `keepwarm bench`, the README's figure and table of them,
+and the pages of the zoo, of the conversations, of coding agents and of
+other projects' tests.
 
 `python -m tests.kit.generated` writes them; tests compare them with the code.
 """
@@ -25,7 +26,11 @@ from keepwarm.bench.report.results import Results
 from keepwarm.bench.summary import summary
 from keepwarm.cli import main
 from keepwarm.config import Settings
+from keepwarm.models.choices import LEAST_TOKENS, ModelChoice, all_choices
+from keepwarm.units import format_bytes
 from tests.clients.coders import page as coders
+from tests.clients.foreign.page import RESULTS as FOREIGN
+from tests.clients.foreign.page import page as foreign_page
 from tests.hostile.conversations.page import page as conversations_page
 from tests.kit import figure
 from tests.kit.api_page import api_page
@@ -35,6 +40,7 @@ DOCS = ROOT / "docs"
 API = DOCS / "api.md"
 COMMAND_LINE = DOCS / "cli.md"
 TUNING = DOCS / "tuning.md"
+MODELS = DOCS / "models.md"
 README = ROOT / "README.md"
 BASELINE = DOCS / "results" / "baseline.json"
 RESULTS = DOCS / "results" / "bench.md"
@@ -44,8 +50,10 @@ ARCHITECTURES = DOCS / "architectures.md"
 CONVERSATIONS = DOCS / "results" / "conversations"
 CODERS = DOCS / "results" / "coders"
 CLIENTS = DOCS / "clients.md"
-SESSIONS = DOCS / "results" / "sessions.json"
+JOURNEYS, SESSIONS = (DOCS / "results" / f"{name}.json" for name in ("journeys", "sessions"))
 BETWEEN = re.compile(r"(?<=<!-- settings, from the code -->\n).*?(?=<!-- end -->)", re.DOTALL)
+CHOICES = re.compile(r"(?<=<!-- models by memory -->\n).*?(?=<!-- end -->)", re.DOTALL)
+SIZES = (8, 16, 24, 32, 48, 64, 96, 128)  # GiB of memory that machines have
 
 HELP_INTRO = """\
 # The command line
@@ -61,11 +69,11 @@ in bytes. `keepwarm --install-completion` sets up completion for your shell: bas
 
 # For settings without a comment in the code.
 PLAIN = {
-    "home": "agents, blocks and what is learned of this machine; only as `KEEPWARM_HOME`, which "
+    "home": "agents, blocks and measurements of this machine; only as `KEEPWARM_HOME`, which "
     "then holds everything ([folders](install.md#folders))",
     "model": "the default model ([names](models.md#names))",
     "max_tokens": "token limit of an answer of `run` and `chat`",
-    "sampling": "defaults of requests: `model` takes its `generation_config.json`, `greedy` the "
+    "sampling": "default sampling: `model` uses its `generation_config.json`, `greedy` the "
     "likeliest token ([sampling](sampling.md))",
     "temperature": "for requests that name none; 0 is greedy; unset, `sampling` decides",
     "port": "0 picks a free port",
@@ -132,6 +140,22 @@ def tuning(page: str) -> str:
     return BETWEEN.sub(lambda _: settings_table(), page)
 
 
+def models(page: str) -> str:
+    """The page with the generated table of models by memory."""
+    rows = "".join(map(_choice, all_choices()))
+    head = "| memory | model | weights | KV of 16k tokens | context | licence | sources |\n"
+    return CHOICES.sub(lambda _: f"{head}|---|---|---|---|---|---|---|\n{rows}", page)
+
+
+def _choice(choice: ModelChoice) -> str:
+    size = next(size for size in SIZES if choice.fits(size * GIB))
+    weights, keys = choice.weights_bytes, choice.n_bytes(LEAST_TOKENS) - choice.weights_bytes
+    links = ", ".join(f"[{i}]({url})" for i, url in enumerate(choice.sources, 1))
+    cells = [f"{size} GB", f"`{choice.id}`" + ("" if choice.is_loaded else r"\*")]
+    cells += [format_bytes(weights), format_bytes(keys), f"{choice.n_context:,}", choice.licence]
+    return f"| {' | '.join([*cells, f'{links}; {choice.read}'])} |\n"
+
+
 def measured_table(results: Results) -> str:
     """The measured rows, and the conditions."""
     _, table = summary(results).markdown().split("\n\n")
@@ -158,6 +182,7 @@ if __name__ == "__main__":
     API.write_text(api_page())
     COMMAND_LINE.write_text(command_line())
     TUNING.write_text(tuning(TUNING.read_text()))
+    MODELS.write_text(models(MODELS.read_text()))
     RESULTS.write_text(tables.markdown(Results.read(BASELINE)))
     README.write_text(readme(README.read_text()))
     FIGURE.write_text(figure.svg(Results.read(BASELINE)))
@@ -166,5 +191,6 @@ if __name__ == "__main__":
     CONVERSATIONS.with_suffix(".md").write_text(conversations_page(said))
     asked = json.loads(CODERS.with_suffix(".json").read_text())
     CODERS.with_suffix(".md").write_text(coders.page(asked))
-    begun = json.loads(SESSIONS.read_text())
-    CLIENTS.write_text(coders.clients(CLIENTS.read_text(), asked, begun))
+    FOREIGN.with_suffix(".md").write_text(foreign_page(json.loads(FOREIGN.read_text())))
+    journeys, begun = (json.loads(path.read_text()) for path in (JOURNEYS, SESSIONS))
+    CLIENTS.write_text(coders.clients(CLIENTS.read_text(), journeys, begun))

@@ -85,6 +85,19 @@ def test_more_are_prepared_while_none_are_taken(pool, monkeypatch):
     assert pool.free_bytes == slabs.MAX_READY * size
 
 
+def test_many_are_prepared_at_once(pool, monkeypatch):
+    """Each time waits for work on the device, which may be long."""
+    batches, make = [], slabs._make
+    monkeypatch.setattr(
+        slabs, "_make", lambda size, n_slabs: batches.append(n_slabs) or make(size, n_slabs)
+    )
+    size = slabs._rounded(N_BYTES)
+    monkeypatch.setattr(slabs, "AT_ONCE_BYTES", 12 * size)
+    pool.expect([N_BYTES])
+    wait_until(lambda: pool.free_bytes == slabs.MAX_READY * size)
+    assert sorted(batches) == [slabs.MAX_READY - 24, 12, 12]
+
+
 def test_only_a_few_are_prepared_beside_the_taking(pool, monkeypatch):
     monkeypatch.setattr(slabs, "QUIET_S", 1000.0)
     size = slabs._rounded(N_BYTES)

@@ -73,6 +73,18 @@ def test_threads_add_beside_each_other(staging):
         assert not np.asarray(target.array)[:, :, 64 * 16 :].any()
 
 
+def test_what_was_added_after_a_wait_is_all_that_is_copied(staging):
+    """A restore that was abandoned leaves nothing behind: its slabs go back to the pool."""
+    target = target_of(40, staging)
+    add(staging, (target, 0, rows_of(10, 1)))
+    staging.wait()
+    assert staging.is_empty
+    add(staging, (target, 20, rows_of(10, 2)))
+    copy_all(staging)
+    assert not np.asarray(target.array)[:, :, :20].any()
+    assert np.array_equal(np.asarray(target.array)[:, :, 20:30], rows_of(10, 2).words)
+
+
 def test_rows_of_different_lengths_and_places(staging):
     """Nothing is merged that does not belong together."""
     one, other = target_of(400, staging), target_of(400, staging)

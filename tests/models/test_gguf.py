@@ -219,7 +219,7 @@ def test_huge_counts_are_refused_at_once(tmp_path, header):
         (struct.pack("<IQQQ1s", 3, 0, 1, 1, b"\xff"), BadModelFile, "UTF-8"),
         (struct.pack("<IQQQ1sI", 3, 1, 0, 1, b"t", 0), BadModelFile, "0 dimensions"),
         (struct.pack("<IQQQ1sI", 3, 1, 0, 1, b"t", 9), BadModelFile, "9 dimensions"),
-        (struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 256, 12, 0), UnsupportedModel, "Q4_K"),
+        (struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 256, 39, 0), UnsupportedModel, "MXFP4"),
         (struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 33, 2, 0), BadModelFile, "(33,)"),
     ],
 )
@@ -232,7 +232,10 @@ def test_broken_header_is_refused(tmp_path, header, error, word):
 @pytest.mark.parametrize(
     ("change", "error", "word"),
     [
-        ({"general.architecture": "qwen2"}, UnsupportedModel, "qwen2"),
+        ({"general.architecture": "gemma3"}, UnsupportedModel, "gemma3"),
+        ({"llama.attention.sliding_window": U32(4096)}, UnsupportedModel, "window"),
+        ({"llama.attention.value_length": U32(8)}, UnsupportedModel, "values"),
+        ({"split.count": U32(3)}, UnsupportedModel, "llama-gguf-split"),
         ({"llama.expert_count": U32(8)}, UnsupportedModel, "experts"),
         ({"llama.rope.scaling.type": "yarn"}, UnsupportedModel, "RoPE"),
         ({"llama.rope.dimension_count": U32(8)}, UnsupportedModel, "RoPE"),
@@ -241,7 +244,7 @@ def test_broken_header_is_refused(tmp_path, header, error, word):
         ({"llama.embedding_length": "big"}, BadModelFile, "embedding_length"),
         ({"llama.attention.head_count_kv": [2, 2]}, BadModelFile, "head_count_kv"),
         ({"general.alignment": U32(0)}, BadModelFile, "alignment"),
-        ({"tokenizer.ggml.pre": "qwen2"}, UnsupportedModel, "qwen2"),
+        ({"tokenizer.ggml.pre": "tekken"}, UnsupportedModel, "tekken"),
         ({"tokenizer.ggml.model": "llama"}, UnsupportedModel, "llama"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, BadModelFile, "differ in length"),
         ({"tokenizer.ggml.tokens": ["a"] * 999}, BadModelFile, "more tokens"),

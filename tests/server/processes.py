@@ -35,6 +35,7 @@ class Served:
 
 PROGRAM = ("-m", "keepwarm", "serve", "--port", "0", "--model")
 SMALL = ("-m", "tests.server.processes")
+PATIENT = ("-m", "tests.server.patient")  # with deadlines that a busy machine keeps too
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def server(checkpoint, home):
 
 
 def say(server, text=LONG, **headers):
-    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0}
     answer = httpx.post(
         f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=300
     )

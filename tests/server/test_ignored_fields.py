@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+import ollama._types as ollama
 import pytest
 from anthropic.types import message_create_params as messages
 from anthropic.types.beta import message_create_params as beta_messages
@@ -18,6 +19,13 @@ from typing_extensions import is_typeddict
 
 from keepwarm.server.anthropic.shapes import MessagesRequest
 from keepwarm.server.http.body import MAX_IGNORED, UNHEEDED, ignored_fields
+from keepwarm.server.ollama.shapes import (
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaPullRequest,
+    OllamaShowRequest,
+)
 from keepwarm.server.openai.embeddings import EmbeddingRequest
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest
 from keepwarm.server.responses.shapes import ResponsesRequest
@@ -27,6 +35,7 @@ SAID = [{"role": "user", "content": "How many leaves has the oak?"}]
 CHAT = {"messages": SAID, "max_tokens": 1}
 TEXT = {"prompt": "The oak", "max_tokens": 1}
 RESPONSE = {"input": SAID, "max_output_tokens": 1, "store": False}
+NAMED = {"model": "tiny", "options": {"num_predict": 1}}
 SCHEMAS = {
     "/v1/chat/completions": (ChatRequest, CHAT, chat.CompletionCreateParamsBase),
     "/v1/completions": (CompletionRequest, TEXT, completions.CompletionCreateParamsBase),
@@ -34,9 +43,13 @@ SCHEMAS = {
     "/v1/responses": (ResponsesRequest, RESPONSE, responses.ResponseCreateParamsBase),
     "/v1/messages": (MessagesRequest, CHAT, messages.MessageCreateParamsBase),
     "/v1/messages?beta=true": (MessagesRequest, CHAT, beta_messages.MessageCreateParamsBase),
+    "/api/chat": (OllamaChatRequest, {**NAMED, "messages": SAID}, ollama.ChatRequest),
+    "/api/generate": (OllamaGenerateRequest, {**NAMED, "prompt": "Oak"}, ollama.GenerateRequest),
+    "/api/embed": (OllamaEmbedRequest, {"model": "tiny", "input": "Oak"}, ollama.EmbedRequest),
 }
 # Objects in a request that hold options, with values that make them valid.
 OPTIONS = {
+    ("options",): {},
     ("text",): {},
     ("text", "format"): {"type": "text"},
     ("reasoning",): {},
@@ -57,13 +70,13 @@ HELD = {"JsonSchema.strict", "TextFormat.strict", "ContentBlock.signature"}
 every_api = pytest.mark.parametrize("path", SCHEMAS)
 
 
-def typed_dicts(annotation: Any) -> Iterator[Any]:
-    """The objects among what a field may be."""
-    if is_typeddict(annotation):
+def objects(annotation: Any) -> Iterator[Any]:
+    """The objects among what a field may be: typed dictionaries, of Ollama's client models."""
+    if is_typeddict(annotation) or hasattr(annotation, "model_fields"):
         yield annotation
     elif get_origin(annotation) not in (list, dict):
         for inner in get_args(annotation):
-            yield from typed_dicts(inner)
+            yield from objects(inner)
 
 
 def models(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -81,15 +94,21 @@ def heeded(model: type[BaseModel]) -> dict[str, Any]:
     }
 
 
+def fields_of(published: Any) -> dict[str, Any]:
+    if is_typeddict(published):
+        return get_type_hints(published)
+    return {name: field.annotation for name, field in published.model_fields.items()}
+
+
 def unheeded(published: Any, model: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[Any]:
     """The fields of a published type that our model does not have, in options as well."""
     known = heeded(model)
-    for name, annotation in get_type_hints(published).items():
+    for name, annotation in fields_of(published).items():
         where = (*at, name)
         if name not in known:
             yield where
         elif where in OPTIONS:
-            for inner in typed_dicts(annotation):
+            for inner in objects(annotation):
                 for of in models(known[name]):
                     yield from unheeded(inner, of, where)
 
@@ -149,6 +168,31 @@ def test_verbosity_is_named(live):
     assert receipt["ignored_fields"] == ["reasoning.summary", "text.verbosity"]
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        ("/v1/chat/completions", {"stream_options": {"include_usage": True}}, ["stream_options"]),
+        ("/v1/completions", {"stream_options": {"include_usage": True}}, ["stream_options"]),
+        ("/v1/chat/completions", {"stream_options": {"include_usage": False}}, []),
+        (
+            "/v1/chat/completions",
+            {"stream": True, "stream_options": {"include_usage": True}},
+            [],
+        ),
+        ("/v1/responses", {"include": ["file_search_call.results"]}, ["include"]),
+        (
+            "/v1/responses",
+            {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]},
+            [],
+        ),
+    ],
+)
+def test_what_has_no_effect_beside_the_rest_is_named(path, fields, named):
+    model, base, _ = SCHEMAS[path]
+    body = base | fields
+    assert list(ignored_fields(model.model_validate(body), body)) == named
+
+
 def test_lists_are_looked_into_and_null_asks_for_nothing():
     tool = {"type": "function", "function": {"name": "look", "strict": True, "cost": 1}}
     said = [SAID[0], {**SAID[0], "audio": None, "weight": 0}, {**SAID[0], "annotations": []}]
@@ -157,6 +201,15 @@ def test_lists_are_looked_into_and_null_asks_for_nothing():
         "messages[].weight",
         "tools[].function.cost",
         "tools[].function.strict",
+    )
+
+
+def test_an_image_is_unread_and_not_ignored_too():
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}, "detail": "low"}
+    text = {"type": "text", "text": "What is this?", "detail": "low"}
+    body = {"messages": [{"role": "user", "content": [image, text]}]}
+    assert ignored_fields(ChatRequest.model_validate(body), body) == (
+        "messages[].content[].detail",
     )
 
 
@@ -176,6 +229,7 @@ def test_every_field_of_our_models_is_read():
     }
     found: set[type[BaseModel]] = set()
     waiting = [model for model, _, _ in SCHEMAS.values()]
+    waiting += [OllamaShowRequest, OllamaPullRequest]
     while waiting:
         model = waiting.pop()
         if model not in found:

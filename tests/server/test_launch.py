@@ -6,10 +6,13 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 
 import pytest
 
+from keepwarm import config
 from keepwarm.server.clients import CLIENTS, ServerInfo
+from tests.server.conftest import serve
 
 SECRET = "secret$'key\""
 VARIABLE = {
@@ -23,8 +26,12 @@ PROGRAMS = tuple(VARIABLE)
 every_program = pytest.mark.parametrize("client", PROGRAMS)
 FAKE = """#!{python}
 import json, os, sys
-print(json.dumps([sys.argv[1:], dict(os.environ)]))
+seen = dict(os.environ)
+if path := seen.get("QWEN_CODE_SYSTEM_DEFAULTS_PATH"):
+    seen.update({{"FILE": path, "QWEN_CODE_SYSTEM_DEFAULTS_PATH": open(path).read()}})
+print(json.dumps([sys.argv[1:], seen]))
 """
+ON_TERM = "trap 'exit 7' TERM; kill -TERM $PPID; sleep 20 >/dev/null 2>&1 & wait"
 TALK = "import openai; print(openai.OpenAI(max_retries=0).models.list().data[0].id)"
 TALK_ANTHROPIC = """
 import anthropic
@@ -38,6 +45,14 @@ print(client.messages.create(model="m", max_tokens=2, messages=message).role)
 def locked(serving):
     """A server that wants a key, with all that a shell needs to know of it."""
     with serving(api_keys=SECRET) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def roomy(served_model, tmp_path_factory):
+    """A server whose context has room for every client's first prompt."""
+    home = {"KEEPWARM_HOME": str(tmp_path_factory.mktemp("home"))}
+    with serve(replace(served_model, n_context=131_072), config.load(home)) as live:
         yield live
 
 
@@ -74,19 +89,20 @@ def pasted(environ, text):
 
 
 def meaning(told):
-    """Arguments, and the environment without what shells add."""
+    """Arguments, and the environment without what shells add; of a file only what it says."""
     arguments, environ = told
-    return arguments, {k: v for k, v in environ.items() if k not in {"PWD", "SHLVL", "_", "OLDPWD"}}
+    added = {"PWD", "SHLVL", "_", "OLDPWD", "FILE"}
+    return arguments, {k: v for k, v in environ.items() if k not in added}
 
 
 @every_program
-def test_pasting_is_running(live, environ, client):
-    text = printed(environ, client, "--url", live.url, "--", "-p", "it's me")
-    run = printed(environ, client, "--url", live.url, "--run", "--", "-p", "it's me")
+def test_pasting_is_running(roomy, environ, client):
+    text = printed(environ, client, "--url", roomy.url, "--", "-p", "it's me")
+    run = printed(environ, client, "--url", roomy.url, "--run", "--", "-p", "it's me")
     told = meaning(pasted(environ, text))
     assert told == meaning(json.loads(run))
     assert told[0][-2:] == ["-p", "it's me"]
-    assert live.url in json.dumps(told)
+    assert roomy.url in json.dumps(told)
     assert "tiny" in json.dumps(told)
 
 
@@ -145,6 +161,21 @@ def test_an_agent_is_named_to_every_client_that_can_name_one(live, environ):
     assert headers == {"X-Keepwarm-Agent": "ops"}
 
 
+def test_a_file_lasts_as_long_as_its_client(roomy, environ, tmp_path):
+    environ["TMPDIR"] = str(tmp_path / "tmp")
+    (tmp_path / "tmp").mkdir()
+    seen = json.loads(printed(environ, "qwen", "--url", roomy.url, "--run"))[1]
+    assert seen["FILE"].startswith(environ["TMPDIR"])
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(("end", "status"), [("exit 3", 3), (ON_TERM, 7), ("kill -9 $$", 137)])
+def test_a_client_with_a_file_ends_as_it_would_alone(roomy, environ, tmp_path, end, status):
+    """A signal to `launch` reaches the client, and its status comes back."""
+    (tmp_path / "bin" / "qwen").write_text(f"#!/bin/sh\n{end}\n")
+    assert launch(environ, "qwen", "--url", roomy.url, "--run").returncode == status
+
+
 def test_codex_is_told_in_toml():
     """Values that are strange in a shell or in TOML come through."""
     name = 'models/"odd" name\\x'
@@ -166,13 +197,25 @@ def test_opencode_is_told_in_json():
     assert provider["options"]["apiKey"] == "{env:KEEPWARM_API_KEY}"
 
 
-def test_qwen_is_told_by_variables():
-    setup = CLIENTS["qwen"](ServerInfo("http://h:1", "org/model", 4096))
+def test_qwen_is_told_by_variables_and_a_file():
+    setup = CLIENTS["qwen"](ServerInfo("http://h:1", "org/model", 65_536))
+    told = {"model": {"generationConfig": {"contextWindowSize": 65_536}}}
+    assert setup.files == {"QWEN_CODE_SYSTEM_DEFAULTS_PATH": json.dumps(told)}
     assert setup.environ == {
         "OPENAI_BASE_URL": "http://h:1/v1",
         "OPENAI_MODEL": "org/model",
-        "QWEN_CODE_MAX_OUTPUT_TOKENS": "1024",
+        "QWEN_CODE_MAX_OUTPUT_TOKENS": "16384",
     }
+
+
+def test_qwen_is_not_told_a_context_in_which_it_would_always_compact():
+    assert not CLIENTS["qwen"](ServerInfo("http://h:1", "org/model", 40_960)).files
+
+
+@pytest.mark.parametrize(("n_context", "kept"), [(4_096, 1_024), (65_536, 4_096), (1 << 20, 8_192)])
+def test_aider_is_told_how_much_history_it_may_keep(n_context, kept):
+    command = CLIENTS["aider"](ServerInfo("http://h:1", "org/model", n_context)).command
+    assert command[-2:] == ("--max-chat-history-tokens", str(kept))
 
 
 @pytest.mark.parametrize(
@@ -183,9 +226,8 @@ def test_qwen_is_told_by_variables():
         ("codex", 16_384, ["first prompt"]),
         ("codex", 32_768, []),
         ("opencode", 8_192, ["first prompt"]),
-        ("qwen", 16_384, ["first prompt", "200,000"]),
-        ("qwen", 65_536, ["200,000"]),
-        ("qwen", 262_144, []),
+        ("qwen", 16_384, ["first prompt"]),
+        ("qwen", 65_536, []),
         ("aider", 4_096, []),
         ("any", 4_096, []),
     ],

@@ -97,9 +97,35 @@ def test_it_says_what_is_being_done_until_it_is_ready(loading):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_at_once(loading, number):
     loading.process.send_signal(number)
-    output = loading.process.communicate(timeout=60)
+    printed, logged = loading.process.communicate(timeout=60)
     assert loading.process.returncode == -number
-    assert output == ("", "")
+    assert printed == ""
+    *lines, last = logged.splitlines()
+    assert last == "Stopped before the model was loaded."
+    assert all("event=loading" in line for line in lines)  # of a start that takes long
+
+
+EARLY = """
+import signal, threading
+from keepwarm import config
+from keepwarm.server import process
+with process.bind("127.0.0.1", 0) as listening:
+    process.serve(lambda: signal.raise_signal({}), config.load(), listening, threading.Event().wait)
+"""
+
+
+def test_a_signal_before_the_server_runs_ends_it_at_once(tmp_path):
+    """Not as KeyboardInterrupt: the thread that loads would be unwound inside MLX, and abort."""
+    ended = subprocess.run(
+        [sys.executable, "-c", EARLY.format(int(signal.SIGINT))],
+        env={**os.environ, "KEEPWARM_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert ended.returncode == -signal.SIGINT
+    assert (ended.stdout, ended.stderr) == ("", "Stopped before the model was loaded.\n")
 
 
 def test_a_model_that_cannot_be_loaded_ends_it_with_a_sentence(loading):

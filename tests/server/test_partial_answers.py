@@ -79,7 +79,7 @@ def test_an_agent_keeps_both_parts_as_one_message(live, client, expected):
 @pytest.mark.parametrize(
     ("extra", "messages", "said"),
     [
-        ({"add_generation_prompt": False}, [USER, BEGUN], "nothing asks for an answer"),
+        ({"add_generation_prompt": False}, [USER, BEGUN], "no answer is asked for"),
         (GOING_ON | {"add_generation_prompt": True}, [USER, BEGUN], "exclude each other"),
         (GOING_ON, [USER], "cannot be continued"),
     ],

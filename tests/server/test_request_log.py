@@ -3,12 +3,14 @@
 import json
 import logging
 import signal
+import threading
 
 import httpx
 import pytest
 
 from keepwarm import config
 from keepwarm.errors import BadInput
+from keepwarm.server import process
 from keepwarm.server.http.logs import LINES_PER_MINUTE, JsonFormatter, log_fields, log_to_stderr
 from tests.server.conftest import wait_until
 from tests.server.processes import served
@@ -138,8 +140,8 @@ def test_the_dashboard_shows_id_and_key(keyed):
 
 def test_lines_of_strangers_are_limited_and_others_are_not(keyed, caplog, lines):
     """A flood without a key does not fill the disk."""
-    keyed.get("/v1/models", **A)
-    keyed.get("/v1/models")
+    for answer in (keyed.get("/v1/models", **A), keyed.get("/v1/models")):
+        line_of(lines, answer)
     limited = {r.keepwarm_fields["key"]: not r.keepwarm_unlimited for r in caplog.records}
     assert limited == {"alice": False, "": True}
 
@@ -165,6 +167,47 @@ def test_the_log_of_a_process(checkpoint, tmp_path):
     assert [line["status"] for line in requests] == [200] * n, "health checks are for debug"
     assert stopped["requests"] == n
     assert stopped["hit_rate"] > 0.5
+
+
+class Drained(logging.Handler):
+    """What a stopping server says of unsaved blocks; the second time it is let go on."""
+
+    def __init__(self):
+        super().__init__()
+        self.said, self.go_on = [], threading.Event()
+
+    def emit(self, record):
+        fields = getattr(record, "keepwarm_fields", {})
+        if "unsaved_blocks" in fields:
+            self.said.append(fields)
+        if len(self.said) == 2:
+            self.go_on.set()
+
+
+def test_a_stop_says_how_much_is_still_to_be_written(serving, caplog, monkeypatch):
+    """At once and then at intervals, until it is on disk."""
+    caplog.set_level(logging.INFO, "keepwarm.server")
+    monkeypatch.setattr(process, "DRAIN_LINES_S", 0.05)
+    drained = Drained()
+    logging.getLogger("keepwarm.server").addHandler(drained)
+    with serving() as live:
+        store = live.models.store
+        put = store.on_disk.disk.put
+
+        def slow(record):
+            drained.go_on.wait(20)
+            return put(record)
+
+        monkeypatch.setattr(store.on_disk.disk, "put", slow)
+        live.post("/v1/chat/completions", body(SECRET * 200)).raise_for_status()
+        wait_until(lambda: not live.models.n_unfinished and store.write_stats().queued_blocks > 1)
+    logging.getLogger("keepwarm.server").removeHandler(drained)
+    first = drained.said[0]
+    assert (first["event"], first["unsaved_blocks"] > 1) == ("draining", True)
+    assert first["unsaved_bytes"] > 1000
+    assert "unfinished_requests" not in first
+    assert len(drained.said) >= 2
+    assert store.write_stats().queued_blocks == 0
 
 
 def test_text_and_json_have_the_same_fields():

@@ -38,6 +38,7 @@ SAMPLES = {
     ),
     "env": ("environment", "Useful information about the environment you are running in:\n<env>\n"
             "  Working directory: {}\n</env>\n"),
+    "cwd": ("environment", "<cwd>\n{}\n</cwd>\n"),
     "memory": ("memory", "# Memory\n\nYou have a persistent file-based memory at `{}`.\n\n"
                "```markdown\n---\nname: x\n---\n```\n\n"),
     "auto memory": ("memory", "---\n\n# auto memory\n\nYou have two persistent, file-based memory"
@@ -45,6 +46,12 @@ SAMPLES = {
     "agents.md": ("instructions", "Instructions from: {}/AGENTS.md\n# Rules\n\nUse tabs.\n\n"),
     "qwen.md": ("instructions", "--- Context from: {} ---\n# Rules\n"
                 "--- End of Context from: {} ---\n"),
+    "rules": ("instructions", '<context name="userRules">\n# {}\n\nUse tabs.\n</context>\n'),
+    "project": ("instructions", "<project_context>\nProject-specific instructions:\n\n"
+                "<project_instructions path=\"{}/AGENTS.md\">\n# Rules\n</project_instructions>\n"
+                "</project_context>\n"),
+    "context": ("git-status", '<context name="gitStatus">This is the git status at the start of'
+                " the conversation. It is frozen.\n\n?? {}\n</context>\n"),
     "git": ("git-status", "Git snapshot at conversation start. It is frozen.\n```text\n"
             "git: Current branch: {}\n```\n"),
     "date": ("date", "Today's date is {}.\n"),
@@ -104,6 +111,8 @@ def test_text_that_only_resembles_a_block_stays():
         "# Environment\n - The newest models are listed here.\n",
         "He said: Today's date is 2026-01-31.",
         "--- Context from: QWEN.md ---\nwithout an end",
+        "It is in <cwd>\n/home\n</cwd>",
+        '<context name="commitSignature">This is the git status\n</context>',
     ):
         assert find_volatile(text) == []
 

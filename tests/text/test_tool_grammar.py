@@ -202,3 +202,18 @@ NESTED = {
 def test_no_keys_are_invented_where_a_schema_names_its_own(ours, arguments, fit):
     tool = {"type": "function", "function": {"name": "find", "parameters": NESTED}}
     assert fits(ours, call_grammar([tool], REQUIRED, ours), call_text("find", arguments)) is fit
+
+
+@pytest.mark.parametrize(
+    ("schema", "fit"),
+    [
+        ({"type": "object", "properties": {}}, False),
+        ({"type": "object", "properties": {}, "additionalProperties": True}, True),
+        ({"type": "object"}, True),
+    ],
+)
+def test_a_function_without_parameters_gets_none(ours, schema, fit):
+    tool = {"type": "function", "function": {"name": "find", "parameters": schema}}
+    grammar = call_grammar([tool], REQUIRED, ours)
+    assert fits(ours, grammar, call_text("find", "{}"))
+    assert fits(ours, grammar, call_text("find", '{"invented": 1}')) is fit

@@ -491,7 +491,7 @@ def test_an_identity_that_is_none_is_refused(lies, says, tmp_path):
 
 
 def test_a_bundle_that_is_not_there_is_one_sentence(tmp_path):
-    with pytest.raises(BadCacheFile, match="could not be read"):
+    with pytest.raises(BadCacheFile, match="cannot be read"):
         identity_in(tmp_path / "missing.kw")
 
 

@@ -110,6 +110,7 @@ def test_a_place_survives_if_nearly_all_of_it_is_on_disk(tiny_model, tmp_path):
         kept = manager(model, disk)
         compute(model, kept, PROMPT, kept.restore(PROMPT))
         both = replace(kept, tiers=Tiers([("memory", memory), ("disk", disk)]))
+        assert [both.n_on_disk(PROMPT[:n]) for n in (1, 2, 3)] == [0, 1, 2]
         assert both.survives(PROMPT)
         assert both.survives([*PROMPT, *range(WORTH_SAVING - 1)])
         assert not both.survives([*PROMPT, *range(WORTH_SAVING)])

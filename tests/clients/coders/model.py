@@ -19,14 +19,17 @@ from tests.kit.agent_model import N_CONTEXT, SMALL, TOKENIZER
 from tests.kit.checkpoints import EOS, make_config, make_weights, tokenizer_config
 from tests.kit.scripted import lead
 
-TEMPLATE = Path(__file__).with_name("template.jinja")
+# Templates: one that writes no tools, and one of Qwen's kind.
+PLAIN, TEMPLATE = (Path(__file__).with_name(f"{name}.jinja") for name in ("plain", "template"))
 FILE = "notes.txt"  # the template looks for it
 NOTE = "Four leaves of the tree are kept warm."
 DO, SAY = "<|do|>", "<|say|>"
 SAID = "The notes tell of four leaves, which stay warm all winter."
 
 
-def write_model(directory: Path, tool: str, arguments: Mapping[str, Any]) -> Path:
+def write_model(
+    directory: Path, tool: str, arguments: Mapping[str, Any], template: Path = TEMPLATE
+) -> Path:
     """A checkpoint that calls this tool with these arguments."""
     call = "\n" + json.dumps({"name": tool, "arguments": arguments}) + "\n"
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
@@ -39,7 +42,7 @@ def write_model(directory: Path, tool: str, arguments: Mapping[str, Any]) -> Pat
     directory.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "mlx"})
     tokenizer.save(str(directory / "tokenizer.json"))
-    described = {**tokenizer_config(N_CONTEXT), "chat_template": TEMPLATE.read_text().strip()}
+    described = {**tokenizer_config(N_CONTEXT), "chat_template": template.read_text().strip()}
     for name, value in (("config", config), ("tokenizer_config", described)):
         (directory / f"{name}.json").write_text(json.dumps(value))
     return directory

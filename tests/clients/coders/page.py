@@ -1,4 +1,4 @@
-"""The results as a page: `docs/results/coders.md`, and the table of `docs/clients.md`."""
+"""The results as a page, `docs/results/coders.md`, and as the tables of `docs/clients.md`."""
 
 from __future__ import annotations
 
@@ -8,29 +8,34 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).with_suffix(".md")
-BETWEEN, SESSIONS = (
+JOURNEYS, SESSIONS = (
     re.compile(
         rf"(?<=<!-- measured, from docs/results/{name}.json -->\n).*?(?=<!-- end -->)", re.DOTALL
     )
-    for name in ("coders", "sessions")
+    for name in ("journeys", "sessions")
 )
 NAMES = {
     "claude": "Claude Code",
     "codex": "Codex",
     "opencode": "opencode",
     "qwen": "Qwen Code",
+    "continue": "Continue",
+    "pi": "pi",
+    "aider": "aider",
 }
 HEADS = ("step", "prompt tokens", "new", "computed", "reused from", "head", "turns", "branches")
 LINES = ("---", *("--:",) * 3, "---", *("--:",) * 3)
 
-# Of the table in `docs/clients.md`: a step, and which of its requests.
-SHOWN = {
-    "first request": ("first question", 0),
-    "result of its tool": ("first question", -1),
-    "second question": ("second question", -1),
-    "after `kill -9`": ("question after `kill -9`", -1),
-    "new session, same project": ("new session, same project", 0),
-    "new session, other project": ("new session, other project", 0),
+# Clients that end at an overflow, whatever the server says, by the sections that say why.
+ENDS = {name: f"[ends](#{name})" for name in ("codex", "continue", "aider")}
+
+# Steps of a journey, by the heads of their columns.
+JOURNEY = {
+    "turn 2": "turn 2",
+    "resumed": "resumed",
+    "restarted": "after a restart",
+    "same": "new session, same project",
+    "other": "new session, other project",
 }
 
 
@@ -47,9 +52,9 @@ def page(results: dict[str, Any]) -> str:
     )
 
 
-def clients(text: str, results: dict[str, Any], sessions: dict[str, Any]) -> str:
+def clients(text: str, journeys: dict[str, Any], sessions: dict[str, Any]) -> str:
     """The page of clients with its tables."""
-    text = BETWEEN.sub(lambda _: _summary(results["clients"]), text)
+    text = JOURNEYS.sub(lambda _: journeys_table(journeys["clients"]), text)
     return SESSIONS.sub(lambda _: sessions_table(sessions["clients"]), text)
 
 
@@ -68,23 +73,45 @@ def sessions_table(clients: dict[str, Any]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _share(cost: dict[str, Any]) -> str:
-    share = cost["computed"] / cost["prompt"]
-    return f"{cost['computed']:,} of {cost['prompt']:,} ({share:.1%})"
-
-
-def _summary(found: dict[str, Any]) -> str:
-    heads = ("client", "version", *SHOWN)
-    rows = [(NAMES[name], each["version"], *_shown(each["steps"])) for name, each in found.items()]
-    lines = (heads, ("---",) * len(heads), *rows)
+def journeys_table(clients: dict[str, Any]) -> str:
+    """What every client computes anew, by the kind of template."""
+    heads = ["client", "version", "template", *JOURNEY.values(), "after overflow"]
+    rows = [
+        [NAMES[name], client["version"], kind]
+        + [f"{steps[step]['computed']:,} of {steps[step]['prompt']:,}" for step in JOURNEY]
+        + [_after(name, steps)]
+        for name, client in clients.items()
+        for kind, steps in client["kinds"].items()
+    ]
+    lines = [heads, ["---"] * 3 + ["--:"] * (len(JOURNEY) + 1), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _shown(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
-    by_name = {step["name"]: step for step in steps}
-    for name, number in SHOWN.values():
-        main = [each["asked"] for each in by_name[name]["costs"] if not each["is_side"]]
-        yield f"{main[number]['computed']:,} of {main[number]['prompt']:,}"
+def _after(name: str, steps: dict[str, Any]) -> str:
+    """Of the question that did not fit; where the client ends, of the next, and if it is told."""
+    if goes_on(steps["overflow"]):
+        return _last(steps["overflow"])
+    further = {"next question": "next", "told": "told"}
+    tried = [f"{name}: {_last(steps[key])}" for name, key in further.items() if key in steps]
+    return "; ".join((ENDS.get(name, "ends"), *tried))
+
+
+def goes_on(tried: dict[str, Any]) -> bool:
+    """A question was answered, and the client said nothing of an error."""
+    return bool(tried["asked"]) and not tried["said"]
+
+
+def _last(tried: dict[str, Any]) -> str:
+    """The last request of a question that was answered."""
+    if not goes_on(tried):
+        return "ends"
+    last = tried["asked"][-1]
+    return f"{last['computed']:,} of {last['prompt']:,}"
+
+
+def _share(cost: dict[str, Any]) -> str:
+    share = cost["computed"] / cost["prompt"]
+    return f"{cost['computed']:,} of {cost['prompt']:,} ({share:.1%})"
 
 
 def table(steps: Sequence[dict[str, Any]]) -> str:

@@ -7,7 +7,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import httpx
 
@@ -47,6 +47,17 @@ class Asked:
         return self.prompt + self.answer
 
 
+class Answered(NamedTuple):
+    asked: list[Asked]
+    refused: list[dict[str, Any]]  # lines of the log
+
+
+def _is_refused(line: dict[str, Any]) -> bool:
+    """Also in a stream that has begun: Codex is told so."""
+    in_stream = line.get("path") == "/v1/responses" and "prompt_tokens" not in line
+    return in_stream or line.get("status", 200) >= 400
+
+
 class Server:
     """One store, and the process that serves it at the moment."""
 
@@ -58,9 +69,9 @@ class Server:
         self._process = ExitStack()
         self.url = ""
 
-    def start(self) -> None:
+    def start(self, **environ: str) -> None:
         log = self._process.enter_context(self._log.open("a"))
-        settings = {"KEEPWARM_LOG_LEVEL": "info", "KEEPWARM_LOG_FORMAT": "json"}
+        settings = {"KEEPWARM_LOG_LEVEL": "info", "KEEPWARM_LOG_FORMAT": "json", **environ}
         running = served(self._checkpoint, self._folder / "home", log=log, **settings)
         self.url = self._process.enter_context(running).url
 
@@ -80,14 +91,19 @@ class Server:
 
     def asked(self) -> list[Asked]:
         """The requests since the last call that have a prompt; any that failed raises."""
+        found = self.answered()
+        assert not found.refused, found.refused
+        return found.asked
+
+    def answered(self) -> Answered:
+        """The requests since the last call, with those that failed."""
         while self.get("/v1/dashboard/now")["running"]:
             time.sleep(0.1)
         time.sleep(QUIET_S)
         lines = [json.loads(line) for line in self._log.read_text().splitlines()]
         new, self._n_read = lines[self._n_read :], len(lines)
-        refused = [line for line in new if line.get("status", 200) >= 400]
-        assert not refused, refused
-        return [Asked.of(line) for line in new if "prompt_tokens" in line]
+        refused = [line for line in new if _is_refused(line)]
+        return Answered([Asked.of(line) for line in new if "prompt_tokens" in line], refused)
 
     def settle(self, agent: str, n_tokens: int) -> dict[str, Any]:
         """The agent as soon as it has so many tokens, or as it is after a while.

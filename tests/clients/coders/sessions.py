@@ -83,7 +83,7 @@ def _model(folder: Path, template: str) -> Any:
 
 def _record(program: Program, programs: Path, folder: Path, model: Any) -> dict[str, Exchange]:
     """The first request of each session, as the published client sends it."""
-    here, elsewhere = _project(folder / "project"), _project(folder / "elsewhere")
+    here, elsewhere = write_project(folder / "project"), write_project(folder / "elsewhere")
     seen: list[Exchange] = []
     found = {}
     with serve(
@@ -122,7 +122,7 @@ def _replay(model: Any, home: Path, setting: str, recorded: dict[str, Exchange])
     return costs
 
 
-def _project(folder: Path) -> Path:
+def write_project(folder: Path) -> Path:
     """A repository with a file and its instructions for agents."""
     folder.mkdir(parents=True)
     (folder / FILE).write_text(NOTE + "\n")

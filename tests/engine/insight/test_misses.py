@@ -58,7 +58,14 @@ def test_more_was_restored_than_is_remembered():
 
 @pytest.mark.parametrize(
     ("now", "earlier", "n"),
-    [(TAIL, TAIL, 200), (TAIL, TAIL[3:], 192), (TAIL[:7], TAIL, 0), ([], TAIL, 0), (TAIL, [], 0)],
+    [
+        (TAIL, TAIL, 200),
+        (TAIL, TAIL[3:], 192),
+        (TAIL, TAIL[1:9], 8),
+        (TAIL[:7], TAIL, 0),
+        ([], TAIL, 0),
+        (TAIL, [], 0),
+    ],
 )
 def test_repetition_is_counted_by_phrases(now, earlier, n):
     assert n_repeated(pack(now), pack(earlier)) == n

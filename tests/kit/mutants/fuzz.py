@@ -269,6 +269,7 @@ def bundles(work: Path) -> Target:
 def ggufs(work: Path) -> Target:
     from keepwarm.models.load import read_model
     from tests.kit.checkpoints import make_config, make_tokenizer, make_weights
+    from tests.kit.gguf_models import Written
     from tests.kit.gguf_writer import encode_weights, metadata_for, write_gguf
 
     shape = make_config(make_tokenizer())
@@ -276,6 +277,8 @@ def ggufs(work: Path) -> Target:
     for kind in ("F32", "F16", "Q4_0", "Q4_1", "Q8_0"):
         tensors, _ = encode_weights(shape, make_weights(shape), kind)
         samples.append(write_gguf(path, metadata_for(shape), tensors).read_bytes())
+    for name, recipe, factor in (("llama", "Q4_K_M", 8.0), ("qwen2", "Q5_K_M", None)):
+        samples.append(Written(work, name, recipe, factor=factor).path.read_bytes())
 
     def read(mutant: bytes, _: bytes) -> None:
         path.write_bytes(mutant)

@@ -127,7 +127,11 @@ def test_single_sequences_among_batches_are_refused(layers, path):
         ([CacheList(filled(3), filled(2))], "3", "claims 3 rows, but its layers hold others"),
         ([CacheList(filled(3), filled(2)), filled(3)], "2", "its layers hold others"),
         ([CacheList(filled(3)), CacheList(filled(2))], "1", "its layers disagree"),
-        ([CacheList(filled(3), filled(2, dtype=mx.float16))], "2", "its rows are no batch: Row 1"),
+        (
+            [CacheList(filled(3), filled(2, dtype=mx.float16))],
+            "2",
+            "its rows do not form a batch: Row 1",
+        ),
     ],
 )
 def test_files_that_only_claim_to_be_batches(caches, n_rows, reason, path):

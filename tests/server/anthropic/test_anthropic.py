@@ -262,7 +262,7 @@ def test_a_tool_without_a_schema_is_refused():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_tokens": 0}, {"max_tokens": "9"}, {"messages": []}, {"tool_choice": {"type": "x"}}],
+    [{"max_tokens": -2}, {"max_tokens": "9"}, {"messages": []}, {"tool_choice": {"type": "x"}}],
 )
 def test_wrong_types_are_refused(wrong):
     with pytest.raises(ValidationError):

@@ -236,7 +236,7 @@ def test_bad_requests_have_anthropics_shape(client):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),

@@ -1,12 +1,17 @@
 """The list of agents in Chromium: its buttons, dialogs and chat."""
 
+import json
+import re
 import tarfile
 
 import pytest
 
-from tests.server.conftest import wait_until
+from keepwarm import config
+from tests.kit.checkpoints import make_tokenizer, write_checkpoint
+from tests.server.conftest import serve, wait_until
 from tests.server.dashboard.browsers import watched
 from tests.server.dashboard.test_dashboard import LONG, ask
+from tests.server.test_thinking import TEMPLATE
 
 
 @pytest.fixture
@@ -15,6 +20,19 @@ def page(browser, own):
         found.goto(f"{own.url}/dashboard#agents")
         found.get_by_role("button", name="Pin first").wait_for()
         yield found
+
+
+@pytest.fixture
+def thinking(tmp_path):
+    """A server whose model begins every answer with a thought."""
+    from keepwarm.models.load import load
+
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    path = write_checkpoint(tmp_path / "model", tokenizer=tokenizer, template=TEMPLATE)
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path / "home")})
+    with serve(load(str(path), settings), settings) as live:
+        yield live
 
 
 def agents(live):
@@ -35,7 +53,7 @@ def test_an_agent_is_forked_and_deleted_after_a_question(page, own):
     page.get_by_role("button", name="Fork first").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_role("textbox").fill("second")
-    page.keyboard.press("Enter")  # which confirms, in every dialog
+    page.keyboard.press("Enter")
     page.get_by_role("button", name="Delete second").click()
     assert "cannot be undone" in dialog.inner_text()
     dialog.get_by_role("button", name="Cancel").click()
@@ -43,21 +61,38 @@ def test_an_agent_is_forked_and_deleted_after_a_question(page, own):
     page.get_by_role("button", name="Delete second").click()
     page.keyboard.press("Escape")
     assert "second" in agents(own)
-    page.get_by_role("button", name="Delete second").click()
-    dialog.get_by_role("button", name="Delete").click()
+    page.get_by_role("button", name="Delete second").focus()
+    page.keyboard.down("Enter")
+    page.keyboard.down("Enter")  # held down: the question stays
+    page.keyboard.up("Enter")
+    assert dialog.is_visible()
+    assert "second" in agents(own)
+    page.keyboard.press("Enter")  # which confirms, in every dialog
     page.get_by_text("second deleted").wait_for()
     wait_until(lambda: "second" not in agents(own))
     assert "first" in agents(own)
 
 
+SAID = """() => {
+  window.said = [];
+  const toast = document.getElementById("toast");
+  new MutationObserver(() => window.said.push(toast.textContent)).observe(toast, {childList: true});
+}"""
+
+
 def test_an_agent_is_rewound_and_exported(page, own, tmp_path):
     ask(own, LONG, "traveller")
+    page.evaluate(SAID)
     with page.expect_download() as downloaded:
         page.get_by_role("button", name="Export traveller").click()
     downloaded.value.save_as(tmp_path / "bundle.tar")
     assert downloaded.value.suggested_filename == "traveller.tar"
     with tarfile.open(tmp_path / "bundle.tar") as bundle:
         assert bundle.getnames()
+    begun, *under_way, ended = page.evaluate("window.said")
+    assert begun == "Preparing the export of traveller."
+    assert re.fullmatch(r"Exporting traveller: \S+ \S?i?B of up to about .+B\.", under_way[0])
+    assert ended.startswith("traveller exported, ")
     page.get_by_role("button", name="Rewind traveller").click()
     page.get_by_role("dialog").get_by_role("button", name="Rewind").click()
     wait_until(lambda: agents(own)["traveller"]["turns"] == [])
@@ -113,3 +148,27 @@ def test_an_agent_is_tried_in_a_chat(page, own):
     assert not receipt.startswith("0 of")
     page.get_by_role("button", name="Chat first").click()
     assert page.get_by_label("Agent", exact=True).input_value() == "first"
+
+
+def test_thoughts_are_shown_and_the_chat_is_stopped(browser, thinking):
+    """The model thinks and never ends by itself."""
+    ends = thinking.host.engine.model.tokenizer.eos_token_ids
+
+    def endless(route):
+        bias = {str(end): -100 for end in ends}
+        body = {**route.request.post_data_json, "logit_bias": bias}
+        route.continue_(post_data=json.dumps(body))
+
+    with watched(browser, thinking.url) as page:
+        page.route("**/chat/completions", endless)
+        page.goto(f"{thinking.url}/dashboard#agents")
+        page.get_by_label("Agent", exact=True).fill("thinker")
+        page.get_by_label("Message").fill(LONG)
+        page.get_by_label("Message").press("Enter")
+        page.locator("#chat-said .thought:not(:empty)").wait_for()
+        page.get_by_role("button", name="Stop").click()
+        page.locator("#chat-send:enabled").wait_for()
+        assert page.get_by_role("alert").inner_text() == ""
+    wait_until(lambda: not thinking.get("/v1/dashboard/now").json()["running"])
+    ended = thinking.get("/v1/dashboard/requests").json()["data"][0]
+    assert (ended["agent"], ended["state"]) == ("thinker", "cancelled")

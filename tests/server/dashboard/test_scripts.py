@@ -31,6 +31,7 @@ CALLS = {
     "format.ago(100, 7400)": "2 h ago",
     "format.bytes(1536)": "1.5 KiB",
     "format.percent(1, 8)": "13 %",
+    "[0, 0.05, 2.5, 3, 12.4, 12345].map(format.short)": ["0", "0.05", "2.5", "3", "12", "12.3K"],
     f"trees.arrange({RUNS}).placed.map((one) => one.row)": [0, 0, 0, 1, 2],
     f"trees.neighbour(trees.arrange({RUNS}).placed, 2, 'ArrowDown')": 3,
     f"trees.neighbour(trees.arrange({RUNS}).placed, 3, 'ArrowLeft')": 0,
@@ -44,6 +45,34 @@ def test_small_things(page):
     )
     script = f"async () => {{ const {', '.join(imports)}; return [{', '.join(CALLS)}]; }}"
     assert dict(zip(CALLS, page.evaluate(script), strict=True)) == CALLS
+
+
+TICKS = """async (values) => {
+  const { columns, lines } = await import('/dashboard/charts.js');
+  const { short } = await import('/dashboard/format.js');
+  const points = values.map((value) => ({ at: 0, value }));
+  const series = [{ name: "any", kind: "any", value: (point) => point.value }];
+  return [columns, lines].map((draw) => [...draw(points, series, short, "Any")
+    .querySelectorAll("text[text-anchor=end]")].map((mark) => mark.textContent));
+}"""
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([0.04, 0], ["0", "0.02", "0.04"]),
+        ([0.3, 0.1], ["0", "0.2", "0.4"]),
+        ([0.7], ["0", "0.5", "1"]),
+        ([4.2], ["0", "5", "10"]),
+        ([1, 0], ["0", "1", "2"]),  # counts
+        ([3, 1], ["0", "2", "4"]),
+        ([5], ["0", "5", "10"]),
+        ([150], ["0", "100", "200"]),
+    ],
+)
+def test_an_axis_is_marked_with_the_values_at_its_marks(page, values, ticks):
+    """The middle is half of the top, and no count is a fraction."""
+    assert page.evaluate(TICKS, values) == [ticks, ticks]
 
 
 ROWS = """async () => {

@@ -21,6 +21,7 @@ from keepwarm.text.request import KVOptions
 
 CALLER = RequestFields("", None, Policy.READ_WRITE, False, KVOptions(), None)
 IMAGE, RESULT = NOTE.format("image"), NOTE.format("tool result")
+SUMMARY = NOTE.format("summary")
 PNG = base64.b64encode(b"\x89PNG").decode()
 TEXT = base64.b64encode("Grüße\n".encode()).decode()
 NEXT = [{"role": "assistant", "content": "I see."}, {"role": "user", "content": "Well?"}]
@@ -143,6 +144,58 @@ def test_server_tools_of_messages():
     made = message_asked(NEXT[1], said, NEXT[1])
     assert made.messages[1]["content"] == NOTE.format("tool call") + RESULT + "Rain."
     assert made.unread == ("tool call", "tool result")
+
+
+PAGE = {"type": "document", "source": {"type": "text", "data": "Rain."}, "title": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        ("web_fetch", {"type": "web_fetch_result", "url": "x.org", "content": PAGE}),
+        ("code_execution", {"type": "code_execution_result", "stdout": "1", "content": []}),
+        ("bash_code_execution", {"type": "bash_code_execution_result", "return_code": 0}),
+        (
+            "text_editor_code_execution",
+            {"type": "text_editor_code_execution_view_result", "content": "x = 1"},
+        ),
+        (
+            "tool_search",
+            {
+                "type": "tool_search_tool_search_result",
+                "tool_references": [{"type": "tool_reference", "tool_name": "look"}],
+            },
+        ),
+        ("advisor", {"type": "advisor_result", "text": "Wait."}),
+        ("web_search", {"type": "web_search_tool_result_error", "error_code": "unavailable"}),
+    ],
+)
+def test_results_of_server_tools_that_are_one_object(kind, content):
+    result = {"type": f"{kind}_tool_result", "tool_use_id": "s", "content": content}
+    made = message_asked(NEXT[1], {"role": "assistant", "content": [result]}, NEXT[1])
+    assert made.messages[1]["content"] == RESULT
+    assert made.unread == ("tool result",)
+
+
+def test_a_summary_of_another_server():
+    """The conversation before it is lost to this model; the receipt must say so."""
+    foreign = {"type": "compaction", "id": "c", "encrypted_content": "gAAAAB"}
+    made = response_asked(foreign, NEXT[1])
+    assert made.messages[0] == {"role": "assistant", "content": SUMMARY}
+    assert made.unread == ("summary",)
+    own = foreign | {"encrypted_content": responses.encode_reasoning("They met.")}
+    made = response_asked(own, NEXT[1])
+    assert (made.messages[0]["content"], made.unread) == ("They met.", ())
+
+
+@pytest.mark.parametrize(
+    ("content", "said", "unread"),
+    [("They met.", "They met.", ()), (None, SUMMARY, ("summary",))],
+)
+def test_a_summary_of_messages(content, said, unread):
+    summary = {"type": "compaction", "content": content}
+    made = message_asked(NEXT[1], {"role": "assistant", "content": [summary]}, NEXT[1])
+    assert (made.messages[1]["content"], made.unread) == (said, unread)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +326,9 @@ def test_the_conversation_goes_on_and_stays_warm(live):
         second = client.chat.completions.create(messages=[*turns, said, NEXT[1]], **options)
         with pytest.raises(openai.BadRequestError, match="reads text only"):
             client.chat.completions.create(messages=turns[:1], **options)
-    assert first.model_extra["keepwarm"]["unread"] == ["image"]
+    receipt = first.model_extra["keepwarm"]
+    assert receipt["unread"] == ["image"]
+    assert "ignored_fields" not in receipt  # it is named once
     n_first = first.usage.prompt_tokens
     assert second.usage.prompt_tokens_details.cached_tokens >= n_first
 

@@ -248,6 +248,7 @@ def test_a_bundle_is_warm_where_it_arrives(serving, bundle):
         assert made.status_code == 200, made.text
         assert made.json()["n_tokens"] > 0
         answer = say(there, "arrived", LONG)
+        assert made.json()["model"] == there.get("/v1/agents/arrived").json()["model"] != ""
         assert answer["keepwarm"]["reused"]["disk"] == answer["usage"]["prompt_tokens"] - 1
 
 

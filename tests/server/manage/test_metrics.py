@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from keepwarm import config
 from keepwarm.server.app import create_app
 from keepwarm.server.host import EngineHost
-from keepwarm.server.manage import metrics
+from keepwarm.server.manage import metrics, vllm_metrics
 from keepwarm.server.models.models import Models
 from keepwarm.server.openai.shapes import MAX_ANSWERS
 from tests.server.conftest import wait_until
@@ -67,6 +67,25 @@ def test_a_request_is_counted(live):
     assert sum(counts) == 2
     assert counts[1] >= 1
     assert more("keepwarm_token_seconds_count") == 2
+
+
+def test_routers_find_what_they_read_of_vllm(live):
+    ask(live)
+    found = read(live)
+    reused = sum(
+        value for name, value in found.items() if name[0] == "keepwarm_reused_tokens_total"
+    )
+    same = {
+        "vllm:prefix_cache_queries_total": found["keepwarm_prompt_tokens_total",],
+        "vllm:prefix_cache_hits_total": reused,
+        "vllm:generation_tokens_total": found["keepwarm_generated_tokens_total",],
+        "vllm:num_requests_running": 0,
+        "vllm:num_requests_waiting": 0,
+        "vllm:kv_cache_usage_perc": 0,
+    }
+    assert {name: found[name,] for name in same} == same
+    manual = PAGE.read_text()
+    assert [name for name, _ in vllm_metrics.NAMES if name not in manual] == []
 
 
 def test_times_are_counted_once(live):

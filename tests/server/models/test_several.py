@@ -2,6 +2,7 @@
 
 import threading
 
+import anthropic
 import pytest
 
 from keepwarm import config
@@ -119,6 +120,19 @@ def test_all_that_can_be_had_is_listed(both):
     assert [model["context_length"] for model in listed] == [16384, 512, 512]
     assert both.get("/v1/models/haiku").json()["id"] == "haiku"
     assert both.get("/v1/models/nothing").status_code == 404
+
+
+def test_anthropics_client_lists_in_pages(both):
+    with anthropic.Anthropic(base_url=both.url, api_key="any", max_retries=0) as client:
+        assert [model.id for model in client.models.list(limit=1)] == ["big", "small", "haiku"]
+        first = client.models.list(limit=2)
+        assert ([model.id for model in first.data], first.has_more) == (["big", "small"], True)
+        last = client.models.list(after_id="small")
+        assert ([model.id for model in last.data], last.has_more) == (["haiku"], False)
+        back = client.models.list(limit=1, before_id="haiku")
+        assert ([model.id for model in back.data], back.has_more) == (["small"], True)
+        with pytest.raises(anthropic.BadRequestError, match="after_id is no model"):
+            client.models.list(after_id="nothing")
 
 
 def test_operators_see_both(both):

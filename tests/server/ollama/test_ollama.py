@@ -12,6 +12,7 @@ import pytest
 
 from keepwarm import config
 from keepwarm.errors import Busy, Unreachable
+from keepwarm.server.ollama.llamacpp import TokenizeRequest
 from keepwarm.server.ollama.pulls import Pulls, progress
 from tests.server.conftest import serve, wait_until
 
@@ -189,7 +190,7 @@ def test_curl_calls_it_a_form(live):
 def test_what_is_not_done_is_named(live):
     options = {**SHORT, "num_ctx": 2048, "wings": {"n": 2}, "use_mmap": None, "repeat_last_n": 64}
     receipt = chat(live, {"options": options, "shift": True}).json()["keepwarm"]
-    names = ["options.num_ctx", "options.wings", "shift", "options.repeat_last_n"]
+    names = ["options.num_ctx", "options.repeat_last_n", "options.wings", "shift"]
     assert receipt["ignored_fields"] == names
 
 
@@ -427,7 +428,8 @@ def test_openai_without_v1(live):
     vector = live.post("/embeddings", {"model": "tiny", "input": "Once"}).json()
     assert len(vector["data"]) == 1
     assert live.get("/models").json() == live.get("/v1/models").json()
-    assert live.get("/models/tiny").json()["id"] == "tiny"
+    for path in ("/models/tiny", "/models/tiny:latest", "/v1/models/tiny:latest"):
+        assert live.get(path).json()["id"] == "tiny"
     wrong = live.post("/chat/completions", {"messages": []})
     assert wrong.json()["error"]["param"] == "messages"
 
@@ -441,14 +443,35 @@ def test_other_paths_have_no_second_name(live):
 def test_tokens(live):
     text = "The oak <|im_end|> has four leaves."
     tokens = live.post("/tokenize", {"content": text}).json()["tokens"]
-    assert live.post("/detokenize", {"tokens": tokens}).json() == {"content": text}
+    assert live.post("/detokenize", {"tokens": tokens}).json() == {"content": text, "prompt": text}
     pieces = live.post("/tokenize", {"content": text, "with_pieces": True}).json()["tokens"]
     assert [each["id"] for each in pieces] == tokens
     assert "".join(each["piece"] for each in pieces) == text
-    assert live.post("/tokenize", {"content": ""}).json() == {"tokens": []}
-    assert live.post("/detokenize", {"tokens": []}).json() == {"content": ""}
+    assert live.post("/tokenize", {"content": ""}).json()["tokens"] == []
+    assert live.post("/detokenize", {"tokens": []}).json()["content"] == ""
     wrong = live.post("/detokenize", {"tokens": [1 << 40]})
     assert (wrong.status_code, "tokens are 0 to" in wrong.text) == (400, True)
+
+
+def test_tokens_as_vllm_has_them(live):
+    """Its names for the fields, and the tokens that begin a text unless they are not wanted."""
+    tokenizer = live.host.engine.model.tokenizer
+    for begun in (True, False):
+        body = {"prompt": "The oak", "add_special_tokens": begun, "return_token_strs": True}
+        tokens = tokenizer.encode("The oak", add_special_tokens=begun)
+        assert live.post("/tokenize", body).json() == {
+            "tokens": tokens,
+            "count": len(tokens),
+            "max_model_len": 16384,
+            "token_strs": tokenizer.convert_ids_to_tokens(tokens),
+        }
+    wanted = {"prompt": True, "content": False}  # this tokenizer has no such token to add
+    assert {name: TokenizeRequest(**{name: "a"}).text() for name in wanted} == {
+        name: ("a", begun) for name, begun in wanted.items()
+    }
+    for body in ({}, {"prompt": "a", "content": "a"}):
+        refused = live.post("/tokenize", body)
+        assert (refused.status_code, "send one of them" in refused.text) == (400, True)
 
 
 def test_properties(live):

@@ -114,7 +114,7 @@ def test_fewer_dimensions_have_length_1_again(client, embedder):
     found = client.embeddings.create(model="any", input="a dog", dimensions=8).data[0].embedding
     assert_close(found, plain(embedder, "a dog", 8))
     assert len(found) == 8
-    with pytest.raises(openai.BadRequestError, match=r"dimensions is 65 and the .* have 64"):
+    with pytest.raises(openai.BadRequestError, match=r"dimensions is 65, but the .* have 64"):
         client.embeddings.create(model="any", input="a dog", dimensions=65)
 
 

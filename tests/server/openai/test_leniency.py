@@ -1,6 +1,7 @@
 """What other servers accept: each is honoured here too, or refused by name."""
 
 import json
+import re
 from dataclasses import replace
 
 import openai
@@ -11,13 +12,15 @@ from keepwarm import config
 from keepwarm.cache.policy import Policy
 from keepwarm.errors import BadField
 from keepwarm.models.load import load
+from keepwarm.server.anthropic import request as messages
 from keepwarm.server.anthropic.shapes import MessageIn, MessagesRequest
-from keepwarm.server.http.body import LEAST_TOP_P
+from keepwarm.server.http.body import LEAST_TOP_P, ignored_fields
 from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.calls import call_style_of, custom_input
 from keepwarm.server.openai.chunks import CompletionMeta
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest
+from keepwarm.server.responses import request as responses
 from keepwarm.server.responses.shapes import ResponsesRequest
 from keepwarm.text.request import (
     Choice,
@@ -88,6 +91,21 @@ def test_the_other_apis_too(top_p):
     assert ResponsesRequest(input="a", top_p=top_p).top_p == message.top_p
 
 
+@pytest.mark.parametrize(("given", "limit"), [(-1, None), (0, 0), (9, 9)])
+def test_the_other_apis_count_tokens_alike(given, limit):
+    message = MessagesRequest(messages=[MessageIn(**USER)], max_tokens=given)
+    assert messages.request_of(message, CALLER, SETTINGS).sampling.max_tokens == limit
+    body = ResponsesRequest(input="a", max_output_tokens=given)
+    items = responses.items_of(body.input)
+    assert responses.request_of(body, items, CALLER, SETTINGS).sampling.max_tokens == limit
+
+
+def test_empty_stop_sequences_are_dropped():
+    given = ["", "END"]
+    message = MessagesRequest(messages=[MessageIn(**USER)], max_tokens=1, stop_sequences=given)
+    assert messages.request_of(message, CALLER, SETTINGS).sampling.stop == ("END",)
+
+
 def test_a_text_completion_too():
     def sampling(**fields):
         body = CompletionRequest.model_validate({"prompt": "a", **fields})
@@ -113,6 +131,23 @@ def test_no_tokens_are_an_empty_answer_with_usage(client):
     reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
     assert reasons == [None, "length"]
     assert chunks[-1].usage.prompt_tokens == answer.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_of_messages_and_responses(live, stream):
+    """Anthropic's way to fill the cache."""
+    body = {"messages": [USER], "max_tokens": 0, "stream": stream}
+    said = live.post("/v1/messages", body)
+    assert '"stop_reason": "max_tokens"' in said.text.replace('":"', '": "')
+    assert "content_block" not in said.text
+    if not stream:
+        assert said.json()["content"] == []
+    body = {"input": "Well?", "max_output_tokens": 0, "stream": stream}
+    text = live.post("/v1/responses", body).text.splitlines()
+    last = json.loads(next(line for line in reversed(text) if line).removeprefix("data: "))
+    response = last["response"] if stream else last
+    assert (response["status"], response["output"]) == ("incomplete", [])
+    assert response["usage"]["output_tokens"] == 0
 
 
 def test_no_tokens_with_echo_are_the_prompts(client):
@@ -156,6 +191,65 @@ def test_a_grammar_beside_another_format_is_refused():
         asked(grammar=YES_OR_NO, response_format={"type": "json_object"})
 
 
+HUES = ["red/green", 'the "blue"', "\n"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pattern"),
+    [
+        ({"choice": HUES}, "|".join(map(re.escape, HUES))),
+        ({"regex": r"[0-9]{2}/[a-c]{2}\/\\\\"}, r"[0-9]{2}/[a-c]{2}/\\\\"),
+        ({"json": {"enum": ["oak"]}}, '"oak"'),
+        ({"json": '{"enum": ["oak"]}'}, '"oak"'),
+        ({"grammar": YES_OR_NO}, "yes|no"),
+    ],
+)
+def test_an_answer_follows_the_formats_of_vllm(client, wanted, pattern):
+    body = {"structured_outputs": wanted}
+    answer = ask(client, max_tokens=16, extra_body=body).choices[0].message.content
+    assert re.fullmatch(pattern, answer), answer
+    asked = {"model": "m", "prompt": "Well?", "max_tokens": 16, "extra_body": body}
+    assert re.fullmatch(pattern, client.completions.create(**asked).choices[0].text)
+
+
+def test_a_schema_as_llama_cpp_takes_it(client):
+    body = {"json_schema": {"const": "42"}}
+    assert ask(client, max_tokens=9, extra_body=body).choices[0].message.content == '"42"'
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        ({}, "exactly one of"),
+        ({"regex": "a", "choice": ["a"]}, "exactly one of"),
+        ({"choice": []}, "choice"),
+        ({"regex": "[.*"}, "cannot be compiled"),
+        ({"regex": {"a": 1}}, "regex"),
+        ({"grammar": ""}, "cannot be compiled"),
+        ({"json": "{"}, "not a JSON schema"),
+        ({"json": "[]"}, "not a JSON schema"),
+        ({"json": {"properties": {"foo": "bar"}}}, "cannot be compiled"),
+    ],
+)
+def test_such_a_format_that_is_none_is_refused(client, wanted, why):
+    with pytest.raises(openai.BadRequestError, match=why):
+        ask(client, max_tokens=1, extra_body={"structured_outputs": wanted})
+
+
+def test_the_taken_token_is_among_the_likeliest(client):
+    """As at OpenAI, also where none of the others are asked for."""
+    answer = client.completions.create(model="m", prompt="One", max_tokens=3, logprobs=0)
+    logprobs = answer.choices[0].logprobs
+    taken = zip(logprobs.tokens, logprobs.token_logprobs, strict=True)
+    assert logprobs.top_logprobs == [{name: logprob} for name, logprob in taken]
+
+
+def test_tokens_that_are_none_are_named():
+    wrong = ["oak", "-1", "1234567890"]
+    with pytest.raises(BadField, match="not 'oak', '-1', '1234567890'"):
+        asked(logit_bias={"5": 1} | dict.fromkeys(wrong, 1))
+
+
 # Tools.
 
 PATCH = {"type": "custom", "custom": {"name": "patch", "description": "Edits."}}
@@ -194,10 +288,20 @@ def test_a_custom_tool_is_a_function_with_one_text():
     assert names(request) == ["patch", "read"]
     assert request.tools[0]["function"]["parameters"]["required"] == ["input"]
     assert request.tool_choice == ToolChoice("required", "patch")
-    grammar = {"type": "custom", "custom": {"name": "x", "format": {"type": "grammar"}}}
-    with pytest.raises(BadField, match="is a grammar") as refused:
-        asked(tools=[PATCH, grammar])
-    assert refused.value.param == "tools[1].custom.format"
+
+
+def test_the_grammar_of_a_custom_tool_is_named_and_not_enforced():
+    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "x"'}}
+    given = [PATCH, {"type": "custom", "custom": {"name": "x", "format": grammar}}]
+    assert names(asked(tools=given)) == ["patch", "x"]
+    body = {"messages": [USER], "tools": given}
+    named = ignored_fields(ChatRequest.model_validate(body), body)
+    assert named == ("tools[].custom.format",)
+    body = {"input": "a", "tools": [{"type": "custom", "name": "x", "format": grammar}]}
+    read = ResponsesRequest.model_validate(body)
+    made = responses.request_of(read, responses.items_of("a"), CALLER, SETTINGS)
+    assert names(made) == ["x"]
+    assert ignored_fields(read, body) == ("tools[].format",)
 
 
 def test_a_call_of_a_custom_tool_is_told_as_one():

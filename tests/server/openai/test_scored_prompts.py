@@ -46,12 +46,18 @@ def test_scores_are_those_of_a_plain_forward_pass(client, model):
     best = [max(row) for row in rows[:-1]]
     tops = [max(top.values()) for top in logprobs.top_logprobs[1 : len(tokens)]]
     assert tops == pytest.approx(best, abs=1e-3)
-    assert {len(top) for top in logprobs.top_logprobs[1:]} <= {1, 2}  # two may have one text
+    assert {len(top) for top in logprobs.top_logprobs[1:]} <= {1, 2, 3}  # and the one taken
     for name, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
         assert choice.text[offset:].startswith(name)
     receipt = answer.model_extra["keepwarm"]
     assert (receipt["scored"], receipt["recomputed"]) == (len(tokens), len(tokens))
     assert receipt["reused"] == {}
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 65, 80, 129])
+def test_a_prompt_whose_last_slice_is_one_token(client, n_tokens):
+    (choice,) = ask(client, [5 + n for n in range(n_tokens)], max_tokens=0).choices
+    assert len(choice.logprobs.token_logprobs) == n_tokens
 
 
 def test_nothing_of_it_is_kept(client):

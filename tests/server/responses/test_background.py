@@ -95,7 +95,7 @@ def test_it_is_cancelled(client):
     *_, last = client.responses.retrieve(begun.id, stream=True)
     assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
     plain = ask(client)
-    with pytest.raises(openai.BadRequestError, match="in the background"):
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
         client.responses.cancel(plain.id)
 
 

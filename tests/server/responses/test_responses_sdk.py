@@ -187,7 +187,7 @@ def test_an_answer_is_shown_and_forgotten(client):
     items = client.responses.input_items.list(answer.id)
     assert [item.content for item in items.data] == [WORDS]
     client.responses.delete(answer.id)
-    with pytest.raises(openai.NotFoundError, match="is not stored"):
+    with pytest.raises(openai.NotFoundError, match="not found; send the whole"):
         client.responses.retrieve(answer.id)
 
 
@@ -250,7 +250,7 @@ def test_the_session_of_codex_is_an_agent(live, client):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": -2}, "max_output_tokens"),
         ({"background": True, "store": False}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),

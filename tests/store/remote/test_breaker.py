@@ -68,3 +68,11 @@ def test_failures_while_it_is_open_do_not_delay_the_trial(breaker, clock):
     clock.now += 0.4
     breaker.failed()
     assert breaker.retry_in_s == pytest.approx(0.1)
+
+
+def test_a_trial_that_is_under_way_at_the_end_changes_nothing(breaker):
+    breaker.end()
+    for success in (True, False):
+        breaker.tried(success)
+        assert breaker.is_open
+        assert not breaker.is_trusted

@@ -2,12 +2,18 @@
 
 import pytest
 
-from keepwarm.prefix.blocks import common_tokens
+from keepwarm.prefix.blocks import chain, common_tokens, pack
 from keepwarm.store.record import Part
 from keepwarm.store.remote import known as module
-from keepwarm.store.remote.known import ABSENT_S, PRESENT_S, KnownRecord, KnownRecords
+from keepwarm.store.remote.known import (
+    ABSENT_S,
+    MAX_CHILDREN,
+    PRESENT_S,
+    KnownRecord,
+    KnownRecords,
+)
 from keepwarm.store.remote.names import RecordPlace, RemoteNames, parse_last
-from tests.store.kit import NAMESPACE, refs_of, root_key
+from tests.store.kit import NAMESPACE, refs_of, root_key, tokens_of
 
 
 @pytest.fixture
@@ -65,6 +71,17 @@ def test_children_are_found_by_their_tokens_and_states_by_their_parent(known):
     (child,) = known.children(root_key(), query)
     assert child == (near[0].key, common_tokens(near[0].tokens, query))
     assert known.states([root_key()]) == [(far[0].key, root_key(), 100)]
+
+
+def test_what_a_prompt_continues_is_always_among_the_children(known):
+    """However many others share more of it: a conversation may go on there."""
+    tokens = tokens_of(200)
+    others = [next(chain(NAMESPACE, [*tokens[:100], n])) for n in range(40)]
+    begun = next(chain(NAMESPACE, tokens[:50]))
+    known.add(record(ref) for ref in (*others, begun))
+    found = known.children(root_key(), pack(tokens))
+    assert begun.key in {child.key for child in found}
+    assert len(found) == MAX_CHILDREN + 1
 
 
 def test_the_oldest_answers_are_forgotten(known, monkeypatch):

@@ -4,23 +4,24 @@ import threading
 import time
 from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from math import log2
+from itertools import product
 
 import pytest
 
-from keepwarm.prefix.blocks import BLOCK_TOKENS, chain, pack
+from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, chain, pack
 from keepwarm.store.blobs.backend import BlobError, Listed
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.opening import open_backend
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, ReadBuffer, encode_record
-from keepwarm.store.remote.asking import Question
-from keepwarm.store.remote.known import ABSENT_S, PRESENT_S
-from keepwarm.store.remote.tier import RemoteTier, _place
+from keepwarm.store.remote.asking import CONNECTING, Asker, Question
+from keepwarm.store.remote.known import ABSENT_S, PRESENT_S, KnownRecords
+from keepwarm.store.remote.names import RecordPlace, RemoteNames, parse_last
+from keepwarm.store.remote.speed import TierSpeed
+from keepwarm.store.remote.tier import RemoteTier
 from keepwarm.store.seal import Seal
 from keepwarm.store.unlock import derive_key
-from tests.kit.redis_server import redis_server
+from tests.kit.places import KINDS
 from tests.store.kit import NAMESPACE, content, record, refs_of, tokens_of
 
 SOON = 30.0
@@ -32,7 +33,7 @@ class Watched:
 
     def __init__(self, backend):
         self._backend = backend
-        self.in_batches = backend.in_batches
+        self.in_batches, self.is_distant = backend.in_batches, backend.is_distant
         self.calls = []
         self.failing = False
         self.gate = None
@@ -51,20 +52,15 @@ class Watched:
         return call if name == "close" else watched
 
 
-@contextmanager
-def redis(directory):
-    with redis_server(directory) as server:
-        yield server.url
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """Deadlines that a busy machine keeps too."""
+    monkeypatch.setattr("keepwarm.store.remote.tier.MIN_READ_S", SOON)
 
 
-@contextmanager
-def directory(path):
-    yield path.as_uri()
-
-
-@pytest.fixture(params=[redis, directory])
-def url(request, tmp_path_factory):
-    with request.param(tmp_path_factory.mktemp("place")) as address:
+@pytest.fixture(params=KINDS)
+def url(request, places, tmp_path_factory):
+    with places[request.param](tmp_path_factory.mktemp("place")) as address:
         yield address
 
 
@@ -171,15 +167,75 @@ def test_answers_are_remembered(open_tier, clock):
     assert there.have([ref.key for ref in refs_of(3)]) == {}
 
 
-def test_a_long_prompt_costs_a_few_questions(open_tier):
-    refs = refs_of(100)
-    first, there = open_tier(), open_tier()
-    for ref in refs[:70]:
-        first.put(record(ref, n_bytes=16))
-    ask(there, tokens_of(100 * BLOCK_TOKENS))
-    assert len(there.have([ref.key for ref in refs])) == 70
-    most = 3 if there.place.in_batches else 2 * log2(100) + 3
-    assert len(there.place.calls) <= most
+@pytest.mark.parametrize("n_children", [0, 1000])
+def test_a_prompt_of_100_000_tokens_costs_a_few_questions(n_children):
+    """One round trip where a place answers for many names at once; the other is the list of what
+    else follows. Else 12 requests, each for one name, in no more round trips than are planned.
+    """
+    asked = question(tokens_of(391 * BLOCK_TOKENS))
+    keys = [ref.key for ref in asked.refs]
+    for n_there, in_batches in product((0, 1, 2, 195, 196, 256, 389, 390, 391), (True, False)):
+        n_listed = 0 if in_batches else n_children
+        place, known = Counted(set(keys[:n_there]), in_batches, n_listed), KnownRecords()
+        ask_place(place, known, asked)
+        assert len(known.have(keys)) == n_there
+        assert place.n_calls <= (2 if in_batches else 12)
+        assert in_batches or place.n_names <= 12
+        assert in_batches or place.n_asked + 2 <= asked.n_round_trips - CONNECTING
+        if n_listed and not n_there:
+            assert place.n_names == 12, "what follows is looked at as far as requests are left"
+
+
+def ask_place(place, known, asked):
+    asker = Asker(place, RemoteNames(CLASS), known, None, TierSpeed())
+    try:
+        asker.ask(asked, CallDeadline(SOON))
+    finally:
+        asker.close()
+
+
+class Counted:
+    """A place that has the records of these blocks, and counts questions."""
+
+    def __init__(self, keys, in_batches, n_children=0):
+        self._keys, self.in_batches, self.is_distant = keys, in_batches, not in_batches
+        self._n_children = n_children
+        self.n_calls = self.n_names = 0
+        self.n_asked = 0  # one after the other
+        self._lock = threading.Lock()
+
+    def sizes(self, names, timeout_s):
+        self.n_asked += 1
+        self._count(len(names))
+        return [1 << 20 if parse_last(name)[0] in self._keys else None for name in names]
+
+    def list_names(self, folder, timeout_s, near=b""):
+        self._count(1)
+        listed = [f"{folder}/{n.to_bytes(KEY_BYTES).hex()}.d" for n in range(1000)]
+        return [Listed(name, b"", 1 << 20) for name in listed[: self._n_children]]
+
+    def read(self, name, take, timeout_s, start=0, n_bytes=None):
+        self._count(1)
+
+    def _count(self, n_names):
+        with self._lock:
+            self.n_calls, self.n_names = self.n_calls + 1, self.n_names + n_names
+
+
+@pytest.mark.parametrize("in_batches", [True, False])
+def test_headers_are_read_at_the_same_time(in_batches):
+    """Each waits for all others."""
+    asked = question(tokens_of(5 * BLOCK_TOKENS), n_window=4)
+    place, known = Counted({ref.key for ref in asked.refs}, in_batches), KnownRecords()
+    meeting, met = threading.Barrier(4), []
+
+    def read(*args, **options):
+        meeting.wait(SOON)
+        met.append(args)
+
+    place.read = read
+    ask_place(place, known, asked)
+    assert len(met) == 4
 
 
 def damaged(tier, one, change):
@@ -236,7 +292,7 @@ def test_what_was_evicted_after_the_question_is_a_miss_with_all_that_follows(ope
     ask(there, tokens_of(3 * BLOCK_TOKENS))
     keys = [one.header.key for one in made]
     first.place.delete(
-        [Listed(first._names.of(_place(made[1].header)), made[1].header.tokens)], SOON
+        [Listed(first._names.of(RecordPlace.of(made[1].header)), made[1].header.tokens)], SOON
     )
     used = []
     assert not there.visit(keys[1], Part.DELTA, used.append, ReadBuffer())
@@ -275,27 +331,67 @@ def test_failures_end_the_calls_and_a_trial_brings_it_back(open_tier, clock):
     assert there.read(keys[1], Part.DELTA) is not None
 
 
+def all_at_once(tier, flights, work):
+    """What ten threads get that call while the first call of the place has not returned yet."""
+    tier.place.calls.clear()
+    tier.place.gate = threading.Event()
+
+    def n_waiting():
+        under_way = list(flights._under_way.values())
+        return len(tier.place.calls) + sum(len(one._condition._waiters) for one in under_way)
+
+    with ThreadPoolExecutor(10) as threads:
+        results = [threads.submit(work) for _ in range(10)]
+        until = time.monotonic() + SOON
+        while n_waiting() < 10 and time.monotonic() < until:
+            time.sleep(0.001)
+        n_waited = n_waiting()
+        tier.place.gate.set()
+        found = [result.result() for result in results]
+    tier.place.gate = None
+    assert n_waited >= 10, "or nothing is at once"
+    return found
+
+
 def test_equal_reads_at_the_same_time_are_made_once(open_tier):
     (one,) = put_chain(open_tier(), 1)
     memory = MemoryTier(1 << 20)
     there = open_tier(memory=memory)
     ask(there, tokens_of(BLOCK_TOKENS))
-    there.place.calls.clear()
-    there.place.gate = threading.Event()
-    with ThreadPoolExecutor(4) as threads:
-        reads = [threads.submit(there.read, one.header.key, Part.DELTA) for _ in range(4)]
-        while not there._fetches._under_way:
-            time.sleep(0.001)
-        (under_way,) = there._fetches._under_way.values()
-        while len(under_way._condition._waiters) < 3:
-            time.sleep(0.001)
-        there.place.gate.set()
-        assert all(content(read.result()) == content(one) for read in reads)
+    found = all_at_once(there, there._fetches, lambda: there.read(one.header.key, Part.DELTA))
+    assert all(content(each) == content(one) for each in found)
     assert there.place.calls == ["read"]
+    assert there.stats().hits == 10
     assert content(memory.read(one.header.key, Part.DELTA)) == content(one)
     there.read(one.header.key, Part.DELTA)  # by a thread that looked into memory before
     assert there.place.calls == ["read"]
     memory.close()
+
+
+def test_equal_questions_at_the_same_time_are_asked_once(open_tier):
+    made, tokens = put_chain(open_tier(), 3), tokens_of(3 * BLOCK_TOKENS)
+    alone, there = open_tier(), open_tier()
+    ask(alone, tokens)
+    all_at_once(there, there._questions, lambda: ask(there, tokens))
+    assert sorted(there.place.calls) == sorted(alone.place.calls)
+    assert len(there.have([one.header.key for one in made])) == 3
+
+
+def test_a_record_has_the_time_of_the_whole_load(open_tier):
+    (one,) = put_chain(open_tier(), 1)
+    there, times = open_tier(), []
+    ask(there, tokens_of(BLOCK_TOKENS))
+    read = there.place.read
+
+    def timed(name, take, timeout_s):
+        times.append(timeout_s)
+        return read(name, take, timeout_s)
+
+    there.place.read = timed
+    assert there.read(one.header.key, Part.DELTA, deadline=CallDeadline(4 * SOON)) is not None
+    assert there.read(one.header.key, Part.DELTA) is not None
+    assert times[0] > 2 * SOON
+    assert times[1] <= SOON
 
 
 def seal_of(secret):

@@ -1,0 +1,196 @@
+"""Shared tiers in the contract of tiers, and what of it they cannot hold.
+
+The exemptions below are tested: one that holds after all is a failure. They are written to
+`docs/sharing.md`:
+
+    python -m tests.contract.shared
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from keepwarm.prefix.blocks import BlockKey, Namespace
+from keepwarm.store.blobs.backend import Backend
+from keepwarm.store.blobs.deadline import CallDeadline
+from keepwarm.store.blobs.opening import open_backend
+from keepwarm.store.blobs.redis import RedisBackend
+from keepwarm.store.record import Part, Record
+from keepwarm.store.remote.asking import read_header
+from keepwarm.store.remote.janitor import Janitor, PlaceLimits
+from keepwarm.store.remote.known import KnownRecord
+from keepwarm.store.remote.names import RecordPlace, parse_last
+from keepwarm.store.remote.tier import RemoteTier
+from keepwarm.store.seal import Seal
+from keepwarm.store.tier import NamedBlock, PutResult, StoredBlock
+
+PAGE = Path(__file__).parents[2] / "docs" / "sharing.md"
+SOON = 60.0
+N_TRIES = 3  # of a deletion, which is finished later if need be: moto loses its way sometimes
+CLASS = "cpu-mlx-0.1"
+HEADINGS = {"redis": "Redis, Valkey", "directory": "directory", "s3": "S3"}
+KINDS = tuple(HEADINGS)
+
+
+class SharedTier:
+    """A shared tier, deleted from as `rm` does, and walked through as the place's owner would."""
+
+    def __init__(self, address: str, seal: Seal | None = None) -> None:
+        self._tier = RemoteTier(open_backend(address), CLASS, seal, clock=lambda: 0.0)
+        assert self._tier.wait_until_tried(SOON), self._tier.refused
+        self._place = open_backend(address)
+        self._seal = seal
+        self.lacks = () if "file:" not in address else ("create",)  # see the last exemption
+        self._put: dict[BlockKey, tuple[Namespace, NamedBlock]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
+
+    def put(self, record: Record) -> PutResult:
+        header = record.header
+        block = NamedBlock(header.key, header.parent, len(header.tokens) // 4)
+        self._put[header.key] = header.namespace, block
+        return self._tier.put(record)
+
+    def delete(self, key: BlockKey) -> None:
+        if key in self._put:
+            namespace, block = self._put[key]
+            tries = (self._tier.erase([namespace], [block], ()) for _ in range(N_TRIES))
+            assert any(tries)
+
+    def walk(self) -> Iterator[StoredBlock]:
+        found: defaultdict[BlockKey, list[tuple[RecordPlace, Any, int]]] = defaultdict(list)
+        for name in names_in(self._place):
+            _, namespace, parent, _ = name.split("/")
+            place = RecordPlace(
+                Namespace(bytes.fromhex(namespace)),
+                BlockKey(bytes.fromhex(parent)),
+                *parse_last(name) or (),
+            )
+            (n_bytes,) = self._place.sizes([name], SOON)
+            record = KnownRecord(place, b"", n_bytes or 0)
+            header = read_header(self._place, self._seal, name, record, CallDeadline(SOON))
+            if header is not None:  # or it is deleted by now
+                found[place.key].append((place, header, n_bytes or 0))
+        for key, records in found.items():
+            place, header, _ = records[0]
+            sizes: dict[Part, int] = {place.part: n_bytes for place, _, n_bytes in records}
+            n_tokens = len(header.tokens) // 4
+            yield StoredBlock(
+                key, place.parent, place.namespace, header.number, n_tokens, sizes, 0.0, False
+            )
+
+    def close(self) -> None:
+        self._tier.close()
+        self._place.close()
+
+
+def names_in(place: Backend, numerics: str = CLASS) -> list[str]:
+    """Those of all records; only a test has Redis list its keys."""
+    if isinstance(place, RedisBackend):
+        (keys,) = place._call([[b"KEYS", f"keepwarm:{numerics}/*".encode()]], SOON)
+        names = (key.decode().removeprefix("keepwarm:") for key in keys)  # type: ignore[union-attr]
+        return [name for name in names if not name.endswith("/")]
+    found = (one.name for one in Janitor(place, PlaceLimits())._walk())
+    return [name for name in found if name.startswith(f"{numerics}/")]
+
+
+class Exemption(NamedTuple):
+    """A promise of other tiers that shared ones of these kinds cannot hold."""
+
+    promise: str
+    why: str
+    tests: tuple[str, ...]
+    kinds: tuple[str, ...] = KINDS
+
+
+EXEMPTIONS = (
+    Exemption(
+        "never holds more than its bytes",
+        "others write there too; Redis evicts by rules of its own, a directory or a bucket is "
+        "swept every ten minutes",
+        (
+            "test_a_tier_stays_within_its_bytes",
+            "test_a_record_larger_than_the_tier_is_not_kept_and_evicts_nothing",
+            "test_a_block_is_not_evicted_for_its_own_child",
+        ),
+    ),
+    Exemption(
+        "a put evicts what was not used for longest, ends of prompts first",
+        "the same: uses are noted, and who evicts looks at them (see [who evicts](#who-evicts))",
+        ("test_the_least_recently_used_goes_first", "test_eviction_goes_from_the_tail"),
+    ),
+    Exemption(
+        "keeps what is pinned",
+        "Redis knows no pins, and those of one machine would fill the place for all",
+        (
+            "test_a_pinned_block_and_its_ancestors_are_never_evicted",
+            "test_a_block_is_pinned_until_every_owner_lets_go",
+            "test_a_pin_may_come_before_its_block",
+            "test_a_tier_full_of_pinned_blocks_takes_no_more",
+            "test_pins_hold_while_others_evict",
+            "test_walking_tells_what_is_pinned",
+        ),
+    ),
+    Exemption(
+        "tells which blocks it holds, and how many bytes",
+        "to tell is to list the whole place, which only the janitor does",
+        ("test_stats_tell_what_is_held",),
+    ),
+    Exemption(
+        "what follows a deleted block is still found",
+        "it cannot be restored without its beginning, and counts as absent for 5 seconds",
+        ("test_what_follows_a_deleted_block_stays",),
+    ),
+    Exemption(
+        "a pin, a deletion or a walk that fails raises an error",
+        "it has neither pins nor walks; a deletion that fails leaves a tombstone, and is finished "
+        "later (see [deleting](#deleting))",
+        ("test_what_must_be_known_to_fail_fails_in_our_words",),
+    ),
+    Exemption(
+        "prepares for a read",
+        "bytes would be sent twice",
+        ("test_fetching_changes_nothing",),
+    ),
+    Exemption(
+        "more window rows replace fewer, and never the reverse",
+        "rows are told by a record and not by its name, so that whoever writes would have to read",
+        ("test_more_window_rows_replace_fewer",),
+    ),
+    Exemption(
+        "a record that two put at the same time is stored by one of them",
+        "file systems on the network have no create-if-absent that is whole; both are stored, the "
+        "later one stays, and equal keys hold equal blocks",
+        ("test_of_two_puts_at_the_same_time_one_stores",),
+        ("directory",),
+    ),
+)
+
+
+def exemption_of(test: str, kind: str) -> Exemption | None:
+    found = (one for one in EXEMPTIONS if test in one.tests and kind in one.kinds)
+    return next(found, None)
+
+
+BEGIN, END = "<!-- exemptions -->\n", "<!-- /exemptions -->\n"
+
+
+def page(text: str) -> str:
+    """The page with the table of exemptions in its place."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    rows = (f"| {one.promise} | {_where(one)} | {one.why} |\n" for one in EXEMPTIONS)
+    head = "| promise | not in | because |\n|---|---|---|\n"
+    return before + BEGIN + head + "".join(rows) + END + after
+
+
+def _where(one: Exemption) -> str:
+    return "all" if one.kinds == KINDS else ", ".join(HEADINGS[kind] for kind in one.kinds)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

@@ -1,0 +1,52 @@
+"""What an engine tells of itself: its requests, look-ups and speeds."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepwarm.engine.insight.journal import entry_of
+from keepwarm.errors import Cancelled
+from keepwarm.text.request import Request
+from tests.kit.devices import M4_MAX, simulated
+from tests.kit.engines import ask, engine_on
+from tests.kit.runs import prompt_of
+
+
+def test_a_request_that_waits_and_how_it_ended(models, tmp_path):
+    with simulated(M4_MAX, models.of("llama"), tmp_path) as sim:
+        sent = [sim.send(40) for _ in range(2)]
+        waiting = entry_of(sent[0].job)
+        assert (waiting.state, waiting.prefilled, waiting.error) == ("waiting", 0, "")
+        error = Cancelled("Enough.")
+        sim.scheduler.abort(sent[1].job, error)
+        sim.run_until(lambda: sent[0].job.ended)
+        ended = [entry_of(sent[0].job), entry_of(sent[1].job, error)]
+        assert [one.state for one in ended] == ["done", "cancelled"]
+        assert [one.error for one in ended] == ["", "Enough."]
+
+
+def test_a_look_up_tells_the_tier_of_every_token(models, tmp_path):
+    """Of a model with states only the last record is read; it stands for all before it."""
+    prompt = prompt_of(300)
+    for tier in ("memory", "disk"):
+        with engine_on(models.of("mamba"), tmp_path) as engine:
+            if tier == "memory":
+                engine.submit(ask(prompt, 1)).result()
+                engine.settle()
+                engine.call(engine.live.clear).result()
+            assert engine.lookup(Request(prompt=prompt)).warm == {tier: 299}
+
+
+def test_a_step_is_told_in_milliseconds(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        for _ in range(5):
+            engine._scheduler.slice_sizer.record_step(0.2)
+        assert engine.stats().step_ms == 200.0
+
+
+def test_only_decode_steps_are_measured_as_such(models, tmp_path):
+    with simulated(M4_MAX, models.of("llama"), tmp_path) as sim:
+        sim.running(1)
+        assert sim.scheduler.slice_sizer.step_s == pytest.approx(M4_MAX.step_seconds(1))
+        sim.first_s(4096)
+        assert sim.scheduler.slice_sizer.step_s == pytest.approx(M4_MAX.step_seconds(1))

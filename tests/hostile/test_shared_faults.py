@@ -1,0 +1,526 @@
+"""Every place that machines share and every fault: no wrong tensor, and answers go on.
+
+The table of expectations below is tested, and written to `docs/sharing.md`:
+
+    python -m tests.hostile.test_shared_faults
+"""
+
+import os
+import re
+import resource
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from keepwarm.cache.policy import Policy
+from keepwarm.cache.restore.manager import Manager
+from keepwarm.cache.restore.rates import Rates
+from keepwarm.cache.restore.reading import Reader
+from keepwarm.cache.restore.writing import MemorySaver
+from keepwarm.kv.layout import probe
+from keepwarm.prefix.blocks import Namespace, chain
+from keepwarm.store.blobs.backend import Listed
+from keepwarm.store.blobs.opening import open_backend
+from keepwarm.store.memory import MemoryTier
+from keepwarm.store.record import Part
+from keepwarm.store.remote.known import PRESENT_S
+from keepwarm.store.remote.names import RecordPlace, RemoteNames
+from keepwarm.store.remote.tier import RemoteTier
+from keepwarm.store.tiers import Tiers
+from tests.kit.compare import assert_same
+from tests.kit.faulty_proxy import FaultyProxy
+from tests.kit.places import KINDS
+from tests.kit.redis_server import redis_server
+from tests.kit.runs import cold, continue_from, prefill, prompt_of
+from tests.store.kit import first_block, record
+
+PAGE = Path(__file__).parents[2] / "docs" / "sharing.md"
+COLUMNS = KINDS
+NAME = Namespace(bytes(range(32)))
+NUMBERS = count()
+N = 3  # tokens generated to compare
+SOON, SHORT = 60.0, 0.03
+PROMPT = prompt_of(600, seed=1)  # blocks 0 and 1, and a tail
+OTHER = prompt_of(300, seed=3)
+ALL, BEFORE_IT = len(PROMPT) - 1, 256
+
+
+class Clock:
+    """Of what is remembered and of the breaker; it stands still unless it is moved."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Haunted:
+    """A place whose listings go on naming what is gone."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.ghosts: list[Listed] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def list_names(self, folder: str, *args: Any, **options: Any) -> list[Listed]:
+        ghosts = [one for one in self.ghosts if one.name.startswith(folder + "/")]
+        return [*self._backend.list_names(folder, *args, **options), *ghosts]
+
+
+class Computed:
+    """Two prompts as one machine has computed them, and what they are answered with."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._layout = probe(model, make_prompt_cache(model))
+        self._memory = MemoryTier(1 << 30)
+        self._cold = cache(lambda prompt: cold(model, list(prompt), N))
+        tiers = Tiers([("memory", self._memory)])
+        for prompt in (PROMPT, OTHER):
+            capture = self.manager(tiers, Reader(tiers)).open(prompt)
+            capture.start_at(0)
+            capture.finish(prompt, prefill(model, make_prompt_cache(model), prompt))
+        blocks = sorted(self._memory.walk(), key=lambda block: block.number)
+        self.records = [self._memory.read(one.key, part) for one in blocks for part in one.n_bytes]
+
+    def manager(self, tiers: Tiers, reader: Reader) -> Manager:
+        rates = Rates(load_bytes_per_s=1e12, prefill_tokens_per_s=1e-3)
+        return Manager(NAME, self._layout, tiers, reader, MemorySaver(self._memory), rates)
+
+    def compare(self, prompt: list[int], restored: Any) -> None:
+        """The answer from here on must equal that of a cold run."""
+        caches = restored.caches or make_prompt_cache(self._model)
+        run = continue_from(self._model, caches, prompt[restored.n_tokens :], N)
+        assert_same(self._cold(tuple(prompt)), run)
+
+
+class Scene:
+    """A place with two prompts in it, the machine that put them, and another that looks there."""
+
+    def __init__(self, kind: str, url: str, server: Any, computed: "Computed") -> None:
+        self.kind, self.server, self._computed = kind, server, computed
+        self._class = f"class-{next(NUMBERS)}"  # servers are shared
+        self.clock = Clock()
+        self.root = Path(urlsplit(url).path) if kind == "directory" else None
+        self.proxy = None if self.root else FaultyProxy(int(re.findall(r":(\d+)", url)[-1]))
+        near = url if self.proxy is None else re.sub(r":\d+(?!.*:\d)", f":{self.proxy.port}", url)
+        self.place = open_backend(url)
+        self.there = Haunted(open_backend(near))
+        self.first = self._tier(self.place)
+        self.second = self._tier(self.there)
+        self._reader = Reader(Tiers([], [self.second]), n_threads=2)
+        self.share()
+
+    def _tier(self, backend: Any) -> RemoteTier:
+        tier = RemoteTier(backend, self._class, clock=self.clock)
+        assert tier.wait_until_tried(SOON)
+        return tier
+
+    def share(self) -> list[bool]:
+        """The first machine puts all that is not there."""
+        return [self.first.put(record).stored for record in self._computed.records]
+
+    def ask(self, prompt: list[int]) -> Manager:
+        manager = self._computed.manager(Tiers([], [self.second]), self._reader)
+        manager.ask(prompt, Policy.READ_WRITE)
+        return manager
+
+    def reuse(self, prompt: list[int], between: Callable[[], None] | None = None) -> int:
+        """Tokens that the second machine restores; its answer must equal that of a cold run."""
+        manager = self.ask(prompt)
+        if between is not None:
+            between()
+        restored = manager.restore(prompt)
+        self._computed.compare(prompt, restored)
+        return restored.n_tokens
+
+    def name(self, number: int) -> Listed:
+        ref = list(chain(NAME, PROMPT))[number]
+        place = RecordPlace(NAME, ref.parent, ref.key, Part.DELTA)
+        return Listed(RemoteNames(self._class).of(place), ref.tokens)
+
+    def value(self, number: int) -> bytes:
+        return bytes(self.place.read(self.name(number).name, take, SOON))
+
+    def write(self, number: int, data: bytes) -> None:
+        name, order, *_ = self.name(number)
+        assert self.place.put(name, [data], SOON, order, replace=True)
+
+    def delete(self, number: int) -> None:
+        self.place.delete([self.name(number)], SOON)
+
+    def forget(self) -> None:
+        """All that is known of the place."""
+        self.clock.now += 2 * PRESENT_S
+
+    def close(self) -> None:
+        for tier in (self.first, self.second):
+            tier.close()
+        self._reader.close()
+        if self.proxy:
+            self.proxy.close()
+
+
+def take(n_bytes: int) -> memoryview:
+    return memoryview(bytearray(n_bytes))
+
+
+class Cell(NamedTuple):
+    """What is restored of the prompt while a fault lasts, and what the page says about it."""
+
+    outcome: str
+    prompt: int
+    is_stored: bool = True  # whether the other prompt is restored too
+
+
+HIT = Cell("hit", ALL)
+NOT_KEPT = Cell("hit; new blocks are not shared", ALL)
+FROM_BLOCK = Cell("miss from token 256", BEFORE_IT)
+FROM_TAIL = Cell("miss from token 512", 512)
+MISS = Cell("miss", 0)
+GONE = Cell("miss", 0, is_stored=False)
+LATE = Cell("miss at the deadline", 0, is_stored=False)
+NONE: None = None
+
+Undo = Callable[[], None] | None
+
+
+class Fault(NamedTuple):
+    name: str
+    damage: Callable[[Scene], Undo]
+    redis: Cell | None
+    directory: Cell | None
+    s3: Cell | None
+    always: str = ""  # the kind that it is tested with on every run; the others need --soak
+    hangs: bool = False
+
+    def cell(self, kind: str) -> Cell | None:
+        found: Cell | None = getattr(self, kind)
+        return found
+
+
+# Of the way there
+
+
+def refused(scene: Scene) -> Undo:
+    if scene.proxy is None:
+        away = scene.root.with_name("away")
+        scene.root.rename(away)
+        return lambda: away.rename(scene.root)
+    scene.proxy.refuse()
+    return scene.proxy.listen
+
+
+def paused(scene: Scene) -> Undo:
+    if scene.proxy is not None:
+        scene.proxy.pause()
+        return scene.proxy.go_on
+    path = scene.root / scene.name(0).name
+    scene.ask(PROMPT)  # it is known to be there
+    data = path.read_bytes()
+    path.unlink()
+    os.mkfifo(path)  # a pipe without a writer hangs like a share whose server is gone
+
+    def go_on() -> None:
+        for _ in range(20):  # every reader that hangs sees an end
+            try:
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+            except OSError:
+                break
+            time.sleep(0.01)
+        path.unlink()
+        path.write_bytes(data)
+
+    return go_on
+
+
+def on_values(change: Callable[[bytes, Callable[[bytes], None], threading.Event], None]) -> Any:
+    """What happens to large parts of replies."""
+
+    def damage(scene: Scene) -> Undo:
+        ended = threading.Event()
+        scene.proxy.on_value = lambda data, send: change(data, send, ended)
+
+        def undo() -> None:
+            ended.set()
+            scene.proxy.mend()
+            scene.proxy.disconnect()
+
+        return undo
+
+    return damage
+
+
+def hang(data: bytes, send: Any, ended: threading.Event) -> None:
+    send(data[:1000])
+    ended.wait(SOON)
+
+
+def cut(data: bytes, send: Any, ended: threading.Event) -> None:
+    send(data[:1000])
+    raise ConnectionError("cut")
+
+
+def trickle(data: bytes, send: Any, ended: threading.Event) -> None:
+    for byte in data:
+        send(bytes([byte]))
+        if ended.wait(1.0):
+            return
+
+
+def flip(data: bytes, send: Any, ended: threading.Event) -> None:
+    at = len(data) // 2
+    send(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+
+
+def answered(redis: bytes, status: str, only: bytes = b"") -> Any:
+    """Every request gets this answer, or only those that begin so."""
+    http = f"HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
+
+    def damage(scene: Scene) -> Undo:
+        said = redis if scene.kind == "redis" else http
+        scene.proxy.answer = lambda data: said if data.startswith(only) else None
+        scene.proxy.disconnect()
+        return scene.proxy.mend
+
+    return damage
+
+
+# Of what is there
+
+
+def rewritten(change: Callable[[bytearray], bytes]) -> Any:
+    def damage(scene: Scene) -> Undo:
+        scene.write(1, bytes(change(bytearray(scene.value(1)))))
+        return None
+
+    return damage
+
+
+def flipped(data: bytearray) -> bytes:
+    data[-5] ^= 1
+    return bytes(data)
+
+
+def swapped(scene: Scene) -> Undo:
+    one, two = scene.value(0), scene.value(1)
+    scene.write(0, two)
+    scene.write(1, one)
+    return None
+
+
+def stale(scene: Scene) -> Undo:
+    scene.there.ghosts = [scene.name(2)]
+    scene.delete(2)
+    return scene.there.ghosts.clear
+
+
+def evicted(scene: Scene) -> Undo:
+    """After the question, before the read."""
+    assert scene.reuse(PROMPT, lambda: scene.delete(1)) == BEFORE_IT
+    return None
+
+
+def configure(scene: Scene, *words: str) -> None:
+    with socket.create_connection(("127.0.0.1", scene.server.port), SOON) as one:
+        for line in words:
+            one.sendall(f"{line}\r\n".encode())
+            assert one.recv(100) == b"+OK\r\n"
+
+
+def full(scene: Scene) -> Undo:
+    undo: Undo
+    if scene.kind == "redis":
+        configure(scene, "CONFIG SET maxmemory 1")
+        undo = lambda: configure(scene, "CONFIG SET maxmemory 0")  # noqa: E731
+    elif scene.kind == "s3":
+        undo = answered(b"", "507 Insufficient Storage", b"PUT")(scene)
+    else:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        undo = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)  # noqa: E731
+    before_it = scene.second.stats()
+    new = record(first_block([5], NAME), namespace=NAME)
+    assert not scene.second.put(new).stored
+    after = scene.second.stats()
+    assert (after.refused - before_it.refused, after.errors - before_it.errors) == (1, 0)
+    return undo
+
+
+def wrong_password(scene: Scene) -> Undo:
+    if scene.kind == "s3":
+        return answered(b"", "403 Forbidden")(scene)
+    configure(scene, "CONFIG SET requirepass right")
+    scene.proxy.disconnect()
+    return lambda: configure(scene, "AUTH right", 'CONFIG SET requirepass ""')
+
+
+def clock_off(scene: Scene) -> Undo:
+    """S3 refuses a signature of another day; others look at no clock, or at their own."""
+    if scene.kind == "s3":
+        return answered(b"", "403 RequestTimeTooSkewed")(scene)
+    for path in scene.root.rglob("*.d") if scene.root else ():
+        os.utime(path, (time.time() + 86400, time.time() + 86400))
+    return None
+
+
+def emptied(scene: Scene) -> Undo:
+    """Killed, and restarted without what it had."""
+    scene.ask(PROMPT)  # it is known to be there
+    if scene.kind == "redis":
+        scene.server.kill()
+        scene.server.start()
+    elif scene.root:
+        for path in scene.root.iterdir():
+            shutil.rmtree(path)
+    else:
+        for number in range(3):
+            folder = scene.name(number).name.rpartition("/")[0]
+            scene.place.delete(scene.place.list_names(folder, SOON), SOON)
+    return None
+
+
+FAULTS = (
+    Fault("refused, not mounted", refused, GONE, GONE, GONE, "redis"),
+    Fault("paused", paused, LATE, LATE._replace(is_stored=True), LATE, "s3",
+          hangs=True),
+    Fault("hangs in the middle of a value", on_values(hang), LATE, NONE, LATE, "redis", hangs=True),
+    Fault("closes in the middle of a value", on_values(cut), GONE, NONE, GONE, "s3"),
+    Fault("1 byte a second", on_values(trickle), LATE, NONE, LATE, hangs=True),
+    Fault("answers with an error (`-LOADING`, 500)",
+          answered(b"-LOADING it is loading\r\n", "500 Internal Server Error"), GONE, NONE, GONE),
+    Fault("a byte flipped on the way", on_values(flip), GONE, NONE, GONE, "redis"),
+    Fault("a byte flipped there", rewritten(flipped), FROM_BLOCK, FROM_BLOCK, FROM_BLOCK),
+    Fault("two values swapped", swapped, MISS, MISS, MISS, "directory"),
+    Fault("truncated", rewritten(lambda data: bytes(data[:-100])), FROM_BLOCK, FROM_BLOCK,
+          FROM_BLOCK),
+    Fault("a listing that names what is gone", stale, FROM_TAIL, FROM_TAIL, FROM_TAIL, "redis"),
+    Fault("evicted between question and read", evicted, FROM_BLOCK, FROM_BLOCK, FROM_BLOCK,
+          "directory"),
+    Fault("full", full, NOT_KEPT, NOT_KEPT, NOT_KEPT),
+    Fault("wrong password", wrong_password, GONE, NONE, GONE, "redis"),
+    Fault("a clock that is off by a day", clock_off, HIT, HIT, GONE),
+    Fault("killed and restarted empty", emptied, GONE, GONE, GONE, "redis"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def computed(tiny_model):
+    return Computed(tiny_model("llama"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with redis_server(tmp_path_factory.mktemp("redis")) as started:
+        yield started
+
+
+@pytest.fixture
+def patience(monkeypatch):
+    """Sets deadlines: long ones that a busy machine keeps too, and short ones for what hangs."""
+
+    def set_deadlines(seconds):
+        monkeypatch.setattr("keepwarm.cache.restore.planning.ASK_S", seconds)
+        monkeypatch.setattr("keepwarm.cache.restore.planning.MIN_READ_S", seconds, raising=False)
+        monkeypatch.setattr("keepwarm.store.remote.tier.MIN_READ_S", seconds)
+
+    monkeypatch.setattr("keepwarm.cache.restore.planning.MIN_LOAD_SHARE", 0.0)
+    set_deadlines(SOON)
+    return set_deadlines
+
+
+@pytest.fixture
+def scene(request, places, tmp_path, computed, patience):
+    if request.param == "redis":
+        server = request.getfixturevalue("server")
+        made = Scene("redis", server.url, server, computed)
+    else:
+        (tmp_path / "place").mkdir()
+        with places[request.param](tmp_path / "place") as url:
+            made = Scene(request.param, url, None, computed)
+    yield made
+    made.close()
+
+
+CELLS = [
+    pytest.param(
+        kind,
+        fault,
+        id=f"{fault.name}-{kind}",
+        marks=[] if fault.always == kind else [pytest.mark.soak],
+    )
+    for fault in FAULTS
+    for kind in COLUMNS
+    if fault.cell(kind)
+]
+
+
+@pytest.mark.parametrize(("scene", "fault"), CELLS, indirect=["scene"])
+def test_the_outcome_is_as_the_page_says(scene, fault, patience):
+    """Tokens equal a cold run's while the fault lasts, and all is found again afterwards."""
+    cell, others = fault.cell(scene.kind), len(OTHER) - 1
+    assert (scene.reuse(PROMPT), scene.reuse(OTHER)) == (ALL, others)
+    scene.forget()
+    undo = fault.damage(scene)
+    try:
+        patience(SHORT if fault.hangs else SOON)
+        assert scene.reuse(PROMPT) == cell.prompt
+        assert scene.reuse(OTHER) == (others if cell.is_stored else 0)
+    finally:
+        patience(SOON)
+        if undo is not None:
+            undo()
+    assert recovers(scene), "it is not found again"
+
+
+def recovers(scene):
+    """Soon: what is bad is deleted when it is bad twice, and put again by its first owner."""
+    until = time.monotonic() + SOON
+    while time.monotonic() < until:
+        scene.forget()
+        scene.share()
+        if scene.reuse(PROMPT) == ALL and scene.reuse(OTHER) == len(OTHER) - 1:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+BEGIN, END = "<!-- faults -->\n", "<!-- /faults -->\n"
+
+
+def page(text: str) -> str:
+    """The page with the table of faults in its place."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    head = "| fault | Redis, Valkey | directory | S3 |\n|---|---|---|---|\n"
+    rows = (
+        f"| {fault.name} | {' | '.join(outcome(fault.cell(kind)) for kind in COLUMNS)} |\n"
+        for fault in FAULTS
+    )
+    return before + BEGIN + head + "".join(rows) + END + after
+
+
+def outcome(cell: Cell | None) -> str:
+    return cell.outcome if cell else "n/a"
+
+
+def test_the_page_is_current():
+    text = PAGE.read_text()
+    assert BEGIN in text
+    assert text == page(text), "run: python -m tests.hostile.test_shared_faults"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

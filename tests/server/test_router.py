@@ -1,0 +1,86 @@
+"""Two servers with one cache behind a stock cache-aware router; one of them goes away."""
+
+import asyncio
+import sys
+from contextlib import ExitStack
+
+import pytest
+
+from tests.kit.router import fleet, router
+from tests.server.manage.test_prefill import machine
+from tests.server.processes import PATIENT
+from tests.server.router_soak import measure
+
+pytestmark = pytest.mark.linux  # the router is published for no other system
+SOON = 60.0  # seconds
+N_ANSWER = 6
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """Deadlines that a busy machine keeps too: hanging is a failure, and slowness is not."""
+    monkeypatch.setattr("keepwarm.cache.shared.opening.START_S", SOON)
+    monkeypatch.setattr("keepwarm.cache.restore.planning.ASK_S", SOON)
+    monkeypatch.setattr("keepwarm.store.remote.tier.MIN_READ_S", SOON)
+    monkeypatch.setattr("keepwarm.store.remote.speed.TierSpeed.load_s", lambda *_: 0.0)
+
+
+def stable_token(tokenizer):
+    """A token that its text is tokenised to again: only then is an answer known on the other
+    machine, which has not generated it.
+    """
+    for token in range(tokenizer.vocab_size):
+        text = tokenizer.decode([token] * N_ANSWER)
+        if text.isalpha() and tokenizer.encode(text) == [token] * N_ANSWER:
+            return token
+    raise AssertionError
+
+
+def check(talks, n_before):
+    """Nothing but new tokens before one server went; then no more than what was used only once."""
+    turns = [turn for talk in talks for turn in talk.turns[:n_before]]
+    assert sum(t.recomputed for t in turns) <= 1.05 * sum(t.n_new for t in turns)
+    moved = 0
+    for talk in talks:
+        shared, _, turn = talk.turns[n_before - 2 : n_before + 1]
+        n_shared = shared.n_prompt + shared.n_answer
+        assert sum(turn.reused.values()) >= n_shared
+        moved += "shared" in turn.reused
+    assert moved, "no conversation has changed its server"
+    for talk in talks:
+        for turn in talk.turns[n_before + 1 :]:
+            assert turn.recomputed <= 1.05 * turn.n_new
+
+
+def test_a_session_goes_on_where_it_is_warm_and_survives_its_server(models, tmp_path):
+    """4 sessions: 2 turns over two servers, one more over the one that is left."""
+    example, model = fleet(), models.of("llama")
+    place = tmp_path / "shared"
+    place.mkdir()
+    talks = [example.begun(number, n_rules=4) for number in range(4)]
+    options = {"max_tokens": N_ANSWER, "logit_bias": {stable_token(model.tokenizer): 100}}
+    with ExitStack() as stack:
+        second = stack.enter_context(machine(model, tmp_path / "b", place))
+        with machine(model, tmp_path / "a", place) as first:
+            servers = [first, second]
+            url = stack.enter_context(router([live.url for live, _ in servers], tmp_path / "log"))
+            asyncio.run(example.run(url, talks, 2, **options))
+            for _, engine in servers:
+                assert engine.stats().counters["finished"], "both serve"
+                engine.settle()
+                engine.lane_of().manager.share([1]).result(SOON)  # behind all others
+        asyncio.run(example.run(url, talks, 1, **options))
+    check(talks, 2)
+
+
+@pytest.mark.soak
+def test_sixteen_sessions_of_the_default_model(tmp_path):
+    """16 sessions, 6 turns each, over two processes; one is killed after the third turn."""
+    check(measure(tmp_path, command=PATIENT).talks, 3)
+
+
+def test_the_example_runs_against_one_server(live, monkeypatch, capsys):
+    options = ["--sessions", "2", "--turns", "2", "--max-tokens", "4"]
+    monkeypatch.setattr(sys, "argv", ["fleet.py", live.url, *options])
+    fleet().main()
+    assert "4 turns of 2 conversations" in capsys.readouterr().out

@@ -1,0 +1,55 @@
+"""Work that other threads do: one that hangs is a failure, one that only waited is not."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+from keepwarm.store.blobs.backend import BlobError, BusyError
+from keepwarm.store.blobs.hands import Hands
+
+SOON = 30.0
+
+
+@pytest.fixture
+def gates():
+    made = [threading.Event() for _ in range(2)]
+    yield made
+    for gate in made:
+        gate.set()
+
+
+def test_a_pool_that_hangs_has_failed(gates):
+    with closing(Hands(1)) as hands:
+        for _ in range(2):  # the first hangs, the second waits behind it
+            with pytest.raises(BlobError) as caught:
+                hands.run(lambda: gates[0].wait(SOON), 0.01)
+            assert not isinstance(caught.value, BusyError)
+
+
+def test_a_pool_that_does_other_work_meanwhile_is_busy(gates):
+    """The first work ends and the second begins while the third waits."""
+    began = threading.Event()
+
+    def second():
+        began.set()
+        gates[1].wait(SOON)
+
+    with closing(Hands(1)) as hands, ThreadPoolExecutor(3) as threads:
+        works = [threads.submit(hands.run, lambda: gates[0].wait(SOON), SOON)]
+        while hands._n_open < 1:
+            pass
+        works.append(threads.submit(hands.run, second, SOON))
+        while hands._n_open < 2:
+            pass
+        third = threads.submit(hands.run, lambda: None, 0.5)
+        while hands._n_open < 3:
+            pass
+        gates[0].set()
+        assert began.wait(SOON)
+        with pytest.raises(BusyError):
+            third.result(SOON)
+        gates[1].set()
+        for work in works:
+            work.result(SOON)
