@@ -29,7 +29,7 @@ def _json(value: Any) -> bytes:
 
 
 def _chat(*messages: Mapping[str, Any], **more: Any) -> bytes:
-    return _json({"messages": messages, "max_tokens": 1, **more})
+    return _json({"messages": messages, "max_tokens": 1, "temperature": 0, **more})
 
 
 def _user(text: str) -> dict[str, str]:

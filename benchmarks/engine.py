@@ -221,7 +221,7 @@ class Case:
             n_tokens = n * self.unit
             unkept = min(self.first_ms(self.prompt(n_tokens), Policy.NO_STORE) for _ in range(2))
             self.add(f"{n_tokens:,} cold, no-store ÷ bare loop", unkept, bare[n_tokens], 1.05)
-            kept = median(self.first_ms(self.prompt(n_tokens)) for _ in range(3 - n // 2))
+            kept = median(self.first_ms(self.prompt(n_tokens)) for _ in range(3 if n == 1 else 2))
             self.add(f"{n_tokens:,} cold, kept ÷ no-store", kept, unkept, 1.05)
             if n == 1:
                 shortest = {Policy.NO_STORE: unkept, Policy.READ_WRITE: kept}

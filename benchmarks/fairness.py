@@ -69,7 +69,7 @@ class Victim:
 
     def ask(self, text: str = PROMPT) -> float:
         message = {"role": "user", "content": text.format(next(self._numbers))}
-        body = {"messages": [message], "max_tokens": 16, "stream": True}
+        body = {"messages": [message], "max_tokens": 16, "temperature": 0, "stream": True}
         begun = time.perf_counter()
         with self._client.stream(
             "POST", CHAT, json=body, headers={"X-Keepwarm-Cache": "no-store"}

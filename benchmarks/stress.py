@@ -94,14 +94,15 @@ class Client:
         return " ".join(self._random.choices(WORDS, k=n))
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> int:
-        return self._http.post(path, json=body, headers=headers).status_code
+        asked = {"temperature": 0, **body}
+        return self._http.post(path, json=asked, headers=headers).status_code
 
     def chat(self, **more: Any) -> int:
         """A further turn; after some of them a new conversation."""
         if len(self._chat) > 8:
             self._chat = []
         self._chat.append({"role": "user", "content": self.text()})
-        body = {"messages": self._chat, "max_tokens": 8, **more}
+        body = {"messages": self._chat, "max_tokens": 8, "temperature": 0, **more}
         answer = self._http.post("/v1/chat/completions", json=body)
         if answer.status_code == 200:
             self._chat.append(answer.json()["choices"][0]["message"] | {"role": "assistant"})

@@ -1,0 +1,1 @@
+"""What tiers that machines share cost, against the plain client, and when they are gone."""

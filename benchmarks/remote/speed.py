@@ -1,0 +1,204 @@
+"""Restoring and sharing records, verified, against plain reads and writes of the same bytes.
+
+Both in one run, in turn and with the same number of threads; only ratios are compared.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, Namespace, chain
+from keepwarm.store.blobs.backend import Backend, BlobError
+from keepwarm.store.blobs.deadline import CallDeadline
+from keepwarm.store.blobs.opening import open_backend
+from keepwarm.store.record import Header, Part, Record, Tensor, encode_record
+from keepwarm.store.remote.asking import Question
+from keepwarm.store.remote.names import RecordPlace, RemoteNames
+from keepwarm.store.remote.tier import RemoteTier
+
+THREADS = 3  # as many as read a prompt
+PATIENT = 1e6  # bytes a second that are expected: deadlines are not measured here
+CLASS = "benchmark"
+SOON = 60.0
+GOALS = {"redis": 0.7, "s3": 0.7, "directory": 0.8}
+PUT_GOAL, CPU_GOAL = 0.6, 1.6
+
+
+class RecordSize(NamedTuple):
+    n_records: int
+    n_bytes: int  # of each
+    n_layers: int  # with keys and values
+
+
+SMALL = RecordSize(12, 4 << 20, 8)
+LARGE = RecordSize(4, 28 << 20, 28)  # 256 tokens of a model of 3 billion parameters, in bf16
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A verified operation against the plain one."""
+
+    place: str
+    n_bytes: int  # of a record
+    what: str
+    rate: float  # of the plain rate
+    cpu: float  # times the plain processor time
+    goal: float
+
+    @property
+    def holds(self) -> bool:
+        return self.rate >= self.goal and (self.what == "put" or self.cpu <= CPU_GOAL)
+
+    def __str__(self) -> str:
+        verdict = "yes" if self.holds else "NO"
+        return (
+            f"{self.place:<10} {self.n_bytes >> 20:>3} MiB {self.what:<8} "
+            f"rate {self.rate:5.2f} (goal {self.goal}) cpu {self.cpu:5.2f} {verdict}"
+        )
+
+
+def measure(place: str, url: str, size: RecordSize, rounds: int) -> list[Ratio]:
+    namespace, n_records = Namespace(os.urandom(32)), size.n_records
+    refs = list(chain(namespace, list(range(BLOCK_TOKENS * n_records))))
+    records = [_record(namespace, ref, size) for ref in refs]
+    with closing(open_backend(url)) as backend, _tier(open_backend(url)) as tier:
+        for record in records:
+            if not tier.put(record).stored:
+                raise BlobError("it does not keep what is put")
+        names = [_name(record.header) for record in records]
+        raw_get, raw_put = _raw(place, url, backend)
+
+        def ask() -> None:
+            tier.speed.bytes_per_s = PATIENT
+            tier.ask(Question(namespace, refs, len(refs), 0, True, 0, False), CallDeadline(SOON))
+
+        def restore(number: int) -> None:
+            if tier.read(refs[number].key, Part.DELTA) is None:
+                raise BlobError("a record was not read in time")
+
+        def share(number: int) -> None:
+            own = Namespace(uuid.uuid4().bytes * 2)
+            ref = next(chain(own, list(range(BLOCK_TOKENS))))
+            header = Header(own, ref.key, ref.parent, Part.DELTA, 0, ref.tokens, {})
+            if not tier.put(Record(header, records[number].tensors)).stored:
+                raise BlobError("a record was not put")
+
+        bodies = [b"".join(encode_record(record)) for record in records]
+        gets = _compare(lambda n: raw_get(names[n]), restore, n_records, rounds, ask)
+        puts = _compare(lambda n: raw_put(bodies[n]), share, n_records, rounds)
+    return [
+        Ratio(place, size.n_bytes, "restore", *gets, GOALS[place]),
+        Ratio(place, size.n_bytes, "put", *puts, PUT_GOAL),
+    ]
+
+
+def _compare(
+    raw: Callable[[int], object],
+    own: Callable[[int], object],
+    n: int,
+    rounds: int,
+    before: Callable[[], None] = lambda: None,
+) -> tuple[float, float]:
+    """Rate of `own` over that of `raw`, and its processor time over theirs; medians."""
+    rates, cpus = [], []
+    with ThreadPoolExecutor(THREADS) as threads:
+        for number in range(rounds + 1):
+            before()
+            order = (raw, own) if number % 2 else (own, raw)  # neither is always the first
+            times = {work: _timed(threads, work, n) for work in order}
+            (raw_s, raw_cpu), (own_s, own_cpu) = times[raw], times[own]
+            if number:  # the first warms up
+                rates.append(raw_s / own_s)
+                cpus.append(own_cpu / raw_cpu)
+    return statistics.median(rates), statistics.median(cpus)
+
+
+def _timed(
+    threads: ThreadPoolExecutor, work: Callable[[int], object], n: int
+) -> tuple[float, float]:
+    """What is read is dropped at once, by both: kept results would cost fresh pages."""
+
+    def drop(number: int) -> None:
+        work(number)
+
+    began, cpu = time.perf_counter(), time.process_time()
+    list(threads.map(drop, range(n)))
+    return time.perf_counter() - began, time.process_time() - cpu
+
+
+def _raw(
+    place: str, url: str, backend: Backend
+) -> tuple[Callable[[str], object], Callable[[bytes], object]]:
+    """Plain reads and writes by the fastest client of each place."""
+    folder = f"raw/{uuid.uuid4().hex}"
+
+    def new_name() -> str:
+        return f"{folder}/{uuid.uuid4().hex}"
+
+    if place == "directory":
+        root = Path(urlsplit(url).path)
+        (root / folder).mkdir(parents=True)
+
+        def write(data: bytes) -> int:
+            return (root / new_name()).write_bytes(data)
+
+        return lambda name: (root / name).read_bytes(), write
+    if place == "redis":  # our own client is the fastest there is
+        return (
+            lambda name: backend.read(name, _new, SOON),
+            lambda data: backend.put(new_name(), [data], SOON),
+        )
+    import obstore
+
+    from keepwarm.store.blobs.s3 import S3Address, open_store
+
+    store = open_store(S3Address.parse(urlsplit(url)), "")
+    return (
+        lambda name: obstore.get(store, name).bytes(),
+        lambda data: obstore.put(store, new_name(), data, use_multipart=False),
+    )
+
+
+@contextmanager
+def _tier(backend: Backend) -> Iterator[RemoteTier]:
+    tier = RemoteTier(backend, CLASS)
+    try:
+        until = time.monotonic() + SOON
+        while not tier.wait_until_tried(SOON):
+            if tier.refused or time.monotonic() > until:
+                raise BlobError(tier.refused or "it does not answer")
+            time.sleep(0.1)
+        yield tier
+    finally:
+        tier.close()
+
+
+def _name(header: Header) -> str:
+    place = RecordPlace(header.namespace, header.parent, header.key, header.part)
+    return RemoteNames(CLASS).of(place)
+
+
+def _record(namespace: Namespace, ref: BlockRef, record: RecordSize) -> Record:
+    """Keys and values of some layers, as a block of a model has them."""
+    header = Header(namespace, ref.key, ref.parent, Part.DELTA, ref.number, ref.tokens, {})
+    size = record.n_bytes // (2 * record.n_layers)
+    tensors = tuple(
+        Tensor(f"L{layer}_B{ref.number}_{kind}", "U8", (size,), memoryview(os.urandom(size)))
+        for layer in range(record.n_layers)
+        for kind in "KV"
+    )
+    return Record(header, tensors)
+
+
+def _new(n_bytes: int) -> memoryview:
+    return memoryview(bytearray(n_bytes))
