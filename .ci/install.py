@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Install the built wheel as people do, in clean environments outside the checkout, and ask it.
 
-pip, uvx and pipx, each to the first answer; every backend resolved; a lost one repaired. Needs
-Python, a network and the tools of `make tools`, from whose environment it is run. An argument names
-a folder for what was built.
+pip, uvx and pipx, each to the first answer; every backend resolved, and its build of MLX installed;
+a lost one repaired. Needs Python, a network and the tools of `make tools`, from whose environment
+it is run. An argument names a folder for what was built.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -57,6 +58,7 @@ class Trial:
         self.build()
         tools = self.environment("tools", "uv", "pipx")
         self.resolve(tools / "uv")
+        self.install_builds(tools)
         plain = self.environment("plain", "keepwarm")
         self.sh(plain / "keepwarm", "pull", "smollm2")
         self.answer("pip", plain / "keepwarm")
@@ -98,11 +100,28 @@ class Trial:
         else:
             raise Failed("keepwarm[cpu,cuda] resolves, so two builds would be installed.")
 
-    def requirements(self, uv: Path, package: str, platform: str) -> str:
+    def install_builds(self, tools: Path) -> None:
+        """What each choice brings of MLX on this machine, in a folder of its own; one build each.
+
+        Not what the CUDA build needs besides: gigabytes, and none of them has a file of MLX.
+        """
+        for choice in ("cpu", "cuda") if sys.platform == "linux" else ("metal",):
+            extra = "" if choice == "metal" else f"[{choice}]"
+            resolved = self.requirements(tools / "uv", f"keepwarm{extra}").splitlines()
+            of_mlx = [line for line in resolved if re.match(r"mlx(-cpu|-cuda.*|-metal)?==", line)]
+            folder = self.folder / f"builds-{choice}"
+            pip = [tools / "python", "-m", "pip", "install", "--quiet", "--no-deps"]
+            self.sh(*pip, "--target", folder, *of_mlx)
+            one_build(folder)
+            print(f"{choice}: one libmlx in {', '.join(of_mlx)}", flush=True)
+
+    def requirements(self, uv: Path, package: str, platform: str | None = None) -> str:
+        """What it brings, on this machine or on a platform."""
         command = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
         wanted = self.folder / "wanted.txt"
         wanted.write_text(package)
-        return self.sh(*command, "--python-platform", platform, wanted)
+        where = ["--python-platform", platform] if platform else []
+        return self.sh(*command, *where, wanted)
 
     def answer(self, name: str, *command: Path | str) -> None:
         """`serve` by this command, to the first answer."""

@@ -52,7 +52,8 @@ def progress(lines: Iterator[str], total: int) -> Iterator[str]:
             if sys.stdout.isatty() or n_seen % ROWS_BETWEEN == 1:
                 yield f"Packages: {n_seen} of {max(total, n_seen)}, {found[1]}"
         elif line.startswith("Installing collected packages"):
-            yield f"Installing {line.count(',') + 1} packages"
+            n = line.count(",") + 1
+            yield f"Installing {n} package{'s' * (n > 1)}"
 
 
 def show(note: str | None) -> None:

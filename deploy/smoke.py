@@ -74,26 +74,26 @@ def name_of(server: Server) -> str:
 
 
 def chat(server: Server) -> None:
-    body = {"messages": server.prompt, "max_tokens": 8}
+    body = {"messages": server.prompt, "max_tokens": 8, "temperature": 0}
     answer = json.loads(server.post("/v1/chat/completions", body))
     check(answer["usage"]["completion_tokens"] > 0, "the answer is empty")
 
 
 def warm(server: Server) -> None:
-    body = {"messages": server.prompt, "max_tokens": 8}
+    body = {"messages": server.prompt, "max_tokens": 8, "temperature": 0}
     usage = json.loads(server.post("/v1/chat/completions", body))["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     check(cached == usage["prompt_tokens"] - 1, f"{cached} of {usage['prompt_tokens']} were warm")
 
 
 def stream(server: Server) -> None:
-    body = {"messages": server.prompt, "max_tokens": 8, "stream": True}
+    body = {"messages": server.prompt, "max_tokens": 8, "temperature": 0, "stream": True}
     frames = server.post("/v1/chat/completions", body)
     check(frames.endswith("data: [DONE]\n\n"), "the stream did not end with [DONE]")
 
 
 def messages(server: Server) -> None:
-    body = {"model": name_of(server), "messages": server.prompt, "max_tokens": 8}
+    body = {"model": name_of(server), "messages": server.prompt, "max_tokens": 8, "temperature": 0}
     answer = json.loads(server.post("/v1/messages", body))
     check(answer["usage"]["output_tokens"] > 0, "the answer is empty")
 

@@ -21,6 +21,7 @@ def count_leaves(tree: str) -> str:
 runner = Anthropic().beta.messages.tool_runner(
     model="served",
     max_tokens=100,
+    temperature=0,
     tools=[count_leaves],
     messages=[{"role": "user", "content": "How many leaves has the oak?"}],
 )

@@ -33,10 +33,11 @@ def count_leaves(tree: str) -> str:
 
 def make(api: str) -> BaseChatModel:
     if api == "openai":
-        return ChatOpenAI(model="served", max_tokens=400)
+        return ChatOpenAI(model="served", max_tokens=400, temperature=0)
     return ChatAnthropic(
         model_name="served",
         max_tokens_to_sample=400,
+        temperature=0,
         base_url=os.environ["ANTHROPIC_BASE_URL"],
         api_key=os.environ["ANTHROPIC_AUTH_TOKEN"],
     )
