@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from keepwarm.device.turns import DeviceTurns
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 
 N = 20
 

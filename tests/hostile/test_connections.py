@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.kit.checkpoints import write_checkpoint
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 from tests.server.processes import served
 
 MIB = 1 << 20

@@ -14,7 +14,8 @@ from keepwarm import config
 from keepwarm.models.load import load
 from keepwarm.server.http.turns import LONG_BODY, PATHS, FairShares
 from tests.kit.checkpoints import CHATML, write_checkpoint
-from tests.server.conftest import serve, wait_until
+from tests.kit.waiting import wait_until
+from tests.server.conftest import serve
 
 CHAT = "/v1/chat/completions"
 SPINS = (

@@ -32,7 +32,8 @@ from keepwarm.text.request import Breakpoint, Format, Request
 from tests.kit import tasks
 from tests.kit import tokenizers as kit
 from tests.kit.checkpoints import CHATML, make_tokenizer, write_checkpoint
-from tests.server.conftest import serve, wait_until
+from tests.kit.waiting import wait_until
+from tests.server.conftest import serve
 
 N_VOCAB = make_tokenizer().get_vocab_size()
 CHAT = "/v1/chat/completions"

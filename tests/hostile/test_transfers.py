@@ -19,7 +19,7 @@ from keepwarm.cache.agents.archive import ArchiveReader
 from keepwarm.cache.disk_store import DiskStore
 from keepwarm.server.manage.transfers import MAX_OF_ONE_KEY, remove_old_bundles
 from tests.kit.checkpoints import write_checkpoint
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 from tests.server.processes import served
 
 KEY = b64encode(bytes(range(32))).decode()

@@ -55,11 +55,18 @@ class RedisServer:
 
     def n_reads(self) -> int:
         """How many whole values were read."""
-        with socket.create_connection(("127.0.0.1", self.port), START_S) as one:
-            one.sendall(b"INFO commandstats\r\n")
-            said = one.recv(1 << 16).decode()
+        said = self._info("commandstats")
         found = [line for line in said.splitlines() if line.startswith("cmdstat_get:")]
         return int(found[0].split("calls=")[1].split(",")[0]) if found else 0
+
+    def n_connections(self) -> int:
+        """That are open, besides the one that asks."""
+        return int(self._info("clients").split("connected_clients:")[1].split()[0]) - 1
+
+    def _info(self, section: str) -> str:
+        with socket.create_connection(("127.0.0.1", self.port), START_S) as one:
+            one.sendall(f"INFO {section}\r\n".encode())
+            return one.recv(1 << 16).decode()
 
     def pause(self) -> None:
         self._process.send_signal(signal.SIGSTOP)

@@ -6,12 +6,12 @@ import time
 
 import mlx.core as mx
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keepwarm.kv import slabs
 from keepwarm.kv.slabs import Slab, SlabArray
+from tests.kit.waiting import wait_until
 
 N_BYTES = 100_000
 
@@ -107,14 +107,6 @@ def test_only_a_few_are_prepared_beside_the_taking(pool, monkeypatch):
     taken = [pool.take(N_BYTES) for _ in range(5)]
     wait_until(lambda: pool.free_bytes == slabs.MAX_READY * size)
     assert pool.n_bytes == (slabs.MAX_READY + len(taken)) * size
-
-
-def wait_until(holds) -> None:
-    for _ in range(6000):
-        if holds():
-            return
-        time.sleep(0.01)
-    pytest.fail("it does not come about")
 
 
 def test_unused_slabs_are_freed(pool):

@@ -21,6 +21,7 @@ from keepwarm.config import Settings
 from keepwarm.server.host import EngineHost, start_engine
 from keepwarm.server.models.models import Models
 from tests.kit.checkpoints import write_checkpoint
+from tests.kit.waiting import wait_until
 
 N_CONTEXT = 16384
 NAME = "tiny"
@@ -143,11 +144,3 @@ def running(
             server.should_exit = True
             thread.join(300)
             assert not thread.is_alive()
-
-
-def wait_until(happened: Callable[[], bool], timeout_s: float = 300.0) -> None:
-    """Return once it has; fail if it does not. The limit guards against hanging, not slowness."""
-    end = time.monotonic() + timeout_s
-    while not happened():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)

@@ -7,7 +7,7 @@ import httpx
 
 from keepwarm.cache.agents.pins import TtlPins
 from keepwarm.store.disk.disk import INDEX_ROOM
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 
 DURABLE = {"X-Keepwarm-Cache": "durable"}
 

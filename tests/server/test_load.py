@@ -20,7 +20,7 @@ import pytest
 
 from keepwarm.engine.answer import Answer
 from keepwarm.engine.jobs import Job
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 from tests.server.load_client import load
 from tests.server.processes import ROOT, SMALL, served
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from keepwarm.server.process import bind
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "the fox"}], "max_tokens": 4}

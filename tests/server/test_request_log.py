@@ -12,7 +12,7 @@ from keepwarm import config
 from keepwarm.errors import BadInput
 from keepwarm.server import process
 from keepwarm.server.http.logs import LINES_PER_MINUTE, JsonFormatter, log_fields, log_to_stderr
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 from tests.server.processes import served
 
 SECRET = "swordfish"

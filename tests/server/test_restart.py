@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 from tests.server.processes import SMALL, served
 from tests.server.talks import (
     DURABLE,

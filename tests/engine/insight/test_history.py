@@ -12,7 +12,7 @@ from keepwarm.engine.insight import history as module
 from keepwarm.engine.insight.history import History, day_name, minute_name, recording
 from keepwarm.engine.insight.latency import latency_name, percentile_ms
 from keepwarm.engine.insight.stats import Stats
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 
 NOON = 1_700_000_000.0 // 86400 * 86400 + 12 * 3600
 

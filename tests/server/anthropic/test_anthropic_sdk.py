@@ -8,7 +8,8 @@ import anthropic
 import pytest
 from pydantic import BaseModel
 
-from tests.server.conftest import N_CONTEXT, wait_until
+from tests.kit.waiting import wait_until
+from tests.server.conftest import N_CONTEXT
 
 USER = [{"role": "user", "content": "What is the answer to the question?"}]
 LONG = "The other dog sleeps under the tree while the quick fox jumps. " * 30

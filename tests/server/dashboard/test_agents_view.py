@@ -8,7 +8,8 @@ import pytest
 
 from keepwarm import config
 from tests.kit.checkpoints import make_tokenizer, write_checkpoint
-from tests.server.conftest import serve, wait_until
+from tests.kit.waiting import wait_until
+from tests.server.conftest import serve
 from tests.server.dashboard.browsers import watched
 from tests.server.dashboard.test_dashboard import LONG, ask
 from tests.server.test_thinking import TEMPLATE

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 from tests.server.dashboard.browsers import watched
 from tests.server.dashboard.test_dashboard import LONG, A, B, ask
 

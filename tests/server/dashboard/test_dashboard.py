@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from keepwarm.server.dashboard.page import FILES, POLICY
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 
 A, B = {"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}
 ADMIN = {"Authorization": "Bearer admin"}

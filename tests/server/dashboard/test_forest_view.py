@@ -5,7 +5,7 @@ import pytest
 from keepwarm.cache.agents.branch import Branch
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain
 from keepwarm.text.request import Request
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 from tests.server.dashboard.browsers import watched
 from tests.server.dashboard.test_dashboard import LONG, ask
 from tests.store.kit import record

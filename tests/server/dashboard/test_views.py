@@ -10,7 +10,7 @@ from keepwarm.server.dashboard.totals import condition_out
 from keepwarm.store.tier import TierStats
 from keepwarm.text.request import Request, Sampling
 from tests.engine.insight.test_history import stats
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 from tests.server.dashboard.test_dashboard import ADMIN, LONG, A, B, ask, show
 
 

@@ -17,7 +17,8 @@ from keepwarm.server.models.models import Models
 from tests.kit.engines import ask, engine_on
 from tests.kit.redis_server import free_port
 from tests.kit.runs import prompt_of
-from tests.server.conftest import running, wait_until
+from tests.kit.waiting import wait_until
+from tests.server.conftest import running
 from tests.server.events.subscriber import Subscriber
 from tests.store.kit import refs_of
 

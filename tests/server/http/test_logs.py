@@ -12,7 +12,7 @@ import pytest
 
 from keepwarm.server.http.logs import LINE, LINES_PER_MINUTE, RedactingFormatter, RepeatLimit
 from tests.kit.checkpoints import CHATML, write_checkpoint
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 from tests.server.processes import SMALL, served
 from tests.server.talks import tokenizer_of
 

@@ -15,7 +15,8 @@ from keepwarm.server.host import EngineHost, start_engine
 from keepwarm.server.manage.admin import ResidentModel
 from keepwarm.server.models.models import Models
 from tests.kit.checkpoints import write_checkpoint
-from tests.server.conftest import serve, wait_until
+from tests.kit.waiting import wait_until
+from tests.server.conftest import serve
 
 ADMIN = {"Authorization": "Bearer admin"}
 QUESTION = {"messages": [{"role": "user", "content": "What is the answer?"}], "max_tokens": 4}

@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from tests.kit.checkpoints import write_checkpoint
-from tests.server.conftest import serve, wait_until
+from tests.kit.waiting import wait_until
+from tests.server.conftest import serve
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 20
 A, B = {"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}

@@ -11,7 +11,7 @@ from keepwarm import config
 from keepwarm.server.app import create_app
 from keepwarm.server.host import EngineHost
 from keepwarm.server.models.models import Models
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 
 ENDLESS = {
     "messages": [{"role": "user", "content": "What is the answer?"}],

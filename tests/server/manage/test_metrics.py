@@ -14,7 +14,7 @@ from keepwarm.server.host import EngineHost
 from keepwarm.server.manage import metrics, vllm_metrics
 from keepwarm.server.models.models import Models
 from keepwarm.server.openai.shapes import MAX_ANSWERS
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 
 N_ASKED = 4
 ENDLESS = {"logit_bias": {"2": -100}}  # the end of a turn

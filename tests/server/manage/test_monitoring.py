@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from keepwarm.bench.targets import free_port
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 METRIC = re.compile(r"\b(?:keepwarm|process)_\w+")

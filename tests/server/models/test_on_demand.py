@@ -8,7 +8,7 @@ import pytest
 from keepwarm.server.models import slots as slots_module
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.engines import held
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 from tests.server.models.test_several import CHAT, asked, chat, loads
 
 

@@ -9,7 +9,7 @@ from keepwarm import config
 from keepwarm.errors import BadInput
 from keepwarm.server.models.names import NamedModel, configured
 from tests.kit.engines import held
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 from tests.server.dashboard.browsers import chromium, watched
 
 CHAT = "/v1/chat/completions"

@@ -14,7 +14,8 @@ from keepwarm import config
 from keepwarm.errors import Busy, Unreachable
 from keepwarm.server.ollama.llamacpp import TokenizeRequest
 from keepwarm.server.ollama.pulls import Pulls, progress
-from tests.server.conftest import serve, wait_until
+from tests.kit.waiting import wait_until
+from tests.server.conftest import serve
 
 ASK = {"role": "user", "content": "How many leaves has the oak?"}
 SHORT = {"num_predict": 8, "temperature": 0}

@@ -9,7 +9,8 @@ import openai
 import pydantic
 import pytest
 
-from tests.server.conftest import N_CONTEXT, wait_until
+from tests.kit.waiting import wait_until
+from tests.server.conftest import N_CONTEXT
 
 USER = [{"role": "user", "content": "What is the answer to the question?"}]
 WEATHER = {

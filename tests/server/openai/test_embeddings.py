@@ -22,7 +22,8 @@ from keepwarm.server.http.request_fields import RequestFields
 from keepwarm.text.request import KVOptions
 from tests.kit.checkpoints import SPECIALS, make_tokenizer, write_checkpoint
 from tests.kit.engines import held
-from tests.server.conftest import serve, wait_until
+from tests.kit.waiting import wait_until
+from tests.server.conftest import serve
 
 END = SPECIALS[0]
 QUERY = "Instruct: find the words of the document that answer the question of the user. Query: "

@@ -8,7 +8,7 @@ import pytest
 from openai.types.responses import Response
 
 from keepwarm.server.responses.background import MAX_OWN
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 
 WORDS = "Tell me about foxes."
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}

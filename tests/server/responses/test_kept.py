@@ -16,7 +16,7 @@ from keepwarm.prefix.blocks import Namespace
 from keepwarm.server.responses.kept_responses import KeptResponses
 from keepwarm.server.responses.shapes import Item
 from keepwarm.store.disk.disk import DiskTier
-from tests.server.conftest import wait_until
+from tests.kit.waiting import wait_until
 
 DAY_S = 86400.0
 RESPONSE = {"id": "resp_1", "created_at": time.time(), "output": []}

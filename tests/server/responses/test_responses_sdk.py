@@ -7,7 +7,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.server.conftest import N_CONTEXT, wait_until
+from tests.kit.waiting import wait_until
+from tests.server.conftest import N_CONTEXT
 
 WORDS = "What is the answer to the question?"
 WEATHER = {

@@ -5,6 +5,7 @@ import ipaddress
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
 import pytest
@@ -15,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from keepwarm.store.blobs.backend import BlobError
 from keepwarm.store.blobs.opening import open_backend
 from tests.kit.redis_server import redis_server
+from tests.kit.waiting import wait_until
 
 SOON = 30.0
 SHORT = 0.05
@@ -49,6 +51,20 @@ def test_a_beginning_comes_before_what_continues_it(blobs):
         blobs.put(f"beginnings/{name}", [b"x"], SOON, order=order)
     below = [one.name for one in blobs.list_names("beginnings", SOON, near=b"\0\1")]
     assert below[0] == "beginnings/short"
+
+
+def test_a_connection_in_use_while_it_closes_is_closed_too(server):
+    before = server.n_connections()
+    blobs = open_backend(server.url)
+    blobs.put("closing/x.d", [b"x"], SOON)
+    server.pause()
+    with ThreadPoolExecutor() as threads:
+        call = threads.submit(blobs.sizes, ["closing/x.d"], SOON)
+        wait_until(lambda: not blobs._idle)
+        blobs.close()
+        server.go_on()
+        assert call.result() == [1]
+    wait_until(lambda: server.n_connections() <= before)
 
 
 def test_a_paused_server_takes_no_longer_than_the_deadline(server, blobs):

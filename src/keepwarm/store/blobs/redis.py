@@ -55,6 +55,7 @@ class RedisBackend:
         self._address = address
         self._password = password
         self._idle: list[RespConnection] = []
+        self._max_idle = MAX_IDLE
         self._lock = threading.Lock()
         self._hands = Hands(1)  # a name service may hang
 
@@ -133,6 +134,7 @@ class RedisBackend:
     def close(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, []
+            self._max_idle = 0  # those in use are closed after it
         for connection in idle:
             connection.close()
         self._hands.close()
@@ -178,8 +180,8 @@ class RedisBackend:
             raise
         with self._lock:
             self._idle.append(connection)
-            surplus = self._idle[:-MAX_IDLE]
-            del self._idle[:-MAX_IDLE]
+            n_surplus = max(0, len(self._idle) - self._max_idle)
+            surplus, self._idle = self._idle[:n_surplus], self._idle[n_surplus:]
         for other in surplus:
             other.close()
         return replies
@@ -220,12 +222,18 @@ class RedisBackend:
         try:
             sock = socket.create_connection((found, port), deadline.left_s())
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if not self._address.tls:
-                return sock
-            sock.settimeout(deadline.left_s())
-            return ssl.create_default_context().wrap_socket(sock, server_hostname=host)
+            return self._secured(sock, deadline) if self._address.tls else sock
         except OSError as error:
             raise BlobError(f"{host}:{port}: {error}") from error
+
+    def _secured(self, sock: socket.socket, deadline: CallDeadline) -> socket.socket:
+        try:
+            sock.settimeout(deadline.left_s())
+            context = ssl.create_default_context()
+            return context.wrap_socket(sock, server_hostname=self._address.host)
+        except BaseException:
+            sock.close()
+            raise
 
 
 def _key(name: str) -> bytes:
