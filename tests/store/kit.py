@@ -142,15 +142,15 @@ class BrokenFiles(Files):
         self._check("make_directory", path)
         super().make_directory(path)
 
-    def write(self, path: Path, encode_record: Sequence[bytes | memoryview]) -> None:
+    def write(self, path: Path, pieces: Sequence[bytes | memoryview]) -> None:
         if self.failing.get("write") == errno.ENOSPC:
-            self._fill_up(path, encode_record)
+            self._fill_up(path, pieces)
         self._check("write", path)
-        super().write(path, encode_record)
+        super().write(path, pieces)
 
-    def _fill_up(self, path: Path, encode_record: Sequence[bytes | memoryview]) -> None:
+    def _fill_up(self, path: Path, pieces: Sequence[bytes | memoryview]) -> None:
         """A full disk takes the first half."""
-        half = b"".join(encode_record)
+        half = b"".join(pieces)
         super().write(path, [half[: len(half) // 2]])
 
     def publish(self, temp: Path, target: Path) -> None:

@@ -140,14 +140,14 @@ class UnreadTensor:
     def data(self) -> memoryview:
         return self._data.read(self._entry, self._buffer)
 
-    def read_into(self, encode_record: Sequence[Any]) -> None:
+    def read_into(self, pieces: Sequence[Any]) -> None:
         """Read into these pieces of memory in order instead; their content is undefined if this
         raises."""
         if self._data.seal is None:
-            self._data.read_verified(self._entry, encode_record)
+            self._data.read_verified(self._entry, pieces)
             return
         rest = self.data
-        for piece in map(_bytes_of, encode_record):
+        for piece in map(_bytes_of, pieces):
             piece[:], rest = rest[: len(piece)], rest[len(piece) :]
 
 
@@ -233,9 +233,9 @@ def tensor_digest(tensor: HasBytes) -> str:
     return _digest(tensor, [tensor.data])
 
 
-def _digest(of: HasBytes | TensorEntry, encode_record: Sequence[Any]) -> str:
+def _digest(of: HasBytes | TensorEntry, pieces: Sequence[Any]) -> str:
     hasher = xxhash.xxh3_128(label(of.name, of.dtype, of.shape))
-    for piece in encode_record:
+    for piece in pieces:
         hasher.update(piece)
     return hasher.hexdigest()
 
@@ -255,14 +255,14 @@ class _Data:
             return memory
         return memoryview(self.seal.open(_sealed_name(self._opened.header, entry), memory))
 
-    def read_verified(self, entry: TensorEntry, encode_record: Sequence[Any]) -> None:
+    def read_verified(self, entry: TensorEntry, pieces: Sequence[Any]) -> None:
         """The bytes as stored, encrypted or not."""
         if self._at != entry.start:
             self._file.seek(self._opened.data_start + entry.start)
         self._at = -1
-        _fill_all(encode_record, entry.end - entry.start, self._file)
+        _fill_all(pieces, entry.end - entry.start, self._file)
         self._at = entry.end
-        proof = _digest(entry, encode_record) if self.seal is None else _tag(encode_record[0])
+        proof = _digest(entry, pieces) if self.seal is None else _tag(pieces[0])
         if proof != entry.digest:
             raise BadRecord(f"{entry.name} does not match its digest")
 
@@ -370,12 +370,12 @@ def _exactly(file: BinaryIO, n: int) -> bytearray:
     return data
 
 
-def _fill_all(encode_record: Sequence[Any], n_bytes: int, file: BinaryIO) -> None:
+def _fill_all(pieces: Sequence[Any], n_bytes: int, file: BinaryIO) -> None:
     """All pieces in one system call, and the rest piece by piece if that reads less."""
-    n_read = os.readv(file.fileno(), encode_record) if len(encode_record) > 1 else 0
+    n_read = os.readv(file.fileno(), pieces) if len(pieces) > 1 else 0
     if n_read == n_bytes:
         return
-    for piece in map(_bytes_of, encode_record):
+    for piece in map(_bytes_of, pieces):
         _fill(piece[n_read:], file)
         n_read = max(0, n_read - len(piece))
 
