@@ -86,3 +86,20 @@ def test_our_own_server_says_what_its_tiers_hold(model, make_run, tmp_path, monk
     drawn = page.html(found)
     for tier in ("memory tier", "disk tier", "live caches"):
         assert f"keepwarm, agents: {tier}</text>" in drawn
+
+
+@pytest.mark.parametrize("kind", ["keepwarm", "engine"])
+def test_tiers_that_machines_share_are_left_alone(kind, model, tmp_path, monkeypatch):
+    """A benchmark is about this machine, whatever the environment and config.toml name."""
+    file, variable = tmp_path / "from-file", tmp_path / "from-variable"
+    for place in (file, variable):
+        place.mkdir()
+    (tmp_path / "config.toml").write_text(f'remote = "{file.as_uri()}"')
+    monkeypatch.setenv("KEEPWARM_HOME", str(tmp_path))
+    for named, used in ((None, file), (variable.as_uri(), variable)):
+        monkeypatch.delenv("KEEPWARM_REMOTE", raising=False)
+        if named:
+            monkeypatch.setenv("KEEPWARM_REMOTE", named)
+        assert config.load().remotes == [used.as_uri()]
+        with suite.started([make(kind, model, tmp_path)]):
+            assert list(used.iterdir()) == []

@@ -22,7 +22,7 @@ class BareEngine:
     """One engine with its own store in `store`; a restart keeps the model loaded."""
 
     def __init__(self, model: Path, store: Path) -> None:
-        self._settings = config.load(store=store)
+        self._settings = config.load(store=store, remote="")  # a cold prompt is one that nobody has
         self._model: Model = load(str(model), self._settings)
         self._open()
 

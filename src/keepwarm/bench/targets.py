@@ -26,6 +26,7 @@ from keepwarm.errors import BadInput, KeepwarmError, Unreachable
 START_S = 180.0
 POLL_S = 0.05  # between two looks at a server that starts
 QUIET_S = 1.0  # a store is taken as written when it has not grown for so long
+NO_REMOTE = ","  # no address: an empty variable would leave what config.toml says
 DROPS_PAGES = hasattr(os, "posix_fadvise")  # whether the system can drop files from its page cache
 
 # The first import of mlx fixes the BLAS, and both servers must have the same, so it is started
@@ -99,7 +100,7 @@ class ServerProcess:
         self._command, self._health, self._log = command, health, log
         self._environ = {**os.environ, "HF_HUB_OFFLINE": "1", **(environ or {})}
         self._environ.pop("PYTHONDONTWRITEBYTECODE", None)  # bytecode, as an installed one has
-        self._environ.pop("KEEPWARM_REMOTE", None)  # a cold prompt is one that nobody has
+        self._environ["KEEPWARM_REMOTE"] = NO_REMOTE
         self._process: subprocess.Popen[bytes] | None = None
         self._client: HttpClient | None = None
 
