@@ -68,6 +68,8 @@ def test_one_machine_computes_and_the_other_restores(models, tmp_path, place, ar
         result = b.submit(ask(tokens, 4)).result()
         said = live.post("/v1/chat/completions", {"messages": TALK, "max_tokens": 2}).json()
         points = live.get("/v1/dashboard/saved").json()["points"]
+        shown = live.get("/v1/cache").json()["tiers"]["shared 1"]
+    assert (shown["hits"], shown["misses"], shown["errors"]) == (2, 0, 0)
     assert sum(point["shared"] for point in points) == 299 + talk["shared"]
     assert result.receipt.reused == {"shared": 299}
     assert said["keepwarm"]["reused"] == {"shared": talk["shared"]}

@@ -215,9 +215,11 @@ def figures_out(counts: PromptCounts) -> FiguresOut:
 
 
 def _tier(stats: Stats, name: str) -> dict[str, int | None]:
-    """Hits and misses are requests, as everywhere, and not records read."""
-    figures = stats.counts.figures()
-    hits, misses = figures["hits"][name], figures["misses"][name]
+    """Hits and misses are requests, as everywhere, and not records read; those of shared tiers are
+    counted for all of them together.
+    """
+    hits = stats.counts.hits.get(name.partition(" ")[0], 0)
+    misses = stats.counts.requests - hits
     return asdict(stats.tiers[name]) | {"hits": hits, "misses": misses}
 
 
