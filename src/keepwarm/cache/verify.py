@@ -36,16 +36,20 @@ class StoreReport(NamedTuple):
 def verify_store(
     store: DiskStore, fix: bool = False, progress: Progress = no_progress
 ) -> StoreReport:
-    """Check every record and every agent; with `fix`, what is damaged is quarantined."""
+    """Check every record and every agent; with `fix`, what is damaged is quarantined.
+
+    Progress is in bytes: a block has up to three records, and their sizes differ widely.
+    """
     unreadable = list(store.agents.unreadable())
     n_newer = sum(isinstance(why, NewerFormat) for _, why in unreadable)
     bad = list(_bad_agents(store, unreadable, fix))
     n_records = n_bytes = 0
-    n_blocks = store.disk.stats().blocks
+    all_bytes = fsck.total_bytes(store.disk)
+    progress(0, all_bytes)
     for checked in fsck.verify(store.disk, fix):
         n_records, n_bytes = n_records + 1, n_bytes + checked.n_bytes
         n_newer += checked.newer
-        progress(n_records, max(n_records, n_blocks))
+        progress(n_bytes, max(n_bytes, all_bytes))
         if checked.wrong is not None:
             name = f"{checked.key.hex()}.{checked.part.value}"
             bad.append(BadFile(name, checked.wrong, checked.quarantined))

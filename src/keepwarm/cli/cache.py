@@ -162,7 +162,7 @@ def verify(
     """
     from keepwarm.cache.verify import verify_store
 
-    with open_store() as store, bar("verifying") as progress:
+    with open_store() as store, bytes_bar("verifying") as progress:
         report = verify_store(store, fix, progress)
     print_fields(report.fields(), as_json)
     if not as_json:

@@ -1,5 +1,6 @@
 """The dashboard in Chromium: views, updates, dialogs, keys, both sizes and schemes."""
 
+import re
 import threading
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -9,6 +10,7 @@ import pytest
 from tests.kit.waiting import wait_until
 from tests.server.dashboard.browsers import watched
 from tests.server.dashboard.test_dashboard import LONG, A, B, ask
+from tests.server.manage.test_verify import slow_drive
 
 VIEWS = ["Overview", "Requests", "Forest", "Misses", "Agents", "Health", "Connect"]
 SIZES = [(1280, 900), (390, 844)]
@@ -344,6 +346,22 @@ def test_verify_waits_for_the_key_and_for_itself(browser, serving):
         held[0].continue_()
         page.get_by_text("are intact").wait_for()
         assert verify.is_enabled()
+
+
+def test_verify_says_how_far_it_is(browser, serving):
+    with (
+        serving(admin_key="admin") as live,
+        slow_drive(live) as drive,
+        watched(browser, live.url) as page,
+    ):
+        page.add_init_script("sessionStorage.setItem('keepwarm-key', 'admin')")
+        page.goto(f"{live.url}/dashboard#health")
+        page.get_by_role("button", name="Verify every record").click()
+        said = page.get_by_text(re.compile(r"Checked [1-9]\S* \S+B of \S+ \S+B \([1-9]\d? %\)"))
+        said.wait_for()
+        drive.spin()
+        page.get_by_text("are intact").wait_for()
+        assert said.is_hidden()
 
 
 def give(dialog, key):

@@ -12,12 +12,11 @@ from dataclasses import asdict
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from fastapi import Depends, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from keepwarm.cache.counts import PromptCounts
-from keepwarm.cache.disk_store import DiskStore
-from keepwarm.cache.verify import verify_store
 from keepwarm.engine.insight.stats import Stats
 from keepwarm.errors import BadField, Forbidden
 from keepwarm.server.anthropic.routes import build_request
@@ -27,9 +26,10 @@ from keepwarm.server.host import EngineHost
 from keepwarm.server.http.body import JsonInput, api_router
 from keepwarm.server.http.receipts import ReceiptOut, receipt_dict
 from keepwarm.server.http.request_fields import Config, InTurn, Served, request_fields
-from keepwarm.server.http.sse import WholeAnswer
+from keepwarm.server.http.sse import STREAM_HEADERS, WholeAnswer, answer_docs
 from keepwarm.server.http.turns import Turn
 from keepwarm.server.http.viewer import require_totals
+from keepwarm.server.manage.verifying import Verification, VerifyBody, VerifyOut
 from keepwarm.server.models.models import Models
 from keepwarm.server.openai import completions
 from keepwarm.server.openai.routes import build_request as chat_request
@@ -52,10 +52,6 @@ router = api_router(
 
 class ClearBody(JsonInput):
     disk: bool = Field(default=False, description="Also delete all blocks and agents on disk.")
-
-
-class VerifyBody(JsonInput):
-    fix: bool = Field(default=False, description="Quarantine damaged records.")
 
 
 class RequestCountsOut(TypedDict):
@@ -113,22 +109,6 @@ class ClearOut(TypedDict):
     object: Literal["cache.clear"]
     removed_blocks: int
     removed_agents: int
-
-
-class BadRecordOut(TypedDict):
-    record: str
-    reason: str
-    quarantined: bool
-    wrong: Annotated[str, renamed_to("reason")]
-    set_aside: Annotated[bool, renamed_to("quarantined")]
-
-
-class VerifyOut(TypedDict):
-    object: Literal["cache.verify"]
-    records: int
-    n_bytes: int
-    newer: int  # records and agents that only a newer Keepwarm reads
-    bad: list[BadRecordOut]
 
 
 class PromptTo(NamedTuple):
@@ -314,17 +294,18 @@ def _clear(models: Models, disk: bool) -> ClearOut:
     return {"object": "cache.clear", "removed_blocks": n_blocks, "removed_agents": n_agents}
 
 
-@router.post("/verify")
-async def verify(body: VerifyBody, request: Request, models: Served) -> VerifyOut:
-    """Check every record and agent on disk. Needs the admin key."""
+@router.post("/verify", responses=answer_docs(VerifyOut))
+async def verify(body: VerifyBody, request: Request, models: Served) -> Response:
+    """Check every record and agent on disk. Needs the admin key.
+
+    With `stream` an event a second has the bytes checked so far, and the last has the result.
+    """
     _need_admin(request)
-    return await asyncio.to_thread(_verify, models.store.on_disk, body.fix)
-
-
-def _verify(disk_store: DiskStore, fix: bool) -> VerifyOut:
-    """S0-57: the same check as `keepwarm cache verify`."""
-    found = verify_store(disk_store, fix).fields()
-    return {"object": "cache.verify", **found}  # type: ignore[typeddict-item]
+    check = Verification(models.store.on_disk, body.fix)
+    if not body.stream:
+        return JSONResponse(await asyncio.to_thread(check.run))
+    media_type = "text/event-stream"
+    return StreamingResponse(check.events(), headers=STREAM_HEADERS, media_type=media_type)
 
 
 def _need_admin(request: Request) -> None:

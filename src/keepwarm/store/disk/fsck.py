@@ -9,6 +9,7 @@ from keepwarm.errors import NewerFormat
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.record import Part
+from keepwarm.store.tier import as_store_errors
 
 
 class RecordCheck(NamedTuple):
@@ -20,6 +21,12 @@ class RecordCheck(NamedTuple):
     wrong: str | None = None
     newer: bool = False
     quarantined: bool = False
+
+
+def total_bytes(disk: DiskTier) -> int:
+    """Bytes of all records."""
+    with as_store_errors(disk, "list its blocks"):
+        return disk.index.lookups.n_bytes()
 
 
 def verify(disk: DiskTier, fix: bool = False) -> Iterator[RecordCheck]:

@@ -1,6 +1,6 @@
 // Faults, verifying records, the effect of other disk budgets, and the settings in force.
 
-import { post } from "./api.js";
+import { stream } from "./api.js";
 import { byId, empty, h, hide, put, table } from "./dom.js";
 import { bytes, count, percent, plural, seconds, short } from "./format.js";
 
@@ -42,17 +42,29 @@ export function allow(isAdmin) {
 async function verify() {
   verifying = true;
   allow(admin);
-  byId("verified").textContent = "Checking every record…";
+  tell("Checking every record…");
   try {
-    const { records, n_bytes: size, bad } = await post("/v1/cache/verify");
-    byId("verified").textContent = bad.length
-      ? `${count(bad.length)} of ${count(records)} records are damaged; each counts as a miss and is quarantined when it is read: ${bad.map((one) => one.record.slice(0, 10)).join(", ")}.`
-      : records === 1 ? `The one record (${bytes(size)}) is intact.` : `All ${count(records)} records (${bytes(size)}) are intact.`;
+    for await (const event of stream("/v1/cache/verify", { stream: true })) tell(words(event));
   } catch (error) {
-    byId("verified").textContent = error.message;
+    tell(error.message);
   }
   verifying = false;
   allow(admin);
+}
+
+function tell(text) {
+  byId("verified").textContent = text;
+}
+
+function words({ object, error, records, n_bytes: size, total_bytes: total, bad }) {
+  if (error) return error.message;
+  if (total === 0) return "Checking every record…"; // it has just begun
+  if (object === "cache.verify.progress") return `Checked ${bytes(size)} of ${bytes(total)} (${percent(size, total)}).`;
+  if (bad.length) {
+    const names = bad.map((one) => one.record.slice(0, 10)).join(", ");
+    return `${count(bad.length)} of ${count(records)} records are damaged; each counts as a miss and is quarantined when it is read: ${names}.`;
+  }
+  return records === 1 ? `The one record (${bytes(size)}) is intact.` : `All ${count(records)} records (${bytes(size)}) are intact.`;
 }
 
 export function counts({ health }) {
