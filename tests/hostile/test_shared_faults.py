@@ -17,6 +17,7 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
 import pytest
@@ -29,6 +30,7 @@ from keepwarm.cache.restore.reading import Reader
 from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import Namespace, chain
+from keepwarm.store.blobs import directory
 from keepwarm.store.blobs.backend import Listed
 from keepwarm.store.blobs.opening import open_backend
 from keepwarm.store.memory import MemoryTier
@@ -227,21 +229,20 @@ def paused(scene: Scene) -> Undo:
     if scene.proxy is not None:
         scene.proxy.pause()
         return scene.proxy.go_on
-    path = scene.root / scene.name(0).name
     scene.ask(PROMPT)  # it is known to be there
-    data = path.read_bytes()
-    path.unlink()
-    os.mkfifo(path)  # a pipe without a writer hangs like a share whose server is gone
+    is_back, fill = threading.Event(), directory._fill
+
+    def hang(*what: Any) -> None:
+        """As when the server of a share is gone."""
+        is_back.wait()
+        fill(*what)
+
+    hanging = patch.object(directory, "_fill", hang)
+    hanging.start()
 
     def go_on() -> None:
-        for _ in range(20):  # every reader that hangs sees an end
-            try:
-                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
-            except OSError:
-                break
-            time.sleep(0.01)
-        path.unlink()
-        path.write_bytes(data)
+        hanging.stop()
+        is_back.set()
 
     return go_on
 

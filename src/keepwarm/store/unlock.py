@@ -83,7 +83,7 @@ def _opened_elsewhere(mark: bytes, secret: str) -> Seal | None:
             return None
         seal = Seal(derive_key(secret, bytes.fromhex(said["salt"]), SCRYPT))
         seal.open(CHECK, bytes.fromhex(said["check"]))
-    except (BadRecord, ValueError, KeyError, TypeError):
+    except (BadRecord, ValueError, KeyError, TypeError, RecursionError):
         return None
     return seal
 

@@ -1,13 +1,14 @@
 """A shared directory: calls that hang, a share that is not mounted, files left unfinished."""
 
 import os
+import threading
 from contextlib import closing
 
 import pytest
 
 from keepwarm.errors import BadInput
 from keepwarm.store.blobs.backend import BlobError
-from keepwarm.store.blobs.directory import DirectoryBackend
+from keepwarm.store.blobs.directory import PAGE, DirectoryBackend
 from keepwarm.store.blobs.hands import MAX_HANDS
 from keepwarm.store.blobs.opening import open_backend
 
@@ -25,21 +26,59 @@ def blobs(tmp_path):
 
 
 def test_a_call_that_hangs_is_left_at_its_deadline(tmp_path, blobs):
-    """A pipe without a writer hangs like a share whose server is gone."""
-    (tmp_path / "a").mkdir()
-    os.mkfifo(tmp_path / "a" / "x.d")
+    """As when the server of a share is gone."""
+    is_back = threading.Event()
+
+    def hang(n_bytes):
+        is_back.wait(SOON)
+        return take(n_bytes)
+
+    assert blobs.put("a/x.d", [b"x"], SOON)
     for _ in range(2):
         with pytest.raises(BlobError, match="20 ms"):
-            blobs.read("a/x.d", take, 0.02)
+            blobs.read("a/x.d", hang, 0.02)
     assert blobs.put("a/y.d", [b"y"], SOON)
     for _ in range(MAX_HANDS):  # until no hand is left
         with pytest.raises(BlobError):
-            blobs.read("a/x.d", take, 0.02)
+            blobs.read("a/x.d", hang, 0.02)
     with pytest.raises(BlobError):
         blobs.sizes(["a/y.d"], 0.02)
-    end = os.open(tmp_path / "a" / "x.d", os.O_WRONLY)  # the server is back: readers see an end
-    os.close(end)
+    is_back.set()
     assert blobs.sizes(["a/y.d"], SOON) == [1]
+
+
+def test_what_is_no_file_is_no_blob(tmp_path, blobs):
+    """Whoever writes to a share can put pipes and links there."""
+    (tmp_path / "a").mkdir()
+    os.mkfifo(tmp_path / "a" / "pipe.d")
+    (tmp_path / "a" / "null.d").symlink_to("/dev/zero")
+    for name in ("a/pipe.d", "a/null.d"):
+        assert blobs.sizes([name], SOON) == [None]
+        assert blobs.read(name, take, SOON) is None
+
+
+def test_links_are_not_followed_by_a_listing(tmp_path, blobs):
+    """Else the janitor would delete what is elsewhere on this machine."""
+    elsewhere = tmp_path.with_name(f"{tmp_path.name}-elsewhere")
+    (elsewhere / "b").mkdir(parents=True)
+    (elsewhere / "b" / "x.d").write_bytes(b"x")
+    (tmp_path / "a").symlink_to(elsewhere)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "b").symlink_to(elsewhere)
+    (tmp_path / "c" / "y.d").write_bytes(b"y")
+    listed = {
+        folder: blobs.list_names(folder, SOON) for folder in ("a", "a/b", "c", "c/b", "c/y.d")
+    }
+    assert [folder for folder, found in listed.items() if found] == ["c"]
+    assert [one.name for one in listed["c"]] == ["c/y.d"]
+
+
+def test_a_folder_of_very_many_is_listed_in_part_unless_all_are_wanted(tmp_path, blobs):
+    (tmp_path / "a").mkdir()
+    for number in range(PAGE + 1):
+        (tmp_path / "a" / f"{number}.d").touch()
+    assert len(blobs.list_names("a", SOON)) == PAGE
+    assert len(blobs.list_names("a", SOON, None)) == PAGE + 1
 
 
 def test_a_share_that_is_not_mounted_is_not_made(tmp_path):

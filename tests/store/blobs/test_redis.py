@@ -203,6 +203,21 @@ def test_bytes_that_are_no_answer_are_an_error(reply):
         blobs.read("a/x.d", take, 0.5)
 
 
+def test_a_server_that_sends_more_than_it_was_asked_for_gets_no_memory():
+    asked = []
+
+    def note(n_bytes):
+        asked.append(n_bytes)
+        return take(min(n_bytes, 100))
+
+    def send_much(one):
+        one.sendall(b"$%d\r\n" % 10**14)
+
+    with lying(send_much) as blobs, pytest.raises(BlobError, match="too large"):
+        blobs.read("a/x.d", note, SOON, n_bytes=100)
+    assert asked == []
+
+
 def test_a_refused_connection_is_an_error():
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))

@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -92,6 +92,32 @@ def test_nothing_is_tried_again():
 def test_a_full_bucket_refuses_and_is_no_error(answered):
     with bucket_that(answered) as (blobs, _):
         assert not blobs.put("a/x.d", [b"x"], SOON)
+
+
+@pytest.mark.parametrize("to", ["http", "file:///etc/hostname"])
+def test_a_redirection_takes_neither_signature_nor_bytes_elsewhere(to):
+    """Reads of another host are followed by the client; what comes back is verified like all."""
+
+    def send_away(one):
+        one.send_response(307)
+        one.send_header("Location", target)
+        one.send_header("Content-Length", "0")
+        one.end_headers()
+
+    with bucket_that(answer(200, b"<Error/>")) as (elsewhere, seen):
+        target = elsewhere._store.config["endpoint"] if to == "http" else to
+        target = target.replace("127.0.0.1", "localhost")
+        with bucket_that(send_away) as (blobs, _):
+            for call in (
+                lambda: blobs.put("a/x.d", [b"x"], SOON),
+                lambda: blobs.list_names("a", SOON),
+                lambda: blobs.read("a/x.d", take, SOON),
+            ):
+                with suppress(BlobError):
+                    call()
+    assert {method for method, _, _ in seen} <= {"GET"}
+    assert not [name for *_, headers in seen for name in headers if "auth" in name.lower()]
+    assert bool(seen) == (to == "http")
 
 
 def test_a_wrong_secret_is_an_error_that_says_so():

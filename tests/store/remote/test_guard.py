@@ -1,5 +1,7 @@
 """What counts as a failure of a place."""
 
+import time
+
 import pytest
 
 from keepwarm.errors import BadRecord
@@ -46,6 +48,26 @@ def test_a_bad_record_is_an_answer(guard):
     with pytest.raises(BadRecord):
         guard.call("read", failing(BadRecord("bad")))
     assert guard.breaker.is_trusted
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RecursionError(), KeyError("own bug")])
+def test_a_trial_that_fails_in_any_way_is_made_again(clock, error):
+    """What a place sends must not end the thread that tries it."""
+    errors = [error]
+
+    def attempt():
+        clock.now += 60.0
+        if errors:
+            raise errors.pop()
+
+    guard = Guard(attempt, Breaker(clock), TierCounts(), lambda: None, 60.0)
+    guard.start()
+    guard.wait_until_tried(SOON)
+    until = time.monotonic() + SOON
+    while guard.breaker.is_open and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not guard.breaker.is_open
+    guard.close()
 
 
 def test_after_the_end_nobody_is_called(clock):

@@ -53,15 +53,18 @@ def test_a_store_with_another_salt_or_secret_is_refused(machine, address, tmp_pa
 
 
 def test_whoever_writes_there_cannot_make_the_passphrase_easy_to_guess(
-    address, place, tmp_path, monkeypatch
+    address, machine, place, tmp_path, monkeypatch
 ):
     _, mark = opened(tmp_path / "a", address)
     monkeypatch.setattr("keepwarm.store.unlock.SCRYPT", {"n": 4, "r": 8, "p": 1})
     _, own = opened(tmp_path / "b", address)
     assert own != mark
     assert json.loads(own)["scrypt"] == {"n": 4, "r": 8, "p": 1}
-    place.put(MARK, [b"no json"], SOON, replace=True)
-    opened(tmp_path / "c", address)
+    for number, nonsense in enumerate((b"no json", b"[]", b"[" * 4096, b"x" * 9999)):
+        place.put(MARK, [nonsense], SOON, replace=True)
+        seal, own = opened(tmp_path / f"c{number}", address)
+        assert json.loads(own)["scrypt"] == {"n": 4, "r": 8, "p": 1}
+        assert "another key" in machine(seal=seal, mark=own).refused
 
 
 def test_a_place_that_does_not_answer_delays_no_new_store(tmp_path):

@@ -92,6 +92,21 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
+def new_memory(n_bytes: int) -> memoryview:
+    return memoryview(bytearray(n_bytes))
+
+
+def at_most(n_most: int, take: Take = new_memory) -> Take:
+    """The same memory, but no more: a place may send more than it was asked for."""
+
+    def take_some(n_bytes: int) -> memoryview:
+        if n_bytes > n_most:
+            raise BlobError(f"a blob of {n_bytes} bytes is too large")
+        return take(n_bytes)
+
+    return take_some
+
+
 def check_name(name: str) -> str:
     """The name; raises if a place could take it for something else."""
     if not NAME.fullmatch(name):

@@ -11,11 +11,14 @@ import os
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from keepwarm.store.blobs.backend import BlobError, Listed, Take, check_name
 from keepwarm.store.blobs.hands import Hands
 
+READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # or a pipe in the place of a file would hang
+PAGE = 1000  # names of a folder, of which a few are looked at
 UNFINISHED = "tmp"  # where files are written
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -46,7 +49,7 @@ class DirectoryBackend:
 
         def read() -> memoryview | None:
             try:
-                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a file object costs more calls
+                file = os.open(path, READ)  # a file object costs more calls
             except FileNotFoundError:
                 return None
             try:
@@ -94,10 +97,11 @@ class DirectoryBackend:
         self,
         folder: str,
         timeout_s: float,
-        near: bytes | None = b"",  # noqa: ARG002
+        near: bytes | None = b"",
     ) -> list[Listed]:
-        path = self._path_of(folder)
-        return self._hands.run(lambda: list(_listed(folder, path)), timeout_s)
+        """Some of them, unless all are wanted: a folder may have many thousands."""
+        path, n_most = self._path_of(folder), None if near is None else PAGE
+        return self._hands.run(lambda: list(islice(_listed(folder, path), n_most)), timeout_s)
 
     def close(self) -> None:
         self._hands.close()
@@ -115,9 +119,14 @@ def _fill(memory: memoryview, file: int, start: int) -> None:
 
 
 def _listed(folder: str, path: Path) -> Iterator[Listed]:
-    with suppress(FileNotFoundError), os.scandir(path) as entries:
+    """Links are not followed: what is listed may be deleted."""
+    if any(one.is_symlink() for one in (path, *path.parents)[: 1 + folder.count("/")]):
+        return
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):  # deleted meanwhile
+                if entry.is_symlink():
+                    continue
                 status = entry.stat()
                 n_bytes = status.st_size if entry.is_file() else 0
                 yield Listed(f"{folder}/{entry.name}", b"", n_bytes, status.st_mtime)

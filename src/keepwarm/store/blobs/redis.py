@@ -14,7 +14,7 @@ from typing import NamedTuple
 from urllib.parse import SplitResult, unquote
 
 from keepwarm.errors import BadInput
-from keepwarm.store.blobs.backend import BlobError, Listed, Take, check_name
+from keepwarm.store.blobs.backend import BlobError, Listed, Take, at_most, check_name
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.hands import Hands
 from keepwarm.store.blobs.resp import Command, Reply, RespConnection
@@ -75,6 +75,7 @@ class RedisBackend:
         if start or n_bytes is not None:
             end = -1 if n_bytes is None else start + n_bytes - 1
             command = [b"GETRANGE", _key(name), b"%d" % start, b"%d" % end]
+            take = take if n_bytes is None else at_most(n_bytes, take)
         reply = self._call([command], timeout_s, take)[0]
         return reply if isinstance(reply, memoryview) and len(reply) else None
 

@@ -24,7 +24,7 @@ MAX_LINE = 1 << 16
 MAX_PIECES = 256  # of one call of the system
 SMALL = 1 << 12  # words up to this size are joined
 MAX_BULK = 1 << 16  # of a reply that nobody gave memory for
-MAX_DEPTH, MAX_ITEMS = 4, 1 << 20
+MAX_DEPTH, MAX_ITEMS = 4, 1 << 12
 
 
 class RespConnection:

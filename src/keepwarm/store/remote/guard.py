@@ -98,6 +98,9 @@ class Guard:
         except BadInput as error:
             LOG.warning("%s", error)
             self.refused = str(error)
+        except Exception:  # whatever it is, it must not end the thread
+            LOG.exception("a shared tier could not be tried")
+            self.breaker.tried(False)
         else:
             self.breaker.tried(True)
 

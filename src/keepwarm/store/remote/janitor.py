@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import NamedTuple
 
-from keepwarm.store.blobs.backend import Backend, Listed
-from keepwarm.store.remote.names import list_classes
+from keepwarm.store.blobs.backend import NAME, Backend, Listed, at_most
+from keepwarm.store.remote.names import MAC, list_classes, parse_last
 
 LEASE_FOLDER = "janitor"
 LEASE = f"{LEASE_FOLDER}/lease"
 LEASE_S = 1800.0
+MAX_LEASE = 1 << 10  # bytes
 EVERY_S = 600.0
 CALL_S = 30.0  # nobody waits for it
 AT_ONCE = 256  # names deleted in one call
@@ -93,7 +94,7 @@ class Janitor:
         return self._read_lease() == own
 
     def _read_lease(self) -> bytes | None:
-        found = self._backend.read(LEASE, lambda n: memoryview(bytearray(n)), CALL_S)
+        found = self._backend.read(LEASE, at_most(MAX_LEASE), CALL_S, n_bytes=MAX_LEASE)
         return None if found is None else bytes(found)
 
     def _now(self) -> float:
@@ -106,10 +107,10 @@ class Janitor:
         folders = list_classes(self._backend, CALL_S)
         while folders:
             for one in self._backend.list_names(folders.pop(), CALL_S, None):
-                if one.name.count("/") == DEPTH:
+                if one.name.count("/") < DEPTH:
+                    folders += [one.name] if NAME.fullmatch(one.name) else []
+                elif parse_last(one.name.removesuffix(MAC)) is not None:
                     yield one
-                else:
-                    folders.append(one.name)
 
 
 def surplus(listed: Iterable[Listed], limits: PlaceLimits, now: float) -> Iterator[Listed]:

@@ -120,11 +120,14 @@ class KnownRecords:
             return list(self._children.get(parent, ()))
 
     def _below(self, key: BlockKey) -> Iterator[BlockKey]:
-        waiting = [key]
+        """Names that others wrote may lead back to where they began."""
+        waiting, seen = [key], {key}
         while waiting:
             one = waiting.pop()
             yield one
-            waiting += self._children.get(one, ())
+            new = self._children.get(one, {}).keys() - seen
+            seen |= new
+            waiting += new
 
     def _note(self, answer: _Answer) -> None:
         place = answer.place

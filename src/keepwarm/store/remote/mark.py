@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from keepwarm.errors import BadInput, BadRecord
-from keepwarm.store.blobs.backend import Backend, BlobError
+from keepwarm.store.blobs.backend import Backend, BlobError, at_most
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.opening import open_backend
 from keepwarm.store.seal import Seal
@@ -83,17 +83,13 @@ def agree_on_mark(addresses: Sequence[str], password: str) -> Callable[[bytes], 
 
 
 def _read(backend: Backend, deadline: CallDeadline) -> bytes | None:
-    found = backend.read(MARK, _take, deadline.left_s(), n_bytes=MAX_BYTES)
+    found = backend.read(MARK, at_most(MAX_BYTES), deadline.left_s(), n_bytes=MAX_BYTES)
     return None if found is None else bytes(found)
 
 
 def _opens(seal: Seal, mark: bytes) -> bool:
     try:
         seal.open(CHECK, bytes.fromhex(json.loads(mark)["check"]))
-    except (BadRecord, ValueError, KeyError, TypeError):
+    except (BadRecord, ValueError, KeyError, TypeError, RecursionError):
         return False
     return True
-
-
-def _take(n_bytes: int) -> memoryview:
-    return memoryview(bytearray(n_bytes))

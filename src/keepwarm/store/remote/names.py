@@ -7,6 +7,7 @@ they are told to. All classes are listed in the folder `classes`.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from keepwarm.prefix.blocks import KEY_BYTES, BlockKey, Namespace
@@ -14,6 +15,7 @@ from keepwarm.store.blobs.backend import Backend
 from keepwarm.store.record import Header, Part
 
 CLASSES = "classes"
+CLASS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # other files may lie beside them
 MAC = ".mac"  # ends the name of a record's MAC
 
 
@@ -46,7 +48,8 @@ class RemoteNames:
 def list_classes(backend: Backend, timeout_s: float) -> list[str]:
     """All that machines have put records for."""
     listed = backend.list_names(CLASSES, timeout_s, None)
-    return sorted(one.name.removeprefix(f"{CLASSES}/") for one in listed)
+    names = (one.name.removeprefix(f"{CLASSES}/") for one in listed)
+    return sorted(name for name in names if CLASS.fullmatch(name))
 
 
 def parse_last(name: str) -> tuple[BlockKey, Part] | None:

@@ -62,6 +62,7 @@ READERS = 3  # that share the rate
 WRITE_S = 10.0  # nobody waits for a write
 MAX_RECORD_BYTES = 1 << 30
 MAX_BAD = 1024
+MAX_CLASSES = 16  # others, that are looked in
 REFRESH_S = 60.0  # how often other classes are listed, and what seemed slow is measured again
 
 
@@ -375,7 +376,8 @@ class RemoteTier:
         self.backend.put(name, [b"1"], WRITE_S, self._numerics.encode())
         if self._any_numerics:
             found = list_classes(self.backend, WRITE_S)
-            self._asker.other_classes = [one for one in found if one != self._numerics]
+            others = [one for one in found if one != self._numerics]
+            self._asker.other_classes = others[:MAX_CLASSES]
 
 
 def _take(n_bytes: int) -> memoryview:

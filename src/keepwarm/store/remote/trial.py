@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from keepwarm.errors import BadInput
-from keepwarm.store.blobs.backend import Backend, BlobError, Listed
+from keepwarm.store.blobs.backend import Backend, BlobError, Listed, at_most
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.remote.speed import TierSpeed
 
@@ -63,7 +63,7 @@ def time_blobs(backend: Backend, bytes_per_s: float) -> BlobRates:
             return BlobRates()
         put = time.perf_counter()
         with ThreadPoolExecutor(N_TIMED) as readers:
-            list(readers.map(lambda blob: backend.read(blob.name, _new, PATIENT_S), blobs))
+            list(readers.map(lambda blob: backend.read(blob.name, at_most(most), PATIENT_S), blobs))
         n_bytes, end = N_TIMED * len(data), time.perf_counter()
         return BlobRates(n_bytes / (put - began), n_bytes / (end - put))
     finally:
@@ -81,14 +81,15 @@ def time_calls(backend: Backend, speed: TierSpeed, deadline: CallDeadline) -> No
 def _check(
     backend: Backend, blob: Listed, data: bytes, speed: TierSpeed, deadline: CallDeadline
 ) -> None:
+    take = at_most(TRIAL_BYTES)
     with speed.reading(TRIAL_BYTES) as add:
-        whole = backend.read(blob.name, _new, deadline.left_s())
+        whole = backend.read(blob.name, take, deadline.left_s())
         add(TRIAL_BYTES)
     if whole is None or bytes(whole) != data:
         raise BlobError("it returned other bytes than were put")
     try:
         with speed.calling():
-            part = backend.read(blob.name, _new, deadline.left_s(), start=1000, n_bytes=100)
+            part = backend.read(blob.name, take, deadline.left_s(), start=1000, n_bytes=100)
     except BlobError as error:  # it reads the whole, so it is there
         raise BadInput(f"{NO_PARTS} ({error}).") from error
     if part is None or bytes(part) != data[1000:1100]:
@@ -97,7 +98,3 @@ def _check(
         listed = backend.list_names(FOLDER, deadline.left_s(), blob.order)
     if blob.name not in [one.name for one in listed]:
         raise BadInput("It cannot be used as a shared tier: it does not list what was put.")
-
-
-def _new(n_bytes: int) -> memoryview:
-    return memoryview(bytearray(n_bytes))
