@@ -14,7 +14,6 @@ allocated, the header before a tensor is read, a tensor before it is returned.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import struct
@@ -26,6 +25,7 @@ from functools import cached_property
 from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
+from pydantic_core import from_json
 
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace, block_key
@@ -192,7 +192,7 @@ def open_record(file: BinaryIO, file_bytes: int, seal: Seal | None = None) -> Ve
         said = head.metadata["keepwarm"]
         if head.digest(said) != head.metadata["digest"]:
             raise BadRecord("the header does not match its digest")
-        return _parse(json.loads(said), head.table, 8 + n_header, file_bytes, seal)
+        return _parse(from_json(said), head.table, 8 + n_header, file_bytes, seal)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadRecord(f"the header cannot be read ({type(error).__name__})") from error
 

@@ -15,6 +15,7 @@ from keepwarm.errors import BadInput
 Take: TypeAlias = Callable[[int], memoryview]
 """Gives the memory for a number of bytes; raises BlobError if that is too many."""
 
+MAX_PIECES = 256  # that one call of the system is given
 NAME = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,128}(/(?!\.)[A-Za-z0-9_.-]{1,128}){0,7}")
 
 
@@ -112,3 +113,11 @@ def check_name(name: str) -> str:
     if not NAME.fullmatch(name):
         raise BadInput(f"{name!r} is not the name of a blob; use letters, digits, _ . - and /.")
     return name
+
+
+def drop_written(pieces: list[bytes | memoryview], n_bytes: int) -> None:
+    """Take away the first bytes of pieces, which the system has taken."""
+    while pieces and n_bytes >= len(pieces[0]):
+        n_bytes -= len(pieces.pop(0))
+    if n_bytes:
+        pieces[0] = memoryview(pieces[0])[n_bytes:]

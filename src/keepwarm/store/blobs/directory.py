@@ -14,7 +14,14 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from keepwarm.store.blobs.backend import BlobError, Listed, Take, check_name
+from keepwarm.store.blobs.backend import (
+    MAX_PIECES,
+    BlobError,
+    Listed,
+    Take,
+    check_name,
+    drop_written,
+)
 from keepwarm.store.blobs.hands import Hands
 
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # or a pipe in the place of a file would hang
@@ -140,18 +147,13 @@ def _size_of(path: Path) -> int | None:
 
 
 def _put(temp: Path, target: Path, pieces: Sequence[bytes | memoryview], replace: bool) -> bool:
+    """Folders are made when they turn out to be missing: on a network every call counts."""
     if not replace and target.exists():
         return False
     try:
-        temp.parent.mkdir(exist_ok=True)  # not its parents: the share must be there
-        target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temp.open("wb", buffering=0) as file:
-                for piece in pieces:
-                    rest = memoryview(piece).cast("B")
-                    while rest:
-                        rest = rest[file.write(rest) :]
-            temp.replace(target)
+            _write(temp, pieces)
+            _rename(temp, target)
         except BaseException:
             with suppress(OSError):
                 temp.unlink(missing_ok=True)
@@ -161,3 +163,26 @@ def _put(temp: Path, target: Path, pieces: Sequence[bytes | memoryview], replace
             return False
         raise
     return True
+
+
+def _write(temp: Path, pieces: Sequence[bytes | memoryview]) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        file = os.open(temp, flags, 0o666)
+    except FileNotFoundError:
+        temp.parent.mkdir(exist_ok=True)  # not its parents: the share must be there
+        file = os.open(temp, flags, 0o666)
+    try:
+        rest: list[bytes | memoryview] = [memoryview(piece).cast("B") for piece in pieces]
+        while rest:
+            drop_written(rest, os.writev(file, rest[:MAX_PIECES]))
+    finally:
+        os.close(file)  # some file systems say only here that there is no room
+
+
+def _rename(temp: Path, target: Path) -> None:
+    try:
+        temp.replace(target)
+    except FileNotFoundError:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temp.replace(target)

@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
-from keepwarm.store.blobs.backend import BlobError, Take
+from keepwarm.store.blobs.backend import MAX_PIECES, BlobError, Take, drop_written
 from keepwarm.store.blobs.deadline import CallDeadline
 
 Piece: TypeAlias = bytes | memoryview
@@ -21,7 +21,6 @@ Reply: TypeAlias = "int | bytes | memoryview | list[Reply] | BlobError | None"
 
 CHUNK = 1 << 16
 MAX_LINE = 1 << 16
-MAX_PIECES = 256  # of one call of the system
 SMALL = 1 << 12  # words up to this size are joined
 MAX_BULK = 1 << 16  # of a reply that nobody gave memory for
 MAX_DEPTH, MAX_ITEMS = 4, 1 << 12
@@ -56,11 +55,7 @@ class RespConnection:
         pieces = list(_encoded(commands))
         while pieces:
             self._socket.settimeout(deadline.left_s())
-            n_sent = _send_some(self._socket, pieces[:MAX_PIECES])
-            while pieces and n_sent >= len(pieces[0]):
-                n_sent -= len(pieces.pop(0))
-            if n_sent:
-                pieces[0] = memoryview(pieces[0])[n_sent:]
+            drop_written(pieces, _send_some(self._socket, pieces[:MAX_PIECES]))
 
     def _reply(self, deadline: CallDeadline, take: Take | None = None, depth: int = 0) -> Reply:
         line = self._line(deadline)
