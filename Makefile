@@ -43,7 +43,7 @@ bench: install
 	$(BIN)/keepwarm bench $(ARGS)
 
 soak: tools
-	$(PIP) --group soak
+	$(PIP) --no-deps --group soak
 	PYTHONDONTWRITEBYTECODE= MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest --soak $(ARGS)
 
 mutants: tools
