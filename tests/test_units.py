@@ -2,21 +2,31 @@
 
 import pytest
 
-from keepwarm.units import format_bytes, parse_bytes
+from keepwarm.units import format_bytes, format_rate, parse_bytes
 
 
 @pytest.mark.parametrize(
     ("n_bytes", "text"),
     [
-        (0, "0 bytes"),
-        (999, "999 bytes"),
-        (1000, "1 kB"),
-        (98_362_432, "98 MB"),
-        (5e12, "5000.0 GB"),
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (98_362_432, "93.8 MiB"),
+        (200 << 20, "200 MiB"),
+        (20 << 30, "20.0 GiB"),
+        (5 << 50, "5120 TiB"),
     ],
 )
-def test_bytes_are_formatted_in_decimal_units(n_bytes, text):
+def test_sizes_are_shown_in_the_units_of_the_settings(n_bytes, text):
     assert format_bytes(n_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "text"),
+    [(999, "999 B/s"), (54e6, "54.0 MB/s"), (118e6, "118 MB/s"), (5e12, "5000 GB/s")],
+)
+def test_rates_are_shown_in_decimal_units(bytes_per_s, text):
+    assert format_rate(bytes_per_s) == text
 
 
 @pytest.mark.parametrize(

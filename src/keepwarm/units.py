@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?b)?|b|bytes)?", re.IGNORECASE | re.ASCII)
 
 
 def format_bytes(n_bytes: float) -> str:
-    """As `98 MB` or `5.1 GB`, in decimal units."""
-    for unit in ("bytes", "kB", "MB"):
-        if n_bytes < 1000:
-            return f"{n_bytes:.0f} {unit}"
-        n_bytes /= 1000
-    return f"{n_bytes:.1f} GB"
+    """As `93.8 MiB` or `20.0 GiB`: the binary units of the settings and of the dashboard."""
+    return _with_unit(n_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """As `54.0 MB/s`: decimal, as rates of drives and networks are given."""
+    return _with_unit(bytes_per_s, 1000, ("B/s", "kB/s", "MB/s", "GB/s"))
+
+
+def _with_unit(number: float, base: int, units: Sequence[str]) -> str:
+    step = 0
+    while number >= base and step < len(units) - 1:
+        number, step = number / base, step + 1
+    return f"{number:.{1 if step and number < 100 else 0}f} {units[step]}"
 
 
 def parse_bytes(text: str) -> int:

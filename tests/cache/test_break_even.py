@@ -52,7 +52,7 @@ def test_the_sentence():
     )
     assert describe(costs(), tier(50 * MB)) == (
         "computing beats loading up to 131,072 tokens "
-        "(50 MB/s, or 50 tokens/s of model, against 100 computed)"
+        "(50.0 MB/s, or 50 tokens/s of model, against 100 computed)"
     )
 
 

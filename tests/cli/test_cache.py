@@ -69,9 +69,9 @@ def test_path_stats_and_ls_agree(home):
 def test_figures_have_words_for_names(home, verb):
     shown = cache(home, verb)
     assert not re.search(r"^\w*_\w*:", shown, re.MULTILINE)
-    assert re.search(r"^size: \d+ kB$", shown, re.MULTILINE)
+    assert re.search(r"^size: \d+(\.\d)? KiB$", shown, re.MULTILINE)
     if verb == "stats":
-        assert re.search(r"^limit: \d+\.\d GB$", shown, re.MULTILINE)
+        assert re.search(r"^limit: 20\.0 GiB$", shown, re.MULTILINE)
         assert re.search(r"^hit rate: \d+\.\d %$", shown, re.MULTILINE)
     else:
         assert "\ndamaged: 0\n" in shown
@@ -431,7 +431,7 @@ class Terminal(io.StringIO):
 
 
 def test_what_was_imported_is_shown_behind_the_progress(home, main_here, monkeypatch, tmp_path):
-    """On a screen, the line of the bar is cleared first; it counts in kB and MB."""
+    """On a screen, the line of the bar is cleared first; it counts in KiB and MiB."""
     cache(home, "export", "coder", str(tmp_path / "a.kw"))
     screen = Terminal()
     monkeypatch.setattr("sys.stdout", screen)
@@ -440,7 +440,7 @@ def test_what_was_imported_is_shown_behind_the_progress(home, main_here, monkeyp
     assert main_here(*asked)[0] == 0
     before, _, _ = screen.getvalue().partition("agent: coder")
     assert before.endswith(progress.CLEAR)
-    assert re.search(r"importing .* of \d+ [kM]B \(\d+ %\)", before)
+    assert re.search(r"importing .* of \S+ [KM]iB \(\d+ %\)", before)
 
 
 def test_a_store_of_a_newer_keepwarm_is_one_sentence(home):

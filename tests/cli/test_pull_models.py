@@ -113,7 +113,7 @@ def test_fitting_models_are_listed_in_80_columns(keepwarm):
     shown = keepwarm("models", "--memory", "64G", COLUMNS="80").stdout
     assert max(map(len, shown.splitlines())) <= 80
     largest = shown.splitlines()[1]
-    assert re.match(r"\S+/\S+\* +\d+\.\d GB +\d+k of \d+k Apache-2.0", largest), largest
+    assert re.match(r"\S+/\S+\* +\d+\.\d GiB +\d+k of \d+k Apache-2.0", largest), largest
     assert "keepwarm pull" in shown
     rows = json.loads(keepwarm("models", "--fit", "--memory", "16G", "--json").stdout)
     sizes = [row["weights_bytes"] for row in rows]

@@ -75,7 +75,7 @@ def test_caches_grow_by_whole_blocks(tiny_model):
 
 def test_a_request_that_could_never_run_is_refused_with_numbers(admission):
     with pytest.raises(
-        InsufficientResources, match=r"needs 10 kB for its keys .* may take 1 kB; shorten"
+        InsufficientResources, match=r"needs 9\.8 KiB for its keys .* may take 1000 B; shorten"
     ):
         admission.reserve(5000)
     with pytest.raises(InsufficientResources):

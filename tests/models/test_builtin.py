@@ -148,7 +148,7 @@ def test_index_that_does_not_answer_is_unreachable(tiny, settings, monkeypatch):
 def test_too_little_disk_is_said_before_anything_is_fetched(tiny, wheelhouse, settings):
     next(wheelhouse.iterdir()).unlink()
     large = replace(tiny, n_wheel_bytes=10**16)
-    refuse(large, settings, InsufficientResources, "10000000.0 GB", str(settings.models))
+    refuse(large, settings, InsufficientResources, "9095 TiB", str(settings.models))
 
 
 def test_place_that_cannot_be_written_is_named(tiny, settings):

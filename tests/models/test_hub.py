@@ -127,7 +127,7 @@ def test_model_larger_than_the_disk_is_refused_before_download(repo, ask):
     with serving({"org/tiny": repo}) as server:
         answer = ask(FETCH, "org/tiny", server.url)
     assert answer["error"] == "InsufficientResources"
-    assert "4398.0 GB of disk" in answer["text"]
+    assert "4.0 TiB of disk" in answer["text"]
     assert answer["cached"] == "None"
     assert server.downloaded() == set()
 

@@ -206,9 +206,9 @@ def test_context_is_found_where_models_write_it():
 def test_too_little_room_is_said_with_both_numbers():
     space.require("It", 100, 100, "memory")
     with pytest.raises(
-        InsufficientResources, match=r"It needs 2\.5 GB of memory and only 300 MB is free"
+        InsufficientResources, match=r"It needs 2\.5 GiB of memory and only 300 MiB is free"
     ):
-        space.require("It", 2_500_000_000, 300_000_000, "memory")
+        space.require("It", 5 << 29, 300 << 20, "memory")
 
 
 def test_model_larger_than_memory_is_refused_before_it_is_read(directory):
@@ -226,7 +226,7 @@ def test_model_larger_than_memory_is_refused_before_it_is_read(directory):
     with (directory / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         file.truncate(8 + len(encoded) + end)
-    refuse(directory, InsufficientResources, "549.8 GB of memory", "free")
+    refuse(directory, InsufficientResources, "512 GiB of memory", "free")
 
 
 def test_disk_and_memory_are_measured(tmp_path):

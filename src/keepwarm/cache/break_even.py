@@ -10,7 +10,7 @@ from keepwarm.cache.shared.opening import RemoteReport
 from keepwarm.config import Settings
 from keepwarm.models.catalog import find, find_local
 from keepwarm.prefix.blocks import BLOCK_TOKENS
-from keepwarm.units import format_bytes
+from keepwarm.units import format_rate
 
 MOST_TOKENS = 1 << 17  # of a prompt
 USUAL_TOKENS = 1 << 11  # at which rates are stated
@@ -68,8 +68,8 @@ def describe(model: ModelCosts, remote: RemoteReport) -> str:
         else f"loading beats computing from {n_tokens:,} tokens on"
     )
     loaded = remote.bytes_per_s * USUAL_TOKENS / model.size.n_bytes(USUAL_TOKENS)
-    rate = format_bytes(remote.bytes_per_s)
+    rate = format_rate(remote.bytes_per_s)
     return (
-        f"{verdict} ({rate}/s, or {loaded:,.0f} tokens/s of {Path(model.name).name}, "
+        f"{verdict} ({rate}, or {loaded:,.0f} tokens/s of {Path(model.name).name}, "
         f"against {model.tokens_per_s:,.0f} computed)"
     )

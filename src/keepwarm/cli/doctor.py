@@ -16,7 +16,7 @@ from rich.table import Table
 from keepwarm import config
 from keepwarm.cli.options import check_parents
 from keepwarm.errors import BadInput, KeepwarmError
-from keepwarm.units import format_bytes
+from keepwarm.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from keepwarm.cache.break_even import ModelCosts
@@ -79,8 +79,8 @@ class MeasuredRemote(NamedTuple):
         _, latency_s, read, problem, put = self.report
         if problem:
             return "not usable"
-        written = f"writes {format_bytes(put)}/s" if put else "is full"
-        said = f"{latency_s * 1000:.1f} ms, reads {format_bytes(read)}/s, {written}"
+        written = f"writes {format_rate(put)}" if put else "is full"
+        said = f"{latency_s * 1000:.1f} ms, reads {format_rate(read)}, {written}"
         return f"{said}: {self.verdict}" if self.verdict else said
 
     def __str__(self) -> str:

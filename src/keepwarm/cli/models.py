@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from keepwarm.models.choices import ModelChoice
 
 
-GIB = 1 << 30
 NAME_COLUMNS = 40  # a longer name moves the rest of its own row only
 
 
@@ -124,7 +123,7 @@ def _print_fitting(memory: str | None, as_json: bool) -> None:
     Console().print(_fitting_table(fitting, n_bytes))
     computed = "in fp32, as on every CPU" if on_cpu else "on a GPU"
     share = f"{len(fitting)} of {len(choices)} models fit"
-    print(f"\n{share} into {n_bytes / GIB:.0f} GiB of memory, computed {computed}.")
+    print(f"\n{share} into {format_bytes(n_bytes)} of memory, computed {computed}.")
     print("Tokens: what fits beside the weights, of the model's context.")
     print("* Not loaded by us: computed from public configs (docs/models.md).")
     print("To download one: keepwarm pull MODEL")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from keepwarm.units import format_bytes
 from tests.server.dashboard.browsers import chromium, watched
 
 
@@ -45,6 +46,14 @@ def test_small_things(page):
     )
     script = f"async () => {{ const {', '.join(imports)}; return [{', '.join(CALLS)}]; }}"
     assert dict(zip(CALLS, page.evaluate(script), strict=True)) == CALLS
+
+
+SIZES = [0, 1023, 1024, 98_362_432, 200 << 20, 20 << 30, 5 << 50]
+
+
+def test_sizes_are_those_of_the_command_line(page):
+    script = f"async () => {SIZES}.map((await import('/dashboard/format.js')).bytes)"
+    assert page.evaluate(script) == list(map(format_bytes, SIZES))
 
 
 TICKS = """async (values) => {

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+MIB = 1 << 20
 STYLES = (("-", "o"), ("--", "^"), (":", "s"), ("-.", "D"), ("-", "v"))  # line and point
 STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
@@ -113,8 +114,8 @@ def _line(axes: Axes, found: Sequence[Series], colour: str, style: tuple[str, st
 def _bar_plot(caption: str, found: Sequence[Series]) -> str:
     figure, axes = _new_figure()
     names = [f"{series.target}, {series.workload}: {series.what}" for series in found]
-    axes.barh(names, [series.median / 1e6 for series in found])
-    axes.set(xlabel="MB")
+    axes.barh(names, [series.median / MIB for series in found])
+    axes.set(xlabel="MiB")
     axes.tick_params(axis="y", labelsize=6)
     return _as_html(figure, caption)
 
