@@ -2,6 +2,7 @@
 
 python examples/fleet.py http://127.0.0.1:30000 [--sessions 16] [--turns 6]
 
+The API key of the servers, if they need one, is that of the variable OPENAI_API_KEY.
 A stock router answers 500 for a server that has just died; such a request is sent again, and
 counted.
 How to start the servers and the router: examples/fleet/compose.yaml
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,7 +97,9 @@ async def run(url: str, talks: Sequence[Talk], n_turns: int, **options: Any) -> 
         for _ in range(n_turns):
             await turn(client, talk, **options)
 
-    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+    key = os.environ.get("OPENAI_API_KEY", "")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600) as client:
         await asyncio.gather(*map(talk_on, talks))
 
 

@@ -395,8 +395,7 @@ def emptied(scene: Scene) -> Undo:
 
 FAULTS = (
     Fault("refused, not mounted", refused, GONE, GONE, GONE, "redis"),
-    Fault("paused", paused, LATE, LATE._replace(is_stored=True), LATE, "s3",
-          hangs=True),
+    Fault("paused", paused, LATE, LATE, LATE, "s3", hangs=True),
     Fault("hangs in the middle of a value", on_values(hang), LATE, NONE, LATE, "redis", hangs=True),
     Fault("closes in the middle of a value", on_values(cut), GONE, NONE, GONE, "s3"),
     Fault("1 byte a second", on_values(trickle), LATE, NONE, LATE, hangs=True),

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from contextlib import ExitStack
 
+import httpx
 import pytest
 
 from tests.kit.router import fleet, router
@@ -79,8 +80,14 @@ def test_sixteen_sessions_of_the_default_model(tmp_path):
     check(measure(tmp_path, command=PATIENT).talks, 3)
 
 
-def test_the_example_runs_against_one_server(live, monkeypatch, capsys):
+def test_the_example_runs_through_the_router_with_a_key(serving, tmp_path, monkeypatch, capsys):
+    """As in the compose file, whose servers have a file of keys."""
     options = ["--sessions", "2", "--turns", "2", "--max-tokens", "4"]
-    monkeypatch.setattr(sys, "argv", ["fleet.py", live.url, *options])
-    fleet().main()
+    with serving(api_keys="secret") as live, router([live.url], tmp_path / "log") as url:
+        monkeypatch.setattr(sys, "argv", ["fleet.py", url, *options])
+        monkeypatch.setenv("OPENAI_API_KEY", "secret")
+        fleet().main()
+        monkeypatch.delenv("OPENAI_API_KEY")
+        with pytest.raises(httpx.HTTPStatusError, match="401"):
+            fleet().main()
     assert "4 turns of 2 conversations" in capsys.readouterr().out

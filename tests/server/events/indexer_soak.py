@@ -37,6 +37,7 @@ PAGE = ROOT / "docs" / "results" / "indexer.md"
 N_PROMPTS = 1000  # asked in each phase
 START_S = 120.0
 WORKER = 1
+LOST = "lost messages, before anything else is told"  # then it cannot agree
 MEMORY_BYTES, DISK_BYTES = 2 << 20, 6 << 20
 
 
@@ -189,8 +190,13 @@ def measure(model: Any, home: Path) -> list[Phase]:
             phases.append(one.compare("evictions from memory and disk", indexer, prompts))
             with one.losing():
                 one.run(prompts, 10)
+                phases.append(one.compare(LOST, indexer, prompts))
+            one._wait()
+            phases.append(one.compare("the last number told again", indexer, prompts))
+            with one.losing():
+                one.run(prompts, 10)
             one.run(prompts, 3)
-            phases.append(one.compare("lost messages, sent again", indexer, prompts))
+            phases.append(one.compare("lost messages, and others after them", indexer, prompts))
         with machine(model, home, addresses) as one:
             phases.append(one.compare("a restart of the server", indexer, prompts))
             one.run(prompts, 5)
