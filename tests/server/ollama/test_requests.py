@@ -3,9 +3,11 @@
 import asyncio
 import json
 import math
+from functools import partial
 
 import pytest
 from pydantic import ValidationError
+from transformers import PreTrainedTokenizerFast
 
 from keepwarm import config
 from keepwarm.cache.policy import Policy
@@ -15,7 +17,7 @@ from keepwarm.server.http.sse import LineStream
 from keepwarm.server.ollama import request as requests
 from keepwarm.server.ollama.events import AnswerLines, AnswerMeta, chat_part, generate_part, whole
 from keepwarm.server.ollama.shapes import OllamaChatRequest, OllamaGenerateRequest
-from keepwarm.server.openai.completions import FILL_INS
+from keepwarm.server.openai.completions import FILL_INS, required_fill_in
 from keepwarm.text.request import (
     Choice,
     Delta,
@@ -29,10 +31,13 @@ from keepwarm.text.request import (
     ToolCall,
     ToolCalled,
 )
+from tests.kit.checkpoints import make_tokenizer
 from tests.server.http.test_sse import RECEIPT, USAGE, Client, scripted
 
 FIELDS = RequestFields("", None, Policy.READ_WRITE, False, KVOptions(), None)
 SETTINGS = config.load({})
+TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer())
+LACKING = partial(required_fill_in, TOKENIZER, SETTINGS)
 ASK = {"role": "user", "content": "How many leaves?"}
 
 
@@ -43,7 +48,7 @@ def chat(*messages, **fields):
     return requests.chat_request(body, body.messages, FIELDS, SETTINGS)
 
 
-def generate(settings=SETTINGS, fill_in=None, **fields):
+def generate(settings=SETTINGS, fill_in=LACKING, **fields):
     body = OllamaGenerateRequest.model_validate({"model": "m", "prompt": "Once", **fields})
     return requests.generate_request(body, FIELDS, settings, fill_in)
 
@@ -180,7 +185,7 @@ def test_prompts():
     assert generate(raw=True).prompt == "Once"
     asked = generate(system="Be brief.")
     assert [message["role"] for message in asked.messages] == ["system", "user"]
-    assert generate(fill_in=FILL_INS[0], suffix="end").prompt.endswith("end<|fim_middle|>")
+    assert generate(fill_in=lambda: FILL_INS[0], suffix="end").prompt.endswith("end<|fim_middle|>")
     for fields in (
         {"suffix": "end"},
         {"template": "{{ .Prompt }}"},

@@ -7,6 +7,7 @@ from dataclasses import replace
 import openai
 import pytest
 from openai.types.chat import ChatCompletion
+from transformers import PreTrainedTokenizerFast
 
 from keepwarm import config
 from keepwarm.cache.policy import Policy
@@ -106,10 +107,14 @@ def test_empty_stop_sequences_are_dropped():
     assert messages.request_of(message, CALLER, SETTINGS).sampling.stop == ("END",)
 
 
+def no_suffix():
+    pytest.fail("there is no suffix")
+
+
 def test_a_text_completion_too():
     def sampling(**fields):
         body = CompletionRequest.model_validate({"prompt": "a", **fields})
-        return completions.requests_of(body, CALLER)[0].sampling
+        return completions.requests_of(body, CALLER, no_suffix)[0].sampling
 
     assert sampling().max_tokens == completions.DEFAULT_MAX_TOKENS
     assert sampling(max_tokens=-1).max_tokens is None
@@ -390,5 +395,15 @@ def test_a_suffix_is_written_as_the_model_wants_it(tmp_path):
 
 
 def test_a_model_without_such_tokens_refuses_it(client):
-    with pytest.raises(openai.BadRequestError, match="suffix needs a model with fill-in tokens"):
+    with pytest.raises(openai.BadRequestError, match="which this model lacks") as refused:
         client.completions.create(model="m", prompt="One", suffix="three")
+    assert "raw_special_tokens" not in str(refused.value)
+
+
+def test_a_setting_refuses_it():
+    backend = make_tokenizer(specials=(*SPECIALS, *FIM))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert completions.required_fill_in(tokenizer, config.load({})) == FIM
+    with pytest.raises(BadField, match="the setting raw_special_tokens keeps them out") as refused:
+        completions.required_fill_in(tokenizer, config.load({}, raw_special_tokens=False))
+    assert "lacks" not in str(refused.value)

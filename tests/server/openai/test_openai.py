@@ -1,10 +1,12 @@
 """OpenAI's completions as pure functions: JSON to a request, events to chunks, errors."""
 
 import json
+from functools import partial
 
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from transformers import PreTrainedTokenizerFast
 
 from keepwarm import config
 from keepwarm.cache.policy import Policy
@@ -39,6 +41,7 @@ from keepwarm.text.request import (
 from tests.kit.checkpoints import make_tokenizer
 
 SETTINGS = config.load({})
+TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer())
 CALLER = RequestFields("t", "me", Policy.READ_WRITE, False, KVOptions(), 60.0)
 META = CompletionMeta("chatcmpl-1", 1700000000, "tiny")
 RECEIPT = Receipt(9, {"live": 4, "disk": 4}, 1, 3.0, miss=Miss(8, 1, "new"))
@@ -56,7 +59,8 @@ def asked(**fields):
 
 def completed(**fields):
     body = CompletionRequest.model_validate(fields)
-    return completions.requests_of(body, CALLER)
+    fill_in = partial(completions.required_fill_in, TOKENIZER, SETTINGS)
+    return completions.requests_of(body, CALLER, fill_in)
 
 
 # The request.

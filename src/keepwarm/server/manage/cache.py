@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from fastapi import Depends, Request, Response
@@ -33,7 +34,6 @@ from keepwarm.server.manage.verifying import Verification, VerifyBody, VerifyOut
 from keepwarm.server.models.models import Models
 from keepwarm.server.openai import completions
 from keepwarm.server.openai.routes import build_request as chat_request
-from keepwarm.server.openai.routes import fill_in_for
 from keepwarm.server.openai.shapes import ChatRequest, CompletionRequest, OpenAIErrorOut
 from keepwarm.server.responses.routes import Answers, request_builder
 from keepwarm.server.responses.shapes import InputRequest
@@ -130,7 +130,7 @@ async def _by_completion(
 ) -> PromptTo:
     host = await models.use(body.model, turn)
     caller = request_fields(request, body.keepwarm, body.prompt_cache_key)
-    fill_in = fill_in_for(body, host, settings)
+    fill_in = partial(completions.required_fill_in, host.engine.model.tokenizer, settings)
     asked = await turn.build(lambda: completions.requests_of(body, caller, fill_in))
     if len(asked) > 1:
         raise BadField("The body has several prompts; send one at a time.", "prompt")

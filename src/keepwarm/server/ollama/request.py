@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from keepwarm.config import Settings
@@ -54,20 +54,14 @@ def generate_request(
     body: OllamaGenerateRequest,
     fields: RequestFields,
     settings: Settings,
-    fill_in: FillIn | None = None,
+    fill_in: Callable[[], FillIn],
 ) -> Request:
     """A prompt as a conversation of one message; raw, or to be filled in, as it is."""
     _check(body)
     common = {**_common(body), **fields._asdict()}
     prompt = body.prompt or ""
     if body.suffix:
-        if fill_in is None:
-            raise BadField(
-                "suffix needs a model with fill-in tokens and the setting raw_special_tokens, and "
-                "here one of them is missing; omit it.",
-                "suffix",
-            )
-        return Request(prompt=fill_in.prompt(prompt, body.suffix), **common)
+        return Request(prompt=fill_in().prompt(prompt, body.suffix), **common)
     if body.raw:
         return Request(prompt=prompt, **common)
     unread = Unread("" if settings.skip_unreadable else "images")

@@ -56,7 +56,7 @@ from keepwarm.server.ollama.shapes import (
     OllamaStatus,
     OllamaVersion,
 )
-from keepwarm.server.openai.completions import fill_in_of
+from keepwarm.server.openai.completions import required_fill_in
 from keepwarm.server.openai.embeddings import WholeEmbeddings
 from keepwarm.server.openai.tokens import Pieces
 from keepwarm.server.responses.truncation import submit_shortened
@@ -118,8 +118,7 @@ async def generate(
         return _unanswered(body, generate_part, host)
     load_s = time.perf_counter() - began
     fields = request_fields(request, body.keepwarm, body=body)
-    wants_fill_in = body.suffix and settings.raw_special_tokens
-    fill_in = fill_in_of(host.engine.model.tokenizer) if wants_fill_in else None
+    fill_in = partial(required_fill_in, host.engine.model.tokenizer, settings)
     make = partial(requests.generate_request, body, fields, settings, fill_in)
     rules = scrub.rules_for(settings.scrub, request.headers)
     asked = await turn.build(lambda: scrub.scrub_request(make(), rules))

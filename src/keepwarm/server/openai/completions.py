@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from keepwarm.cache.policy import Policy
+from keepwarm.config import Settings
 from keepwarm.errors import BadField
 from keepwarm.server.http.receipts import receipt_dict
 from keepwarm.server.http.request_fields import RequestFields
@@ -66,8 +67,22 @@ def fill_in_of(tokenizer: Any) -> FillIn | None:
     return next((each for each in FILL_INS if known >= set(each)), None)
 
 
+def required_fill_in(tokenizer: Any, settings: Settings) -> FillIn:
+    """How a suffix is filled in; raises the reason why it cannot be."""
+    if not settings.raw_special_tokens:
+        raise BadField(
+            "suffix needs special tokens, and the setting raw_special_tokens keeps them out of raw "
+            "prompts; omit it.",
+            "suffix",
+        )
+    fill_in = fill_in_of(tokenizer)
+    if fill_in is None:
+        raise BadField("suffix needs fill-in tokens, which this model lacks; omit it.", "suffix")
+    return fill_in
+
+
 def requests_of(
-    body: CompletionRequest, fields: RequestFields, fill_in: FillIn | None = None
+    body: CompletionRequest, fields: RequestFields, fill_in: Callable[[], FillIn]
 ) -> list[Request]:
     """One request for each prompt."""
     _check(body)
@@ -97,21 +112,16 @@ def prompts_of(prompt: Prompts, name: str = "prompt") -> list[str | list[int]]:
     return list(prompt)
 
 
-def _filled_in(body: CompletionRequest, fill_in: FillIn | None) -> list[str | list[int]]:
+def _filled_in(body: CompletionRequest, fill_in: Callable[[], FillIn]) -> list[str | list[int]]:
     """The prompts, with the suffix in the model's own format."""
     prompts, suffix = prompts_of(body.prompt), body.suffix
     if not suffix:
         return prompts
-    if fill_in is None:
-        raise BadField(
-            "suffix needs a model with fill-in tokens and the setting raw_special_tokens, and "
-            "here one of them is missing; omit it.",
-            "suffix",
-        )
+    made = fill_in()
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) < len(prompts):
         raise BadField("suffix cannot be combined with a prompt of tokens; send text.", "suffix")
-    return [fill_in.prompt(text, suffix) for text in texts]
+    return [made.prompt(text, suffix) for text in texts]
 
 
 def _check(body: CompletionRequest) -> None:

@@ -23,7 +23,7 @@ from keepwarm.server.openai import chat, completions
 from keepwarm.server.openai.calls import call_style_of
 from keepwarm.server.openai.chat import ChatStream
 from keepwarm.server.openai.chunks import CompletionMeta, system_fingerprint
-from keepwarm.server.openai.completions import TextStream, fill_in_of, prompts_of
+from keepwarm.server.openai.completions import TextStream, prompts_of, required_fill_in
 from keepwarm.server.openai.embeddings import (
     EmbeddingList,
     EmbeddingRequest,
@@ -79,7 +79,7 @@ async def create_completion(
     """Continue one or more texts, as one object or as a stream of chunks."""
     host = await models.use(body.model, turn)
     fields = request_fields(request, body.keepwarm, body.prompt_cache_key, body)
-    fill_in = fill_in_for(body, host, settings)
+    fill_in = partial(required_fill_in, host.engine.model.tokenizer, settings)
     requests = await turn.build(lambda: completions.requests_of(body, fields, fill_in))
     n = requests[0].n
     texts = await turn.build(lambda: _echoed(host, body))
@@ -138,14 +138,6 @@ def build_request(
     fields = request_fields(request, body.keepwarm, body.prompt_cache_key, body)
     rules = scrub.rules_for(settings.scrub, request.headers)
     return scrub.scrub_request(chat.request_of(body, fields, settings), rules)
-
-
-def fill_in_for(
-    body: CompletionRequest, host: EngineHost, settings: Settings
-) -> completions.FillIn | None:
-    """How the suffix of this request is filled in; None if it cannot be, or there is none."""
-    is_wanted = bool(body.suffix) and settings.raw_special_tokens
-    return fill_in_of(host.engine.model.tokenizer) if is_wanted else None
 
 
 def _echoed(host: EngineHost, body: CompletionRequest) -> list[str]:
