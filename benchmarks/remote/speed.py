@@ -25,8 +25,8 @@ from keepwarm.store.blobs.backend import Backend, BlobError
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.opening import open_backend
 from keepwarm.store.record import Header, Part, Record, Tensor, encode_record
-from keepwarm.store.remote.asking import Question
 from keepwarm.store.remote.names import RecordPlace, RemoteNames
+from keepwarm.store.remote.question import Question
 from keepwarm.store.remote.tier import RemoteTier
 
 THREADS = 3  # as many as read a prompt

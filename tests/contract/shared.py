@@ -19,10 +19,10 @@ from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.opening import open_backend
 from keepwarm.store.blobs.redis import RedisBackend
 from keepwarm.store.record import Part, Record
-from keepwarm.store.remote.asking import read_header
 from keepwarm.store.remote.janitor import Janitor, PlaceLimits
 from keepwarm.store.remote.known import KnownRecord
 from keepwarm.store.remote.names import RecordPlace, parse_last
+from keepwarm.store.remote.question import read_header
 from keepwarm.store.remote.tier import RemoteTier
 from keepwarm.store.seal import Seal
 from keepwarm.store.tier import NamedBlock, PutResult, StoredBlock

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from keepwarm.errors import BadInput
-from keepwarm.store.blobs.backend import BlobError, Listed
+from keepwarm.store.blobs.backend import BlobError, Listed, Near
 from keepwarm.store.blobs.opening import open_backend
 from tests.contract.shared import exemption_of
 from tests.kit.places import FUSE, KINDS
@@ -125,6 +125,22 @@ def test_a_folder_lists_its_own_names(blobs, folder):
         put(blobs, f"{folder}/one/{name}")
     put(blobs, f"{folder}/other/c.d")
     assert names(blobs, f"{folder}/one") == {f"{folder}/one/{n}" for n in ("a.d", "a.s", "b.d")}
+
+
+def test_sizes_and_lists_are_looked_up_at_once(blobs, folder):
+    """A list tells sizes too."""
+    put(blobs, f"{folder}/one/a.d", b"12345")
+    put(blobs, f"{folder}/one/a.w", b"1")
+    put(blobs, f"{folder}/one/a.w", b"123", replace=True)
+    put(blobs, f"{folder}/two/b.d", b"1234567")
+    places = [Near(f"{folder}/{name}") for name in ("two", "none", "one")]
+    sizes, lists = blobs.look([f"{folder}/one/a.d", f"{folder}/one/b.d"], places, SOON)
+    assert sizes == [5, None]
+    found = [{(one.name, one.n_bytes) for one in listed} for listed in lists]
+    one = {(f"{folder}/one/a.d", 5), (f"{folder}/one/a.w", 3)}
+    assert found == [{(f"{folder}/two/b.d", 7)}, set(), one]
+    assert [len(listed) for listed in lists] == [1, 0, 2]
+    assert blobs.look([], [], SOON) == ([], [])
 
 
 def test_readers_see_whole_blobs(blobs, folder):

@@ -31,7 +31,7 @@ from keepwarm.cache.restore.writing import MemorySaver
 from keepwarm.kv.layout import probe
 from keepwarm.prefix.blocks import Namespace, chain
 from keepwarm.store.blobs import directory
-from keepwarm.store.blobs.backend import Listed
+from keepwarm.store.blobs.backend import Listed, Looked, Near
 from keepwarm.store.blobs.opening import open_backend
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part
@@ -76,9 +76,14 @@ class Haunted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def list_names(self, folder: str, *args: Any, **options: Any) -> list[Listed]:
-        ghosts = [one for one in self.ghosts if one.name.startswith(folder + "/")]
-        return [*self._backend.list_names(folder, *args, **options), *ghosts]
+    def look(self, names: list[str], places: list[Near], timeout_s: float) -> Looked:
+        sizes, listed = self._backend.look(names, places, timeout_s)
+        return Looked(
+            sizes, [[*one, *self._of(place)] for place, one in zip(places, listed, strict=True)]
+        )
+
+    def _of(self, place: Near) -> list[Listed]:
+        return [one for one in self.ghosts if one.name.startswith(place.folder + "/")]
 
 
 class Computed:

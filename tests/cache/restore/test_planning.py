@@ -14,6 +14,7 @@ from keepwarm.prefix.blocks import BLOCK_TOKENS
 from keepwarm.store.blobs.backend import BlobError
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.opening import open_backend
+from keepwarm.store.memory import MemoryTier
 from keepwarm.store.remote.tier import MIN_READ_S, RemoteTier
 from keepwarm.store.tiers import Tiers
 from tests.kit.faulty_proxy import FaultyProxy
@@ -198,6 +199,22 @@ def test_what_seemed_too_slow_is_timed_again_in_the_background(far, monkeypatch)
             ask(tier, QUICKLY)
 
 
+def test_a_prompt_that_is_all_here_asks_nobody(far):
+    """Even where the one token that is left takes a second."""
+    memory = MemoryTier(1 << 20)
+    needs, rates = Needs(delta=True, window=0, state=False), Rates(prefill_tokens_per_s=1.0)
+    with far(is_distant=False) as tier:
+        planner = Planner(NAMESPACE, needs, Tiers([("memory", memory)], [tier]), rates, len(PROMPT))
+        for ref in refs_of(N_BLOCKS):
+            memory.put(record(ref))
+        before = tier.place.n_calls
+        planner.ask(PROMPT)
+        assert tier.place.n_calls == before
+        planner.ask([*PROMPT, *range(300)])
+        assert tier.place.n_calls > before
+    memory.close()
+
+
 @pytest.fixture
 def empty_bucket(places, tmp_path):
     with places["s3"](tmp_path) as address:
@@ -205,7 +222,7 @@ def empty_bucket(places, tmp_path):
 
 
 def test_a_real_bucket_that_is_far_away_is_asked(empty_bucket, monkeypatch):
-    monkeypatch.setattr("keepwarm.store.remote.asking.CONNECTING", 200)  # time enough for anybody
+    monkeypatch.setattr("keepwarm.store.remote.question.CONNECTING", 200)  # time enough for anybody
     share(empty_bucket)
     port = int(re.findall(r":(\d+)", empty_bucket)[-1])
     proxy = FaultyProxy(port)

@@ -4,6 +4,7 @@ import pytest
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, chain, pack
 from keepwarm.store.record import Part
+from keepwarm.store.remote.mark import MARK
 from keepwarm.store.remote.names import RecordPlace, RemoteNames
 from keepwarm.store.remote.trust import FleetKey
 from keepwarm.store.seal import Seal
@@ -73,6 +74,20 @@ def test_what_agents_of_this_machine_have_stays(machine, place):
     keep = {FIRST.key, SECOND.key, SHORTER.key, LONGER.key}
     assert tier.erase([NAMESPACE], [named(SECOND), named(TAIL)], keep)
     assert there(place, ALL) == [FIRST, SECOND, LONGER, SHORTER, OTHER, BESIDE]
+
+
+@pytest.mark.parametrize("address", ["directory"], indirect=True)
+def test_sizes_are_taken_from_the_list(machine, monkeypatch):
+    tier = machine()
+    for ref in ALL:
+        tier.put(record(ref))
+    asked, sizes = [], tier.backend.sizes
+    monkeypatch.setattr(
+        tier.backend, "sizes", lambda names, s: asked.extend(names) or sizes(names, s)
+    )
+    assert tier.erase([NAMESPACE], [named(SECOND), named(TAIL)], keep=())
+    assert asked == [MARK]
+    assert there(tier.backend, ALL) == [FIRST, OTHER, BESIDE]
 
 
 @pytest.mark.parametrize("address", ["redis"], indirect=True)

@@ -4,20 +4,18 @@ import threading
 import time
 from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 
 import pytest
 
-from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, chain, pack
+from keepwarm.prefix.blocks import BLOCK_TOKENS, chain, pack
 from keepwarm.store.blobs.backend import BlobError, Listed
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.opening import open_backend
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, ReadBuffer, encode_record
-from keepwarm.store.remote.asking import CONNECTING, Asker, Question
-from keepwarm.store.remote.known import ABSENT_S, PRESENT_S, KnownRecords
-from keepwarm.store.remote.names import RecordPlace, RemoteNames, parse_last
-from keepwarm.store.remote.speed import TierSpeed
+from keepwarm.store.remote.known import ABSENT_S, PRESENT_S
+from keepwarm.store.remote.names import RecordPlace
+from keepwarm.store.remote.question import Question
 from keepwarm.store.remote.tier import RemoteTier
 from keepwarm.store.seal import Seal
 from keepwarm.store.unlock import derive_key
@@ -165,77 +163,6 @@ def test_answers_are_remembered(open_tier, clock):
     assert 0 < len(there.place.calls) <= 4
     clock.now += PRESENT_S
     assert there.have([ref.key for ref in refs_of(3)]) == {}
-
-
-@pytest.mark.parametrize("n_children", [0, 1000])
-def test_a_prompt_of_100_000_tokens_costs_a_few_questions(n_children):
-    """One round trip where a place answers for many names at once; the other is the list of what
-    else follows. Else 12 requests, each for one name, in no more round trips than are planned.
-    """
-    asked = question(tokens_of(391 * BLOCK_TOKENS))
-    keys = [ref.key for ref in asked.refs]
-    for n_there, in_batches in product((0, 1, 2, 195, 196, 256, 389, 390, 391), (True, False)):
-        n_listed = 0 if in_batches else n_children
-        place, known = Counted(set(keys[:n_there]), in_batches, n_listed), KnownRecords()
-        ask_place(place, known, asked)
-        assert len(known.have(keys)) == n_there
-        assert place.n_calls <= (2 if in_batches else 12)
-        assert in_batches or place.n_names <= 12
-        assert in_batches or place.n_asked + 2 <= asked.n_round_trips - CONNECTING
-        if n_listed and not n_there:
-            assert place.n_names == 12, "what follows is looked at as far as requests are left"
-
-
-def ask_place(place, known, asked):
-    asker = Asker(place, RemoteNames(CLASS), known, None, TierSpeed())
-    try:
-        asker.ask(asked, CallDeadline(SOON))
-    finally:
-        asker.close()
-
-
-class Counted:
-    """A place that has the records of these blocks, and counts questions."""
-
-    def __init__(self, keys, in_batches, n_children=0):
-        self._keys, self.in_batches, self.is_distant = keys, in_batches, not in_batches
-        self._n_children = n_children
-        self.n_calls = self.n_names = 0
-        self.n_asked = 0  # one after the other
-        self._lock = threading.Lock()
-
-    def sizes(self, names, timeout_s):
-        self.n_asked += 1
-        self._count(len(names))
-        return [1 << 20 if parse_last(name)[0] in self._keys else None for name in names]
-
-    def list_names(self, folder, timeout_s, near=b""):
-        self._count(1)
-        listed = [f"{folder}/{n.to_bytes(KEY_BYTES).hex()}.d" for n in range(1000)]
-        return [Listed(name, b"", 1 << 20) for name in listed[: self._n_children]]
-
-    def read(self, name, take, timeout_s, start=0, n_bytes=None):
-        self._count(1)
-
-    def _count(self, n_names):
-        with self._lock:
-            self.n_calls, self.n_names = self.n_calls + 1, self.n_names + n_names
-
-
-@pytest.mark.parametrize("in_batches", [True, False])
-def test_headers_are_read_at_the_same_time(in_batches):
-    """Each waits for all others."""
-    asked = question(tokens_of(5 * BLOCK_TOKENS), n_window=4)
-    place, known = Counted({ref.key for ref in asked.refs}, in_batches), KnownRecords()
-    meeting, met = threading.Barrier(4), []
-
-    def read(*args, **options):
-        meeting.wait(SOON)
-        met.append(args)
-
-    place.read = read
-    ask_place(place, known, asked)
-    assert len(met) == 4
 
 
 def damaged(tier, one, change):

@@ -18,7 +18,7 @@ from keepwarm.prefix.blocks import (
     root,
 )
 from keepwarm.store.blobs.deadline import CallDeadline
-from keepwarm.store.remote.asking import Question
+from keepwarm.store.remote.question import Question
 from keepwarm.store.remote.tier import ASK_S, MIN_READ_S, RemoteTier
 from keepwarm.store.tier import BlockInfo
 from keepwarm.store.tiers import Tiers
@@ -108,7 +108,7 @@ class Planner:
         blocks = here.blocks_of(tokens)
         n_here = longest(self.needs, blocks, limit).n_tokens
         computing_s = self.rates.prefill_s(n_here, len(tokens))
-        if computing_s < SMALL_LOAD_S:
+        if n_here >= limit or computing_s < SMALL_LOAD_S:
             return
         question = Question(
             self.namespace,

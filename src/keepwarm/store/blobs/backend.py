@@ -16,6 +16,7 @@ Take: TypeAlias = Callable[[int], memoryview]
 """Gives the memory for a number of bytes; raises BlobError if that is too many."""
 
 MAX_PIECES = 256  # that one call of the system is given
+PAGE = 1000  # names of a folder that are listed at most, unless all are wanted
 NAME = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,128}(/(?!\.)[A-Za-z0-9_.-]{1,128}){0,7}")
 
 
@@ -39,6 +40,20 @@ class Listed(NamedTuple):
     used: float = 0.0
 
 
+class Near(NamedTuple):
+    """A place in the order of a folder; without order it is the folder."""
+
+    folder: str
+    order: bytes = b""
+
+
+class Looked(NamedTuple):
+    """The bytes of each name, and what is listed near each place."""
+
+    sizes: list[int | None]
+    listed: list[list[Listed]]
+
+
 class Backend(Protocol):
     """A place for blobs. Names are words of letters, digits, `_`, `.` and `-`, joined by `/`."""
 
@@ -50,6 +65,9 @@ class Backend(Protocol):
 
     def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
         """The bytes of each blob; None where there is none."""
+
+    def look(self, names: Sequence[str], places: Sequence[Near], timeout_s: float) -> Looked:
+        """The sizes of some names and the lists of some places, at the same time."""
 
     def read(
         self,

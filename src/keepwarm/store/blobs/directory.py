@@ -16,8 +16,11 @@ from pathlib import Path
 
 from keepwarm.store.blobs.backend import (
     MAX_PIECES,
+    PAGE,
     BlobError,
     Listed,
+    Looked,
+    Near,
     Take,
     check_name,
     drop_written,
@@ -25,7 +28,6 @@ from keepwarm.store.blobs.backend import (
 from keepwarm.store.blobs.hands import Hands
 
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # or a pipe in the place of a file would hang
-PAGE = 1000  # names of a folder, of which a few are looked at
 UNFINISHED = "tmp"  # where files are written
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -43,6 +45,16 @@ class DirectoryBackend:
     def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
         paths = [self._path_of(name) for name in names]
         return self._hands.run(lambda: [_size_of(path) for path in paths], timeout_s)
+
+    def look(self, names: Sequence[str], places: Sequence[Near], timeout_s: float) -> Looked:
+        paths = [self._path_of(name) for name in names]
+        folders = [(place.folder, self._path_of(place.folder)) for place in places]
+
+        def look() -> Looked:
+            lists = [list(islice(_listed(*folder), PAGE)) for folder in folders]
+            return Looked([_size_of(path) for path in paths], lists)
+
+        return self._hands.run(look, timeout_s)
 
     def read(
         self,

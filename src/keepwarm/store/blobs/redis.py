@@ -14,7 +14,15 @@ from typing import NamedTuple
 from urllib.parse import SplitResult, unquote
 
 from keepwarm.errors import BadInput
-from keepwarm.store.blobs.backend import BlobError, Listed, Take, at_most, check_name
+from keepwarm.store.blobs.backend import (
+    BlobError,
+    Listed,
+    Looked,
+    Near,
+    Take,
+    at_most,
+    check_name,
+)
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.hands import Hands
 from keepwarm.store.blobs.resp import Command, Reply, RespConnection
@@ -24,6 +32,8 @@ MAX_IDLE = 8  # connections that are kept
 NEIGHBOURS = b"8"  # names on each side of a place in a folder's order
 PAGE = 1000  # names of a folder in one reply
 AFTER_ORDER = b"!"  # less than any hex digit: what an order begins with comes before it
+BEFORE_SIZE = b"/"  # is in no word
+MAX_DIGITS = 12  # of a size
 
 
 class RedisAddress(NamedTuple):
@@ -60,8 +70,19 @@ class RedisBackend:
         self._hands = Hands(1)  # a name service may hang
 
     def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
-        replies = self._call([[b"STRLEN", _key(name)] for name in names], timeout_s)
-        return [_whole(reply) or None for reply in replies]
+        return self.look(names, (), timeout_s).sizes
+
+    def look(self, names: Sequence[str], places: Sequence[Near], timeout_s: float) -> Looked:
+        commands: list[Command] = [[b"STRLEN", _key(name)] for name in names]
+        for place in places:
+            commands += _neighbours(place)
+        replies = self._call(commands, timeout_s)
+        sizes, members = replies[: len(names)], replies[len(names) :]
+        listed = [
+            [*_listed(place.folder, below), *_listed(place.folder, above)]
+            for place, below, above in zip(places, members[::2], members[1::2], strict=True)
+        ]
+        return Looked([_whole(size) or None for size in sizes], listed)
 
     def read(
         self,
@@ -88,11 +109,13 @@ class RedisBackend:
         replace: bool = False,
     ) -> bool:
         folder, _, last = check_name(name).rpartition("/")
+        size = b"%d" % sum(memoryview(piece).nbytes for piece in pieces)
         commands: list[Command] = [
             [b"SET", _key(name), list(pieces), *(() if replace else (b"NX",))],
-            [b"ZADD", _folder(folder), b"0", _member(order, last)],
+            _unlist(folder, order, last),  # it may have had another size
+            [b"ZADD", _folder(folder), b"0", _member(order, last) + size],
         ]
-        stored, listed = self._call(commands, timeout_s, or_full=True)
+        stored, _, listed = self._call(commands, timeout_s, or_full=True)
         return stored == b"OK" and not isinstance(listed, BlobError)
 
     def touch(self, names: Sequence[str], timeout_s: float) -> None:
@@ -103,24 +126,13 @@ class RedisBackend:
         for name, order, *_ in blobs:
             folder, _, last = name.rpartition("/")
             commands.append([b"UNLINK", _key(name)])
-            commands.append([b"ZREM", _folder(folder), _member(order, last)])
+            commands.append(_unlist(folder, order, last))
         self._call(commands, timeout_s)
 
     def list_names(self, folder: str, timeout_s: float, near: bytes | None = b"") -> list[Listed]:
-        key, limit = _folder(folder), (b"LIMIT", b"0", NEIGHBOURS)
-        if near is None:
-            found = list(_members(self._all_members(key, CallDeadline(timeout_s))))
-            return [Listed(f"{folder}/{name}", order) for order, name in found]
-        place = near.hex().encode() + AFTER_ORDER
-        below, above = self._call(
-            [
-                [b"ZREVRANGEBYLEX", key, b"[" + place + b"\xff", b"-", *limit],
-                [b"ZRANGEBYLEX", key, b"(" + place + b"\xff", b"+", *limit],
-            ],
-            timeout_s,
-        )
-        found = [*_members(below), *_members(above)]
-        return [Listed(f"{folder}/{name}", order) for order, name in found]
+        if near is not None:
+            return self.look((), [Near(folder, near)], timeout_s).listed[0]
+        return list(_listed(folder, self._all_members(_folder(folder), CallDeadline(timeout_s))))
 
     def _all_members(self, key: bytes, deadline: CallDeadline) -> list[Reply]:
         """In pages: a server answers nobody else while it makes a reply."""
@@ -246,16 +258,34 @@ def _folder(folder: str) -> bytes:
 
 
 def _member(order: bytes, last: str) -> bytes:
-    return order.hex().encode() + AFTER_ORDER + last.encode()
+    """Without the size at its end."""
+    return order.hex().encode() + AFTER_ORDER + last.encode() + BEFORE_SIZE
 
 
-def _members(reply: Reply) -> Iterator[tuple[bytes, str]]:
-    """Order and last word of each; whatever else stands there is left out."""
-    for member in reply if isinstance(reply, list) else ():
+def _unlist(folder: str, order: bytes, last: str) -> Command:
+    member = _member(order, last)
+    return [b"ZREMRANGEBYLEX", _folder(folder), b"[" + member, b"[" + member + b"\xff"]
+
+
+def _neighbours(place: Near) -> list[Command]:
+    """What is below a place in a folder's order, with what is exactly there, and what is above."""
+    key, limit = _folder(place.folder), (b"LIMIT", b"0", NEIGHBOURS)
+    end = place.order.hex().encode() + AFTER_ORDER + b"\xff"
+    return [
+        [b"ZREVRANGEBYLEX", key, b"[" + end, b"-", *limit],
+        [b"ZRANGEBYLEX", key, b"(" + end, b"+", *limit],
+    ]
+
+
+def _listed(folder: str, members: Reply) -> Iterator[Listed]:
+    """What members say; whatever else stands there is left out."""
+    for member in members if isinstance(members, list) else ():
         if isinstance(member, bytes):
-            order, _, last = member.partition(AFTER_ORDER)
+            order, _, rest = member.partition(AFTER_ORDER)
+            last, _, size = rest.partition(BEFORE_SIZE)
             try:
-                yield bytes.fromhex(order.decode()), check_name(last.decode())
+                name = f"{folder}/{check_name(last.decode())}"
+                yield Listed(name, bytes.fromhex(order.decode()), int(size[:MAX_DIGITS]))
             except (ValueError, BadInput):
                 continue
 

@@ -124,6 +124,9 @@ def _encoded(commands: Iterable[Command]) -> Iterator[Piece]:
     for command in commands:
         small += b"*%d\r\n" % len(command)
         for word in command:
+            if isinstance(word, bytes) and len(word) <= SMALL:  # most, and this is the fastest
+                small += b"$%d\r\n%b\r\n" % (len(word), word)
+                continue
             pieces = [memoryview(p).cast("B") for p in (word if isinstance(word, list) else [word])]
             small += b"$%d\r\n" % sum(map(len, pieces))
             for piece in pieces:

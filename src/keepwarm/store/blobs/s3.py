@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -20,7 +20,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store
 
 from keepwarm.errors import BadInput
-from keepwarm.store.blobs.backend import BlobError, Listed, Take, check_name
+from keepwarm.store.blobs.backend import PAGE, BlobError, Listed, Looked, Near, Take, check_name
 from keepwarm.store.blobs.hands import Hands
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from obstore.store import S3Config
 
 MAX_CALLS = 16  # at the same time
-PAGE = 1000  # names of one reply
 REQUEST_S = "10s"  # the longest that a call which nobody waits for any more goes on
 FORM = "s3://bucket/prefix, or s3://key@bucket/prefix?endpoint=https://host:port&region=name"
 BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
@@ -66,8 +65,16 @@ class S3Backend:
         self._hands = Hands(MAX_CALLS)
 
     def sizes(self, names: Sequence[str], timeout_s: float) -> list[int | None]:
-        paths = [check_name(name) for name in names]
-        return self._hands.run_all([partial(self._size, path) for path in paths], timeout_s)
+        return self.look(names, (), timeout_s).sizes
+
+    def look(self, names: Sequence[str], places: Sequence[Near], timeout_s: float) -> Looked:
+        calls: list[Callable[[], int | list[Listed] | None]] = [
+            *(partial(self._size, check_name(name)) for name in names),
+            *(partial(self._list, check_name(place.folder), 1) for place in places),
+        ]
+        found = self._hands.run_all(calls, timeout_s)
+        lists = [one for one in found if isinstance(one, list)]
+        return Looked([one for one in found if not isinstance(one, list)], lists)
 
     def read(
         self,

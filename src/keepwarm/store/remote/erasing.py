@@ -13,10 +13,10 @@ from keepwarm.prefix.blocks import BlockKey, Namespace, block_key
 from keepwarm.store.blobs.backend import Backend, BlobError, Listed
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.record import Part
-from keepwarm.store.remote.asking import read_header
 from keepwarm.store.remote.known import KnownRecord
 from keepwarm.store.remote.mark import MARK
 from keepwarm.store.remote.names import MAC, RecordPlace, RemoteNames, list_classes, parse_last
+from keepwarm.store.remote.question import read_header
 from keepwarm.store.seal import Seal
 from keepwarm.store.tier import NamedBlock
 
@@ -107,13 +107,18 @@ class _Folder:
         for blob in blobs:
             if (parsed := parse_last(blob.name)) is not None:
                 place = RecordPlace(self._namespace, self._parent, *parsed)
-                (n_bytes,) = self._backend.sizes([blob.name], CALL_S)
-                record = KnownRecord(place, b"", n_bytes or 0)
+                record = KnownRecord(place, b"", self._size_of(blob))
                 deadline = CallDeadline(CALL_S)
                 header = read_header(self._backend, self._seal, blob.name, record, deadline)
                 if header is not None:
                     return header.tokens
         return b""
+
+    def _size_of(self, blob: Listed) -> int:
+        """A list that is kept beside the blobs may be older than they are."""
+        if not self._backend.in_batches:
+            return blob.n_bytes
+        return self._backend.sizes([blob.name], CALL_S)[0] or 0
 
     def _names_of(self, key: BlockKey) -> Iterator[str]:
         for part in Part:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from keepwarm.prefix.blocks import BlockKey, common_tokens
+from keepwarm.prefix.blocks import BlockKey, Namespace, common_tokens
 from keepwarm.store.record import Part
 from keepwarm.store.remote.names import RecordPlace
 from keepwarm.store.tier import BlockInfo, CheckpointRef, Child
@@ -28,6 +28,18 @@ class KnownRecord(NamedTuple):
     w_rows: int = 0
 
 
+class WindowSize(NamedTuple):
+    """What is equal for window records with equally many rows."""
+
+    namespace: Namespace
+    n_tokens: int
+    n_bytes: int
+
+    @classmethod
+    def of(cls, record: KnownRecord) -> WindowSize:
+        return cls(record.place.namespace, len(record.tokens) // 4, record.n_bytes)
+
+
 class _Answer(NamedTuple):
     place: RecordPlace
     record: KnownRecord | None  # None: it is not there
@@ -42,6 +54,7 @@ class KnownRecords:
         self._lock = threading.Lock()
         self._answers: dict[tuple[BlockKey, Part], _Answer] = {}
         self._children: dict[BlockKey, dict[BlockKey, None]] = {}
+        self._rows: dict[WindowSize, int] = {}
         self._listed: dict[tuple[BlockKey, bytes], float] = {}  # until when it need not be again
 
     def add(self, records: Iterable[KnownRecord]) -> None:
@@ -49,8 +62,22 @@ class KnownRecords:
         with self._lock:
             for record in records:
                 place = record.place
-                self._note(_Answer(place, record, until))
+                self._note(_Answer(place, self._completed(record), until))
                 self._children.setdefault(place.parent, {})[place.key] = None
+
+    def learn_rows(self, window: KnownRecord) -> None:
+        """A window record says how many rows it has, and so have others of its size."""
+        with self._lock:
+            if len(self._rows) >= MAX_KNOWN:
+                self._rows.clear()
+            self._rows[WindowSize.of(window)] = window.w_rows
+
+    def rows_of(self, record: KnownRecord) -> int | None:
+        """Rows of a window record, if they are known by its size; one that has others is a miss
+        when it is read.
+        """
+        is_window = record.place.part is Part.WINDOW
+        return self._rows.get(WindowSize.of(record)) if is_window else None
 
     def add_absent(self, places: Iterable[RecordPlace]) -> None:
         until = self._clock() + ABSENT_S
@@ -112,8 +139,16 @@ class KnownRecords:
     def is_listed(self, parent: BlockKey, near: bytes) -> bool:
         return self._clock() < self._listed.get((parent, near), 0.0)
 
+    def _completed(self, record: KnownRecord) -> KnownRecord:
+        """With what is known of its block, and of windows of its size."""
+        if not record.tokens:
+            record = record._replace(tokens=self._tokens_of(record.place.key))
+        rows = record.w_rows or self.rows_of(record)
+        return record._replace(w_rows=rows) if rows else record
+
     def _tokens_of(self, key: BlockKey) -> bytes:
-        return next((r.tokens for part in Part if (r := self.find(key, part))), b"")
+        found = (record.tokens for part in Part if (record := self.find(key, part)))
+        return next(filter(None, found), b"")
 
     def _children_of(self, parent: BlockKey) -> list[BlockKey]:
         with self._lock:

@@ -19,6 +19,7 @@ from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.store.blobs.backend import Backend, BlobError, Listed
 from keepwarm.store.blobs.deadline import CallDeadline
+from keepwarm.store.blobs.flights import SingleFlight
 from keepwarm.store.buffers import decode_record
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import (
@@ -30,15 +31,15 @@ from keepwarm.store.record import (
     check_identity,
     encode_record,
 )
-from keepwarm.store.remote.asking import Asker, Question
+from keepwarm.store.remote.asking import Asker
 from keepwarm.store.remote.breaker import Breaker
 from keepwarm.store.remote.erasing import erase_blocks
-from keepwarm.store.remote.flights import SingleFlight
 from keepwarm.store.remote.guard import Guard
 from keepwarm.store.remote.janitor import Janitor, JanitorThread, PlaceLimits
 from keepwarm.store.remote.known import KnownRecord, KnownRecords
 from keepwarm.store.remote.mark import check_mark
 from keepwarm.store.remote.names import CLASSES, MAC, RecordPlace, RemoteNames, list_classes
+from keepwarm.store.remote.question import Question
 from keepwarm.store.remote.speed import TierSpeed
 from keepwarm.store.remote.trial import try_backend
 from keepwarm.store.remote.trust import FleetKey
@@ -302,6 +303,8 @@ class RemoteTier:
         with self.speed.reading(known.n_bytes) as add:
             data = self.backend.read(name, _take, deadline.left_s())
             add(0 if data is None else len(data))
+        if data is None and self.backend.in_batches:  # a list that outlived it would name it again
+            self.backend.delete(self._as_listed(known.place, known.tokens), MIN_READ_S)
         if data is not None and self._fleet_key is not None:
             mac = self.backend.read(name + MAC, _take, deadline.left_s())
             self._fleet_key.check(name, data, mac)
@@ -323,8 +326,11 @@ class RemoteTier:
             self._delete(place, tokens)
 
     def _delete(self, place: RecordPlace, tokens: bytes) -> None:
-        blobs = [Listed(name, self._order(tokens)) for name in self._blobs_of(place)]
+        blobs = self._as_listed(place, tokens)
         self._guard.call("cleared", lambda: self.backend.delete(blobs, WRITE_S))
+
+    def _as_listed(self, place: RecordPlace, tokens: bytes) -> list[Listed]:
+        return [Listed(name, self._order(tokens)) for name in self._blobs_of(place)]
 
     def _blobs_of(self, place: RecordPlace) -> list[str]:
         """Its name, and that of its MAC."""
