@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-WORDS = {"n_bytes": "size", "max_bytes": "limit", "newer": "of a newer Keepwarm", "bad": "damaged"}
+WORDS = {
+    "n_bytes": "size",
+    "max_bytes": "limit",
+    "newer": "of a newer Keepwarm",
+    "bad": "damaged",
+    "shared_unreached": "not reached, will be cleared by a server",
+}
 
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 AgentId: TypeAlias = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.")]
@@ -269,6 +275,8 @@ def _readable(name: str, value: Any) -> str:
         return format_bytes(value)
     if name.startswith("hit_rate"):
         return f"{100 * value:.1f} %"
+    if name == "shared_unreached":
+        value = ", ".join(value)
     return str(len(value)) if isinstance(value, list | tuple) else str(value)
 
 

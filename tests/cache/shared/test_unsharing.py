@@ -1,6 +1,7 @@
 """What is deleted here is deleted from shared tiers too, at once or when they can be reached."""
 
 import json
+import threading
 
 import pytest
 
@@ -116,6 +117,24 @@ def test_a_place_is_cleared_when_it_answers_again(store, place, monkeypatch):
     tier.close()
 
 
+def test_a_place_that_hangs_is_named_before_it_has_failed(store, place):
+    """A deletion waits for a moment only."""
+    is_back = threading.Event()
+
+    def hang(*_):
+        is_back.wait(SOON)
+        return True
+
+    thread = UnsharingThread(store.unsharing(lambda address: hang))
+    assert thread.wait(SOON) == []
+    store.agents.delete("coder")
+    thread.notice()
+    assert thread.wait(0.01) == [place.as_uri()]
+    is_back.set()
+    assert thread.wait(SOON) == []
+    thread.close()
+
+
 def test_what_another_agent_has_by_then_stays(store, place):
     away = place.rename(place.with_name("away"))
     store.agents.delete("coder")
@@ -187,10 +206,17 @@ def test_the_command_line_says_which_places_it_could_not_reach(tmp_path, place, 
     with DiskStore(tmp_path / "home" / "store", DiskLimits(min_free_bytes=0)) as store:
         store.tombstones.share_with([place.as_uri(), (tmp_path / "missing").as_uri()])
         store.disk.put(record(REFS[0]))
-        store.agents.create("coder", Branch.of(NAMESPACE, unpack(REFS[0].tokens)))
+        for name in ("coder", "other"):
+            store.agents.create(name, Branch.of(NAMESPACE, unpack(REFS[0].tokens)))
+    missing = (tmp_path / "missing").as_uri()
+    assert f"server: {missing}\n" not in CliRunner().invoke(app, ["rm", "other"]).stdout
     said = json.loads(CliRunner().invoke(app, ["rm", "coder", "--json"]).stdout)
     assert said == {
         "agent": "coder",
         "removed_blocks": 1,
-        "shared_unreached": [(tmp_path / "missing").as_uri()],
+        "shared_unreached": [missing],
     }
+    with DiskStore(tmp_path / "home" / "store", DiskLimits(min_free_bytes=0)) as store:
+        store.disk.put(record(REFS[0]))
+        store.agents.create("coder", Branch.of(NAMESPACE, unpack(REFS[0].tokens)))
+    assert f"server: {missing}\n" in CliRunner().invoke(app, ["rm", "coder"]).stdout

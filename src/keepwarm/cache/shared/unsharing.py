@@ -49,6 +49,11 @@ class Unsharing:
             self._tombstones.finish(path, tombstone, left)
         return [address for address in places if address in unreached]
 
+    def left(self) -> list[str]:
+        """The addresses of tiers that have some of it, as far as is known now."""
+        left = {address for dead in self._tombstones.all().values() for address in dead.left}
+        return [address for address in self._tombstones.places() if address in left]
+
 
 class UnsharingThread:
     """Does so in a server, whenever something was deleted and as long as something is left."""
@@ -69,11 +74,13 @@ class UnsharingThread:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> list[str]:
-        """Wait until it was tried; the addresses of tiers that could not be reached."""
+        """Wait until it was tried; the addresses of tiers that were not reached by then."""
         with self._changed:
             until = self._n_noticed
             self._changed.wait_for(lambda: self._n_tried >= until or self._closing, timeout_s)
-            return list(self._left)
+            if self._n_tried >= until:
+                return list(self._left)
+        return self._unsharing.left()
 
     def close(self) -> None:
         with self._changed:
