@@ -188,6 +188,23 @@ def test_a_summary_of_another_server():
     assert (made.messages[0]["content"], made.unread) == ("They met.", ())
 
 
+def test_encrypted_reasoning_of_another_server():
+    """It is left out and named, on both APIs that have such; one's own is read."""
+    said = {"type": "message", "role": "assistant", "content": "Hi."}
+    foreign = {"type": "reasoning", "id": "r", "encrypted_content": "gAAAAB", "summary": []}
+    made = response_asked(NEXT[1], foreign, said, NEXT[1])
+    assert made.messages[1] == {"role": "assistant", "content": "Hi."}
+    assert made.unread == ("reasoning",)
+    for text in ("They met.", ""):
+        own = foreign | {"encrypted_content": responses.encode_reasoning(text)}
+        made = response_asked(NEXT[1], own, said, NEXT[1])
+        assert (made.messages[1].get("reasoning_content", ""), made.unread) == (text, ())
+    blocks = [{"type": "redacted_thinking", "data": "Em"}, {"type": "text", "text": "Hi."}]
+    made = message_asked(NEXT[1], {"role": "assistant", "content": blocks}, NEXT[1])
+    assert made.messages[1] == {"role": "assistant", "content": "Hi."}
+    assert made.unread == ("reasoning",)
+
+
 @pytest.mark.parametrize(
     ("content", "said", "unread"),
     [("They met.", "They met.", ()), (None, SUMMARY, ("summary",))],

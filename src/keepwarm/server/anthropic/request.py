@@ -179,6 +179,8 @@ def _assistant(content: str | Sequence[ContentBlock], where: str, unread: Unread
     if isinstance(content, str):
         return EngineMessage({"role": "assistant", "content": content})
     blocks = [block for block in content if block.type != "redacted_thinking"]
+    if len(blocks) < len(content):
+        unread.leave_out("reasoning")  # encrypted, by another server
     texts, thoughts, calls = [], [], []
     for index, block in enumerate(blocks):
         if block.type == "thinking":

@@ -67,6 +67,10 @@ class Unread:
     def kinds(self) -> tuple[str, ...]:
         return tuple(sorted(self._kinds))
 
+    def leave_out(self, word: str) -> None:
+        """Name it only: encrypted reasoning needs no note, since templates may drop reasoning."""
+        self._kinds.add(word)
+
     def note(self, kind: str, where: str) -> str:
         """The text in place of a part of this type."""
         if self._newest and where.startswith(self._newest):

@@ -169,6 +169,8 @@ def _add(message: dict[str, Any], item: Item, where: str, unread: Unread) -> Non
         case "reasoning":
             if reasoning := _reasoning(item):
                 message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
+            elif not (item.encrypted_content or REASONING_PREFIX).startswith(REASONING_PREFIX):
+                unread.leave_out("reasoning")  # another server's
         case "function_call" | "custom_tool_call":
             message.setdefault("tool_calls", []).append(_call(item, where))
         case "compaction":
