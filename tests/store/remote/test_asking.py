@@ -318,6 +318,23 @@ def test_a_prompt_of_100_000_tokens_costs_a_few_questions(n_children):
             assert place.n_names == 12, "what follows is looked at as far as requests are left"
 
 
+def test_what_a_cut_list_does_not_tell_is_asked_for_by_name():
+    asked = question(tokens_of(20 * BLOCK_TOKENS), has_states=True)
+    for n_there in (0, 1, 7, 20):
+        place, known = Counted(asked.refs[:n_there], False, PAGE), KnownRecords()
+        ask_place(place, known, asked)
+        assert len(known.have([ref.key for ref in asked.refs])) == n_there
+
+
+@pytest.mark.parametrize("address", ["directory"], indirect=True)
+def test_an_empty_file_is_no_record(machine, place):
+    tier, (ref,) = machine(), refs_of(1, n_last=90)
+    place.put(RemoteNames(CLASS).of(RecordPlace.of(record(ref).header)), [], SOON)
+    ask(tier, [*tokens_of(90), 1])
+    assert tier.have([ref.key]) == {}
+    assert tier.children(ref.parent, ref.tokens) == []
+
+
 def ask_place(place, known, asked):
     asker = Asker(place, RemoteNames(CLASS), known, None, TierSpeed())
     try:
