@@ -14,9 +14,10 @@ from keepwarm.bench.summary import LINES
 from keepwarm.cache.break_even import break_even, describe, remembered_costs
 from keepwarm.cache.padding import KnownVerdict, padding_book
 from keepwarm.cache.padding_trial import Verdict
-from keepwarm.cache.shared.opening import RemoteReport
+from keepwarm.cache.shared.opening import RemoteReport, measure_remotes
 from keepwarm.cli.doctor import MeasuredRemote, _tiers_page
 from keepwarm.device.machine import Machine, _advice_on_blas
+from keepwarm.store.remote.mark import MARK
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.redis_server import redis_server
 
@@ -81,6 +82,27 @@ def test_the_break_even_of_each_is_stated_for_the_model(report):
         assert said["break_even_tokens"] == break_even(costs, RemoteReport(**there))
         assert said["break_even"] == describe(costs, RemoteReport(**there))
         assert "tokens/s of tiny" in said["break_even"]
+
+
+@pytest.mark.parametrize(
+    ("mark", "key", "problem"),
+    [
+        (b"plain", "", ""),
+        (b"plain", "correct horse battery", "blocks that are not encrypted"),
+        (b"{}", "", "holds encrypted blocks"),
+        (b"{}", "correct horse battery", ""),
+    ],
+)
+def test_a_tier_that_would_be_refused_is_not_measured(tmp_path, mark, key, problem):
+    (path := tmp_path / MARK).parent.mkdir()
+    path.write_bytes(mark)
+    settings = config.load(
+        {"KEEPWARM_HOME": str(tmp_path / "home")}, remote=tmp_path.as_uri(), encryption_key=key
+    )
+    (found,) = measure_remotes(settings)
+    assert problem in found.problem
+    assert bool(found.bytes_per_s) == (not problem)
+    assert path.read_bytes() == mark
 
 
 def test_a_report_names_no_host():

@@ -12,10 +12,12 @@ from keepwarm.config import Settings
 from keepwarm.device.machine import backend as mlx_backend
 from keepwarm.errors import BadInput
 from keepwarm.store.blobs.backend import BlobError
+from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.opening import open_backend
 from keepwarm.store.disk.disk import DiskTier
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.names import SEALED
+from keepwarm.store.remote.mark import MARK_S, check_kind, read_mark
 from keepwarm.store.remote.speed import TierSpeed
 from keepwarm.store.remote.tier import RemoteTier
 from keepwarm.store.remote.trial import time_blobs, try_backend
@@ -79,14 +81,16 @@ def is_mixed(settings: Settings, disk: DiskTier | None) -> bool:
 
 def measure_remotes(settings: Settings) -> list[RemoteReport]:
     """Try each shared tier of the settings; nothing stays there."""
-    password = settings.read_remote_password()
-    return [_measure(address, password) for address in settings.remotes]
+    password, is_sealed = settings.read_remote_password(), bool(settings.read_encryption_key())
+    return [_measure(address, password, is_sealed) for address in settings.remotes]
 
 
-def _measure(address: str, password: str) -> RemoteReport:
+def _measure(address: str, password: str, is_sealed: bool) -> RemoteReport:
     speed = TierSpeed()
     with closing(open_backend(address, password)) as backend:
         try:
+            if (mark := read_mark(backend, CallDeadline(MARK_S))) is not None:
+                check_kind(mark, is_sealed)
             for _ in range(TRIALS):
                 try_backend(backend, speed)
             rates = time_blobs(backend, speed.bytes_per_s)

@@ -96,7 +96,7 @@ class Guard:
             LOG.info("a shared tier does not answer: %s", error)
             self.breaker.tried(False)
         except BadInput as error:
-            LOG.warning("%s", error)
+            LOG.warning("a shared tier is not used: %s", error)
             self.refused = str(error)
         except Exception:  # whatever it is, it must not end the thread
             LOG.exception("a shared tier could not be tried")

@@ -33,18 +33,23 @@ def check_mark(backend: Backend, seal: Seal | None, own: bytes) -> None:
         mark = put_mark(backend, PLAIN, MARK_S)
     else:
         mark = put_mark(backend, own or make_mark(seal, {}), MARK_S)
-    if seal is None and mark != PLAIN:
-        raise BadInput(
-            "It holds encrypted blocks; set KEEPWARM_ENCRYPTION_KEY to their key to use it."
-        )
-    if seal is not None and mark == PLAIN:
-        raise BadInput("It holds blocks that are not encrypted; name an empty place instead.")
+    check_kind(mark, seal is not None)
     if seal is not None and not _opens(seal, mark):
         raise BadInput(
             "It was encrypted with another key, or with the same passphrase and another salt; "
             "use its key, or begin with an empty store while it can be reached: that takes its "
             "salt."
         )
+
+
+def check_kind(mark: bytes, is_sealed: bool) -> None:
+    """Raise BadInput if a place holds sealed records for a plain store, or the reverse."""
+    if mark != PLAIN and not is_sealed:
+        raise BadInput(
+            "It holds encrypted blocks; set KEEPWARM_ENCRYPTION_KEY to their key to use it."
+        )
+    if mark == PLAIN and is_sealed:
+        raise BadInput("It holds blocks that are not encrypted; name an empty place instead.")
 
 
 def make_mark(seal: Seal, salted: dict[str, object]) -> bytes:
@@ -55,9 +60,9 @@ def make_mark(seal: Seal, salted: dict[str, object]) -> bytes:
 def put_mark(backend: Backend, mark: bytes, timeout_s: float) -> bytes:
     """Leave a mark if there is none; the one that is there then. Raises BlobError."""
     deadline = CallDeadline(timeout_s)
-    if (found := _read(backend, deadline)) is None:
+    if (found := read_mark(backend, deadline)) is None:
         backend.put(MARK, [mark], deadline.left_s())
-        found = _read(backend, deadline)
+        found = read_mark(backend, deadline)
     if found is None:
         raise BlobError("it does not keep what is put")
     return found
@@ -82,7 +87,8 @@ def agree_on_mark(addresses: Sequence[str], password: str) -> Callable[[bytes], 
     return agree
 
 
-def _read(backend: Backend, deadline: CallDeadline) -> bytes | None:
+def read_mark(backend: Backend, deadline: CallDeadline) -> bytes | None:
+    """None if nobody has left one."""
     found = backend.read(MARK, at_most(MAX_BYTES), deadline.left_s(), n_bytes=MAX_BYTES)
     return None if found is None else bytes(found)
 
