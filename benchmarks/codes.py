@@ -1,120 +1,159 @@
-"""`python -m benchmarks.codes`: does a lossless code for keys and values pay on a shared tier?
+"""`python -m benchmarks.codes`: what the lossless code of shared tiers saves, and at which rate.
 
-The rows that a model computes for a text, as bf16 and as fp16: their high bytes, which are much
-alike, are compressed, and the low bytes stay as they are. Needs the package `zstandard`, which
-Keepwarm does not use.
+The rows that a model computes for a text, in bf16: how much smaller they become and in how much
+processor time; then the same blocks loaded from a Redis behind slow lines, as they are and coded,
+in turn. Needs `redis-server` or `valkey-server`.
 """
 
 from __future__ import annotations
 
+import statistics
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
-import mlx.core as mx
-import numpy as np
 import typer
+from tests.kit.redis_server import redis_server
 
-from keepwarm import load
+from benchmarks.remote.lines import slow_lines
+from keepwarm import load  # before mlx, for a fast BLAS
 from keepwarm.kv import make_caches
+from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, Namespace, chain
+from keepwarm.store.blobs.deadline import CallDeadline
+from keepwarm.store.blobs.opening import open_backend
+from keepwarm.store.buffers import code_record, count_bytes, undo_code
+from keepwarm.store.record import Header, Part, Record, Tensor, encode_record
+from keepwarm.store.remote.question import Question
+from keepwarm.store.remote.tier import READERS, RemoteTier
 
 TEXT = Path(__file__).parents[1] / "docs" / "serving.md"
+NAMESPACE = Namespace(bytes(32))
 ROUNDS = 5
-RATES = (10e6, 50e6, 100e6, 200e6, 500e6)  # bytes in a second
-DTYPES = {"bf16": mx.bfloat16, "fp16": mx.float16}
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Code:
-    """How much smaller it makes rows, and bytes of them that one core does in a second."""
-
-    gain: float
-    encode: float
-    decode: float
-
-    @property
-    def pays_below(self) -> float:
-        """The rate of a tier below which loading and decoding takes less time than loading more."""
-        return self.decode * (1 - 1 / self.gain)
-
-    def time_share(self, rate: float) -> float:
-        """Time to load with the code, on one core and one after the other, of that without."""
-        return 1 / self.gain + rate / self.decode
+RATES = (5, 20, 50, 100, 500)  # MB/s
+MB = 1e6
+NEVER, ALWAYS = 1e15, 1e3  # bytes a second at which a record is not coded, and is
+PATIENT = 1e5  # so slow that nothing is late
+SOON = 60.0
 
 
 def main(
     model: Annotated[str, typer.Option(help="Whose keys and values.")] = "smollm2",
-    n_tokens: Annotated[int, typer.Option(help="Tokens of a text.")] = 256,
-    level: Annotated[int, typer.Option(help="Of zstd.")] = 1,
+    n_blocks: Annotated[int, typer.Option(help="Blocks of a text.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Loads of each kind.")] = ROUNDS,
 ) -> None:
-    """Measure byte planes with zstd on the keys and values of a text, in processor time."""
-    zstd, rows = _zstd(), _rows(model, n_tokens)
-    for name, dtype in DTYPES.items():
-        code = measure([_words(one, dtype) for one in rows], zstd, level)
-        shares = ", ".join(f"{r / 1e6:.0f} MB/s {code.time_share(r):.2f}" for r in RATES)
-        print(
-            f"{name} zstd-{level}: gain {code.gain:.2f}, encodes {code.encode / 1e6:.0f} and "
-            f"decodes {code.decode / 1e6:.0f} MB/s, pays below {code.pays_below / 1e6:.0f} MB/s"
-        )
-        print(f"  time to load, of that without: {shares}")
+    """Measure the code on the keys and values of a text, and loads over slow lines."""
+    refs, records = blocks_of(model, n_blocks)
+    print(_processor_time(records))
+    with (
+        tempfile.TemporaryDirectory(prefix="keepwarm-codes-") as folder,
+        redis_server(Path(folder)) as server,
+    ):
+        for name, rate in (("plain", NEVER), ("coded", ALWAYS)):
+            with tier_at(server.url, name) as tier:
+                print(f"{name}: {_put(tier, records, rate) / MB:.1f} MB in the place")
+        with slow_lines(server.port, [MB * rate for rate in RATES]) as ports:
+            for rate, port in zip(RATES, ports, strict=True):
+                print(compare(f"redis://127.0.0.1:{port}", rate, refs, records, rounds))
 
 
-def measure(tensors: list[np.ndarray[Any, Any]], zstd: Any, level: int) -> Code:
-    press, free = zstd.ZstdCompressor(level=level), zstd.ZstdDecompressor()
-
-    def encode(words: np.ndarray[Any, Any]) -> tuple[bytes, np.ndarray[Any, Any]]:
-        return press.compress((words >> 8).astype(np.uint8).data), words.astype(np.uint8)
-
-    def decode(high: bytes, low: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        planes = np.empty((low.size, 2), np.uint8)
-        planes[:, 0] = low
-        plain = free.decompress(high, max_output_size=low.size)
-        planes[:, 1] = np.frombuffer(plain, np.uint8)
-        return planes.reshape(-1).view(np.uint16)
-
-    coded = [encode(words) for words in tensors]
-    for words, (high, low) in zip(tensors, coded, strict=True):
-        if not np.array_equal(decode(high, low), words):
-            raise ValueError("the code has changed a row")
-    n_bytes = sum(words.nbytes for words in tensors)
-    encode_s = _seconds(lambda: [encode(words) for words in tensors])
-    decode_s = _seconds(lambda: [decode(*one) for one in coded])
-    n_coded = sum(len(high) + low.nbytes for high, low in coded)
-    return Code(n_bytes / n_coded, n_bytes / encode_s, n_bytes / decode_s)
+def compare(
+    url: str, mb_per_s: int, refs: Sequence[BlockRef], records: Sequence[Record], rounds: int
+) -> str:
+    """Medians of loads in turn; and which of both a machine behind this line writes."""
+    times: dict[str, list[float]] = {"plain": [], "coded": []}
+    with tier_at(url, f"chosen-{mb_per_s}") as tier:
+        n_sent = sum(record.n_bytes - tier.put(record).n_saved for record in records)
+        measured = tier.speed.line_bytes_per_s
+    for _ in range(rounds):
+        for name, taken in times.items():
+            taken.append(_load_s(url, name, refs))
+    plain, coded = (statistics.median(taken) for taken in times.values())
+    ratio = statistics.median(b / a for a, b in zip(*times.values(), strict=True))
+    return (
+        f"{mb_per_s:>3} MB/s (measured {measured / MB:.0f}): plain {plain:.2f} s, coded "
+        f"{coded:.2f} s, ratio {ratio:.2f}; chosen: {n_sent / MB:.1f} MB"
+    )
 
 
-def _zstd() -> Any:
-    try:
-        return import_module("zstandard")
-    except ImportError as error:
-        raise SystemExit("This needs zstandard; install it: pip install zstandard.") from error
+def blocks_of(name: str, n_blocks: int) -> tuple[list[BlockRef], list[Record]]:
+    """Keys and values of every layer, which must be plain attention, in bf16."""
+    import mlx.core as mx
+    import numpy as np
 
-
-def _rows(name: str, n_tokens: int) -> list[mx.array]:
-    """Keys and values of every layer, which must be plain attention."""
     model = load(name)
-    tokens = model.tokenizer.encode(TEXT.read_text())[:n_tokens]
+    tokens = model.tokenizer.encode(TEXT.read_text())[: n_blocks * BLOCK_TOKENS]
     caches = make_caches(model.module)
     model.module(mx.array([tokens]), cache=caches)
-    return [rows[:, :, : len(tokens)] for one in caches for rows in (one.keys, one.values)]
+    refs, records = list(chain(NAMESPACE, tokens)), []
+    for ref in refs:
+        tensors, rows = [], slice(ref.number * BLOCK_TOKENS, (ref.number + 1) * BLOCK_TOKENS)
+        for n, cache in enumerate(caches):
+            for what, whole in (("K", cache.keys), ("V", cache.values)):
+                own = whole[:, :, rows].astype(mx.bfloat16)
+                data = memoryview(np.array(own.view(mx.uint16)).tobytes())
+                tensors.append(Tensor(f"L{n}_B{ref.number}_{what}", "BF16", own.shape, data))
+        header = Header(NAMESPACE, ref.key, ref.parent, Part.DELTA, ref.number, ref.tokens)
+        records.append(Record(header, tuple(tensors)))
+    return refs, records
 
 
-def _words(rows: mx.array, dtype: mx.Dtype) -> np.ndarray[Any, Any]:
-    return np.array(rows.astype(dtype).view(mx.uint16)).reshape(-1)
+@contextmanager
+def tier_at(url: str, numerics: str) -> Iterator[RemoteTier]:
+    tier = RemoteTier(open_backend(url), numerics)
+    try:
+        if not tier.wait_until_tried(SOON):
+            raise RuntimeError("It does not answer.")
+        yield tier
+    finally:
+        tier.close()
 
 
-def _seconds(work: Callable[[], T]) -> float:
-    """Processor time of the fastest of some rounds."""
-    times = []
+def _put(tier: RemoteTier, records: Sequence[Record], bytes_per_s: float) -> int:
+    """Bytes that were sent."""
+    tier.speed.bytes_per_s = tier.speed.put_bytes_per_s = bytes_per_s
+    puts = [tier.put(record) for record in records]
+    if not all(put.stored for put in puts):
+        raise RuntimeError("It does not keep what is put.")
+    return sum(record.n_bytes for record in records) - sum(put.n_saved for put in puts)
+
+
+def _load_s(url: str, numerics: str, refs: Sequence[BlockRef]) -> float:
+    """Until all records are read and verified, by as many threads as read a prompt."""
+    with tier_at(url, numerics) as tier, ThreadPoolExecutor(READERS) as readers:
+        tier.ask(Question(NAMESPACE, refs, len(refs), 0, True, 0, False), CallDeadline(SOON))
+        tier.speed.bytes_per_s = PATIENT
+        began = time.perf_counter()
+        found = list(readers.map(lambda ref: tier.read(ref.key, Part.DELTA), refs))
+        if None in found:
+            raise RuntimeError("A record was not read in time.")
+        return time.perf_counter() - began
+
+
+def _processor_time(records: Sequence[Record]) -> str:
+    """Of coding and decoding; the fastest of some rounds."""
+    plain = [encode_record(record) for record in records]
+    n_bytes, coding, decoding = sum(map(count_bytes, plain)), [], []
     for _ in range(ROUNDS):
         began = time.process_time()
-        work()
-        times.append(time.process_time() - began)
-    return min(times)
+        pairs = zip(records, plain, strict=True)
+        coded = [b"".join(code_record(*pair, ALWAYS)) for pair in pairs]
+        between = time.process_time()
+        back = [undo_code(memoryview(one)) for one in coded]
+        coding.append(between - began)
+        decoding.append(time.process_time() - between)
+        if [bytes(one) for one in back] != [b"".join(one) for one in plain]:
+            raise ValueError("The code has changed a record.")
+    gain = n_bytes / sum(map(len, coded))
+    rates = [n_bytes / min(taken) / MB for taken in (coding, decoding)]
+    return (
+        f"gain {gain:.2f}; one core codes {rates[0]:.0f} and decodes {rates[1]:.0f} MB/s; "
+        f"written below {rates[0] * (1 - 1 / gain):.0f} MB/s, "
+        f"one thread loads faster below {rates[1] * (1 - 1 / gain):.0f} MB/s"
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 
+import mlx.core as mx
 import pytest
 
 from keepwarm.cache.policy import Policy
@@ -15,8 +17,9 @@ from keepwarm.store.blobs.opening import open_backend
 from keepwarm.store.remote.names import list_classes
 from keepwarm.store.remote.trial import try_backend
 from tests.contract.shared import names_in
-from tests.kit.engines import Exam, ask, engine_on, held
+from tests.kit.engines import Exam, FedCounter, ask, engine_on, held
 from tests.kit.faulty_proxy import FaultyProxy
+from tests.kit.models import tiny
 from tests.kit.places import KINDS
 from tests.kit.redis_server import redis_server
 from tests.kit.runs import prompt_of
@@ -73,6 +76,31 @@ def test_a_second_machine_computes_only_what_is_new(models, tmp_path, remote, n_
             assert result.receipt.reused == {"shared": len(prompt) - n_new}
             exam.add(prompt, result.choices[0])
     exam.check()
+
+
+@pytest.mark.parametrize("remote", ["redis"], indirect=True)
+def test_what_is_coded_for_a_slow_line_is_restored_token_for_token(models, tmp_path, remote):
+    """A model in bf16; to the first machine the line seems slow, and to the second it does not."""
+    module, prompt = tiny("llama"), prompt_of(600)
+    module.set_dtype(mx.bfloat16)
+    model = replace(models.of("llama"), module=FedCounter(module))
+    with machine(model, tmp_path / "a", remote) as a:
+        speed = a.lane_of().manager.tiers.shared[0].speed
+        speed.bytes_per_s = speed.put_bytes_per_s = 1e4
+        use(a, prompt)
+        expected = run(a, prompt)
+    with closing(open_backend(remote)) as place:
+        (numerics,) = list_classes(place, SOON)
+        data = [place.read(one, _new, SOON) for one in names_in(place, numerics)]
+        assert [bytes(one[:7]) for one in data] == [b"kwcoded"] * 3
+    with machine(model, tmp_path / "b", remote) as b:
+        result = run(b, prompt)
+        assert result.receipt.reused == {"shared": 599}
+        assert result.choices[0].tokens == expected.choices[0].tokens
+
+
+def _new(n_bytes):
+    return memoryview(bytearray(n_bytes))
 
 
 @pytest.mark.parametrize("remote", ["directory"], indirect=True)

@@ -37,7 +37,7 @@ class FaultyProxy:
         self.on_value: Callable[[bytes, Send], None] | None = None  # large parts of replies
         self.answer: Answer | None = None
         self.delay_s = 0.0  # of every reply
-        self.bytes_per_s = math.inf  # of all replies together
+        self.bytes_per_s = math.inf  # of all that passes
         self._gate = threading.Event()
         self._gate.set()
 
@@ -79,6 +79,8 @@ class FaultyProxy:
                 client = listening.accept()[0]
                 server = socket.create_connection(("127.0.0.1", self._server), SOON)
                 server.settimeout(None)
+                for one in (client, server):  # or a line of any rate stops for 40 ms now and then
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._lock:
                     self._open |= {client, server}
                 asked = threading.Event()
@@ -98,6 +100,7 @@ class FaultyProxy:
                     client.sendall(answer)
                     client.shutdown(socket.SHUT_RDWR)
                     return
+                self._wait_for_room(len(data))
                 server.sendall(data)
             server.shutdown(socket.SHUT_RDWR)
 

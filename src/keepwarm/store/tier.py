@@ -76,6 +76,7 @@ class PutResult(NamedTuple):
 
     stored: bool  # False: already there, no room, or the write failed
     durable: Future[None]
+    n_saved: int = 0  # bytes fewer than the record has, by a code
 
 
 class StoredBlock(NamedTuple):

@@ -5,12 +5,14 @@ import pytest
 from keepwarm.cache.shared import sharing
 from keepwarm.cache.shared.sharing import Sharer, Use
 from keepwarm.store.blobs.directory import DirectoryBackend
+from keepwarm.store.buffers import count_bytes
 from keepwarm.store.disk.wear import Wear
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.remote.names import parse_last
 from keepwarm.store.remote.tier import RemoteTier
 from keepwarm.store.tiers import Tiers
-from tests.store.kit import NAMESPACE, record, refs_of
+from tests.store.kit import NAMESPACE, encode, record, refs_of
+from tests.store.remote.test_codes import numbers
 
 SOON = 30.0
 REFS = refs_of(4)
@@ -22,12 +24,14 @@ class Place(DirectoryBackend):
     def __init__(self, root):
         super().__init__(root)
         self.keys = []
+        self.n_bytes = 0
         self.on_put = lambda: None
 
-    def put(self, name, *args, **options):
-        stored = super().put(name, *args, **options)
+    def put(self, name, pieces, *args, **options):
+        stored = super().put(name, pieces, *args, **options)
         if (parsed := parse_last(name)) is not None:
             self.keys.append(parsed[0])
+            self.n_bytes += count_bytes(pieces)
             self.on_put()
         return stored
 
@@ -85,6 +89,20 @@ def test_a_day_has_a_budget(tier, place, memory, tmp_path):
     day[0] = "2026-01-02"
     share(tier, memory, budget)
     assert len(place.keys) == 4
+
+
+def test_a_budget_counts_the_bytes_that_are_sent(tier, place, memory, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    budget = Wear(tmp_path, name="shared-writes")
+    tier.speed.bytes_per_s = tier.speed.put_bytes_per_s = 1e4  # so slow that they are coded
+    made = [numbers(ref) for ref in REFS]
+    for one in made:
+        memory.delete(one.header.key)
+        memory.put(one)
+    share(tier, memory, budget)
+    n_headers = sum(len(encode(one)) - one.n_bytes for one in made)
+    (n_sent,) = budget.by_day().values()
+    assert n_sent == place.n_bytes - n_headers < 0.75 * sum(one.n_bytes for one in made)
 
 
 def test_what_is_deleted_while_it_is_put_is_withdrawn(tier, place, memory):

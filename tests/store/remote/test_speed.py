@@ -1,5 +1,7 @@
 """What is measured of a shared tier."""
 
+import math
+
 import pytest
 
 from keepwarm.store.blobs.backend import BlobError
@@ -102,6 +104,26 @@ def test_the_first_measurement_replaces_the_guess(speed, clock):
         clock.now += 1.0
         add(7 * MIB)
     assert speed.bytes_per_s == pytest.approx(7 * MIB)
+
+
+def test_a_line_is_as_fast_as_its_faster_direction(speed, clock):
+    with speed.reading(MIB) as add:
+        clock.now += 1.0
+        add(MIB)
+    assert speed.line_bytes_per_s == math.inf, "nothing was put yet"
+    put(speed, clock, 8 * MIB)
+    assert speed.line_bytes_per_s == pytest.approx(8 * MIB)
+    settled(lambda: put(speed, clock, MIB // 2))
+    assert speed.line_bytes_per_s == pytest.approx(MIB)
+    with pytest.raises(BlobError), speed.putting(MIB):
+        clock.fail_after(50.0)
+    put(speed, clock, 100)
+    assert speed.put_bytes_per_s == pytest.approx(MIB // 2, rel=0.01)
+
+
+def put(speed, clock, n_bytes):
+    with speed.putting(n_bytes):
+        clock.now += 1.0
 
 
 def test_a_few_bytes_say_nothing_of_the_rate(speed, clock):

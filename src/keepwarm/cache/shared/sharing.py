@@ -147,9 +147,9 @@ class Sharer:
         record = self._read(key, part)
         if record is None or not self._fits(record.n_bytes):
             return
-        if not tier.put(record).stored:
-            self._give_back(record.n_bytes)
-        elif not self._kept([key]):  # deleted meanwhile, perhaps by an `rm` that looked before
+        put = tier.put(record)
+        self._give_back(put.n_saved if put.stored else record.n_bytes)
+        if put.stored and not self._kept([key]):  # an `rm` may have looked before
             tier.withdraw(record.header)
 
     def _fits(self, n_bytes: int) -> bool:
@@ -159,7 +159,7 @@ class Sharer:
             return False
 
     def _give_back(self, n_bytes: int) -> None:
-        if self._budget is not None:
+        if self._budget is not None and n_bytes:
             with suppress(OSError):  # then the budget is a little smaller
                 self._budget.give_back(n_bytes)
 

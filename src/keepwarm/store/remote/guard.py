@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from keepwarm.errors import BadInput, BadRecord
+from keepwarm.errors import BadInput, BadRecord, NewerFormat
 from keepwarm.store.blobs.backend import BlobError, BusyError
 from keepwarm.store.remote.breaker import Breaker
 from keepwarm.store.tier import TierCounts
@@ -54,7 +54,7 @@ class Guard:
             return None
         try:
             result = work()
-        except BadRecord:  # the place has answered
+        except (BadRecord, NewerFormat):  # the place has answered
             self.breaker.succeeded()
             raise
         except BusyError:  # this machine's fault

@@ -13,6 +13,7 @@ from keepwarm.prefix.blocks import BlockKey, BlockRef, Namespace, root
 from keepwarm.store.blobs.backend import Backend, Looked, Near, new_memory
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.hands import Hands
+from keepwarm.store.buffers import find_start
 from keepwarm.store.record import MAX_HEADER_BYTES, Header, Part, check_identity, open_record
 from keepwarm.store.remote.known import KnownRecord
 from keepwarm.store.remote.names import RecordPlace
@@ -109,15 +110,16 @@ def read_header(
     backend: Backend, seal: Seal | None, name: str, record: KnownRecord, deadline: CallDeadline
 ) -> Header | None:
     """The verified header of a record; None if it has none that fits its place."""
-    start, n_wanted = b"", HEADER_GUESS
-    while len(start) < n_wanted:
-        found = backend.read(name, new_memory, deadline.left_s(), n_bytes=n_wanted)
-        if found is None or len(found) < 8 or (start and len(found) <= len(start)):
-            return None
-        start = bytes(found)
-        n_wanted = 8 + min(struct.unpack_from("<Q", start)[0], MAX_HEADER_BYTES)
+    n_read, n_wanted = 0, HEADER_GUESS
     try:
-        header = open_record(BytesIO(start), record.n_bytes, seal).header
+        while n_read < n_wanted:
+            found = backend.read(name, new_memory, deadline.left_s(), n_bytes=n_wanted)
+            if found is None or len(found) <= n_read:
+                return None
+            start, n_read = find_start(found, record.n_bytes), len(found)
+            n_header = 8 + min(struct.unpack_from("<Q", start.data)[0], MAX_HEADER_BYTES)
+            n_wanted = n_read - len(start.data) + n_header
+        header = open_record(BytesIO(start.data), start.n_bytes, seal).header
         check_identity(header, record.place.key, record.place.part)
     except (BadRecord, NewerFormat, PermissionError):
         return None

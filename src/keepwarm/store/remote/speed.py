@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
+
+from keepwarm.errors import BadRecord, NewerFormat
 
 NEW = 0.3  # the weight of the latest measurement; the first replaces the guess
 MIN_BYTES = 1 << 18  # less says nothing of the rate
@@ -24,6 +27,7 @@ class TierSpeed:
         self._calls: deque[float] = deque(maxlen=LATEST)  # seconds
         self.latency_s = 0.0005
         self.bytes_per_s = 1e9
+        self.put_bytes_per_s = math.inf  # one put after the other
         self._weight = 1.0  # of the next rate
         self._n_reading = 0
         self._began = 0.0
@@ -32,6 +36,13 @@ class TierSpeed:
     def load_s(self, n_bytes: int) -> float:
         """Seconds that so many bytes take, in several reads at once."""
         return self.latency_s + n_bytes / self.bytes_per_s
+
+    @property
+    def line_bytes_per_s(self) -> float:
+        """The faster of both directions. A trial reads little, and seems slow where the way is
+        long or the machine busy; so nothing is known of it before something was put.
+        """
+        return max(self.bytes_per_s, self.put_bytes_per_s)
 
     @property
     def call_s(self) -> float:
@@ -57,8 +68,8 @@ class TierSpeed:
 
     @contextmanager
     def reading(self, n_bytes: int) -> Iterator[Callable[[int], None]]:
-        """Around a read of so many bytes, which tells those that it got. The rate is that of all
-        reads that overlap.
+        """Around a read of so many bytes, which tells those that it got, and whatever must be done
+        before they can be used. The rate is that of all reads that overlap.
         """
         with self._lock:
             self._n_reading += 1
@@ -66,6 +77,8 @@ class TierSpeed:
                 self._began, self._n_bytes, self._n_lost = self._clock(), 0, 0
         try:
             yield self._add
+        except (BadRecord, NewerFormat):  # it was read
+            raise
         except BaseException:
             with self._lock:
                 self._n_lost += n_bytes
@@ -88,6 +101,15 @@ class TierSpeed:
         elif self._n_bytes >= MIN_BYTES:
             rate, new, self._weight = self._n_bytes / seconds, self._weight, NEW
             self.bytes_per_s = 1 / ((1 - new) / self.bytes_per_s + new / rate)
+
+    @contextmanager
+    def putting(self, n_bytes: int) -> Iterator[None]:
+        """Around a put of so many bytes; one that fails is not counted."""
+        began = self._clock()
+        yield
+        rate, last = n_bytes / max(self._clock() - began, 1e-6), self.put_bytes_per_s
+        if n_bytes >= MIN_BYTES:
+            self.put_bytes_per_s = rate if last == math.inf else 1 / ((1 - NEW) / last + NEW / rate)
 
     def declined(self) -> None:
         """Loading seemed too slow; sooner or later it is tried again."""

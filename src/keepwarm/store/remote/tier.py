@@ -13,14 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 
-import numpy as np
-
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.store.blobs.backend import Backend, BlobError, Listed
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.flights import SingleFlight
-from keepwarm.store.buffers import decode_record
+from keepwarm.store.buffers import code_record, count_bytes, decode_record, memory_for, undo_code
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import (
     Header,
@@ -61,7 +59,6 @@ ASK_S = 0.05  # for a question
 MIN_READ_S = 0.05
 READERS = 3  # that share the rate
 WRITE_S = 10.0  # nobody waits for a write
-MAX_RECORD_BYTES = 1 << 30
 MAX_BAD = 1024
 MAX_CLASSES = 16  # others, that are looked in
 REFRESH_S = 60.0  # how often other classes are listed, and what seemed slow is measured again
@@ -180,7 +177,8 @@ class RemoteTier:
 
     def put(self, record: Record) -> PutResult:
         """Store a record, unless it is there."""
-        header, stored = record.header, self._guard.call("written", lambda: self._put(record))
+        header = record.header
+        stored, n_saved = self._guard.call("written", lambda: self._put(record)) or (None, 0)
         self._counts.add(puts=int(stored is True), refused=int(stored is False))
         durable: Future[None] = Future()
         if stored is None:
@@ -188,8 +186,8 @@ class RemoteTier:
         else:
             durable.set_result(None)
         if stored:
-            self._learn(header, record.n_bytes)
-        return PutResult(bool(stored), durable)
+            self._learn(header, record.n_bytes - n_saved)
+        return PutResult(bool(stored), durable, n_saved)
 
     def has(self, header: Header) -> bool | None:
         """Whether a record is there; None if that cannot be told now."""
@@ -301,13 +299,15 @@ class RemoteTier:
         deadline = load or CallDeadline(max(MIN_READ_S, 2 * planned_s))
         name = self._names.of(known.place)
         with self.speed.reading(known.n_bytes) as add:
-            data = self.backend.read(name, _take, deadline.left_s())
+            data = self.backend.read(name, memory_for, deadline.left_s())
             add(0 if data is None else len(data))
+            if data is not None and self._fleet_key is not None:
+                mac = self.backend.read(name + MAC, memory_for, deadline.left_s())
+                self._fleet_key.check(name, data, mac)
+            if data is not None and self._seal is None:
+                data = undo_code(data)
         if data is None and self.backend.in_batches:  # a list that outlived it would name it again
             self.backend.delete(self._as_listed(known.place, known.tokens), MIN_READ_S)
-        if data is not None and self._fleet_key is not None:
-            mac = self.backend.read(name + MAC, _take, deadline.left_s())
-            self._fleet_key.check(name, data, mac)
         return data
 
     def _verified(self, data: memoryview, place: RecordPlace) -> Record:
@@ -339,17 +339,25 @@ class RemoteTier:
 
     # Writing
 
-    def _put(self, record: Record) -> bool:
-        header, deadline = record.header, CallDeadline(WRITE_S)
+    def _put(self, record: Record) -> tuple[bool, int]:
+        """Whether it is stored, and how many bytes a code saves; what is sealed has no likeness."""
+        header = record.header
         name = self._names.of(RecordPlace.of(header))
-        pieces = encode_record(record, self._seal)
+        plain = encode_record(record, self._seal)
+        pieces = plain if self._seal else code_record(record, plain, self.speed.line_bytes_per_s)
+        stored = self._send(name, pieces, header)
+        return stored, count_bytes(plain) - count_bytes(pieces)
+
+    def _send(self, name: str, pieces: Sequence[bytes | memoryview], header: Header) -> bool:
+        deadline = CallDeadline(WRITE_S)
         order = self._order(header.tokens)
         replace = header.part is Part.WINDOW  # one with more rows; the caller has looked
         if self._fleet_key is not None:  # one that is there is nobody's of the fleet
             mac, replace = self._fleet_key.mac(name, pieces), True
             if not self.backend.put(name + MAC, [mac], deadline.left_s(), order, replace):
                 return False
-        return self.backend.put(name, pieces, deadline.left_s(), order, replace)
+        with self.speed.putting(count_bytes(pieces)):
+            return self.backend.put(name, pieces, deadline.left_s(), order, replace)
 
     def _order(self, tokens: bytes) -> bytes:
         """In a sealed tier no name tells tokens."""
@@ -384,9 +392,3 @@ class RemoteTier:
             found = list_classes(self.backend, WRITE_S)
             others = [one for one in found if one != self._numerics]
             self._asker.other_classes = others[:MAX_CLASSES]
-
-
-def _take(n_bytes: int) -> memoryview:
-    if n_bytes > MAX_RECORD_BYTES:
-        raise BlobError(f"a record of {n_bytes} bytes is too large")
-    return np.empty(n_bytes, np.uint8).data  # a bytearray would be filled with zeros first
