@@ -24,7 +24,7 @@ from keepwarm.store.remote.tier import RemoteTier
 from keepwarm.store.seal import Seal
 from tests.kit.faulty_proxy import FaultyProxy
 from tests.store.kit import NAMESPACE, record, refs_of, tokens_of
-from tests.store.remote.conftest import CLASS, SOON
+from tests.store.remote.conftest import CLASS, DATABASES, SOON
 from tests.store.remote.test_tier import question
 
 N_BLOCKS = 391
@@ -170,7 +170,7 @@ def test_rows_of_windows_are_read_once_for_each_size(stored, open_tier, trips, c
 
 
 def test_a_name_that_outlived_its_record_is_listed_no_more(redis, open_tier, clock):
-    url = f"{redis.url}/998"
+    url = f"{redis.url}/{next(DATABASES)}"
     tier, other = open_tier(url), open_tier(url)
     (ref,) = refs_of(1, n_last=90)
     other.put(record(ref))
@@ -183,6 +183,19 @@ def test_a_name_that_outlived_its_record_is_listed_no_more(redis, open_tier, clo
         assert tier.read(ref.key, Part.DELTA) is None
         clock.now += ABSENT_S
     assert not tier.breaker.is_open
+
+
+@pytest.mark.parametrize("size", [b"", b"x", b"-5", b"0", b"9" * 400, b"1/2"])
+def test_a_list_that_tells_odd_sizes_does_no_harm(redis, open_tier, size):
+    url = f"{redis.url}/{next(DATABASES)}"
+    tier, (ref,) = open_tier(url), refs_of(1, n_last=90)
+    folder, name = RemoteNames(CLASS).folder(NAMESPACE, ref.parent), f"{ref.key.hex()}.d"
+    member = f"{ref.tokens.hex()}!{name}/".encode() + size
+    tier.backend._call([[b"ZADD", f"keepwarm:{folder}/".encode(), b"0", member]], SOON)
+    ask(tier, [*tokens_of(90), 1])
+    assert all(0 < info.n_bytes < 1e12 for info in tier.have([ref.key]).values())
+    assert tier.read(ref.key, Part.DELTA) is None
+    assert tier.stats().errors == 0
 
 
 # S3
@@ -285,7 +298,7 @@ def test_what_a_prompt_continues_is_known_by_its_key(bucket_like, open_tier):
 
 
 def test_a_sealed_redis_knows_its_own_beginnings_too(redis, open_tier, trips):
-    url, seal = f"{redis.url}/997", Seal(b"s" * 32)
+    url, seal = f"{redis.url}/{next(DATABASES)}", Seal(b"s" * 32)
     tier, other = open_tier(url, seal=seal), open_tier(url, seal=seal)
     refs = refs_of(2, n_last=90)
     for ref in refs:
