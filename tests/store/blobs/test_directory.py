@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from keepwarm.errors import BadInput
-from keepwarm.store.blobs.backend import BlobError
+from keepwarm.store.blobs.backend import BlobError, Listed
 from keepwarm.store.blobs.directory import PAGE, DirectoryBackend
 from keepwarm.store.blobs.hands import MAX_HANDS
 from keepwarm.store.blobs.opening import open_backend
@@ -71,6 +71,16 @@ def test_links_are_not_followed_by_a_listing(tmp_path, blobs):
     }
     assert [folder for folder, found in listed.items() if found] == ["c"]
     assert [one.name for one in listed["c"]] == ["c/y.d"]
+
+
+def test_a_folder_goes_with_its_last_file(tmp_path, blobs):
+    """One is made for each block: they would be more than a file system has."""
+    for name in ("a/b/x.d", "a/b/y.d", "a/b/x.d"):
+        assert blobs.put(name, [b"x"], SOON)
+        blobs.delete([Listed("a/b/x.d")], SOON)
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["y.d"]
+    blobs.delete([Listed("a/b/y.d"), Listed("a/b/y.d")], SOON)
+    assert list((tmp_path / "a").iterdir()) == []
 
 
 def test_a_folder_of_very_many_is_listed_in_part_unless_all_are_wanted(tmp_path, blobs):

@@ -67,6 +67,21 @@ def test_age_goes_by_the_clock_of_the_place(place, clock):
     assert left(place) == [*LONG, SHORT[0]]
 
 
+def test_what_was_left_unfinished_goes_after_a_day(place, share, clock):
+    now = time.time()
+    for folder, name, age_s in (
+        ("tmp", "old", 90_000),
+        ("trial", "old", 90_000),
+        ("tmp", "new", 9),
+    ):
+        (path := share / folder / name).parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+        os.utime(path, (now - age_s, now - age_s))
+    assert Janitor(place, PlaceLimits(n_bytes=1 << 40), clock).sweep() == 2
+    assert [path.name for path in (share / "tmp").iterdir()] == ["new"]
+    assert not (share / "trial").exists()
+
+
 def test_one_machine_at_a_time(place, clock):
     first, second = (Janitor(place, PlaceLimits(age_s=10), clock) for _ in range(2))
     assert first._hold_lease()

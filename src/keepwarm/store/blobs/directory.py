@@ -109,6 +109,9 @@ class DirectoryBackend:
         def delete() -> None:
             for path in paths:
                 path.unlink(missing_ok=True)
+            for folder in {path.parent for path in paths} - {self._root}:
+                with suppress(OSError):  # not empty
+                    folder.rmdir()
 
         self._hands.run(delete, timeout_s)
 

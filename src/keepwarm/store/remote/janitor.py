@@ -23,6 +23,8 @@ from keepwarm.store.remote.names import MAC, list_classes, parse_last
 LEASE_FOLDER = "janitor"
 LEASE = f"{LEASE_FOLDER}/lease"
 LEASE_S = 1800.0
+UNFINISHED = "tmp", "trial"  # folders of what is gone after a moment
+UNFINISHED_S = 86400.0
 MAX_LEASE = 1 << 10  # bytes
 EVERY_S = 600.0
 CALL_S = 30.0  # nobody waits for it
@@ -74,7 +76,8 @@ class Janitor:
         """
         if not self._hold_lease():
             return 0
-        doomed = list(surplus(self._walk(), self._limits, self._now()))
+        now = self._now()
+        doomed = [*surplus(self._walk(), self._limits, now), *self._leftovers(now)]
         for start in range(0, len(doomed), AT_ONCE):
             if not self._hold_lease():
                 return start
@@ -92,6 +95,13 @@ class Janitor:
         own = self._holder + b" %d" % next(self._numbers)
         self._backend.put(LEASE, [own], CALL_S, replace=found is not None)
         return self._read_lease() == own
+
+    def _leftovers(self, now: float) -> Iterator[Listed]:
+        """What machines that were killed have left unfinished."""
+        for folder in UNFINISHED:
+            for one in self._backend.list_names(folder, CALL_S, None):
+                if now - one.used > UNFINISHED_S and NAME.fullmatch(one.name):
+                    yield one
 
     def _read_lease(self) -> bytes | None:
         found = self._backend.read(LEASE, at_most(MAX_LEASE), CALL_S, n_bytes=MAX_LEASE)
