@@ -9,7 +9,7 @@ from fastapi import FastAPI
 import keepwarm
 from keepwarm import kv
 from keepwarm.prefix.fingerprint import Identity
-from keepwarm.server.app import ROUTERS
+from keepwarm.server.apis import ROUTERS
 from tests.kv.files.test_files import GOLDEN_FILES
 
 DOCS = Path(__file__).parent.parent / "docs"

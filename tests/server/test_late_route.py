@@ -1,14 +1,19 @@
-"""Routes cost the start of a server nothing: FastAPI analyses each when it is first needed."""
+"""Routes cost the start of a server little: most are imported when one of them is first needed.
+
+FastAPI analyses each at its own first request.
+"""
 
 import asyncio
+import subprocess
+import sys
 
 import httpx
 import pytest
 from fastapi import APIRouter, FastAPI
 from pydantic import BaseModel
 
-from keepwarm.server.app import ROUTERS
-from keepwarm.server.late_route import LateRoute
+from keepwarm.server.apis import ROUTERS
+from keepwarm.server.late_route import LateRoute, LateRoutes
 
 
 class Sum(BaseModel):
@@ -64,3 +69,69 @@ def test_a_route_has_no_other_attributes(app):
 
 def test_every_route_of_the_server_is_late():
     assert all(type(route) is LateRoute for router in ROUTERS for route in router.routes)
+
+
+class Later:
+    """Routes that are loaded behind `/add`, and how often they were."""
+
+    def __init__(self, app):
+        self.n_loads = 0
+        app.router.routes.append(LateRoutes(app.router, self.load))
+
+    def load(self):
+        self.n_loads += 1
+        router = APIRouter(route_class=LateRoute)
+        router.add_api_route("/subtract", subtract, methods=["POST"])
+        router.add_api_route("/add", subtract, methods=["PATCH"])
+        return router.routes
+
+
+async def subtract(body: Sum) -> int:
+    return body.a - body.b
+
+
+def test_later_routes_are_loaded_by_a_request_that_is_for_none_of_the_first(app):
+    later = Later(app)
+    assert ask(app, "POST", "/add", {"a": 2}).json() == 3
+    assert later.n_loads == 0
+    assert ask(app, "POST", "/subtract", {"a": 2}).json() == 1
+    assert ask(app, "POST", "/subtract", {"a": "x"}).status_code == 422
+    assert ask(app, "POST", "/add", {"a": 2}).json() == 3
+    assert later.n_loads == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/add", 405), ("PATCH", "/add", 200), ("GET", "/subtract", 405), ("GET", "/no", 404)],
+)
+def test_later_routes_count_from_the_first_request_on(app, method, path, status):
+    Later(app)
+    answers = [ask(app, method, path, {"a": 2}) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [status, status]
+    assert answers[0].content == answers[1].content
+
+
+def test_later_routes_are_loaded_once_for_all_who_ask_together(app):
+    later = Later(app)
+
+    async def together():
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            asked = (client.post("/subtract", json={"a": n}) for n in range(9))
+            return await asyncio.gather(*asked)
+
+    assert [answer.json() for answer in asyncio.run(together())] == [n - 1 for n in range(9)]
+    assert later.n_loads == 1
+
+
+LOADED = """
+import sys
+import keepwarm.server.app
+apis = ("anthropic", "dashboard", "ollama", "openai", "responses")
+print(*(api for api in apis if f"keepwarm.server.{api}.routes" in sys.modules))
+"""
+
+
+def test_a_server_starts_without_most_of_its_apis():
+    shown = subprocess.check_output([sys.executable, "-c", LOADED], text=True)
+    assert shown.split() == ["openai"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute
 
 from keepwarm import __version__
 from keepwarm.cache.agents.signing import BundleKeys
@@ -19,9 +20,6 @@ from keepwarm.config import Settings
 from keepwarm.errors import KeepwarmError
 from keepwarm.models.catalog import locate
 from keepwarm.server.aliases import Aliases
-from keepwarm.server.anthropic import routes as anthropic
-from keepwarm.server.dashboard import page as dashboard_page
-from keepwarm.server.dashboard import routes as dashboard
 from keepwarm.server.dashboard.state import DashboardState
 from keepwarm.server.events.publisher import EventPublisher, event_publisher
 from keepwarm.server.http.limits import Limits, origin_pattern
@@ -29,37 +27,15 @@ from keepwarm.server.http.problems import http_problem, problem_of, respond, val
 from keepwarm.server.http.receipts import RECEIPT_HEADER
 from keepwarm.server.http.turns import PreparingTurns
 from keepwarm.server.keys import ApiKeys
-from keepwarm.server.manage import admin, agents, health, metrics, prefill, talking
-from keepwarm.server.manage import cache as cache_api
+from keepwarm.server.late_route import LateRoutes
+from keepwarm.server.manage import health, metrics
 from keepwarm.server.manage.transfers import Transfers, remove_old_bundles
 from keepwarm.server.mcp.endpoint import McpEndpoint, memory_endpoint
 from keepwarm.server.models.models import Models
-from keepwarm.server.ollama import llamacpp
-from keepwarm.server.ollama import routes as ollama
 from keepwarm.server.ollama.pulls import Pulls
 from keepwarm.server.openai import routes as openai
 from keepwarm.server.request_log import REQUEST_ID_HEADERS, RecentLines, RequestLog
-from keepwarm.server.responses import routes as responses
-from keepwarm.server.responses.background import BackgroundResponses
-from keepwarm.server.responses.kept_responses import KeptResponses
 
-ROUTERS = (
-    health.router,
-    openai.router,
-    responses.router,
-    responses.conversations,
-    anthropic.router,
-    ollama.router,
-    llamacpp.router,
-    agents.router,
-    agents.admin_router,
-    talking.router,
-    cache_api.router,
-    prefill.router,
-    admin.router,
-    metrics.router,
-    dashboard.router,
-)
 ABOUT = (
     "Local LLM agents that never compute the same prompt twice. Every answer has a receipt: "
     f"how much of its prompt was reused (header `{RECEIPT_HEADER}`, field `keepwarm`)."
@@ -82,10 +58,8 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
     app.state.models = models
     app.state.settings = settings
     app.state.bundle_keys = BundleKeys.of(settings)
-    app.state.responses = KeptResponses(lambda: models.store, settings.response_ttl_s)
-    app.state.background = BackgroundResponses(app.state.responses)
     app.state.transfers = Transfers()
-    app.state.resident = admin.ResidentModel(models, settings)
+    app.state.closing = AsyncExitStack()
     app.state.pulls = Pulls(partial(locate, settings=settings, refresh=True))
     app.state.metrics = metrics.Metrics(models)
     app.state.keys = ApiKeys(settings)
@@ -93,10 +67,9 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
     app.state.events = event_publisher(models, settings)
     lines = RecentLines()
     app.state.dashboard = DashboardState(models, settings, lines)
-    for router in (*ROUTERS, dashboard_page.make_router()):
+    for router in (health.router, openai.router):
         app.router.routes.extend(router.routes)  # `include_router` builds each a second time
-    if app.state.mcp is not None:
-        app.router.routes.append(app.state.mcp.route)
+    app.router.routes.append(LateRoutes(app.router, partial(_later_routes, app)))
     _add_error_handlers(app)
     app.add_middleware(PreparingTurns, settings=settings)
     app.add_middleware(Limits, settings=settings, keys=app.state.keys)
@@ -105,6 +78,13 @@ def create_app(models: Models, settings: Settings) -> FastAPI:
     app.add_middleware(metrics.RequestCounter, metrics=app.state.metrics)
     app.add_middleware(Aliases)  # outermost
     return app
+
+
+def _later_routes(app: FastAPI) -> list[BaseRoute]:
+    from keepwarm.server.apis import later_routes  # see there
+
+    endpoint: McpEndpoint | None = app.state.mcp
+    return [*later_routes(app), *([endpoint.route] if endpoint else [])]
 
 
 @asynccontextmanager
@@ -119,9 +99,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with endpoint.running() if endpoint else nullcontext():
             yield
     unloading.cancel()
-    await app.state.background.close()
     app.state.transfers.close()
-    await asyncio.to_thread(app.state.responses.close)
+    await app.state.closing.aclose()
     await asyncio.to_thread(models.close)
 
 

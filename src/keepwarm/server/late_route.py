@@ -1,13 +1,17 @@
-"""Routes that FastAPI analyses when they are first needed."""
+"""Routes that are imported, and that FastAPI analyses, when they are first needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import threading
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from fastapi.routing import APIRoute
-from starlette.routing import compile_path
+from starlette.routing import BaseRoute, Match, Router, compile_path
+from starlette.types import Receive, Scope, Send
+from typing_extensions import override
 
 ANALYSED = frozenset(APIRoute.__annotations__) | {"app"}
 
@@ -31,3 +35,28 @@ class LateRoute(APIRoute):
             raise AttributeError(f"A route has no attribute {name!r}.")
         self._analyse()
         return vars(self)[name]
+
+
+class LateRoutes(BaseRoute):
+    """The last route of a router: stands for more of them until a request is for none before it.
+
+    So it answers nothing itself, not that nothing is there either.
+    """
+
+    def __init__(self, router: Router, load: Callable[[], Iterable[BaseRoute]]) -> None:
+        self._router, self._load = router, load
+        self._loading = threading.Lock()
+
+    @override
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return Match.FULL, {}
+
+    @override
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.to_thread(self._put)
+        await self._router.app(scope, receive, send)
+
+    def _put(self) -> None:
+        with self._loading:
+            if self in self._router.routes:
+                self._router.routes[-1:] = self._load()

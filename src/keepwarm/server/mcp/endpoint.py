@@ -17,13 +17,14 @@ from starlette.types import Receive, Scope, Send
 from keepwarm import __version__
 from keepwarm.config import Settings
 from keepwarm.errors import BadInput, KeepwarmError
-from keepwarm.server.mcp.tools import MemoryTool, ToolCaller, tools_for
 from keepwarm.server.models.models import Models
 
 if TYPE_CHECKING:
     from mcp import types
     from mcp.server import ServerRequestContext
     from mcp.server.lowlevel import Server
+
+    from keepwarm.server.mcp.tools import MemoryTool
 
 PATH = "/mcp"
 ABOUT = (
@@ -37,6 +38,8 @@ class McpEndpoint:
 
     def __init__(self, models: Models, setting: str) -> None:
         from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+
+        from keepwarm.server.mcp.tools import tools_for  # imports most of the APIs
 
         self._models = models
         self._tools = tools_for(setting)
@@ -86,6 +89,8 @@ class McpEndpoint:
         return types.CallToolResult(content=[text], is_error=is_error)
 
     async def _answer(self, request: Any, asked: types.CallToolRequestParams) -> str:
+        from keepwarm.server.mcp.tools import ToolCaller
+
         tool = self._tools.get(asked.name)
         if tool is None:
             raise BadInput(f"There is no tool {asked.name!r} here; there are {_all(self._tools)}.")

@@ -1,0 +1,53 @@
+"""All APIs. Importing them takes a tenth of a second, so the server does it at their first request.
+
+`app` imports two of them itself: what a server is asked at first, and mostly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import FastAPI
+from starlette.routing import BaseRoute
+
+from keepwarm.server.anthropic import routes as anthropic
+from keepwarm.server.dashboard import page as dashboard_page
+from keepwarm.server.dashboard import routes as dashboard
+from keepwarm.server.manage import admin, agents, health, metrics, prefill, talking
+from keepwarm.server.manage import cache as cache_api
+from keepwarm.server.ollama import llamacpp
+from keepwarm.server.ollama import routes as ollama
+from keepwarm.server.openai import routes as openai
+from keepwarm.server.responses import routes as responses
+from keepwarm.server.responses.background import BackgroundResponses
+from keepwarm.server.responses.kept_responses import KeptResponses
+
+FIRST = (health.router, openai.router)
+LATER = (
+    responses.router,
+    responses.conversations,
+    anthropic.router,
+    ollama.router,
+    llamacpp.router,
+    agents.router,
+    agents.admin_router,
+    talking.router,
+    cache_api.router,
+    prefill.router,
+    admin.router,
+    metrics.router,
+    dashboard.router,
+)
+ROUTERS = (*FIRST, *LATER)
+
+
+def later_routes(app: FastAPI) -> list[BaseRoute]:
+    """The routes of all but the first APIs, with what they keep in the application."""
+    state = app.state
+    state.resident = admin.ResidentModel(state.models, state.settings)
+    state.responses = KeptResponses(lambda: state.models.store, state.settings.response_ttl_s)
+    state.background = BackgroundResponses(state.responses)
+    state.closing.push_async_callback(asyncio.to_thread, state.responses.close)
+    state.closing.push_async_callback(state.background.close)
+    routers = (*LATER, dashboard_page.make_router())
+    return [route for router in routers for route in router.routes]
