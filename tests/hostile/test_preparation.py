@@ -105,10 +105,34 @@ def test_characters_that_become_no_token_do_not_count():
     fast = backend(models.BPE(*_bytes(without=["Ą"])))  # the byte 4
     assert n_tokens(fast, "\x04" * 1000) == 0
     assert token_reach(fast).dropped == "\x04"
-    limits = PromptLimits("tiny", 10, token_reach(fast))
+    limits = PromptLimits("tiny", 10, fast)
     limits.check(Request(prompt="\x04" * 1000))
     with pytest.raises(ContextTooLong, match="90 characters long and tiny reads at most 9 tokens"):
         limits.check(Request(prompt="\x04" * 1000 + "x" * 90))
+
+
+class Asked(Exception):
+    """A tokenizer was looked at."""
+
+
+class Secretive:
+    @property
+    def backend_tokenizer(self):
+        raise Asked
+
+
+def test_the_vocabulary_is_looked_at_for_a_text_that_may_be_too_long():
+    limits = PromptLimits("tiny", 10, Secretive())
+    limits.check(Request(prompt="x" * 10))
+    with pytest.raises(Asked):
+        limits.check(Request(prompt="x" * 11))
+
+
+def test_limits_are_sent_to_another_process_without_the_tokenizer():
+    sent = pickle.dumps(PromptLimits("tiny", 10, backend()))
+    assert len(sent) < 500
+    with pytest.raises(ContextTooLong, match="1,000 characters long"):
+        pickle.loads(sent).check(Request(prompt="x" * 1000))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +215,7 @@ def test_a_prompt_that_is_too_long_is_told_with_its_length():
 
 
 def test_answers_do_not_count_because_templates_may_leave_them_out(model):
-    limits = PromptLimits("tiny", 64, token_reach(model.tokenizer))
+    limits = PromptLimits("tiny", 64, model.tokenizer)
     limits.check(chat("hi", "ab" * 5_000, "hi"))
     with pytest.raises(ContextTooLong):
         limits.check(chat("hi", "hi", "ab" * 5_000))

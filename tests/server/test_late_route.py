@@ -6,6 +6,7 @@ FastAPI analyses each at its own first request.
 import asyncio
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
@@ -80,6 +81,7 @@ class Later:
 
     def load(self):
         self.n_loads += 1
+        time.sleep(0.1)  # others ask meanwhile
         router = APIRouter(route_class=LateRoute)
         router.add_api_route("/subtract", subtract, methods=["POST"])
         router.add_api_route("/add", subtract, methods=["PATCH"])

@@ -16,7 +16,7 @@ from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.text.bounds.deadline import PrepareDeadline
 from keepwarm.text.bounds.isolation import BenchRecipe, Isolation
 from keepwarm.text.bounds.process import ProcessGone
-from keepwarm.text.bounds.size import PromptLimits, check_counts, is_heavy, token_reach
+from keepwarm.text.bounds.size import PromptLimits, check_counts, is_heavy
 from keepwarm.text.detokenize import decode
 from keepwarm.text.grammar import GrammarMatcher, Grammars, Trial
 from keepwarm.text.lark import preamble_grammar
@@ -140,7 +140,7 @@ class Preparer:
             stable_first=stable_first,
         )
         self._grammars = Grammars(tokenizer, n_vocab, self._stop_tokens)
-        self._limits = PromptLimits(model.name, model.n_context, token_reach(tokenizer))
+        self._limits = PromptLimits(model.name, model.n_context, tokenizer)
         recipe = BenchRecipe(
             *(tokenizer, self.template, self.markup.tool_format.markers, raw_special_tokens),
             *(n_vocab, self._stop_tokens, stable_first),

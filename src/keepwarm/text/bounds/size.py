@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from tokenizers.pre_tokenizers import ByteLevel
@@ -36,11 +37,19 @@ class TokenReach(NamedTuple):
 class PromptLimits:
     """What can possibly fit the context of one model. Immutable."""
 
-    def __init__(self, name: str, n_context: int, reach: TokenReach | None) -> None:
-        """Without `reach` any text may fit."""
+    def __init__(self, name: str, n_context: int, tokenizer: Any) -> None:
         self._name = name
         self._n_context = n_context
-        self._reach = reach
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _reach(self) -> TokenReach | None:
+        """Found out for the first long text: it takes the whole vocabulary."""
+        return token_reach(self._tokenizer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For the preparing process: without the tokenizer, which it has."""
+        return {"_name": self._name, "_n_context": self._n_context, "_reach": self._reach}
 
     def check(self, request: Request) -> None:
         """Refuse a request that cannot fit the context, before it is rendered.
@@ -58,11 +67,11 @@ class PromptLimits:
 
     def check_texts(self, texts: Iterable[str]) -> None:
         """A token stands for so many characters at most, so more of them cannot fit."""
-        if self._reach is None:
-            return
-        longest, dropped = self._reach
         texts = list(texts)
         total = sum(map(len, texts))
+        if total <= self._n_context or self._reach is None:
+            return
+        longest, dropped = self._reach
         if total > longest * self._n_context:
             total -= sum(text.count(character) for text in texts for character in dropped)
         if total > longest * self._n_context:
