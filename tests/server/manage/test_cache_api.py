@@ -1,6 +1,7 @@
 """The cache API: lookup, warm, clear, verify."""
 
 import uuid
+from contextlib import suppress
 
 import pytest
 
@@ -155,8 +156,11 @@ def files_with(live, messages):
     """Files of the store that contain token ids of a prompt."""
     engine = live.host.engine
     words = pack(engine.prepare(Request(messages=messages)).tokens[8:40])
-    paths = [path for path in engine.store.on_disk.disk.root.rglob("*") if path.is_file()]
-    return [path for path in paths if words in path.read_bytes()]
+    root = engine.store.on_disk.disk.root
+    while True:
+        paths = [path for path in root.rglob("*") if path.is_file()]
+        with suppress(FileNotFoundError):  # one was renamed meanwhile: look again
+            return [path for path in paths if words in path.read_bytes()]
 
 
 def test_clearing_the_disk_is_for_the_admin(serving):
