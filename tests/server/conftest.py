@@ -20,6 +20,7 @@ from keepwarm import config
 from keepwarm.config import Settings
 from keepwarm.server.host import EngineHost, start_engine
 from keepwarm.server.models.models import Models
+from keepwarm.text.request import Format, Request
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.waiting import wait_until
 
@@ -144,3 +145,9 @@ def running(
             server.should_exit = True
             thread.join(300)
             assert not thread.is_alive()
+
+
+def read_vocabulary(live: Live, schema: dict[str, Any]) -> None:
+    """Once, and without a request's deadline: it takes seconds on a busy machine."""
+    asked = [{"role": "user", "content": "Hello"}]
+    live.host.engine.prepare(Request(messages=asked, format=Format(json=True, schema=schema)))

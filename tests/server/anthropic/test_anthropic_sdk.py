@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.kit.waiting import wait_until
-from tests.server.conftest import N_CONTEXT
+from tests.server.conftest import N_CONTEXT, read_vocabulary
 
 USER = [{"role": "user", "content": "What is the answer to the question?"}]
 LONG = "The other dog sleeps under the tree while the quick fox jumps. " * 30
@@ -290,9 +290,9 @@ def test_switching_scrubbing_off_by_header_and_by_setting(serving):
 
 def test_a_stream_that_fails_says_so_in_the_stream(serving):
     """The time is up while the answer is being written."""
-    with serving(request_timeout_s=0.3) as live, connect(live) as client:
+    with serving(request_timeout_s=1.5) as live, connect(live) as client:
         long = {"type": "json_schema", "schema": {"type": "string", "minLength": 9000}}
-        ask(client, output_config={"format": long}, max_tokens=1)  # reads the vocabulary
+        read_vocabulary(live, long["schema"])
         stream = ask(client, output_config={"format": long}, max_tokens=9000, stream=True)
         with pytest.raises(anthropic.APIStatusError, match="timeout_error"):
             list(stream)

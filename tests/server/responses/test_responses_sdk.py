@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.kit.waiting import wait_until
-from tests.server.conftest import N_CONTEXT
+from tests.server.conftest import N_CONTEXT, read_vocabulary
 
 WORDS = "What is the answer to the question?"
 WEATHER = {
@@ -304,8 +304,8 @@ def test_a_stream_over_the_context_fails_with_the_event_that_codex_knows(client,
 def test_a_stream_that_fails_says_so_in_the_stream(serving):
     """The time is up while the answer is being written."""
     schema = {"type": "json_schema", "name": "long", "schema": LONG_TEXT}
-    with serving(request_timeout_s=0.3) as live, live.openai() as client:
-        ask(client, text={"format": schema}, max_output_tokens=1)  # reads the vocabulary
+    with serving(request_timeout_s=1.5) as live, live.openai() as client:
+        read_vocabulary(live, LONG_TEXT)
         *_, last = ask(client, text={"format": schema}, max_output_tokens=9000, stream=True)
         assert last.type == "response.failed"
         assert last.response.error.code == "server_error"
