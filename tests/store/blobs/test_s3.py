@@ -12,6 +12,7 @@ from keepwarm.errors import BadInput
 from keepwarm.store.blobs.backend import BlobError
 from keepwarm.store.blobs.opening import open_backend
 from keepwarm.store.remote.speed import TierSpeed
+from keepwarm.store.remote.tier import RemoteTier
 from keepwarm.store.remote.trial import try_backend
 from tests.kit.s3_server import rclone_server, weed_server
 
@@ -186,6 +187,16 @@ def test_a_server_that_cannot_read_parts_is_refused_by_name(tmp_path):
         pytest.raises(BadInput, match="does not read parts"),
     ):
         try_backend(blobs, TierSpeed())
+
+
+@pytest.mark.soak
+def test_a_tier_says_so_too(tmp_path):
+    """As a server opens it: the mark is looked at as well, and is read in part."""
+    with rclone_server(tmp_path) as url:
+        tier = RemoteTier(open_backend(url), "cpu-mlx-0.1")
+        assert not tier.wait_until_tried(SOON)
+        tier.close()
+    assert "does not read parts" in tier.refused
 
 
 @pytest.mark.soak

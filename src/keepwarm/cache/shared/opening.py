@@ -89,10 +89,10 @@ def _measure(address: str, password: str, is_sealed: bool) -> RemoteReport:
     speed = TierSpeed()
     with closing(open_backend(address, password)) as backend:
         try:
-            if (mark := read_mark(backend, CallDeadline(MARK_S))) is not None:
-                check_kind(mark, is_sealed)
             for _ in range(TRIALS):
                 try_backend(backend, speed)
+            if (mark := read_mark(backend, CallDeadline(MARK_S))) is not None:
+                check_kind(mark, is_sealed)
             rates = time_blobs(backend, speed.bytes_per_s)
         except (BlobError, BadInput) as error:
             return RemoteReport(address, problem=str(error))

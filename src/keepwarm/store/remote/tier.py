@@ -371,9 +371,9 @@ class RemoteTier:
     # Trials
 
     def _try(self) -> None:
-        check_mark(self.backend, self._seal, self._mark)
         self.speed.begin_anew()
-        try_backend(self.backend, self.speed)
+        try_backend(self.backend, self.speed)  # first: a mark is read in part
+        check_mark(self.backend, self._seal, self._mark)
         self._list_classes()
 
     def _refresh(self) -> None:
