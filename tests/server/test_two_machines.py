@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from keepwarm.cache.shared.opening import numerics_class
 from tests.kit.checkpoints import write_checkpoint
 from tests.kit.models import COMMON, CONFIGS, tiny
 from tests.kit.places import KINDS
@@ -46,6 +47,14 @@ def checkpoint_of(architecture, directory):
     return directory
 
 
+def flip_a_byte_of_each(place):
+    """In the last tensor of every record."""
+    for path in (place / numerics_class()).rglob("*.*"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "mamba"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,6 +76,10 @@ def test_the_second_computes_only_what_is_new(places, tmp_path, kind, architectu
             assert texts == expected
         with served(checkpoint, tmp_path / "b", command=PATIENT, KEEPWARM_REMOTE=url) as b:
             texts, from_afar = answers(b)
+        if kind == "directory":
+            flip_a_byte_of_each(place)
+            with served(checkpoint, tmp_path / "c", command=PATIENT, KEEPWARM_REMOTE=url) as c:
+                assert answers(c) == (expected, [len(prompt) for prompt in PROMPTS])
     assert texts == expected
     assert from_afar == from_disk
     assert architecture != "llama" or from_afar == N_NEW
