@@ -20,6 +20,7 @@ from keepwarm.store.remote.tier import RemoteTier
 from keepwarm.store.seal import Seal
 from keepwarm.store.unlock import derive_key
 from tests.kit.places import KINDS
+from tests.kit.waiting import wait_until
 from tests.store.kit import NAMESPACE, content, record, refs_of, tokens_of
 
 SOON = 30.0
@@ -293,6 +294,22 @@ def test_equal_reads_at_the_same_time_are_made_once(open_tier):
     there.read(one.header.key, Part.DELTA)  # by a thread that looked into memory before
     assert there.place.calls == ["read"]
     memory.close()
+
+
+def test_nobody_waits_for_the_deadline_of_another_read(open_tier):
+    (one,) = put_chain(open_tier(), 1)
+    there = open_tier()
+    ask(there, tokens_of(BLOCK_TOKENS))
+    there.place.calls.clear()
+    there.place.gate = threading.Event()
+    with ThreadPoolExecutor() as threads:
+        patient = threads.submit(there.read, one.header.key, Part.DELTA)
+        wait_until(lambda: there.place.calls == ["read"])
+        assert there.read(one.header.key, Part.DELTA, deadline=CallDeadline(0.01)) is None
+        assert not patient.done()
+        there.place.gate.set()
+        assert content(patient.result()) == content(one)
+    assert there.breaker.is_trusted, "it was no failure of the place"
 
 
 def test_equal_questions_at_the_same_time_are_asked_once(open_tier):

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey, Namespace
@@ -134,7 +135,7 @@ class RemoteTier:
             self._asker.ask(question, deadline)
 
         what = question.refs[-1].key, question.n_here
-        self._questions.do(what, lambda: self._guard.call("asked", ask))
+        self._questions.do(what, lambda: self._guard.call("asked", ask), deadline)
 
     def ask_s(self, question: Question) -> float:
         """Seconds that a question takes of a distant place, by what calls have taken."""
@@ -152,7 +153,8 @@ class RemoteTier:
         tensors: Collection[str] | None = None,
         deadline: CallDeadline | None = None,
     ) -> Record | None:
-        record = self._fetches.do((key, part), lambda: self._fetch(key, part, deadline))
+        fetch = partial(self._fetch, key, part, deadline)
+        record = self._fetches.do((key, part), fetch, deadline)
         self._counts.add(hits=1 if record else 0, misses=0 if record else 1)
         if record is None or tensors is None:
             return record
