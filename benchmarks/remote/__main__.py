@@ -64,7 +64,7 @@ def main(
 
 
 def _speeds(folder: Path, quick: bool, places: Sequence[str]) -> list[speed.Ratio]:
-    sizes, rounds = ([QUICK], 2) if quick else ([speed.SMALL, speed.LARGE], 7)
+    sizes, rounds = ([QUICK], 2) if quick else ([speed.SMALL, speed.LARGE], 25)
     found = []
     for place in places:
         own = folder / place

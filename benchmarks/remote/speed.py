@@ -101,9 +101,11 @@ def measure(place: str, url: str, size: RecordSize, rounds: int) -> list[Ratio]:
             if tier.read(refs[number].key, Part.DELTA) is None:
                 raise BlobError("a record was not read in time")
 
+        own = Namespace(os.urandom(32))
+        new = iter(list(chain(own, range((rounds + 1) * n_records * BLOCK_TOKENS))))
+
         def share(number: int) -> None:
-            own = Namespace(uuid.uuid4().bytes * 2)
-            ref = next(chain(own, list(range(BLOCK_TOKENS))))
+            ref = next(new)
             header = Header(own, ref.key, ref.parent, Part.DELTA, 0, ref.tokens, {})
             if not tier.put(Record(header, records[number].tensors)).stored:
                 raise BlobError("a record was not put")
