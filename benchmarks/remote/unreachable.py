@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.kit.redis_server import RedisServer, redis_server
 
@@ -24,7 +25,7 @@ from benchmarks.shapes import build, make_tokenizer
 from keepwarm.engine.engine import Engine
 from keepwarm.models.load import Model
 from keepwarm.store.remote.tier import ASK_S
-from keepwarm.text.request import Request, Sampling
+from keepwarm.text.request import Delta, Request, Sampling
 
 N_TOKENS = 4000  # what is computed sooner than in 20 ms is not asked for
 OPENS_AFTER = 3  # requests
@@ -48,9 +49,11 @@ class Outage:
     @property
     def holds(self) -> bool:
         allowed = self.without_ms + max(2.0, 0.02 * self.without_ms)
-        waits = self.longest_wait_ms <= 1000 * ASK_S + 20  # so is the 95th percentile
+        waits = self.p95_wait_ms <= 1000 * ASK_S + 20
+        waits_once = self.longest_wait_ms < 2 * 1000 * ASK_S
         runs_on = self.pause_ms <= 1.1 * self.pause_without_ms + 2
-        return self.with_ms <= allowed and waits and runs_on and self.recovery_s <= 10
+        in_time = waits and waits_once and self.recovery_s <= 10
+        return self.with_ms <= allowed and in_time and runs_on
 
     def __str__(self) -> str:
         return (
@@ -62,7 +65,12 @@ class Outage:
         )
 
 
-def measure(folder: Path, rounds: int, n_after: int) -> list[Outage]:
+class Rounds(NamedTuple):
+    n_outages: int
+    n_after: int  # requests of each, once nobody asks any more
+
+
+def measure(folder: Path, rounds: Rounds) -> list[Outage]:
     model = build("tiny", folder / "model", quantised=False)
     tokenizer = make_tokenizer("tiny", folder / "tokenizer")
     model = Model(model.name, model.path, model.module, tokenizer, {}, model.n_context)
@@ -71,30 +79,34 @@ def measure(folder: Path, rounds: int, n_after: int) -> list[Outage]:
         shared = stack.enter_context(engine_at(model, folder / "with", server.url))
         for _ in range(5):  # compiled, connected, measured
             _first_ms(without), _first_ms(shared)
+        steady = _steady_prompt(without)
         return [
-            _outage(how, server, (without, shared), rounds, n_after)
-            for how in ("refused", "paused")
+            _outage(how, server, (without, shared), steady, rounds) for how in ("refused", "paused")
         ]
 
 
 def _outage(
-    how: str, server: RedisServer, engines: tuple[Engine, Engine], rounds: int, n_after: int
+    how: str,
+    server: RedisServer,
+    engines: tuple[Engine, Engine],
+    steady: list[int],
+    rounds: Rounds,
 ) -> Outage:
     without, shared = engines
     before, after_with, after_without, recoveries = [], [], [], []
     pauses: tuple[list[float], list[float]] = [], []
-    for _ in range(rounds):
+    for _ in range(rounds.n_outages):
         with _outage_of(server, how):
             for _ in range(OPENS_AFTER):
                 before.append(-_first_ms(without) + _first_ms(shared))
             _check_open(shared)
-            for _ in range(n_after):
+            for _ in range(rounds.n_after):
                 after_without.append(_first_ms(without))
                 after_with.append(_first_ms(shared))
         recoveries.append(_recovery_s(shared))
         with _outage_of(server, how):
             for engine, found in zip(engines, pauses, strict=True):
-                found.append(_pause_ms(engine))
+                found.append(_pause_ms(engine, steady))
             _check_open(shared)
         recoveries.append(_recovery_s(shared))
     p95 = sorted(before)[math.ceil(0.95 * len(before)) - 1]
@@ -115,10 +127,22 @@ def _check_open(engine: Engine) -> None:
         raise RuntimeError("The shared tier was not asked, so nothing is measured.")
 
 
-def _pause_ms(engine: Engine) -> float:
+def _steady_prompt(engine: Engine) -> list[int]:
+    """One whose answer shows every token at once: many are parts of characters, and wait."""
+    n_tokens = 100
+    sampling = Sampling(max_tokens=n_tokens, temperature=0)
+    for number in range(256):
+        prompt = [number] * 16
+        answer = engine.submit(Request(prompt=prompt, sampling=sampling))
+        if sum(isinstance(event, Delta) for event in answer) >= n_tokens - 5:
+            return prompt
+    raise RuntimeError("No answer of the model is a text.")
+
+
+def _pause_ms(engine: Engine, prompt: list[int]) -> float:
     """The longest of a running answer, beside as many requests as open the breaker."""
     sampling = Sampling(max_tokens=STREAM_TOKENS, temperature=0)
-    answer = engine.submit(Request(prompt=list(os.urandom(16)), sampling=sampling))
+    answer = engine.submit(Request(prompt=prompt, sampling=sampling))
     running, began = Running([answer]), time.perf_counter()
     for _ in range(OPENS_AFTER):
         _first_ms(engine)
