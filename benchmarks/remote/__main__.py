@@ -49,7 +49,9 @@ def main(
         if part in (Part.THROTTLED, Part.ALL):
             found += throttled.measure(folder, 1 if quick else 7)
         if part in (Part.UNREACHABLE, Part.ALL):
-            found += unreachable.measure(folder, unreachable.Rounds(*((1, 3) if quick else (8, 6))))
+            found += unreachable.measure(
+                folder, unreachable.Rounds(*((1, 3) if quick else (16, 6)))
+            )
     load.append(os.getloadavg()[0])
     for one in found:
         print(one)

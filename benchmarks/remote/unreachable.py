@@ -27,7 +27,7 @@ from keepwarm.models.load import Model
 from keepwarm.store.remote.tier import ASK_S
 from keepwarm.text.request import Delta, Request, Sampling
 
-N_TOKENS = 4000  # what is computed sooner than in 20 ms is not asked for
+N_TOKENS = 1200  # what is computed sooner than in 20 ms is not asked for; longer is noisier
 OPENS_AFTER = 3  # requests
 STREAM_TOKENS = 4000  # more than are decoded meanwhile
 SOON = 60.0
