@@ -36,8 +36,11 @@ class Tiers:
         return Tiers(self._local) if self.shared else self
 
     def reaches(self) -> list[Tiers]:
-        """Those of this machine, then with the first shared one, then with more."""
-        return [Tiers(self._local, self.shared[:n]) for n in range(len(self.shared) + 1)]
+        """Those of this machine, then with the first shared one, then with more; without shared
+        ones that have failed.
+        """
+        usable = [tier for tier in self.shared if tier.breaker.is_trusted]
+        return [Tiers(self._local, usable[:n]) for n in range(len(usable) + 1)]
 
     def shared_bytes(self, records: Sequence[tuple[BlockKey, Part]]) -> dict[RemoteTier, int]:
         """The bytes that each shared tier is read for, if these records are."""

@@ -215,6 +215,26 @@ def test_a_prompt_that_is_all_here_asks_nobody(far):
     memory.close()
 
 
+def test_a_tier_that_is_gone_costs_a_prompt_no_looking_up(far):
+    looked = []
+    here = SimpleNamespace(
+        have=lambda keys: looked.append(keys) or {}, children=lambda *_: [], states=lambda _: []
+    )
+    with far(is_distant=False) as tier:
+        planner = Planner(
+            NAMESPACE, Needs(True, 0, False), Tiers([("here", here)], [tier]), SLOWLY, len(PROMPT)
+        )
+        planner.plan(PROMPT)
+        n_with, before = len(looked), tier.place.n_calls
+        tier.breaker.end()
+        looked.clear()
+        planner.ask(PROMPT)
+        assert not looked
+        planner.plan(PROMPT)
+        assert len(looked) < n_with
+        assert tier.place.n_calls == before
+
+
 @pytest.fixture
 def empty_bucket(places, tmp_path):
     with places["s3"](tmp_path) as address:

@@ -81,11 +81,11 @@ class Planner:
         A part of what a shared tier has is never the cheapest: loading costs the same for each
         block, and computing costs the more, the later it comes.
         """
-        limit = self._limit(tokens)
-        plans = [self._plan_in(tiers, tokens, limit, without) for tiers in self.tiers.reaches()]
+        limit, reaches = self._limit(tokens), self.tiers.reaches()
+        plans = [self._plan_in(tiers, tokens, limit, without) for tiers in reaches]
         best = min(plans, key=lambda plan: plan.seconds(len(tokens)) if plans[1:] else 0.0)
-        slower = zip(self.tiers.shared, plans[1:], strict=True)
-        more = (tier for tier, plan in slower if plan.n_tokens > best.n_tokens)
+        slower = zip(reaches[1:], plans[1:], strict=True)
+        more = (tiers.shared[-1] for tiers, plan in slower if plan.n_tokens > best.n_tokens)
         return replace(best, n_here=plans[0].n_tokens, declined=tuple(more))
 
     def _plan_in(
@@ -103,7 +103,8 @@ class Planner:
     def ask(self, tokens: Sequence[int]) -> None:
         """Learn what shared tiers have of a prompt, if it is not here; on the caller's thread."""
         limit, here = self._limit(tokens), replace(self, tiers=self.tiers.local)
-        if limit <= 0 or not self.tiers.shared:
+        shared = [tier for tier in self.tiers.shared if not tier.breaker.is_open]
+        if limit <= 0 or not shared:
             return
         blocks = here.blocks_of(tokens)
         n_here = longest(self.needs, blocks, limit).n_tokens
@@ -119,7 +120,7 @@ class Planner:
             n_window=-(-self.needs.window // BLOCK_TOKENS) + 1 if self.needs.window else 0,
             has_states=self.needs.state,
         )
-        for tier in self.tiers.shared:
+        for tier in shared:
             seconds = ask_s(tier, question, computing_s)
             if seconds is None:
                 tier.declined()
