@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsons
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -81,6 +82,7 @@ def _speeds(folder: Path, quick: bool, places: Sequence[str]) -> list[speed.Rati
                 url = stack.enter_context(directory_over_fuse(own))
             for size in sizes:
                 found += speed.measure(place, url, size, rounds)
+        shutil.rmtree(own)
     return found
 
 
