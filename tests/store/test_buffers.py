@@ -91,7 +91,7 @@ def test_what_saves_less_than_a_tenth_stays_as_it_is():
 
 
 def test_it_is_coded_only_if_that_takes_less_time_than_it_saves():
-    """By a clock on which coding a sample of 20,000 bytes takes a second and saves about 6,000."""
+    """On a clock by which decoding a sample of 20,000 bytes takes a second and saves 6,000."""
     made = made_of(alike("L0_B0_K", 10_000))
     assert coded(made, 5000, clock=count().__next__) != encode(made)
     assert coded(made, 10_000, clock=count().__next__) == encode(made)

@@ -43,7 +43,7 @@ CODED = "BF16"  # fp16 saves too little: 15 %
 MAGIC = b"kwcoded"
 VERSION = 1
 FRONT = struct.Struct("<7sBQ8s")
-SAMPLE_BYTES = 1 << 18  # of a record, by which the time is estimated that coding takes
+SAMPLE_BYTES = 1 << 18  # of a record, by which the time is estimated that decoding takes
 MAX_SHARE = 0.9  # of its bytes that a coded record may have
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -79,8 +79,8 @@ def code_record(
     bytes_per_s: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Sequence[Piece]:
-    """The pieces of an encoded record, coded if coding and sending takes less time than sending at
-    this rate. Whoever reads it gains too: decoding takes half the time of coding.
+    """The pieces of an encoded record, coded if reading and decoding it takes less time than
+    reading more bytes at this rate. Nobody waits for coding, which takes twice as long.
     """
     if record.header.part is Part.WINDOW:  # its bytes tell its rows to those who ask
         return pieces
@@ -146,9 +146,10 @@ def undo_code(data: memoryview) -> memoryview:
     for entry in opened.entries:
         own = record[opened.data_start + entry.start : opened.data_start + entry.end]
         if entry.dtype == CODED:
-            own[1::2], high = np.split(high, [len(own) // 2])
-            own = own[::2]
-        own[:], rest = np.split(rest, [len(own)])
+            (low, rest), (top, high) = (np.split(part, [len(own) // 2]) for part in (rest, high))
+            _join(low, top, own)
+        else:
+            own[:], rest = np.split(rest, [len(own)])
     return record.data
 
 
@@ -166,9 +167,10 @@ def _sample(data: Sequence[Piece], numbers: Sequence[bool]) -> Bytes:
 
 
 def _saves_time(sample: Bytes, bytes_per_s: float, clock: Callable[[], float]) -> bool:
+    rest, high = (b"".join(pieces) for pieces in _code([sample.data], [True]))
     began = clock()
-    coded = count_bytes([piece for pieces in _code([sample.data], [True]) for piece in pieces])
-    return sample.nbytes - coded > (clock() - began) * bytes_per_s
+    _join(_bytes_of(rest), _inflate(memoryview(high), len(rest)), np.empty_like(sample))
+    return sample.nbytes - len(rest) - len(high) > (clock() - began) * bytes_per_s
 
 
 def _code(data: Sequence[Piece], numbers: Sequence[bool]) -> tuple[list[Piece], list[Piece]]:
@@ -183,6 +185,10 @@ def _code(data: Sequence[Piece], numbers: Sequence[bool]) -> tuple[list[Piece], 
         else:
             rest.append(piece)
     return rest, [*high, stream.flush()]
+
+
+def _join(low: Bytes, high: Bytes, numbers: Bytes) -> None:
+    numbers[::2], numbers[1::2] = low, high
 
 
 def _inflate(stream: memoryview, n_bytes: int) -> Bytes:
