@@ -186,16 +186,17 @@ class Models:
     async def _wait_for(self, slot: Slot) -> None:
         """Have it loaded and take a lease."""
         end = time.monotonic() + self._settings.load_wait_s
-        while not self._lease(slot):
-            loading = asyncio.wrap_future(self.slots.loading(slot))
-            loading.add_done_callback(_note_error)
-            done, _ = await asyncio.wait({loading}, timeout=max(0.0, end - time.monotonic()))
-            if not done:
-                raise StillLoading(
-                    f"{slot.host.name} is being loaded ({slot.host.progress}); "
-                    "retry in a few seconds."
-                )
-            loading.result()
+        with self.slots.waiting(slot):
+            while not self._lease(slot):
+                loading = asyncio.wrap_future(self.slots.loading(slot))
+                loading.add_done_callback(_note_error)
+                done, _ = await asyncio.wait({loading}, timeout=max(0.0, end - time.monotonic()))
+                if not done:
+                    raise StillLoading(
+                        f"{slot.host.name} is being loaded ({slot.host.progress}); "
+                        "retry in a few seconds."
+                    )
+                loading.result()
 
     # all of them
 

@@ -12,8 +12,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from keepwarm.engine.engine import Engine
 
 LOG = logging.getLogger(__name__)
+HAND_OVER_S = 5.0  # for a request that waited to take the lease of its model
 
 
 @dataclass(eq=False)
@@ -52,6 +54,7 @@ class Slot:
     path: Path | None = None  # of its files, once they are found
     is_offered: bool = False  # it is loaded when a request asks for it
     n_leases: int = 0
+    n_waiting: int = 0  # requests that will take a lease once it is loaded
     used: float = 0.0
     is_leaving: bool = False  # it takes no more requests, to be unloaded
     loading: Future[None] | None = None
@@ -92,6 +95,7 @@ class Slots:
             slot.n_leases += 1
             slot.used = time.monotonic()
             slot.expires = False
+            self._changed.notify_all()
             return True
 
     def release(self, slot: Slot) -> None:
@@ -99,6 +103,18 @@ class Slots:
             slot.n_leases -= 1
             slot.used = time.monotonic()
             self._changed.notify_all()
+
+    @contextmanager
+    def waiting(self, slot: Slot) -> Iterator[None]:
+        """While a request waits for a model, and until it has taken its lease."""
+        with self._changed:
+            slot.n_waiting += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                slot.n_waiting -= 1
+                self._changed.notify_all()
 
     # loading
 
@@ -192,11 +208,20 @@ class Slots:
         require_memory(slot.host.name, n_bytes)
 
     def _wait_until_idle(self, slot: Slot, end: float) -> bool:
-        """Let no more requests in, and wait for those that run; whether it is idle."""
+        """Let no more requests in, and wait for those that run; whether it is idle.
+
+        One that was just loaded is first used by those that waited for it: or two models that
+        take turns might be loaded again and again before anybody is answered.
+        """
         with self._changed:
+            self._changed.wait_for(lambda: not self._is_awaited(slot), HAND_OVER_S)
             slot.is_leaving = True
             left_s = end - time.monotonic()
             return self._changed.wait_for(lambda: not slot.n_leases, max(0.0, left_s))
+
+    def _is_awaited(self, slot: Slot) -> bool:
+        """Whether a request is about to take a lease; one whose load is still queued is not."""
+        return bool(slot.n_waiting) and not slot.n_leases and slot.loading is None
 
     def _divide_memory(self, more_bytes: int = 0) -> MemoryConfig | None:
         """Divide what the weights leave, with those of one more model if there are any."""
@@ -248,7 +273,8 @@ class Slots:
     def _is_unused(self, slot: Slot) -> bool:
         """If so, it takes no more requests."""
         with self._changed:
-            is_free = slot.host.loaded is not None and not slot.pinned and not slot.n_leases
+            is_idle = not slot.n_leases and not slot.n_waiting
+            is_free = slot.host.loaded is not None and not slot.pinned and is_idle
             is_old = time.monotonic() > self.kept_until(slot)
             slot.is_leaving = is_free and (slot.expires or is_old)
             return slot.is_leaving
