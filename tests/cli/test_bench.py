@@ -51,7 +51,8 @@ def test_two_servers_side_by_side(ran):
 def test_all_is_shown_and_kept(ran):
     out, home = ran
     assert "Ratios within this run" in out
-    row = r"recomputed ÷ new tokens from turn 2 +1 +\d"  # the other server's figure is its own
+    # A few more than 1 where a random answer has half a character: it is not spliced in again.
+    row = r"recomputed ÷ new tokens from turn 2 +1(\.[01]\d*)? +\d"
     assert re.search(row, out), out
     assert "<svg" in (home / "r.html").read_text()
     assert (home / "r.md").read_text().startswith("# Results of")

@@ -7,11 +7,12 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -37,9 +38,14 @@ class Live:
     settings: Settings
     loop: asyncio.AbstractEventLoop
     models: Models
+    clients: ExitStack  # closed with the server: a client that is only dropped may leak its socket
 
     def openai(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(**self._options(options))
+        return self.clients.enter_context(openai.OpenAI(**self._options(options)))
+
+    def anthropic(self) -> anthropic.Anthropic:
+        made = anthropic.Anthropic(base_url=self.url, api_key="any", max_retries=0)
+        return self.clients.enter_context(made)
 
     def async_openai(self, **options: Any) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(**self._options(options))
@@ -140,7 +146,9 @@ def running(
         thread.start()
         try:
             wait_until(lambda: server.started)
-            yield Live(url, app.state.models.first, settings, loops[0], app.state.models)
+            models = app.state.models
+            with ExitStack() as clients:
+                yield Live(url, models.first, settings, loops[0], models, clients)
         finally:
             server.should_exit = True
             thread.join(300)

@@ -5,7 +5,6 @@ The tiny model is forced to call; the grammar leaves it no choice of text.
 
 import json
 
-import anthropic
 import pytest
 
 from keepwarm.server.anthropic.events import MessageMeta, MessageStream
@@ -51,7 +50,7 @@ def client(live):
 
 @pytest.fixture(scope="module")
 def claude(live):
-    return anthropic.Anthropic(base_url=live.url, api_key="any", max_retries=0)
+    return live.anthropic()
 
 
 def test_chat_completions(client):

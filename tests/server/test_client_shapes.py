@@ -8,7 +8,7 @@ USER = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def claude(live):
-    return anthropic.Anthropic(base_url=live.url, api_key="any", max_retries=0)
+    return live.anthropic()
 
 
 def test_anthropics_client_gets_models_in_its_form(live, claude):

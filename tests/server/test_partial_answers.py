@@ -1,6 +1,5 @@
 """An answer that the client began: Anthropic's last message, `continue_final_message`."""
 
-import anthropic
 import pytest
 
 from keepwarm.errors import BadInput
@@ -21,7 +20,7 @@ def client(live):
 
 @pytest.fixture(scope="module")
 def claude(live):
-    return anthropic.Anthropic(base_url=live.url, api_key="any", max_retries=0)
+    return live.anthropic()
 
 
 @pytest.fixture(scope="module")

@@ -87,8 +87,8 @@ def test_every_view_has_an_address(page, own):
     """By keyboard alone; one view is shown, and it is the one of the address."""
     for name in VIEWS:
         page.get_by_role("navigation").get_by_role("link", name=name).press("Enter")
-        shown = page.get_by_role("heading", level=2)
-        assert shown.all_inner_texts() == [name]
+        page.get_by_role("heading", level=2, name=name).wait_for()
+        assert page.get_by_role("heading", level=2).all_inner_texts() == [name]
         assert page.evaluate("location.hash") == f"#{name.lower()}"
         assert page.evaluate("document.activeElement.id") == name.lower()
         assert page.locator("[aria-current]").inner_text() == name
