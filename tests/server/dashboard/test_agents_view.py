@@ -9,7 +9,7 @@ import pytest
 from keepwarm import config
 from tests.kit.checkpoints import make_tokenizer, write_checkpoint
 from tests.kit.waiting import wait_until
-from tests.server.conftest import serve
+from tests.server.conftest import N_CONTEXT, serve
 from tests.server.dashboard.browsers import watched
 from tests.server.dashboard.test_dashboard import LONG, ask
 from tests.server.test_thinking import TEMPLATE
@@ -30,7 +30,8 @@ def thinking(tmp_path):
 
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<think>", "</think>"])
-    path = write_checkpoint(tmp_path / "model", tokenizer=tokenizer, template=TEMPLATE)
+    options = {"tokenizer": tokenizer, "template": TEMPLATE, "n_context": N_CONTEXT}
+    path = write_checkpoint(tmp_path / "model", **options)
     settings = config.load({"KEEPWARM_HOME": str(tmp_path / "home")})
     with serve(load(str(path), settings), settings) as live:
         yield live
@@ -138,7 +139,6 @@ def test_an_agent_is_tried_in_a_chat(page, own):
     for turn in (1, 2):
         page.get_by_label("Message").fill(f"Turn {turn}. {LONG}")
         page.get_by_label("Message").press("Enter")
-        page.get_by_role("button", name="Stop").is_enabled()
         wait_until(lambda turn=turn: len(agents(own).get("tried", {}).get("turns", [])) == turn)
         page.locator("#chat-send:enabled").wait_for()
     said = page.get_by_role("log", name="Conversation")
@@ -151,13 +151,34 @@ def test_an_agent_is_tried_in_a_chat(page, own):
     assert page.get_by_label("Agent", exact=True).input_value() == "first"
 
 
+def test_an_old_list_does_not_make_an_agent_new_again(page, own):
+    """It was asked for before the agent's first turn, and arrives after it."""
+    held = []
+    page.route("**/v1/dashboard/agents", lambda route: held.append((route, route.fetch())))
+    ask(own, LONG, "other")
+    wait_until(lambda: page.locator("#chat-send").is_enabled() and len(held) == 1)
+    page.get_by_label("Agent", exact=True).fill("late")
+    page.get_by_label("Message").fill(LONG)
+    page.get_by_label("Message").press("Enter")
+    page.locator("#chat-receipt:not(:empty)").wait_for()
+    page.locator("#chat-send:enabled").wait_for()
+    route, old = held[0]
+    route.fulfill(response=old)
+    wait_until(lambda: page.locator("#chat-send").is_enabled() and len(held) == 2)
+    page.get_by_label("Message").fill("Go on.")
+    with page.expect_request("**/chat/completions") as sent:
+        page.get_by_label("Message").press("Enter")
+    assert sent.value.url == f"{own.url}/v1/agents/late/chat/completions"
+    page.locator("#chat-send:enabled").wait_for()
+
+
 def test_thoughts_are_shown_and_the_chat_is_stopped(browser, thinking):
     """The model thinks and never ends by itself."""
     ends = thinking.host.engine.model.tokenizer.eos_token_ids
 
     def endless(route):
         bias = {str(end): -100 for end in ends}
-        body = {**route.request.post_data_json, "logit_bias": bias}
+        body = {**route.request.post_data_json, "logit_bias": bias, "max_tokens": 12000}
         route.continue_(post_data=json.dumps(body))
 
     with watched(browser, thinking.url) as page:

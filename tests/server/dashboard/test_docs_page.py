@@ -55,7 +55,7 @@ def test_a_link_opens_the_object(page):
     card = page.locator("#object-ChatMessage")
     assert not card.get_by_role("row", name="role").is_visible()
     page.locator("#post-v1-chat-completions").get_by_role("link", name="ChatMessage").click()
-    assert card.get_by_role("row", name="role").is_visible()
+    card.get_by_role("row", name="role").wait_for()
 
 
 def test_it_is_narrow_enough_for_a_phone(browser, live):

@@ -54,7 +54,7 @@ def test_the_pointer_is_told_what_a_block_is(page):
     canvas = page.locator("#trees").bounding_box()
     page.mouse.move(canvas["x"] + 18, canvas["y"] + 27)  # the first block of the first row
     tip = page.locator("#forest-tip")
-    assert tip.inner_text().startswith("Block 0 of 0 to ")
+    wait_until(lambda: tip.inner_text().startswith("Block 0 of 0 to "))
     assert "used by" in tip.inner_text()
     page.mouse.move(canvas["x"] + 5, canvas["y"] + 5)
     tip.wait_for(state="hidden")
@@ -140,6 +140,6 @@ def test_runs_of_no_agent_can_be_left_out(browser, serving):
 
 
 def took_ms(page, script):
-    return page.evaluate(
-        f"() => {{ const t = performance.now(); {script}; return performance.now() - t }}"
-    )
+    """The least of three times: a busy machine may stop the browser during one."""
+    timed = f"() => {{ const t = performance.now(); {script}; return performance.now() - t }}"
+    return min(page.evaluate(timed) for _ in range(3))

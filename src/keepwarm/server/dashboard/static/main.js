@@ -32,6 +32,7 @@ let revision = "";
 let timer = 0;
 let beating = false;
 let unchanged = 0; // answers in a row
+let refreshes = 0;
 
 // `least`: seconds between two requests; `most`: seconds after which it is asked for in any case
 const first = source({ path: () => "/v1/dashboard/now", show: showNow });
@@ -104,6 +105,7 @@ function open(focus) {
 // Data
 
 function refresh() {
+  refreshes += 1;
   for (const each of [first, ...Object.values(VIEWS).flat()]) each.asked = -Infinity;
   for (const each of Object.values(VIEWS).flat()) each.revision = null;
   beat();
@@ -113,7 +115,7 @@ async function beat() {
   clearTimeout(timer);
   if (document.hidden || byId("key-dialog").open || beating) return;
   beating = true;
-  if (await load(first)) await Promise.all(VIEWS[view].filter(isDue).map(load));
+  if (await load(first) && !document.hidden) await Promise.all(VIEWS[view].filter(isDue).map(load));
   for (const each of VIEWS[view]) if (each.data !== null && isOld(each)) draw(each);
   beating = false;
   timer = setTimeout(beat, refused ? PAUSE : busy ? BUSY : unchanged < MANY ? IDLE : LONG_IDLE);
@@ -130,15 +132,14 @@ async function load(each) {
   each.asked = performance.now();
   each.revision = revision;
   try {
-    const asked = key.get();
+    const asked = refreshes;
     const data = await get(each.path());
-    if (key.get() === asked) render(each, data);
-    else each.revision = null; // the key was changed meanwhile
+    if (refreshes === asked) render(each, data); // else it is older than the change, or another key's
     refused = false;
     if (each === first) {
       unchanged = revision === data.revision ? unchanged + 1 : 0;
       revision = data.revision;
-      status("Live", "live");
+      if (!document.hidden) status("Live", "live");
     }
     return true;
   } catch (error) {
