@@ -1,6 +1,8 @@
 """Work that other threads do: one that hangs is a failure, one that only waited is not."""
 
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -53,3 +55,53 @@ def test_a_pool_that_does_other_work_meanwhile_is_busy(gates):
         gates[1].set()
         for work in works:
             work.result(SOON)
+
+
+class Blob:
+    """Stands for what was read: a record of many megabytes."""
+
+
+def wait_until_idle(hands):
+    while hands._n_open:
+        pass
+
+
+def test_a_hand_keeps_nothing_of_what_was_read():
+    with closing(Hands(1)) as hands:
+        blob = weakref.ref(hands.run(Blob, SOON))
+        wait_until_idle(hands)
+        assert blob() is None
+
+
+def test_an_error_keeps_nothing_of_what_was_read():
+    blobs = []
+
+    def fail():
+        blob = Blob()
+        blobs.append(weakref.ref(blob))
+        raise OSError("gone")
+
+    gc.disable()  # or it would find what only holds itself
+    try:
+        with closing(Hands(1)) as hands:
+            with pytest.raises(BlobError, match="gone"):
+                hands.run(fail, SOON)
+            wait_until_idle(hands)
+            assert blobs[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_the_first_failure_of_several_is_told_and_the_rest_is_not_begun(gates):
+    began = []
+
+    def fail():
+        raise TimeoutError
+
+    with closing(Hands(1)) as hands:
+        with pytest.raises(BlobError, match="timed out") as caught:
+            hands.run_all([fail, lambda: gates[0].wait(SOON), lambda: began.append(1)], SOON)
+        assert not isinstance(caught.value, BusyError)
+        gates[0].set()
+        wait_until_idle(hands)
+        assert began == []

@@ -265,8 +265,7 @@ def all_at_once(tier, flights, work):
     tier.place.gate = threading.Event()
 
     def n_waiting():
-        under_way = list(flights._under_way.values())
-        return len(tier.place.calls) + sum(len(one._condition._waiters) for one in under_way)
+        return len(tier.place.calls) + sum(map(len, list(flights._under_way.values())))
 
     with ThreadPoolExecutor(10) as threads:
         results = [threads.submit(work) for _ in range(10)]

@@ -18,7 +18,7 @@ class SingleFlight(Generic[T]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._under_way: dict[Hashable, Future[T]] = {}
+        self._under_way: dict[Hashable, list[Future[T]]] = {}  # and who else waits for it
 
     def do(
         self, what: Hashable, work: Callable[[], T], deadline: CallDeadline | None = None
@@ -26,21 +26,31 @@ class SingleFlight(Generic[T]):
         """What `work` returns; None if another thread is at it until the deadline, which may be
         sooner than its own.
         """
+        waiting: Future[T] | None = None
         with self._lock:
-            other = self._under_way.get(what)
-            if other is None:
-                own: Future[T] = Future()
-                self._under_way[what] = own
-        if other is not None:
-            try:
-                return other.result(None if deadline is None else deadline.left_s())
-            except (TimeoutError, BlobError):
-                return None
+            if (others := self._under_way.get(what)) is None:
+                self._under_way[what] = []
+            else:
+                waiting = Future()
+                others.append(waiting)
+        if waiting is None:
+            return self._do(what, work)
         try:
-            own.set_result(work())
+            return waiting.result(None if deadline is None else deadline.left_s())
+        except (TimeoutError, BlobError):
+            return None
+
+    def _do(self, what: Hashable, work: Callable[[], T]) -> T:
+        try:
+            result = work()
         except BaseException as error:
-            own.set_exception(error)
-        finally:
-            with self._lock:
-                del self._under_way[what]
-        return own.result()
+            for other in self._end(what):
+                other.set_exception(error)
+            raise
+        for other in self._end(what):
+            other.set_result(result)
+        return result
+
+    def _end(self, what: Hashable) -> list[Future[T]]:
+        with self._lock:
+            return self._under_way.pop(what)

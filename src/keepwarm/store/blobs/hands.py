@@ -5,14 +5,58 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from keepwarm.store.blobs.backend import BlobError, BusyError
 
 T = TypeVar("T")
 MAX_HANDS = 8
+
+
+class _Call(Generic[T]):
+    """Work that is handed over; two locks cost less than a Future, and every record has one."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._begun = threading.Lock()  # held by whoever does the work, or has called it off
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+
+    def call_off(self) -> bool:
+        """Whether it had not begun; then it never does."""
+        return self._begun.acquire(blocking=False)
+
+    def do(self) -> None:
+        """Unless it was called off."""
+        if self._begun.acquire(blocking=False):
+            try:
+                self._result.append(self._work())
+            except BaseException as error:
+                self._error = error
+            self._under_way.release()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._under_way.locked()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it is done in time."""
+        is_done = self._under_way.acquire(timeout=max(0.0, timeout_s))
+        if is_done:
+            self._under_way.release()
+        return is_done
+
+    def take_result(self) -> T:
+        """Once; raises what the work has raised."""
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its traceback holds this call, and what was read
+        return self._result.pop()
 
 
 class Hands:
@@ -21,7 +65,7 @@ class Hands:
     """
 
     def __init__(self, n_hands: int = MAX_HANDS) -> None:
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
         self._n_hands = n_hands
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -39,38 +83,31 @@ class Hands:
     def run_all(self, works: Sequence[Callable[[], T]], timeout_s: float) -> list[T]:
         """The same for several, at the same time."""
         deadline, n_done = time.monotonic() + timeout_s, self._n_done
-        futures = [self._start(work) for work in works]
+        calls = [_Call(work) for work in works]
+        for call in calls:
+            self._hand_over(call)
         try:
-            return [one.result(max(0.0, deadline - time.monotonic())) for one in futures]
-        except TimeoutError as error:
-            if any(one.done() and one.exception() is error for one in futures):
-                raise BlobError(str(error) or "timed out") from error  # the system's
-            waiting = [one for one in futures if not one.done()]
-            is_busy = all(one.cancel() for one in waiting) and self._n_done > n_done
-            kind = BusyError if is_busy else BlobError
-            raise kind(f"no answer within {timeout_s * 1000:.0f} ms") from error
+            results = []
+            for call in calls:
+                if not call.wait(deadline - time.monotonic()):
+                    raise self._late(calls, n_done, timeout_s)
+                results.append(call.take_result())
+            return results
         except OSError as error:
-            raise BlobError(error.strerror or str(error)) from error
+            raise BlobError(error.strerror or str(error) or "timed out") from error
         finally:
-            for one in futures:
-                one.cancel()
+            for call in calls:
+                call.call_off()
 
-    def _start(self, work: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
+    def _late(self, calls: Sequence[_Call[T]], n_done: int, timeout_s: float) -> BlobError:
+        waiting = [call for call in calls if not call.is_done]
+        is_busy = all(call.call_off() for call in waiting) and self._n_done > n_done
+        kind = BusyError if is_busy else BlobError
+        return kind(f"no answer within {timeout_s * 1000:.0f} ms")
 
-        def do() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(work())
-                except BaseException as error:
-                    future.set_exception(error)
-
-        self._hand_over(do)
-        return future
-
-    def _hand_over(self, do: Callable[[], None]) -> None:
+    def _hand_over(self, call: _Call[T]) -> None:
         with self._lock:
-            self._work.put(do)
+            self._calls.put(call)
             self._n_open += 1
             if len(self._threads) < min(self._n_open, self._n_hands):
                 name = f"keepwarm-hand-{len(self._threads)}"
@@ -78,12 +115,13 @@ class Hands:
                 self._threads[-1].start()
 
     def _serve(self) -> None:
-        while (do := self._work.get()) is not None:
-            do()
+        while (call := self._calls.get()) is not None:
+            call.do()
+            del call  # who waits for the next one must not keep what was read
             with self._lock:
                 self._n_open -= 1
                 self._n_done += 1
 
     def close(self) -> None:
         for _ in self._threads:
-            self._work.put(None)
+            self._calls.put(None)
