@@ -195,7 +195,7 @@ def test_a_stop_says_how_much_is_still_to_be_written(serving, caplog, monkeypatc
         put = store.on_disk.disk.put
 
         def slow(record):
-            drained.go_on.wait(20)
+            drained.go_on.wait(300)
             return put(record)
 
         monkeypatch.setattr(store.on_disk.disk, "put", slow)

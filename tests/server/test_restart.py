@@ -27,12 +27,19 @@ from tests.server.talks import (
 )
 
 N_TALKS = 8
+N_LONG = 1500  # tokens of an answer that goes on while a client is refused
 SLICE = 512  # prompt tokens that are read in one go, at most
 
 
 @pytest.fixture(scope="module")
 def plain(checkpoint):
     return plain_bias(checkpoint)
+
+
+async def no_longer_ready(client):
+    while (ready := await client.get("/health/ready")).is_success:
+        await asyncio.sleep(0.01)
+    return ready
 
 
 async def cut_off(server, talks, plain):
@@ -94,24 +101,23 @@ def test_a_signal_lets_answers_end_and_refuses_new_ones(checkpoint, serving, pla
 
     async def stop_in_mid_stream(server):
         async with client_of(server.url) as client:
-            stream = await ask(client, begun(0), plain, 400, stream=True)
+            stream = await ask(client, begun(0), plain, N_LONG, stream=True)
             chunks = [await anext(stream) for _ in range(3)]
-            server.process.send_signal(signal.SIGTERM)
             async with httpx.AsyncClient(base_url=server.url) as plain_client:
+                server.process.send_signal(signal.SIGTERM)
                 told = await refused(plain_client)
             chunks += [chunk async for chunk in stream]
         return chunks, told
 
     async def refused(client):
-        while (ready := await client.get("/health/ready")).is_success:
-            await asyncio.sleep(0.01)
+        ready = await no_longer_ready(client)
         chat = {"model": "m", "max_tokens": 4, "messages": begun(1)}
         posted = [
             await client.post(f"/v1/{path}", json=chat) for path in ("chat/completions", "messages")
         ]
         return [ready, *posted, await client.get("/health/live")]
 
-    with served(checkpoint, tmp_path, KEEPWARM_DRAIN_S="20") as server:
+    with served(checkpoint, tmp_path, KEEPWARM_DRAIN_S="300") as server:
         chunks, told = asyncio.run(stop_in_mid_stream(server))
         assert server.process.wait(300) == 0
         assert server.process.stderr.read() == ""
@@ -128,7 +134,7 @@ def test_a_signal_lets_answers_end_and_refuses_new_ones(checkpoint, serving, pla
     ]
     with serving(home=tmp_path) as again:
         ((_, usage),) = asyncio.run(turns(again.url, [talk], plain))
-    assert usage.prompt_tokens_details.cached_tokens > 400
+    assert usage.prompt_tokens_details.cached_tokens > N_LONG
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -137,8 +143,9 @@ def test_a_second_signal_ends_it_at_once(checkpoint, plain, tmp_path, number):
         async with client_of(server.url) as client:
             stream = await ask(client, begun(0), plain, 4000, stream=True)
             await anext(stream)
-            server.process.send_signal(number)
-            await asyncio.sleep(0.3)
+            async with httpx.AsyncClient(base_url=server.url) as plain_client:
+                server.process.send_signal(number)
+                await no_longer_ready(plain_client)
             assert server.process.poll() is None  # it waits for the stream
             begun_at = time.monotonic()
             server.process.send_signal(number)

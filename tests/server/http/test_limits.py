@@ -258,9 +258,10 @@ def test_more_than_fit_are_told_to_come_back(limits):
     """The room is left when the answer ends, however it ends."""
 
     async def run():
-        released = asyncio.Event()
+        entered, released = [], asyncio.Event()
 
         async def slow(scope, receive, send):
+            entered.append(scope)
             await released.wait()
             await echo(scope, receive, send)
 
@@ -268,7 +269,8 @@ def test_more_than_fit_are_told_to_come_back(limits):
         transport = httpx.ASGITransport(Limits(slow, given, ApiKeys(given)))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             held = [asyncio.create_task(client.post("/v1/x")) for _ in range(2)]
-            await asyncio.sleep(0.05)
+            while len(entered) < 2:
+                await asyncio.sleep(0.001)
             refused = await client.post("/v1/x")
             released.set()
             answers = await asyncio.gather(*held)
