@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from keepwarm.errors import BadInput
+from keepwarm.errors import BadInput, BadRecord
 from keepwarm.store.blobs.backend import BlobError, Listed, Near
 from keepwarm.store.blobs.opening import open_backend
 from tests.contract.shared import exemption_of
@@ -50,6 +50,35 @@ def put(blobs, name, data=b"bytes", **how):
 
 def names(blobs, folder, near=b""):
     return {listed.name for listed in blobs.list_names(folder, SOON, near)}
+
+
+def test_what_is_fetched_is_used_by_the_thread_that_has_read_it(blobs, folder):
+    threads = []
+
+    def take_here(n_bytes):
+        threads.append(threading.get_ident())
+        return take(n_bytes)
+
+    def use(memory):
+        threads.append(threading.get_ident())
+        return len(memory), bytes(memory[:2])
+
+    put(blobs, f"{folder}/x.d", b"bytes")
+    assert blobs.fetch(f"{folder}/x.d", take_here, use, SOON) == (5, b"by")
+    assert len(threads) == 2
+    assert len(set(threads)) == 1
+    assert blobs.fetch(f"{folder}/y.d", take_here, use, SOON) is None
+    assert len(threads) == 2
+
+
+def test_what_is_wrong_with_fetched_bytes_is_told(blobs, folder):
+    def refuse(memory):
+        raise BadRecord("it is bad")
+
+    put(blobs, f"{folder}/x.d", b"bytes")
+    with pytest.raises(BadRecord, match="it is bad"):
+        blobs.fetch(f"{folder}/x.d", take, refuse, SOON)
+    assert read(blobs, f"{folder}/x.d") == b"bytes"
 
 
 def test_what_is_put_is_read_in_pieces_of_any_size(blobs, folder):

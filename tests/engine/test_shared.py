@@ -338,15 +338,14 @@ def test_a_load_that_falls_behind_is_left_and_what_has_arrived_is_kept(
     with machine(model, tmp_path / "b", remote) as b:
         (tier,) = b.lane_of().manager.tiers.shared
         b.lane_of().manager.reader._pool = ThreadPoolExecutor(1)  # one after the other
-        read = tier.backend.read
+        fetch = tier.backend.fetch
 
-        def read_one(name, *args, **options):
-            if "n_bytes" not in options:  # else a question reads a header
-                names.append(name)
-                clock.now += 2.0
-            return read(name, *args, **options)
+        def fetch_one(name, *args):
+            names.append(name)
+            clock.now += 2.0
+            return fetch(name, *args)
 
-        monkeypatch.setattr(tier.backend, "read", read_one)
+        monkeypatch.setattr(tier.backend, "fetch", fetch_one)
         result = run(b, prompt)
         assert result.receipt.reused == {"memory": 256}
         assert len(names) == 1

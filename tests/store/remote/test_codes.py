@@ -113,7 +113,7 @@ def test_the_writer_knows_how_many_bytes_it_sent(slow, place):
 def test_sealed_records_are_not_coded_nor_read_as_such(slow, place, monkeypatch):
     calls = []
     monkeypatch.setattr("keepwarm.store.remote.tier.code_record", lambda *_: calls.append("code"))
-    monkeypatch.setattr("keepwarm.store.remote.tier.undo_code", lambda *_: calls.append("undo"))
+    monkeypatch.setattr("keepwarm.store.remote.trust.undo_code", lambda *_: calls.append("undo"))
     made, seal = numbers(REF), Seal(b"s" * 32)
     tier = slow(seal=seal)
     assert tier.put(made).n_saved == 0
@@ -139,7 +139,7 @@ def test_a_mac_is_of_the_bytes_that_are_sent_and_checked_before_they_are_decoded
     ask(there)
     place.put(name_of(made), [bytes_of(place, made) + b"x"], SOON, REF.tokens, replace=True)
     calls = []
-    monkeypatch.setattr("keepwarm.store.remote.tier.undo_code", calls.append)
+    monkeypatch.setattr("keepwarm.store.remote.trust.undo_code", calls.append)
     assert there.read(REF.key, Part.DELTA) is None
     assert calls == []
     assert there.take_fault(REF.key, Part.DELTA) == "damaged"
@@ -244,7 +244,7 @@ def test_decoding_is_a_part_of_the_rate(slow, clock, monkeypatch):
         clock.now += 2.0
         return undo_code(data)
 
-    monkeypatch.setattr("keepwarm.store.remote.tier.undo_code", slowly)
+    monkeypatch.setattr("keepwarm.store.remote.trust.undo_code", slowly)
     there.speed.begin_anew()
     assert content(found(there)) == content(made)
     assert there.speed.load_s(there.have([REF.key])[REF.key].n_bytes) == pytest.approx(2.0, rel=0.1)

@@ -13,7 +13,8 @@ from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.opening import open_backend
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, ReadBuffer, encode_record
-from keepwarm.store.remote.known import ABSENT_S, PRESENT_S
+from keepwarm.store.remote.breaker import MAX_FAILURES
+from keepwarm.store.remote.known import ABSENT_S, PRESENT_S, KnownRecord
 from keepwarm.store.remote.names import RecordPlace
 from keepwarm.store.remote.question import Question
 from keepwarm.store.remote.tier import RemoteTier
@@ -287,11 +288,11 @@ def test_equal_reads_at_the_same_time_are_made_once(open_tier):
     ask(there, tokens_of(BLOCK_TOKENS))
     found = all_at_once(there, there._fetches, lambda: there.read(one.header.key, Part.DELTA))
     assert all(content(each) == content(one) for each in found)
-    assert there.place.calls == ["read"]
+    assert there.place.calls == ["fetch"]
     assert there.stats().hits == 10
     assert content(memory.read(one.header.key, Part.DELTA)) == content(one)
     there.read(one.header.key, Part.DELTA)  # by a thread that looked into memory before
-    assert there.place.calls == ["read"]
+    assert there.place.calls == ["fetch"]
     memory.close()
 
 
@@ -303,7 +304,7 @@ def test_nobody_waits_for_the_deadline_of_another_read(open_tier):
     there.place.gate = threading.Event()
     with ThreadPoolExecutor() as threads:
         patient = threads.submit(there.read, one.header.key, Part.DELTA)
-        wait_until(lambda: there.place.calls == ["read"])
+        wait_until(lambda: there.place.calls == ["fetch"])
         assert there.read(one.header.key, Part.DELTA, deadline=CallDeadline(0.01)) is None
         assert not patient.done()
         there.place.gate.set()
@@ -324,13 +325,13 @@ def test_a_record_has_the_time_of_the_whole_load(open_tier):
     (one,) = put_chain(open_tier(), 1)
     there, times = open_tier(), []
     ask(there, tokens_of(BLOCK_TOKENS))
-    read = there.place.read
+    fetch = there.place.fetch
 
-    def timed(name, take, timeout_s):
+    def timed(name, take, use, timeout_s):
         times.append(timeout_s)
-        return read(name, take, timeout_s)
+        return fetch(name, take, use, timeout_s)
 
-    there.place.read = timed
+    there.place.fetch = timed
     assert there.read(one.header.key, Part.DELTA, deadline=CallDeadline(4 * SOON)) is not None
     assert there.read(one.header.key, Part.DELTA) is not None
     assert times[0] > 2 * SOON
@@ -339,6 +340,21 @@ def test_a_record_has_the_time_of_the_whole_load(open_tier):
 
 def seal_of(secret):
     return Seal(derive_key(b64encode(secret * 32).decode(), b"", {}))
+
+
+def test_a_sealed_record_in_a_plain_place_is_a_miss_that_stays(open_tier):
+    first, there, seal = open_tier(), open_tier(), seal_of(b"s")
+    (one,) = put_chain(first, 1)
+    name = damaged(first, one, lambda _: b"".join(encode_record(one, seal)))
+    ask(there, tokens_of(BLOCK_TOKENS))
+    for n in range(1, MAX_FAILURES + 2):
+        assert there.read(one.header.key, Part.DELTA) is None
+        assert there.take_fault(one.header.key, Part.DELTA) == "newer"
+        assert there.stats().newer == n
+        there._known.add([KnownRecord(RecordPlace.of(one.header), one.header.tokens, 1)])
+    assert there.breaker.is_trusted, "it was no failure of the place"
+    assert there.stats().errors == 0
+    assert first.place.sizes([name], SOON) != [None]
 
 
 def test_sealed_records_are_found_under_their_own_key_alone(open_tier):

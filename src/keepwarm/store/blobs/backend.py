@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from keepwarm.errors import BadInput
 
+T = TypeVar("T")
 Take: TypeAlias = Callable[[int], memoryview]
 """Gives the memory for a number of bytes; raises BlobError if that is too many."""
 
@@ -81,6 +82,13 @@ class Backend(Protocol):
         `take` agrees to its size; None if there is none.
 
         `n_bytes` is the most that is read.
+        """
+
+    def fetch(
+        self, name: str, take: Take, use: Callable[[memoryview], T], timeout_s: float
+    ) -> T | None:
+        """What `use` makes of a blob; None if there is none. It runs on the thread that has read
+        the bytes: another core would have to get them first.
         """
 
     def put(

@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from keepwarm.store.blobs.backend import (
     MAX_PIECES,
@@ -27,6 +28,7 @@ from keepwarm.store.blobs.backend import (
 )
 from keepwarm.store.blobs.hands import Hands
 
+T = TypeVar("T")
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # or a pipe in the place of a file would hang
 UNFINISHED = "tmp"  # where files are written
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -65,21 +67,18 @@ class DirectoryBackend:
         n_bytes: int | None = None,
     ) -> memoryview | None:
         path = self._path_of(name)
+        return self._hands.run(lambda: _read(path, take, start, n_bytes), timeout_s)
 
-        def read() -> memoryview | None:
-            try:
-                file = os.open(path, READ)  # a file object costs more calls
-            except FileNotFoundError:
-                return None
-            try:
-                there = max(0, os.fstat(file).st_size - start)
-                memory = take(there if n_bytes is None else min(there, n_bytes))
-                _fill(memory, file, start)
-            finally:
-                os.close(file)
-            return memory if len(memory) else None
+    def fetch(
+        self, name: str, take: Take, use: Callable[[memoryview], T], timeout_s: float
+    ) -> T | None:
+        path = self._path_of(name)
 
-        return self._hands.run(read, timeout_s)
+        def fetch() -> T | None:
+            memory = _read(path, take)
+            return None if memory is None else use(memory)
+
+        return self._hands.run(fetch, timeout_s)
 
     def put(
         self,
@@ -130,6 +129,20 @@ class DirectoryBackend:
 
     def _path_of(self, name: str) -> Path:
         return self._root / check_name(name)
+
+
+def _read(path: Path, take: Take, start: int = 0, n_bytes: int | None = None) -> memoryview | None:
+    try:
+        file = os.open(path, READ)  # a file object costs more calls
+    except FileNotFoundError:
+        return None
+    try:
+        there = max(0, os.fstat(file).st_size - start)
+        memory = take(there if n_bytes is None else min(there, n_bytes))
+        _fill(memory, file, start)
+    finally:
+        os.close(file)
+    return memory if len(memory) else None
 
 
 def _fill(memory: memoryview, file: int, start: int) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 from urllib.parse import SplitResult, unquote
 
 from keepwarm.errors import BadInput
@@ -27,6 +27,7 @@ from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.hands import Hands
 from keepwarm.store.blobs.resp import Command, Reply, RespConnection
 
+T = TypeVar("T")
 PORT = 6379
 MAX_IDLE = 8  # connections that are kept
 NEIGHBOURS = b"8"  # names on each side of a place in a folder's order
@@ -99,6 +100,12 @@ class RedisBackend:
             take = take if n_bytes is None else at_most(n_bytes, take)
         reply = self._call([command], timeout_s, take)[0]
         return reply if isinstance(reply, memoryview) and len(reply) else None
+
+    def fetch(
+        self, name: str, take: Take, use: Callable[[memoryview], T], timeout_s: float
+    ) -> T | None:
+        memory = self.read(name, take, timeout_s)
+        return None if memory is None else use(memory)
 
     def put(
         self,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import SplitResult, parse_qs, unquote
 
 import obstore
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from obstore import GetOptions, PutMode
     from obstore.store import S3Config
 
+T = TypeVar("T")
 MAX_CALLS = 16  # at the same time
 REQUEST_S = "10s"  # the longest that a call which nobody waits for any more goes on
 FORM = "s3://bucket/prefix, or s3://key@bucket/prefix?endpoint=https://host:port&region=name"
@@ -91,6 +92,17 @@ class S3Backend:
             wanted = {"range": {"offset": start}}
         path = check_name(name)
         return self._hands.run(lambda: self._read(path, wanted, take), timeout_s)
+
+    def fetch(
+        self, name: str, take: Take, use: Callable[[memoryview], T], timeout_s: float
+    ) -> T | None:
+        path = check_name(name)
+
+        def fetch() -> T | None:
+            memory = self._read(path, {}, take)
+            return None if memory is None else use(memory)
+
+        return self._hands.run(fetch, timeout_s)
 
     def put(
         self,

@@ -19,7 +19,7 @@ from keepwarm.prefix.blocks import BlockKey, Namespace
 from keepwarm.store.blobs.backend import Backend, BlobError, Listed
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.flights import SingleFlight
-from keepwarm.store.buffers import code_record, count_bytes, decode_record, memory_for, undo_code
+from keepwarm.store.buffers import code_record, count_bytes
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import (
     Header,
@@ -27,7 +27,6 @@ from keepwarm.store.record import (
     ReadBuffer,
     Record,
     RecordView,
-    check_identity,
     encode_record,
 )
 from keepwarm.store.remote.asking import Asker
@@ -41,7 +40,7 @@ from keepwarm.store.remote.names import CLASSES, MAC, RecordPlace, RemoteNames, 
 from keepwarm.store.remote.question import Question
 from keepwarm.store.remote.speed import TierSpeed
 from keepwarm.store.remote.trial import try_backend
-from keepwarm.store.remote.trust import FleetKey
+from keepwarm.store.remote.trust import FleetKey, VerifiedRecords
 from keepwarm.store.seal import Seal
 from keepwarm.store.tier import (
     BlockInfo,
@@ -91,6 +90,7 @@ class RemoteTier:
         self._seal = seal
         self._mark = mark
         self._fleet_key = fleet_key if seal is None else None
+        self._records = VerifiedRecords(backend, self._names, seal, self._fleet_key)
         self._memory = memory
         self.breaker = Breaker(clock)
         self.speed = TierSpeed(clock)
@@ -265,15 +265,14 @@ class RemoteTier:
         if (record := self._just_fetched(known)) is not None:
             return record
         try:
-            data = self._guard.call("read", lambda: self._read(known, deadline))
-            record = None if data is None else self._verified(data, known.place)
+            record = self._guard.call("read", lambda: self._read(known, deadline))
         except BadRecord as bad:
             LOG.warning("a shared record is bad: %s", bad)
             self._faults[key, part] = "damaged"
             self._counts.add(quarantined=1)
             self._note_bad(known.place, known.tokens)
             return None
-        except (NewerFormat, PermissionError):
+        except NewerFormat:
             self._faults[key, part] = "newer"
             self._counts.add(newer=1)
             record = None
@@ -293,29 +292,18 @@ class RemoteTier:
         is_here = here is not None and part in here.parts and here.w_rows >= known.w_rows
         return self._memory.read(key, part) if is_here else None
 
-    def _read(self, known: KnownRecord, load: CallDeadline | None) -> memoryview | None:
+    def _read(self, known: KnownRecord, load: CallDeadline | None) -> Record | None:
         """Within the time of the whole load: one record may be slow if others are fast. One that is
         read by itself has twice the time that is planned for it.
         """
         planned_s = self.speed.load_s(READERS * known.n_bytes)
         deadline = load or CallDeadline(max(MIN_READ_S, 2 * planned_s))
-        name = self._names.of(known.place)
         with self.speed.reading(known.n_bytes) as add:
-            data = self.backend.read(name, memory_for, deadline.left_s())
-            add(0 if data is None else len(data))
-            if data is not None and self._fleet_key is not None:
-                mac = self.backend.read(name + MAC, memory_for, deadline.left_s())
-                self._fleet_key.check(name, data, mac)
-            if data is not None and self._seal is None:
-                data = undo_code(data)
-        if data is None and self.backend.in_batches:  # a list that outlived it would name it again
+            found = self._records.fetch(known.place, deadline)
+            add(found.n_bytes if found else 0)
+        if not found and self.backend.in_batches:  # a list that outlived it would name it again
             self.backend.delete(self._as_listed(known.place, known.tokens), MIN_READ_S)
-        return data
-
-    def _verified(self, data: memoryview, place: RecordPlace) -> Record:
-        record = decode_record(data, self._seal)
-        check_identity(record.header, place.key, place.part)
-        return record
+        return found and found.record
 
     def _note_bad(self, place: RecordPlace, tokens: bytes) -> None:
         """Once may be an accident of the network; what is bad twice is deleted."""

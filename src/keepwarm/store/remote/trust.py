@@ -1,4 +1,5 @@
-"""Who may write to a plain shared tier: with a fleet key, machines that have it.
+"""What is believed of a shared tier: verified records, and with a fleet key only those of machines
+that have it.
 
 Digests in a record show damage; anybody can make them fit. So a MAC of all its bytes lies beside
 each record, and a record without one that fits is not used. Sealed records need none.
@@ -8,10 +9,18 @@ from __future__ import annotations
 
 from base64 import b64decode
 from collections.abc import Sequence
+from functools import partial
 from hashlib import blake2b
 from hmac import compare_digest
+from typing import NamedTuple
 
-from keepwarm.errors import BadInput, BadRecord
+from keepwarm.errors import BadInput, BadRecord, NewerFormat
+from keepwarm.store.blobs.backend import Backend
+from keepwarm.store.blobs.deadline import CallDeadline
+from keepwarm.store.buffers import decode_record, memory_for, undo_code
+from keepwarm.store.record import Record, check_identity
+from keepwarm.store.remote.names import MAC, RecordPlace, RemoteNames
+from keepwarm.store.seal import Seal
 
 KEY_BYTES = 32
 MAC_BYTES = 32
@@ -50,3 +59,38 @@ class FleetKey:
         """Raise BadRecord unless a machine with this key has put the bytes under this name."""
         if mac is None or not compare_digest(self.mac(name, [data]), bytes(mac)):
             raise BadRecord("its MAC is missing or not made with the fleet key")
+
+
+class FetchedRecord(NamedTuple):
+    record: Record
+    n_bytes: int  # that were sent
+
+
+class VerifiedRecords:
+    """The records of a place, each verified before anybody sees it."""
+
+    def __init__(
+        self, backend: Backend, names: RemoteNames, seal: Seal | None, fleet_key: FleetKey | None
+    ) -> None:
+        self._backend, self._names = backend, names
+        self._seal, self._fleet_key = seal, fleet_key
+
+    def fetch(self, place: RecordPlace, deadline: CallDeadline) -> FetchedRecord | None:
+        """None if it is not there; raises BadRecord or NewerFormat if it cannot be used."""
+        name, verify = self._names.of(place), partial(self._verified, place)
+        if self._fleet_key is None:
+            return self._backend.fetch(name, memory_for, verify, deadline.left_s())
+        data = self._backend.read(name, memory_for, deadline.left_s())
+        if data is None:
+            return None
+        mac = self._backend.read(name + MAC, memory_for, deadline.left_s())
+        self._fleet_key.check(name, data, mac)
+        return verify(data)
+
+    def _verified(self, place: RecordPlace, data: memoryview) -> FetchedRecord:
+        try:
+            record = decode_record(data if self._seal else undo_code(data), self._seal)
+        except PermissionError as error:  # no key for it; a place would be out of order
+            raise NewerFormat(str(error)) from error
+        check_identity(record.header, place.key, place.part)
+        return FetchedRecord(record, len(data))
