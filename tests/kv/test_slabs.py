@@ -121,6 +121,15 @@ def test_unused_slabs_are_freed(pool):
     assert pool.free_bytes == 2 * size
 
 
+def test_a_closed_pool_has_freed_its_slabs(pool):
+    pool.expect([N_BYTES])
+    wait_until(lambda: pool.free_bytes)
+    held = pool.take(N_BYTES)
+    pool.close()
+    assert pool.free_bytes == 0
+    assert pool.n_bytes == held.array.nbytes
+
+
 @given(st.integers(0, 1 << 34))
 def test_a_slab_is_larger_than_asked_but_not_much(n_bytes):
     size = slabs._rounded(n_bytes)

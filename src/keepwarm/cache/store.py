@@ -348,6 +348,8 @@ class Store:
         self._reader.close()
         self._shared.close()
         self.memory.close()
+        if self._reader.slabs is not None:
+            self._reader.slabs.close()
         if self._on_disk is not None:
             self._on_disk.close()
 

@@ -207,11 +207,13 @@ class SlabPool:
             return sum(size * len(arrays) for size, arrays in self._free.items())
 
     def close(self) -> None:
+        """Free all that are not in use."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        self._drop(self.free_bytes)
 
     def _make(self, size: int) -> mx.array:
         self._drop(self.free_bytes - 2 * READY_BYTES - min(AHEAD_BYTES, self._budget))

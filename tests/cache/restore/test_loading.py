@@ -1,6 +1,8 @@
-"""A restore that cannot begin leaves nobody behind."""
+"""A restore that cannot begin leaves nobody behind, and one that has ended no memory."""
 
+import gc
 import threading
+import weakref
 
 import mlx.core as mx
 import pytest
@@ -14,6 +16,7 @@ from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers
+from tests.kit.waiting import wait_until
 from tests.store.kit import tokens_of
 
 SPEC = TensorSpec((None, 8), mx.uint8)  # what the kit's records hold
@@ -42,3 +45,22 @@ def test_a_start_that_fails_half_way_leaves_nobody_waiting(n_begun, disk, reads,
     ended.join(300)
     assert not ended.is_alive()
     assert all(future.done() for future in begun)
+
+
+def test_what_was_restored_is_freed_without_the_garbage_collector(disk, reads):
+    """It would free gigabytes of a device at once, in the middle of another request."""
+    reader = Reader(Tiers([("disk", disk)]))
+    point = Point(256 * len(reads), tuple(reads), 0)
+    gc.collect()
+    gc.disable()
+    try:
+        loading = Loading(
+            tokens_of(point.n_tokens), point, LAYOUT, reader, MemorySaver(MemoryTier(0))
+        )
+        assert loading.finish().restored is not None
+        kept = weakref.ref(loading)
+        del loading
+        wait_until(lambda: kept() is None)
+    finally:
+        gc.enable()
+        reader.close()

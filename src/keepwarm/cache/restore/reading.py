@@ -64,7 +64,8 @@ class PendingReads:
 
     def add(self, future: Future[str]) -> None:
         self.futures.append(future)
-        future.add_done_callback(lambda _: self.prefetch_slots.release())
+        slots = self.prefetch_slots
+        future.add_done_callback(lambda _: slots.release())
 
     def is_prefetch_useless(self, number: int) -> bool:
         """Whether that record has been read, or reading was stopped."""
@@ -85,6 +86,8 @@ class PendingReads:
         for future in self.futures:
             tiers.append(future.result())
             meanwhile()
+        # It refers to what holds these reads: without the cycle, the rows are freed with the caches.
+        self.use = Future()
         return ReadOutcome(tiers, self.missed, self.fault)
 
     def miss(self, key: BlockKey, fault: Fault) -> None:
@@ -203,8 +206,6 @@ class Reader:
     def close(self) -> None:
         for pool in (self._pool, self._background, self._prefetch_pool):
             pool.shutdown(wait=True, cancel_futures=True)
-        if self.slabs is not None:
-            self.slabs.close()
 
 
 def _settle(future: Future[str], read: Callable[[], str]) -> None:
