@@ -332,3 +332,24 @@ def test_an_answer_that_outgrows_the_memory_ends_alone(models, tmp_path):
         assert engine.stats().counters["failed"] == 1
         rest = engine.submit(ask([*long, *said, 1], 4)).result()
         assert rest.receipt.cached_tokens == len(long) + len(said)
+
+
+@pytest.mark.parametrize(("policy", "n_fed"), [(Policy.READ_WRITE, 3), (Policy.NO_STORE, 2)])
+def test_the_last_token_is_fed_only_if_the_answer_is_kept(models, tmp_path, policy, n_fed):
+    model = models.of("llama")
+    with engine_on(model, tmp_path) as engine:
+        engine.submit(ask(prompt_of(20), 1)).result()  # makes the lane
+        before = model.module.decoded
+        engine.submit(ask(prompt_of(20, 1), 3, policy=policy)).result()
+        assert model.module.decoded - before == n_fed
+
+
+def test_beside_a_kept_answer_one_that_is_not_kept_ends_alike(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        with held(engine):
+            kept = engine.submit(ask(prompt_of(20), 3))
+            other = engine.submit(ask(prompt_of(20, 1), 3, policy=Policy.NO_STORE))
+        said, unkept = (tokens_of(answer.result().choices[0]) for answer in (kept, other))
+        assert (len(said), len(unkept)) == (3, 3)
+        again = engine.submit(ask([*prompt_of(20), *said, 1], 1)).result()
+        assert again.receipt.cached_tokens == 23

@@ -142,7 +142,7 @@ def test_no_store_neither_waits_nor_leads(models, tmp_path):
         results = [answer.result() for answer in ask_together(engine, requests)]
         assert engine.stats().counters["waited_for_prefix"] == 0
         assert [result.receipt.cached_tokens for result in results] == [0, 0, 0]
-        assert model.module.fed == sum(map(len, prompts)) + 3 * N
+        assert engine.stats().counters["prefilled_tokens"] == sum(map(len, prompts))
         again = engine.submit(ask(prompts[0], N, policy=Policy.NO_STORE)).result()
         assert again.receipt.cached_tokens == 0
         assert tokens_of(again.choices[0]) == tokens_of(results[0].choices[0])

@@ -283,8 +283,9 @@ class Scheduler:
         if runs_ahead:
             batch.feed()
         finished = [row for row, token in batch.emit() if not self._add_token(row, token)]
-        if not runs_ahead:
-            batch.feed()
+        is_kept = any(row.job.request.policy.writes for row in finished)
+        if not runs_ahead and (is_kept or len(finished) < len(batch.rows)):
+            batch.feed()  # else nobody needs the last tokens in the caches
         self._leave(key, batch, finished)
         if not batch.rows:
             return
