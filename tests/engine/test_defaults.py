@@ -146,3 +146,14 @@ def test_the_context_is_a_setting(tmp_path):
     short = load(path, settings(tmp_path, context=64))
     assert short.n_context == 64
     assert load(path, settings(tmp_path, context=101)).n_context == 100
+
+
+def test_a_lane_of_the_default_options_needs_no_run_of_the_model(models, tmp_path):
+    """The engine has run it once; other options are tried out when they are asked for."""
+    model = models.of("llama")
+    with engine_on(model, tmp_path) as engine:
+        n_runs = len(model.module.shapes)
+        assert engine.lane_of("first").manager.layout == engine.lane_of("second").manager.layout
+        assert len(model.module.shapes) == n_runs
+        engine.prepare(ask([1, 2], kv=KVOptions(max_kv_size=64)))
+        assert len(model.module.shapes) == n_runs + 1

@@ -149,16 +149,18 @@ class Store:
         *,
         adapter: Path | str | None = None,
         salt: str = "",
+        layout: kv.Layout | None = None,
         **kv_options: Any,
     ) -> AttachedModel:
         """Save and restore caches of this mlx-lm model; `source` is the path or id of its weights.
 
         `adapter` is the directory of its adapter, `kv_options` are those of
         `keepwarm.kv.make_caches`. These and the salt are part of the model's identity: blocks saved
-        with others are not found.
+        with others are not found. Without `layout`, which `keepwarm.kv.probe` finds, the model is
+        run once.
         """
         blas.start(self.settings.home)  # the probe runs the model
-        layout = kv.probe(model, kv.make_caches(model, **kv_options))
+        layout = layout or kv.probe(model, kv.make_caches(model, **kv_options))
         identity = identity_of(
             model,
             source,

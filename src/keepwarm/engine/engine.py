@@ -40,10 +40,9 @@ from keepwarm.engine.insight.whatif import LookupLog
 from keepwarm.engine.jobs import Job, RunningSequence
 from keepwarm.engine.lane import Lane, Lanes, exact_options, make_options
 from keepwarm.engine.prefill import SliceSizer
-from keepwarm.engine.sampling import n_logits
 from keepwarm.engine.scheduler import Scheduler
 from keepwarm.errors import Busy, Cancelled, KeepwarmError, Stopping
-from keepwarm.kv import make_caches
+from keepwarm.kv import make_caches, run_probe
 from keepwarm.models.load import Model
 from keepwarm.prefix.recent import RecentPrompts
 from keepwarm.text.bounds.deadline import PrepareDeadline
@@ -94,9 +93,10 @@ class Engine:
         self._auditor = Auditor(self.config.audit_share)
         self._numbers = numbers or count(1)
         self._turns = turns or DeviceTurns()
-        self.preparer = Preparer.of(model, n_logits(model), recent, settings, self.config.isolated)
+        probe = run_probe(model.module, make_caches(model.module))
+        self.preparer = Preparer.of(model, probe.n_logits, recent, settings, self.config.isolated)
         self._texts = RememberedTexts(recent, self.misses, self.preparer, self._post)
-        self._lanes = Lanes(model, self.store, self.live)
+        self._lanes = Lanes(model, self.store, self.live, probe.layout)
         self._admission = Admission(memory.batch_bytes)
         self._chores = Chores(self.store, lambda job: self._post(partial(self._scheduler.end, job)))
         self._scheduler = Scheduler(

@@ -252,6 +252,7 @@ class Lanes:
     model: Model
     store: Store
     live: Live
+    layout: kv.Layout  # with the default KV options
     _made: dict[tuple[KVOptions, str], Lane] = field(default_factory=dict)
 
     def find(self, options: KVOptions, tenant: str) -> Lane | None:
@@ -277,11 +278,13 @@ class Lanes:
 
     def _make(self, options: KVOptions, tenant: str) -> Lane:
         start, is_exact = options.quantized_kv_start, options.kv_bits is None
+        given = make_options(options)
         attached = self.store.attach(
             self.model.module,
             self.model.path,
             salt=salt_of(tenant, start),
-            **make_options(options),
+            layout=None if given else self.layout,
+            **given,
         )
         return Lane(
             self.model,

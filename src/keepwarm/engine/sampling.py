@@ -16,7 +16,6 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from keepwarm.models.load import Model
 from keepwarm.text.request import Sampling, TokenInfo, TopLogprob
 from keepwarm.text.sampling_rules import DrawRules
 
@@ -214,10 +213,3 @@ def _rank_thresholds(rules: Sequence[DrawRules], scores: mx.array) -> mx.array:
 
 def _column(values: Sequence[float]) -> mx.array:
     return mx.array(list(values), mx.float32)[:, None]
-
-
-def n_logits(model: Model) -> int:
-    """Often more than the tokenizer has tokens."""
-    logits = model.module(mx.array([[0]]))
-    mx.eval(logits)  # some models keep arrays of their first call, for every thread
-    return int(logits.shape[-1])

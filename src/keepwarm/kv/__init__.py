@@ -46,7 +46,7 @@ from keepwarm.kv.kinds import (
     kind_of,
     token_count,
 )
-from keepwarm.kv.layout import Layout, layout_of, probe
+from keepwarm.kv.layout import Layout, Probe, layout_of, probe, run_probe
 from keepwarm.kv.make import make_caches
 from keepwarm.kv.padding import LeftPadding, Padding, RightPadding, TwoSidedPadding
 from keepwarm.kv.quant import BatchQuantizedKVCache, QuantKVCache, quantize_caches
@@ -65,6 +65,7 @@ __all__ = [
     "Mask",
     "MaskedCache",
     "Padding",
+    "Probe",
     "QuantKVCache",
     "RightPadding",
     "RowCache",
@@ -95,6 +96,7 @@ __all__ = [
     "probe",
     "quantize_caches",
     "reconstruct_cache",
+    "run_probe",
     "slab_sizes",
     "token_count",
     "trim",

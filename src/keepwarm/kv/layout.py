@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -168,15 +168,27 @@ def layout_of(caches: Caches) -> Layout:
     return Layout(tuple(specs))
 
 
+class Probe(NamedTuple):
+    """What one run of a model shows."""
+
+    layout: Layout
+    n_logits: int  # often more than the tokenizer has tokens
+
+
 def probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Layout:
-    """The layout of a model, found by feeding it one token with empty caches, and two more.
+    """The layout of a model."""
+    return run_probe(model, caches, token).layout
+
+
+def run_probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Probe:
+    """Feed a model one token with empty caches, and two more.
 
     The second slice has a mask, with which some models do not take quantised keys, and shows which
     states grow. Layers without either need only the first.
     """
     is_quantised = any(isinstance(leaf, QuantKVCache) for _, leaf in leaves(caches))
     try:
-        _feed(model, caches, [token])
+        n_logits = _feed(model, caches, [token])
         layout = layout_of(caches)
         if is_quantised or Kind.STATE in layout.kinds:
             _feed(model, caches, [token, token])
@@ -192,13 +204,14 @@ def probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Layout:
             f"{name} does not run with these KV options ({why}); change or remove them."
         ) from error
     later = zip(layout.layers, layout_of(caches).layers, strict=True)
-    return Layout(tuple(layer.opened(grown) for layer, grown in later))
+    return Probe(Layout(tuple(layer.opened(grown) for layer, grown in later)), n_logits)
 
 
-def _feed(model: Callable[..., Any], caches: Caches, tokens: list[int]) -> None:
-    logits = model(mx.array([tokens]), cache=caches)
+def _feed(model: Callable[..., Any], caches: Caches, tokens: list[int]) -> int:
+    logits: mx.array = model(mx.array([tokens]), cache=caches)
     mx.eval(logits)  # some models keep arrays of their first call, for every thread
     mx.eval([array for cache in caches for array in encode(cache).arrays()])
+    return int(logits.shape[-1])
 
 
 def _spec(path: str, kind: Kind, cache: Any, encoded: EncodedCache) -> LayerSpec:
