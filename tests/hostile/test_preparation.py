@@ -424,6 +424,26 @@ def test_a_closed_process_takes_no_more():
         run(process, tasks.report)
 
 
+def test_it_starts_when_its_time_has_come():
+    process = PreparingProcess(tasks.Nothing())
+    process.start(600.0)
+    assert process._process is None  # the first requests have the cores
+    process.start(0.0)
+    wait_until(lambda: process._process is not None)
+    process.close()
+
+
+def test_closed_before_it_has_started_it_never_starts():
+    process = PreparingProcess(tasks.Nothing())
+    process.start(600.0)
+    process.close()
+    process._later.join(60)
+    assert not process._later.is_alive()
+    process.start(0.0)
+    process._later.join()
+    assert process._process is None
+
+
 def children_of(process):
     return [
         child
@@ -490,7 +510,8 @@ def test_a_client_that_goes_ends_the_preparation_of_its_request(live):
             "chat_template_kwargs": {"spin": True},
         }
     ).encode()
-    process.start()
+    process.start(0.0)
+    wait_until(lambda: process._process is not None)
     with socket.create_connection(live.url.removeprefix("http://").split(":")) as link:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         link.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

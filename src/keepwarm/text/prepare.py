@@ -238,7 +238,7 @@ class Preparer:
         self._answers.clear()
 
     def start(self) -> None:
-        """Start the other process now, if there is one; else its first request does."""
+        """Start the other process soon, if there is one; else its first request does."""
         if self._isolation is not None:
             self._isolation.start()
 

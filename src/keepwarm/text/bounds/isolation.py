@@ -23,6 +23,7 @@ from keepwarm.text.request import Request
 from keepwarm.text.template import Template
 from keepwarm.text.tools import CallMarkers
 
+AFTER_S = 2.0
 RENDER_CPU_S = 60.0
 GRAMMAR_CPU_S = 1.0
 _FIRST = Request(messages=[{"role": "user", "content": "Hi"}], policy=Policy.NO_STORE)
@@ -135,8 +136,11 @@ class Isolation:
             return None
 
     def start(self) -> None:
-        """Start the process now, so that the first request that needs it does not wait."""
-        self._process.start()
+        """Start the process soon, so that the first request that needs it does not wait.
+
+        Not at once: its imports would take a core from the requests that waited for the server.
+        """
+        self._process.start(AFTER_S)
 
     def render(
         self,

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from tempfile import TemporaryFile
 from typing import Any, TypeAlias
@@ -49,6 +50,7 @@ class PreparingProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
         self._has_worked = False
+        self._later: threading.Timer | None = None
 
     def run(
         self,
@@ -83,12 +85,19 @@ class PreparingProcess:
             finally:
                 self._kill(number)  # in case that it still runs
 
-    def start(self) -> None:
-        """Start it now, so that the first task need not wait."""
-        with self._lock:
+    def start(self, after_s: float) -> None:
+        """Start it then, so that the first task need not wait, unless that comes earlier."""
+        self._later = threading.Timer(after_s, self._start)
+        self._later.daemon = True
+        self._later.start()
+
+    def _start(self) -> None:
+        with self._lock, suppress(ProcessGone):
             self._connect()
 
     def close(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
         with self._lock:
             self._closed = True
             self._end()
