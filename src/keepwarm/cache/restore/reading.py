@@ -86,7 +86,7 @@ class PendingReads:
         for future in self.futures:
             tiers.append(future.result())
             meanwhile()
-        # It refers to what holds these reads: without the cycle, the rows are freed with the caches.
+        # It refers to what holds these reads: without that cycle, rows are freed with the caches.
         self.use = Future()
         return ReadOutcome(tiers, self.missed, self.fault)
 
