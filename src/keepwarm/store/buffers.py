@@ -63,12 +63,11 @@ def decode_record(data: memoryview, seal: Seal | None = None) -> Record:
         file = BytesIO(data)
         return read_record(file, open_record(file, len(data), seal))
     opened = _open(data, len(data))
-    tensors = []
-    for entry in opened.entries:
-        start, end = opened.data_start + entry.start, opened.data_start + entry.end
-        tensor = Tensor(entry.name, entry.dtype, entry.shape, data[start:end])
-        if tensor_digest(tensor) != entry.digest:
-            raise BadRecord(f"{entry.name} does not match its digest")
+    tensors, first = [], opened.data_start
+    for name, dtype, shape, start, end, digest in opened.entries:
+        tensor = Tensor(name, dtype, shape, data[first + start : first + end])
+        if tensor_digest(tensor) != digest:
+            raise BadRecord(f"{name} does not match its digest")
         tensors.append(tensor)
     return Record(opened.header, tuple(tensors))
 

@@ -121,7 +121,8 @@ class TierCounts:
 
     def add(self, **more: int) -> None:
         with self._lock:
-            self._counts.update(more)
+            for name, n in more.items():
+                self._counts[name] += n
 
     def stats(self, n_blocks: int, n_bytes: int, max_bytes: int | None) -> TierStats:
         with self._lock:

@@ -36,7 +36,10 @@ class _Call(Generic[T]):
                 self._result.append(self._work())
             except BaseException as error:
                 self._error = error
-            self._under_way.release()
+
+    def end(self) -> None:
+        """Wake whoever waits for it."""
+        self._under_way.release()
 
     @property
     def is_done(self) -> bool:
@@ -117,10 +120,11 @@ class Hands:
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
             call.do()
-            del call  # who waits for the next one must not keep what was read
-            with self._lock:
+            with self._lock:  # first: whoever is woken may hand over the next one
                 self._n_open -= 1
                 self._n_done += 1
+            call.end()
+            del call  # who waits for the next one must not keep what was read
 
     def close(self) -> None:
         for _ in self._threads:
