@@ -24,6 +24,7 @@ from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockRef, Namespace, chain
 from keepwarm.store.blobs.backend import Backend, BlobError
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.opening import open_backend
+from keepwarm.store.buffers import memory_for
 from keepwarm.store.record import Header, Part, Record, Tensor, encode_record
 from keepwarm.store.remote.names import RecordPlace, RemoteNames
 from keepwarm.store.remote.question import Question
@@ -180,7 +181,7 @@ def _raw(
         return lambda name: (root / name).read_bytes(), write
     if place == "redis":  # our own client is the fastest there is
         return (
-            lambda name: backend.read(name, _new, SOON),
+            lambda name: backend.read(name, memory_for, SOON),
             lambda data: backend.put(new_name(), [data], SOON),
         )
     import obstore
@@ -223,7 +224,3 @@ def _record(namespace: Namespace, ref: BlockRef, record: RecordSize) -> Record:
         for kind in "KV"
     )
     return Record(header, tensors)
-
-
-def _new(n_bytes: int) -> memoryview:
-    return memoryview(bytearray(n_bytes))
