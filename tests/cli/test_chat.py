@@ -9,6 +9,7 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import suppress
 from itertools import count
 
 import pytest
@@ -19,6 +20,7 @@ from keepwarm.config import Settings
 from keepwarm.text.request import Request
 from tests.cli import environment, keepwarm, keepwarm_here, write_endless
 from tests.kit.checkpoints import write_checkpoint
+from tests.kit.waiting import wait_until
 
 SUMMARY = r"(\d+) tokens · (\d+) of (\d+) already warm · ([\d.]+ tok/s|stopped)"
 
@@ -67,6 +69,12 @@ class Terminal:
         self.shown = self.shown[found.end() :]
         return found
 
+    def is_controlling(self):
+        """Whether the first line of the program has run."""
+        with suppress(OSError):
+            return os.tcgetpgrp(self._fd) == self.process.pid
+        return False
+
     def close(self):
         os.close(self._fd)
         self.process.kill()
@@ -111,7 +119,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal):
 
 def test_ctrl_c_while_loading_leaves(terminal):
     """Before the first prompt there is no answer to stop, and nothing to lose."""
-    time.sleep(0.3)
+    wait_until(terminal.is_controlling)  # Python itself is there: it takes no Ctrl-C before
+    time.sleep(0.1)
     os.killpg(terminal.process.pid, signal.SIGINT)
     assert terminal.process.wait(timeout=300) in (130, -signal.SIGINT)
 

@@ -153,7 +153,7 @@ def test_it_stands_back_while_requests_run(models, tmp_path):
     """Warming waits for running requests, then continues."""
     said = fill(models, tmp_path)
     with engine_on(models.of("llama"), tmp_path) as engine:
-        answer = engine.submit(ask(prompt_of(20), 400))
+        answer = engine.submit(ask(prompt_of(20), 3500))
         next(answer)
         warmer = Warmer(engine).run_in_background()
         threading.Event().wait(0.2)
@@ -167,7 +167,7 @@ def test_it_stands_back_while_requests_run(models, tmp_path):
 def test_it_ends_when_it_is_closed(models, tmp_path):
     fill(models, tmp_path)
     with engine_on(models.of("llama"), tmp_path) as engine:
-        answer = engine.submit(ask(prompt_of(20), 400))
+        answer = engine.submit(ask(prompt_of(20), 3500))
         next(answer)
         warmer = Warmer(engine).run_in_background()
         warmer.close()

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeAlias
 
+from tests.kit.redis_server import free_port
+
 LARGE = 4096  # bytes received at once that are taken for a part of a value
 CHUNK = 1 << 16
 SOON = 30.0
@@ -29,9 +31,8 @@ class FaultyProxy:
         self._lock = threading.Lock()
         self._free_at = 0.0
         self.mend()
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listening.getsockname()[1])
-        self._accept()
+        self.port = free_port()  # which `listen` takes again
+        self.listen()
 
     def mend(self) -> None:
         self.on_value: Callable[[bytes, Send], None] | None = None  # large parts of replies

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 PROGRAMS = ("valkey-server", "redis-server")
-START_S = 30.0
+START_S = 300.0
+PORTS = (12_000, 32_000)
 
 
 class RedisServer:
@@ -80,9 +82,15 @@ class RedisServer:
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """Below those that the system gives to connections, of which one might take it meanwhile.
+
+    Chosen by the system's chance: other processes that test may have the same seed.
+    """
+    while True:
+        port = random.SystemRandom().randrange(*PORTS)
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager

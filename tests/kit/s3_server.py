@@ -18,7 +18,7 @@ from tests.kit.redis_server import free_port
 
 BUCKET = "shared"
 KEY = "testing"
-START_S = 60.0
+START_S = 300.0
 
 
 @contextmanager

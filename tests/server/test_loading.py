@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from keepwarm.server.process import bind
+from tests.kit.redis_server import free_port
 from tests.kit.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
@@ -50,8 +50,7 @@ def loading(checkpoint, tmp_path):
     text = config.read_text()
     config.unlink()
     os.mkfifo(config)
-    with bind("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with running(model, tmp_path / "home", port) as process:
         server = Loading(process, f"http://127.0.0.1:{port}", config, text)
         wait_until(server.lives)
