@@ -44,9 +44,9 @@ def test_a_long_prompt_again_is_answered_in_less_than_half_the_time(engine):
     assert min(run.seconds for run in cold) > 2 * min(run.seconds for run in again)
 
 
-def six_turns(engine, policy):
+def six_turns(engine, policy, seed):
     """Seconds that a conversation takes."""
-    tokens, seconds = prompt_of(3500, seed=10), 0.0
+    tokens, seconds = prompt_of(3500, seed), 0.0
     for turn in range(6):
         run = timed(engine, tokens, 8, policy)
         seconds += run.seconds
@@ -56,5 +56,7 @@ def six_turns(engine, policy):
 
 def test_a_conversation_takes_at_least_60_percent_less_time(engine):
     """S2-05: against the same six turns without a cache."""
-    on, off = (six_turns(engine, policy) for policy in (Policy.READ_WRITE, Policy.NO_STORE))
+    policies = (Policy.READ_WRITE, Policy.NO_STORE)
+    pairs = [[six_turns(engine, policy, seed) for policy in policies] for seed in (10, 11)]
+    on, off = (min(each) for each in zip(*pairs, strict=True))  # others use the machine too
     assert 1 - on / off >= 0.6

@@ -1,9 +1,11 @@
-"""Waiting for what happens on other threads."""
+"""Waiting for what happens on other threads, and measuring without what happens by chance."""
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 def wait_until(happened: Callable[[], bool], timeout_s: float = 300.0) -> None:
@@ -12,3 +14,14 @@ def wait_until(happened: Callable[[], bool], timeout_s: float = 300.0) -> None:
     while not happened():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.01)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Garbage of earlier tests is collected before, not while processor time is measured."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from keepwarm.prefix.recent import MissExplanation, NearestPrompt, RecentPrompts
+from tests.kit.waiting import no_collection
 
 
 def tokens_of(n, seed=0):
@@ -115,6 +116,7 @@ def test_long_prompts_are_compared_quickly():
     recent = RecentPrompts(max_bytes=1 << 30)
     for i in range(100):
         recent.remember("ours", [*prompt[: 1000 * i], 1, *prompt[1000 * i + 1 :]])
-    started = time.thread_time()
-    assert recent.nearest("ours", prompt).n_common == 99_000
-    assert time.thread_time() - started < 1.0
+    with no_collection():
+        started = time.thread_time()
+        assert recent.nearest("ours", prompt).n_common == 99_000
+        assert time.thread_time() - started < 1.0

@@ -20,12 +20,13 @@ PROGRESS = re.compile(r'\{"prompt_tokens_done": (\d+), "prompt_tokens": (\d+)\}'
 class Slowly:
     """A model that takes its time for every token of a prompt; all else is the model's."""
 
-    def __init__(self, module):
+    def __init__(self, module, token_s=TOKEN_S):
         self._module = module
+        self.token_s = token_s
 
     def __call__(self, tokens, *arguments, **options):
         if tokens.shape[1] > 1:
-            time.sleep(TOKEN_S * tokens.size)
+            time.sleep(self.token_s * tokens.size)
         return self._module(tokens, *arguments, **options)
 
     def __getattr__(self, name):

@@ -7,12 +7,15 @@ import asyncio
 import signal
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import httpx
 import openai
 import pytest
 
+from keepwarm import config
 from tests.kit.waiting import wait_until
+from tests.server.conftest import serve
 from tests.server.processes import SMALL, served
 from tests.server.talks import (
     DURABLE,
@@ -25,6 +28,7 @@ from tests.server.talks import (
     tokenizer_of,
     turns,
 )
+from tests.server.test_keep_alive import Slowly
 
 N_TALKS = 8
 N_LONG = 1500  # tokens of an answer that goes on while a client is refused
@@ -185,11 +189,13 @@ def test_a_stream_that_fails_says_so_and_others_go_on(checkpoint, serving, plain
     assert after.is_success
 
 
-def test_a_client_that_leaves_costs_no_more_than_a_step(serving, plain):
+def test_a_client_that_leaves_costs_no_more_than_a_step(served_model, plain, tmp_path):
     """While its prompt is read, and while it is answered; what was done by then is used again."""
     long = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 500}]
     body = {"model": "m", "max_tokens": 8000, "logit_bias": plain, "stream": True}
-    with serving() as live:
+    slow = Slowly(served_model.module, 0.001)  # a step takes longer than the news of a leave
+    settings = config.load({"KEEPWARM_HOME": str(tmp_path)})
+    with serve(replace(served_model, module=slow), settings) as live:
         path = "/v1/chat/completions"
 
         def done():
@@ -212,6 +218,7 @@ def test_a_client_that_leaves_costs_no_more_than_a_step(serving, plain):
         read = done()["prefilled_tokens"]
         assert done()["generated_tokens"] == 0
         assert read - left["prefilled_tokens"] <= 2 * SLICE  # the one under way, and one more
+        slow.token_s = 0
         n_prompt, cached = ask_again(long)
         assert cached == read < n_prompt
 

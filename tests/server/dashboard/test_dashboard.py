@@ -93,7 +93,7 @@ def test_a_running_request_is_shown_and_then_is_not(live):
     with live.openai().chat.completions.create(
         model="any",
         messages=[{"role": "user", "content": "Hi."}],
-        max_tokens=3000,
+        max_tokens=12000,
         stream=True,
         logit_bias={str(end): -100 for end in live.host.engine.model.tokenizer.eos_token_ids},
         extra_headers={"X-Keepwarm-Agent": agent},
