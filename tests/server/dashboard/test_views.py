@@ -27,9 +27,10 @@ def keyed(serving, tmp_path_factory):
 # Requests.
 
 
-def test_a_prompt_is_seen_being_prefilled(live):
+def test_a_prompt_is_seen_being_prefilled(live, monkeypatch):
     """The bar is not full before the work is done."""
     engine = live.host.engine
+    monkeypatch.setattr(engine._scheduler.slice_sizer, "max_slice", 16)  # who looks may be late
     messages = [{"role": "user", "content": "Prefilled slowly. " * 200}]
     answer = engine.submit(Request(messages=messages, sampling=Sampling(max_tokens=1)))
     seen = []
