@@ -113,7 +113,7 @@ def test_an_unexpected_error_has_an_id_too(serving, lines, monkeypatch):
 
 
 def test_a_client_that_leaves_has_a_line(keyed, lines):
-    long = body(stream=True, logit_bias={"2": -100}) | {"max_tokens": 3000}
+    long = body(stream=True, logit_bias={"2": -100}) | {"max_tokens": 12000}
     headers = {**A, "x-request-id": "left-early"}
     url = f"{keyed.url}/v1/chat/completions"
     with httpx.stream("POST", url, json=long, headers=headers, timeout=300) as answer:

@@ -20,7 +20,7 @@ from tests.server.conftest import serve
 
 ADMIN = {"Authorization": "Bearer admin"}
 QUESTION = {"messages": [{"role": "user", "content": "What is the answer?"}], "max_tokens": 4}
-ENDLESS = QUESTION | {"max_tokens": 3000, "logit_bias": {"2": -100}}
+ENDLESS = QUESTION | {"max_tokens": 12000, "logit_bias": {"2": -100}}
 
 
 @pytest.fixture(scope="module")
@@ -158,18 +158,18 @@ def test_without_a_model_it_says_so(admin, checkpoint):
 
 def test_answers_that_run_may_end_first(admin, other):
     """An answer that ends in time is complete; a longer one ends with an error."""
-    short = QUESTION | {"max_tokens": 60, "stream": True, "logit_bias": {"2": -100}}
+    short = QUESTION | {"max_tokens": 300, "stream": True, "logit_bias": {"2": -100}}
     texts = {}
 
     def read(name, body):
         texts[name] = admin.post("/v1/chat/completions", body).text
 
-    bodies = {"short": short, "endless": ENDLESS | {"stream": True}}
+    bodies = {"endless": ENDLESS | {"stream": True}, "short": short}
     threads = [threading.Thread(target=read, args=each) for each in bodies.items()]
-    for thread in threads:
+    for number, thread in enumerate(threads, 1):
         thread.start()
-    wait_until(lambda: admin.host.engine.stats().decoding == 2)
-    assert change(admin, "swap", {"model": str(other), "drain_s": 1}).status_code == 200
+        wait_until(lambda n=number: admin.host.engine.stats().decoding == n)
+    assert change(admin, "swap", {"model": str(other), "drain_s": 3}).status_code == 200
     for thread in threads:
         thread.join(300)
     assert '"finish_reason": "length"' in texts["short"]

@@ -19,7 +19,7 @@ from tests.server.conftest import serve
 
 ASK = {"role": "user", "content": "How many leaves has the oak?"}
 SHORT = {"num_predict": 8, "temperature": 0}
-ENDLESS = {"model": "tiny", "messages": [ASK], "max_tokens": 3000, "logit_bias": {"2": -100}}
+ENDLESS = {"model": "tiny", "messages": [ASK], "max_tokens": 12000, "logit_bias": {"2": -100}}
 SCHEMA = {
     "type": "object",
     "properties": {"deciduous": {"type": "boolean"}},
@@ -273,7 +273,7 @@ def test_a_model_is_unloaded_and_loaded(alone):
 
 
 def test_a_model_is_not_unloaded_while_others_use_it(alone):
-    with talking(alone, ENDLESS | {"max_tokens": 200}) as lines:
+    with talking(alone, ENDLESS | {"max_tokens": 2000}) as lines:
         assert chat(alone, {"messages": [], "keep_alive": 0}).json()["done_reason"] == "unload"
         assert alone.host.loaded is not None
         *_, last, _ = lines
