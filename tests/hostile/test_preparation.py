@@ -414,6 +414,13 @@ def test_a_fork_that_crashes_is_no_reason_to_wait():
     process.close()
 
 
+def test_a_recipe_that_cannot_be_sent_is_no_reason_to_fail():
+    process = PreparingProcess(lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(ProcessGone):
+        run(process, tasks.report)
+    process.close()
+
+
 def test_a_closed_process_takes_no_more():
     process = PreparingProcess(tasks.Nothing())
     run(process, tasks.report)

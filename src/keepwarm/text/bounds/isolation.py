@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -126,14 +125,9 @@ class Isolation:
 
     @classmethod
     def of(cls, recipe: BenchRecipe, splicer: Splicer, known: KnownPieces) -> Isolation | None:
-        """None for a tokenizer that cannot be sent to another process."""
+        """None for a tokenizer that needs MLX."""
         portable = recipe.portable()
-        if portable is None:
-            return None
-        try:
-            return cls(PreparingProcess(portable), splicer, known)
-        except (pickle.PicklingError, TypeError, AttributeError):
-            return None
+        return None if portable is None else cls(PreparingProcess(portable), splicer, known)
 
     def start(self) -> None:
         """Start the process soon, so that the first request that needs it does not wait.

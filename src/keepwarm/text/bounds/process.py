@@ -42,8 +42,8 @@ class PreparingProcess:
     """Starts with its first task, and again if it has ended. Thread-safe. Close it."""
 
     def __init__(self, recipe: Recipe) -> None:
-        """`recipe` builds what every task gets first. Raises if it cannot be sent."""
-        self._recipe = pickle.dumps(recipe, pickle.HIGHEST_PROTOCOL)
+        """`recipe` builds what every task gets first."""
+        self._recipe = recipe
         self._lock = threading.Lock()
         self._tasks = count(1)
         self._control: socket.socket | None = None
@@ -134,12 +134,13 @@ class PreparingProcess:
         return self._control
 
     def _spawn(self) -> socket.socket:
+        pickled = self._pickled()
         here, there = socket.socketpair()
         path = os.pathsep.join(filter(None, sys.path))
         # Without threads of its own the tokenizer can be forked.
         environ = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
         with there, TemporaryFile() as recipe:
-            recipe.write(self._recipe)
+            recipe.write(pickled)
             recipe.seek(0)
             passed = [there.fileno(), recipe.fileno()]
             command = [sys.executable, "-P", "-c", CODE.format(*passed)]
@@ -147,6 +148,13 @@ class PreparingProcess:
                 command, pass_fds=passed, env=environ, stdin=subprocess.DEVNULL
             )
         return here
+
+    def _pickled(self) -> bytes:
+        """The recipe, which may hold a tokenizer that cannot be sent."""
+        try:
+            return pickle.dumps(self._recipe, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise ProcessGone from error
 
     def _end(self) -> None:
         if self._control is not None:
