@@ -206,7 +206,7 @@ def test_an_answer_that_was_cut_short_is_not_audited(models, tmp_path):
     with engine_on(models.of("llama"), tmp_path, audit_share=1.0) as engine:
         prompt = prompt_of(100)
         engine.submit(ask(prompt, 4)).result()
-        answer = engine.submit(ask(prompt, 300))
+        answer = engine.submit(ask(prompt, 3000))
         next(event for event in answer if isinstance(event, Delta))
         answer.cancel()
         with pytest.raises(Cancelled):

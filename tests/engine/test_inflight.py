@@ -122,7 +122,7 @@ def test_a_leader_cancelled_half_way(models, tmp_path):
     model = models.of("llama")
     prompts = agents(3)
     with engine_on(model, tmp_path) as engine:
-        engine._scheduler.slice_sizer.max_slice = 50
+        engine._scheduler.slice_sizer.max_slice = 5  # so many that this thread may be late
         leader, *others = ask_together(engine, [ask(prompt, N) for prompt in prompts])
         events = [next(leader), next(leader), next(leader)]  # started, and two slices
         leader.cancel()
@@ -130,7 +130,7 @@ def test_a_leader_cancelled_half_way(models, tmp_path):
             answer.result()
         n_read = engine.stats().counters["prefilled_tokens"]
         assert n_read == SHARED + sum(len(prompt) - SHARED for prompt in prompts[1:])
-        assert events[2].done == 100
+        assert events[2].done == 10
 
 
 def test_no_store_neither_waits_nor_leads(models, tmp_path):
