@@ -167,7 +167,6 @@ def offload_blocks(
         cuts.append(_Cut(Kind.STATE, numbers[-1:], _by_path(states)))
     cuts = [cut for cut in cuts if cut.tensors and cut.numbers]
     gathered = [gather(cut.tensors, len(cut.numbers)) for cut in cuts]
-    mx.eval([array for some in gathered for array in some.arrays()])
     parts: dict[tuple[Kind, int], Mapping[str, Rows]] = {}
     for cut, some in zip(cuts, gathered, strict=True):
         plan = pool.shared(some.plan)
