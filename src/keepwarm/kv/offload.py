@@ -1,9 +1,9 @@
 """Tensors of blocks copied off a CUDA device while it computes.
 
 The rows of all blocks that a slice completed are gathered on the device, in one operation for each
-tensor, not for each tensor of each block; that is waited for, so the cache may change afterwards.
-The copies over the bus, into one slab for each block, are only enqueued: the reader of the bytes
-waits for them.
+tensor, not for each tensor of each block. That, and the copies over the bus into one slab for each
+block, is only enqueued: what changes the cache comes after it on the stream, and the reader of the
+bytes waits for them.
 """
 
 from __future__ import annotations
