@@ -69,7 +69,7 @@ def _by_dtype(tensors: Mapping[TensorPath, mx.array]) -> Mapping[mx.Dtype, Seque
     return names
 
 
-def _by_block(arrays: Sequence[mx.array], n_blocks: int) -> mx.array:
+def _by_block(arrays: list[mx.array], n_blocks: int) -> mx.array:
     """One row for each block, with its part of every array, in few operations if all are alike."""
     if n_blocks > 1 and len({array.shape for array in arrays}) == 1:
         return _divided(mx.stack(arrays), n_blocks)
