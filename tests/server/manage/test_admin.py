@@ -20,7 +20,7 @@ from tests.server.conftest import serve
 
 ADMIN = {"Authorization": "Bearer admin"}
 QUESTION = {"messages": [{"role": "user", "content": "What is the answer?"}], "max_tokens": 4}
-ENDLESS = QUESTION | {"max_tokens": 12000, "logit_bias": {"2": -100}}
+ENDLESS = QUESTION | {"logit_bias": {"2": -100}}
 
 
 @pytest.fixture(scope="module")
@@ -156,24 +156,23 @@ def test_without_a_model_it_says_so(admin, checkpoint):
     assert admin.post("/v1/chat/completions", QUESTION).status_code == 200
 
 
-def test_answers_that_run_may_end_first(admin, other):
+@pytest.mark.parametrize(
+    ("n_tokens", "drain_s", "end"),
+    [(1500, 300, '"finish_reason": "length"'), (12_000, 0.5, "shutting down")],
+)
+def test_answers_that_run_may_end_first(admin, other, n_tokens, drain_s, end):
     """An answer that ends in time is complete; a longer one ends with an error."""
-    short = QUESTION | {"max_tokens": 300, "stream": True, "logit_bias": {"2": -100}}
-    texts = {}
+    body, texts = ENDLESS | {"max_tokens": n_tokens, "stream": True}, []
 
-    def read(name, body):
-        texts[name] = admin.post("/v1/chat/completions", body).text
+    def read():
+        texts.append(admin.post("/v1/chat/completions", body).text)
 
-    bodies = {"endless": ENDLESS | {"stream": True}, "short": short}
-    threads = [threading.Thread(target=read, args=each) for each in bodies.items()]
-    for number, thread in enumerate(threads, 1):
-        thread.start()
-        wait_until(lambda n=number: admin.host.engine.stats().decoding == n)
-    assert change(admin, "swap", {"model": str(other), "drain_s": 3}).status_code == 200
-    for thread in threads:
-        thread.join(300)
-    assert '"finish_reason": "length"' in texts["short"]
-    assert "shutting down" in texts["endless"]
+    thread = threading.Thread(target=read)
+    thread.start()
+    wait_until(lambda: admin.host.engine.stats().decoding == 1)
+    assert change(admin, "swap", {"model": str(other), "drain_s": drain_s}).status_code == 200
+    thread.join(300)
+    assert end in texts[0]
 
 
 def test_one_change_at_a_time(live):
