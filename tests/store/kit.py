@@ -11,8 +11,8 @@ from typing import BinaryIO
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, BlockRef, Namespace, chain, root
 from keepwarm.store.atomic import Files
+from keepwarm.store.header import ITEM_BYTES
 from keepwarm.store.record import (
-    ITEM_BYTES,
     Header,
     Part,
     Record,

@@ -21,7 +21,8 @@ from keepwarm.store.buffers import (
     find_start,
     undo_code,
 )
-from keepwarm.store.record import ITEM_BYTES, MAX_HEADER_BYTES, Record, Tensor, encode_record
+from keepwarm.store.header import ITEM_BYTES
+from keepwarm.store.record import MAX_HEADER_BYTES, Record, Tensor, encode_record
 from keepwarm.store.seal import Seal
 from tests.store.kit import content, encode, first_block, record, tensor
 

@@ -24,9 +24,8 @@ from hypothesis import strategies as st
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BlockKey, pack, unpack
 from keepwarm.prefix.fingerprint import FORMAT_VERSION
-from keepwarm.store.header import label
+from keepwarm.store.header import ITEM_BYTES, _known_table, label
 from keepwarm.store.record import (
-    ITEM_BYTES,
     MAX_HEADER_BYTES,
     Header,
     Part,
@@ -501,3 +500,16 @@ def test_key_types_come_back_as_bytes():
     header = decode(encode(small()))[0].header
     assert header.key == BlockKey(REF.key)
     assert isinstance(header.namespace, bytes)
+
+
+def test_tables_of_usual_length_are_parsed_once_and_others_are_not_remembered():
+    """Anybody who may write to a shared place could fill memory with long ones."""
+    usual, long = (
+        Record(record(REF).header, tuple(tensor(f"T{n}", "U8", (1,)) for n in range(n_tensors)))
+        for n_tensors in (16, 1000)
+    )
+    _known_table.cache_clear()
+    for made, n_known in ((usual, 1), (usual, 1), (long, 1)):
+        data = encode(made)
+        assert [t.name for t in decode(data)[1]] == [t.name for t in made.tensors]
+        assert _known_table.cache_info().currsize == n_known

@@ -34,7 +34,6 @@ from keepwarm.store.record import (
     VerifiedHeader,
     open_record,
     read_record,
-    tensor_digest,
 )
 from keepwarm.store.seal import Seal
 
@@ -64,11 +63,11 @@ def decode_record(data: memoryview, seal: Seal | None = None) -> Record:
         return read_record(file, open_record(file, len(data), seal))
     opened = _open(data, len(data))
     tensors, first = [], opened.data_start
-    for name, dtype, shape, start, end, digest in opened.entries:
-        tensor = Tensor(name, dtype, shape, data[first + start : first + end])
-        if tensor_digest(tensor) != digest:
-            raise BadRecord(f"{name} does not match its digest")
-        tensors.append(tensor)
+    for entry in opened.entries:
+        own = data[first + entry.start : first + entry.end]
+        if not entry.fits([own]):
+            raise BadRecord(f"{entry.name} does not match its digest")
+        tensors.append(Tensor(entry.name, entry.dtype, entry.shape, own))
     return Record(opened.header, tuple(tensors))
 
 

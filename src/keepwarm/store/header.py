@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from json.encoder import encode_basestring_ascii as quoted
-from typing import Any, Protocol, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import xxhash
 from pydantic_core import from_json, to_json
@@ -16,6 +17,12 @@ from pydantic_core import from_json, to_json
 from keepwarm.errors import BadRecord
 from keepwarm.store.seal import Seal
 
+MAX_KNOWN_TABLE = 1 << 15  # characters; 300 tensors
+MAX_COUNT = (1 << 47) - 1  # no file is longer, and no array has more items
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
 ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 
@@ -59,6 +66,17 @@ class LazyTensors(Sequence[HasBytes], ABC):
     def __getitem__(self, index: slice) -> Sequence[HasBytes]: ...
     def __getitem__(self, index: int | slice) -> HasBytes | Sequence[HasBytes]:
         return self._made[index]
+
+
+class TensorPlace(NamedTuple):
+    """The position of a tensor in the data, and what its digest has in front of its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    label: bytes
 
 
 class HeaderText:
@@ -109,6 +127,39 @@ class HeaderText:
         if b64encode(sealed).decode() != self.metadata["sealed"]:
             raise BadRecord("the header is not canonical")
         return HeaderText.parse(seal.open(self.entries.encode(), sealed))
+
+
+def parse_table(table: str, overhead: int) -> tuple[TensorPlace, ...]:
+    """The tensors of a record; `overhead` is what encrypting adds to each."""
+    parse = _known_table if len(table) <= MAX_KNOWN_TABLE else _parsed
+    return parse(table, overhead)
+
+
+def _parsed(table: str, overhead: int) -> tuple[TensorPlace, ...]:
+    return tuple(_places(from_json(table), overhead))
+
+
+# There is no more in it than the layers and the block's number, so all blocks of a model that have
+# the same number have the same table.
+_known_table = lru_cache(maxsize=256)(_parsed)
+
+
+def _places(table: Mapping[str, Any], overhead: int) -> Iterator[TensorPlace]:
+    at = 0
+    for name, entry in table.items():
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        end = at + math.prod(map(whole, shape)) * ITEM_BYTES[dtype] + overhead
+        if [*map(whole, entry["data_offsets"])] != [at, end]:
+            raise BadRecord(f"the offsets of {name} do not match its shape")
+        yield TensorPlace(name, dtype, shape, at, end, label(name, dtype, shape))
+        at = end
+
+
+def whole(value: Any, least: int = 0) -> int:
+    """A count from JSON, which may also hold floats, negative or huge numbers."""
+    if type(value) is not int or not least <= value <= MAX_COUNT:
+        raise BadRecord("a count in the header is out of range")
+    return value
 
 
 def entry_json(dtype: str, shape: tuple[int, ...], start: int, end: int) -> dict[str, Any]:

@@ -14,11 +14,10 @@ allocated, the header before a tensor is read, a tensor before it is returned.
 
 from __future__ import annotations
 
-import math
 import os
 import struct
 from base64 import b64decode, b64encode
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -30,15 +29,19 @@ from pydantic_core import from_json
 from keepwarm.errors import BadRecord, NewerFormat
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockKey, Namespace, block_key
 from keepwarm.prefix.fingerprint import FORMAT_VERSION, NAMESPACE_BYTES
-from keepwarm.store.header import HasBytes, HeaderText, LazyTensors, dumps, entry_json, label
+from keepwarm.store.header import (
+    HasBytes,
+    HeaderText,
+    LazyTensors,
+    dumps,
+    entry_json,
+    label,
+    parse_table,
+    whole,
+)
 from keepwarm.store.seal import OVERHEAD, TAG_BYTES, Seal
 
 MAX_HEADER_BYTES = 4 << 20  # JSON takes up to 20 times as much memory
-MAX_COUNT = (1 << 47) - 1  # no file is longer, and no array has more items
-ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
-    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
-}  # fmt: skip
 
 
 class Part(StrEnum):
@@ -94,14 +97,19 @@ class Record:
 
 
 class TensorEntry(NamedTuple):
-    """The position of a tensor in the data, and the digest of its bytes."""
+    """The position of a tensor in the data, and the digest of its label and its bytes."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
     end: int
+    label: bytes
     digest: str
+
+    def fits(self, pieces: Sequence[Any]) -> bool:
+        """Whether these are its bytes."""
+        return _digest(self.label, pieces) == self.digest
 
 
 class VerifiedHeader(NamedTuple):
@@ -192,7 +200,7 @@ def open_record(file: BinaryIO, file_bytes: int, seal: Seal | None = None) -> Ve
         said = head.metadata["keepwarm"]
         if head.digest(said) != head.metadata["digest"]:
             raise BadRecord("the header does not match its digest")
-        return _parse(from_json(said), head.table, 8 + n_header, file_bytes, seal)
+        return _parse(from_json(said), head.entries, 8 + n_header, file_bytes, seal)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadRecord(f"the header cannot be read ({type(error).__name__})") from error
 
@@ -230,11 +238,11 @@ def view_record(file: BinaryIO, opened: VerifiedHeader, buffer: ReadBuffer) -> R
 
 
 def tensor_digest(tensor: HasBytes) -> str:
-    return _digest(tensor, [tensor.data])
+    return _digest(label(tensor.name, tensor.dtype, tensor.shape), [tensor.data])
 
 
-def _digest(of: HasBytes | TensorEntry, pieces: Sequence[Any]) -> str:
-    hasher = xxhash.xxh3_128(label(of.name, of.dtype, of.shape))
+def _digest(label: bytes, pieces: Sequence[Any]) -> str:
+    hasher = xxhash.xxh3_128(label)
     for piece in pieces:
         hasher.update(piece)
     return hasher.hexdigest()
@@ -262,8 +270,8 @@ class _Data:
         self._at = -1
         _fill_all(pieces, entry.end - entry.start, self._file)
         self._at = entry.end
-        proof = _digest(entry, pieces) if self.seal is None else _tag(pieces[0])
-        if proof != entry.digest:
+        is_whole = entry.fits(pieces) if self.seal is None else _tag(pieces[0]) == entry.digest
+        if not is_whole:
             raise BadRecord(f"{entry.name} does not match its digest")
 
 
@@ -292,9 +300,9 @@ def _tag(data: bytes | memoryview) -> str:
 
 
 def _parse(
-    said: dict[str, Any], table: dict[str, Any], data_start: int, n_file: int, seal: Seal | None
+    said: dict[str, Any], table: str, data_start: int, n_file: int, seal: Seal | None
 ) -> VerifiedHeader:
-    version = _whole(said["version"], least=1)
+    version = whole(said["version"], least=1)
     if version > FORMAT_VERSION:
         raise NewerFormat(f"format version {version} is newer than {FORMAT_VERSION}")
     tokens, extra = b64decode(said["tokens"], validate=True), dict(said["extra"])
@@ -304,12 +312,13 @@ def _parse(
         key=BlockKey(_hex(said["key"], KEY_BYTES)),
         parent=BlockKey(_hex(said["parent"], KEY_BYTES)),
         part=Part(said["part"]),
-        number=_whole(said["number"]),
+        number=whole(said["number"]),
         tokens=tokens,
         extra=extra,
         version=version,
     )
-    entries = tuple(_entries(table, said["digests"], 0 if seal is None else OVERHEAD))
+    places, digests = parse_table(table, 0 if seal is None else OVERHEAD), said["digests"]
+    entries = tuple(TensorEntry(*place, digests[place.name]) for place in places)
     end = entries[-1].end if entries else 0
     if data_start + end != n_file:
         raise BadRecord(f"the file has {n_file} bytes, its header says {data_start + end}")
@@ -320,21 +329,8 @@ def _check_counts(tokens: bytes, extra: Mapping[str, Any]) -> None:
     n_tokens, rest = divmod(len(tokens), 4)
     if rest or not 0 < n_tokens <= BLOCK_TOKENS:
         raise BadRecord(f"{len(tokens)} bytes of token ids are not a block")
-    if _whole(extra.get("w_rows", 0)) > n_tokens:
+    if whole(extra.get("w_rows", 0)) > n_tokens:
         raise BadRecord("it claims more window rows than tokens")
-
-
-def _entries(
-    table: Mapping[str, Any], digests: Mapping[str, str], overhead: int
-) -> Iterable[TensorEntry]:
-    at = 0
-    for name, entry in table.items():
-        dtype, shape = entry["dtype"], tuple(entry["shape"])
-        end = at + math.prod(map(_whole, shape)) * ITEM_BYTES[dtype] + overhead
-        if [*map(_whole, entry["data_offsets"])] != [at, end]:
-            raise BadRecord(f"the offsets of {name} do not match its shape")
-        yield TensorEntry(name, dtype, shape, at, end, digests[name])
-        at = end
 
 
 def _header_json(header: Header) -> dict[str, Any]:
@@ -354,13 +350,6 @@ def _hex(text: str, n_bytes: int) -> bytes:
     value = bytes.fromhex(text)
     if len(value) != n_bytes:
         raise BadRecord(f"a key has {len(value)} bytes instead of {n_bytes}")
-    return value
-
-
-def _whole(value: Any, least: int = 0) -> int:
-    """A count from JSON, which may also hold floats, negative or huge numbers."""
-    if type(value) is not int or not least <= value <= MAX_COUNT:
-        raise BadRecord("a count in the header is out of range")
     return value
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from keepwarm.errors import BadCacheFile, BadRecord
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, root
 from keepwarm.store.disk.disk import DiskTier
-from keepwarm.store.header import HasBytes
-from keepwarm.store.record import ITEM_BYTES, Header, Part, Record, Tensor
+from keepwarm.store.header import ITEM_BYTES, HasBytes
+from keepwarm.store.record import Header, Part, Record, Tensor
 
 
 class PrefixBlock(NamedTuple):
