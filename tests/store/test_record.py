@@ -438,6 +438,43 @@ def test_a_number_of_many_digits_is_refused():
         decode(forge(head, "9" * 100_000, body))
 
 
+@pytest.mark.parametrize(
+    "table",
+    [
+        '{"L0_B0_K":ENTRY,"L0_B0_K":ENTRY}',
+        '{"L0_B0_K":{"dtype":"U8","dtype":"U8","shape":[3],"data_offsets":[0,3]}}',
+        '{"L0_B0_K":{"dtype": "U8","shape":[3],"data_offsets":[0,3]}}',
+        '{"L0_B0_\\u004b":ENTRY}',
+        '{"__metadata__":ENTRY}',
+        '{"L0_B0_K":ENTRY,"__metadata__":{"dtype":"U8","shape":[0],"data_offsets":[3,3]}}',
+        '{"L0_B0_K":ENTRY},"__metadata__":{}',
+    ],
+)
+def test_a_table_that_readers_may_take_differently_is_refused(table):
+    """Its digest fits: who can write may have made it."""
+    head, said, body = split(encode(small()))
+    entry = dumps(head["L0_B0_K"])
+    assert passes(tabled(said, '{"L0_B0_K":ENTRY}'.replace("ENTRY", entry), body))
+    with pytest.raises(BadRecord, match=r"canonical|cannot be read"):
+        decode(
+            tabled(
+                said | {"digests": {"__metadata__": "0" * 32} | said["digests"]},
+                table.replace("ENTRY", entry),
+                body,
+            )
+        )
+
+
+def tabled(said, table, body):
+    """A file with this text as its table."""
+    words = dumps(said)
+    digest = xxhash.xxh3_128(f"{words}\n{table}".encode()).hexdigest()
+    front = dumps({"__metadata__": {"keepwarm": words, "digest": digest}})
+    text = f"{front[:-1]},{table[1:]}".encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + body
+
+
 def test_a_name_given_twice_is_refused():
     """Readers differ in which of the two they take."""
     data = encode(small())
