@@ -133,3 +133,12 @@ def test_clock_decides_what_is_old():
     tier.put(made[3])
     assert set(tier.have(keys_of(made))) == set(keys_of([made[0], made[2], made[3]]))
     tier.close()
+
+
+def test_what_is_known_without_asking_is_what_the_index_says(tier):
+    (ref,), shown = refs_of(1), set()
+    for part, w_rows in (("w", 3), ("d", None), ("w", 8), ("s", None)):
+        tier.put(record(ref, Part(part), w_rows=w_rows))
+        assert tier.have([ref.key]) == tier.index.lookups.have([ref.key])
+        shown |= set(tier.have([ref.key]).values())
+    assert len(shown) == 4

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.index.index import Index
-from keepwarm.store.record import Part, ReadBuffer, Record, RecordView
+from keepwarm.store.record import Header, Part, ReadBuffer, Record, RecordView
 from keepwarm.store.thinning import find_surplus
 from keepwarm.store.tier import (
     BlockInfo,
@@ -120,9 +120,17 @@ class MemoryTier:
             return False
         self._records[header.key, header.part] = record
         self.index.add(header, n_bytes, now)
-        self._known |= self.index.lookups.have([header.key])
+        self._note(header, n_bytes)
         self._counts.add(puts=1)
         return True
+
+    def _note(self, header: Header, n_bytes: int) -> None:
+        """Nothing need be asked of a block that is new: this is on the path of every prefill."""
+        if header.key in self._known:
+            self._known |= self.index.lookups.have([header.key])
+        else:
+            n_tokens, parts = len(header.tokens) // 4, frozenset({header.part})
+            self._known[header.key] = BlockInfo(parts, n_tokens, header.w_rows, n_bytes)
 
     def _make_room(self, record: Record, n_bytes: int, now: float) -> bool:
         """Evict blocks of lower priority than one used once, now."""

@@ -103,7 +103,8 @@ class Database:
             self.lock.release()
 
     def _begin(self, wait_s: float) -> None:
-        self._db.execute(f"PRAGMA busy_timeout = {round(1000 * wait_s)}")
+        if not self._is_private:
+            self._db.execute(f"PRAGMA busy_timeout = {round(1000 * wait_s)}")
         try:
             self._db.execute("BEGIN IMMEDIATE")
         except sqlite3.OperationalError as error:
