@@ -176,22 +176,10 @@ class Probe(NamedTuple):
 
 
 def probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Layout:
-    """The layout of a model."""
-    return run_probe(model, caches, token).layout
-
-
-def run_probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Probe:
-    """Feed a model one token with empty caches, and two more.
-
-    The second slice has a mask, with which some models do not take quantised keys, and shows which
-    states grow. Layers without either need only the first.
-    """
-    is_quantised = any(isinstance(leaf, QuantKVCache) for _, leaf in leaves(caches))
+    """The layout of a model; it may not run with the options of these caches."""
+    is_quantised = _is_quantised(caches)
     try:
-        n_logits = _feed(model, caches, [token])
-        layout = layout_of(caches)
-        if is_quantised or Kind.STATE in layout.kinds:
-            _feed(model, caches, [token, token])
+        return run_probe(model, caches, token).layout
     except Exception as error:
         if not (is_quantised or isinstance(error, ValueError | TypeError)):
             raise
@@ -203,8 +191,24 @@ def run_probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Prob
         raise BadInput(
             f"{name} does not run with these KV options ({why}); change or remove them."
         ) from error
+
+
+def run_probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Probe:
+    """Feed a model one token with empty caches, and two more.
+
+    The second slice has a mask, with which some models do not take quantised keys, and shows which
+    states grow. Layers without either need only the first.
+    """
+    n_logits = _feed(model, caches, [token])
+    layout = layout_of(caches)
+    if _is_quantised(caches) or Kind.STATE in layout.kinds:
+        _feed(model, caches, [token, token])
     later = zip(layout.layers, layout_of(caches).layers, strict=True)
     return Probe(Layout(tuple(layer.opened(grown) for layer, grown in later)), n_logits)
+
+
+def _is_quantised(caches: Caches) -> bool:
+    return any(isinstance(leaf, QuantKVCache) for _, leaf in leaves(caches))
 
 
 def _feed(model: Callable[..., Any], caches: Caches, tokens: list[int]) -> int:
