@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import subprocess
 import sys
 import time
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,21 +23,11 @@ from keepwarm.errors import Cancelled, EngineFailed
 from tests.engine.test_gates import FAULT, FaultyTokenizer
 from tests.kit.engines import ask, engine_on, memory
 from tests.kit.runs import prompt_of
+from tests.kit.waiting import no_collection
 
 ROOT = Path(__file__).parents[2]
 
 keeps_pages = pytest.mark.glibc
-
-
-@contextmanager
-def no_collector():
-    """Only what nothing refers to is freed, as between two runs of the garbage collector."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def whole(engine, **wishes):
@@ -71,7 +60,7 @@ def test_nothing_of_a_request_stays(models, tmp_path, end, caplog):
     caplog.set_level(logging.CRITICAL)  # pytest would keep the tracebacks that are logged
     model = models.of("llama")
     model = replace(model, tokenizer=FaultyTokenizer(model.tokenizer))
-    with engine_on(model, tmp_path) as engine, no_collector():
+    with engine_on(model, tmp_path) as engine, no_collection():
         end(engine)  # whatever is made once is made
         engine.call(mx.synchronize).result()
         before = mx.get_active_memory()

@@ -18,7 +18,7 @@ def wait_until(happened: Callable[[], bool], timeout_s: float = 300.0) -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Garbage of earlier tests is collected before, not while processor time is measured."""
+    """Inside, only what nothing refers to is freed; garbage of earlier tests goes before."""
     gc.collect()
     gc.disable()
     try:

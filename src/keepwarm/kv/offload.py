@@ -33,9 +33,6 @@ class Gathered(NamedTuple):
     plan: SlabPlan
     groups: Sequence[_Group]
 
-    def arrays(self) -> list[mx.array]:
-        return [group.bytes for group in self.groups]
-
     def copy_to(self, pool: SlabPool) -> list[Slab]:
         """Begin to copy every block into a slab of its own."""
         slabs = [pool.take(self.plan.slab_bytes) for _ in range(self.n_blocks)]

@@ -1,8 +1,8 @@
 """A restore that cannot begin leaves nobody behind, and one that has ended no memory."""
 
-import gc
 import threading
 import weakref
+from contextlib import closing
 
 import mlx.core as mx
 import pytest
@@ -16,7 +16,7 @@ from keepwarm.kv.kinds import Kind
 from keepwarm.kv.layout import LayerSpec, Layout, TensorSpec
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.tiers import Tiers
-from tests.kit.waiting import wait_until
+from tests.kit.waiting import no_collection, wait_until
 from tests.store.kit import tokens_of
 
 SPEC = TensorSpec((None, 8), mx.uint8)  # what the kit's records hold
@@ -51,9 +51,7 @@ def test_what_was_restored_is_freed_without_the_garbage_collector(disk, reads):
     """It would free gigabytes of a device at once, in the middle of another request."""
     reader = Reader(Tiers([("disk", disk)]))
     point = Point(256 * len(reads), tuple(reads), 0)
-    gc.collect()
-    gc.disable()
-    try:
+    with closing(reader), no_collection():
         loading = Loading(
             tokens_of(point.n_tokens), point, LAYOUT, reader, MemorySaver(MemoryTier(0))
         )
@@ -61,6 +59,3 @@ def test_what_was_restored_is_freed_without_the_garbage_collector(disk, reads):
         kept = weakref.ref(loading)
         del loading
         wait_until(lambda: kept() is None)
-    finally:
-        gc.enable()
-        reader.close()

@@ -1,6 +1,5 @@
 """Work that other threads do: one that hangs is a failure, one that only waited is not."""
 
-import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,7 @@ import pytest
 
 from keepwarm.store.blobs.backend import BlobError, BusyError
 from keepwarm.store.blobs.hands import Hands
-from tests.kit.waiting import wait_until
+from tests.kit.waiting import no_collection, wait_until
 
 SOON = 30.0
 
@@ -81,14 +80,10 @@ def test_an_error_keeps_nothing_of_what_was_read():
         blobs.append(weakref.ref(blob))
         raise OSError("gone")
 
-    gc.disable()  # or it would find what only holds itself
-    try:
-        with closing(Hands(1)) as hands:
-            with pytest.raises(BlobError, match="gone"):
-                hands.run(fail, SOON)
-            wait_until(lambda: blobs[0]() is None, SOON)
-    finally:
-        gc.enable()
+    with no_collection(), closing(Hands(1)) as hands:  # or it would find what only holds itself
+        with pytest.raises(BlobError, match="gone"):
+            hands.run(fail, SOON)
+        wait_until(lambda: blobs[0]() is None, SOON)
 
 
 def test_the_first_failure_of_several_is_told_and_the_rest_is_not_begun(gates):
