@@ -56,9 +56,8 @@ MAX_TENANTS = 1024  # whose turns are remembered
 
 @dataclass
 class Counters:
-    """Counts since the engine started. Only the engine's thread writes them.
-
-    Tokens are counted where the model is called.
+    """Counts since the engine started, written by its thread. Tokens are counted where the model
+    is called.
     """
 
     requests: int = 0
@@ -77,6 +76,7 @@ class Counters:
     drifts: int = 0  # audits whose answer differed
     reused_tokens: dict[str, int] = field(default_factory=dict)  # by tier
     saved_ms: float = 0.0
+    keeping_ms: float = 0.0  # of the engine's thread
 
     def add_audit(self, is_equal: bool) -> None:
         self.audits += 1

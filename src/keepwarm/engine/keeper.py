@@ -6,6 +6,7 @@ A save that fails is counted and logged; the answer goes on.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -106,11 +107,14 @@ class Keeper:
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
+        began = time.perf_counter()
         try:
             yield
         except Exception:
             self._counters.failed_saves += 1
             LOG.exception("computed state could not be kept")
+        finally:
+            self._counters.keeping_ms += 1000 * (time.perf_counter() - began)
 
 
 def _copy_states(caches: kv.Caches, empty: kv.Caches) -> kv.Caches:

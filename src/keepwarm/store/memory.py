@@ -1,4 +1,9 @@
-"""Blocks in memory, with the same index and eviction rules as on disk."""
+"""Blocks in memory, with the same index and eviction rules as on disk.
+
+A record is put on the thread that runs the model, between two slices of a prompt, and the index
+takes more time than all the rest. So it follows later, in order: whoever asks it brings it up to
+date first, and nobody else waits for it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,11 @@ import math
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 from keepwarm.prefix.blocks import BlockKey
 from keepwarm.store.index.index import Index
@@ -29,6 +36,48 @@ from keepwarm.store.tier import (
     use_whole,
 )
 
+MAX_CHANGES = 512  # that the index may be behind
+
+
+class _Held:
+    """The records, and what they say of each block."""
+
+    def __init__(self) -> None:
+        self.records: dict[tuple[BlockKey, Part], Record] = {}
+        self.known: dict[BlockKey, BlockInfo] = {}
+        self.n_bytes = 0
+
+    def add(self, record: Record) -> None:
+        header = record.header
+        self._take(header.key, header.part)
+        self.records[header.key, header.part] = record
+        self.n_bytes += _size(record)
+        self._note(header.key)
+
+    def drop(self, key: BlockKey, parts: Collection[Part] = tuple(Part)) -> None:
+        for part in parts:
+            self._take(key, part)
+        self._note(key)
+
+    def clear(self) -> None:
+        self.records.clear()
+        self.known.clear()
+        self.n_bytes = 0
+
+    def _take(self, key: BlockKey, part: Part) -> None:
+        if (record := self.records.pop((key, part), None)) is not None:
+            self.n_bytes -= _size(record)
+
+    def _note(self, key: BlockKey) -> None:
+        held = [one for part in Part if (one := self.records.get((key, part))) is not None]
+        if not held:
+            self.known.pop(key, None)
+            return
+        headers = [record.header for record in held]
+        n_tokens, w_rows = len(headers[0].tokens) // 4, max(header.w_rows for header in headers)
+        parts, n_bytes = frozenset(header.part for header in headers), sum(map(_size, held))
+        self.known[key] = BlockInfo(parts, n_tokens, w_rows, n_bytes)
+
 
 class MemoryTier:
     """Records, shared and not copied, up to a number of bytes."""
@@ -36,9 +85,10 @@ class MemoryTier:
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
         self._max_bytes = max_bytes
         self._clock = clock
-        self.index = Index(":memory:")
-        self._records: dict[tuple[BlockKey, Part], Record] = {}
-        self._known: dict[BlockKey, BlockInfo] = {}  # a copy of the index, for speed
+        self._index = Index(":memory:")
+        self._changes: deque[Callable[[], None]] = deque()  # that the index has not seen
+        self._held = _Held()
+        self._is_open = True
         self._refused = RefusedBlocks()
         self._demoted: dict[
             BlockKey, None
@@ -48,10 +98,33 @@ class MemoryTier:
         self._durable: Future[None] = Future()  # shared by all records: memory is never durable
         self._durable.set_result(None)
 
-    @default_on_io_error(dict)
+    @property
+    def index(self) -> Index:
+        """The index, up to date."""
+        self._settle()
+        return self._index
+
+    @default_on_io_error(lambda: None)
+    def settle(self) -> None:
+        """Bring the index up to date, so that whoever asks it next need not."""
+        self._settle()
+
+    def _settle(self) -> None:
+        while self._changes:
+            with self._lock:  # for one at a time: puts go on in between
+                if self._changes:
+                    self._changes.popleft()()
+
+    def _change(self, change: Callable[[], None]) -> None:
+        if self._is_open:
+            self._changes.append(change)
+        if len(self._changes) > MAX_CHANGES:
+            self._settle()
+
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         with self._lock:
-            return {key: self._known[key] for key in keys if key in self._known}
+            known = self._held.known
+            return {key: known[key] for key in keys if key in known}
 
     @default_on_io_error(list)
     def children(self, parent: BlockKey, tokens: bytes) -> list[Child]:
@@ -65,7 +138,7 @@ class MemoryTier:
         self, key: BlockKey, part: Part, tensors: Collection[str] | None = None
     ) -> Record | None:
         with self._lock:
-            record = self._records.get((key, part))
+            record = self._held.records.get((key, part))
             self._counts.add(hits=1 if record else 0, misses=0 if record else 1)
         if record is None or tensors is None:
             return record
@@ -74,7 +147,7 @@ class MemoryTier:
     def peek(self, key: BlockKey, part: Part) -> Record | None:
         """A record that is not counted as read."""
         with self._lock:
-            return self._records.get((key, part))
+            return self._held.records.get((key, part))
 
     def visit(
         self,
@@ -91,7 +164,7 @@ class MemoryTier:
     def prefetch(self, key: BlockKey, part: Part) -> bool:
         """Nothing to do."""
         with self._lock:
-            return (key, part) in self._records
+            return (key, part) in self._held.records
 
     def put(self, record: Record) -> PutResult:
         with self._lock:
@@ -100,7 +173,7 @@ class MemoryTier:
     def demote_window(self, key: BlockKey) -> None:
         """Evict the window rows of this block first: they are unlikely to be needed."""
         with self._lock:
-            if (key, Part.WINDOW) in self._records:
+            if (key, Part.WINDOW) in self._held.records:
                 self._demoted[key] = None
 
     def promote_window(self, key: BlockKey) -> None:
@@ -110,36 +183,34 @@ class MemoryTier:
 
     @default_on_io_error(bool)
     def _put(self, record: Record) -> bool:
-        header, n_bytes = record.header, max(1, record.n_bytes)  # 0 bytes would mean missing
-        before, now = self._records.get((header.key, header.part)), self._clock()
-        if before and not header.improves_on(before.header.w_rows):
+        header, n_bytes = record.header, _size(record)
+        before, now = self._held.records.get((header.key, header.part)), self._clock()
+        if not self._is_open or (before and not header.improves_on(before.header.w_rows)):
             return False
-        if not self._make_room(record, n_bytes - (before.n_bytes if before else 0), now):
+        if not self._make_room(record, n_bytes - (_size(before) if before else 0), now):
             self._refused.add(header.key)
             self._counts.add(refused=1)
             return False
-        self._records[header.key, header.part] = record
-        self.index.add(header, n_bytes, now)
-        self._note(header, n_bytes)
+        self._held.add(record)
+        self._change(partial(self._add_row, header, n_bytes, now))
         self._counts.add(puts=1)
         return True
 
-    def _note(self, header: Header, n_bytes: int) -> None:
-        """Nothing need be asked of a block that is new: this is on the path of every prefill."""
-        if header.key in self._known:
-            self._known |= self.index.lookups.have([header.key])
-        else:
-            n_tokens, parts = len(header.tokens) // 4, frozenset({header.part})
-            self._known[header.key] = BlockInfo(parts, n_tokens, header.w_rows, n_bytes)
+    def _add_row(self, header: Header, n_bytes: int, now: float) -> None:
+        try:
+            self._index.add(header, n_bytes, now)
+        except BaseException:
+            self._held.drop(header.key, [header.part])  # or it would never be evicted
+            raise
 
     def _make_room(self, record: Record, n_bytes: int, now: float) -> bool:
         """Evict blocks of lower priority than one used once, now."""
-        over = self.index.lookups.n_bytes() + n_bytes - self._max_bytes
+        over = self._held.n_bytes + n_bytes - self._max_bytes
         if over <= 0:
             return True
         if n_bytes > self._max_bytes:
             return False
-        if self._refused.follows(record.header.parent, self.index.lookups.have):
+        if self._refused.follows(record.header.parent, self.have):
             return False
         over -= self._evict_demoted(over)
         if over <= 0:
@@ -154,9 +225,7 @@ class MemoryTier:
 
     def _drop_records(self, keys: Collection[BlockKey]) -> None:
         for key in keys:
-            self._known.pop(key, None)
-            for part in Part:
-                self._records.pop((key, part), None)
+            self._held.drop(key)
 
     def demoted_windows(self, keys: Collection[BlockKey]) -> set[BlockKey]:
         """Which of these blocks have demoted window rows."""
@@ -169,9 +238,9 @@ class MemoryTier:
         while self._demoted and freed < n_bytes:
             key = next(iter(self._demoted))
             del self._demoted[key]
-            record = self._records.get((key, Part.WINDOW))
+            record = self._held.records.get((key, Part.WINDOW))
             if record is not None:
-                freed += max(1, record.n_bytes)
+                freed += _size(record)
                 self.delete_part(key, Part.WINDOW)
         return freed
 
@@ -179,7 +248,7 @@ class MemoryTier:
         """Change the limit, and evict down to it."""
         with self._lock:
             self._max_bytes = max_bytes
-            if (over := self.index.lookups.n_bytes() - max_bytes) > 0:
+            if (over := self._held.n_bytes - max_bytes) > 0:
                 self.release(over)
 
     def release(self, n_bytes: int) -> int:
@@ -196,11 +265,11 @@ class MemoryTier:
 
     def _drop(self, n_bytes: int) -> tuple[int, int]:
         """Drop the least valuable until so many bytes are free; the bytes and blocks."""
-        before = self.index.lookups.n_bytes()
+        before = self._held.n_bytes
         n_bytes -= self._evict_demoted(n_bytes)
         victims = self.index.evict(max(0, n_bytes), set(), math.inf, partial=True)
         self._drop_records([victim.key for victim in victims])
-        return before - self.index.lookups.n_bytes(), len(victims)
+        return before - self._held.n_bytes, len(victims)
 
     def pin(self, key: BlockKey, owner: str) -> None:
         with as_store_errors(self, "pin a block"):
@@ -215,7 +284,7 @@ class MemoryTier:
     def touch(self, keys: Collection[BlockKey]) -> None:
         for key in keys:
             self.promote_window(key)
-        self.index.touch(keys, self._clock())
+        self._change(partial(self._index.touch, keys, self._clock()))
 
     @default_on_io_error(lambda: None)
     def discard(self, key: BlockKey, part: Part, why: str) -> None:  # noqa: ARG002
@@ -223,50 +292,59 @@ class MemoryTier:
 
     @default_on_io_error(lambda: None)
     def delete_outgrown(self, key: BlockKey) -> None:
-        for state in find_surplus(*self.index.lookups.checkpoints(key)):
-            self.delete_part(state.key, Part.STATE)
-            self._delete(self.index.lookups.outgrown(state.beside))
-        self._delete(self.index.lookups.outgrown(key))
+        self._change(partial(self._delete_outgrown, key))
+
+    def _delete_outgrown(self, key: BlockKey) -> None:
+        lookups = self._index.lookups
+        for state in find_surplus(*lookups.checkpoints(key)):
+            self._delete_part(state.key, Part.STATE)
+            self._delete(lookups.outgrown(state.beside))
+        self._delete(lookups.outgrown(key))
 
     def delete(self, key: BlockKey) -> None:
         self.delete_all([key])
 
     def delete_all(self, keys: Collection[BlockKey]) -> None:
-        with as_store_errors(self, "delete blocks"):
+        with as_store_errors(self, "delete blocks"), self._lock:
+            self._settle()
             self._delete(keys)
 
     def _delete(self, keys: Collection[BlockKey]) -> None:
         with self._lock:
             self._drop_records(keys)
             if keys:
-                self.index.mark_deleting(keys)
-                self.index.delete_marked(keys)
+                self._index.mark_deleting(keys)
+                self._index.delete_marked(keys)
 
     def delete_part(self, key: BlockKey, part: Part) -> None:
         """Delete one part; the block goes with its last part."""
         with self._lock:
-            self._records.pop((key, part), None)
-            self._known.pop(key, None)
-            self.index.delete_part(key, part)
-            self._known |= self.index.lookups.have([key])
+            self._settle()
+            self._delete_part(key, part)
+
+    def _delete_part(self, key: BlockKey, part: Part) -> None:
+        with self._lock:
+            self._held.drop(key, [part])
+            self._index.delete_part(key, part)
 
     def walk(self) -> Iterator[StoredBlock]:
         with as_store_errors(self, "list its blocks"):
             yield from self.index.walk()
 
-    @default_on_io_error(lambda: (0, 0))
-    def _totals(self) -> tuple[int, int]:
-        return self.index.lookups.n_blocks(), self.index.lookups.n_bytes()
-
     def stats(self) -> TierStats:
-        n_blocks, n_bytes = self._totals()
-        return self._counts.stats(n_blocks, n_bytes, self._max_bytes)
+        with self._lock:
+            return self._counts.stats(len(self._held.known), self._held.n_bytes, self._max_bytes)
 
     def close(self) -> None:
         with self._lock:
-            self._records.clear()
-            self._known.clear()
-            self.index.close()
+            self._is_open = False
+            self._changes.clear()
+            self._held.clear()
+            self._index.close()
 
     def note_error(self, error: Exception) -> None:  # noqa: ARG002
         self._counts.add(errors=1)
+
+
+def _size(record: Record) -> int:
+    return max(1, record.n_bytes)  # 0 bytes would mean missing

@@ -256,8 +256,8 @@ class Tier(ReadableTier, Protocol):
         """Remove a pin; a missing one is not an error."""
 
     def delete_outgrown(self, key: BlockKey) -> None:
-        """Delete what a block makes redundant: shorter siblings that it can replace, and surplus
-        checkpoints before it.
+        """Delete what a block makes redundant, at once or soon: shorter siblings that it can
+        replace, and surplus checkpoints before it.
         """
 
     def delete(self, key: BlockKey) -> None:

@@ -251,6 +251,8 @@ class Writer:
     def _next(self) -> tuple[BlockKey, Part] | None:
         while not self._wait_for_work():
             self._catch_up()
+        if isinstance(self._memory, MemoryTier):
+            self._memory.settle()
         with self._changed:
             if not self._order:
                 return None
