@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from itertools import count, pairwise
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.measure import GIB, pinned_gb_per_s
+from benchmarks.measure import GIB, Figure, pinned_gb_per_s
 from benchmarks.shapes import build, make_tokenizer
 from keepwarm import config, kv
 from keepwarm.cache.policy import Policy
@@ -41,31 +41,6 @@ from keepwarm.text.request import Delta, Progress, Request, Sampling
 
 SLICE = 2048
 SOLO_TOKENS = 12  # of every running answer, before another request arrives
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One row of the table; `against` is what it is divided by."""
-
-    what: str
-    value: float  # ms
-    against: float | None = None
-    goal: float | None = None  # of the ratio; without `against` of the value
-    notes: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def ratio(self) -> float | None:
-        return self.value / self.against if self.against else None
-
-    @property
-    def holds(self) -> bool | None:
-        measured = self.ratio if self.against else self.value
-        return None if self.goal is None or measured is None else measured <= self.goal
-
-    def __str__(self) -> str:
-        ratio = "" if self.ratio is None else f"{self.ratio:8.2f}"
-        goal = "" if self.goal is None else f"{self.goal:8.2f} {'yes' if self.holds else 'NO'}"
-        return f"{self.what:<58} {self.value:>10,.1f} ms {ratio:>8} {goal}"
 
 
 class Running:
@@ -222,14 +197,24 @@ class Case:
             n_tokens = n * self.unit
             unkept = min(self.first_ms(self.prompt(n_tokens), Policy.NO_STORE) for _ in range(2))
             self.add(f"{n_tokens:,} cold, no-store ÷ bare loop", unkept, bare[n_tokens], 1.05)
-            before = self._keeping_ms()
-            samples = [self.first_ms(self.prompt(n_tokens)) for _ in range(3)]
-            kept, keeping = median(samples), (self._keeping_ms() - before) / len(samples)
+            samples, keeping = zip(*(self._kept_ms(n_tokens) for _ in range(3)), strict=True)
+            kept = median(samples)
             self.add(f"{n_tokens:,} cold, kept ÷ no-store", kept, unkept, 1.05, samples=samples)
-            self.add("of it the engine's thread on keeping", keeping, kept, 0.02)
+            what = "of it the engine's thread on keeping"
+            self.add(what, median(keeping), kept, 0.02, samples=keeping)
             if n == 1:
                 shortest = {Policy.NO_STORE: unkept, Policy.READ_WRITE: kept}
         return shortest
+
+    def _kept_ms(self, n_tokens: int) -> tuple[float, float]:
+        """To the first token, and what keeping has taken of the engine's thread by then."""
+        before = self._keeping_ms()
+        answer = self.ask(self.prompt(n_tokens), 8)
+        next(event for event in answer if isinstance(event, Delta))
+        keeping = self._keeping_ms() - before
+        ttft_ms = answer.result().usage.ttft_ms
+        self.engine.settle()
+        return ttft_ms, keeping
 
     def _keeping_ms(self) -> float:
         return float(self.engine.stats().counters["keeping_ms"])

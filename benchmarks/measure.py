@@ -8,8 +8,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -48,6 +49,31 @@ class Speed:
     def spread(self) -> float:
         """(highest - lowest) ÷ median."""
         return (max(self.seconds) - min(self.seconds)) / self.median
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A row of a table; `against` is what it is divided by."""
+
+    what: str
+    value: float  # ms
+    against: float | None = None
+    goal: float | None = None  # of the ratio; without `against` of the value
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float | None:
+        return self.value / self.against if self.against else None
+
+    @property
+    def holds(self) -> bool | None:
+        measured = self.ratio if self.against else self.value
+        return None if self.goal is None or measured is None else measured <= self.goal
+
+    def __str__(self) -> str:
+        ratio = "" if self.ratio is None else f"{self.ratio:8.3f}"
+        goal = "" if self.goal is None else f"{self.goal:8.2f} {'yes' if self.holds else 'NO'}"
+        return f"{self.what:<58} {self.value:>10,.1f} ms {ratio:>8} {goal}"
 
 
 @dataclass(frozen=True)
