@@ -6,6 +6,7 @@ import time
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,17 +86,34 @@ def test_more_are_prepared_while_none_are_taken(pool, monkeypatch):
     assert pool.free_bytes == slabs.MAX_READY * size
 
 
-def test_many_are_prepared_at_once(pool, monkeypatch):
-    """Each time waits for work on the device, which may be long."""
-    batches, make = [], slabs._make
+@pytest.fixture
+def batches(monkeypatch):
+    """How many are prepared each time."""
+    made, make = [], slabs._make
     monkeypatch.setattr(
-        slabs, "_make", lambda size, n_slabs: batches.append(n_slabs) or make(size, n_slabs)
+        slabs, "_make", lambda size, n_slabs: made.append(n_slabs) or make(size, n_slabs)
     )
+    return made
+
+
+def test_many_are_prepared_at_once(pool, batches, monkeypatch):
+    """Each time waits for work on the device, which may be long."""
     size = slabs._rounded(N_BYTES)
     monkeypatch.setattr(slabs, "AT_ONCE_BYTES", 12 * size)
     pool.expect([N_BYTES])
     wait_until(lambda: pool.free_bytes == slabs.MAX_READY * size)
     assert sorted(batches) == [slabs.MAX_READY - 24, 12, 12]
+
+
+def test_few_are_prepared_at_once_in_quiet_times(pool, batches, monkeypatch):
+    """A prompt that begins meanwhile waits for few."""
+    monkeypatch.setattr(slabs, "QUIET_S", 0.05)
+    size = slabs._rounded(N_BYTES)
+    monkeypatch.setattr(slabs, "FEW_BYTES", 4 * size)
+    pool.allow((slabs.MAX_READY + 10) * size)
+    pool.expect([N_BYTES])
+    wait_until(lambda: pool.free_bytes == (slabs.MAX_READY + 10) * size)
+    assert sorted(batches) == [2, 4, 4, slabs.MAX_READY]
 
 
 def test_only_a_few_are_prepared_beside_the_taking(pool, monkeypatch):

@@ -39,6 +39,7 @@ MAX_AHEAD = 512
 QUIET_S = 1.0
 PREPARING_THREADS = 2  # one alone prepares fewer than a fast GPU fills
 AT_ONCE_BYTES = 512 << 20  # prepared together: MLX has each wait for work on the device
+FEW_BYTES = 128 << 20  # the same in quiet times: a prompt may begin any moment
 STAYS_WITH_HOST = 3  # CU_MEM_ADVISE_SET_PREFERRED_LOCATION
 MAPPED_BY_DEVICE = 5  # CU_MEM_ADVISE_SET_ACCESSED_BY
 HOST, DEVICE = -1, 0
@@ -251,8 +252,10 @@ class SlabPool:
             n_ready = min(MAX_READY, max(2, READY_BYTES // size))
             n_ahead = min(MAX_AHEAD, AHEAD_BYTES // size) if is_quiet else 0
             n_allowed = max(0, self._budget - self.n_bytes) // size
-            if (n_lacking := max(n_ready - n_free, min(n_ahead - n_free, n_allowed))) > 0:
-                return size, min(n_lacking, max(1, AT_ONCE_BYTES // size))
+            if n_free < n_ready:
+                return size, min(n_ready - n_free, max(1, AT_ONCE_BYTES // size))
+            if n_free < n_ahead and n_allowed:
+                return size, min(n_ahead - n_free, n_allowed, max(1, FEW_BYTES // size))
         return None
 
 
