@@ -10,7 +10,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import keepwarm
 from keepwarm import kv
-from keepwarm.cache.store import identity_of
+from keepwarm.cache.identity import identity_of
 from keepwarm.engine.engine import Engine
 from keepwarm.errors import BadInput
 from keepwarm.prefix.fingerprint import namespace

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from keepwarm.cache.disk_store import DiskStore
-from keepwarm.cache.store import identity_of
+from keepwarm.cache.identity import identity_of
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.disk.fsck import verify
 from tests.golden import scenario

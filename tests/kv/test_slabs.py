@@ -116,6 +116,19 @@ def test_few_are_prepared_at_once_in_quiet_times(pool, batches, monkeypatch):
     assert sorted(batches) == [2, 4, 4, slabs.MAX_READY]
 
 
+def test_while_an_engine_works_only_a_few_are_prepared(pool, monkeypatch):
+    """Preparing slows the device down."""
+    monkeypatch.setattr(slabs, "QUIET_S", 0.05)
+    size = slabs._rounded(N_BYTES)
+    pool.allow((slabs.MAX_READY + 10) * size)
+    with pool.working():
+        pool.expect([N_BYTES])
+        wait_until(lambda: pool.free_bytes == slabs.MAX_READY * size)
+        time.sleep(4 * slabs.QUIET_S)
+        assert pool.free_bytes == slabs.MAX_READY * size
+    wait_until(lambda: pool.free_bytes == (slabs.MAX_READY + 10) * size)
+
+
 def test_only_a_few_are_prepared_beside_the_taking(pool, monkeypatch):
     monkeypatch.setattr(slabs, "QUIET_S", 1000.0)
     size = slabs._rounded(N_BYTES)

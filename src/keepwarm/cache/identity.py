@@ -12,15 +12,48 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from keepwarm.config import Settings
 from keepwarm.errors import BadInput
 from keepwarm.files import write_atomically
+from keepwarm.kv import make_caches, probe
 from keepwarm.kv.layout import LayerSpec, Layout
+from keepwarm.models.catalog import locate
 from keepwarm.prefix.fingerprint import Identity, digest
 
 WEIGHTS = ("*.safetensors", "*.gguf", "*.npz")
 TOKENIZER = ("tokenizer*", "*.tiktoken", "vocab*", "merges.txt", "special_tokens_map.json",
              "added_tokens.json")  # fmt: skip
 MAKE_OPTIONS = frozenset({"max_kv_size", "kv_bits", "kv_group_size"})
+
+
+def identity_of(
+    model: Any,
+    source: Path | str,
+    settings: Settings,
+    *,
+    adapter: Path | str | None = None,
+    layout: Layout | None = None,
+    salt: str = "",
+    **kv_options: Any,
+) -> Identity:
+    """The identity that this model's blocks belong to; reads the weights once, then caches it."""
+    if adapter is None:
+        _refuse_adapter(model)
+    layout = layout or probe(model, make_caches(model, **kv_options))
+    memo = Digests(settings.home / "digests.json")
+    path = locate(str(source), settings)
+    weights = None if adapter is None else Path(adapter)
+    return identify(path, layout, memo, adapter=weights, kv_options=kv_options, salt=salt)
+
+
+def _refuse_adapter(model: Any) -> None:
+    """Without the adapter's files its blocks would have the identity of the bare model."""
+    layers: list[Any] = getattr(model, "modules", list)()
+    if any("lora_a" in layer for layer in layers):  # in LoRA and DoRA layers
+        raise BadInput(
+            "The model has an adapter, which changes its keys and values; name the adapter's "
+            "directory (attach(…, adapter=…)), or fuse it into the weights with mlx_lm.fuse."
+        )
 
 
 class Digests:

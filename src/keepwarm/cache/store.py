@@ -8,7 +8,7 @@ kw.commit(tokens, cache)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +18,7 @@ from keepwarm.cache.agent_layers import AgentBlocks, load_blocks
 from keepwarm.cache.attached import AttachedModel
 from keepwarm.cache.counts import CountBook
 from keepwarm.cache.disk_store import DiskStore
-from keepwarm.cache.identity import Digests, identify
+from keepwarm.cache.identity import identity_of
 from keepwarm.cache.padding import RowSharing, padding_book
 from keepwarm.cache.policy import Policy
 from keepwarm.cache.restore.failures import RestoreFailures
@@ -32,7 +32,6 @@ from keepwarm.cache.shared.shared_tiers import SharedTiers
 from keepwarm.device.memory import MemoryConfig
 from keepwarm.errors import BadInput, StoreFailed, UnknownAgent
 from keepwarm.kv.slabs import SlabPool
-from keepwarm.models.catalog import locate
 from keepwarm.prefix.fingerprint import Identity, namespace
 from keepwarm.store.disk.disk import DiskLimits
 from keepwarm.store.memory import MemoryTier
@@ -305,20 +304,25 @@ class Store:
         """What MLX's arrays take of the host's memory, on CUDA."""
         return 0 if self._reader.slabs is None else self._reader.slabs.n_bytes
 
+    def working(self) -> AbstractContextManager[None]:
+        """While inside, an engine has work: what can wait does."""
+        slabs = self._reader.slabs
+        return nullcontext() if slabs is None else slabs.working()
+
     def release(self, n_bytes: int) -> int:
         """Free about this many bytes of memory, least valuable blocks first; the bytes freed."""
-        freed = self.memory.release(n_bytes)
-        if self._reader.slabs is not None:
-            self._reader.slabs.trim(freed)
-        return freed
+        return self._trim(self.memory.release(n_bytes))
 
     def clear_memory(self) -> int:
         """Free all unpinned blocks in memory; blocks on disk stay."""
-        freed = self.memory.clear()
-        if self._reader.slabs is not None:
-            self._reader.slabs.trim(freed)
-            self._reader.slabs.allow(self.memory.stats().max_bytes or 0)
+        freed = self._trim(self.memory.clear())
+        self._resize(self.memory.stats().max_bytes or 0)
         return freed
+
+    def _trim(self, n_bytes: int) -> int:
+        if self._reader.slabs is not None:
+            self._reader.slabs.trim(n_bytes)
+        return n_bytes
 
     def blocks(self) -> dict[str, Iterator[StoredBlock]]:
         """Every block of every tier, in no order; safe while other threads put and delete."""
@@ -367,33 +371,3 @@ def _memory_bytes(budgets: Budgets) -> int:
     if budgets.memory_bytes is None:
         return MemoryConfig.automatic().tier_bytes
     return budgets.memory_bytes
-
-
-def identity_of(
-    model: Any,
-    source: Path | str,
-    settings: config.Settings,
-    *,
-    adapter: Path | str | None = None,
-    layout: kv.Layout | None = None,
-    salt: str = "",
-    **kv_options: Any,
-) -> Identity:
-    """The identity that this model's blocks belong to; reads the weights once, then caches it."""
-    if adapter is None:
-        _refuse_adapter(model)
-    layout = layout or kv.probe(model, kv.make_caches(model, **kv_options))
-    memo = Digests(settings.home / "digests.json")
-    path = locate(str(source), settings)
-    weights = None if adapter is None else Path(adapter)
-    return identify(path, layout, memo, adapter=weights, kv_options=kv_options, salt=salt)
-
-
-def _refuse_adapter(model: Any) -> None:
-    """Without the adapter's files its blocks would have the identity of the bare model."""
-    layers: list[Any] = getattr(model, "modules", list)()
-    if any("lora_a" in layer for layer in layers):  # in LoRA and DoRA layers
-        raise BadInput(
-            "The model has an adapter, which changes its keys and values; name the adapter's "
-            "directory (attach(…, adapter=…)), or fuse it into the weights with mlx_lm.fuse."
-        )
