@@ -72,9 +72,9 @@ class SharedTier:
             )
             (n_bytes,) = self._place.sizes([name], SOON)
             record = KnownRecord(place, b"", n_bytes or 0)
-            header = read_header(self._place, self._seal, name, record, CallDeadline(SOON))
-            if header is not None:  # or it is deleted by now
-                found[place.key].append((place, header, n_bytes or 0))
+            opened = read_header(self._place, self._seal, name, record, CallDeadline(SOON))
+            if opened is not None:  # or it is deleted by now
+                found[place.key].append((place, opened.header, n_bytes or 0))
         for key, records in found.items():
             place, header, _ = records[0]
             sizes: dict[Part, int] = {place.part: n_bytes for place, _, n_bytes in records}

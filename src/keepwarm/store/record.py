@@ -120,6 +120,11 @@ class VerifiedHeader(NamedTuple):
     data_start: int
     seal: Seal | None = None
 
+    @property
+    def n_bytes(self) -> int:
+        """Of the file."""
+        return self.data_start + (self.entries[-1].end if self.entries else 0)
+
 
 class ReadBuffer:
     """Reused memory to read into: the first use of memory costs more than all later ones."""
@@ -182,14 +187,15 @@ def encode_record(record: Record, seal: Seal | None = None) -> list[bytes | memo
     return [struct.pack("<Q", len(text)), text, *(data for data, _ in stored)]
 
 
-def open_record(file: BinaryIO, file_bytes: int, seal: Seal | None = None) -> VerifiedHeader:
-    """Read and verify the header; raises BadRecord with the reason.
+def open_record(file: BinaryIO, file_bytes: int | None, seal: Seal | None = None) -> VerifiedHeader:
+    """Read and verify the header; raises BadRecord with the reason. None: the header alone says how
+    many bytes the file has.
 
     NewerFormat is raised only after the digest has shown that the version is no flipped bit. A
     sealed record without a key is not bad: that raises PermissionError.
     """
     n_header = struct.unpack("<Q", _exactly(file, 8))[0]
-    if n_header > min(MAX_HEADER_BYTES, file_bytes - 8):
+    if n_header > MAX_HEADER_BYTES or (file_bytes is not None and n_header > file_bytes - 8):
         raise BadRecord(f"the header claims {n_header} bytes")
     text = _exactly(file, n_header)
     try:
@@ -300,7 +306,7 @@ def _tag(data: bytes | memoryview) -> str:
 
 
 def _parse(
-    said: dict[str, Any], table: str, data_start: int, n_file: int, seal: Seal | None
+    said: dict[str, Any], table: str, data_start: int, n_file: int | None, seal: Seal | None
 ) -> VerifiedHeader:
     version = whole(said["version"], least=1)
     if version > FORMAT_VERSION:
@@ -319,10 +325,10 @@ def _parse(
     )
     places, digests = parse_table(table, 0 if seal is None else OVERHEAD), said["digests"]
     entries = tuple(TensorEntry(*place, digests[place.name]) for place in places)
-    end = entries[-1].end if entries else 0
-    if data_start + end != n_file:
-        raise BadRecord(f"the file has {n_file} bytes, its header says {data_start + end}")
-    return VerifiedHeader(header, entries, data_start, seal)
+    opened = VerifiedHeader(header, entries, data_start, seal)
+    if n_file not in (None, opened.n_bytes):
+        raise BadRecord(f"the file has {n_file} bytes, its header says {opened.n_bytes}")
+    return opened
 
 
 def _check_counts(tokens: bytes, extra: Mapping[str, Any]) -> None:

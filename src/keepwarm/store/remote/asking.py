@@ -6,24 +6,23 @@ and blocks that share a part of the next one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 
 from keepwarm.prefix.blocks import BLOCK_TOKENS, BlockKey, Namespace, block_key, common_tokens
 from keepwarm.store.blobs.backend import PAGE, Backend, Listed, Near
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.hands import Hands
-from keepwarm.store.record import Header, Part
-from keepwarm.store.remote.known import KnownRecord, KnownRecords, WindowSize
+from keepwarm.store.record import Header
+from keepwarm.store.remote.known import KnownRecord, KnownRecords
 from keepwarm.store.remote.names import MAC, RecordPlace, RemoteNames, parse_last
-from keepwarm.store.remote.question import Question, QuestionCalls
+from keepwarm.store.remote.question import Headers, Question, QuestionCalls
 from keepwarm.store.remote.speed import TierSpeed
 from keepwarm.store.remote.trust import MAC_BYTES
 from keepwarm.store.seal import Seal
 
 MAX_HEADERS = 16  # that are read at once
-MIN_HEADERS = 2  # of what follows, for models with windows
-MAX_REQUESTS = 12  # to a distant place, unless windows or states take more
+MAX_REQUESTS = 12  # to a distant place for 100,000 tokens, unless no state is near their end
 LAST_ENDS = 4  # blocks of new text that a conversation mostly goes on with
 
 
@@ -42,36 +41,38 @@ class Asker:
     ) -> None:
         """With `has_macs`, a record without one counts as absent."""
         self._backend = backend
-        self._names = names
         self._known = known
-        self._seal = seal
-        self._headers = _Headers(names, known, seal)
+        self._looks = _Looks(backend, names, known, seal, has_macs)
+        self._headers = Headers(names, known, seal)
         self._speed = speed
         self._hands = Hands(MAX_HEADERS)
-        self._has_macs = has_macs
-        self.other_classes: Sequence[str] = ()  # in which records are looked for too
+
+    @property
+    def other_classes(self) -> Sequence[str]:
+        """In which records are looked for too."""
+        return self._looks.other_classes
+
+    @other_classes.setter
+    def other_classes(self, names: Sequence[str]) -> None:
+        self._looks.other_classes = names
 
     def ask(self, question: Question, deadline: CallDeadline) -> None:
         calls = self._calls(deadline)
         if self._backend.in_batches:
             n_there = self._reach(question, calls)
             wanted = [*question.windows(n_there), *question.states(n_there)]
-            self._look(question, wanted, question.forks(n_there), calls)
+            self._looks.look(question, wanted, question.forks(n_there), calls)
         else:
             n_there = self._bisect(question, calls)
-            self._look(question, question.windows(n_there), question.forks(n_there, 1), calls)
+            self._look_around(question, n_there, calls)
             if question.has_states and not self._has_state(question, n_there):
-                self._look(question, (), question.forks(n_there), calls)
+                self._looks.look(question, (), question.forks(n_there), calls)
         self._read_headers(question, n_there, calls)
 
     def has(self, header: Header, deadline: CallDeadline) -> bool:
         """Whether a record is there, in the class of this machine."""
         record = KnownRecord(RecordPlace.of(header), header.tokens, 0, header.w_rows)
-        names = self._blobs_of([record.place])
-        (n_bytes,) = self._trusted(self._calls(deadline).look(names, ()).sizes)
-        if n_bytes:
-            self._known.add([record._replace(n_bytes=n_bytes)])
-        return bool(n_bytes)
+        return self._looks.has(record, self._calls(deadline))
 
     def close(self) -> None:
         self._hands.close()
@@ -92,7 +93,7 @@ class Asker:
         for end in ends:
             wanted += [*question.windows(end), *question.states(end)]
         forks = sorted({n for end in ends for n in question.forks(end)})
-        self._look(question, wanted, forks, calls)
+        self._looks.look(question, wanted, forks, calls)
         there = [self._found(block) is not None for block in chain[first:]]
         if question.has_rows:
             return first + sum(takewhile(bool, there))
@@ -102,20 +103,14 @@ class Asker:
         """The same in about log n questions: what is put root first has no gaps.
 
         Most prompts are new or there as a whole, so the first block and the last are asked for
-        before those in the middle. With windows or states the last question is for a list, which
-        tells them too.
+        before those in the middle.
         """
         chain, low, high = question.chain(), question.n_here, question.n_whole
         ends = [high - 1, low]  # all before `low` are there, `high` is not
-        asked = [one for n in {*ends} if low <= n < high for one in chain[n]]
-        lists = [] if question.has_rows or high - low < 2 else [high - 1]
-        self._look(question, asked, lists, calls)
+        self._look_for(question, {n: chain[n] for n in ends if low <= n < high}, calls)
         while low < high:
-            middle = ends.pop() if ends else (low + high) // 2
-            is_new = not all(self._known.is_answered(one.place) for one in chain[middle])
-            is_last = high - low == 1 and (question.n_window or question.has_states)
-            listed = is_new and (is_last or not question.has_rows)
-            self._look(question, chain[middle], [middle] if listed else (), calls)
+            middle = ends.pop() if ends else (low + high - 1) // 2
+            self._look_for(question, {middle: chain[middle]}, calls)
             if found := self._found(chain[middle]):
                 missing = (block[0] for block in chain[low:middle] if not self._found(block))
                 self._known.add([one._replace(n_bytes=found.n_bytes) for one in missing])
@@ -123,6 +118,21 @@ class Asker:
             else:
                 high = middle
         return low
+
+    def _look_for(
+        self, question: Question, blocks: Mapping[int, Sequence[KnownRecord]], calls: QuestionCalls
+    ) -> None:
+        """Learn whether blocks are there, by number. With windows or states by lists: then those of
+        the last block that is there are known, and what follows it. The list of all first blocks
+        may be long.
+        """
+        new = {
+            number: block
+            for number, block in blocks.items()
+            if not all(self._known.is_answered(one.place) for one in block)
+        }
+        lists = [number for number in new if number and question.has_points]
+        self._looks.look(question, [one for block in new.values() for one in block], lists, calls)
 
     def _found(self, block: Iterable[KnownRecord]) -> KnownRecord | None:
         found = (self._known.find(one.place.key, one.place.part) for one in block)
@@ -140,9 +150,74 @@ class Asker:
                     return True
         return False
 
-    # One look
+    def _look_around(self, question: Question, n_there: int, calls: QuestionCalls) -> None:
+        """Learn of windows, states and what follows. Of windows only two records are asked for, if
+        there are not requests enough for all.
+        """
+        windows, forks = question.windows(n_there), question.forks(n_there, 1)
+        asked = windows if self._fits(windows, forks, calls) else windows[-1:]
+        self._looks.look(question, asked, forks, calls)
+        if len(asked) < len(windows):
+            self._headers.presume(question, windows, calls)
 
-    def _look(
+    def _fits(
+        self, windows: Sequence[KnownRecord], forks: Collection[int], calls: QuestionCalls
+    ) -> bool:
+        """Whether requests are left for all of these, and for their headers."""
+        if not self._backend.is_distant:
+            return True
+        n_asked = self._looks.count_names(windows) + len(forks)
+        return n_asked + len(windows) <= self._n_left(calls)
+
+    # Headers
+
+    def _read_headers(self, question: Question, n_there: int, calls: QuestionCalls) -> None:
+        """First those of the prompt's own blocks. What follows spares a part of one block, which is
+        not worth many requests to a distant place: rows of a window that the prompt continues, and
+        that no request is left for, are presumed.
+        """
+        unread = self._headers.read(question, question.windows(n_there), self._n_left(calls), calls)
+        self._known.add_absent(one.place for one in unread)
+        parents = {question.parent_at(n) for n in question.forks(n_there)}
+        beside = [one for one in calls.listed if one.place.parent in parents]
+        unread = self._headers.read(question, beside, self._n_left(calls), calls)
+        self._known.add_absent(one.place for one in unread if not one.tokens)
+        self._known.add(one._replace(w_rows=len(one.tokens) // 4) for one in unread if one.tokens)
+
+    def _n_left(self, calls: QuestionCalls) -> int:
+        """Requests, of which each may be one of several at the same time."""
+        n_left = MAX_REQUESTS - calls.n_requests if self._backend.is_distant else MAX_HEADERS
+        return max(0, min(MAX_HEADERS, n_left))
+
+
+class _Looks:
+    """Looks at a place: which records are there, and what lies beside a block."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        names: RemoteNames,
+        known: KnownRecords,
+        seal: Seal | None,
+        has_macs: bool,
+    ) -> None:
+        self._backend, self._names, self._known = backend, names, known
+        self._seal, self._has_macs = seal, has_macs
+        self.other_classes: Sequence[str] = ()
+
+    def has(self, record: KnownRecord, calls: QuestionCalls) -> bool:
+        """Whether a record is there, in its class."""
+        (n_bytes,) = self._trusted(calls.look(self._blobs_of([record.place]), ()).sizes)
+        if n_bytes:
+            self._known.add([record._replace(n_bytes=n_bytes)])
+        return bool(n_bytes)
+
+    def count_names(self, records: Iterable[KnownRecord]) -> int:
+        """How many are asked for, to learn which of these are there."""
+        new = [one.place for one in records if not self._known.is_answered(one.place)]
+        return len(self._blobs_of([place for one in new for place in self._in_classes(one)]))
+
+    def look(
         self,
         question: Question,
         records: Iterable[KnownRecord],
@@ -166,7 +241,7 @@ class Asker:
     ) -> dict[RecordPlace, KnownRecord]:
         """Records that a list tells."""
         pairs = ((one, (one.place.parent, one.tokens)) for one in records)
-        return {one.place: one for one, p in pairs if p in new or self._known.is_listed(*p)}
+        return {one.place: one for one, p in pairs if p in new or self._known.is_told(*p)}
 
     def _look_at(
         self,
@@ -189,18 +264,16 @@ class Asker:
             new = [one for one in children if self._is_new(question, one)]
             self._known.add(new)
             calls.listed += new
+        answers = zip(lists, looked.listed, strict=True)
+        cut = {parent for (parent, *_), listed in answers if len(listed) >= PAGE}
         for parent, tokens in pairs:
-            self._known.note_listed(parent, tokens)
-        return {
-            parent
-            for (parent, *_), listed in zip(lists, looked.listed, strict=True)
-            if len(listed) >= PAGE
-        }
+            self._known.note_listed(parent, tokens, is_whole=parent not in cut)
+        return cut
 
     def _is_new(self, question: Question, record: KnownRecord) -> bool:
         found = self._known.find(record.place.key, record.place.part)
         if found is not None:
-            return self._headers.is_unread(question, found)
+            return self._known.is_unread(found, question.n_window > 0)
         return not self._known.is_answered(record.place)
 
     def _note_sizes(self, records: Sequence[KnownRecord], sizes: Sequence[int | None]) -> None:
@@ -244,8 +317,8 @@ class Asker:
         them the prompt's own beginnings are known by their keys.
         """
         sizes = {one.name: one.n_bytes for one in listed}
-        own: dict[BlockKey, bytes] = {}
-        if any(not one.order for one in listed):
+        own = {block_key(namespace, parent, near): near}
+        if any(not one.order and not _is_among(one, own) for one in listed):
             starts = (near[:n] for n in range(4, len(near) + 1, 4))
             own = {block_key(namespace, parent, start): start for start in starts}
         for name, order, n_bytes, _ in listed:
@@ -259,72 +332,7 @@ class Asker:
             if not order or common_tokens(order, near):
                 yield KnownRecord(place, order or own.get(place.key, b""), n_bytes)
 
-    # Headers
 
-    def _read_headers(self, question: Question, n_there: int, calls: QuestionCalls) -> None:
-        """First those of the prompt's own blocks."""
-        self._headers.read(question, question.windows(n_there), MAX_HEADERS, calls)
-        parents = {question.parent_at(n) for n in question.forks(n_there)}
-        beside = [one for one in calls.listed if one.place.parent in parents]
-        self._headers.read(question, beside, self._n_headers(question, calls), calls)
-
-    def _n_headers(self, question: Question, calls: QuestionCalls) -> int:
-        """How many are read of what follows. They spare a part of one block, which is not worth
-        many requests to a distant place.
-        """
-        if not self._backend.is_distant:
-            return MAX_HEADERS
-        n_least = MIN_HEADERS if question.n_window else 0
-        return min(MAX_HEADERS, max(n_least, MAX_REQUESTS - calls.n_requests))
-
-
-class _Headers:
-    """Learns from records what neither names nor lists say: tokens, and rows of windows."""
-
-    def __init__(self, names: RemoteNames, known: KnownRecords, seal: Seal | None) -> None:
-        self._names, self._known, self._seal = names, known, seal
-
-    def read(
-        self,
-        question: Question,
-        records: Iterable[KnownRecord],
-        n_most: int,
-        calls: QuestionCalls,
-    ) -> None:
-        """Read so many: one for all parts of a block, and one for windows of equal size, which have
-        equally many rows. First of what the prompt continues.
-        """
-        unread = self._unread(question, records)
-        while unread and n_most > 0:
-            first: dict[WindowSize | BlockKey, KnownRecord] = {}
-            for one in sorted(unread, key=lambda one: (not one.tokens, not _is_window(one))):
-                first.setdefault(WindowSize.of(one) if one.tokens else one.place.key, one)
-            chosen = list(first.values())[:n_most]
-            names = [self._names.of(one.place) for one in chosen]
-            for one, header in zip(chosen, calls.headers(names, chosen, self._seal), strict=True):
-                self._note(one, header)
-            left = [one for one in unread if one not in chosen]
-            self._known.add(left)  # with what is known now
-            unread, n_most = self._unread(question, left), n_most - len(chosen)
-        self._known.add_absent(one.place for one in unread)
-
-    def is_unread(self, question: Question, record: KnownRecord) -> bool:
-        wants_rows = question.n_window and _is_window(record) and not record.w_rows
-        return not record.tokens or bool(wants_rows and self._known.rows_of(record) is None)
-
-    def _unread(self, question: Question, records: Iterable[KnownRecord]) -> list[KnownRecord]:
-        found = (self._known.find(one.place.key, one.place.part) for one in records)
-        return [one for one in found if one and self.is_unread(question, one)]
-
-    def _note(self, record: KnownRecord, header: Header | None) -> None:
-        if header is None:
-            self._known.add_absent([record.place])
-            return
-        told = record._replace(tokens=header.tokens, w_rows=header.w_rows)
-        if _is_window(told):
-            self._known.learn_rows(told)
-        self._known.add([told])
-
-
-def _is_window(record: KnownRecord) -> bool:
-    return record.place.part is Part.WINDOW
+def _is_among(listed: Listed, keys: Collection[BlockKey]) -> bool:
+    parsed = parse_last(listed.name)
+    return parsed is not None and parsed[0] in keys

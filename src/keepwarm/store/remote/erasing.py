@@ -109,9 +109,9 @@ class _Folder:
                 place = RecordPlace(self._namespace, self._parent, *parsed)
                 record = KnownRecord(place, b"", self._size_of(blob))
                 deadline = CallDeadline(CALL_S)
-                header = read_header(self._backend, self._seal, blob.name, record, deadline)
-                if header is not None:
-                    return header.tokens
+                opened = read_header(self._backend, self._seal, blob.name, record, deadline)
+                if opened is not None:
+                    return opened.header.tokens
         return b""
 
     def _size_of(self, blob: Listed) -> int:

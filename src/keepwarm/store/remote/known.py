@@ -27,6 +27,10 @@ class KnownRecord(NamedTuple):
     n_bytes: int
     w_rows: int = 0
 
+    @property
+    def is_window(self) -> bool:
+        return self.place.part is Part.WINDOW
+
 
 class WindowSize(NamedTuple):
     """What is equal for window records with equally many rows."""
@@ -46,6 +50,13 @@ class _Answer(NamedTuple):
     until: float
 
 
+class _List(NamedTuple):
+    """A list of what follows a block."""
+
+    until: float  # it need not be listed again
+    is_whole: bool
+
+
 class KnownRecords:
     """For all threads."""
 
@@ -55,7 +66,7 @@ class KnownRecords:
         self._answers: dict[tuple[BlockKey, Part], _Answer] = {}
         self._children: dict[BlockKey, dict[BlockKey, None]] = {}
         self._rows: dict[WindowSize, int] = {}
-        self._listed: dict[tuple[BlockKey, bytes], float] = {}  # until when it need not be again
+        self._listed: dict[tuple[BlockKey, bytes], _List] = {}
 
     def add(self, records: Iterable[KnownRecord]) -> None:
         until = self._clock() + PRESENT_S
@@ -76,8 +87,12 @@ class KnownRecords:
         """Rows of a window record, if they are known by its size; one that has others is a miss
         when it is read.
         """
-        is_window = record.place.part is Part.WINDOW
-        return self._rows.get(WindowSize.of(record)) if is_window else None
+        return self._rows.get(WindowSize.of(record)) if record.is_window else None
+
+    def is_unread(self, record: KnownRecord, wants_rows: bool) -> bool:
+        """Whether only its header tells the tokens, or the rows of a window."""
+        is_open = wants_rows and record.is_window and not record.w_rows
+        return not record.tokens or (is_open and self.rows_of(record) is None)
 
     def add_absent(self, places: Iterable[RecordPlace]) -> None:
         until = self._clock() + ABSENT_S
@@ -130,14 +145,23 @@ class KnownRecords:
             if (state := self.find(key, Part.STATE))
         ]
 
-    def note_listed(self, parent: BlockKey, near: bytes) -> None:
+    def note_listed(self, parent: BlockKey, near: bytes, *, is_whole: bool) -> None:
         with self._lock:
             if len(self._listed) >= MAX_KNOWN:
                 self._listed.clear()
-            self._listed[parent, near] = self._clock() + ABSENT_S
+            self._listed[parent, near] = _List(self._clock() + ABSENT_S, is_whole)
 
     def is_listed(self, parent: BlockKey, near: bytes) -> bool:
-        return self._clock() < self._listed.get((parent, near), 0.0)
+        return self._find_list(parent, near) is not None
+
+    def is_told(self, parent: BlockKey, near: bytes) -> bool:
+        """Whether a list has told all that follows there."""
+        listed = self._find_list(parent, near)
+        return listed is not None and listed.is_whole
+
+    def _find_list(self, parent: BlockKey, near: bytes) -> _List | None:
+        listed = self._listed.get((parent, near))
+        return listed if listed and self._clock() < listed.until else None
 
     def _completed(self, record: KnownRecord) -> KnownRecord:
         """With what is known of its block, and of windows of its size."""
