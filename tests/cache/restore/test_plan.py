@@ -79,7 +79,7 @@ def test_the_child_with_the_needed_rows_wins_over_the_nearer():
     children = [Child(key(1), 116), Child(key(2), 80)]
     found = longest(WINDOW, forest([known(D)] * 2, WINDOW, children, more=more), 1000)
     assert found.n_tokens == 512 + 80
-    assert found.reads[-2:] == reads((key(2), D, 2), (key(2), W, 2))
+    assert (found.reads[0], found.reads[-1]) == reads((key(2), W, 2), (key(2), D, 2))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,10 @@ def test_window_rows_across_blocks():
     held = [known(D), known(D, W, w_rows=200), known(D, W)]
     found = longest(WIDE, forest(held, WIDE), 760)
     assert found.n_tokens == 760  # the rows from 460 on: block 1 holds those from 312 on
-    assert [read.part for read in found.reads] == [D, D, W, D, W]
+    assert [(read.part, read.number) for read in found.reads] == [
+        *((W, 1), (W, 2)),  # first, because they are the most likely to be missing
+        *((D, 0), (D, 1), (D, 2)),
+    ]
 
 
 def test_window_rows_are_read_within_the_window_only():
@@ -137,7 +140,7 @@ def test_a_state_inside_a_block_of_its_own():
     more = {key(1): known(D, S, n_tokens=43)}
     found = longest(STATE, forest(held, STATE, states={555: key(1)}, more=more), 627)
     assert found.n_tokens == 555
-    assert found.reads[-2:] == reads((key(1), D, 2), (key(1), S, 2))
+    assert (found.reads[0], found.reads[-1]) == reads((key(1), S, 2), (key(1), D, 2))
 
 
 def test_a_state_inside_a_block_that_is_there_whole():
@@ -145,7 +148,7 @@ def test_a_state_inside_a_block_that_is_there_whole():
     held = [known(D)] * 3
     more = {key(1): known(S, n_tokens=43)}
     found = longest(STATE, forest(held, STATE, states={555: key(1)}, more=more), 700)
-    assert found.reads[-2:] == reads((KEYS[2], D, 2), (key(1), S, 2))
+    assert (found.reads[0], found.reads[-1]) == reads((key(1), S, 2), (KEYS[2], D, 2))
 
 
 def test_a_state_beyond_the_limit_is_no_help():
@@ -163,7 +166,7 @@ def test_a_state_after_a_gap_in_the_rows_is_no_help():
     held = [known(D, S), None, None]
     more = {key(1): known(D, S, n_tokens=43)}
     found = longest(STATE, forest(held, STATE, states={555: key(1)}, more=more), 700)
-    assert found == Point(256, reads((KEYS[0], D, 0), (KEYS[0], S, 0)), 100)
+    assert found == Point(256, reads((KEYS[0], S, 0), (KEYS[0], D, 0)), 100)
 
 
 def test_a_block_without_its_delta_rows_is_a_gap():
@@ -282,7 +285,9 @@ def test_the_point_is_the_longest_and_every_read_is_needed(case):
 
 
 def assert_needed(needs, point):
-    """One record for each block and part that a layer asks for, no more, in the order of blocks."""
+    """One record for each block and part that a layer asks for, no more; windows and states come
+    first, then rows, each in the order of blocks.
+    """
     assert len(set(point.reads)) == len(point.reads)
     last = (point.n_tokens - 1) // BLOCK_TOKENS
     wanted = set()
@@ -295,8 +300,8 @@ def assert_needed(needs, point):
         wanted.add((S, last))
     assert {(read.part, read.number) for read in point.reads} == wanted
     assert len(point.reads) == len(wanted)
-    numbers = [read.number for read in point.reads]
-    assert numbers == sorted(numbers)
+    order = [(read.part is D, read.part is S, read.number) for read in point.reads]
+    assert order == sorted(order)
 
 
 @given(st.lists(st.booleans(), min_size=4, max_size=4))

@@ -134,10 +134,9 @@ class Loading:
             self._last_read = perf_counter()
 
     def _by_tier(self, tiers: Sequence[str]) -> dict[str, int]:
-        """Each block counts for the tier of its first record."""
-        by_number: dict[int, str] = {}
-        for read, tier in zip(self.point.reads, tiers, strict=True):
-            by_number.setdefault(read.number, tier)
+        """Each block counts for the tier of its last record, which has its rows, if any has."""
+        numbers = [read.number for read in self.point.reads]
+        by_number = dict(zip(numbers, tiers, strict=True))
         counts: Counter[str] = Counter()
         for number, tier in by_number.items():
             counts[tier] += min(BLOCK_TOKENS, self.point.n_tokens - number * BLOCK_TOKENS)

@@ -73,7 +73,9 @@ class Read(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A prefix of `n_tokens` and the records that restore it, in the order they are needed."""
+    """A prefix of `n_tokens` and the records that restore it, those first that are the most likely
+    to be missing.
+    """
 
     n_tokens: int
     reads: tuple[Read, ...]
@@ -165,6 +167,7 @@ def _reads(needs: Needs, blocks: KnownBlocks, candidate: Candidate) -> tuple[Rea
     # First, because they are few and the most likely to be missing.
     if not _windows_held(needs, blocks, candidate, windowed):
         return None
+    rows: list[Read] = []
     reads: list[Read] = []
     for number in range(0 if needs.delta else windowed.start, windowed.stop):
         key = _holder(blocks, candidate, number)
@@ -174,7 +177,7 @@ def _reads(needs: Needs, blocks: KnownBlocks, candidate: Candidate) -> tuple[Rea
         if needs.delta:
             if Part.DELTA not in known.parts:
                 return None
-            reads.append(Read(key, Part.DELTA, number))
+            rows.append(Read(key, Part.DELTA, number))
         if number in windowed:
             reads.append(Read(key, Part.WINDOW, number))
     if needs.state:
@@ -183,7 +186,7 @@ def _reads(needs: Needs, blocks: KnownBlocks, candidate: Candidate) -> tuple[Rea
         if known is None or Part.STATE not in known.parts:
             return None
         reads.append(Read(key, Part.STATE, windowed.stop - 1))
-    return tuple(reads)
+    return (*reads, *rows)
 
 
 def _windows_held(needs: Needs, blocks: KnownBlocks, candidate: Candidate, windowed: range) -> bool:
