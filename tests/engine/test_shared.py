@@ -12,8 +12,12 @@ import mlx.core as mx
 import pytest
 
 from keepwarm.cache.policy import Policy
+from keepwarm.prefix.blocks import BLOCK_TOKENS
+from keepwarm.store.blobs.backend import Listed
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.blobs.opening import open_backend
+from keepwarm.store.buffers import decode_record
+from keepwarm.store.record import Part
 from keepwarm.store.remote.names import list_classes
 from keepwarm.store.remote.trial import try_backend
 from tests.contract.shared import names_in
@@ -180,6 +184,47 @@ def test_a_flipped_byte_is_a_miss(models, tmp_path, remote, architecture):
         assert result.receipt.reused == {}
         assert b.store.tier_stats()["shared 1"].quarantined >= 1
     exam.check()
+
+
+@pytest.mark.parametrize("remote", ["directory", long("s3")], indirect=True)
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_window_that_is_presumed_and_not_there_is_a_miss(
+    models, tmp_path, remote, is_lost, monkeypatch
+):
+    """Where few requests are left, only its first block and its last are asked for. The prompt
+    goes on where the shared one ends.
+    """
+    shared = prompt_of(1300)
+    prompt = [*shared, *prompt_of(700, seed=2)]
+    changes = {"sliding_window": 1024}
+    model = models.of("gemma3_text", **changes)
+    exam = Exam(models.module("gemma3_text", **changes))
+    with machine(model, tmp_path / "a", remote) as a:
+        use(a, shared, times=3)
+    with closing(open_backend(remote)) as place:
+        windows = _windows_in(place)
+        assert windows.keys() >= {1, 2, 3, 4}
+        if is_lost:
+            place.delete([Listed(windows[2])], SOON)
+    monkeypatch.setattr("keepwarm.store.blobs.directory.DirectoryBackend.is_distant", True)
+    monkeypatch.setattr("keepwarm.store.remote.asking.MAX_REQUESTS", 7)
+    with machine(model, tmp_path / "b", remote) as b:
+        result = run(b, prompt)
+        exam.add(prompt, result.choices[0])
+        n_misses = b.store.tier_stats()["shared 1"].misses
+        assert (result.receipt.reused, n_misses) == (({}, 1) if is_lost else ({"shared": 1300}, 0))
+    exam.check()
+
+
+def _windows_in(place):
+    """Names of window records of whole blocks, by number."""
+    found = {}
+    for numerics in list_classes(place, SOON):
+        for name in names_in(place, numerics):
+            header = decode_record(place.read(name, _new, SOON)).header
+            if header.part is Part.WINDOW and len(header.tokens) == 4 * BLOCK_TOKENS:
+                found[header.number] = name
+    return found
 
 
 def test_only_the_callers_and_readers_call_a_shared_place(models, tmp_path, monkeypatch):
