@@ -10,7 +10,7 @@ from keepwarm.cache.restore.plan import Needs
 from keepwarm.cache.restore.planning import Planner
 from keepwarm.cache.restore.rates import Rates
 from keepwarm.prefix.blocks import BLOCK_TOKENS, KEY_BYTES, BlockRef, block_key, chain, pack
-from keepwarm.store.blobs.backend import PAGE
+from keepwarm.store.blobs.backend import PAGE, Listed
 from keepwarm.store.blobs.deadline import CallDeadline
 from keepwarm.store.record import Part, encode_record
 from keepwarm.store.remote.asking import MAX_REQUESTS, Asker
@@ -20,14 +20,18 @@ from keepwarm.store.remote.question import Question
 from keepwarm.store.remote.speed import TierSpeed
 from keepwarm.store.seal import Seal
 from keepwarm.store.tiers import Tiers
-from tests.store.kit import NAMESPACE, record, tokens_of
+from tests.store.kit import NAMESPACE, record, root_key, tokens_of
 from tests.store.remote.conftest import CLASS, SOON
 from tests.store.remote.test_asking import N_BLOCKS, REFS, STORED, CountedDirectory
 
 OTHER = tokens_of((N_BLOCKS + 1) * BLOCK_TOKENS - 60, seed=1)
 WINDOW = 1024
 NAMES = RemoteNames(CLASS)
-NEEDS = {"windows": Needs(True, WINDOW, False), "only windows": Needs(False, WINDOW, False)}
+NEEDS = {
+    "windows": Needs(True, WINDOW, False),
+    "only windows": Needs(False, WINDOW, False),
+    "wide windows": Needs(True, 4 * WINDOW, False),
+}
 
 
 class Asked:
@@ -37,18 +41,18 @@ class Asked:
         path.mkdir()
         self._seal = seal
         self.seen = Counter()
-        self._place = CountedDirectory(path, self.seen)
+        self.place = CountedDirectory(path, self.seen)
 
     def put(self, ref, part=Part.DELTA, w_rows=None):
         """With one byte a row for K, and one for V."""
         n_bytes = 2 * (ref.n_tokens if w_rows is None else w_rows)
         made = record(ref, part, n_bytes, w_rows)
         name = NAMES.of(RecordPlace.of(made.header))
-        assert self._place.put(name, encode_record(made, self._seal), SOON)
+        assert self.place.put(name, encode_record(made, self._seal), SOON)
 
-    def put_window(self, n_tokens, first_rows=BLOCK_TOKENS):
+    def put_window(self, n_tokens, first_rows=BLOCK_TOKENS, model="windows"):
         """What restores the stored prompt at a point, beside the rows of whole blocks."""
-        numbers = Needs(True, WINDOW, False).window_blocks(n_tokens)
+        numbers = NEEDS[model].window_blocks(n_tokens)
         for number in range(numbers.start, n_tokens // BLOCK_TOKENS):
             self.put(REFS[number], Part.WINDOW, first_rows if number == numbers.start else None)
         n_whole, n_open = divmod(n_tokens, BLOCK_TOKENS)
@@ -59,19 +63,23 @@ class Asked:
             for part in (Part.DELTA, Part.WINDOW):
                 self.put(BlockRef(key, ref.parent, n_whole, tokens), part)
 
+    def lose_window(self, number):
+        name = NAMES.of(RecordPlace.of(record(REFS[number], Part.WINDOW).header))
+        self.place.delete([Listed(name)], SOON)
+
     def crowd(self, number):
         """Put many others beside a block, so that a list of them is cut."""
         folder = NAMES.folder(NAMESPACE, REFS[number].parent)
         for n in range(4 * PAGE):
-            self._place.put(f"{folder}/{n.to_bytes(KEY_BYTES).hex()}.d", [b"other"], SOON)
+            self.place.put(f"{folder}/{n.to_bytes(KEY_BYTES).hex()}.d", [b"other"], SOON)
 
     def restorable(self, n_common, model="windows", n_requests=MAX_REQUESTS):
         """How much is planned to be restored of a prompt that shares so many tokens."""
         tokens, known, needs = [*STORED[:n_common], *OTHER[n_common:]], KnownRecords(), NEEDS[model]
         refs = list(chain(NAMESPACE, tokens))
         planner = Planner(NAMESPACE, needs, Tiers([("shared", known)]), Rates(), sys.maxsize)
-        n_window = WINDOW // BLOCK_TOKENS + 1
-        asker = Asker(self._place, NAMES, known, self._seal, TierSpeed())
+        n_window = needs.window // BLOCK_TOKENS + 1
+        asker = Asker(self.place, NAMES, known, self._seal, TierSpeed())
         self.seen.clear()
         asker.ask(
             Question(NAMESPACE, refs, len(refs) - 1, 0, needs.delta, n_window, has_states=False),
@@ -156,3 +164,21 @@ def test_a_list_that_is_cut_tells_of_no_window(asked):
     asked.put_window(256 * 197)
     asked.crowd(196)
     assert asked.restorable(256 * 197, n_requests=MAX_REQUESTS + 2) == 256 * 197
+
+
+def test_the_first_blocks_of_all_prompts_are_not_listed(asked):
+    """They may be many, and what follows some block tells more."""
+    asked.put_window(256 * 150)
+    assert asked.restorable(256 * 150) == 256 * 150
+    folders = {NAMES.folder(NAMESPACE, REFS[number].parent) for number in (149, 150)}
+    assert set(asked.place.folders) > folders
+    assert NAMES.folder(NAMESPACE, root_key()) not in asked.place.folders
+
+
+def test_a_directory_is_asked_for_every_block_of_a_window(asked):
+    """What is between the first and the last is presumed of a bucket only."""
+    asked.put_window(256 * 196, model="wide windows")
+    asked.lose_window(185)
+    assert asked.restorable(256 * 196, "wide windows") == 256 * 196
+    asked.place.is_distant = False
+    assert asked.restorable(256 * 196, "wide windows", n_requests=40) == 0
