@@ -211,8 +211,9 @@ def test_a_window_that_is_presumed_and_not_there_is_a_miss(
     with machine(model, tmp_path / "b", remote) as b:
         result = run(b, prompt)
         exam.add(prompt, result.choices[0])
+        assert result.receipt.reused == ({} if is_lost else {"shared": 1300})
         n_misses = b.store.tier_stats()["shared 1"].misses
-        assert (result.receipt.reused, n_misses) == (({}, 1) if is_lost else ({"shared": 1300}, 0))
+        assert (n_misses > 0) == is_lost, "a read has failed"
     exam.check()
 
 

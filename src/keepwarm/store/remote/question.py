@@ -59,9 +59,11 @@ class Question(NamedTuple):
         return self.refs[number - 1].key if number else root(self.namespace)
 
     def chain(self) -> list[list[KnownRecord]]:
-        """Records of each whole block, one of which shows that it is there."""
+        """Records of each whole block, one of which shows that it is there. With windows each has
+        one of these, perhaps without rows; else it may have a state only.
+        """
         parts = [Part.DELTA] if self.has_rows else [Part.WINDOW]
-        if self.has_states and not self.has_rows:
+        if not self.has_rows and not self.n_window:
             parts.append(Part.STATE)
         return [[self.record(ref, part) for part in parts] for ref in self.refs[: self.n_whole]]
 
