@@ -178,11 +178,12 @@ class Asker:
         """
         unread = self._headers.read(question, question.windows(n_there), self._n_left(calls), calls)
         self._known.add_absent(one.place for one in unread)
-        parents = {question.parent_at(n) for n in question.forks(n_there)}
-        beside = [one for one in calls.listed if one.place.parent in parents]
+        own = {question.parent_at(n): question.refs[n].tokens for n in question.forks(n_there)}
+        beside = [one for one in calls.listed if one.place.parent in own]
         unread = self._headers.read(question, beside, self._n_left(calls), calls)
-        self._known.add_absent(one.place for one in unread if not one.tokens)
-        self._known.add(one._replace(w_rows=len(one.tokens) // 4) for one in unread if one.tokens)
+        self._known.add_absent(one.place for one in unread)
+        begun = [r for r in unread if r.tokens and own[r.place.parent].startswith(r.tokens)]
+        self._known.add(one._replace(w_rows=len(one.tokens) // 4) for one in begun)
 
     def _n_left(self, calls: QuestionCalls) -> int:
         """Requests, of which each may be one of several at the same time."""
