@@ -6,7 +6,6 @@ import time
 
 import mlx.core as mx
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -86,47 +85,17 @@ def test_more_are_prepared_while_none_are_taken(pool, monkeypatch):
     assert pool.free_bytes == slabs.MAX_READY * size
 
 
-@pytest.fixture
-def batches(monkeypatch):
-    """How many are prepared each time."""
-    made, make = [], slabs._make
-    monkeypatch.setattr(
-        slabs, "_make", lambda size, n_slabs: made.append(n_slabs) or make(size, n_slabs)
-    )
-    return made
-
-
-def test_many_are_prepared_at_once(pool, batches, monkeypatch):
+def test_many_are_prepared_at_once(pool, monkeypatch):
     """Each time waits for work on the device, which may be long."""
+    batches, make = [], slabs._make
+    monkeypatch.setattr(
+        slabs, "_make", lambda size, n_slabs: batches.append(n_slabs) or make(size, n_slabs)
+    )
     size = slabs._rounded(N_BYTES)
     monkeypatch.setattr(slabs, "AT_ONCE_BYTES", 12 * size)
     pool.expect([N_BYTES])
     wait_until(lambda: pool.free_bytes == slabs.MAX_READY * size)
     assert sorted(batches) == [slabs.MAX_READY - 24, 12, 12]
-
-
-def test_few_are_prepared_at_once_in_quiet_times(pool, batches, monkeypatch):
-    """A prompt that begins meanwhile waits for few."""
-    monkeypatch.setattr(slabs, "QUIET_S", 0.05)
-    size = slabs._rounded(N_BYTES)
-    monkeypatch.setattr(slabs, "FEW_BYTES", 4 * size)
-    pool.allow((slabs.MAX_READY + 10) * size)
-    pool.expect([N_BYTES])
-    wait_until(lambda: pool.free_bytes == (slabs.MAX_READY + 10) * size)
-    assert sorted(batches) == [2, 4, 4, slabs.MAX_READY]
-
-
-def test_while_an_engine_works_only_a_few_are_prepared(pool, monkeypatch):
-    """Preparing slows the device down."""
-    monkeypatch.setattr(slabs, "QUIET_S", 0.05)
-    size = slabs._rounded(N_BYTES)
-    pool.allow((slabs.MAX_READY + 10) * size)
-    with pool.working():
-        pool.expect([N_BYTES])
-        wait_until(lambda: pool.free_bytes == slabs.MAX_READY * size)
-        time.sleep(4 * slabs.QUIET_S)
-        assert pool.free_bytes == slabs.MAX_READY * size
-    wait_until(lambda: pool.free_bytes == (slabs.MAX_READY + 10) * size)
 
 
 def test_only_a_few_are_prepared_beside_the_taking(pool, monkeypatch):

@@ -8,7 +8,7 @@ kw.commit(tokens, cache)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -303,11 +303,6 @@ class Store:
     def slab_bytes(self) -> int:
         """What MLX's arrays take of the host's memory, on CUDA."""
         return 0 if self._reader.slabs is None else self._reader.slabs.n_bytes
-
-    def working(self) -> AbstractContextManager[None]:
-        """While inside, an engine has work: what can wait does."""
-        slabs = self._reader.slabs
-        return nullcontext() if slabs is None else slabs.working()
 
     def release(self, n_bytes: int) -> int:
         """Free about this many bytes of memory, least valuable blocks first; the bytes freed."""

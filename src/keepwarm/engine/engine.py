@@ -292,7 +292,7 @@ class Engine:
         self._run_commands()  # posted before `_closing` was set
 
     def _work_until_idle(self) -> None:
-        with self._scopes.active(self._memory), self.store.working():
+        with self._scopes.active(self._memory):
             self._run_commands()
             while self._step():
                 self._run_commands()

@@ -18,8 +18,7 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -35,12 +34,11 @@ ALIGNMENT = 256
 MIN_STEP = 1 << 14  # between sizes of slabs
 READY_BYTES = 1 << 30  # prepared at once, in at most so many slabs of a size:
 MAX_READY = 32
-AHEAD_BYTES = 16 << 30  # prepared while the device has nothing to do: it would be slowed down
+AHEAD_BYTES = 16 << 30  # prepared when none was taken for a while: beside prompts it costs time
 MAX_AHEAD = 512
-QUIET_S = 0.1
+QUIET_S = 1.0
 PREPARING_THREADS = 2  # one alone prepares fewer than a fast GPU fills
 AT_ONCE_BYTES = 512 << 20  # prepared together: MLX has each wait for work on the device
-FEW_BYTES = 128 << 20  # the same while it has none: a prompt may begin any moment
 STAYS_WITH_HOST = 3  # CU_MEM_ADVISE_SET_PREFERRED_LOCATION
 MAPPED_BY_DEVICE = 5  # CU_MEM_ADVISE_SET_ACCESSED_BY
 HOST, DEVICE = -1, 0
@@ -137,8 +135,7 @@ class SlabPool:
         self._budget = 0  # of the blocks in memory
         self._expected: list[int] = []  # the sizes that are prepared
         self._coming: Counter[int] = Counter()  # those being prepared
-        self._n_working = 0  # engines
-        self._last_used = time.monotonic()
+        self._last_taken = time.monotonic()
         self._plans: weakref.WeakValueDictionary[Hashable, SlabPlan] = weakref.WeakValueDictionary()
         self._is_closed = False
         self._threads = [
@@ -166,26 +163,13 @@ class SlabPool:
             self._budget = budget
             self._changed.notify_all()
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """While inside, an engine has work, and only what it needs soon is prepared."""
-        with self._changed:
-            self._n_working += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._n_working -= 1
-                self._last_used = time.monotonic()
-                self._changed.notify_all()
-
     def take(self, n_bytes: int) -> Slab:
         """A slab of at least this size, with arbitrary content."""
         size = _rounded(n_bytes)
         with self._changed:
             # The one returned last may still have a reference, which ends any moment.
             array = self._free[size].popleft() if self._free[size] else None
-            self._last_used = time.monotonic()
+            self._last_taken = time.monotonic()
             if self._lacking(is_quiet=True) is not None:
                 self._changed.notify_all()
         return Slab(self, self._make(size) if array is None else array)
@@ -250,21 +234,15 @@ class SlabPool:
         """Size and number of the slabs to be prepared next, which are counted; None at the end."""
         with self._changed:
             while not self._is_closed:
-                quiet_in_s = self._quiet_in_s()
+                quiet_in_s = self._last_taken + QUIET_S - time.monotonic()
                 if (batch := self._lacking(is_quiet=quiet_in_s <= 0)) is not None:
                     size, n_slabs = batch
                     self.n_bytes += size * n_slabs
                     self._coming[size] += n_slabs
                     return batch
                 is_short = self._lacking(is_quiet=True) is not None
-                self._changed.wait(min(1.0, max(0.01, quiet_in_s)) if is_short else None)
+                self._changed.wait(max(0.01, quiet_in_s) if is_short else None)
             return None
-
-    def _quiet_in_s(self) -> float:
-        """Seconds until more may be prepared than is needed soon."""
-        if self._n_working:
-            return math.inf
-        return self._last_used + QUIET_S - time.monotonic()
 
     def _lacking(self, is_quiet: bool) -> tuple[int, int] | None:
         """A size of which too few are ready, and how many to prepare at once."""
@@ -273,10 +251,8 @@ class SlabPool:
             n_ready = min(MAX_READY, max(2, READY_BYTES // size))
             n_ahead = min(MAX_AHEAD, AHEAD_BYTES // size) if is_quiet else 0
             n_allowed = max(0, self._budget - self.n_bytes) // size
-            if n_free < n_ready:
-                return size, min(n_ready - n_free, max(1, AT_ONCE_BYTES // size))
-            if n_free < n_ahead and n_allowed:
-                return size, min(n_ahead - n_free, n_allowed, max(1, FEW_BYTES // size))
+            if (n_lacking := max(n_ready - n_free, min(n_ahead - n_free, n_allowed))) > 0:
+                return size, min(n_lacking, max(1, AT_ONCE_BYTES // size))
         return None
 
 
