@@ -370,6 +370,15 @@ def test_durable_is_answered_after_it_is_on_disk(models, tmp_path):
         assert engine.store.tier_stats()["disk"].blocks >= 3
 
 
+def test_what_keeping_takes_of_the_thread_is_counted(models, tmp_path):
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        before = time.perf_counter()
+        engine.submit(ask(prompt_of(600), 1)).result()
+        engine.settle()
+        took_ms = 1000 * (time.perf_counter() - before)
+        assert 0 < engine.stats().counters["keeping_ms"] < took_ms
+
+
 def test_closing_while_a_durable_answer_is_written(models, tmp_path):
     """It gets its end, one way or the other."""
     with engine_on(models.of("llama"), tmp_path) as engine:

@@ -1,6 +1,8 @@
 """The memory tier: bytes are shared, counted, and really freed."""
 
 import gc
+import random
+import sqlite3
 import weakref
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -9,10 +11,10 @@ import numpy as np
 import psutil
 import pytest
 
-from keepwarm.prefix.blocks import root
-from keepwarm.store.memory import MemoryTier
+from keepwarm.prefix.blocks import chain, root
+from keepwarm.store.memory import MAX_CHANGES, MemoryTier
 from keepwarm.store.record import Part, Record, Tensor
-from tests.store.kit import NAMESPACE, first_block, keys_of, record, refs_of
+from tests.store.kit import NAMESPACE, chain_of, first_block, keys_of, record, refs_of, tokens_of
 
 MIB = 1 << 20
 
@@ -142,3 +144,75 @@ def test_what_is_known_without_asking_is_what_the_index_says(tier):
         assert tier.have([ref.key]) == tier.index.lookups.have([ref.key])
         shown |= set(tier.have([ref.key]).values())
     assert len(shown) == 4
+
+
+# The index follows later
+
+
+@pytest.fixture
+def statements(tier):
+    """What the index is asked from now on, by any thread."""
+    seen = []
+    tier.index.database._db.set_trace_callback(seen.append)
+    return seen
+
+
+def test_nothing_is_asked_of_the_index_to_put_a_record(tier, statements):
+    """It is the thread that runs the model that puts it."""
+    made = chain_of(4)
+    for one in made:
+        tier.put(one)
+        tier.delete_outgrown(one.header.key)
+    tier.touch(keys_of(made))
+    assert not statements
+    assert set(tier.have(keys_of(made))) == set(keys_of(made))
+    last = made[-1].header
+    assert [child.key for child in tier.children(last.parent, last.tokens)] == [last.key]
+    assert statements
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_index_says_what_is_held_whatever_was_done(seed):
+    dice, refs = random.Random(seed), refs_of(6)
+    refs += [list(chain(NAMESPACE, tokens_of(n)))[-1] for n in (300, 400, 700)]  # of the same
+    tier = MemoryTier(20 * 1024)
+    deeds = (
+        lambda ref: tier.put(record(ref, dice.choice(list(Part)), n_bytes=1024)),
+        lambda ref: tier.delete_outgrown(ref.key),
+        lambda ref: tier.delete_part(ref.key, dice.choice(list(Part))),
+        lambda ref: tier.delete(ref.key),
+        lambda ref: tier.touch([ref.key]),
+        lambda ref: tier.children(ref.parent, ref.tokens),
+        lambda _: tier.release(2048),
+    )
+    for _ in range(300):
+        dice.choices(deeds, weights=(12, 4, 2, 1, 2, 1, 1))[0](dice.choice(refs))
+        if dice.random() < 0.1:
+            keys = [ref.key for ref in refs]
+            assert tier.index.lookups.have(keys) == tier.have(keys)
+            assert tier.index.lookups.n_bytes() == tier.stats().n_bytes <= 20 * 1024
+    tier.close()
+
+
+def test_the_index_is_never_far_behind(tier):
+    for n in range(2 * MAX_CHANGES):
+        tier.put(record(first_block([n]), n_bytes=16))
+        assert len(tier._changes) <= MAX_CHANGES
+
+
+def test_a_record_without_a_row_is_not_kept(tier, monkeypatch):
+    """It would never be evicted."""
+
+    def fail(*_):
+        raise sqlite3.OperationalError("out of memory")
+
+    made = record(first_block([1]))
+    with monkeypatch.context() as broken:
+        broken.setattr(tier.index, "add", fail)
+        tier.put(made)
+        assert tier.children(made.header.parent, made.header.tokens) == []
+    assert tier.stats().errors == 1
+    assert not tier.have([made.header.key])
+    assert tier.stats().n_bytes == 0
+    assert tier.put(made).stored
+    assert tier.children(made.header.parent, made.header.tokens)

@@ -73,10 +73,10 @@ class _Held:
         if not held:
             self.known.pop(key, None)
             return
-        headers = [record.header for record in held]
-        n_tokens, w_rows = len(headers[0].tokens) // 4, max(header.w_rows for header in headers)
-        parts, n_bytes = frozenset(header.part for header in headers), sum(map(_size, held))
-        self.known[key] = BlockInfo(parts, n_tokens, w_rows, n_bytes)
+        parts, w_rows, n_bytes = frozenset(one.header.part for one in held), 0, 0
+        for record in held:
+            w_rows, n_bytes = w_rows or record.header.w_rows, n_bytes + _size(record)
+        self.known[key] = BlockInfo(parts, len(held[0].header.tokens) // 4, w_rows, n_bytes)
 
 
 class MemoryTier:
@@ -87,6 +87,7 @@ class MemoryTier:
         self._clock = clock
         self._index = Index(":memory:")
         self._changes: deque[Callable[[], None]] = deque()  # that the index has not seen
+        self._grown: deque[BlockKey] = deque()  # blocks that may make others redundant
         self._held = _Held()
         self._is_open = True
         self._refused = RefusedBlocks()
@@ -110,10 +111,12 @@ class MemoryTier:
         self._settle()
 
     def _settle(self) -> None:
-        while self._changes:
+        while self._changes or self._grown:
             with self._lock:  # for one at a time: puts go on in between
                 if self._changes:
                     self._changes.popleft()()
+                elif self._grown:  # what is deleted depends on all that was put
+                    self._delete_outgrown(self._grown.popleft())
 
     def _change(self, change: Callable[[], None]) -> None:
         if self._is_open:
@@ -200,7 +203,7 @@ class MemoryTier:
         try:
             self._index.add(header, n_bytes, now)
         except BaseException:
-            self._held.drop(header.key, [header.part])  # or it would never be evicted
+            self.delete_part(header.key, header.part)  # or it would never be evicted
             raise
 
     def _make_room(self, record: Record, n_bytes: int, now: float) -> bool:
@@ -292,12 +295,14 @@ class MemoryTier:
 
     @default_on_io_error(lambda: None)
     def delete_outgrown(self, key: BlockKey) -> None:
-        self._change(partial(self._delete_outgrown, key))
+        if self._is_open:
+            self._grown.append(key)
 
     def _delete_outgrown(self, key: BlockKey) -> None:
         lookups = self._index.lookups
         for state in find_surplus(*lookups.checkpoints(key)):
-            self._delete_part(state.key, Part.STATE)
+            self._held.drop(state.key, [Part.STATE])
+            self._index.delete_part(state.key, Part.STATE)
             self._delete(lookups.outgrown(state.beside))
         self._delete(lookups.outgrown(key))
 
@@ -319,13 +324,8 @@ class MemoryTier:
     def delete_part(self, key: BlockKey, part: Part) -> None:
         """Delete one part; the block goes with its last part."""
         with self._lock:
-            self._settle()
-            self._delete_part(key, part)
-
-    def _delete_part(self, key: BlockKey, part: Part) -> None:
-        with self._lock:
             self._held.drop(key, [part])
-            self._index.delete_part(key, part)
+            self._change(partial(self._index.delete_part, key, part))
 
     def walk(self) -> Iterator[StoredBlock]:
         with as_store_errors(self, "list its blocks"):
@@ -339,6 +339,7 @@ class MemoryTier:
         with self._lock:
             self._is_open = False
             self._changes.clear()
+            self._grown.clear()
             self._held.clear()
             self._index.close()
 

@@ -11,6 +11,7 @@ from keepwarm.store.disk.wear import Wear
 from keepwarm.store.memory import MemoryTier
 from keepwarm.store.record import Part, ReadBuffer
 from keepwarm.store.tiers import Tiers
+from tests.kit.waiting import wait_until
 
 MIB = 1 << 20
 
@@ -62,6 +63,17 @@ def test_what_lasts_is_known_from_the_moment_it_is_put(disk, records):
     writer.flush()
     assert writer.kept(keys).keys() == {keys[0]}
     assert MemorySaver(memory).kept(keys).keys() == set(keys)
+    writer.close()
+    memory.close()
+
+
+def test_the_writer_has_the_indexes_follow(disk, records):
+    """So that nobody who looks something up waits for that."""
+    memory = MemoryTier(64 * MIB)
+    writer = Writer(memory, disk, 64 * MIB)
+    for one in records[:3]:
+        writer.put(one, Policy.READ_WRITE)
+    wait_until(lambda: not memory._changes and not writer.queued._changes)
     writer.close()
     memory.close()
 

@@ -249,15 +249,20 @@ class Writer:
                 self._changed.notify_all()
 
     def _next(self) -> tuple[BlockKey, Part] | None:
+        self._settle()
         while not self._wait_for_work():
             self._catch_up()
-        if isinstance(self._memory, MemoryTier):
-            self._memory.settle()
         with self._changed:
             if not self._order:
                 return None
             self._changed.wait_for(lambda: not self._must_wait(), MAX_DEFERRAL_S)
             return self._order.popleft()
+
+    def _settle(self) -> None:
+        """Have the indexes of memory follow on this thread, and not on one that asks them."""
+        self.queued.settle()
+        if isinstance(self._memory, MemoryTier):
+            self._memory.settle()
 
     def _wait_for_work(self) -> bool:
         with self._changed:
