@@ -84,3 +84,15 @@ def test_evicted_blocks_are_overwritten_only_after_the_last_use(
         assert result.receipt.cached_tokens == len(prompt) - 1
         assert engine.store.memory.stats().evicted
     exam.check()
+
+
+@pytest.mark.parametrize("policy", [Policy.READ_WRITE, Policy.NO_STORE])
+def test_the_pool_is_told_of_prompts_that_will_be_kept(
+    policy: Policy, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(SlabPool, "will_take", lambda pool: told.append(pool.n_bytes))
+    with engine_on(models.of("llama"), tmp_path) as engine:
+        told.clear()
+        engine.submit(ask(LONG, 1, policy=policy)).result()
+        assert bool(told) == policy.writes

@@ -163,6 +163,10 @@ class SlabPool:
             self._budget = budget
             self._changed.notify_all()
 
+    def will_take(self) -> None:
+        """A prompt begins that will be kept: from now on none are prepared ahead beside it."""
+        self._last_taken = time.monotonic()
+
     def take(self, n_bytes: int) -> Slab:
         """A slab of at least this size, with arbitrary content."""
         size = _rounded(n_bytes)

@@ -233,6 +233,8 @@ class Manager:
         The list of tokens is not copied, so the caller may append to it. `since` is what `catch_up`
         returned before the request knew of anything stored: what is deleted later is not saved.
         """
+        if policy.writes and self.reader.slabs is not None:
+            self.reader.slabs.will_take()
         return Capture(self, tokens, policy, agent, self.catch_up() if since is None else since)
 
     def points(self, tokens: Sequence[int], cuts: Iterable[int], n_known: int) -> frozenset[int]:
@@ -307,7 +309,7 @@ class Capture:
             block = next(blocks)
             is_whole = ref.n_tokens == BLOCK_TOKENS
             policy = self._policy if is_whole or not temporary else Policy.EPHEMERAL
-            self._keep(ref, block if checkpoint else _stateless(block), policy)
+            self._keep(ref, block if checkpoint else replace(block, state={}), policy)
             if is_whole:
                 self._passed(ref)
 
@@ -373,9 +375,11 @@ class Capture:
         passed = {ref.number: ref for ref in self._latest}
         for block in blocks:
             if block.index in wanted and block.window:
-                self._keep(passed[block.index], _window_of(block), self._policy)
+                window = replace(block, delta={}, state={})
+                self._keep(passed[block.index], window, self._policy)
             if block.state and checkpoint:
-                self._keep(passed[block.index], _state_of(block), self._policy)
+                state = replace(block, delta={}, window={}, first_rows={})
+                self._keep(passed[block.index], state, self._policy)
 
     def _keep(self, ref: BlockRef, block: Block, policy: Policy) -> None:
         # Without delta layers, window rows are all that a block has.
@@ -386,15 +390,3 @@ class Capture:
             with self.claim.unless_forgotten() as is_wanted:
                 if is_wanted:
                     self._manager.writer.put(record, policy, memory_only, share)
-
-
-def _stateless(block: Block) -> Block:
-    return Block(block.index, block.n_tokens, block.delta, block.window, block.first_rows)
-
-
-def _window_of(block: Block) -> Block:
-    return Block(block.index, block.n_tokens, window=block.window, first_rows=block.first_rows)
-
-
-def _state_of(block: Block) -> Block:
-    return Block(block.index, block.n_tokens, state=block.state)
