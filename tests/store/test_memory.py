@@ -197,7 +197,7 @@ def test_the_index_says_what_is_held_whatever_was_done(seed):
 def test_the_index_is_never_far_behind(tier):
     for n in range(2 * MAX_CHANGES):
         tier.put(record(first_block([n]), n_bytes=16))
-        assert len(tier._changes) <= MAX_CHANGES
+        assert len(tier._late.changes) <= MAX_CHANGES
 
 
 def test_a_record_without_a_row_is_not_kept(tier, monkeypatch):

@@ -79,22 +79,57 @@ class _Held:
         self.known[key] = BlockInfo(parts, len(held[0].header.tokens) // 4, w_rows, n_bytes)
 
 
+class _LateIndex:
+    """An index that changes when it is asked next, or `settle` is called."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        """The lock is that of the tier, for which changes and records are one."""
+        self.behind = Index(":memory:")  # by what was not made so far
+        self.changes: deque[Callable[[], None]] = deque()
+        self._last: deque[Callable[[], None]] = deque()
+        self._lock = lock
+        self.is_open = True
+
+    def change(self, change: Callable[[], None]) -> None:
+        """Make a change, after those before."""
+        if self.is_open:
+            self.changes.append(change)
+        if len(self.changes) > MAX_CHANGES:
+            self.settle()
+
+    def change_last(self, change: Callable[[], None]) -> None:
+        """Make a change that depends on all others, after them."""
+        if self.is_open:
+            self._last.append(change)
+
+    def settle(self) -> Index:
+        """Make all changes; the index, up to date."""
+        while self.changes or self._last:
+            with self._lock:  # for one at a time: others go on in between
+                if some := self.changes or self._last:
+                    some.popleft()()
+        return self.behind
+
+    def close(self) -> None:
+        self.is_open = False
+        self.changes.clear()
+        self._last.clear()
+        self.behind.close()
+
+
 class MemoryTier:
     """Records, shared and not copied, up to a number of bytes."""
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
         self._max_bytes = max_bytes
         self._clock = clock
-        self._index = Index(":memory:")
-        self._changes: deque[Callable[[], None]] = deque()  # that the index has not seen
-        self._grown: deque[BlockKey] = deque()  # blocks that may make others redundant
+        self._lock = threading.RLock()
+        self._late = _LateIndex(self._lock)
         self._held = _Held()
-        self._is_open = True
         self._refused = RefusedBlocks()
         self._demoted: dict[
             BlockKey, None
         ] = {}  # their window rows are evicted first, oldest first
-        self._lock = threading.RLock()
         self._counts = TierCounts()
         self._durable: Future[None] = Future()  # shared by all records: memory is never durable
         self._durable.set_result(None)
@@ -102,27 +137,12 @@ class MemoryTier:
     @property
     def index(self) -> Index:
         """The index, up to date."""
-        self._settle()
-        return self._index
+        return self._late.settle()
 
     @default_on_io_error(lambda: None)
     def settle(self) -> None:
         """Bring the index up to date, so that whoever asks it next need not."""
-        self._settle()
-
-    def _settle(self) -> None:
-        while self._changes or self._grown:
-            with self._lock:  # for one at a time: puts go on in between
-                if self._changes:
-                    self._changes.popleft()()
-                elif self._grown:  # what is deleted depends on all that was put
-                    self._delete_outgrown(self._grown.popleft())
-
-    def _change(self, change: Callable[[], None]) -> None:
-        if self._is_open:
-            self._changes.append(change)
-        if len(self._changes) > MAX_CHANGES:
-            self._settle()
+        self._late.settle()
 
     def have(self, keys: Collection[BlockKey]) -> dict[BlockKey, BlockInfo]:
         with self._lock:
@@ -188,20 +208,20 @@ class MemoryTier:
     def _put(self, record: Record) -> bool:
         header, n_bytes = record.header, _size(record)
         before, now = self._held.records.get((header.key, header.part)), self._clock()
-        if not self._is_open or (before and not header.improves_on(before.header.w_rows)):
+        if not self._late.is_open or (before and not header.improves_on(before.header.w_rows)):
             return False
         if not self._make_room(record, n_bytes - (_size(before) if before else 0), now):
             self._refused.add(header.key)
             self._counts.add(refused=1)
             return False
         self._held.add(record)
-        self._change(partial(self._add_row, header, n_bytes, now))
+        self._late.change(partial(self._add_row, header, n_bytes, now))
         self._counts.add(puts=1)
         return True
 
     def _add_row(self, header: Header, n_bytes: int, now: float) -> None:
         try:
-            self._index.add(header, n_bytes, now)
+            self._late.behind.add(header, n_bytes, now)
         except BaseException:
             self.delete_part(header.key, header.part)  # or it would never be evicted
             raise
@@ -287,7 +307,7 @@ class MemoryTier:
     def touch(self, keys: Collection[BlockKey]) -> None:
         for key in keys:
             self.promote_window(key)
-        self._change(partial(self._index.touch, keys, self._clock()))
+        self._late.change(partial(self._late.behind.touch, keys, self._clock()))
 
     @default_on_io_error(lambda: None)
     def discard(self, key: BlockKey, part: Part, why: str) -> None:  # noqa: ARG002
@@ -295,14 +315,13 @@ class MemoryTier:
 
     @default_on_io_error(lambda: None)
     def delete_outgrown(self, key: BlockKey) -> None:
-        if self._is_open:
-            self._grown.append(key)
+        self._late.change_last(partial(self._delete_outgrown, key))
 
     def _delete_outgrown(self, key: BlockKey) -> None:
-        lookups = self._index.lookups
+        lookups = self._late.behind.lookups
         for state in find_surplus(*lookups.checkpoints(key)):
             self._held.drop(state.key, [Part.STATE])
-            self._index.delete_part(state.key, Part.STATE)
+            self._late.behind.delete_part(state.key, Part.STATE)
             self._delete(lookups.outgrown(state.beside))
         self._delete(lookups.outgrown(key))
 
@@ -311,21 +330,21 @@ class MemoryTier:
 
     def delete_all(self, keys: Collection[BlockKey]) -> None:
         with as_store_errors(self, "delete blocks"), self._lock:
-            self._settle()
+            self._late.settle()
             self._delete(keys)
 
     def _delete(self, keys: Collection[BlockKey]) -> None:
         with self._lock:
             self._drop_records(keys)
             if keys:
-                self._index.mark_deleting(keys)
-                self._index.delete_marked(keys)
+                self._late.behind.mark_deleting(keys)
+                self._late.behind.delete_marked(keys)
 
     def delete_part(self, key: BlockKey, part: Part) -> None:
         """Delete one part; the block goes with its last part."""
         with self._lock:
             self._held.drop(key, [part])
-            self._change(partial(self._index.delete_part, key, part))
+            self._late.change(partial(self._late.behind.delete_part, key, part))
 
     def walk(self) -> Iterator[StoredBlock]:
         with as_store_errors(self, "list its blocks"):
@@ -337,11 +356,8 @@ class MemoryTier:
 
     def close(self) -> None:
         with self._lock:
-            self._is_open = False
-            self._changes.clear()
-            self._grown.clear()
+            self._late.close()
             self._held.clear()
-            self._index.close()
 
     def note_error(self, error: Exception) -> None:  # noqa: ARG002
         self._counts.add(errors=1)

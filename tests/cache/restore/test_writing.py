@@ -73,7 +73,7 @@ def test_the_writer_has_the_indexes_follow(disk, records):
     writer = Writer(memory, disk, 64 * MIB)
     for one in records[:3]:
         writer.put(one, Policy.READ_WRITE)
-    wait_until(lambda: not memory._changes and not writer.queued._changes)
+    wait_until(lambda: not memory._late.changes and not writer.queued._late.changes)
     writer.close()
     memory.close()
 
