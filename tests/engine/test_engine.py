@@ -273,11 +273,11 @@ def test_several_prompts_are_read_fairly(models, tmp_path):
 
 def test_a_deadline_ends_a_request_wherever_it_is(models, tmp_path):
     model = models.of("llama")
-    model = replace(model, module=Watched(model.module.model, slow_s=0.002))
+    model = replace(model, module=Watched(model.module.model, slow_s=0.004))
     with engine_on(model, tmp_path) as engine:
         prompt = prompt_of(1000)
         with pytest.raises(TimedOut, match="a retry is faster"):
-            engine.submit(ask(prompt, 5, timeout_s=1.0)).result()  # while it is read
+            engine.submit(ask(prompt, 5, timeout_s=2.0)).result()  # while it is read
         with pytest.raises(TimedOut):
             engine.submit(ask(prompt_of(10, 2), 2000, timeout_s=0.5)).result()  # while it speaks
         model.module.slow_s = 0

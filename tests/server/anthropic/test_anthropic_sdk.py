@@ -290,7 +290,7 @@ def test_switching_scrubbing_off_by_header_and_by_setting(serving):
 
 def test_a_stream_that_fails_says_so_in_the_stream(serving):
     """The time is up while the answer is being written."""
-    with serving(request_timeout_s=1.5) as live, connect(live) as client:
+    with serving(request_timeout_s=3.0) as live, connect(live) as client:
         long = {"type": "json_schema", "schema": {"type": "string", "minLength": 9000}}
         read_vocabulary(live, long["schema"])
         stream = ask(client, output_config={"format": long}, max_tokens=9000, stream=True)

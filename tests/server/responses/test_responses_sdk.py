@@ -304,7 +304,7 @@ def test_a_stream_over_the_context_fails_with_the_event_that_codex_knows(client,
 def test_a_stream_that_fails_says_so_in_the_stream(serving):
     """The time is up while the answer is being written."""
     schema = {"type": "json_schema", "name": "long", "schema": LONG_TEXT}
-    with serving(request_timeout_s=1.5) as live, live.openai() as client:
+    with serving(request_timeout_s=3.0) as live, live.openai() as client:
         read_vocabulary(live, LONG_TEXT)
         *_, last = ask(client, text={"format": schema}, max_output_tokens=9000, stream=True)
         assert last.type == "response.failed"
