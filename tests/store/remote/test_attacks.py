@@ -78,7 +78,7 @@ def test_other_files_beside_the_classes_do_not_stop_anything(machine, place, add
         for member in (b"", b"!", b"zz!x", b"!a b", b"!../x", b"\xff!x", b"00!.x", b"!a/b/c/d/e/f"):
             place._call([[b"ZADD", key, b"0", member]], SOON)
     tier = machine(any_numerics=True)
-    assert len(tier._asker.other_classes) == MAX_CLASSES
+    assert len(tier._asker.looks.other_classes) == MAX_CLASSES
     assert content(found(tier)) == content(ONE)
     assert "cuda-mlx-0.1" in list_classes(place, SOON)
     block = NamedBlock(FIRST.key, FIRST.parent, BLOCK_TOKENS)

@@ -42,37 +42,28 @@ class Asker:
         """With `has_macs`, a record without one counts as absent."""
         self._backend = backend
         self._known = known
-        self._looks = _Looks(backend, names, known, seal, has_macs)
+        self.looks = Looks(backend, names, known, seal, has_macs)
         self._headers = Headers(names, known, seal)
         self._speed = speed
         self._hands = Hands(MAX_HEADERS)
-
-    @property
-    def other_classes(self) -> Sequence[str]:
-        """In which records are looked for too."""
-        return self._looks.other_classes
-
-    @other_classes.setter
-    def other_classes(self, names: Sequence[str]) -> None:
-        self._looks.other_classes = names
 
     def ask(self, question: Question, deadline: CallDeadline) -> None:
         calls = self._calls(deadline)
         if self._backend.in_batches:
             n_there = self._reach(question, calls)
             wanted = [*question.windows(n_there), *question.states(n_there)]
-            self._looks.look(question, wanted, question.forks(n_there), calls)
+            self.looks.look(question, wanted, question.forks(n_there), calls)
         else:
             n_there = self._bisect(question, calls)
             self._look_around(question, n_there, calls)
             if question.has_states and not self._has_state(question, n_there):
-                self._looks.look(question, (), question.forks(n_there), calls)
+                self.looks.look(question, (), question.forks(n_there), calls)
         self._read_headers(question, n_there, calls)
 
     def has(self, header: Header, deadline: CallDeadline) -> bool:
         """Whether a record is there, in the class of this machine."""
         record = KnownRecord(RecordPlace.of(header), header.tokens, 0, header.w_rows)
-        return self._looks.has(record, self._calls(deadline))
+        return self.looks.has(record, self._calls(deadline))
 
     def close(self) -> None:
         self._hands.close()
@@ -93,7 +84,7 @@ class Asker:
         for end in ends:
             wanted += [*question.windows(end), *question.states(end)]
         forks = sorted({n for end in ends for n in question.forks(end)})
-        self._looks.look(question, wanted, forks, calls)
+        self.looks.look(question, wanted, forks, calls)
         there = [self._found(block) is not None for block in chain[first:]]
         if question.has_rows:
             return first + sum(takewhile(bool, there))
@@ -132,7 +123,7 @@ class Asker:
             if not all(self._known.is_answered(one.place) for one in block)
         }
         lists = [number for number in new if number and question.has_points]
-        self._looks.look(question, [one for block in new.values() for one in block], lists, calls)
+        self.looks.look(question, [one for block in new.values() for one in block], lists, calls)
 
     def _found(self, block: Iterable[KnownRecord]) -> KnownRecord | None:
         found = (self._known.find(one.place.key, one.place.part) for one in block)
@@ -156,7 +147,7 @@ class Asker:
         """
         windows, forks = question.windows(n_there), question.forks(n_there, 1)
         asked = windows if self._fits(windows, forks, calls) else windows[-1:]
-        self._looks.look(question, asked, forks, calls)
+        self.looks.look(question, asked, forks, calls)
         if len(asked) < len(windows):
             self._headers.presume(question, windows, calls)
 
@@ -166,7 +157,7 @@ class Asker:
         """Whether requests are left for all of these, and for their headers."""
         if not self._backend.is_distant:
             return True
-        n_asked = self._looks.count_names(windows) + len(forks)
+        n_asked = self.looks.count_names(windows) + len(forks)
         return n_asked + len(windows) <= self._n_left(calls)
 
     # Headers
@@ -191,7 +182,7 @@ class Asker:
         return max(0, min(MAX_HEADERS, n_left))
 
 
-class _Looks:
+class Looks:
     """Looks at a place: which records are there, and what lies beside a block."""
 
     def __init__(
@@ -204,7 +195,7 @@ class _Looks:
     ) -> None:
         self._backend, self._names, self._known = backend, names, known
         self._seal, self._has_macs = seal, has_macs
-        self.other_classes: Sequence[str] = ()
+        self.other_classes: Sequence[str] = ()  # in which records are looked for too
 
     def has(self, record: KnownRecord, calls: QuestionCalls) -> bool:
         """Whether a record is there, in its class."""

@@ -381,4 +381,4 @@ class RemoteTier:
         if self._any_numerics:
             found = list_classes(self.backend, WRITE_S)
             others = [one for one in found if one != self._numerics]
-            self._asker.other_classes = others[:MAX_CLASSES]
+            self._asker.looks.other_classes = others[:MAX_CLASSES]
