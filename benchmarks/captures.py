@@ -5,7 +5,7 @@ repeated and answered beside running answers, with so little memory for blocks t
 evicted, and slabs are reused all the time. Of every captured block the same rows are copied on the
 device and read the ordinary way. Some time later, when the caches have changed and slabs have been
 given back and taken, the two are compared; then the blocks are restored and compared again.
-`--tiny` runs on any device, through the same code.
+`--shape tiny` and `--shape tiny-windows` run on any device, through the same code.
 """
 
 from __future__ import annotations
@@ -272,16 +272,18 @@ def measure(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.captures", description=__doc__)
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--blocks", type=int, default=1000)
     parser.add_argument("--folder", type=Path, help="where to write blocks")
     parser.add_argument("--home", type=Path, help="where kernels and rates are kept")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
-    shape, unit = ("tiny", 2048) if given.tiny else ("llama-8b", 5120)
+    unit = 2048 if given.shape.startswith("tiny") else 5120
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        found = measure(shape, unit, given.blocks, Path(folder), Comparison(), home=given.home)
-    said = {"shape": shape, "device": str(mx.default_device()), **asdict(found)}
+        found = measure(
+            given.shape, unit, given.blocks, Path(folder), Comparison(), home=given.home
+        )
+    said = {"shape": given.shape, "device": str(mx.default_device()), **asdict(found)}
     print(json.dumps(said | {"holds": found.holds}))
     if given.json:
         given.json.write_text(json.dumps(said | {"holds": found.holds}, indent=1))

@@ -78,6 +78,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": False,
     },
+    "tiny-windows": {
+        "model_type": "gemma3_text",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 256,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 512,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 16,
+        "max_position_embeddings": 8192,
+    },
 }
 
 

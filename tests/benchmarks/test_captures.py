@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from benchmarks.captures import Comparison, measure
 
 from keepwarm.kv.slices import Block
@@ -23,3 +24,11 @@ def test_one_changed_byte_is_found(tmp_path: Path) -> None:
     assert found.tensors == 4 * found.blocks  # K and V of two layers
     assert found.cancelled
     assert found.restored_blocks
+
+
+def test_windows_are_compared_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = measure("tiny-windows", 1024, 20, tmp_path, Comparison())
+    assert found.holds
+    assert found.tensors == 8 * found.blocks  # K and V of four layers
+    assert found.restored_blocks
+    assert not caplog.records, "everything could be kept"

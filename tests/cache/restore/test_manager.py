@@ -114,6 +114,8 @@ def test_a_place_survives_if_nearly_all_of_it_is_on_disk(tiny_model, tmp_path):
         assert both.survives(PROMPT)
         assert both.survives([*PROMPT, *range(WORTH_SAVING - 1)])
         assert not both.survives([*PROMPT, *range(WORTH_SAVING)])
+        assert both.survives([8] * (WORTH_SAVING - 1)), "nothing of it is, and it is soon computed"
+        assert not both.survives([8] * WORTH_SAVING)
         assert replace(kept, tiers=Tiers([("memory", memory)])).survives([1, 2, 3])
 
 

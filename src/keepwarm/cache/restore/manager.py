@@ -215,9 +215,11 @@ class Manager:
         found only until enough others part from it.
         """
         saved = list(self.tiers.local.named)[1:]  # without memory
+        if not saved or len(tokens) < WORTH_SAVING:
+            return True
         point = replace(self._planner, tiers=Tiers(saved)).longest(tokens, len(tokens))
-        if not saved or point.n_tokens <= len(tokens) - WORTH_SAVING:
-            return not saved
+        if point.n_tokens <= len(tokens) - WORTH_SAVING:
+            return False
         last = list(chain(self.namespace, tokens[: point.n_tokens]))[-1]
         return not self.needs.whole_blocks or last.key in {read.key for read in point.reads}
 
