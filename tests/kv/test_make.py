@@ -142,3 +142,24 @@ def test_models_that_cannot_take_quantised_keys_say_so(name, tiny_model):
     said = f"^{name} does not run with these KV options .its attention takes arrays only.; [^\n]*$"
     with pytest.raises(BadInput, match=said):
         probe(model, make_caches(model, kv_bits=8, kv_group_size=32))
+
+
+def test_quantised_keys_are_refused_on_cuda(tiny_model, monkeypatch):
+    """MLX has wrong products for them there; what keeps no rows has nothing to quantise."""
+    model, states = tiny_model("llama"), tiny_model("mamba2")
+    caches = make_caches(model, kv_bits=8, kv_group_size=32)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    with pytest.raises(BadInput, match="on CUDA; remove the KV options"):
+        probe(model, caches)
+    assert probe(states, make_caches(states, kv_bits=8, kv_group_size=32))
+
+
+def test_a_product_that_mlx_lacks_is_named():
+    """As MLX says it: the model's attention is not to blame."""
+
+    def model(tokens, cache):
+        raise RuntimeError("No implementation for problem shape: 1x1x128x8.\nAnd more.")
+
+    with pytest.raises(BadInput, match=r"options \(No implementation for problem shape: [^)\n]*\)"):
+        probe(model, [QuantKVCache(group_size=32, bits=8)])

@@ -101,6 +101,19 @@ def test_rows_of_different_lengths_and_places(staging):
     assert np.array_equal(found[:, :, 10:240], np.concatenate([c.words, d.words], axis=2))
 
 
+def test_a_tensor_without_columns(staging):
+    """Some models keep one beside their keys."""
+    target, spec = target_of(32, staging), TensorSpec((1, 2, None, 0), mx.float32)
+    empty = DeviceRows(spec, 32, mx.zeros(spec.with_rows(32)), staging)
+    nothing = HostArray(np.zeros((1, 2, 16, 0), np.float32), mx.float32)
+    for at in (0, 16):
+        add(staging, (target, at, rows_of(16, at)), (empty, at, nothing))
+    copy_all(staging)
+    wanted = np.concatenate([rows_of(16, at).words for at in (0, 16)], axis=2)
+    assert np.array_equal(np.asarray(target.array), wanted)
+    assert empty.array.shape == (1, 2, 32, 0)
+
+
 def test_a_piece_waits_until_it_is_full(pool):
     staging = Staging(pool, PIECE_BYTES // 3)
     target = target_of(64, staging)

@@ -178,6 +178,11 @@ class Probe(NamedTuple):
 def probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Layout:
     """The layout of a model; it may not run with the options of these caches."""
     is_quantised = _is_quantised(caches)
+    if is_quantised and mx.default_device() == mx.gpu and mx.cuda.is_available():
+        # MLX 0.32.4 has no product for most shapes, and for grouped heads a wrong one.
+        raise BadInput(
+            "MLX cannot compute with quantised keys and values on CUDA; remove the KV options."
+        )
     try:
         return run_probe(model, caches, token).layout
     except Exception as error:
@@ -185,7 +190,7 @@ def probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Layout:
             raise
         # Quantised keys are not an array: a model with attention of its own cannot use them. Or a
         # group size does not divide a head, or there are attention sinks.
-        is_reason = isinstance(error, ValueError)
+        is_reason = isinstance(error, ValueError | RuntimeError)
         why = str(error).partition("\n")[0] if is_reason else "its attention takes arrays only"
         name = getattr(model, "model_type", "This model")
         raise BadInput(

@@ -176,6 +176,6 @@ def _assign(run: Sequence[_Copy], slabs: mx.array) -> Iterator[mx.array]:
         first, n_items = start // dtype.size, math.prod(shape)
         rows = views[dtype][:, first : first + n_items].reshape(n, *shape)
         joined = mx.moveaxis(rows, 0, ROWS)  # behind the axes before the rows
-        joined = joined.reshape(*shape[:ROWS], -1, *shape[ROWS + 1 :])
+        joined = joined.reshape(*shape[:ROWS], n * shape[ROWS], *shape[ROWS + 1 :])
         target.array[..., at : at + n_rows, :] = joined[..., :n_rows, :]
         yield target.array
