@@ -17,6 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, ParamSpec
 
+import mlx.core as mx
 import typer
 
 from benchmarks.zoo.findings import Findings, Results
@@ -38,8 +39,12 @@ def examine(name: str, dtype: str, folder: Path) -> Findings:
 
 
 def _in_child(work: Callable[P, Findings], *args: P.args, **kwargs: P.kwargs) -> Findings:
-    """On Linux a fork of a process that has imported everything, which takes seconds."""
-    context = get_context("forkserver" if sys.platform == "linux" else "spawn")
+    """On Linux a fork of a process that has imported everything, which takes seconds.
+
+    No fork can use CUDA, which MLX starts when it is imported.
+    """
+    forks = sys.platform == "linux" and not mx.cuda.is_available()
+    context = get_context("forkserver" if forks else "spawn")
     context.set_forkserver_preload([first_process.__module__])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(work, *args, **kwargs).result()

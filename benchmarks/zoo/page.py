@@ -16,7 +16,7 @@ FLOORS = {"float32": MAX_APART_32, "bfloat16": MAX_APART_16}
 COUNTED = ("exact", "drifts", UNTOLD, "WRONG", "CRASH", "BLIND")
 
 
-def page(results: Results) -> str:
+def page(results: Results, on_cuda: Results) -> str:
     text = files(__package__).joinpath("page.md").read_text()
     in_32, in_16 = ({one.name: one for one in results.of(dtype)} for dtype in EXACT)
     ran = [one for one in in_32.values() if not one.left_out]
@@ -35,6 +35,10 @@ def page(results: Results) -> str:
         only_32=_left_out(in_16.get(one.name, _untried(one.name)) for one in ran),
         padding="".join(_padding_row(results.of(dtype), dtype) for dtype in EXACT),
         padded_wrong=_padded_wrong(results),
+        cuda_device=on_cuda.machine["device"],
+        cuda_date=on_cuda.date,
+        cuda_command=on_cuda.command,
+        cuda_summary=_counts(on_cuda.of("float32"), "float32"),
     )
 
 

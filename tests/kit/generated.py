@@ -46,6 +46,7 @@ BASELINE = DOCS / "results" / "baseline.json"
 RESULTS = DOCS / "results" / "bench.md"
 FIGURE = DOCS / "images" / "first-token.svg"
 ZOO = DOCS / "results" / "zoo.json"
+ZOO_ON_CUDA = DOCS / "results" / "zoo-h200.json"
 ARCHITECTURES = DOCS / "architectures.md"
 CONVERSATIONS = DOCS / "results" / "conversations"
 CODERS = DOCS / "results" / "coders"
@@ -187,7 +188,7 @@ if __name__ == "__main__":
     RESULTS.write_text(tables.markdown(Results.read(BASELINE)))
     README.write_text(readme(README.read_text()))
     FIGURE.write_text(figure.svg(Results.read(BASELINE)))
-    ARCHITECTURES.write_text(zoo_page(ZooResults.read(ZOO)))
+    ARCHITECTURES.write_text(zoo_page(ZooResults.read(ZOO), ZooResults.read(ZOO_ON_CUDA)))
     said = json.loads(CONVERSATIONS.with_suffix(".json").read_text())
     CONVERSATIONS.with_suffix(".md").write_text(conversations_page(said))
     asked = json.loads(CODERS.with_suffix(".json").read_text())
