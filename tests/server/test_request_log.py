@@ -210,6 +210,30 @@ def test_a_stop_says_how_much_is_still_to_be_written(serving, caplog, monkeypatc
     assert store.write_stats().queued_blocks == 0
 
 
+def test_a_request_that_is_just_being_started_is_unfinished(serving, monkeypatch):
+    """It waits no more, and its prompt is not computed yet: it may be read from disk."""
+    with serving() as live:
+        scheduler = live.models.loaded[0].engine._scheduler
+        start, entered, go_on = scheduler._intake.start, threading.Event(), threading.Event()
+
+        def slow(*given):
+            entered.set()
+            go_on.wait(300)
+            return start(*given)
+
+        monkeypatch.setattr(scheduler._intake, "start", slow)
+        asked = threading.Thread(target=live.post, args=("/v1/chat/completions", body()))
+        asked.start()
+        try:
+            assert entered.wait(300)
+            assert not scheduler.waiting
+            assert live.models.n_unfinished == 1
+        finally:
+            go_on.set()
+            asked.join(300)
+        wait_until(lambda: not live.models.n_unfinished)
+
+
 def test_text_and_json_have_the_same_fields():
     said = []
     logger = logging.Logger("keepwarm.server")

@@ -240,10 +240,8 @@ class EngineHost:
     @property
     def n_unfinished(self) -> int:
         """Requests that a drain waits for."""
-        if self._engine is None:
-            return 0
-        stats = self._engine.stats()
-        return stats.waiting + stats.prefilling + stats.decoding
+        requests = [] if self._engine is None else self._engine.requests()
+        return sum(request.ended is None for request in requests)
 
     def take(self) -> Engine | None:
         """Remove the engine and return it; the caller closes it."""
