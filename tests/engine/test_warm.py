@@ -14,6 +14,7 @@ from keepwarm.engine.start.warm import WarmedConversation, Warmer
 from keepwarm.text.request import Breakpoint, KVOptions, Request, Sampling
 from tests.kit.engines import Models, ask, engine_on, memory, tokens_of
 from tests.kit.runs import prompt_of
+from tests.kit.waiting import wait_until
 
 N_PROMPT = 300
 NAMES = ("ada", "bob", "eve")
@@ -154,7 +155,7 @@ def test_it_stands_back_while_requests_run(models, tmp_path):
     said = fill(models, tmp_path)
     with engine_on(models.of("llama"), tmp_path) as engine:
         answer = engine.submit(ask(prompt_of(20), 3500))
-        next(answer)
+        wait_until(lambda: engine.stats().decoding)
         warmer = Warmer(engine).run_in_background()
         threading.Event().wait(0.2)
         assert engine.stats().decoding
@@ -168,7 +169,7 @@ def test_it_ends_when_it_is_closed(models, tmp_path):
     fill(models, tmp_path)
     with engine_on(models.of("llama"), tmp_path) as engine:
         answer = engine.submit(ask(prompt_of(20), 3500))
-        next(answer)
+        wait_until(lambda: engine.stats().decoding)
         warmer = Warmer(engine).run_in_background()
         warmer.close()
         assert warmer.warmed == []

@@ -227,6 +227,6 @@ def test_a_client_that_leaves_costs_no_more_than_a_step(served_model, plain, tmp
         wait_until(lambda: done()["cancelled"] == 2)
         made = done()["generated_tokens"]
         assert made - left["generated_tokens"] < 200  # of 8000; how long the news takes is chance
-        assert live.host.engine.stats().decoding == 0
+        wait_until(lambda: live.host.engine.stats().decoding == 0)  # it is counted before it leaves
         n_prompt, cached = ask_again(begun(0))
         assert cached == n_prompt - 1
