@@ -402,7 +402,7 @@ def test_code_parses():
 def test_the_page_on_metal_names_every_branch():
     """Files that ask for the system, the GPU, or what only one system has."""
     branch = re.compile(
-        r"sys\.platform|F_FULLFSYNC|fullfsync|mx\.(metal|cuda|gpu)|if_cuda|posix_fadvise|mx\.cpu\b"
+        r"sys\.platform|F_FULLFSYNC|fullfsync|mx\.(metal|cuda|gpu)|(if|on)_cuda|posix_fadvise|mx\.cpu\b"
         r"|set_wired_limit\(|# macOS"
     )
     source = ROOT / "src" / "keepwarm"

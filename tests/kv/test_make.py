@@ -145,17 +145,17 @@ def test_models_that_cannot_take_quantised_keys_say_so(name, tiny_model):
 
 
 def test_quantised_keys_are_refused_on_cuda(tiny_model, monkeypatch):
-    """MLX has wrong products for them there; what keeps no rows has nothing to quantise."""
+    """MLX is wrong with them there; what keeps no rows has nothing to quantise."""
     model, states = tiny_model("llama"), tiny_model("mamba2")
     caches = make_caches(model, kv_bits=8, kv_group_size=32)
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    with pytest.raises(BadInput, match="on CUDA; remove the KV options"):
+    with pytest.raises(BadInput, match="on CUDA; remove kv_bits"):
         probe(model, caches)
     assert probe(states, make_caches(states, kv_bits=8, kv_group_size=32))
 
 
-def test_a_product_that_mlx_lacks_is_named():
+def test_a_kernel_that_mlx_lacks_is_named():
     """As MLX says it: the model's attention is not to blame."""
 
     def model(tokens, cache):

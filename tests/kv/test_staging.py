@@ -101,7 +101,7 @@ def test_rows_of_different_lengths_and_places(staging):
     assert np.array_equal(found[:, :, 10:240], np.concatenate([c.words, d.words], axis=2))
 
 
-def test_a_tensor_without_columns(staging):
+def test_a_tensor_of_width_zero(staging):
     """Some models keep one beside their keys."""
     target, spec = target_of(32, staging), TensorSpec((1, 2, None, 0), mx.float32)
     empty = DeviceRows(spec, 32, mx.zeros(spec.with_rows(32)), staging)

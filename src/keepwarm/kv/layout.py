@@ -17,6 +17,7 @@ from keepwarm.errors import BadInput, CacheMismatch
 from keepwarm.kv.codec import EncodedCache, Scalar, encode
 from keepwarm.kv.kinds import Caches, Kind, kind_of, leaves
 from keepwarm.kv.quant import QuantKVCache
+from keepwarm.kv.slabs import on_cuda
 
 ROWS = 2  # the token axis of K and V
 POSITIONS = frozenset({"offset", "start_position"})  # scalars that change with every token
@@ -178,11 +179,9 @@ class Probe(NamedTuple):
 def probe(model: Callable[..., Any], caches: Caches, token: int = 0) -> Layout:
     """The layout of a model; it may not run with the options of these caches."""
     is_quantised = _is_quantised(caches)
-    if is_quantised and mx.default_device() == mx.gpu and mx.cuda.is_available():
-        # MLX 0.32.4 has no product for most shapes, and for grouped heads a wrong one.
-        raise BadInput(
-            "MLX cannot compute with quantised keys and values on CUDA; remove the KV options."
-        )
+    if is_quantised and on_cuda():
+        # MLX 0.32.4 has no kernel for most shapes, and is wrong for grouped-query attention.
+        raise BadInput("MLX cannot compute with quantised keys and values on CUDA; remove kv_bits.")
     try:
         return run_probe(model, caches, token).layout
     except Exception as error:

@@ -148,8 +148,7 @@ class SlabPool:
     @classmethod
     def if_cuda(cls) -> SlabPool | None:
         """On CUDA; elsewhere None: the host reads and writes MLX's memory directly."""
-        is_cuda = mx.default_device() == mx.gpu and mx.cuda.is_available()
-        return cls() if is_cuda else None
+        return cls() if on_cuda() else None
 
     def expect(self, sizes: Iterable[int]) -> None:
         """Prepare slabs of these sizes."""
@@ -258,6 +257,11 @@ class SlabPool:
             if (n_lacking := max(n_ready - n_free, min(n_ahead - n_free, n_allowed))) > 0:
                 return size, min(n_lacking, max(1, AT_ONCE_BYTES // size))
         return None
+
+
+def on_cuda() -> bool:
+    """Whether models run on CUDA."""
+    return mx.default_device() == mx.gpu and mx.cuda.is_available()
 
 
 def _rounded(n_bytes: int) -> int:
